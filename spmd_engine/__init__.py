@@ -1,0 +1,7 @@
+"""spmd_engine: neural networks sharded over any number of ranks, in NumPy or CuPy and MPI."""
+
+__version__ = "0.1.0"
+
+from spmd_engine.comm import Ledger, Mesh, run, world
+
+__all__ = ["Ledger", "Mesh", "run", "world"]

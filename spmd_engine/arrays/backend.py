@@ -1,0 +1,125 @@
+"""Which array module holds an array, and what moving it to the host costs.
+
+Every other file writes ``xp = backend_of(x).xp`` and then NumPy's names, so that the same text runs on
+NumPy and on CuPy. A backend also knows how to wait for its device and how to stage an array through
+pinned host memory; the communication floor needs both, since MPI does neither.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from spmd_engine.errors import UsageError
+
+Array = Any  # numpy.ndarray or cupy.ndarray; neither library offers a common base class
+
+
+class Backend:
+    """NumPy on the host: nothing to synchronise, nothing to stage."""
+
+    name = "cpu"
+    on_device = False
+    xp: ModuleType = np
+
+    def synchronize(self) -> None:
+        """Return once all work queued for arrays of this backend has finished."""
+
+    def owns(self, x: Array) -> bool:
+        return isinstance(x, np.ndarray)
+
+    def empty(self, shape, dtype) -> Array:
+        return self.xp.empty(shape, dtype)
+
+    def asarray(self, x: Array) -> Array:
+        """``x`` as an array of this backend; moves bytes only where it must."""
+        return np.asarray(backend_of(x).to_host(x))
+
+    def to_host(self, x: Array) -> np.ndarray:
+        return x
+
+    def copy_to_host(self, x: Array, host: np.ndarray) -> None:
+        np.copyto(host, x)
+
+    def copy_from_host(self, host: np.ndarray, x: Array) -> None:
+        np.copyto(x, host)
+
+    def pinned_empty(self, shape, dtype) -> np.ndarray:
+        """Host memory from which this backend's device copies fastest."""
+        return np.empty(shape, dtype)
+
+
+class CudaBackend(Backend):
+    """CuPy on one CUDA device. The current stream orders all work."""
+
+    name = "cuda"
+    on_device = True
+
+    def __init__(self) -> None:
+        try:
+            import cupy
+        except ImportError as error:
+            raise UsageError("device 'cuda' needs CuPy: pip install 'spmd_engine[cuda]'") from error
+        self.xp = cupy
+
+    def synchronize(self) -> None:
+        self.xp.cuda.get_current_stream().synchronize()
+
+    def owns(self, x: Array) -> bool:
+        return isinstance(x, self.xp.ndarray)
+
+    def asarray(self, x: Array) -> Array:
+        return self.xp.asarray(x)
+
+    def to_host(self, x: Array) -> np.ndarray:
+        return self.xp.asnumpy(x)
+
+    def copy_to_host(self, x: Array, host: np.ndarray) -> None:
+        x.get(out=host)
+
+    def copy_from_host(self, host: np.ndarray, x: Array) -> None:
+        x.set(host)
+
+    def pinned_empty(self, shape, dtype) -> np.ndarray:
+        import cupyx
+
+        return cupyx.empty_pinned(shape, dtype)
+
+
+CPU = Backend()
+_device_backends: list[Backend] = []
+
+
+def register_backend(backend: Backend) -> None:
+    """Make ``backend_of`` recognise the arrays of one more device backend."""
+    _device_backends.append(backend)
+
+
+def unregister_backend(backend: Backend) -> None:
+    _device_backends.remove(backend)
+
+
+def get_backend(name: str) -> Backend:
+    """The backend called ``"cpu"`` or ``"cuda"``; raises UsageError if it cannot be had."""
+    if name == "cpu":
+        return CPU
+    for backend in _device_backends:
+        if backend.name == name:
+            return backend
+    if name != "cuda":
+        raise UsageError(f"unknown device {name!r}; choose 'cpu' or 'cuda'")
+    backend = CudaBackend()
+    register_backend(backend)
+    return backend
+
+
+def backend_of(x: Array) -> Backend:
+    """The backend that owns ``x``. Anything that is not a known device's array counts as the host's."""
+    for backend in _device_backends:
+        if backend.owns(x):
+            return backend
+    if not isinstance(x, np.ndarray) and hasattr(x, "__cuda_array_interface__"):
+        return get_backend("cuda")
+    return CPU

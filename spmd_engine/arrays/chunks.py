@@ -1,0 +1,18 @@
+"""Walking over long arrays in pieces that stay in cache, so that a chain of elementwise steps is cheap."""
+
+from collections.abc import Iterator
+
+from spmd_engine.arrays.backend import Array, backend_of
+
+CACHE_ELEMENTS = 1 << 14  # a handful of float32 temporaries of this length fit a core's L2 cache
+
+
+def chunks(x: Array, elements: int = CACHE_ELEMENTS) -> Iterator[slice]:
+    """Slices of ``x``'s first dimension, about ``elements`` each; one slice on a device, which has no need."""
+    length = x.shape[0]
+    if backend_of(x).on_device:
+        step = max(length, 1)
+    else:
+        step = max(1, elements * length // max(x.size, 1))
+    for start in range(0, length, step):
+        yield slice(start, min(start + step, length))

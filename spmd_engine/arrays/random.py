@@ -1,0 +1,112 @@
+"""Random numbers as functions of (key, global index): counter-based, so no rank needs another's draws.
+
+A rank that holds one block of an array computes just that block, and gets the values it would have in the
+whole array, whatever the mesh. The hash is 32-bit multiply-xorshift (the `lowbias32` constants of Chris
+Wellons' hash prospector), which NumPy and CuPy compute alike and at about 2 ns an element.
+"""
+
+from __future__ import annotations
+
+from zlib import crc32
+
+import numpy as np
+
+from spmd_engine.arrays.backend import CPU, Array, Backend
+
+_CHUNK = 1 << 15  # elements hashed at a time: a few temporaries of that size stay in cache
+
+
+def key_of(*parts: object) -> int:
+    """A 32-bit key of anything printable: ``key_of(seed, "block0/mlp/w0")``. Equal on every machine."""
+    return crc32("\x1f".join(map(str, parts)).encode())
+
+
+def hash_bits(key: int, index: Array, xp=np) -> Array:
+    """32 random bits for each uint64 ``index``."""
+    x = (index & 0xFFFFFFFF).astype(xp.uint32)
+    high = (index >> 32).astype(xp.uint32)
+    x = _mix(x ^ xp.uint32(_mix_scalar(key ^ 0x9E3779B9)), xp)
+    return _mix(x ^ (high * xp.uint32(0x85EBCA6B) + xp.uint32(key)), xp)
+
+
+def uniform(key: int, shape, dtype, block=None, backend: Backend = CPU) -> Array:
+    """Uniform numbers in the open interval (0, 1): the ``block`` (slices; default all) of a ``shape`` array."""
+    return _fill(shape, dtype, block, backend, lambda index, xp: _unit(hash_bits(key, index, xp), xp))
+
+
+def normal(key: int, shape, dtype, block=None, backend: Backend = CPU) -> Array:
+    """Standard normal numbers, by Box and Muller from two uniforms of each index."""
+    first, second = key_of(key, "radius"), key_of(key, "angle")
+
+    def draw(index, xp):
+        radius = xp.sqrt(-2.0 * xp.log(_unit(hash_bits(first, index, xp), xp)))
+        return radius * xp.cos((2.0 * np.pi) * _unit(hash_bits(second, index, xp), xp))
+
+    return _fill(shape, dtype, block, backend, draw)
+
+
+def bernoulli(key: int, probability: float, rows: Array, width: int, backend: Backend = CPU) -> Array:
+    """bool[..., width]: True with ``probability``, a function of (key, row's index, column) alone.
+
+    ``rows`` holds global row indices (for dropout: sample and position), of any shape.
+    """
+    xp = backend.xp
+    threshold = xp.uint32(min(int(probability * 2.0**32), 2**32 - 1))
+    flat = xp.asarray(rows, xp.uint64).reshape(-1)
+    columns = xp.arange(width, dtype=xp.uint64)
+    mask = backend.empty((flat.size, width), bool)
+    step = max(1, _CHUNK // max(width, 1))
+    for start in range(0, flat.size, step):
+        index = flat[start : start + step, None] * xp.uint64(width) + columns
+        mask[start : start + step] = hash_bits(key, index, xp) < threshold
+    return mask.reshape((*np.shape(rows), width))
+
+
+def integers(key: int, high: int, index: Array) -> np.ndarray:
+    """Integers in [0, high) for each index; 64 bits are drawn, so the bias is below high / 2^64."""
+    index = np.asarray(index, np.uint64)
+    bits = hash_bits(key_of(key, 0), index).astype(np.uint64) << np.uint64(32)
+    return ((bits | hash_bits(key_of(key, 1), index)) % np.uint64(high)).astype(np.int64)
+
+
+def _fill(shape, dtype, block, backend, draw):
+    xp = backend.xp
+    block = tuple(block) if block is not None else (slice(None),) * len(shape)
+    ranges = [range(*part.indices(size)) for part, size in zip(block, shape, strict=True)]
+    out = backend.empty([len(r) for r in ranges], dtype)
+    if out.size == 0:
+        return out
+    # One row of indices (the last dimension) at a time is too small, all at once too large: merge the
+    # leading dimensions into rows and walk over chunks of rows.
+    strides = np.cumprod([1, *reversed(shape[1:])])[::-1] if len(shape) else np.array([1])
+    rows = np.zeros(1, np.uint64)
+    for r, stride in zip(ranges[:-1], strides[:-1], strict=True):
+        offsets = np.asarray(r, np.uint64) * np.uint64(stride)
+        rows = (rows[:, None] + offsets).reshape(-1)
+    columns = xp.arange(ranges[-1].start, ranges[-1].stop, dtype=xp.uint64) if shape else xp.zeros(1, xp.uint64)
+    flat = out.reshape(rows.size, columns.size)
+    rows = xp.asarray(rows)
+    step = max(1, _CHUNK // columns.size)
+    for start in range(0, rows.size, step):
+        flat[start : start + step] = draw(rows[start : start + step, None] + columns, xp)
+    return out
+
+
+def _unit(bits: Array, xp) -> Array:
+    """float64 in (0, 1): never 0, so that its logarithm exists."""
+    return (bits.astype(xp.float64) + 0.5) * 2.0**-32
+
+
+def _mix(x: Array, xp) -> Array:
+    x ^= x >> xp.uint32(16)
+    x *= xp.uint32(0x7FEB352D)
+    x ^= x >> xp.uint32(15)
+    x *= xp.uint32(0x846CA68B)
+    x ^= x >> xp.uint32(16)
+    return x
+
+
+def _mix_scalar(x: int) -> int:
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
+    return x ^ (x >> 16)

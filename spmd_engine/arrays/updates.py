@@ -1,0 +1,60 @@
+"""Optimizer updates, fused over flat arrays in cache-sized pieces."""
+
+from math import sqrt
+
+from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.chunks import chunks
+
+
+def adamw(p, g, mean, square, *, step, rate, betas, epsilon, decay, scale=1.0) -> None:
+    """One AdamW step on flat p[n], g[n] and state mean[n], square[n], in place; ``step`` counts from 1.
+
+    Loshchilov and Hutter, "Decoupled weight decay regularization" (2019). The gradient is multiplied by
+    ``scale`` (clipping) on the way; ``decay`` is decoupled: p shrinks by rate * decay first.
+    """
+    xp = backend_of(p).xp
+    beta1, beta2 = betas
+    correction = sqrt(1.0 - beta2**step)
+    size = rate / (1.0 - beta1**step)
+    for part in chunks(p):
+        grad = g[part] * scale
+        p_part, m, v = p[part], mean[part], square[part]
+        m *= beta1
+        m += grad * (1.0 - beta1)
+        v *= beta2
+        grad *= grad
+        grad *= 1.0 - beta2
+        v += grad
+        xp.sqrt(v, out=grad)
+        grad /= correction
+        grad += epsilon
+        xp.divide(m, grad, out=grad)
+        grad *= size
+        if decay:
+            p_part *= 1.0 - rate * decay
+        p_part -= grad
+
+
+def momentum_sgd(p, g, velocity, *, rate, momentum, decay, scale=1.0) -> None:
+    """One step of SGD with momentum (Sutskever et al., 2013, as PyTorch writes it) and decoupled decay."""
+    for part in chunks(p):
+        grad = g[part] * scale
+        p_part = p[part]
+        if velocity is not None:
+            velocity[part] *= momentum
+            velocity[part] += grad
+            grad = velocity[part] * rate
+        else:
+            grad *= rate
+        if decay:
+            p_part *= 1.0 - rate * decay
+        p_part -= grad
+
+
+def sum_of_squares(x: Array) -> float:
+    """The sum of squares of flat x[n], accumulated in float64 across pieces."""
+    xp = backend_of(x).xp
+    total = 0.0
+    for part in chunks(x):
+        total += float(xp.dot(x[part], x[part]))
+    return total

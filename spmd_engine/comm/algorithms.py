@@ -1,0 +1,115 @@
+"""Collectives as exchanges of messages: written once, for any communicator and any array module.
+
+Each is a generator (see ``pending``). Blocks go straight from owner to reader, all at once, so that a rank
+which was away meets finished messages when it looks; sums are made here, in rank order, so that they are
+the same on every rank, for every transport, and for the 16-bit floats that MPI does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.comm.communicator import Communicator
+from spmd_engine.comm.pending import Steps
+
+
+def exchange(comm: Communicator, outgoing: Sequence[Array | None], incoming: Sequence[Array | None], tag: int) -> Steps:
+    """Send ``outgoing[r]`` to each other rank r and fill ``incoming[r]`` from it; None or empty: nothing."""
+    requests: list = []
+    for step in range(1, comm.size):  # rank r begins with r + 1: nobody is everyone's first target
+        source = (comm.rank - step) % comm.size
+        if incoming[source] is not None and incoming[source].size:
+            requests += comm.start_receive(incoming[source], source, tag)
+    backends = {id(b): b for b in (backend_of(x) for x in outgoing if x is not None)}
+    for backend in backends.values():
+        backend.synchronize()  # MPI reads device memory without asking the stream that fills it
+    for step in range(1, comm.size):
+        to = (comm.rank + step) % comm.size
+        if outgoing[to] is not None and outgoing[to].size:
+            requests += comm.start_send(outgoing[to], to, tag)
+    yield requests
+
+
+def all_gather(comm: Communicator, own: Array, blocks: Sequence[Array], tag: int) -> Steps:
+    """Fill every other rank's block of ``blocks`` with what that rank has as ``own``."""
+    yield from exchange(comm, [own] * comm.size, blocks, tag)
+
+
+def reduce_scatter(comm: Communicator, blocks: Sequence[Array], out: Array, reduction: str, tag: int) -> Steps:
+    """``out`` = the reduction over ranks, in rank order, of everyone's ``blocks[rank]``."""
+    backend = backend_of(out)
+    received = [None if r == comm.rank else backend.empty(out.shape, out.dtype) for r in range(comm.size)]
+    yield from exchange(comm, blocks, received, tag)
+    received[comm.rank] = blocks[comm.rank]
+    reduce_into(out, received, reduction)
+
+
+def all_reduce(comm: Communicator, x: Array, out: Array, reduction: str, tag: int) -> Steps:
+    """``out`` = the reduction of flat ``x`` over ranks: a reduce_scatter, then an all_gather. ``out`` may be ``x``."""
+    bounds = [span(x.size, comm.size, r) for r in range(comm.size)]
+    ours = out[bounds[comm.rank]]
+    yield from reduce_scatter(comm, [x[part] for part in bounds], ours, reduction, tag)
+    yield from all_gather(comm, ours, [out[part] for part in bounds], tag + 1)
+
+
+def broadcast(comm: Communicator, x: Array, root: int, tag: int) -> Steps:
+    """Fill ``x`` from ``root``: cut into a part a rank, then gathered, so that no one sends it n times."""
+    bounds = [span(x.size, comm.size, r) for r in range(comm.size)]
+    ours = x[bounds[comm.rank]]
+    if comm.rank == root:
+        yield from exchange(comm, [x[part] for part in bounds], [None] * comm.size, tag)
+    else:
+        incoming: list[Array | None] = [None] * comm.size
+        incoming[root] = ours
+        yield from exchange(comm, [None] * comm.size, incoming, tag)
+    outgoing = [None if r == root else ours for r in range(comm.size)]
+    others = [None if comm.rank == root else x[part] for part in bounds]
+    yield from exchange(comm, outgoing, others, tag + 1)
+
+
+def span(length: int, parts: int, index: int) -> slice:
+    """Part ``index`` of ``length`` cut in ``parts``: with length = q parts + r, the first r have one more."""
+    q, r = divmod(length, parts)
+    start = index * q + min(index, r)
+    return slice(start, start + q + (index < r))
+
+
+_UFUNCS = {"sum": "add", "mean": "add", "max": "maximum", "min": "minimum", "prod": "multiply"}
+
+
+def reduce_into(out: Array, blocks: Sequence[Array], reduction: str) -> None:
+    """``out`` = blocks[0] op blocks[1] op ... in that order; 16-bit floats are accumulated in float32.
+
+    ``out`` may be one of the blocks; another block may be overwritten.
+    """
+    xp = backend_of(out).xp
+    ufunc = getattr(xp, _UFUNCS[reduction])
+    wide = np.dtype(np.float32) if _is_half(out.dtype) else out.dtype
+    if wide != out.dtype or len(blocks) == 1:
+        total = blocks[0].astype(wide)
+    else:
+        # Where ``out`` is a later block it must stay untouched until its turn, so start in a received one.
+        total = out if out is blocks[0] or not _overlaps(out, blocks[1:]) else blocks[0]
+        ufunc(blocks[0], blocks[1], out=total)
+    for block in blocks[1 if wide != out.dtype else 2 :]:
+        ufunc(total, block.astype(wide) if wide != out.dtype else block, out=total)
+    if reduction == "mean":
+        total /= total.dtype.type(len(blocks))
+    if total is not out:
+        out[...] = total
+
+
+def _is_half(dtype: np.dtype) -> bool:
+    return dtype.itemsize == 2 and dtype.kind not in "iub" and dtype.fields is None
+
+
+def _overlaps(out: Array, blocks: Sequence[Array]) -> bool:
+    address = out.__array_interface__["data"][0] if isinstance(out, np.ndarray) else out.data.ptr
+    for block in blocks:
+        other = block.__array_interface__["data"][0] if isinstance(block, np.ndarray) else block.data.ptr
+        if other == address:
+            return True
+    return False

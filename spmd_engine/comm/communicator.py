@@ -1,0 +1,65 @@
+"""What a transport must offer: ranks, and messages between two of them that never block.
+
+Everything else (collectives, checks, waiting) is written once on top of this, so MPI processes and threads
+of one process run the same collective code.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from spmd_engine.arrays.backend import Array
+from spmd_engine.comm.pending import Progress
+
+
+class Communicator(ABC):
+    """An ordered set of ranks. Messages of one (sender, receiver, tag) arrive in the order sent."""
+
+    rank: int
+    size: int
+    node: str  #: name of the host this rank runs on
+    progress: Progress  #: this rank's outstanding operations, shared with every sub-communicator
+    calls = 0  #: collectives begun here; equal on all ranks, whichever meshes share this communicator
+    device_aware = False  #: whether device arrays may be handed to it as they are
+
+    def next_call(self) -> int:
+        self.calls += 1
+        return self.calls
+
+    def next_message(self, way: str, rank: int) -> int:
+        """The number of this message among those to, or from, one other rank."""
+        messages = self.__dict__.setdefault("_messages", {})
+        messages[way, rank] = messages.get((way, rank), -1) + 1
+        return messages[way, rank]
+
+    @abstractmethod
+    def start_send(self, data: Array, to: int, tag: int) -> list:
+        """Begin to send contiguous ``data`` (it must not change until done); returns requests."""
+
+    @abstractmethod
+    def start_receive(self, data: Array, source: int, tag: int) -> list:
+        """Begin to fill contiguous ``data`` (a shorter message fills its beginning); returns requests."""
+
+    @abstractmethod
+    def done(self, requests: list) -> bool:
+        """Whether all requests have completed. Moves messages on; never blocks."""
+
+    @abstractmethod
+    def subset(self, ranks: Sequence[int]) -> Communicator:
+        """A communicator of these ranks in this order; only they call it."""
+
+    @abstractmethod
+    def free(self) -> None:
+        """Give back what a sub-communicator holds."""
+
+    @abstractmethod
+    def activity(self) -> int:
+        """A number that changes when a message may have arrived; read before testing, given to pause."""
+
+    @abstractmethod
+    def pause(self, idle: int, activity: int) -> None:
+        """Leave the processor to others for a moment, the ``idle``-th time in a row without progress.
+
+        Raises RankAborted if another rank has failed meanwhile.
+        """

@@ -1,0 +1,61 @@
+"""The account of what was sent: calls, bytes and seconds by operation, axes and label."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+
+@dataclass
+class Entry:
+    """One line of the account, for one rank."""
+
+    calls: int = 0
+    payload: int = 0  #: bytes of the arrays handed in
+    sent: int = 0  #: bytes this rank sends by the bandwidth-optimal algorithm (headers not counted)
+    seconds: float = 0.0  #: time this rank stood waiting, so what overlapped with work is not in it
+
+    def add(self, other: Entry) -> None:
+        self.calls += other.calls
+        self.payload += other.payload
+        self.sent += other.sent
+        self.seconds += other.seconds
+
+
+class Ledger:
+    """Entries keyed by (operation, axes, label), for example ("all_reduce", "data", "gradients").
+
+    ``sent`` follows the formulas: for an array of S bytes over n ranks, S(n-1)/n per rank for all_gather,
+    reduce_scatter and all_to_all, twice that for all_reduce. With uneven shards the sum over ranks is exact:
+    S(n-1), and 2 S(n-1).
+    """
+
+    def __init__(self) -> None:
+        self.entries: defaultdict[tuple[str, str, str], Entry] = defaultdict(Entry)
+
+    def record(self, operation: str, axes: str, label: str, *, payload: int, sent: int) -> None:
+        """One more call."""
+        self.entries[operation, axes, label].add(Entry(1, payload, sent))
+
+    def record_wait(self, operation: str, axes: str, label: str, seconds: float) -> None:
+        self.entries[operation, axes, label].seconds += seconds
+
+    def total(self, operation: str | None = None, axes: str | None = None, label: str | None = None) -> Entry:
+        """The sum over all entries that agree with what is given."""
+        total = Entry()
+        wanted = (operation, axes, label)
+        for key, entry in self.entries.items():
+            if all(want is None or want == have for want, have in zip(wanted, key, strict=True)):
+                total.add(entry)
+        return total
+
+    def clear(self) -> None:
+        self.entries.clear()
+
+    def __str__(self) -> str:
+        lines = [f"{'operation':<15} {'axes':<12} {'label':<24} {'calls':>7} {'sent':>14} {'seconds':>9}"]
+        for (operation, axes, label), entry in sorted(self.entries.items()):
+            lines.append(
+                f"{operation:<15} {axes:<12} {label:<24} {entry.calls:>7} {entry.sent:>14,} {entry.seconds:>9.3f}"
+            )
+        return "\n".join(lines)

@@ -1,0 +1,188 @@
+"""Ranks arranged on named axes: ``Mesh(data=4, model=2)``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from spmd_engine.arrays.backend import Array
+from spmd_engine.comm.communicator import Communicator
+from spmd_engine.comm.group import TIMEOUT, Group
+from spmd_engine.comm.ledger import Ledger
+from spmd_engine.comm.pending import Pending
+from spmd_engine.comm.world import gather_texts, world
+from spmd_engine.errors import MeshError, UsageError
+
+Over = str | Iterable[str] | None  #: one axis, several, or None for all
+
+
+class Collectives:
+    """Collectives ``over`` named axes, for anything that can name a group of ranks.
+
+    Semantics, shapes and errors are those of ``Group``'s methods of the same names. ``start_...`` returns a
+    Pending, whose ``wait()`` gives the result.
+    """
+
+    def group(self, over: Over = None) -> Group:
+        raise UsageError(f"{type(self).__name__} does not define group()")
+
+    def barrier(self, over: Over = None) -> None:
+        self.group(over).barrier()
+
+    def broadcast(self, arr: Array | None, root: int = 0, *, over: Over = None, label: str = "") -> Array:
+        return self.group(over).broadcast(arr, root, label=label)
+
+    def all_gather(self, arr: Array, axis: int = 0, *, over: Over = None, label: str = "") -> Array:
+        return self.group(over).all_gather(arr, axis, label=label)
+
+    def all_reduce(self, arr: Array, op: str = "sum", *, over: Over = None, label: str = "") -> Array:
+        return self.group(over).all_reduce(arr, op, label=label)
+
+    def reduce_scatter(
+        self, arr: Array, axis: int = 0, op: str = "sum", *, over: Over = None, label: str = ""
+    ) -> Array:
+        return self.group(over).reduce_scatter(arr, axis, op, label=label)
+
+    def all_to_all(
+        self, arr: Array, axis: int = 0, concat_axis: int | None = None, *, over: Over = None, label: str = ""
+    ) -> Array:
+        return self.group(over).all_to_all(arr, axis, concat_axis, label=label)
+
+    def send(self, dest_id: int, arr: Array, *, over: Over = None, label: str = "") -> None:
+        self.group(over).send(dest_id, arr, label=label)
+
+    def receive(self, src_id: int, *, over: Over = None, label: str = "") -> Array:
+        return self.group(over).receive(src_id, label=label)
+
+    def start(self, operation: str, *args: Any, over: Over = None, **options: Any) -> Pending:
+        """Begin any of the above by name: ``start("all_reduce", x, over="data").wait()``."""
+        return getattr(self.group(over), f"start_{operation}")(*args, **options)
+
+
+class Mesh(Collectives):
+    """All ranks of a communicator, arranged row-major on named axes; the last-named axis varies fastest.
+
+    Ranks of one node are kept together, so that the last-named axes, which talk most, stay inside a node
+    where their sizes allow. ``with Mesh(...) as mesh`` or ``close()`` gives back what its groups hold.
+    Raises MeshError if the product of the sizes is not the number of ranks.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator | None = None,
+        /,
+        *,
+        check: bool = True,
+        timeout: float | None = TIMEOUT,
+        ledger: Ledger | None = None,
+        **axes: int,
+    ) -> None:
+        self.comm = comm if comm is not None else world()
+        self.axes: Mapping[str, int] = axes or {"data": self.comm.size}
+        self.ledger = ledger if ledger is not None else Ledger()
+        self._options = {"check": check, "timeout": timeout}
+        self._groups: dict[tuple[str, ...], Group] = {}
+        self._owned: list[Communicator] = []
+        self._validate()
+        nodes = gather_texts(self.comm, self.comm.node) if self.comm.size > 1 else [self.comm.node]
+        first_seen = {node: nodes.index(node) for node in nodes}
+        order = sorted(range(self.comm.size), key=lambda r: (first_seen[nodes[r]], r))
+        #: ranks of the communicator by coordinates: an array with one dimension an axis
+        self.ranks = np.array(order).reshape(tuple(self.axes.values()))
+        self.nodes = nodes
+        self.rank, self.size = self.comm.rank, self.comm.size
+        where = np.argwhere(self.ranks == self.rank)[0]
+        self.coordinates = dict(zip(self.axes, map(int, where), strict=True))
+
+    def _validate(self) -> None:
+        for axis, size in self.axes.items():
+            if not isinstance(size, int) or size < 1:
+                raise MeshError(f"mesh axis {axis!r} has size {size!r}; sizes are whole numbers from 1")
+        product = prod(self.axes.values())
+        if product != self.comm.size:
+            raise MeshError(
+                f"mesh {self} needs {product} ranks, but there are {self.comm.size}. "
+                f"Change the sizes, or start with: mpiexec -n {product} ..."
+            )
+
+    def group(self, over: Over = None) -> Group:
+        """The ranks that differ from this one only along ``over``, as a Group; made when first asked for.
+
+        Their order follows the axes as written: over ("data", "expert"), expert varies fastest.
+        """
+        names = self._names(over)
+        if names not in self._groups:
+            members = self._members(names)
+            if members == list(range(self.size)):
+                comm = self.comm
+            else:
+                comm = self.comm.subset(members)
+                self._owned.append(comm)
+            self._groups[names] = Group(comm, ",".join(names) or "nobody", self.ledger, **self._options)
+        return self._groups[names]
+
+    def _names(self, over: Over) -> tuple[str, ...]:
+        if over is None:
+            return tuple(self.axes)
+        names = (over,) if isinstance(over, str) else tuple(over)
+        for name in names:
+            if name not in self.axes:
+                raise MeshError(f"unknown mesh axis {name!r}; this mesh is {self}")
+        return names
+
+    def _members(self, names: tuple[str, ...]) -> list[int]:
+        index = tuple(slice(None) if axis in names else self.coordinates[axis] for axis in self.axes)
+        kept = [axis for axis in self.axes if axis in names]
+        return self.ranks[index].transpose([kept.index(name) for name in names]).reshape(-1).tolist()
+
+    def axis_size(self, over: Over) -> int:
+        """The number of ranks along one axis or several; 1 along none."""
+        return prod(self.axes[name] for name in self._names(over))
+
+    def index(self, over: Over) -> int:
+        """This rank's position along ``over``, counted as ``group`` orders its members."""
+        position = 0
+        for name in self._names(over):
+            position = position * self.axes[name] + self.coordinates[name]
+        return position
+
+    @property
+    def node_count(self) -> int:
+        return len(set(self.nodes))
+
+    def close(self) -> None:
+        """Free the sub-communicators. The mesh must not be used afterwards."""
+        for comm in self._owned:
+            comm.free()
+        self._owned.clear()
+        self._groups.clear()
+
+    def __enter__(self) -> Mesh:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __str__(self) -> str:
+        return ",".join(f"{axis}={size}" for axis, size in self.axes.items())
+
+    def __repr__(self) -> str:
+        return f"Mesh({self})"
+
+
+def parse_axes(text: str) -> dict[str, int]:
+    """``"data=4,model=2"`` as {"data": 4, "model": 2}; raises MeshError saying what is wrong."""
+    axes: dict[str, int] = {}
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        name, equals, size = (p.strip() for p in part.partition("="))
+        if not equals or not name.isidentifier() or not size.isdigit():
+            raise MeshError(f"cannot read mesh {text!r} at {part!r}; write axes as in data=4,model=2")
+        if name in axes:
+            raise MeshError(f"mesh {text!r} names axis {name!r} twice")
+        axes[name] = int(size)
+    if not axes:
+        raise MeshError(f"mesh {text!r} names no axis; write axes as in data=4,model=2")
+    return axes

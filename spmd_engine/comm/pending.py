@@ -1,0 +1,115 @@
+"""Operations under way, and the one loop in which a rank waits for them.
+
+A collective is a generator: it starts messages, yields their requests, and goes on once they are done. That
+reads as a plain algorithm and can be left half-way, which is what `start ... wait` needs. Whoever waits for
+one operation moves *all* of its rank's operations on: otherwise two ranks that wait for two operations in
+crossed order would wait for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from spmd_engine.errors import CommunicationTimeout, SpmdError
+
+if TYPE_CHECKING:
+    from spmd_engine.comm.communicator import Communicator
+
+Steps = Generator[list, None, Any]  # yields requests, returns the operation's result
+
+
+class Pending:
+    """A started operation. ``wait()`` returns its result, and may be called again."""
+
+    def __init__(
+        self,
+        communicator: Communicator | None,
+        steps: Steps,
+        describe: Callable[[], str] = str,
+        timeout: float | None = None,
+        on_result: Callable[[Any], None] = lambda result: None,
+        on_wait: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
+        self._communicator = communicator
+        self._steps = steps
+        self._requests: list = []
+        self._timeout = timeout
+        self._on_result = on_result
+        self._on_wait = on_wait
+        self.describe = describe
+        self.done = False
+        self.result: Any = None
+
+    @classmethod
+    def completed(cls, result: Any) -> Pending:
+        pending = cls(None, iter(()))  # type: ignore[arg-type]
+        pending.result, pending.done = result, True
+        return pending
+
+    def advance(self) -> bool:
+        """Go on as far as possible without waiting. Returns whether anything moved."""
+        moved = False
+        while self._communicator.done(self._requests):
+            moved = True
+            try:
+                self._requests = next(self._steps)
+            except StopIteration as stop:
+                self.result, self.done = stop.value, True
+                self._requests = []
+                self._on_result(self.result)
+                return True
+        return moved
+
+    def wait(self) -> Any:
+        """Block, without spinning, until the result is there.
+
+        Raises MismatchError if ranks called different things, CommunicationTimeout if others did not come.
+        """
+        if not self.done:
+            began = perf_counter()
+            try:
+                self._communicator.progress.wait_for(self, self._timeout)
+            except SpmdError as error:
+                raise error.with_traceback(None) from None  # the caller's line matters, not this machinery's
+            self._on_wait(perf_counter() - began)
+        return self.result
+
+
+class Progress:
+    """The outstanding operations of one rank."""
+
+    def __init__(self) -> None:
+        self._pending: list[Pending] = []
+
+    def begin(self, pending: Pending) -> Pending:
+        """Start an operation: its first messages leave now."""
+        self._pending.append(pending)
+        self._advance(pending)
+        return pending
+
+    def wait_for(self, wanted: Pending, timeout: float | None) -> None:
+        communicator = wanted._communicator
+        deadline = perf_counter() + timeout if timeout else None
+        idle = 0
+        while not wanted.done:
+            activity = communicator.activity()
+            if any([self._advance(pending) for pending in tuple(self._pending)]):
+                idle = 0
+                continue
+            idle += 1
+            communicator.pause(idle, activity)
+            if deadline and perf_counter() > deadline:
+                self._pending.remove(wanted)
+                raise CommunicationTimeout(f"waited {timeout:.0f} s: {wanted.describe()}")
+
+    def _advance(self, pending: Pending) -> bool:
+        try:
+            moved = pending.advance()
+        except BaseException:
+            self._pending.remove(pending)
+            raise
+        if pending.done and pending in self._pending:
+            self._pending.remove(pending)
+        return moved

@@ -1,0 +1,181 @@
+"""Threads as ranks: the same SPMD program in one process, for notebooks, debuggers and unit tests."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.comm.communicator import Communicator
+from spmd_engine.comm.group import Group
+from spmd_engine.comm.ledger import Ledger
+from spmd_engine.comm.pending import Progress
+from spmd_engine.errors import RankAborted, UsageError
+
+_current = threading.local()
+
+
+def current_thread_communicator() -> Communicator | None:
+    """The communicator of the virtual rank this thread runs, if it runs one."""
+    return getattr(_current, "communicator", None)
+
+
+def run(
+    fn: Callable[..., Any],
+    ranks: int,
+    *,
+    args: Sequence[Any] = (),
+    nodes: Sequence[str] | None = None,
+) -> list[Any]:
+    """Run the SPMD function ``fn(*args)`` on ``ranks`` virtual ranks; returns their results in rank order.
+
+    Inside, ``world()``, ``Mesh(data=4)`` and every engine see ``ranks`` ranks. The first exception of any
+    rank ends all of them and is raised here, with a note naming the rank. ``nodes`` names each rank's host,
+    to try out placements; by default all are on one.
+
+    >>> from spmd_engine import Mesh
+    >>> run(lambda: float(Mesh(data=4).all_reduce(np.ones(1))[0]), ranks=4)
+    [4.0, 4.0, 4.0, 4.0]
+    """
+    if ranks < 1:
+        raise UsageError(f"run: ranks={ranks}; at least one rank is needed")
+    fabric = _Fabric(ranks)
+    results: list[Any] = [None] * ranks
+    host = os.uname().nodename
+
+    def body(rank: int) -> None:
+        node = nodes[rank] if nodes else host
+        _current.communicator = ThreadCommunicator(fabric, range(ranks), rank, node, Progress())
+        try:
+            results[rank] = fn(*args)
+            Group(_current.communicator, "world", Ledger()).leave()
+        except BaseException as error:
+            fabric.fail(rank, error)
+
+    threads = [threading.Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(ranks)]
+    with threadpool_limits(max(1, len(os.sched_getaffinity(0)) // ranks), user_api="blas"):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    if fabric.failure:
+        rank, error = fabric.failure
+        error.add_note(f"raised on rank {rank} of {ranks}")
+        raise error
+    return results
+
+
+class _Fabric:
+    """What the virtual ranks of one ``run`` share: a mailbox each, and the first failure."""
+
+    def __init__(self, ranks: int) -> None:
+        self.boxes = [_Mailbox() for _ in range(ranks)]
+        self.failure: tuple[int, BaseException] | None = None
+        self._lock = threading.Lock()
+
+    def fail(self, rank: int, error: BaseException) -> None:
+        with self._lock:
+            if self.failure is None and not isinstance(error, RankAborted):
+                self.failure = (rank, error)
+        for box in self.boxes:
+            box.ring()
+
+
+class _Mailbox:
+    def __init__(self) -> None:
+        self.condition = threading.Condition()
+        self.messages: defaultdict[tuple, deque] = defaultdict(deque)
+        self.arrivals = 0
+
+    def put(self, key: tuple, data: Array) -> None:
+        with self.condition:
+            self.messages[key].append(data)
+            self.arrivals += 1
+            self.condition.notify_all()
+
+    def take(self, key: tuple) -> Array | None:
+        with self.condition:
+            waiting = self.messages.get(key)
+            if not waiting:
+                return None
+            data = waiting.popleft()
+            if not waiting:
+                del self.messages[key]
+            return data
+
+    def ring(self) -> None:
+        with self.condition:
+            self.arrivals += 1
+            self.condition.notify_all()
+
+
+class _Receive:
+    def __init__(self, box: _Mailbox, key: tuple, data: Array) -> None:
+        self.box, self.key, self.data, self.complete = box, key, data, False
+
+    def test(self) -> bool:
+        if not self.complete:
+            message = self.box.take(self.key)
+            if message is not None:
+                self.data[: message.size] = message
+                self.complete = True
+        return self.complete
+
+
+class ThreadCommunicator(Communicator):
+    """Messages by copy through mailboxes. ``members`` are ranks of the fabric, in this communicator's order."""
+
+    device_aware = True  # one process, one address space: device arrays are copied by their own module
+
+    def __init__(self, fabric: _Fabric, members: Sequence[int], rank: int, node: str, progress: Progress, name=()):
+        self._fabric, self._members, self._name = fabric, tuple(members), name
+        self.rank, self.size, self.node, self.progress = rank, len(self._members), node, progress
+        self._me = self._members[rank]
+        self._subsets: defaultdict[tuple[int, ...], int] = defaultdict(int)
+
+    def start_send(self, data: Array, to: int, tag: int) -> list:
+        self._fabric.boxes[self._members[to]].put((self._name, self._me, tag), _bytes(data).copy())
+        return []
+
+    def start_receive(self, data: Array, source: int, tag: int) -> list:
+        key = (self._name, self._members[source], tag)
+        return [_Receive(self._fabric.boxes[self._me], key, _bytes(data))]
+
+    def done(self, requests: list) -> bool:
+        return all([request.test() for request in requests])
+
+    def subset(self, ranks: Sequence[int]) -> ThreadCommunicator:
+        members = tuple(self._members[r] for r in ranks)
+        self._subsets[members] += 1  # the same set made twice must not share messages
+        name = (*self._name, members, self._subsets[members])
+        rank = members.index(self._me)
+        return ThreadCommunicator(self._fabric, members, rank, self.node, self.progress, name)
+
+    def free(self) -> None:
+        pass
+
+    def activity(self) -> int:
+        return self._fabric.boxes[self._me].arrivals
+
+    def pause(self, idle: int, activity: int) -> None:
+        if self._fabric.failure:
+            raise RankAborted(f"rank {self._fabric.failure[0]} failed")
+        box = self._fabric.boxes[self._me]
+        with box.condition:
+            if box.arrivals == activity:
+                box.condition.wait(0.05)
+
+
+def solo() -> ThreadCommunicator:
+    """A world of one rank, for a process that no MPI launcher started."""
+    return ThreadCommunicator(_Fabric(1), range(1), 0, os.uname().nodename, Progress())
+
+
+def _bytes(data: Array) -> Array:
+    return data.reshape(-1).view(backend_of(data).xp.uint8)

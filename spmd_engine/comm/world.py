@@ -1,0 +1,104 @@
+"""The world of ranks this code runs in, and what a rank must set up once when it enters it."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+import traceback
+from functools import lru_cache
+
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+from spmd_engine.arrays.memory import keep_freed_memory
+from spmd_engine.comm import algorithms
+from spmd_engine.comm.communicator import Communicator
+from spmd_engine.comm.group import Group
+from spmd_engine.comm.ledger import Ledger
+from spmd_engine.comm.pending import Pending
+from spmd_engine.comm.threads import current_thread_communicator, solo
+from spmd_engine.errors import SpmdError, UsageError
+
+LAUNCHER_VARIABLES = ("PMI_RANK", "PMI_SIZE", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
+_LARGEST_TAG = 32767  # what every MPI allows
+
+
+def world() -> Communicator:
+    """All ranks of this program: MPI's under ``mpiexec``, virtual ones inside ``run``, else just this process."""
+    return current_thread_communicator() or _process_world()
+
+
+@lru_cache(maxsize=1)
+def _process_world() -> Communicator:
+    keep_freed_memory()
+    launched = any(name in os.environ for name in LAUNCHER_VARIABLES)
+    try:
+        from spmd_engine.comm.mpi import MPI, MPICommunicator
+    except (ImportError, RuntimeError) as error:
+        if launched:
+            raise UsageError(
+                f"started by an MPI launcher, but mpi4py cannot load an MPI library ({error}). Install one: "
+                "pip install 'spmd_engine[mpich]', or load your cluster's MPI module"
+            ) from error
+        return solo()
+    if MPI.COMM_WORLD.size == 1:
+        return solo()
+    _end_all_ranks_on_error(MPI.COMM_WORLD)
+    comm = MPICommunicator(MPI.COMM_WORLD)
+    _share_cores(comm)
+    atexit.register(_leave, comm)
+    return comm
+
+
+def _leave(comm: Communicator) -> None:
+    """Meet once more before MPI ends, so that a rank still inside a collective is told instead of hanging."""
+    try:
+        Group(comm, "world", Ledger()).leave()
+    except SpmdError:
+        sys.excepthook(*sys.exc_info())  # atexit would print it and go on into MPI_Finalize, which hangs
+
+
+def gather_texts(comm: Communicator, text: str) -> list[str]:
+    """Each rank's ``text`` (at most 4 KiB), in rank order."""
+    own = np.zeros(4096, np.uint8)
+    data = np.frombuffer(text.encode()[: own.size], np.uint8)
+    own[: data.size] = data
+    everyone = np.zeros((comm.size, own.size), np.uint8)
+    everyone[comm.rank] = own
+    steps = algorithms.all_gather(comm, own, list(everyone), _LARGEST_TAG)
+    comm.progress.begin(Pending(comm, steps)).wait()
+    return [bytes(row).rstrip(b"\0").decode() for row in everyone]
+
+
+def _share_cores(comm: Communicator) -> None:
+    """Give each rank its share of the node's cores as BLAS threads, unless the user has set a number."""
+    if any(name in os.environ for name in THREAD_VARIABLES):
+        return
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    local = [text for text in gather_texts(comm, f"{comm.node}|{cores}") if text.split("|")[0] == comm.node]
+    available = {core for text in local for core in text.split("|")[1].split(",")}
+    threadpool_limits(max(1, len(available) // len(local)), user_api="blas")
+
+
+def _end_all_ranks_on_error(comm) -> None:
+    """An uncaught exception on one rank ends the job: the others would wait for it for ever.
+
+    Ranks that fail together (a mismatch is the same error everywhere) speak in rank order, a moment apart;
+    the first to speak ends the job, so there is one traceback.
+    """
+    previous = sys.excepthook
+
+    def hook(kind, error, trace):
+        if issubclass(kind, KeyboardInterrupt):
+            return previous(kind, error, trace)
+        time.sleep(min(1.0, 0.05 * comm.rank))
+        text = "".join(traceback.format_exception(kind, error, trace))
+        sys.stderr.write(f"rank {comm.rank} of {comm.size} failed and ends the job:\n{text}")
+        sys.stderr.flush()
+        sys.stdout.flush()
+        comm.Abort(1)
+
+    sys.excepthook = hook

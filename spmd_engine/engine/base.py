@@ -1,0 +1,293 @@
+"""ShardedEngine: what a sharded model must define, and what it is given."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import numpy as np
+
+from spmd_engine.arrays.backend import CPU, Array, Backend, backend_of
+from spmd_engine.arrays.updates import sum_of_squares
+from spmd_engine.comm.group import Group
+from spmd_engine.comm.ledger import Ledger
+from spmd_engine.comm.mesh import Collectives, Mesh, Over
+from spmd_engine.engine.batch import Batch
+from spmd_engine.engine.tape import Tape, Tapes
+from spmd_engine.errors import UsageError
+from spmd_engine.layers.loss import mean_squared_error
+from spmd_engine.sharding.notation import Spec, nested_span
+
+Loss = Callable[..., tuple[float, Array]]
+
+
+class ShardedEngine(Collectives, ABC):
+    """A model of which every rank runs the same program on its own shard.
+
+    Define three methods. All arrays in and out are this rank's blocks.
+
+    ``load_checkpoint(params)``
+        Take this rank's blocks from a mapping of names to whole, sliceable arrays (NumPy arrays, memory maps,
+        slices of a safetensors file). ``self.block(name, array)`` cuts one by its sharding.
+    ``forward(x)``
+        The output; None on ranks that do not have it. Save what the backward needs with ``self.tape.push``.
+    ``backward(grads)``
+        ``{name: gradient}`` like ``parameters``, reduced over the ranks, for the gradient of the output; take
+        back with ``self.tape.pop``. Set ``self.input_gradient`` if something comes before this engine.
+
+    To be trained, saved, shown and verified, say also what this rank holds and how it is cut:
+
+    ``parameters``        name -> array stored here; the optimizer updates it in place
+    ``shardings``         name -> ``"d f/model"``; what is not named is whole on every rank
+    ``input_sharding``, ``output_sharding``, ``target_sharding``   of the batch's blocks; targets are like outputs
+
+    Collectives (``send``, ``receive``, ``all_gather``, ``all_reduce``, ``reduce_scatter``, ``all_to_all``,
+    ``broadcast``, ``barrier``) go over the whole world, or ``over="data"``. Everything here works whether or
+    not ``__init__`` calls ``super().__init__()``.
+    """
+
+    parameters: Mapping[str, Array] = {}
+    shardings: Mapping[str, str] = {}
+    input_sharding: str = ""
+    output_sharding: str = ""
+    backend: Backend = CPU
+    loss: Loss = staticmethod(mean_squared_error)
+    input_gradient: Array | None = None  #: of the last backward
+    gradients: Mapping[str, Array] = {}  #: of the last step, like ``owned``
+
+    # --- to be defined -----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def load_checkpoint(self, params: Mapping[str, Any]) -> None:
+        """Take this rank's blocks of ``params``: name -> whole array, or anything with a shape that can be sliced."""
+
+    @abstractmethod
+    def forward(self, x: Array) -> Array | None:
+        """The output's block for the input's block ``x``; None on ranks that do not have it."""
+
+    @abstractmethod
+    def backward(self, grads: Array | None) -> dict[str, Array]:
+        """The parameters' gradients, summed over the batch, for the output's gradient ``grads``."""
+
+    # --- where we are ------------------------------------------------------------------------------------
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of this engine: all ranks on one axis, ``data``, unless another was set."""
+        if "_mesh" not in self.__dict__:
+            self._mesh = Mesh()
+        return self._mesh
+
+    @mesh.setter
+    def mesh(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    @property
+    def device_id(self) -> int:
+        """The rank of this device in the world."""
+        return self.mesh.rank
+
+    @property
+    def num_devices(self) -> int:
+        """The number of ranks in the world."""
+        return self.mesh.size
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.mesh.ledger
+
+    def group(self, over: Over = None) -> Group:
+        return self.mesh.group(over)
+
+    # --- micro-batches under way -------------------------------------------------------------------------
+
+    @property
+    def _tapes(self) -> Tapes:
+        return self.__dict__.setdefault("_tape_store", Tapes())
+
+    @property
+    def tape(self) -> Tape:
+        """The stack of the current micro-batch; in inference mode, one that keeps nothing."""
+        return self._tapes.current
+
+    def micro_batch(self, index: Hashable) -> AbstractContextManager[None]:
+        """``with engine.micro_batch(3): ...``: forward and backward there use micro-batch 3's own tape."""
+        return self._tapes.select(index)
+
+    def inference(self) -> AbstractContextManager[None]:
+        """``with engine.inference(): ...``: forwards save nothing."""
+        return self._tapes.off()
+
+    @property
+    def is_training(self) -> bool:
+        return self._tapes.recording
+
+    # --- parameters --------------------------------------------------------------------------------------
+
+    @property
+    def owned(self) -> Mapping[str, Array]:
+        """What this rank's optimizer updates: by default every parameter stored here."""
+        return self.parameters
+
+    def named(self, arrays: Mapping[str, Array]) -> Mapping[str, Array]:
+        """Arrays like ``owned`` (gradients, optimizer state) as arrays by parameter name."""
+        return arrays
+
+    def decays(self, key: str) -> bool:
+        """Whether weight decay applies to this key of ``owned``: by default, to what has two dims or more."""
+        return self.owned[key].ndim > 1
+
+    def after_update(self) -> None:
+        """Called when the optimizer has changed ``owned``."""
+
+    def sharding(self, name: str) -> Spec:
+        """How a parameter is cut."""
+        letters = "ijklmnop"[: np.ndim(self.parameters[name])]
+        return Spec.parse(self.shardings.get(name, " ".join(letters)))
+
+    def block(self, name: str, array: Any) -> Array:
+        """This rank's block of a whole, sliceable array, read by slices alone."""
+        spec = self.sharding(name)
+        block = array[spec.block(tuple(array.shape), self.mesh)]
+        return self.backend.asarray(np.asarray(block) if not self.backend.owns(block) else block)
+
+    def global_shape(self, name: str) -> tuple[int, ...]:
+        """The whole shape of a parameter. Collective over the axes that cut it."""
+        shape = list(self.parameters[name].shape)
+        for dim, (_, axes) in enumerate(self.sharding(name)):
+            for axis in reversed(axes):
+                shape[dim] = int(self.all_reduce(np.array(shape[dim]), over=axis, label="shape"))
+        return tuple(shape)
+
+    def gather(self, name: str) -> Array:
+        """The whole parameter, on every rank that calls. Every rank must: one that ends instead, or calls
+        something else, turns the gather into a MismatchError on all of them, never into a hang."""
+        if name not in self.parameters:
+            raise UsageError(f"no parameter {name!r}; there are: {', '.join(self.parameters)}")
+        self.barrier()  # over the world, where any rank's mistake meets the others
+        return self.sharding(name).gather(self.parameters[name], self.mesh, label="gather")
+
+    def counts_here(self, name: str) -> bool:
+        """Whether this rank is the one among a parameter's replicas that counts it in a global sum."""
+        cut = self.sharding(name).axes
+        return all(place == 0 for axis, place in self.mesh.coordinates.items() if axis not in cut)
+
+    def gradient_norm(self) -> float:
+        """The 2-norm of the whole gradient, each element counted once. Collective over the world."""
+        by_name = self.named(self.gradients)
+        total = sum(sum_of_squares(g.reshape(-1)) for name, g in by_name.items() if self.counts_here(name))
+        return float(self.all_reduce(np.array(total, np.float64), label="gradient norm")) ** 0.5
+
+    # --- training ----------------------------------------------------------------------------------------
+
+    @property
+    def target_sharding(self) -> str:
+        return self.output_sharding
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The mesh axes along which the targets are cut, and so the loss is summed."""
+        return Spec.parse(self.target_sharding).axes
+
+    def batch_span(self, samples: int) -> slice:
+        """This rank's part of so many samples: of the first dim of its inputs."""
+        dims = Spec.parse(self.input_sharding).dims
+        axes = dims[0][1] if dims else ()
+        return nested_span(samples, axes, self.mesh.axes, self.mesh.coordinates)
+
+    def batch_parts(self) -> int:
+        """In how many parts a micro-batch is cut: it must hold at least so many samples."""
+        dims = Spec.parse(self.input_sharding).dims
+        return self.mesh.axis_size(dims[0][1]) if dims else 1
+
+    def count(self, batch: Batch) -> float:
+        """The number of terms in the global mean: of all targets that are not masked, over all ranks."""
+        if batch.count is not None:
+            return batch.count
+        local = sum(float(m.targets.size if m.mask is None else m.mask.sum()) for m in batch.micro_batches)
+        return self._sum_over_batch(local)
+
+    def step(self, batch: Batch, loss: Loss | None = None) -> float:
+        """Forward and backward of every micro-batch; sets ``gradients``. Returns the global mean loss.
+
+        ``loss(outputs, targets, count=n)`` returns this rank's share of the mean over n terms, and its gradient.
+        """
+        loss = loss or self.loss
+        count = self.count(batch)
+        total, gradients = 0.0, {}
+        for index, micro in enumerate(batch.micro_batches):
+            with self.micro_batch(index):
+                outputs = self.forward(micro.inputs)
+                gradient = None
+                if outputs is not None:
+                    options = {"mask": micro.mask} if micro.mask is not None else {}
+                    value, gradient = loss(outputs, micro.targets, count=count, **options)
+                    total += value
+                for name, array in self.backward(gradient).items():
+                    gradients[name] = gradients[name] + array if name in gradients else array
+        self.gradients = gradients
+        return self._sum_over_batch(total)
+
+    def evaluate(self, batch: Batch, loss: Loss | None = None) -> float:
+        """The global mean loss, without a backward and without a tape."""
+        loss = loss or self.loss
+        count, total = self.count(batch), 0.0
+        with self.inference():
+            for micro in batch.micro_batches:
+                options = {"mask": micro.mask} if micro.mask is not None else {}
+                outputs = self.forward(micro.inputs)
+                if outputs is not None:
+                    total += loss(outputs, micro.targets, count=count, **options)[0]
+        return self._sum_over_batch(total)
+
+    def _sum_over_batch(self, value: float) -> float:
+        axes = self.batch_axes
+        if not axes:
+            return value
+        return float(self.all_reduce(np.array(value, np.float64), over=axes, label="loss"))
+
+    # --- serving -----------------------------------------------------------------------------------------
+
+    def inference_loop(self, input_stream: Iterable[Array] | None, output_stream: Writer | None) -> None:
+        """Answer every input with an output: rank 0 reads whole inputs and writes whole outputs.
+
+        Called on all ranks; what ranks other than 0 give is not looked at. ``input_stream`` is anything to
+        iterate over; ``output_stream`` anything with ``write(array)``. Each input is cut by ``input_sharding``
+        and the output gathered by ``output_sharding``. No tape is kept.
+        """
+        source = iter(input_stream) if self.device_id == 0 else iter(())
+        with self.inference():
+            while True:
+                x, failure = None, None
+                if self.device_id == 0:
+                    try:
+                        x = next(source, None)
+                    except Exception as error:  # the others wait: tell them before it ends the loop here
+                        failure = error
+                go_on = self.broadcast(np.array(x is not None), label="inference")
+                if failure is not None:
+                    raise failure
+                if not go_on:
+                    return
+                whole = self.broadcast(np.asarray(x) if x is not None else None, label="inference")
+                y = self._infer(whole)
+                if self.device_id == 0:
+                    output_stream.write(y)
+
+    def _infer(self, whole: np.ndarray) -> np.ndarray | None:
+        """The whole output for one whole input, on rank 0 at least."""
+        spec = Spec.parse(self.input_sharding) if self.input_sharding else None
+        x = whole[spec.block(whole.shape, self.mesh)] if spec else whole
+        y = self.forward(self.backend.asarray(np.ascontiguousarray(x)))
+        holder = int(self.all_reduce(np.array(self.device_id if y is not None else -1), "max", label="inference"))
+        if y is not None and self.output_sharding:
+            y = Spec.parse(self.output_sharding).gather(y, self.mesh, label="inference")
+        here = backend_of(y).to_host(y) if y is not None else None
+        missing_on_zero = self.broadcast(np.array(y is None), label="inference")
+        return self.broadcast(here, root=holder, label="inference") if missing_on_zero else here
+
+
+class Writer(Protocol):
+    def write(self, array: Array, /) -> Any: ...

@@ -1,0 +1,226 @@
+"""LayeredEngine: layers x mesh x layout x schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from spmd_engine.arrays import random
+from spmd_engine.arrays.backend import CPU, Array, Backend
+from spmd_engine.comm.mesh import Mesh
+from spmd_engine.engine import schedules
+from spmd_engine.engine.base import Loss, ShardedEngine
+from spmd_engine.engine.batch import Batch, MicroBatch
+from spmd_engine.engine.reducer import Reducer
+from spmd_engine.errors import UsageError
+from spmd_engine.layers.layer import At, Layer, Parameter
+from spmd_engine.models.model import Model
+from spmd_engine.sharding.groups import THRESHOLD, Member, ParameterGroup, make_groups
+from spmd_engine.sharding.layout import Layout
+from spmd_engine.sharding.notation import Spec
+from spmd_engine.sharding.shards import Shards
+
+
+class LayeredEngine(ShardedEngine):
+    """A model, a list of layers, run on a mesh as the layout says.
+
+    The layers' text is that of one device; the layout decides which letters are cut and so which collectives
+    do something. Gradients of all micro-batches are added into flat buffers, and reduced once.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        mesh: Mesh | None = None,
+        layout: Layout | None = None,
+        *,
+        seed: int = 0,
+        dtype: Any = np.float32,
+        backend: Backend = CPU,
+        schedule: Callable = schedules.sequential,
+        group_threshold: int = THRESHOLD,
+    ) -> None:
+        self.model, self.seed, self.dtype, self.backend = model, seed, np.dtype(dtype), backend
+        self.mesh = mesh if mesh is not None else Mesh()
+        self.layout = layout if layout is not None else Layout.for_mesh(self.mesh)
+        self.schedule = schedule
+        self._shards = {name: Shards(self.mesh, self.layout, name) for name, _ in model.layers}
+        self._described = dict(model.parameters())
+        self.groups = self._make_groups(group_threshold)
+        self.parameters = _views(self.groups, lambda group: group.parameters)
+        self._gradients = _views(self.groups, lambda group: group.gradients)
+        uses = [self._parameters_of(name, layer) for name, layer in model.layers]
+        self._weights = [_tree(names, self.parameters) for names in uses]
+        self._sums = [_tree(names, self._gradients) for names in uses]
+        self._uses = [list(names.values()) for names in uses]
+        self._reducer = Reducer(self.mesh, self.groups, self._uses)
+        self.initialize()
+
+    # --- parameters --------------------------------------------------------------------------------------
+
+    def _make_groups(self, threshold: int) -> list[ParameterGroup]:
+        shards = Shards(self.mesh, self.layout)
+        members = []
+        for name, (parameter, shape) in self._described.items():
+            spec = self._spec(parameter)
+            summed = shards.axes(parameter.summed, parameter.where)
+            members.append(Member(name, spec.local_shape(shape, self.mesh), parameter.decay, summed))
+        return make_groups(members, self.dtype, self.backend, threshold)
+
+    def _spec(self, parameter: Parameter) -> Spec:
+        return self.layout.spec(parameter.dims)
+
+    @staticmethod
+    def _parameters_of(layer_name: str, layer: Layer) -> dict[str, str]:
+        """A layer's own names of its parameters to their full names."""
+        tied = getattr(layer, "tied", {})
+        return {name: tied.get(name, f"{layer_name}/{name}") for name in layer.parameters}
+
+    def initialize(self) -> None:
+        """Fill the parameters with initial values: functions of seed, name and global index alone."""
+        for name, (parameter, shape) in self._described.items():
+            target = self.parameters[name]
+            target[...] = parameter.mean
+            if parameter.std and target.size:
+                block = self._spec(parameter).block(shape, self.mesh)
+                key = random.key_of(self.seed, "initial", name)
+                target += parameter.std * random.normal(key, shape, self.dtype, block, self.backend)
+
+    def load_checkpoint(self, params: Mapping[str, Any]) -> None:
+        for name, (_, shape) in self._described.items():
+            if name not in params:
+                raise UsageError(f"the checkpoint has no {name!r}; it has: {', '.join(sorted(params))}")
+            if tuple(params[name].shape) != shape:
+                raise UsageError(f"{name}: the checkpoint has shape {tuple(params[name].shape)}, the model {shape}")
+            self.parameters[name][...] = self.block(name, params[name])
+
+    @property
+    def shardings(self) -> dict[str, str]:
+        return {name: str(self._spec(parameter)) for name, (parameter, _) in self._described.items()}
+
+    def sharding(self, name: str) -> Spec:
+        return self._spec(self._described[name][0])
+
+    def global_shape(self, name: str) -> tuple[int, ...]:
+        return self._described[name][1]
+
+    @property
+    def input_sharding(self) -> str:
+        return str(self.layout.spec(self.model.inputs))
+
+    @property
+    def output_sharding(self) -> str:
+        return str(self.layout.spec(self.model.outputs))
+
+    @property
+    def target_sharding(self) -> str:
+        return str(self.layout.spec(self.model.targets))
+
+    @property
+    def owned(self) -> dict[str, Array]:
+        return {key: part for group in self.groups for key, part in group.segments(group.parameters).items()}
+
+    def decays(self, key: str) -> bool:
+        return key.endswith("/decayed")
+
+    def named(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        return {name: array for group in self.groups for name, array in group.join(arrays).items()}
+
+    # --- forward and backward ----------------------------------------------------------------------------
+
+    def forward(self, x: Array, at: At | None = None) -> Array:
+        """Outputs of this rank's block of inputs, at the model's first positions unless ``at`` says else."""
+        at = at or self._at(x)
+        saved_by_layer = []
+        for (name, layer), p in zip(self.model.layers, self._weights, strict=True):
+            x, saved = layer.forward(self._shards[name], p, x, at)
+            if at.training:
+                saved_by_layer.append(saved)
+        self.tape.push(saved_by_layer)
+        return x
+
+    def backward(self, grads: Array) -> dict[str, Array]:
+        """Gradients by name, summed over the batch: of this one micro-batch alone."""
+        self._zero_gradients()
+        self._backward(grads, last=True)
+        self._reducer.finish()
+        return {name: gradient.copy() for name, gradient in self._gradients.items()}
+
+    def _backward(self, dy: Array, last: bool) -> None:
+        """Add the current micro-batch's gradients; after the last one, start their reductions."""
+        saved_by_layer = self.tape.pop()
+        for i in reversed(range(len(self.model.layers))):
+            name, layer = self.model.layers[i]
+            sh = self._shards[name]
+            dy, rest = layer.backward_input(sh, self._weights[i], saved_by_layer.pop(), dy)
+            layer.backward_weight(sh, rest, self._sums[i])
+            del rest
+            if last:
+                self._reducer.layer_done(self._uses[i])
+        self.input_gradient = dy
+
+    def _at(self, x: Array, micro: MicroBatch | None = None, step: int = 0) -> At:
+        xp = self.backend.xp
+        shards = Shards(self.mesh, self.layout)
+        # x is cut along s as inside; the stream may be cut further.
+        length = x.shape[1] if x.ndim > 1 else 1
+        inside = xp.arange(length)
+        if shards.is_cut("s", "residual"):
+            part = shards.span("s", length, "residual")
+            residual = inside[part]
+        else:
+            residual = inside
+        samples = xp.arange(x.shape[0]) if micro is None or micro.samples is None else xp.asarray(micro.samples)
+        return At(inside, residual, samples, step, self.seed, training=self.is_training)
+
+    # --- training ----------------------------------------------------------------------------------------
+
+    def step(self, batch: Batch, loss: Loss | None = None) -> float:
+        """As ShardedEngine.step; gradients are reduced once, after the last micro-batch."""
+        count = self.count(batch)
+        self._zero_gradients()
+        total = 0.0
+        gradients: dict[int, Array] = {}
+        last = len(batch.micro_batches) - 1
+        for instruction in self.schedule(len(batch.micro_batches)):
+            m = instruction.m
+            with self.micro_batch(m):
+                match instruction:
+                    case schedules.Forward():
+                        micro = batch.micro_batches[m]
+                        outputs = self.forward(micro.inputs, self._at(micro.inputs, micro, batch.step))
+                        value, gradients[m] = (loss or self.loss)(
+                            outputs, micro.targets, count=count, mask=micro.mask
+                        )
+                        total += value
+                    case schedules.Backward():
+                        self._backward(gradients.pop(m), last=m == last)
+        self._reducer.finish()
+        self.gradients = {k: part for group in self.groups for k, part in group.segments(group.gradients).items()}
+        return self._sum_over_batch(total)
+
+    def loss(self, outputs: Array, targets: Array, **options: Any) -> tuple[float, Array]:
+        """The model's own loss of this rank's blocks."""
+        return self.model.loss(Shards(self.mesh, self.layout, "loss"), outputs, targets, **options)
+
+    def _zero_gradients(self) -> None:
+        for group in self.groups:
+            group.gradients[...] = 0
+
+
+def _views(groups: list[ParameterGroup], flat: Callable[[ParameterGroup], Array]) -> dict[str, Array]:
+    return {name: view for group in groups for name, view in group.views(flat(group)).items()}
+
+
+def _tree(names: Mapping[str, str], arrays: Mapping[str, Array]) -> dict[str, Any]:
+    """Arrays by a layer's own names; "norm/scale" stands at ["norm"]["scale"]."""
+    tree: dict[str, Any] = {}
+    for own, full in names.items():
+        *path, leaf = own.split("/")
+        place = tree
+        for part in path:
+            place = place.setdefault(part, {})
+        place[leaf] = arrays[full]
+    return tree

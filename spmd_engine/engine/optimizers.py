@@ -1,0 +1,97 @@
+"""Optimizers over whatever an engine owns on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import cos, pi
+
+from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.updates import adamw, momentum_sgd
+from spmd_engine.engine.base import ShardedEngine
+
+State = dict[str, dict[str, Array]]  # kind ("mean") -> key of ``owned`` -> array
+
+
+class Optimizer:
+    """Updates ``engine.owned`` in place from gradients like it. ``state`` holds arrays like it, by kind."""
+
+    kinds: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        self.state: State = {}
+
+    def prepare(self, engine: ShardedEngine) -> None:
+        """Make the state, all zeros, if there is none yet."""
+        for kind in self.kinds:
+            made = self.state.setdefault(kind, {})
+            for key, array in engine.owned.items():
+                if key not in made:
+                    made[key] = backend_of(array).xp.zeros_like(array)
+
+    def update(
+        self, engine: ShardedEngine, gradients: Mapping[str, Array], *, step: int, rate: float, scale: float = 1.0
+    ) -> None:
+        """Step number ``step`` (from 1) with learning rate ``rate``; gradients count ``scale`` times."""
+        self.prepare(engine)
+        for key, parameter in engine.owned.items():
+            flat = [_flat(parameter), backend_of(parameter).xp.ascontiguousarray(gradients[key]).reshape(-1)]
+            flat += [_flat(self.state[kind][key]) for kind in self.kinds]
+            self._update(*flat, step=step, rate=rate, scale=scale, decays=engine.decays(key))
+        engine.after_update()
+
+    def _update(self, *arrays: Array, step: int, rate: float, scale: float, decays: bool) -> None:
+        raise TypeError(f"{type(self).__name__} must define _update")
+
+
+class AdamW(Optimizer):
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019), none where the engine says so."""
+
+    kinds = ("mean", "square")
+
+    def __init__(
+        self, betas: tuple[float, float] = (0.9, 0.95), epsilon: float = 1e-8, weight_decay: float = 0.1
+    ) -> None:
+        super().__init__()
+        self.betas, self.epsilon, self.weight_decay = betas, epsilon, weight_decay
+
+    def _update(self, *arrays, step, rate, scale, decays):
+        decay = self.weight_decay if decays else 0.0
+        adamw(*arrays, step=step, rate=rate, betas=self.betas, epsilon=self.epsilon, decay=decay, scale=scale)
+
+
+class SGD(Optimizer):
+    """Stochastic gradient descent, with momentum if it is not 0."""
+
+    def __init__(self, momentum: float = 0.0, weight_decay: float = 0.0) -> None:
+        super().__init__()
+        self.momentum, self.weight_decay = momentum, weight_decay
+        self.kinds = ("velocity",) if momentum else ()
+
+    def _update(self, p, g, velocity=None, *, step, rate, scale, decays):
+        decay = self.weight_decay if decays else 0.0
+        momentum_sgd(p, g, velocity, rate=rate, momentum=self.momentum, decay=decay, scale=scale)
+
+
+@dataclass(frozen=True)
+class WarmupCosine:
+    """The learning rate: linear up to ``peak`` over ``warmup`` steps, then a cosine down to ``floor`` of it."""
+
+    peak: float
+    steps: int  #: in all
+    warmup: int = 0
+    floor: float = 0.1  #: fraction of the peak at the end
+
+    def __call__(self, step: int) -> float:
+        """The rate of step number ``step``, counted from 0."""
+        if step < self.warmup:
+            return self.peak * (step + 1) / self.warmup
+        done = min(1.0, (step - self.warmup) / max(1, self.steps - self.warmup))
+        return self.peak * (self.floor + (1.0 - self.floor) * 0.5 * (1.0 + cos(pi * done)))
+
+
+def _flat(x: Array) -> Array:
+    """A flat view; the update must reach the array itself, so no copy will do."""
+    if not x.flags.c_contiguous:
+        raise ValueError(f"a parameter of shape {x.shape} is not contiguous; store it with numpy.ascontiguousarray")
+    return x.reshape(-1)

@@ -1,0 +1,29 @@
+"""One family of exceptions. Each message says what is wrong, where, and what to do."""
+
+
+class SpmdError(Exception):
+    """Base of every error that spmd_engine raises on purpose."""
+
+
+class UsageError(SpmdError):
+    """What the user asked for cannot be done; the same on every rank, before anything is written."""
+
+
+class MeshError(UsageError):
+    """A mesh does not fit the ranks there are, or an axis is unknown."""
+
+
+class NotationError(UsageError):
+    """A pattern such as ``"b/data d"`` or an einsum cannot be read or does not fit its array."""
+
+
+class MismatchError(SpmdError):
+    """Ranks of one group called different collectives; raised with the same text on each of them."""
+
+
+class CommunicationTimeout(SpmdError):
+    """A rank waited longer than the group's timeout for others."""
+
+
+class RankAborted(SpmdError):
+    """Another rank of this program failed first; that rank's own error is the one to read."""

@@ -1,0 +1,63 @@
+"""Tokens to vectors: the table of the vocabulary, and the table of positions."""
+
+from spmd_engine.arrays.backend import backend_of
+from spmd_engine.arrays.scatter import add_rows
+from spmd_engine.layers.dropout import Dropout
+from spmd_engine.layers.layer import Layer, Parameter
+
+
+class Embedding(Layer):
+    """y[b s d] = table[v d] at v = tokens[b s]
+
+    With v cut, each rank looks up the tokens of its part and contributes zeros for the others; the sum over v
+    is a reduction. There is no gradient of the input.
+    """
+
+    def __init__(self, vocabulary: int, width: int, *, std: float = 0.02):
+        self.sizes = {"v": vocabulary, "d": width}
+        self.parameters = {"table": Parameter("v d", std=std)}
+
+    def forward(self, sh, p, x, at):
+        table = p["table"]
+        if not sh.is_cut("v"):
+            y = table[x]
+            rows, ours = x, None
+        else:
+            part = sh.span("v", self.sizes["v"])
+            rows, ours = x - part.start, (x >= part.start) & (x < part.stop)
+            y = backend_of(table).xp.zeros((*x.shape, table.shape[1]), table.dtype)
+            y[ours] = table[rows[ours]]
+        return sh.reduce_scatter(y, "b s d", over="v", onto="s"), (rows, ours)
+
+    def backward_input(self, sh, p, saved, dy):
+        return None, (*saved, sh.all_gather(dy, "b s d", "s", across="v"))
+
+    def backward_weight(self, sh, rest, g):
+        rows, ours, dy = rest
+        if ours is None:
+            add_rows(g["table"], rows.reshape(-1), dy.reshape(-1, dy.shape[-1]))
+        else:
+            add_rows(g["table"], rows[ours], dy[ours])
+
+
+class Positions(Layer):
+    """y[b s d] = dropout(x[b s d] + table[p d] at p = the position of s in its sample)"""
+
+    def __init__(self, context: int, width: int, *, dropout: float = 0.0, std: float = 0.02):
+        self.sizes = {"p": context, "d": width}
+        self.dropout = Dropout(dropout)
+        self.parameters = {"table": Parameter("p d", std=std, where="residual")}
+
+    def forward(self, sh, p, x, at):
+        positions = at.residual_positions
+        y, mask = self.dropout.forward(sh, x + p["table"][positions], at)
+        return y, (positions, mask)
+
+    def backward_input(self, sh, p, saved, dy):
+        positions, mask = saved
+        dx = self.dropout.backward(mask, dy)
+        return dx, (positions, dx)
+
+    def backward_weight(self, sh, rest, g):
+        positions, dx = rest
+        g["table"][positions] += dx.sum(axis=0)  # the positions of one sample are distinct

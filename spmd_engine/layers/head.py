@@ -1,0 +1,29 @@
+"""The output head: a score for each word of the vocabulary."""
+
+from spmd_engine.arrays import einsum
+from spmd_engine.layers.layer import Layer, Parameter
+
+
+class Head(Layer):
+    """logits[b s v] = x[b s d] · table[v d]
+
+    With v cut, logits stay cut: the loss reduces maxima and sums, and nobody ever holds all of them. ``tied``
+    is the full name of the embedding's table, which then serves here too.
+    """
+
+    def __init__(self, vocabulary: int, width: int, *, tied: str | None = None, std: float = 0.02):
+        self.sizes = {"v": vocabulary, "d": width}
+        self.parameters = {"table": Parameter("v d", std=std)}
+        self.tied = {"table": tied} if tied else {}
+
+    def forward(self, sh, p, x, at):
+        x = sh.all_gather(x, "b s d", "s", across="v")
+        return einsum("bsd,vd->bsv", x, p["table"]), x
+
+    def backward_input(self, sh, p, saved, dy):
+        dx = sh.reduce_scatter(einsum("bsv,vd->bsd", dy, p["table"]), "b s d", over="v", onto="s")
+        return dx, (saved, dy)
+
+    def backward_weight(self, sh, rest, g):
+        x, dy = rest
+        einsum("bsv,bsd->vd", dy, x, out=g["table"], accumulate=True)

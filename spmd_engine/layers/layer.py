@@ -1,0 +1,67 @@
+"""What a layer is: parameters by name, and functions of arrays that keep nothing to themselves."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from spmd_engine.arrays.backend import Array
+from spmd_engine.sharding.shards import Shards
+
+Parameters = Mapping[str, Array]
+Gradients = Mapping[str, Array]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of a layer, described by its letters; its shape comes from the layer's ``sizes``.
+
+    ``std`` is the standard deviation of its normal initial values; with 0 they are all ``mean``.
+    ``summed`` are the letters over which the einsum of its gradient sums, as they are cut ``where`` the layer
+    uses it: inside, or on the residual stream. The gradient stays unreduced over the axes of those letters.
+    """
+
+    dims: str
+    std: float = 0.0
+    mean: float = 0.0
+    decay: bool = True
+    where: str = "inside"
+    summed: str = "bs"
+
+
+@dataclass(frozen=True)
+class At:
+    """Where and when a layer is called: all of it global, so that no result depends on the mesh."""
+
+    positions: Array  #: s, inside layers: position of each token of this rank in its sample
+    residual_positions: Array  #: s, on the residual stream: the same, for this rank's part of the stream
+    samples: Array | None = None  #: b: index in the global batch of each sample of this rank
+    step: int = 0  #: optimizer steps made so far
+    seed: int = 0
+    training: bool = False  #: whether dropout applies and a backward will follow
+    extra: Mapping[str, Any] = field(default_factory=dict)  #: for layers of one's own
+
+
+class Layer(ABC):
+    """One text that is a single device's layer where nothing is cut, and a shard of it where something is.
+
+    ``parameters`` maps names to Parameters and ``sizes`` letters to whole sizes. In all methods ``p[name]`` is
+    this rank's block, ``sh`` the collectives in letters, and what a forward saves comes back to the backward:
+    nothing of a micro-batch is kept on the layer, so any number of them may be under way.
+    """
+
+    parameters: Mapping[str, Parameter] = {}
+    sizes: Mapping[str, int] = {}
+
+    @abstractmethod
+    def forward(self, sh: Shards, p: Parameters, x: Array, at: At) -> tuple[Array, Any]:
+        """The output, and what the backward needs (None is enough where ``at.training`` is false)."""
+
+    @abstractmethod
+    def backward_input(self, sh: Shards, p: Parameters, saved: Any, dy: Array) -> tuple[Array | None, Any]:
+        """The input's gradient, and what the gradients of the weights still need."""
+
+    def backward_weight(self, sh: Shards, rest: Any, g: Gradients) -> None:
+        """Add the gradients into ``g[name]``, unreduced over the axes that cut the batch or the sequence."""

@@ -1,0 +1,63 @@
+"""Loss functions: ``loss(outputs, targets) -> (value, gradient)``, apart from every model.
+
+``count`` is the number of terms of the *global* mean (all ranks, all micro-batches); by default the number of
+terms at hand. The value is this rank's share of the mean: gradients and values are then only ever summed.
+"""
+
+from __future__ import annotations
+
+from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.comm.group import Group
+
+
+def mean_squared_error(outputs: Array, targets: Array, *, count: float | None = None) -> tuple[float, Array]:
+    """sum((outputs - targets)^2) / count, of any shape, and its gradient."""
+    count = outputs.size if count is None else count
+    difference = outputs - targets
+    value = float((difference * difference).sum()) / max(count, 1)
+    difference *= difference.dtype.type(2.0 / max(count, 1))
+    return value, difference
+
+
+def cross_entropy(
+    outputs: Array,
+    targets: Array,
+    *,
+    count: float | None = None,
+    mask: Array | None = None,
+    over: Group | None = None,
+    start: int = 0,
+    want_gradient: bool = True,
+) -> tuple[float, Array | None]:
+    """Mean over tokens of -log softmax(outputs)[target], and its gradient (written over ``outputs``).
+
+    outputs[... v], targets[...] of global indices into v, mask[...]: 0 hides a token. Where v is cut, ``over``
+    is the group of ranks that hold it and ``start`` the first v of this rank: maxima, sums and the targets'
+    scores are reduced over it; the outputs are never gathered. After Shoeybi et al., "Megatron-LM" (2019).
+    """
+    xp = backend_of(outputs).xp
+    scores = outputs.reshape(-1, outputs.shape[-1])
+    wanted = targets.reshape(-1) - start
+    tokens, width = scores.shape
+    weights = xp.ones(tokens, scores.dtype) if mask is None else mask.reshape(-1).astype(scores.dtype)
+    count = float(weights.sum()) if count is None else count
+
+    top = scores.max(axis=1) if width else xp.full(tokens, -xp.inf, scores.dtype)
+    if over is not None:
+        top = over.all_reduce(top, "max", label="loss")
+    scores -= top[:, None]
+    ours = xp.flatnonzero((wanted >= 0) & (wanted < width))
+    of_target = xp.zeros(tokens, scores.dtype)
+    of_target[ours] = scores[ours, wanted[ours]]
+    xp.exp(scores, out=scores)
+    sums = xp.stack([scores.sum(axis=1), of_target])
+    if over is not None:
+        sums = over.all_reduce(sums, label="loss")
+    value = float(((xp.log(sums[0]) - sums[1]) * weights).sum(dtype=xp.float64)) / max(count, 1)
+    if not want_gradient:
+        return value, None
+
+    weights /= scores.dtype.type(max(count, 1))
+    scores *= (weights / sums[0])[:, None]
+    scores[ours, wanted[ours]] -= weights[ours]
+    return value, scores.reshape(outputs.shape)

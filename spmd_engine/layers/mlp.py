@@ -1,0 +1,49 @@
+"""The two-layer perceptron of a transformer block: column-parallel, then row-parallel."""
+
+from spmd_engine.arrays import einsum
+from spmd_engine.arrays.activations import gelu, relu
+from spmd_engine.layers.layer import Layer, Parameter
+
+ACTIVATIONS = {"gelu": gelu, "relu": relu}
+
+
+class MLP(Layer):
+    """y[b s d] = activation(x[b s d] · w0[d f] + b0[f]) · w1[f d] + b1[d]
+
+    With f cut, the first product is column-parallel (no communication forward), the second row-parallel (its
+    sum over f is reduced); backward the other way round. The bias b1 is added once, after the reduction.
+    """
+
+    def __init__(self, width: int, hidden: int, *, activation: str = "gelu", std: float = 0.02, out_std: float = 0.02):
+        self.sizes = {"d": width, "f": hidden}
+        self.activation = ACTIVATIONS[activation]
+        self.parameters = {
+            "w0": Parameter("d f", std=std),
+            "b0": Parameter("f", decay=False),
+            "w1": Parameter("f d", std=out_std),
+            "b1": Parameter("d", decay=False, where="residual"),
+        }
+
+    def forward(self, sh, p, x, at):
+        x = sh.all_gather(x, "b s d", "s", across="f")
+        z = einsum("bsd,df->bsf", x, p["w0"])
+        z += p["b0"]
+        h, slope = self.activation(z, want_slope=at.training)
+        y = sh.reduce_scatter(einsum("bsf,fd->bsd", h, p["w1"]), "b s d", over="f", onto="s")
+        y += p["b1"]
+        return y, (x, h, slope)
+
+    def backward_input(self, sh, p, saved, dy):
+        x, h, slope = saved
+        dy_whole = sh.all_gather(dy, "b s d", "s", across="f")
+        dz = einsum("bsd,fd->bsf", dy_whole, p["w1"])
+        dz *= slope
+        dx = sh.reduce_scatter(einsum("bsf,df->bsd", dz, p["w0"]), "b s d", over="f", onto="s")
+        return dx, (x, h, dz, dy_whole, dy)
+
+    def backward_weight(self, sh, rest, g):
+        x, h, dz, dy_whole, dy = rest
+        einsum("bsd,bsf->df", x, dz, out=g["w0"], accumulate=True)
+        einsum("bsf->f", dz, out=g["b0"], accumulate=True)
+        einsum("bsf,bsd->fd", h, dy_whole, out=g["w1"], accumulate=True)
+        einsum("bsd->d", dy, out=g["b1"], accumulate=True)

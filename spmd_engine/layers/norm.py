@@ -1,0 +1,32 @@
+"""Layer normalisation of the residual stream."""
+
+from spmd_engine.arrays.normalization import layer_norm, layer_norm_backward, layer_norm_backward_parameters
+from spmd_engine.layers.layer import Layer, Parameter
+
+
+class LayerNorm(Layer):
+    """y[b s d] = (x - mean(x)) / sqrt(var(x) + epsilon) · scale[d] + shift[d], mean and var over d
+
+    Works on whichever part of the stream this rank has, without communication; d must be whole.
+    """
+
+    def __init__(self, width: int, epsilon: float = 1e-5):
+        self.sizes = {"d": width}
+        self.epsilon = epsilon
+        self.parameters = {
+            "scale": Parameter("d", mean=1.0, decay=False, where="residual"),
+            "shift": Parameter("d", decay=False, where="residual"),
+        }
+
+    def forward(self, sh, p, x, at):
+        y, normal, inverse = layer_norm(x, p["scale"], p["shift"], self.epsilon)
+        return y, (normal, inverse)
+
+    def backward_input(self, sh, p, saved, dy):
+        normal, inverse = saved
+        return layer_norm_backward(dy, normal, inverse, p["scale"]), (dy, normal)
+
+    def backward_weight(self, sh, rest, g):
+        dscale, dshift = layer_norm_backward_parameters(*rest)
+        g["scale"][...] += dscale
+        g["shift"][...] += dshift

@@ -1,0 +1,7 @@
+"""Models as lists of layers, with sizes by name."""
+
+from spmd_engine.models.gpt import GPT_SIZES, GPTSize, gpt
+from spmd_engine.models.model import Model
+from spmd_engine.models.names import build_model
+
+__all__ = ["GPT_SIZES", "GPTSize", "Model", "build_model", "gpt"]

@@ -1,0 +1,66 @@
+"""GPT: a decoder-only transformer with pre-norm blocks, after GPT-2 (Radford et al., 2019)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+
+from spmd_engine.errors import UsageError
+from spmd_engine.layers import MLP, Attention, Embedding, Head, LayerNorm, Positions, Residual
+from spmd_engine.layers.loss import cross_entropy
+from spmd_engine.models.model import Model
+
+BYTES = 257  # every byte, and the end of a file
+
+
+@dataclass(frozen=True)
+class GPTSize:
+    """The shape of a GPT."""
+
+    layers: int
+    width: int  #: d
+    heads: int  #: h
+    context: int  #: longest s
+    vocabulary: int = BYTES  #: v
+    hidden: int | None = None  #: f; None: 4 d
+    tied: bool = True  #: whether the head uses the embedding's table
+
+
+GPT_SIZES = {
+    "gpt-nano": GPTSize(layers=8, width=96, heads=6, context=128),
+    "gpt-mini": GPTSize(layers=6, width=384, heads=6, context=256),
+    "gpt2": GPTSize(layers=12, width=768, heads=12, context=1024, vocabulary=50257),
+}
+
+
+def gpt(size: GPTSize, name: str = "gpt", dropout: float = 0.0) -> Model:
+    """Tokens[b s] to logits[b s v]. ``dropout`` applies to the embedding's sum and to every residual branch.
+
+    Initial weights are normal with deviation 0.02, those that end a branch with 0.02 / sqrt(2 layers).
+    """
+    if size.width % size.heads:
+        raise UsageError(f"{name}: width {size.width} is not a multiple of {size.heads} heads")
+    if not 0.0 <= dropout < 1.0:
+        raise UsageError(f"dropout {dropout} must be at least 0 and below 1")
+    d, v = size.width, size.vocabulary
+    out_std = 0.02 / sqrt(2 * size.layers)
+    layers = [("embedding", Embedding(v, d)), ("positions", Positions(size.context, d, dropout=dropout))]
+    for i in range(size.layers):
+        attention = Attention(d, size.heads, out_std=out_std)
+        mlp = MLP(d, size.hidden or 4 * d, out_std=out_std)
+        layers.append((f"block{i}/attention", Residual(LayerNorm(d), attention, dropout)))
+        layers.append((f"block{i}/mlp", Residual(LayerNorm(d), mlp, dropout)))
+    layers.append(("norm", LayerNorm(d)))
+    layers.append(("head", Head(v, d, tied="embedding/table" if size.tied else None)))
+    return Model(name, tuple(layers), "b s", "b s v", "b s", token_loss(v), size.context, v)
+
+
+def token_loss(vocabulary: int):
+    """Cross-entropy of logits[b s v], which may be cut over v."""
+
+    def loss(sh, outputs, targets, **options):
+        axes = sh.axes("v")
+        over = sh.mesh.group(axes) if axes else None
+        return cross_entropy(outputs, targets, over=over, start=sh.span("v", vocabulary).start, **options)
+
+    return loss

@@ -1,0 +1,53 @@
+"""Where each letter lives: the one place in which a strategy is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from spmd_engine.comm.mesh import Mesh
+from spmd_engine.errors import MeshError, NotationError
+from spmd_engine.sharding.notation import Spec
+
+#: What each mesh axis, by its customary name, cuts: data parallel cuts the batch; tensor parallel the heads,
+#: the hidden width and the vocabulary.
+CUSTOMARY = {"data": "b", "model": "hfv"}
+
+Axes = Mapping[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Letters to mesh axes, ``inside`` a layer and on the ``residual`` stream between layers.
+
+    The two differ under sequence parallelism: the stream's ``s`` is then cut over the axis that cuts the
+    heads inside. A letter that is not named is whole on every rank.
+    """
+
+    inside: Axes = field(default_factory=dict)
+    residual: Axes = field(default_factory=dict)
+
+    @classmethod
+    def for_mesh(cls, mesh: Mesh, *, sequence_parallel: bool = False) -> Layout:
+        """The customary layout of a mesh whose axes are named ``data`` and ``model``."""
+        inside: dict[str, tuple[str, ...]] = {}
+        for axis in mesh.axes:
+            if axis not in CUSTOMARY:
+                known = ", ".join(CUSTOMARY)
+                raise MeshError(f"mesh {mesh}: no customary layout for axis {axis!r}; name axes {known}, or give a Layout")
+            for letter in CUSTOMARY[axis]:
+                inside[letter] = (*inside.get(letter, ()), axis)
+        residual = dict(inside)
+        if sequence_parallel and "model" in mesh.axes:
+            residual["s"] = (*inside.get("s", ()), "model")
+        return cls(inside, residual)
+
+    def axes(self, letter: str, where: str = "inside") -> tuple[str, ...]:
+        return (self.inside if where == "inside" else self.residual).get(letter, ())
+
+    def spec(self, dims: str, where: str = "inside") -> Spec:
+        """``spec("d f")`` is ``"d f/model"`` where the layout cuts f over model."""
+        try:
+            return Spec(tuple((letter, self.axes(letter, where)) for letter in dims.split())).checked()
+        except NotationError as error:
+            raise NotationError(f"{error} (dims {dims!r} {where} a layer)") from None

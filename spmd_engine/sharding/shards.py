@@ -1,0 +1,78 @@
+"""Collectives spoken in letters. One whose letter is not cut does nothing, so one text serves every mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from spmd_engine.arrays.backend import Array
+from spmd_engine.comm.mesh import Mesh
+from spmd_engine.errors import NotationError
+from spmd_engine.sharding.layout import Layout
+from spmd_engine.sharding.notation import nested_span
+
+
+class Shards:
+    """A mesh seen through a layout, as a layer needs it. ``label`` names the layer in the ledger."""
+
+    def __init__(self, mesh: Mesh, layout: Layout, label: str = "") -> None:
+        self.mesh, self.layout, self.label = mesh, layout, label
+
+    def labelled(self, label: str) -> Shards:
+        return Shards(self.mesh, self.layout, label)
+
+    def axes(self, letters: Iterable[str], where: str = "inside") -> tuple[str, ...]:
+        """The mesh axes that cut any of these letters, in the mesh's order, without those of size 1."""
+        wanted = {axis for letter in letters for axis in self.layout.axes(letter, where)}
+        return tuple(axis for axis, size in self.mesh.axes.items() if axis in wanted and size > 1)
+
+    def is_cut(self, letter: str, where: str = "inside") -> bool:
+        return bool(self.axes(letter, where))
+
+    def span(self, letter: str, length: int, where: str = "inside") -> slice:
+        """This rank's part of a letter that is ``length`` long in all."""
+        return nested_span(length, self.layout.axes(letter, where), self.mesh.axes, self.mesh.coordinates)
+
+    def all_reduce(self, x: Array, over: Iterable[str], op: str = "sum") -> Array:
+        """``x``, unreduced over the axes of the letters ``over``, reduced. ``x`` must be contiguous: it is reused."""
+        axes = self.axes(over)
+        if not axes:
+            return x
+        return self.mesh.group(axes).all_reduce(x, op, out=x, label=self.label)
+
+    def all_gather(self, x: Array, dims: str, letter: str, *, across: str) -> Array:
+        """``x[dims]`` of the residual stream with ``letter`` whole along the axes of ``across``.
+
+        Moves bytes only where the stream cuts ``letter`` over those axes: sequence parallelism.
+        """
+        for axis in reversed(self._borrowed(letter, across)):
+            group = self.mesh.group(axis)
+            x = group.all_gather(x, dims.split().index(letter), label=self.label)
+        return x
+
+    def reduce_scatter(self, x: Array, dims: str, *, over: str, onto: str) -> Array:
+        """``x[dims]``, unreduced over the axes of ``over``, reduced onto the residual stream.
+
+        Where the stream cuts ``onto`` over those axes each rank keeps its part; else this is an all_reduce.
+        """
+        borrowed = self._borrowed(onto, over)
+        if not borrowed:
+            return self.all_reduce(x, over)
+        if set(borrowed) != set(self.axes(over)):
+            raise NotationError(
+                f"reduce_scatter of {dims!r}: {over} is cut over {self.axes(over)}, but the residual stream cuts "
+                f"{onto} only over {borrowed}; cut both over the same axes"
+            )
+        for axis in borrowed:
+            x = self.mesh.group(axis).reduce_scatter(x, dims.split().index(onto), label=self.label)
+        return x
+
+    def gather_whole(self, x: Array, dims: str, letter: str) -> Array:
+        """``x[dims]``, as it is inside a layer, with ``letter`` whole on every rank."""
+        for axis in reversed(self.axes(letter)):
+            x = self.mesh.group(axis).all_gather(x, dims.split().index(letter), label=self.label)
+        return x
+
+    def _borrowed(self, letter: str, from_letter: str) -> tuple[str, ...]:
+        """Axes that cut ``letter`` on the residual stream and ``from_letter`` inside."""
+        inside = self.axes(from_letter)
+        return tuple(axis for axis in self.axes(letter, "residual") if axis in inside)

@@ -1,0 +1,37 @@
+"""What a test asks for: `@pytest.mark.mpi(min_size=N, ranks=N, timeout_s=S)`."""
+
+import os
+from dataclasses import dataclass
+
+import pytest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    min_size: int = 2
+    ranks: int | None = None  # exactly so many, where min_size allows more
+    timeout_s: float | None = None
+
+    @property
+    def size(self):
+        """The number of ranks to launch."""
+        return self.ranks or self.min_size
+
+    @property
+    def limit_s(self):
+        """How long setup, test and teardown may each take."""
+        return self.timeout_s or float(os.environ.get("SPMD_TEST_TIMEOUT", 60))
+
+    def met_by(self, size):
+        return size == self.ranks if self.ranks else size >= self.min_size
+
+
+def needs(item):
+    """The Needs of an MPI test, None for a serial one."""
+    mark = item.get_closest_marker("mpi")
+    if mark is None:
+        return None
+    try:
+        return Needs(*mark.args, **mark.kwargs)
+    except TypeError as error:
+        raise pytest.UsageError(f"{item.nodeid}: mark mpi: {error}") from None

@@ -1,0 +1,72 @@
+"""The pytest plugin: under --with-mpi, a parent or a rank; and `mpi_run`, for tests of command lines."""
+
+import os
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from .launch import Job, environment_rank
+from .parent import Parent
+from .ranks import Ranks
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config):
+    plugins = config.pluginmanager
+    for plugin in plugins.get_plugins():  # pytest-mpi gives the options; its hooks know only one MPI world,
+        if type(plugin).__name__ == "MPIPlugin":  # and initialise MPI in the parent
+            plugins.unregister(plugin)
+    if config.getoption("--with-mpi") or config.getoption("--only-mpi"):
+        rank, folder = environment_rank(), os.environ.pop("SPMD_TEST_FOLDER", None)
+        harness = Parent() if rank is None else Ranks(config, rank, folder and Path(folder))
+        plugins.register(harness, "mpi-harness")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.pluginmanager.has_plugin("mpi-harness"):
+        for item in items:
+            if item.get_closest_marker("mpi"):
+                item.add_marker(pytest.mark.skip(reason="needs several ranks: python -m pytest --with-mpi"))
+
+
+@dataclass
+class Run:
+    returncode: int
+    stdout: str
+    stderr: str
+    seconds: float
+
+
+@pytest.fixture
+def mpi_run(pytestconfig):
+    """`mpi_run(4, "-m", "spmd_engine", "train")` runs Python on 4 ranks and returns a Run. A run that takes
+    longer than `timeout` seconds fails the test; none outlives it."""
+
+    def run(ranks, *arguments, timeout=120, env=None, cwd=None):
+        # Any folder is fine to run in, whether or not the package is installed.
+        path = os.pathsep.join(filter(None, [str(pytestconfig.rootpath), os.environ.get("PYTHONPATH")]))
+        command = [str(argument) for argument in arguments]
+        start = time.monotonic()
+        # Files, because a pipe stays open for as long as any process that inherited it.
+        with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+            env = {"PYTHONPATH": path, **(env or {})}
+            with Job(ranks, command, env=env, cwd=cwd, stdout=stdout, stderr=stderr) as job:
+                try:
+                    late = job.process.wait(timeout) is None
+                except subprocess.TimeoutExpired:
+                    late = True
+            seconds = time.monotonic() - start
+            texts = []
+            for file in (stdout, stderr):
+                file.seek(0)
+                texts.append(file.read().decode(errors="replace"))
+        if late:
+            tail = "\n".join("".join(texts).splitlines()[-40:])
+            pytest.fail(f"no end after {timeout} s: {ranks} ranks of {' '.join(command)}\n{tail}")
+        return Run(job.process.returncode, *texts, seconds)
+
+    return run
