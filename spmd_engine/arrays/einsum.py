@@ -26,10 +26,14 @@ def einsum(pattern: str, *operands: Array, out: Array | None = None, accumulate:
     """``numpy.einsum`` for one or two operands: ``einsum("bd,df->bf", x[b d], w[d f]) -> y[b f]``.
 
     ``out`` receives the result; with ``accumulate=True`` the result is added to it. Raises NotationError
-    naming pattern and shapes where a letter has two sizes or an operand too many or too few dimensions.
+    naming pattern and shapes where a letter has two sizes, an operand too many or too few dimensions, or
+    ``out`` another shape than the result.
     """
     plan = _plan(pattern)
     sizes = _sizes(pattern, plan.inputs, operands)
+    shape = tuple(sizes[c] for c in plan.output)
+    if out is not None and out.shape != shape:
+        raise NotationError(f'einsum "{pattern}": the result has shape {shape}, out has {out.shape}')
     result = _contract(plan, operands, sizes, None if accumulate else out)
     if out is None:
         return result
@@ -115,7 +119,9 @@ def _contract(plan: _Plan, operands, sizes, out):
 
 
 def _sum_lonely(x: Array, term: str, kept: str) -> Array:
-    return x if term == kept else x.sum(axis=tuple(i for i, c in enumerate(term) if c not in kept))
+    if term == kept:
+        return x
+    return x.sum(axis=tuple(i for i, c in enumerate(term) if c not in kept), dtype=x.dtype)
 
 
 def _matrix(x: Array, term: str, batch: str, rows: str, columns: str, sizes: dict[str, int]) -> Array:

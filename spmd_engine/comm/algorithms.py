@@ -18,14 +18,14 @@ from spmd_engine.comm.pending import Steps
 
 def exchange(comm: Communicator, outgoing: Sequence[Array | None], incoming: Sequence[Array | None], tag: int) -> Steps:
     """Send ``outgoing[r]`` to each other rank r and fill ``incoming[r]`` from it; None or empty: nothing."""
+    backends = {id(b): b for b in (backend_of(x) for x in (*outgoing, *incoming) if x is not None)}
+    for backend in backends.values():
+        backend.synchronize()  # MPI reads and writes device memory without asking the stream that uses it
     requests: list = []
     for step in range(1, comm.size):  # rank r begins with r + 1: nobody is everyone's first target
         source = (comm.rank - step) % comm.size
         if incoming[source] is not None and incoming[source].size:
             requests += comm.start_receive(incoming[source], source, tag)
-    backends = {id(b): b for b in (backend_of(x) for x in outgoing if x is not None)}
-    for backend in backends.values():
-        backend.synchronize()  # MPI reads device memory without asking the stream that fills it
     for step in range(1, comm.size):
         to = (comm.rank + step) % comm.size
         if outgoing[to] is not None and outgoing[to].size:
@@ -83,7 +83,7 @@ _UFUNCS = {"sum": "add", "mean": "add", "max": "maximum", "min": "minimum", "pro
 def reduce_into(out: Array, blocks: Sequence[Array], reduction: str) -> None:
     """``out`` = blocks[0] op blocks[1] op ... in that order; 16-bit floats are accumulated in float32.
 
-    ``out`` may be one of the blocks; another block may be overwritten.
+    ``out`` may be, or overlap, one of the blocks.
     """
     xp = backend_of(out).xp
     ufunc = getattr(xp, _UFUNCS[reduction])
@@ -91,8 +91,9 @@ def reduce_into(out: Array, blocks: Sequence[Array], reduction: str) -> None:
     if wide != out.dtype or len(blocks) == 1:
         total = blocks[0].astype(wide)
     else:
-        # Where ``out`` is a later block it must stay untouched until its turn, so start in a received one.
-        total = out if out is blocks[0] or not _overlaps(out, blocks[1:]) else blocks[0]
+        # Never into a block: it may have to wait for its turn, and NumPy multiplies complex numbers in place
+        # with other last bits than into a new array, so that ranks would differ.
+        total = xp.empty_like(out) if any(xp.may_share_memory(out, block) for block in blocks) else out
         ufunc(blocks[0], blocks[1], out=total)
     for block in blocks[1 if wide != out.dtype else 2 :]:
         ufunc(total, block.astype(wide) if wide != out.dtype else block, out=total)
@@ -104,12 +105,3 @@ def reduce_into(out: Array, blocks: Sequence[Array], reduction: str) -> None:
 
 def _is_half(dtype: np.dtype) -> bool:
     return dtype.itemsize == 2 and dtype.kind not in "iub" and dtype.fields is None
-
-
-def _overlaps(out: Array, blocks: Sequence[Array]) -> bool:
-    address = out.__array_interface__["data"][0] if isinstance(out, np.ndarray) else out.data.ptr
-    for block in blocks:
-        other = block.__array_interface__["data"][0] if isinstance(block, np.ndarray) else block.data.ptr
-        if other == address:
-            return True
-    return False

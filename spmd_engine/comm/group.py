@@ -69,17 +69,18 @@ class Group:
             raise UsageError(f"broadcast over {self.axes!r}: the root must give an array")
         if self.size == 1:
             return Pending.completed(np.array(x, copy=True) if isinstance(x, np.ndarray) else x.copy())
-        mine = self._host(x) if self.rank == root else None
+        mine = self._ready(x)[0] if self.rank == root else None
         home = backend_of(x) if x is not None else CPU
 
         def steps(call: Header, tag: int) -> Steps:
-            inline = mine.tobytes() if mine is not None and mine.nbytes <= INLINE else b""
-            headers, extras = yield from self._meet(call, inline, tag, always=True)
+            small = mine is not None and mine.nbytes <= INLINE and self._host_memory(mine)
+            headers, extras = yield from self._meet(call, mine.tobytes() if small else b"", tag, always=True)
             said = headers[root]
-            data = mine.copy() if mine is not None else np.empty(said.shape, header.np_dtype(said.dtype))
-            if said.inline or not data.size:
+            where = home if self.comm.device_aware and not said.inline else CPU
+            data = mine.copy() if mine is not None else where.empty(said.shape, header.np_dtype(said.dtype))
+            if said.inline and mine is None:
                 data.reshape(-1).view(np.uint8)[...] = extras[root]
-            else:
+            elif not said.inline:
                 yield from algorithms.broadcast(self.comm, data.reshape(-1), root, tag + 1)
             return home.asarray(data)
 
@@ -105,12 +106,18 @@ class Group:
         self, x: Array, axis: int = 0, *, sizes: Sequence[int] | None = None, label: str = ""
     ) -> Pending:
         axis = self._axis("all_gather", x, axis)
+        if sizes is not None and (len(sizes) != self.size or sizes[self.rank] != x.shape[axis]):
+            raise UsageError(
+                f"all_gather over {self.axes!r}: sizes {list(sizes)} must be {self.size} numbers; number "
+                f"{self.rank} is {x.shape[axis]}, the length of this rank's array along axis {axis}"
+            )
         if self.size == 1:
             return Pending.completed(x.copy())
         own, home = self._ready(x)
 
         def steps(call: Header, tag: int) -> Steps:
-            inline = own.tobytes() if own.nbytes <= INLINE and self._host_memory(own) else b""
+            small = own.nbytes <= INLINE and self._host_memory(own) and (self.check or sizes is None)
+            inline = own.tobytes() if small else b""
             headers, extras = yield from self._meet(call, inline, tag, always=sizes is None)
             lengths = [h.shape[axis] for h in headers] if headers else sizes
             xp = backend_of(own).xp
@@ -133,7 +140,7 @@ class Group:
                     wanted[r] = None
             outgoing = [None if inline else own] * self.size
             yield from algorithms.exchange(self.comm, outgoing, wanted, tag + 1)
-            return home(out if axis == 0 else xp.concatenate(blocks, axis=axis))
+            return home(out if axis == 0 else xp.concatenate(blocks, axis=axis, dtype=own.dtype))
 
         call = self._header("all_gather", own, axis=axis)
         return self._begin(steps, call, label, payload=own.nbytes, sent=own.nbytes * (self.size - 1))
@@ -212,7 +219,7 @@ class Group:
             return home(out)
 
         sent = own.nbytes - own[parts[self.rank]].nbytes
-        call = self._header("reduce_scatter", own, reduction=op, axis=axis)
+        call = self._header("reduce_scatter", own, reduction=op, axis=axis, sizes=_ints(sizes))
         return self._begin(steps, call, label, payload=own.nbytes, sent=sent)
 
     def all_to_all(
@@ -247,11 +254,10 @@ class Group:
         if splits is not None and 8 * self.size > INLINE:
             raise UsageError(f"all_to_all: explicit splits are limited to {INLINE // 8} ranks")
         own, home = self._ready(x)
-        table = b"" if splits is None else np.asarray(splits, np.int64).tobytes()
 
         def steps(call: Header, tag: int) -> Steps:
             xp = backend_of(own).xp
-            headers, extras = yield from self._meet(call, table, tag, always=True)
+            headers, _ = yield from self._meet(call, b"", tag, always=True)
             blocks = [xp.ascontiguousarray(own[part]) for part in parts]
             incoming = []
             for r in range(self.size):
@@ -259,14 +265,14 @@ class Group:
                 theirs = headers[r].shape
                 shape[concat] = theirs[concat]
                 cut = span(theirs[axis], self.size, self.rank)
-                shape[axis] = int(extras[r].view(np.int64)[self.rank]) if extras[r].size else cut.stop - cut.start
+                shape[axis] = headers[r].sizes[self.rank] if headers[r].sizes else cut.stop - cut.start
                 incoming.append(xp.empty(shape, own.dtype))
             incoming[self.rank] = blocks[self.rank]
             yield from algorithms.exchange(self.comm, blocks, incoming, tag + 1)
-            return home(xp.concatenate(incoming, axis=concat))
+            return home(xp.concatenate(incoming, axis=concat, dtype=own.dtype))
 
         sent = own.nbytes - own[parts[self.rank]].nbytes
-        call = self._header("all_to_all", own, axis=axis, concat_axis=concat)
+        call = self._header("all_to_all", own, axis=axis, concat_axis=concat, sizes=_ints(splits))
         return self._begin(steps, call, label, payload=own.nbytes, sent=sent)
 
     # --- between two ranks -------------------------------------------------------------------------------
@@ -358,12 +364,13 @@ class Group:
         """
         if not (self.check or always):
             return [], []
+        inline = inline or np.array(call.sizes, np.int64).tobytes()[:INLINE]
         call = Header(**{**call.__dict__, "inline": len(inline)})
         own = np.frombuffer(call.pack() + inline, np.uint8)
         said = np.empty((self.size, header.SIZE + INLINE), np.uint8)
         yield from algorithms.exchange(self.comm, [own] * self.size, list(said), tag)
         said[self.rank, : own.size] = own
-        headers = [Header.unpack(row[: header.SIZE].tobytes()) for row in said]
+        headers = [Header.unpack(row.tobytes()) for row in said]
         if self.check:
             header.check(headers, self.axes)
         return headers, [
@@ -407,7 +414,7 @@ class Group:
             cuts = [span(x.shape[axis], self.size, r) for r in range(self.size)]
         else:
             ends = np.cumsum([0, *sizes]).tolist()
-            if len(sizes) != self.size or ends[-1] != x.shape[axis]:
+            if len(sizes) != self.size or ends[-1] != x.shape[axis] or min(sizes) < 0:
                 raise UsageError(
                     f"{operation} over {self.axes!r}: sizes {list(sizes)} must be {self.size} numbers that "
                     f"add up to {x.shape[axis]}, the array's length along axis {axis}"
@@ -423,6 +430,10 @@ class Group:
 
     def _message_tag(self, way: str, rank: int) -> int:
         return _COLLECTIVE_TAGS + self.comm.next_message(way, rank) % 4096 * 2
+
+
+def _ints(sizes: Sequence[int] | None) -> tuple[int, ...]:
+    return () if sizes is None else tuple(map(int, sizes))
 
 
 def _summable(operation: str, x: Array, op: str) -> Array:

@@ -30,7 +30,8 @@ class Header:
     axis: int = 0
     concat_axis: int = 0
     root: int = 0
-    inline: int = 0  # bytes of the array, or of a table of sizes, that ride behind the header
+    inline: int = 0  # bytes of the array, or of ``sizes``, that ride behind the header
+    sizes: tuple[int, ...] = ()  # the parts of reduce_scatter and all_to_all, if the caller gave them
 
     def pack(self) -> bytes:
         shape = self.shape if self.shape is not None else ()
@@ -53,9 +54,11 @@ class Header:
         sequence, operation, reduction, ndim, axis, concat_axis, root, inline, dtype, *dims = _LAYOUT.unpack(
             data[:SIZE]
         )
+        operation = OPERATIONS[operation]
+        table = data[SIZE : SIZE + inline] if operation in ("reduce_scatter", "all_to_all") else b""
         return cls(
             sequence,
-            OPERATIONS[operation],
+            operation,
             REDUCTIONS[reduction],
             dtype.rstrip(b"\0").decode(),
             None if ndim == 255 else tuple(dims[:ndim]),
@@ -63,6 +66,7 @@ class Header:
             concat_axis,
             root,
             inline,
+            struct.unpack(f"<{len(table) // 8}q", table),
         )
 
     def __str__(self) -> str:
@@ -75,6 +79,8 @@ class Header:
             how.append(f"axis={self.axis}")
         if self.operation == "all_to_all":
             how.append(f"concat_axis={self.concat_axis}")
+        if self.sizes:
+            how.append(f"sizes={list(self.sizes)}")
         if self.operation == "broadcast":
             how.append(f"root={self.root}")
         return f"{self.operation}({', '.join(how)}) as its call number {self.sequence}"
@@ -86,11 +92,12 @@ class Header:
             shape[self.axis] = -1  # shards may be uneven along the gathered axis
         if self.operation == "all_to_all" and shape:
             shape[self.concat_axis] = -1
-            if self.inline:  # explicit split sizes
-                shape[self.axis] = -1
         if self.operation == "broadcast":  # only the root has an array
             return self.sequence, self.operation, self.root
-        return (self.sequence, self.operation, self.reduction, self.dtype, tuple(shape), self.axis, self.concat_axis)
+        # What all_to_all joins along the axis it splits may be cut differently on every rank.
+        sizes = () if self.operation == "all_to_all" and self.axis == self.concat_axis else self.sizes
+        call = self.sequence, self.operation, self.reduction, self.dtype
+        return (*call, tuple(shape), self.axis, self.concat_axis, sizes)
 
 
 def check(headers: Sequence[Header], group: str) -> None:
@@ -114,7 +121,7 @@ def _ranks(ranks: list[int]) -> str:
 def dtype_name(dtype: np.dtype) -> str:
     """A name from which ``np_dtype`` makes the dtype again on another rank."""
     dtype = np.dtype(dtype)
-    name = dtype.name if dtype.kind == "V" and dtype.fields is None and dtype.names is None else dtype.str
+    name = dtype.name if dtype.isbuiltin == 2 else dtype.str  # 2: ml_dtypes', whose str says too little
     if dtype.fields is not None:
         name = repr(dtype.descr)
     if dtype.hasobject:

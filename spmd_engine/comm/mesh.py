@@ -131,6 +131,8 @@ class Mesh(Collectives):
         for name in names:
             if name not in self.axes:
                 raise MeshError(f"unknown mesh axis {name!r}; this mesh is {self}")
+        if len(set(names)) < len(names):
+            raise MeshError(f"mesh axes {', '.join(names)}: each can be named once")
         return names
 
     def _members(self, names: tuple[str, ...]) -> list[int]:

@@ -69,7 +69,7 @@ class MPICommunicator(Communicator):
         if idle <= _YIELDS:
             os.sched_yield()
         else:
-            time.sleep(min(_LONGEST, _SHORTEST * 1.1 ** (idle - _YIELDS)))
+            time.sleep(min(_LONGEST, _SHORTEST * 1.1 ** min(idle - _YIELDS, 99)))
 
 
 def _pieces(data: Array) -> list[Array]:

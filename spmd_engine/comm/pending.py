@@ -8,6 +8,7 @@ crossed order would wait for ever.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,10 @@ from spmd_engine.errors import CommunicationTimeout, SpmdError
 
 if TYPE_CHECKING:
     from spmd_engine.comm.communicator import Communicator
+
+WARN_AFTER = 60.0  #: seconds after which a rank that waits says so; then after four times as long, and so on
+
+logger = logging.getLogger(__name__)
 
 Steps = Generator[list, None, Any]  # yields requests, returns the operation's result
 
@@ -41,6 +46,7 @@ class Pending:
         self.describe = describe
         self.done = False
         self.result: Any = None
+        self.error: BaseException | None = None  # what ended it, maybe while another was waited for
 
     @classmethod
     def completed(cls, result: Any) -> Pending:
@@ -67,6 +73,8 @@ class Pending:
 
         Raises MismatchError if ranks called different things, CommunicationTimeout if others did not come.
         """
+        if self.error is not None:
+            raise self.error
         if not self.done:
             began = perf_counter()
             try:
@@ -91,7 +99,8 @@ class Progress:
 
     def wait_for(self, wanted: Pending, timeout: float | None) -> None:
         communicator = wanted._communicator
-        deadline = perf_counter() + timeout if timeout else None
+        began = perf_counter()
+        warn_after = WARN_AFTER
         idle = 0
         while not wanted.done:
             activity = communicator.activity()
@@ -100,14 +109,19 @@ class Progress:
                 continue
             idle += 1
             communicator.pause(idle, activity)
-            if deadline and perf_counter() > deadline:
-                self._pending.remove(wanted)
-                raise CommunicationTimeout(f"waited {timeout:.0f} s: {wanted.describe()}")
+            waited = perf_counter() - began
+            if timeout and waited > timeout:
+                # It stays under way: its messages may still come, into memory that must then still be there.
+                raise CommunicationTimeout(f"waited {timeout:g} s: {wanted.describe()}")
+            if waited > warn_after:
+                logger.warning("has waited %.0f s: %s", waited, wanted.describe())
+                warn_after *= 4
 
     def _advance(self, pending: Pending) -> bool:
         try:
             moved = pending.advance()
-        except BaseException:
+        except BaseException as error:
+            pending.error = error
             self._pending.remove(pending)
             raise
         if pending.done and pending in self._pending:

@@ -8,7 +8,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 from threadpoolctl import threadpool_limits
 
 from spmd_engine.arrays.backend import Array, backend_of
@@ -39,12 +38,15 @@ def run(
     rank ends all of them and is raised here, with a note naming the rank. ``nodes`` names each rank's host,
     to try out placements; by default all are on one.
 
+    >>> import numpy as np
     >>> from spmd_engine import Mesh
     >>> run(lambda: float(Mesh(data=4).all_reduce(np.ones(1))[0]), ranks=4)
     [4.0, 4.0, 4.0, 4.0]
     """
     if ranks < 1:
         raise UsageError(f"run: ranks={ranks}; at least one rank is needed")
+    if nodes is not None and len(nodes) != ranks:
+        raise UsageError(f"run: nodes names {len(nodes)} hosts; one for each of {ranks} ranks is needed")
     fabric = _Fabric(ranks)
     results: list[Any] = [None] * ranks
     host = os.uname().nodename
@@ -62,8 +64,12 @@ def run(
     with threadpool_limits(max(1, len(os.sched_getaffinity(0)) // ranks), user_api="blas"):
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        try:
+            for thread in threads:
+                thread.join()
+        except BaseException as error:  # Ctrl-C: ranks that wait must not do so in the background for ever
+            fabric.fail(0, error)
+            raise
     if fabric.failure:
         rank, error = fabric.failure
         error.add_note(f"raised on rank {rank} of {ranks}")

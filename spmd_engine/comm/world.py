@@ -24,6 +24,7 @@ from spmd_engine.errors import SpmdError, UsageError
 LAUNCHER_VARIABLES = ("PMI_RANK", "PMI_SIZE", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 _LARGEST_TAG = 32767  # what every MPI allows
+_FAILED = _LARGEST_TAG - 1
 
 
 def world() -> Communicator:
@@ -86,19 +87,34 @@ def _share_cores(comm: Communicator) -> None:
 def _end_all_ranks_on_error(comm) -> None:
     """An uncaught exception on one rank ends the job: the others would wait for it for ever.
 
-    Ranks that fail together (a mismatch is the same error everywhere) speak in rank order, a moment apart;
-    the first to speak ends the job, so there is one traceback.
+    Of ranks that fail together (a mismatch is the same error everywhere) only the lowest speaks, so that
+    there is one traceback.
     """
     previous = sys.excepthook
 
     def hook(kind, error, trace):
         if issubclass(kind, KeyboardInterrupt):
             return previous(kind, error, trace)
-        time.sleep(min(1.0, 0.05 * comm.rank))
+        if not _speaks(comm):
+            time.sleep(5)  # the rank that does ends the job meanwhile
+            comm.Abort(1)
         text = "".join(traceback.format_exception(kind, error, trace))
         sys.stderr.write(f"rank {comm.rank} of {comm.size} failed and ends the job:\n{text}")
         sys.stderr.flush()
         sys.stdout.flush()
+        time.sleep(0.1)  # the launcher passes on what was printed before it hears of the end
         comm.Abort(1)
 
     sys.excepthook = hook
+
+
+def _speaks(comm) -> bool:
+    """Tell all others that this rank failed; whether no lower rank says so in the next moment."""
+    for to in set(range(comm.size)) - {comm.rank}:
+        comm.Isend(b"", to, _FAILED)
+    deadline = time.monotonic() + 0.3
+    while comm.rank > 0 and time.monotonic() < deadline:
+        if any(comm.Iprobe(lower, _FAILED) for lower in range(comm.rank)):
+            return False
+        time.sleep(0.01)
+    return True

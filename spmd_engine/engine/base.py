@@ -144,8 +144,9 @@ class ShardedEngine(Collectives, ABC):
 
     def sharding(self, name: str) -> Spec:
         """How a parameter is cut."""
-        letters = "ijklmnop"[: np.ndim(self.parameters[name])]
-        return Spec.parse(self.shardings.get(name, " ".join(letters)))
+        if name in self.shardings:
+            return Spec.parse(self.shardings[name])
+        return Spec.parse(" ".join("ijklmnop"[: np.ndim(self.parameters[name])]))
 
     def block(self, name: str, array: Any) -> Array:
         """This rank's block of a whole, sliceable array, read by slices alone."""

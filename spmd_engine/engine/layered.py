@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -49,8 +50,8 @@ class LayeredEngine(ShardedEngine):
         self._shards = {name: Shards(self.mesh, self.layout, name) for name, _ in model.layers}
         self._described = dict(model.parameters())
         self.groups = self._make_groups(group_threshold)
-        self.parameters = _views(self.groups, lambda group: group.parameters)
-        self._gradients = _views(self.groups, lambda group: group.gradients)
+        self.parameters = self._views(lambda group: group.parameters)
+        self._gradients = self._views(lambda group: group.gradients)
         uses = [self._parameters_of(name, layer) for name, layer in model.layers]
         self._weights = [_tree(names, self.parameters) for names in uses]
         self._sums = [_tree(names, self._gradients) for names in uses]
@@ -66,7 +67,8 @@ class LayeredEngine(ShardedEngine):
         for name, (parameter, shape) in self._described.items():
             spec = self._spec(parameter)
             summed = shards.axes(parameter.summed, parameter.where)
-            members.append(Member(name, spec.local_shape(shape, self.mesh), parameter.decay, summed))
+            largest = prod(spec.largest_shape(shape, self.mesh))
+            members.append(Member(name, spec.local_shape(shape, self.mesh), parameter.decay, summed, largest))
         return make_groups(members, self.dtype, self.backend, threshold)
 
     def _spec(self, parameter: Parameter) -> Spec:
@@ -126,7 +128,14 @@ class LayeredEngine(ShardedEngine):
         return key.endswith("/decayed")
 
     def named(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        return {name: array for group in self.groups for name, array in group.join(arrays).items()}
+        return self._in_order({k: v for group in self.groups for k, v in group.join(arrays).items()})
+
+    def _views(self, flat: Callable[[ParameterGroup], Array]) -> dict[str, Array]:
+        return self._in_order({k: v for group in self.groups for k, v in group.views(flat(group)).items()})
+
+    def _in_order(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        """In the model's order, which is the same on all ranks: collectives walk over names."""
+        return {name: arrays[name] for name in self._described}
 
     # --- forward and backward ----------------------------------------------------------------------------
 
@@ -208,10 +217,6 @@ class LayeredEngine(ShardedEngine):
     def _zero_gradients(self) -> None:
         for group in self.groups:
             group.gradients[...] = 0
-
-
-def _views(groups: list[ParameterGroup], flat: Callable[[ParameterGroup], Array]) -> dict[str, Array]:
-    return {name: view for group in groups for name, view in group.views(flat(group)).items()}
 
 
 def _tree(names: Mapping[str, str], arrays: Mapping[str, Array]) -> dict[str, Any]:

@@ -24,8 +24,10 @@ class Embedding(Layer):
             rows, ours = x, None
         else:
             part = sh.span("v", self.sizes["v"])
-            rows, ours = x - part.start, (x >= part.start) & (x < part.stop)
-            y = backend_of(table).xp.zeros((*x.shape, table.shape[1]), table.dtype)
+            xp = backend_of(table).xp
+            rows = x.astype(xp.int64) - part.start  # small unsigned tokens would wrap
+            ours = (rows >= 0) & (rows < table.shape[0])
+            y = xp.zeros((*x.shape, table.shape[1]), table.dtype)
             y[ours] = table[rows[ours]]
         return sh.reduce_scatter(y, "b s d", over="v", onto="s"), (rows, ours)
 

@@ -36,8 +36,8 @@ def cross_entropy(
     scores are reduced over it; the outputs are never gathered. After Shoeybi et al., "Megatron-LM" (2019).
     """
     xp = backend_of(outputs).xp
-    scores = outputs.reshape(-1, outputs.shape[-1])
-    wanted = targets.reshape(-1) - start
+    scores = outputs.reshape(targets.size, outputs.shape[-1])
+    wanted = targets.reshape(-1).astype(xp.int64) - start  # small unsigned ones would wrap
     tokens, width = scores.shape
     weights = xp.ones(tokens, scores.dtype) if mask is None else mask.reshape(-1).astype(scores.dtype)
     count = float(weights.sum()) if count is None else count

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 
+import numpy as np
+
 from spmd_engine.arrays.backend import Array, Backend
 
 THRESHOLD = 1 << 20  # bytes: below this, one more neighbour costs less than one more collective
@@ -20,6 +22,7 @@ class Member:
     shape: tuple[int, ...]  #: of the local block
     decay: bool  #: whether weight decay applies
     summed_over: tuple[str, ...]  #: mesh axes along which its gradient is unreduced after a backward
+    largest: int  #: elements of the largest block on any rank, by which every rank cuts the same groups
 
 
 class ParameterGroup:
@@ -53,10 +56,9 @@ class ParameterGroup:
         """Arrays by member from arrays by segment: views, since segments are cut between members."""
         joined = {}
         for member, start, stop in zip(self.members, self._ends, self._ends[1:], strict=False):
-            if start == stop:
-                continue
             part, offset = ("decayed", 0) if member.decay else ("plain", self._decayed)
-            flat = segments[f"{self.name}/{part}"]
+            # An empty block belongs to no segment, yet must be there: collectives go by name on all ranks.
+            flat = segments.get(f"{self.name}/{part}", self.parameters[:0])
             joined[member.name] = flat[start - offset : stop - offset].reshape(member.shape)
         return joined
 
@@ -77,13 +79,7 @@ def make_groups(
         if batch and batch[0].summed_over != member.summed_over:
             close()
         batch.append(member)
-        if sum(prod(m.shape) for m in batch) * _itemsize(dtype) >= threshold:
+        if sum(m.largest for m in batch) * np.dtype(dtype).itemsize >= threshold:
             close()
     close()
     return groups
-
-
-def _itemsize(dtype) -> int:
-    import numpy as np
-
-    return np.dtype(dtype).itemsize

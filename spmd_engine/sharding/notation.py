@@ -71,6 +71,12 @@ class Spec:
     def local_shape(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
         return tuple(part.stop - part.start for part in self.block(shape, mesh))
 
+    def largest_shape(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
+        """The largest block that any rank has: that of the first, which gets one more where cuts are uneven."""
+        first = dict.fromkeys(mesh.axes, 0)
+        parts = (nested_span(n, axes, mesh.axes, first) for n, (_, axes) in zip(shape, self.dims, strict=True))
+        return tuple(part.stop - part.start for part in parts)
+
     def gather(self, x: Array, mesh: Mesh, label: str = "") -> Array:
         """The whole array on every rank, from each rank's block. Collective over the axes that cut it."""
         for dim, (_, axes) in enumerate(self.dims):

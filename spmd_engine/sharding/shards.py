@@ -68,11 +68,14 @@ class Shards:
 
     def gather_whole(self, x: Array, dims: str, letter: str) -> Array:
         """``x[dims]``, as it is inside a layer, with ``letter`` whole on every rank."""
-        for axis in reversed(self.axes(letter)):
+        for axis in reversed(self._order(letter, "inside", self.axes(letter))):
             x = self.mesh.group(axis).all_gather(x, dims.split().index(letter), label=self.label)
         return x
 
     def _borrowed(self, letter: str, from_letter: str) -> tuple[str, ...]:
         """Axes that cut ``letter`` on the residual stream and ``from_letter`` inside."""
-        inside = self.axes(from_letter)
-        return tuple(axis for axis in self.axes(letter, "residual") if axis in inside)
+        return self._order(letter, "residual", self.axes(from_letter))
+
+    def _order(self, letter: str, where: str, among: tuple[str, ...]) -> tuple[str, ...]:
+        """Those of the axes that cut ``letter``, in the order in which they cut it: not always the mesh's."""
+        return tuple(axis for axis in self.layout.axes(letter, where) if axis in among)

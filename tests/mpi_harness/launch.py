@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from contextlib import suppress
 from functools import cache
@@ -73,9 +74,12 @@ class Job:
         with suppress(subprocess.TimeoutExpired):
             self.process.terminate()
             self.process.wait(2)
-        for pid in _processes_with(self._mark):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + 5
+        while (left := _processes_with(self._mark)) and time.monotonic() < deadline:
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
         self.process.wait()
         for path in _shared_memory() - self._shared_memory:
             if not _in_use(path):  # another job of this user may have started meanwhile
@@ -83,10 +87,12 @@ class Job:
 
 
 def _processes_with(variable):
+    found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # gone meanwhile, or another user's
             if f"{variable}=".encode() in (folder / "environ").read_bytes():
-                yield int(folder.name)
+                found.append(int(folder.name))
+    return found
 
 
 def _shared_memory():

@@ -92,7 +92,7 @@ class Batch:
         self.events = open(self.folder / "events.jsonl", "w+b")
         self.unread = b""
         self.running = self.finished = None  # tests of this job
-        self.left = self.failed = False  # did the ranks end it themselves; did any of its tests fail?
+        self.left = False  # did the ranks end it themselves, as a test had failed?
         self._extend_deadline(START_S)
         with open(self.folder / "output", "wb") as output:
             self.job = Job(
@@ -127,7 +127,6 @@ class Batch:
             if isinstance(report.longrepr, list):  # why and where it was skipped: a tuple, before JSON had it
                 report.longrepr = tuple(report.longrepr)
             self.reports[report.nodeid].append(report)
-            self.failed |= report.failed
         else:
             self.running, self.finished, self.left = None, content, event == "leave"
             if len(self.waiting) > 1:  # the last test is done when the job has ended, and ended well
@@ -140,7 +139,7 @@ class Batch:
         done = list(self.waiting) == [self.finished]
         if self.running:
             victims, moment = [self.running], "during"
-        elif self.left or (done and ended and (self.failed or self.job.process.returncode == 0)):
+        elif self.left or (done and self.job.process.returncode == 0):
             victims, moment = [], ""
         elif done:
             victims, moment = [self.finished], "after"
@@ -160,15 +159,14 @@ class Batch:
         own = [each for each in self._notes() if (each["nodeid"], each["when"]) == (nodeid, phase)]
         raised = [each for each in own if each["outcome"] == "failed"]
         missing = sorted(set(range(self.size)) - {each["rank"] for each in own})
-        stacks = [stack for stack in map(self._stack, range(self.size)) if stack]
-        what_happened += f" the {phase} of this test; no outcome from ranks {missing}."
-        if raised:
-            words = [tell(raised), what_happened]
-        elif stacks:
-            words = [f"No end of the {phase} within {self.limit_s:g} s. Where the ranks were:", *stacks]
-        else:
-            output = (self.folder / "output").read_text(errors="replace").splitlines()
-            words = [f"{what_happened} The end of its output:", "\n".join(output[-40:])]
+        what_happened += f" the {phase} of this test" + f"; no outcome from ranks {missing}" * bool(missing)
+        last_words = [self._text(f"stderr{rank}") for rank in range(self.size)]
+        if any("Timeout (" in text for text in last_words):  # faulthandler's
+            what_happened = f"No end of the {phase} within {self.limit_s:g} s. Where the ranks were:"
+        words = [tell(raised), what_happened] if raised else [what_happened]
+        words += [f"rank {rank} of {self.size}:\n{text}" for rank, text in enumerate(last_words) if text]
+        if len(words) == 1:
+            words.append(self._text("output"))
         item = self.waiting[nodeid]
         return pytest.TestReport(
             nodeid,
@@ -181,20 +179,21 @@ class Batch:
         )
 
     def _next_phase(self, nodeid):
-        reported = [report.when for report in self.reports[nodeid] if report.passed]
-        return {(): "setup", ("setup",): "call"}.get(tuple(reported), "teardown")
+        if not self.reports[nodeid]:
+            return "setup"
+        last = self.reports[nodeid][-1]
+        return "call" if last.when == "setup" and last.passed else "teardown"
 
     def _notes(self):
         for path in sorted(self.folder.glob("rank*.jsonl")):
             yield from map(json.loads, path.read_text().splitlines())
 
-    def _stack(self, rank):
-        """What faulthandler wrote when this rank's time was up, without the frames of pytest."""
-        path = self.folder / f"stderr{rank}"
+    def _text(self, name):
+        """The end of a file of the job, without the frames of pytest in its stacks."""
+        path = self.folder / name
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
         theirs = ("/_pytest/", "/pytest/", "/pluggy/", "<frozen runpy>")
-        ours = [line for line in lines if not any(folder in line for folder in theirs)]
-        return "\n".join([f"rank {rank} of {self.size}:", *ours]) if ours else ""
+        return "\n".join([line for line in lines if not any(part in line for part in theirs)][-40:])
 
 
 def _options_of(config):
@@ -206,4 +205,4 @@ def _options_of(config):
     for name, values in (("-p", option.plugins), ("-o", option.override_ini), ("-W", option.pythonwarnings)):
         for value in values or ():
             yield from (name, value)
-    yield from ("-p", "no:cacheprovider", "-o", "addopts=", "--no-header", "-q")
+    yield from ("-p", "no:cacheprovider", "-o", "addopts=", "--no-header", "--no-summary", "--color=no", "-q")

@@ -4,6 +4,7 @@ import os
 import subprocess
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,18 +56,16 @@ def mpi_run(pytestconfig):
         with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
             env = {"PYTHONPATH": path, **(env or {})}
             with Job(ranks, command, env=env, cwd=cwd, stdout=stdout, stderr=stderr) as job:
-                try:
-                    late = job.process.wait(timeout) is None
-                except subprocess.TimeoutExpired:
-                    late = True
-            seconds = time.monotonic() - start
+                with suppress(subprocess.TimeoutExpired):
+                    job.process.wait(timeout)
+                returncode = job.process.poll()
             texts = []
             for file in (stdout, stderr):
                 file.seek(0)
                 texts.append(file.read().decode(errors="replace"))
-        if late:
+        if returncode is None:
             tail = "\n".join("".join(texts).splitlines()[-40:])
             pytest.fail(f"no end after {timeout} s: {ranks} ranks of {' '.join(command)}\n{tail}")
-        return Run(job.process.returncode, *texts, seconds)
+        return Run(returncode, *texts, seconds=time.monotonic() - start)
 
     return run

@@ -8,6 +8,7 @@ import os
 import time
 import zlib
 from array import array
+from functools import cached_property
 
 import pytest
 from _pytest._io import TerminalWriter
@@ -25,8 +26,7 @@ class Ranks:
 
     def __init__(self, config, rank, folder):
         self.config, self.rank, self.folder = config, rank, folder
-        self.comm = None
-        self.collect_errors = ""
+        self.complaints = []
         self.must_leave = False
         # A copy of stderr, as pytest captures the real one. Under a parent every rank has its own file.
         self.stderr = open(folder / f"stderr{rank}", "w") if folder else os.fdopen(os.dup(2), "w")
@@ -49,20 +49,34 @@ class Ranks:
 
     # -- which tests
 
+    @cached_property
+    def comm(self):
+        # Not before collection, so that the modules under test have their say about how MPI is initialised;
+        # and a communicator of our own: tests cannot meddle with its messages, nor it with theirs.
+        from mpi4py import MPI
+
+        return MPI.COMM_WORLD.Dup()
+
     def pytest_collectreport(self, report):
         if report.failed:
-            self.collect_errors += f"rank {self.rank}: {report.nodeid}:\n{report.longreprtext}\n"
+            self.complaints.append(f"{report.nodeid}:\n{report.longreprtext}")
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collection(self):
+        """A rank that cannot collect the tests stops them all."""
+        try:
+            yield
+        except pytest.UsageError as error:
+            self.complaints.append(str(error))
+            raise
+        finally:
+            complaints = self.comm.allgather("\n".join(self.complaints))
+            if any(complaints) and not self.complaints:
+                rank, complaint = next((rank, text) for rank, text in enumerate(complaints) if text)
+                pytest.exit(f"rank {rank} of {self.comm.size}: {complaint}", pytest.ExitCode.INTERRUPTED)
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config, items):
-        # Only now, so that the modules under test have had their say about how MPI is initialised.
-        from mpi4py import MPI
-
-        self.comm = MPI.COMM_WORLD.Dup()  # tests cannot meddle with our messages, nor we with theirs
-        errors = [each for each in self.comm.allgather(self.collect_errors) if each]
-        if errors and not self.collect_errors:  # those that have errors of their own stop anyway
-            pytest.exit(errors[0], returncode=pytest.ExitCode.INTERRUPTED)
-
         def fits(item):  # a serial test would be repeated by every rank
             return needs(item).met_by(self.comm.size) if needs(item) else self.comm.size == 1
 
@@ -72,8 +86,8 @@ class Ranks:
     def pytest_report_collectionfinish(self):
         if not self.folder:
             return (
-                f"mpi: this is mpiexec -n {self.comm.size}, a test passes if it passes on all ranks. Left out: serial "
-                "tests, those for other numbers of ranks. Without mpiexec, pytest --with-mpi runs them all"
+                f"mpi: {self.comm.size} ranks; a test passes if it passes on all. Left out: serial tests and "
+                "those for other numbers of ranks (pytest --with-mpi, without mpiexec, runs all)"
             )
 
     # -- the outcome of each phase of a test: setup, call, teardown
@@ -90,24 +104,25 @@ class Ranks:
         own = _outcome(report, self.rank, self.comm.size)
         self._note(own)
         patience = math.inf if call.excinfo is None else GRACE_S
-        if not self._all_come_to(f"{report.when} of {report.nodeid}", patience):
+        here, word = f"{report.when} of {report.nodeid}", OUTCOMES.index(report.outcome)
+        outcomes = self._meet(here, word, patience)
+        if outcomes is None:
             if not self.folder:
                 print(f"\n{report.nodeid}: {report.when} {report.outcome} on", tell([own]), file=self.stderr)
                 print(f"The other ranks did not come so far within {GRACE_S} s: aborted.", file=self.stderr)
             self._abort()
-        return self._merge(report, own)
+        return report if set(outcomes) == {0} else self._merge(report, own)
 
-    def _all_come_to(self, place, patience):
-        """Wait till every rank is here; False if one is elsewhere, or does not come in time."""
-        mine, theirs = array("q", [zlib.crc32(place.encode())]), array("q", [0] * self.comm.size)
+    def _meet(self, place, word, patience):
+        """Every rank's word, when all are here; None if one is elsewhere, or does not come in time."""
+        mine, theirs = array("q", [zlib.crc32(place.encode()), word]), array("q", [0, 0] * self.comm.size)
         request = self.comm.Iallgather(mine, theirs)
-        deadline, polls = time.monotonic() + patience, 0
-        while not request.Test():
+        deadline, pause = time.monotonic() + patience, 0.00001
+        while not request.Test():  # MPI's own waits spin, and take the cores from the ranks that work
             if time.monotonic() > deadline:
-                return False
-            polls += 1
-            time.sleep(0 if polls < 50 else 0.001)  # MPI's own waits spin, and take the cores from the others
-        return set(theirs) == set(mine)
+                return None
+            time.sleep(pause := min(pause * 2, 0.001))
+        return theirs[1::2] if set(theirs[::2]) == {mine[0]} else None
 
     def _merge(self, report, own):
         """Make this rank's report the report of all ranks."""
@@ -158,17 +173,23 @@ class Ranks:
     def pytest_runtest_logfinish(self, nodeid):
         self._tell("finish", nodeid)
 
-    # -- a rank that ends early takes the others along, which would wait for it
+    # -- the end
 
     @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self, exitstatus):
-        early = exitstatus in (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR)
-        if early and self.comm and not self._all_come_to("the end", GRACE_S):
-            self._abort()
+    def pytest_sessionfinish(self, session, exitstatus):
+        in_order = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+        if in_order and self.folder:
+            session.exitstatus = pytest.ExitCode.OK  # the parent knows; only a crash now is news to it
+        elif not in_order and "comm" in vars(self) and self._meet("the end", 0, GRACE_S) is None:
+            self._abort()  # this rank ends early, the others wait for it
 
     def pytest_internalerror(self, excrepr):
-        if self.rank > 0:
+        if self.rank > 0:  # rank 0 says so on the terminal
             print(excrepr, file=self.stderr)
+
+    def pytest_keyboard_interrupt(self, excinfo):  # pytest.exit(), too
+        if self.rank > 0:
+            print(excinfo.exconly(), file=self.stderr)
 
     def _abort(self):
         self.stderr.flush()

@@ -1,0 +1,50 @@
+# Everything runs in a virtual environment that is made on first use; `make` alone lists the targets.
+
+PYTHON ?= python3
+RANKS  ?= 8
+ARGS   ?=
+
+VENV := .venv
+BIN  := $(VENV)/bin
+
+# The environment stands alone, whatever the caller's shell has set, and its mpiexec is the first one found.
+unexport PYTHONPATH PYTHONHOME
+export PYTHONNOUSERSITE := 1
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+.DEFAULT_GOAL := help
+.PHONY: help train test lint bench soak clean distclean
+.DELETE_ON_ERROR:
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo '  ARGS="..." goes through to the program: make train RANKS=4 ARGS="--mesh data=2,model=2 --steps 100"'
+
+train: $(VENV)/installed-mpich  ## train a language model on 8 ranks, or RANKS=n
+	$(BIN)/mpiexec -n $(RANKS) $(BIN)/python -m spmd_engine train $(ARGS)
+
+test: $(VENV)/installed-mpich-test  ## run the tests, serial and MPI
+	$(BIN)/python -m pytest --with-mpi -m "not soak" $(ARGS)
+
+soak: $(VENV)/installed-mpich-test  ## run the tests that take minutes
+	$(BIN)/python -m pytest --with-mpi -m soak $(ARGS)
+
+lint: $(VENV)/installed-mpich-test  ## check the code with ruff
+	$(BIN)/python -m ruff check .
+
+bench: $(VENV)/installed-mpich  ## measure speed
+	$(BIN)/python scripts/bench.py $(ARGS)
+
+clean:  ## remove what was built and cached; keep runs/ and the virtual environment
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .bench
+	find . -path ./$(VENV) -prune -o -path ./runs -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+distclean: clean  ## remove the virtual environment as well
+	rm -rf $(VENV)
+
+# $(VENV)/installed-mpich-test: the package with its extras [mpich,test], installed again when its metadata changes.
+$(VENV)/installed-%: setup.cfg pyproject.toml
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$(subst -,$(comma),$*)]'
+	@touch $@
+comma := ,

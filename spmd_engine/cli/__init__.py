@@ -1,0 +1,61 @@
+"""The command line: click commands, one file each, and one voice for errors."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+from spmd_engine import __version__
+from spmd_engine.cli.generate import generate
+from spmd_engine.cli.infer import infer
+from spmd_engine.cli.inspect import inspect
+from spmd_engine.cli.train import train
+from spmd_engine.errors import UsageError
+
+RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="spmd_engine")
+def cli() -> None:
+    """Train and serve neural networks sharded over any number of ranks, in NumPy or CuPy and MPI.
+
+    Every rank runs the same program. Start as many as you like with mpiexec; without it there is one:
+
+    \b
+      mpiexec -n 8 python -m spmd_engine train                          data parallel on 8 ranks
+      mpiexec -n 8 python -m spmd_engine train --mesh data=4,model=2    and tensor parallel in pairs
+      python -m spmd_engine inspect --mesh data=4,model=2               what each rank would hold
+      python -m spmd_engine generate --run runs/gpt-nano-1 --prompt "def "
+
+    Whatever the mesh, the same seed computes the same thing to rounding.
+    """
+
+
+for command in (train, generate, infer, inspect):
+    cli.add_command(command)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command line; a user's mistake is one line from rank 0 and exit code 2 on every rank."""
+    try:
+        cli.main(args=args, prog_name="python -m spmd_engine", standalone_mode=False)
+    except click.exceptions.Exit as leave:
+        sys.exit(leave.exit_code)
+    except click.ClickException as error:
+        _say(error.format_message())
+        sys.exit(2)
+    except UsageError as error:
+        _say(str(error))
+        sys.exit(2)
+    except click.Abort:
+        sys.exit(130)
+
+
+def _say(message: str) -> None:
+    rank = next((int(os.environ[name]) for name in RANK_VARIABLES if os.environ.get(name, "").isdigit()), 0)
+    if rank == 0:
+        click.echo(f"spmd_engine: {message}", err=True)

@@ -1,0 +1,89 @@
+"""``infer``: outputs for inputs, arrays from file to file."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import click
+import numpy as np
+
+from spmd_engine.cli.options import build_engine, check_option, device_option, mesh_option, open_mesh, read_config
+from spmd_engine.comm.agreement import on_rank_zero
+from spmd_engine.comm.mesh import Mesh
+from spmd_engine.engine.base import ShardedEngine
+from spmd_engine.errors import UsageError
+from spmd_engine.training.checkpoint import Checkpoint, load_checkpoint
+
+
+@click.command(short_help="Run a model on an array.")
+@click.option("--input", "source", metavar="X.npy", required=True, help="Whole inputs; the first dim is the batch.")
+@click.option("--output", "target", metavar="Y.npy", required=True, help="Where whole outputs go.")
+@click.option("--run", metavar="DIR", help="Folder that 'train' wrote; inputs are tokens[b s].")
+@click.option("--engine", metavar="MODULE:NAME", help="Or an engine of your own: a class, or a function making one.")
+@click.option("--checkpoint", metavar="FILE", help="Its parameters, a safetensors file.")
+@click.option("--batch-size", type=click.IntRange(min=1), help="Inputs at a time. [default: all]")
+@mesh_option
+@device_option
+@check_option
+def infer(source, target, run, engine, checkpoint, batch_size, mesh, device, check) -> None:
+    """Read an array on rank 0, run the model on all ranks, write the outputs from rank 0."""
+    if bool(run) == bool(engine):
+        raise UsageError("infer needs a model: either --run DIR or --engine MODULE:NAME")
+    config = read_config(run) if run else {}
+    with open_mesh(mesh, check=check) as opened:
+        inputs = on_rank_zero(opened.group(), lambda: _read(source))
+        if run:
+            model: ShardedEngine = build_engine({**config, "dropout": 0.0}, opened, device=device)
+            load_checkpoint(run, model)
+        else:
+            model = _own_engine(engine, opened)
+            if checkpoint:
+                model.load_checkpoint(Checkpoint(checkpoint))
+        outputs = _Outputs()
+        model.inference_loop(_pieces(inputs, batch_size) if inputs is not None else None, outputs)
+        on_rank_zero(opened.group(), lambda: outputs.save(target))
+
+
+class _Outputs:
+    """Something with ``write``: keeps what it is given, to be saved as one array."""
+
+    def __init__(self) -> None:
+        self.arrays: list[np.ndarray] = []
+
+    def write(self, array: np.ndarray) -> None:
+        self.arrays.append(array)
+
+    def save(self, target: str) -> None:
+        with Path(target).open("wb") as file:  # np.save would add .npy to another ending
+            np.save(file, np.concatenate(self.arrays))
+
+
+def _read(source: str) -> np.ndarray:
+    if not Path(source).is_file():
+        raise UsageError(f"--input {source}: no such file")
+    try:
+        inputs = np.load(source, mmap_mode="r")
+    except ValueError as error:
+        raise UsageError(f"--input {source} is not an .npy array: {error}") from error
+    if not inputs.ndim or not len(inputs):
+        raise UsageError(f"--input {source}: shape {inputs.shape}; the first dim is the batch, and must not be empty")
+    return inputs
+
+
+def _pieces(inputs: np.ndarray, size: int | None):
+    step = size or len(inputs)
+    return (inputs[start : start + step] for start in range(0, len(inputs), step))
+
+
+def _own_engine(name: str, mesh: Mesh) -> ShardedEngine:
+    module, colon, attribute = name.partition(":")
+    try:
+        made = getattr(importlib.import_module(module), attribute)() if colon else None
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"--engine {name}: {error}") from error
+    if not isinstance(made, ShardedEngine):
+        raise UsageError(f"--engine {name}: write MODULE:NAME of something that returns a ShardedEngine")
+    if "_mesh" not in made.__dict__:
+        made.mesh = mesh
+    return made

@@ -1,0 +1,31 @@
+"""Whether somebody is watching: under mpiexec a rank's own output is always a pipe."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+
+def launcher_has_terminal(levels: int = 4) -> bool:
+    """Whether standard error of this process, or of the mpiexec that started it here, is a terminal."""
+    if sys.stderr.isatty():
+        return True
+    process = os.getpid()
+    for _ in range(levels):
+        try:
+            status = Path(f"/proc/{process}/stat").read_text()
+            process = int(status.rpartition(")")[2].split()[1])  # the parent
+            name = Path(f"/proc/{process}/comm").read_text().strip()
+            if name.startswith(("mpiexec", "mpirun", "orterun", "prterun")):
+                return os.readlink(f"/proc/{process}/fd/2").startswith(("/dev/pts/", "/dev/tty"))
+        except (OSError, ValueError, IndexError):
+            return False
+    return False
+
+
+def console() -> Console:
+    """Rank 0's console on standard error; colours and live bars only where there is a terminal."""
+    return Console(stderr=True, force_terminal=True if launcher_has_terminal() else None, highlight=False)

@@ -1,0 +1,138 @@
+"""Bytes to learn from: by default the source of Python's own standard library, present on every machine."""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from spmd_engine.arrays.random import integers, key_of
+from spmd_engine.comm.agreement import on_rank_zero
+from spmd_engine.comm.group import Group
+from spmd_engine.engine.base import ShardedEngine
+from spmd_engine.engine.batch import Batch, make_batch
+from spmd_engine.errors import UsageError
+
+END_OF_FILE = 256  #: the token after each file; the others are bytes
+HELD_OUT = 20  #: one file in so many is for validation (of a single file, its last part)
+_NOT_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3", "turtledemo"}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Tokens[n] to train on and to validate on, equal on every rank, and what they were read from."""
+
+    train: np.ndarray
+    validation: np.ndarray
+    files: int
+    sha256: str
+
+    def batch(self, engine: ShardedEngine, step: int, *, size: int, micro_batches: int, context: int, seed: int) -> Batch:
+        """This rank's block of the batch of one step: sample j of step i is a function of seed and i · size + j."""
+
+        def load(samples: np.ndarray):
+            starts = integers(key_of(seed, "samples"), len(self.train) - context, step * size + samples)
+            return _windows(self.train, starts, context)
+
+        return make_batch(load, size, micro_batches, engine.batch_span, step=step, count=size * context)
+
+    def validation_batches(self, engine: ShardedEngine, *, samples: int, size: int, context: int) -> list[Batch]:
+        """``samples`` windows spread evenly over the held-out tokens, in batches of ``size``: always the same."""
+        starts = np.linspace(0, len(self.validation) - context - 1, samples).astype(np.int64)
+        batches = []
+        for first in range(0, samples, size):
+            part = starts[first : first + size]
+
+            def load(rows: np.ndarray, part=part):
+                return _windows(self.validation, part[rows], context)
+
+            batches.append(make_batch(load, len(part), 1, engine.batch_span, count=len(part) * context))
+        return batches
+
+
+def _windows(tokens: np.ndarray, starts: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
+    """inputs[b s] and targets[b s], one token apart, from each start."""
+    window = tokens[starts[:, None] + np.arange(context + 1)].astype(np.int64)
+    return window[:, :-1], window[:, 1:]
+
+
+def load_corpus(group: Group, path: str | None, context: int) -> Corpus:
+    """Read the files on rank 0 and give their tokens to all.
+
+    ``path`` is a file or a folder; None means the standard library. Raises UsageError on every rank if it is
+    missing, empty, or too short for one context in either part.
+    """
+    corpus = on_rank_zero(group, lambda: _read(path, context))
+    facts = np.array([len(corpus.train), len(corpus.validation), corpus.files] if corpus else [0, 0, 0])
+    train_size, validation_size, files = group.broadcast(facts, label="corpus").tolist()
+    digest = np.frombuffer(bytes.fromhex(corpus.sha256), np.uint8) if corpus else None
+    sha256 = group.broadcast(digest, label="corpus").tobytes().hex()
+    tokens = np.concatenate([corpus.train, corpus.validation]) if corpus else None
+    tokens = group.broadcast(tokens, label="corpus")
+    return Corpus(tokens[:train_size], tokens[train_size : train_size + validation_size], files, sha256)
+
+
+def _read(path: str | None, context: int) -> Corpus:
+    root = Path(path) if path else Path(sysconfig.get_paths()["stdlib"])
+    if not root.exists():
+        raise UsageError(f"--data {root}: no such file or folder")
+    files = [root] if root.is_file() else sorted(_files(root, "*.py" if path is None else "*"))
+    digest = hashlib.sha256()
+    train: list[np.ndarray] = []
+    validation: list[np.ndarray] = []
+    for number, file in enumerate(files):
+        content = file.read_bytes()
+        digest.update(f"{file.relative_to(root.parent)}\0{len(content)}\0".encode() + content)
+        held_out = len(files) > 1 and number % HELD_OUT == HELD_OUT // 2
+        (validation if held_out else train).append(_tokens(content))
+    everything = np.concatenate(train) if train else np.empty(0, np.uint16)
+    if not validation and len(everything):
+        cut = len(everything) - max(len(everything) // HELD_OUT, min(context + 1, len(everything) // 2))
+        everything, held = everything[:cut], everything[cut:]
+        validation.append(held)
+    corpus = Corpus(everything, np.concatenate(validation or [everything]), len(files), digest.hexdigest())
+    if not sum(map(len, train)) > len(files):
+        raise UsageError(f"--data {root}: there is nothing to read in it")
+    shortest = min(len(corpus.train), len(corpus.validation))
+    if shortest <= context:
+        raise UsageError(
+            f"--data {root}: {len(corpus.train)} bytes to train on and {len(corpus.validation)} to validate on; "
+            f"each must be longer than the context of {context}. Give more text, or a model with a shorter context"
+        )
+    return corpus
+
+
+def _files(root: Path, pattern: str) -> Iterable[Path]:
+    for file in root.rglob(pattern):
+        parts = file.relative_to(root).parts
+        if file.is_file() and not any(p.startswith(".") for p in parts):
+            if pattern == "*" or not _NOT_SOURCE.intersection(parts):
+                yield file
+
+
+def _tokens(content: bytes) -> np.ndarray:
+    tokens = np.empty(len(content) + 1, np.uint16)
+    tokens[:-1] = np.frombuffer(content, np.uint8)
+    tokens[-1] = END_OF_FILE
+    return tokens
+
+
+def encode(text: str) -> list[int]:
+    """Text as tokens: its UTF-8 bytes."""
+    return list(text.encode())
+
+
+def decode(tokens: Iterable[int]) -> str:
+    """Tokens as text; the end of a file becomes a line of dashes, broken characters a replacement mark."""
+    pieces, current = [], bytearray()
+    for token in tokens:
+        if token < END_OF_FILE:
+            current.append(token)
+        elif token == END_OF_FILE:
+            pieces.append(current.decode(errors="replace") + "\n-----\n")
+            current = bytearray()
+    return "".join(pieces) + current.decode(errors="replace")

@@ -1,0 +1,52 @@
+"""Text from a model: one token after the other, each drawn from the scores of the last position."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from spmd_engine.arrays.backend import backend_of
+from spmd_engine.arrays.random import hash_bits, key_of
+from spmd_engine.engine.layered import LayeredEngine
+from spmd_engine.errors import UsageError
+from spmd_engine.sharding.shards import Shards
+
+
+def generate(
+    engine: LayeredEngine,
+    prompt: Sequence[int],
+    count: int,
+    *,
+    temperature: float = 0.8,
+    seed: int = 0,
+) -> list[int]:
+    """``count`` tokens that follow ``prompt``, the same on every rank. Collective.
+
+    Temperature 0 takes the likeliest token; otherwise the draw is a function of the seed and of the token's
+    number. Only the last ``context`` tokens are looked at. Rank 0 draws, so that ranks cannot part ways.
+    """
+    if not prompt:
+        raise UsageError("generate: the prompt is empty; give at least one character")
+    tokens = list(prompt)
+    group = engine.group()
+    span = engine.batch_span(1)
+    shards = Shards(engine.mesh, engine.layout, "generate")
+    with engine.inference():
+        for number in range(count):
+            window = engine.backend.asarray(np.array([tokens[-engine.model.context :]])[span])
+            scores = shards.gather_whole(engine.forward(window)[:, -1], "b v", "v")
+            token = None
+            if group.rank == 0:
+                token = np.array(_draw(backend_of(scores).to_host(scores)[0], temperature, seed, number))
+            tokens.append(int(group.broadcast(token, label="generate")))
+    return tokens[len(prompt) :]
+
+
+def _draw(scores: np.ndarray, temperature: float, seed: int, number: int) -> int:
+    if temperature <= 0:
+        return int(scores.argmax())
+    scaled = scores.astype(np.float64) / temperature
+    chances = np.cumsum(np.exp(scaled - scaled.max()))
+    bits = hash_bits(key_of(seed, "generate"), np.array([number], np.uint64))[0]
+    return int(min(np.searchsorted(chances, (float(bits) + 0.5) * 2.0**-32 * chances[-1]), len(scores) - 1))

@@ -1,0 +1,84 @@
+"""The training loop, for any ShardedEngine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from time import perf_counter
+
+import numpy as np
+
+from spmd_engine.engine.base import Loss, ShardedEngine
+from spmd_engine.engine.batch import Batch
+from spmd_engine.engine.optimizers import Optimizer
+from spmd_engine.errors import SpmdError
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One step, as a line of ``metrics.jsonl``."""
+
+    step: int  #: from 1
+    loss: float  #: mean over the global batch, before the update
+    grad_norm: float  #: of the whole gradient, before clipping
+    learning_rate: float
+    tokens: int  #: of the global batch
+    seconds: float
+    tokens_per_second: float
+    bytes_sent: int  #: by all ranks, by the ledger
+    validation_loss: float | None = None
+
+    def as_dict(self) -> dict:
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+
+class Trainer:
+    """Steps an engine with an optimizer over batches that are functions of the step's number.
+
+    ``batches(step)`` gives this rank's Batch of step ``step`` (from 0), ``rate(step)`` its learning rate.
+    Gradients whose whole norm exceeds ``grad_clip`` are scaled down to it; 0 switches that off. A loss that
+    is not finite raises SpmdError, on every rank alike, before the parameters are touched.
+    """
+
+    def __init__(
+        self,
+        engine: ShardedEngine,
+        optimizer: Optimizer,
+        batches: Callable[[int], Batch],
+        rate: Callable[[int], float],
+        *,
+        grad_clip: float = 0.0,
+        loss: Loss | None = None,
+        first_step: int = 0,
+    ) -> None:
+        self.engine, self.optimizer, self.batches, self.rate = engine, optimizer, batches, rate
+        self.grad_clip, self.loss, self.steps_done = grad_clip, loss, first_step
+
+    def step(self) -> StepReport:
+        """One optimizer step. Collective."""
+        engine, step = self.engine, self.steps_done
+        began, sent = perf_counter(), engine.ledger.total().sent
+        batch = self.batches(step)
+        loss = engine.step(batch, self.loss)
+        if not np.isfinite(loss):
+            raise SpmdError(f"step {step + 1}: the loss is {loss}; lower the learning rate, or clip gradients")
+        norm = engine.gradient_norm()
+        scale = min(1.0, self.grad_clip / (norm + 1e-6)) if self.grad_clip else 1.0
+        rate = self.rate(step)
+        self.optimizer.update(engine, engine.gradients, step=step + 1, rate=rate, scale=scale)
+        self.steps_done += 1
+        sent = engine.all_reduce(np.array(engine.ledger.total().sent - sent), label="metrics")
+        seconds = perf_counter() - began
+        tokens = int(engine.count(batch))
+        return StepReport(step + 1, loss, norm, rate, tokens, seconds, tokens / seconds, int(sent))
+
+    def run(self, steps: int) -> Iterator[StepReport]:
+        """Steps until ``steps`` have been made in all."""
+        while self.steps_done < steps:
+            yield self.step()
+
+    def evaluate(self, batches: Sequence[Batch]) -> float:
+        """The mean loss over whole batches. Collective."""
+        counts = [self.engine.count(batch) for batch in batches]
+        losses = [self.engine.evaluate(batch, self.loss) for batch in batches]
+        return sum(c * x for c, x in zip(counts, losses, strict=True)) / sum(counts)

@@ -1,0 +1,90 @@
+"""One SPMD program, on virtual ranks and on MPI's: what the tests of communication share."""
+
+import functools
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from spmd_engine import run
+
+OPS = {"sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
+DTYPES = [np.dtype(t) for t in "bool int8 uint16 int64 float16 float32 float64 complex128".split()]
+DTYPES += [np.dtype(ml_dtypes.bfloat16)]
+INLINE = 4096  # bytes; larger arrays take another path through the engine
+
+
+def everywhere(*virtual):
+    """Run a test with ``ranks`` virtual ranks (these numbers), and under MPI with ``ranks`` None."""
+    threads = [pytest.param(n, id=f"threads-{n}") for n in virtual]
+    mpi = [pytest.param(None, id=f"mpi-{n}", marks=pytest.mark.mpi(ranks=n)) for n in (2, 3)]
+    mpi += [pytest.param(None, id="mpi-4", marks=pytest.mark.mpi(min_size=4))]
+    return pytest.mark.parametrize("ranks", threads + mpi)
+
+
+def on_ranks(program, ranks, *args):
+    """Run ``program(*args)`` on virtual ranks; with None for them, as one rank of the MPI job there is."""
+    return run(program, ranks, args=args) if ranks else [program(*args)]
+
+
+@functools.cache
+def values(shape, dtype, seed):
+    """Random numbers, not to be written to."""
+    rng = np.random.default_rng([seed, *shape])
+    if dtype.kind in "biu":
+        x = rng.integers(1, 4, shape)
+    else:
+        x = rng.standard_normal(shape) + (1j * rng.standard_normal(shape) if dtype.kind == "c" else 0)
+    x = np.asarray(x > 1 if dtype.kind == "b" else x).astype(dtype)
+    x.flags.writeable = False
+    return x
+
+
+def reduced(arrays, op):
+    """All ranks' arrays as NumPy combines them in rank order, with the dtypes that ``Group`` promises."""
+    dtype = arrays[0].dtype
+    if dtype.kind == "b" and op in ("sum", "mean", "prod"):
+        dtype = np.dtype(np.int64)
+    if dtype.kind in "iu" and op == "mean":
+        dtype = np.dtype(np.float64)
+    wide = np.dtype(np.float32) if dtype.name in ("float16", "bfloat16") else dtype
+    total = functools.reduce(lambda a, b: OPS[op](a, b, dtype=wide), [x.astype(wide) for x in arrays])
+    return np.asarray(total / wide.type(len(arrays)) if op == "mean" else total, wide).astype(dtype)
+
+
+def assert_same(result, expected, *about):
+    """Equal dtype, shape and bits; but NumPy rounds a complex product as the array's length will have it."""
+    assert isinstance(result, np.ndarray), (about, type(result))
+    assert (result.dtype, result.shape) == (expected.dtype, expected.shape), about
+    equal = result.tobytes() == expected.tobytes()
+    if "prod" in about and result.dtype.kind == "c":
+        equal = np.allclose(result, expected, rtol=1e-13)
+    assert equal, (about, result, expected)
+
+
+def assert_alike(group, x):
+    """``x`` has the same bits on every rank."""
+    mine = np.frombuffer(x.tobytes(), np.uint8)
+    theirs = group.all_gather(mine[None])
+    assert (theirs == mine).all(), [row.tobytes() for row in theirs]
+
+
+def transposed(x):
+    return np.array(x.T, order="C").T
+
+
+def sliced(x):
+    """The same values, with gaps between them in memory."""
+    big = np.zeros([2 * n for n in x.shape], x.dtype)
+    view = big[(..., *[slice(None, None, 2)] * x.ndim)]
+    view[...] = x
+    return view
+
+
+def backwards(x):
+    """The same values, with negative strides."""
+    reverse = (..., *[slice(None, None, -1)] * x.ndim)
+    return np.array(x[reverse], order="C")[reverse]
+
+
+FORMS = [lambda x: x, transposed, sliced, backwards]

@@ -1,0 +1,170 @@
+"""The MPI harness itself: another pytest runs small test files; what fails there must end as a failure."""
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mpi_harness.launch import clean_environment
+
+HEAD = """
+import os, signal, time
+import pytest
+from mpi4py import MPI
+
+world = MPI.COMM_WORLD
+two_ranks = pytest.mark.mpi(min_size=2)
+"""
+
+EVERY_WAY_TO_END = """
+def test_serial():
+    pass
+
+@two_ranks
+def test_passes():
+    assert world.allreduce(1) == 2
+
+@two_ranks
+def test_fails_on_one_rank():
+    assert world.rank == 0, "not what rank 1 wants"
+
+@two_ranks
+def test_fails_while_others_wait():
+    assert world.rank == 0
+    world.Barrier()
+
+@two_ranks
+def test_killed():
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    world.Barrier()
+
+@pytest.mark.mpi(min_size=2, timeout_s=2)
+def test_hangs():
+    world.recv(source=1 - world.rank)
+
+@two_ranks
+def test_skipped():
+    pytest.skip("not today")
+
+@pytest.mark.mpi(ranks=3)
+def test_three():
+    assert world.size == 3
+"""
+
+
+@pytest.fixture
+def sample(tmp_path):
+    def write(text):
+        path = tmp_path / "test_sample.py"
+        path.write_text(HEAD + text)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def harness():
+    """What makes a pytest in another folder use this harness: its environment and arguments."""
+    command = ("-m", "pytest", "--color=no", "-p", "mpi_harness.plugin")
+    return {"PYTHONPATH": str(Path(__file__).parent)}, command
+
+
+def run_parent(harness, *arguments):
+    environment, command = harness
+    return subprocess.run(
+        [sys.executable, *command, *arguments],
+        env={**clean_environment(), **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_parent_reports_every_end_and_goes_on(harness, sample):
+    start = time.monotonic()
+    run = run_parent(harness, "--with-mpi", "-v", sample(EVERY_WAY_TO_END))
+    assert dict(re.findall(r"::test_(\w+) ([A-Z]+)", run.stdout.partition("= FAILURES =")[0])) == {
+        "serial": "PASSED",
+        "passes": "PASSED",
+        "fails_on_one_rank": "FAILED",
+        "fails_while_others_wait": "FAILED",
+        "killed": "FAILED",
+        "hangs": "FAILED",
+        "skipped": "SKIPPED",
+        "three": "PASSED",
+    }, run.stdout
+    assert run.returncode == 1
+    assert re.search(r"= 4 failed, 3 passed, 1 skipped in .* =+\n$", run.stdout)
+    assert run.stdout.count("3 passed") == 1, "one summary, not one a rank"
+    assert "rank 1 of 2: AssertionError: not what rank 1 wants" in run.stdout
+    assert "no outcome from ranks [0]" in run.stdout, "who waited for the rank that failed"
+    assert "in test_hangs" in run.stdout, "where the ranks hang"
+    assert time.monotonic() - start < 30
+
+
+def test_parent_reports_a_crash_after_the_last_test(harness, sample):
+    crash = "@two_ranks\ndef test_last():\n    import atexit\n    atexit.register(os._exit, 5)\n"
+    run = run_parent(harness, "--with-mpi", "-q", sample(crash))
+    assert "1 passed, 1 error" in run.stdout.splitlines()[-1]
+    assert "ended with exit code 5 after the teardown" in run.stdout
+
+
+def test_without_the_option_mpi_tests_are_skipped(harness, sample):
+    text = "def test_serial(): pass\n@two_ranks\ndef test_mpi(): pass"
+    run = run_parent(harness, "-q", "-rs", sample(text))
+    assert "needs several ranks: python -m pytest --with-mpi" in run.stdout
+    assert "1 passed, 1 skipped" in run.stdout.splitlines()[-1]
+
+
+def test_a_mistaken_mark_is_an_error(harness, sample):
+    run = run_parent(harness, "--with-mpi", sample("@pytest.mark.mpi(min_ranks=2)\ndef test_mpi(): pass"))
+    assert run.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "test_mpi: mark mpi" in run.stderr and "min_ranks" in run.stderr
+
+
+def test_under_mpiexec_a_test_passes_if_it_passes_on_all_ranks(harness, sample, mpi_run):
+    environment, command = harness
+    text = """
+def test_serial(): raise AssertionError("every rank would repeat this")
+
+@two_ranks
+def test_passes(): world.Barrier()
+
+@two_ranks
+def test_fails_on_last_rank(): assert world.rank < 2
+
+@pytest.mark.mpi(min_size=4)
+def test_more_ranks(): raise AssertionError("there are only three")
+"""
+    run = mpi_run(3, *command, "--with-mpi", sample(text), env=environment)
+    assert run.returncode != 0
+    assert run.stdout.count("1 failed, 1 passed, 2 deselected") == 1, run.stdout
+    assert "rank 2 of 3: assert 2 < 2" in run.stdout
+
+
+def test_under_mpiexec_a_failure_is_no_hang(harness, sample, mpi_run):
+    environment, command = harness
+    text = "@two_ranks\ndef test_fails(): assert world.rank != 1; world.Barrier()"
+    run = mpi_run(3, *command, "--with-mpi", sample(text), env=environment)
+    assert run.returncode != 0 and run.seconds < 20
+    assert "call failed on rank 1 of 3: assert 1 != 1" in run.stderr
+
+
+def test_mpi_run_ends_what_does_not_end(mpi_run, tmp_path):
+    text = "import os, pathlib, time; pathlib.Path(str(os.getpid())).touch(); time.sleep(1000)"
+    with pytest.raises(pytest.fail.Exception, match="no end after 1 s: 2 ranks"):
+        mpi_run(2, "-c", text, timeout=1, cwd=tmp_path)
+    ranks = [int(path.name) for path in tmp_path.iterdir()]
+    assert len(ranks) == 2
+    assert not any(map(is_alive, ranks))
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes() != b""  # a zombie has none
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,146 @@
+"""The written form of shardings, and the blocks it stands for."""
+
+from itertools import product
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spmd_engine import Mesh, run
+from spmd_engine.errors import NotationError
+from spmd_engine.sharding import Spec
+
+AXES = ["data", "model", "expert"]
+
+
+@st.composite
+def specs(draw):
+    """Any legal spec: no letter twice, each axis on one letter at most, a letter's axes in any order."""
+    letters = draw(st.lists(st.sampled_from("bsdfhkv"), unique=True, max_size=4))
+    dims = [(letter, []) for letter in letters]
+    for axis in draw(st.permutations(AXES)):
+        place = draw(st.integers(-1, len(dims) - 1))
+        if place >= 0:
+            dims[place][1].append(axis)
+    return Spec(tuple((letter, tuple(axes)) for letter, axes in dims))
+
+
+def places(axes):
+    """Every rank of a mesh, as far as a spec looks at it."""
+    for where in product(*(range(size) for size in axes.values())):
+        yield SimpleNamespace(axes=axes, coordinates=dict(zip(axes, where)))
+
+
+# --- reading and writing
+
+
+@given(specs())
+def test_what_is_written_can_be_read(spec):
+    assert Spec.parse(str(spec)) == spec
+
+
+def test_the_parts_of_a_spec():
+    spec = Spec.parse("b/data,expert  s d/model")
+    assert str(spec) == "b/data,expert s d/model"
+    assert spec.letters == "bsd"
+    assert spec.axes == ("data", "expert", "model")
+    assert spec.axes_of("b") == ("data", "expert") and spec.axes_of("s") == ()
+    assert list(spec) == [("b", ("data", "expert")), ("s", ()), ("d", ("model",))]
+
+
+def test_nothing_is_the_sharding_of_a_number():
+    assert Spec.parse("") == Spec(()) and str(Spec(())) == ""
+
+
+@pytest.mark.parametrize("text", ["batch/data", "b/", "b/data,", "model b", "b/da-ta", "1", "/data"])
+def test_what_cannot_be_read(text):
+    with pytest.raises(NotationError, match=f'cannot read sharding "{text}" at'):
+        Spec.parse(text)
+
+
+def test_a_letter_twice():
+    with pytest.raises(NotationError, match='"b d b" names a letter twice'):
+        Spec.parse("b d b")
+
+
+def test_an_axis_on_two_letters_names_both():
+    with pytest.raises(NotationError) as error:
+        Spec.parse("b s/model d f/data,model")
+    for words in ('"b s/model d f/data,model"', 'axis "model" cuts s and f', "diagonal blocks"):
+        assert words in str(error.value)
+
+
+def test_an_axis_twice_on_one_letter():
+    with pytest.raises(NotationError, match='axis "data" cuts b'):
+        Spec.parse("b/data,data")
+
+
+# --- blocks
+
+
+@given(specs(), st.lists(st.integers(1, 4), min_size=3, max_size=3), st.data())
+def test_blocks_cover_the_whole_exactly_once(spec, sizes, data):
+    axes = dict(zip(AXES, sizes))
+    shape = [data.draw(st.integers(0, 9)) for _ in spec]
+    count, shapes = np.zeros(shape, int), []
+    for rank in places(axes):
+        block = spec.block(shape, rank)
+        shapes.append(spec.local_shape(shape, rank))
+        assert count[block].shape == shapes[-1]
+        count[block] += 1
+    assert spec.largest_shape(shape, rank) == tuple(map(max, zip(*shapes)))
+    copies = np.prod([size for axis, size in axes.items() if axis not in spec.axes])
+    assert (count == copies).all()
+
+
+@given(st.integers(0, 40), st.lists(st.integers(1, 4), min_size=1, max_size=3))
+def test_parts_are_in_order_and_even(length, sizes):
+    axes = {f"axis{i}": size for i, size in enumerate(sizes)}
+    spec = Spec((("b", tuple(axes)),))
+    parts = [spec.block([length], rank)[0] for rank in places(axes)]
+    assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
+    assert parts[-1].stop == length
+    lengths = [part.stop - part.start for part in parts]
+    assert max(lengths) - min(lengths) <= 1
+    if len(sizes) == 1:
+        assert lengths == sorted(lengths, reverse=True)
+
+
+def test_a_later_axis_cuts_the_parts_of_an_earlier_one():
+    rank = SimpleNamespace(axes={"data": 2, "expert": 2}, coordinates={"data": 0, "expert": 1})
+    assert Spec.parse("b/data,expert").block([10], rank) == (slice(3, 5),)
+    assert Spec.parse("b/expert,data").block([10], rank) == (slice(5, 8),)
+
+
+def test_an_array_of_another_number_of_dims():
+    rank = SimpleNamespace(axes={"data": 2}, coordinates={"data": 0})
+    with pytest.raises(NotationError, match=r'"b/data d" has 2 dims, the array has shape \(2, 3, 4\)'):
+        Spec.parse("b/data d").block((2, 3, 4), rank)
+
+
+@pytest.mark.parametrize(
+    "text, shape, axes",
+    [
+        ("b/data d", (5, 3), {"data": 2}),
+        ("b d/data", (5, 3), {"data": 4}),  # the last rank's block is empty
+        ("b/data d/model", (1, 4), {"data": 2, "model": 3}),
+        ("b/data,model d", (7, 2), {"data": 2, "model": 3}),
+        ("d b/model,data", (2, 7), {"data": 2, "model": 3}),
+        ("b/data d", (0, 3), {"data": 2}),
+        ("b d", (2, 3), {"data": 2}),
+        ("", (), {"data": 2}),
+    ],
+)
+def test_gathered_blocks_are_the_whole(text, shape, axes):
+    spec, whole = Spec.parse(text), np.arange(np.prod(shape)).reshape(shape)
+
+    def rank():
+        mesh = Mesh(**axes)
+        return spec.gather(whole[spec.block(shape, mesh)], mesh, label="gather"), mesh.ledger
+
+    for gathered, ledger in run(rank, ranks=int(np.prod(list(axes.values())))):
+        np.testing.assert_array_equal(gathered, whole, strict=True)
+        assert {key[0] for key in ledger.entries} <= {"all_gather"}
+        assert ledger.total().calls == len(spec.axes)

@@ -1,0 +1,217 @@
+"""Collectives in letters, on virtual ranks."""
+
+from math import prod
+
+import numpy as np
+import pytest
+
+from numerics import normals
+from spmd_engine import Mesh, run
+from spmd_engine.errors import NotationError
+from spmd_engine.sharding import Layout, Shards
+
+SHAPE = (3, 5, 4)  # b s d
+
+
+def on_ranks(body, layout=None, sequence_parallel=False, **axes):
+    """What ``body(sh)`` returns on each rank."""
+
+    def rank():
+        mesh = Mesh(**axes)
+        custom = layout or Layout.for_mesh(mesh, sequence_parallel=sequence_parallel)
+        return body(Shards(mesh, custom, "layer"))
+
+    return run(rank, ranks=prod(axes.values()))
+
+
+def stream(sh, x):
+    """This rank's part of the residual stream ``x[b s d]``."""
+    return x[sh.layout.spec("b s d", "residual").block(x.shape, sh.mesh)]
+
+
+# --- which axes
+
+
+def test_axes_are_those_of_the_letters_in_the_order_of_the_mesh():
+    layout = Layout({"b": ("y", "x"), "f": ("z",)}, {"s": ("z",)})
+
+    def body(sh):
+        assert sh.axes("b") == sh.axes("db") == ("x", "y")
+        assert sh.axes("fb") == ("x", "y")  # z has one rank only
+        assert sh.axes("d") == sh.axes("s") == sh.axes("s", "residual") == ()
+        return sh.is_cut("b"), sh.is_cut("f"), sh.is_cut("d")
+
+    assert on_ranks(body, layout, x=2, y=2, z=1) == [(True, False, False)] * 4
+
+
+def test_spans_of_all_ranks():
+    def body(sh):
+        return sh.span("v", 5), sh.span("d", 5), sh.span("s", 2, "residual")
+
+    v, d, s = zip(*on_ranks(body, sequence_parallel=True, model=3))
+    assert v == (slice(0, 2), slice(2, 4), slice(4, 5))
+    assert d == (slice(0, 5),) * 3
+    assert s == (slice(0, 1), slice(1, 2), slice(2, 2))
+
+
+# --- what is not cut costs nothing
+
+
+@pytest.mark.parametrize(
+    "layout, axes",
+    [
+        (Layout(), {"data": 2, "model": 2}),  # nothing is cut
+        (None, {"data": 2}),  # the batch alone is
+        (None, {"data": 2, "model": 1}),  # an axis of one rank cuts nothing
+    ],
+)
+def test_a_letter_that_is_not_cut_sends_nothing(layout, axes):
+    def body(sh):
+        x = normals(*SHAPE)
+        results = [
+            sh.all_reduce(x, "f"),
+            sh.all_reduce(x, "hv", "max"),
+            sh.all_gather(x, "b s d", "s", across="f"),
+            sh.reduce_scatter(x, "b s d", over="f", onto="s"),
+            sh.gather_whole(x, "b s v", "v"),
+        ]
+        return all(result is x for result in results), len(sh.mesh.ledger.entries)
+
+    assert set(on_ranks(body, layout, **axes)) == {(True, 0)}
+
+
+def test_without_sequence_parallel_only_sums_move():
+    def body(sh):
+        x = normals(*SHAPE)
+        assert sh.all_gather(x, "b s d", "s", across="f") is x
+        sh.reduce_scatter(x.copy(), "b s d", over="f", onto="s")
+        return list(sh.mesh.ledger.entries)
+
+    assert on_ranks(body, model=2) == [[("all_reduce", "model", "layer")]] * 2
+
+
+def test_with_sequence_parallel_gathers_and_scatters_move_half_each():
+    def body(sh):
+        x = normals(*SHAPE)
+        sh.all_gather(stream(sh, x), "b s d", "s", across="f")
+        sh.reduce_scatter(x, "b s d", over="f", onto="s")
+        return dict(sh.mesh.ledger.entries)
+
+    ledgers = on_ranks(body, sequence_parallel=True, model=4)
+    for operation in ("all_gather", "reduce_scatter"):
+        sent = sum(ledger[operation, "model", "layer"].sent for ledger in ledgers)
+        assert sent == 3 * prod(SHAPE) * 8
+
+
+# --- what they compute
+
+
+def test_all_reduce_is_in_place():
+    def body(sh):
+        x = np.full(3, sh.mesh.rank + 1.0)
+        assert sh.all_reduce(x, "f") is x
+        return x.tolist(), sh.all_reduce(np.full(2, float(sh.mesh.rank)), "f", "max").tolist()
+
+    assert on_ranks(body, data=2, model=2) == [([3.0] * 3, [1.0] * 2)] * 2 + [([7.0] * 3, [3.0] * 2)] * 2
+
+
+# Of 5 positions, some of 8 ranks have none.
+MESHES = [{"model": 2}, {"model": 3}, {"model": 8}, {"data": 2, "model": 2}]
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_the_stream_is_gathered_whole(axes):
+    x = normals(*SHAPE)
+
+    def body(sh):
+        whole = x[sh.layout.spec("b s d").block(SHAPE, sh.mesh)]
+        return np.array_equal(sh.all_gather(stream(sh, x), "b s d", "s", across="f"), whole)
+
+    assert all(on_ranks(body, sequence_parallel=True, **axes))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_a_sum_is_scattered_onto_the_stream(axes, sequence_parallel):
+    def body(sh):
+        part = sh.span("b", SHAPE[0])
+        everyone = [normals(*SHAPE, seed=r)[part] for r in range(axes["model"])]
+        total = np.zeros(SHAPE)
+        total[part] = sum(everyone)
+        y = sh.reduce_scatter(everyone[sh.mesh.coordinates["model"]].copy(), "b s d", over="f", onto="s")
+        np.testing.assert_allclose(y, stream(sh, total), atol=1e-14, strict=True)
+
+    on_ranks(body, sequence_parallel=sequence_parallel, **axes)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_scatter_and_gather_are_adjoint(axes, sequence_parallel):
+    """<reduce_scatter(x), y> = <x, all_gather(y)>, each element of the stream counted once."""
+
+    def body(sh):
+        model = sh.mesh.coordinates["model"]
+        x = normals(*SHAPE, seed=model)[sh.span("b", SHAPE[0])]
+        y = stream(sh, normals(*SHAPE, seed=99))
+        gathered = sh.all_gather(y, "b s d", "s", across="f")
+        scattered = sh.reduce_scatter(x.copy(), "b s d", over="f", onto="s")
+        once = sequence_parallel or model == 0  # without it every rank of the axis has the same
+        return float((scattered * y).sum()) * once, float((x * gathered).sum())
+
+    left, right = np.sum(on_ranks(body, sequence_parallel=sequence_parallel, **axes), axis=0)
+    assert left == pytest.approx(right, rel=1e-12)
+
+
+@pytest.mark.parametrize("size", [2, 3, 7, 13])
+def test_gather_whole(size):
+    whole = normals(2, size)
+    results = on_ranks(lambda sh: sh.gather_whole(whole[:, sh.span("v", size)], "b v", "v"), data=2, model=4)
+    for result in results:
+        np.testing.assert_array_equal(result, whole)
+
+
+# --- letters cut by several axes, in an order that is not the mesh's
+
+
+@pytest.mark.parametrize("order", [("x", "y"), ("y", "x")])
+def test_a_letter_cut_by_two_axes(order):
+    layout = Layout({"f": order}, {"s": order})
+    x = normals(*SHAPE)
+
+    def body(sh):
+        everyone = [normals(*SHAPE, seed=r) for r in range(6)]
+        gathered = sh.all_gather(stream(sh, x), "b s d", "s", across="f")
+        scattered = sh.reduce_scatter(everyone[sh.mesh.rank], "b s d", over="f", onto="s")
+        width = x[:, :, sh.span("f", SHAPE[2])]
+        np.testing.assert_array_equal(gathered, x)
+        np.testing.assert_array_equal(sh.gather_whole(width, "b s f", "f"), x)
+        np.testing.assert_allclose(scattered, stream(sh, sum(everyone)), atol=1e-14)
+
+    on_ranks(body, layout, x=2, y=3)
+
+
+def test_only_the_axes_of_the_other_letter_are_gathered():
+    layout = Layout({"f": ("y",), "s": ("x",)}, {"s": ("x", "y")})
+    x = normals(*SHAPE)
+
+    def body(sh):
+        inside = x[layout.spec("b s d").block(SHAPE, sh.mesh)]
+        np.testing.assert_array_equal(sh.all_gather(stream(sh, x), "b s d", "s", across="f"), inside)
+
+    on_ranks(body, layout, x=2, y=2)
+
+
+def test_a_stream_cut_over_some_of_the_axes_of_a_sum_is_an_error():
+    layout = Layout({"f": ("x", "y")}, {"s": ("y",)})
+    with pytest.raises(NotationError) as error:
+        on_ranks(lambda sh: sh.reduce_scatter(np.ones(SHAPE), "b s d", over="f", onto="s"), layout, x=2, y=2)
+    for words in ("f is cut over ('x', 'y')", "s only over ('y',)"):
+        assert words in str(error.value)
+
+
+def test_a_label_names_the_layer_in_the_ledger():
+    def body(sh):
+        sh.labelled("block0/mlp").all_reduce(np.ones(3), "f")
+        return list(sh.mesh.ledger.entries), sh.label
+
+    assert on_ranks(body, model=2) == [([("all_reduce", "model", "block0/mlp")], "layer")] * 2
