@@ -9,8 +9,8 @@ import pytest
 from spmd_engine import run
 
 OPS = {"sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
-DTYPES = [np.dtype(t) for t in "bool int8 uint16 int64 float16 float32 float64 complex128".split()]
-DTYPES += [np.dtype(ml_dtypes.bfloat16)]
+NUMPY_DTYPES = ("bool", "int8", "uint16", "int64", "float16", "float32", "float64", "complex128")
+DTYPES = [np.dtype(each) for each in (*NUMPY_DTYPES, ml_dtypes.bfloat16)]
 INLINE = 4096  # bytes; larger arrays take another path through the engine
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd_engine import Mesh, run
-from spmd_engine.errors import NotationError
+from spmd_engine.errors import MeshError, NotationError
 from spmd_engine.sharding import Spec
 
 AXES = ["data", "model", "expert"]
@@ -118,6 +118,12 @@ def test_an_array_of_another_number_of_dims():
     rank = SimpleNamespace(axes={"data": 2}, coordinates={"data": 0})
     with pytest.raises(NotationError, match=r'"b/data d" has 2 dims, the array has shape \(2, 3, 4\)'):
         Spec.parse("b/data d").block((2, 3, 4), rank)
+
+
+def test_an_axis_that_the_mesh_does_not_have():
+    rank = SimpleNamespace(axes={"data": 2, "expert": 2}, coordinates={"data": 0, "expert": 0})
+    with pytest.raises(MeshError, match='axis "model"; the mesh has only data, expert'):
+        Spec.parse("d f/model").block((2, 3), rank)
 
 
 @pytest.mark.parametrize(

@@ -65,13 +65,13 @@ def _scores(q_rows: Array, keys: Array, mask, xp) -> Array:
     scaled = q_rows.transpose(1, 0, 2) * q_rows.dtype.type(q_rows.shape[2] ** -0.5)
     scores = xp.matmul(scaled, keys.transpose(1, 2, 0))
     if mask is not None:
-        first, hidden = mask
-        scores[:, :, first:][:, hidden] = -xp.inf
+        first, hide = mask
+        scores[:, :, first:] += hide
     return scores
 
 
 def _blocks(q: Array, positions, key_positions, xp) -> Iterator[tuple[slice, int, tuple[int, Array] | None]]:
-    """Blocks of rows; how many keys the last row sees; from which key on, and where, rows see less."""
+    """Blocks of rows; how many keys the last row sees; from which key on rows see less, and -inf where."""
     length, heads, count = q.shape[1], q.shape[2], int(key_positions.shape[0])
     if q.size == 0:
         return
@@ -83,4 +83,6 @@ def _blocks(q: Array, positions, key_positions, xp) -> Iterator[tuple[slice, int
         if seen_by_all == keys:
             yield rows, keys, None
         else:
-            yield rows, keys, (seen_by_all, key_positions[seen_by_all:keys] > positions[rows, None])
+            hidden = key_positions[seen_by_all:keys] > positions[rows, None]
+            # Added to the scores: many times faster than an assignment through a boolean index.
+            yield rows, keys, (seen_by_all, xp.where(hidden, q.dtype.type(-xp.inf), q.dtype.type(0)))

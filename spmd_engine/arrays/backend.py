@@ -98,6 +98,7 @@ def register_backend(backend: Backend) -> None:
 
 
 def unregister_backend(backend: Backend) -> None:
+    """Undo ``register_backend``."""
     _device_backends.remove(backend)
 
 

@@ -30,7 +30,7 @@ def hash_bits(key: int, index: Array, xp=np) -> Array:
 
 
 def uniform(key: int, shape, dtype, block=None, backend: Backend = CPU) -> Array:
-    """Uniform numbers in (0, 1), rounded to ``dtype``: the ``block`` (slices; default all) of a ``shape`` array."""
+    """Uniform in (0, 1), rounded to ``dtype``: a ``block`` (slices; default all) of a ``shape`` array."""
     return _fill(shape, dtype, block, backend, lambda index, xp: _unit(hash_bits(key, index, xp), xp))
 
 

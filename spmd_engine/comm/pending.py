@@ -46,7 +46,7 @@ class Pending:
         self.describe = describe
         self.done = False
         self.result: Any = None
-        self.error: BaseException | None = None  # what ended it, maybe while another was waited for
+        self.error: Exception | None = None  # raised by its own wait(), whoever met it first
 
     @classmethod
     def completed(cls, result: Any) -> Pending:
@@ -73,8 +73,6 @@ class Pending:
 
         Raises MismatchError if ranks called different things, CommunicationTimeout if others did not come.
         """
-        if self.error is not None:
-            raise self.error
         if not self.done:
             began = perf_counter()
             try:
@@ -103,6 +101,8 @@ class Progress:
         warn_after = WARN_AFTER
         idle = 0
         while not wanted.done:
+            if wanted.error is not None:
+                raise wanted.error
             activity = communicator.activity()
             if any([self._advance(pending) for pending in tuple(self._pending)]):
                 idle = 0
@@ -120,10 +120,8 @@ class Progress:
     def _advance(self, pending: Pending) -> bool:
         try:
             moved = pending.advance()
-        except BaseException as error:
-            pending.error = error
-            self._pending.remove(pending)
-            raise
-        if pending.done and pending in self._pending:
+        except Exception as error:
+            pending.error, moved = error, True
+        if (pending.done or pending.error) and pending in self._pending:
             self._pending.remove(pending)
         return moved

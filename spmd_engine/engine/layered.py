@@ -141,6 +141,7 @@ class LayeredEngine(ShardedEngine):
 
     def forward(self, x: Array, at: At | None = None) -> Array:
         """Outputs of this rank's block of inputs, at the model's first positions unless ``at`` says else."""
+        x = self.backend.asarray(x)
         at = at or self._at(x)
         saved_by_layer = []
         for (name, layer), p in zip(self.model.layers, self._weights, strict=True):
@@ -212,6 +213,9 @@ class LayeredEngine(ShardedEngine):
 
     def loss(self, outputs: Array, targets: Array, **options: Any) -> tuple[float, Array]:
         """The model's own loss of this rank's blocks."""
+        if options.get("mask") is not None:
+            options["mask"] = self.backend.asarray(options["mask"])
+        targets = self.backend.asarray(targets)
         return self.model.loss(Shards(self.mesh, self.layout, "loss"), outputs, targets, **options)
 
     def _zero_gradients(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.algorithms import span
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.errors import NotationError
+from spmd_engine.errors import MeshError, NotationError
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,8 @@ def nested_span(
     """The part of ``length`` at ``coordinates``: cut by the first axis, that part by the second, and so on."""
     start, stop = 0, length
     for axis in axes:
+        if axis not in sizes:
+            raise MeshError(f'a sharding cuts over axis "{axis}"; the mesh has only {", ".join(sizes)}')
         part = span(stop - start, sizes[axis], coordinates[axis])
         start, stop = start + part.start, start + part.stop
     return slice(start, stop)

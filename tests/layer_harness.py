@@ -1,0 +1,195 @@
+"""Runs any layer on one device and on virtual ranks: what the tests of layers share.
+
+It makes whole inputs and parameters, cuts them as the layout says, runs forward and backward on each rank,
+and puts outputs and gradients together again. Whatever a layer is given is read-only.
+"""
+
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import pytest
+
+from numerics import frozen, normals
+from spmd_engine import Mesh, run
+from spmd_engine.layers import MLP, At, Attention, Embedding, Head, Layer, LayerNorm, Positions, Residual
+from spmd_engine.sharding import Layout, Shards
+
+BATCH, LENGTH, WIDTH, VOCABULARY = 3, 7, 6, 13
+
+
+class TiedEnds(Layer):
+    """An embedding and a head that share their table: two layers add to one gradient."""
+
+    def __init__(self):
+        self.embedding = Embedding(VOCABULARY, WIDTH)
+        self.head = Head(VOCABULARY, WIDTH, tied="embedding/table")
+        self.sizes, self.parameters = self.head.sizes, self.head.parameters
+
+    def forward(self, sh, p, x, at):
+        x, first = self.embedding.forward(sh, p, x, at)
+        y, last = self.head.forward(sh, p, x, at)
+        return y, (first, last)
+
+    def backward_input(self, sh, p, saved, dy):
+        dx, last = self.head.backward_input(sh, p, saved[1], dy)
+        return None, (self.embedding.backward_input(sh, p, saved[0], dx)[1], last)
+
+    def backward_weight(self, sh, rest, g):
+        self.head.backward_weight(sh, rest[1], g)
+        self.embedding.backward_weight(sh, rest[0], g)
+
+
+LAYERS = {
+    "embedding": Embedding(VOCABULARY, WIDTH),
+    "positions": Positions(20, WIDTH),
+    "positions with dropout": Positions(20, WIDTH, dropout=0.3),
+    "norm": LayerNorm(WIDTH),
+    "mlp gelu": MLP(WIDTH, 10),
+    "mlp relu": MLP(WIDTH, 10, activation="relu"),
+    "attention 3 heads": Attention(WIDTH, 3),
+    "attention 6 heads": Attention(12, 6),
+    "head": Head(VOCABULARY, WIDTH),
+    "tied ends": TiedEnds(),
+    "residual mlp": Residual(LayerNorm(WIDTH), MLP(WIDTH, 10), dropout=0.3),
+    "residual attention": Residual(LayerNorm(WIDTH), Attention(WIDTH, 3), dropout=0.3),
+}
+every_layer = pytest.mark.parametrize("name", LAYERS)
+
+MESHES = [
+    {"data": 2},
+    {"data": 4},  # 3 samples: the last rank has none
+    {"model": 2},
+    {"model": 3},
+    {"model": 4},  # 6 heads and 10 hidden do not divide; of 3 heads the last rank has none
+    {"model": 8},  # 13 words do not divide
+    {"data": 2, "model": 2},
+    {"model": 2, "data": 2},
+]
+ONE = {"data": 1}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Whole arrays: input, output's gradient, and parameters by name."""
+
+    layer: Layer
+    x: np.ndarray
+    dy: np.ndarray
+    p: dict
+
+    @property
+    def inputs(self):
+        """The letters of the input, and where it is cut: tokens as inside, vectors on the residual stream."""
+        return ("b s", "inside") if self.x.dtype.kind in "iu" else ("b s d", "residual")
+
+    @property
+    def outputs(self):
+        return ("b s v", "inside") if isinstance(self.layer, (Head, TiedEnds)) else ("b s d", "residual")
+
+
+def problem_of(name, batch=BATCH, length=LENGTH, seed=0):
+    layer = LAYERS[name]
+    width = layer.sizes["d"]
+    if isinstance(layer, (Embedding, TiedEnds)):
+        x = frozen(np.random.default_rng(seed).integers(0, VOCABULARY, (batch, length)))
+    else:
+        x = normals(batch, length, width, seed=seed)
+    out = layer.sizes["v"] if isinstance(layer, (Head, TiedEnds)) else width
+    p = {}
+    for i, (own, parameter) in enumerate(layer.parameters.items()):
+        shape = [layer.sizes[letter] for letter in parameter.dims.split()]
+        p[own] = frozen(0.5 * normals(*shape, seed=seed + 2 + i))
+    return Problem(layer, x, normals(batch, length, out, seed=seed + 1), p)
+
+
+def tree(arrays):
+    """A layer's own names as it uses them: "norm/scale" stands at ["norm"]["scale"]."""
+    nested = {}
+    for name, array in arrays.items():
+        folder, _, leaf = name.rpartition("/")
+        (nested.setdefault(folder, {}) if folder else nested)[leaf] = array
+    return nested
+
+
+def where_and_when(sh, batch, length, training=True):
+    """At the third position of samples 100, 101, ...: nothing may depend on counting from 0."""
+    positions = np.arange(2, 2 + length)
+    samples = np.arange(100, 100 + batch)[sh.span("b", batch)]
+    return At(
+        frozen(positions[sh.span("s", length)]),
+        frozen(positions[sh.span("s", length, "residual")]),
+        frozen(samples),
+        step=3,
+        seed=7,
+        training=training,
+    )
+
+
+@dataclass(frozen=True)
+class Local:
+    """A problem as one rank has it."""
+
+    sh: Shards
+    at: At
+    x: np.ndarray
+    dy: np.ndarray
+    p: dict
+    g: dict
+
+    def gradients(self, parameters):
+        """The whole gradients: reduced over the axes along which the parameters say they are unreduced."""
+        whole, mesh = {}, self.sh.mesh
+        for name, parameter in parameters.items():
+            gradient = self.g[name] - 1.0
+            axes = self.sh.axes(parameter.summed, parameter.where)
+            if axes:
+                gradient = mesh.all_reduce(gradient, over=axes)
+            whole[name] = self.sh.layout.spec(parameter.dims).gather(gradient, mesh)
+        return whole
+
+
+def cut(problem, mesh, sequence_parallel=False, training=True):
+    layout = Layout.for_mesh(mesh, sequence_parallel=sequence_parallel)
+    sh = Shards(mesh, layout, "layer")
+
+    def block(x, dims, where="inside"):
+        return frozen(x[layout.spec(dims, where).block(x.shape, mesh)].copy())
+
+    at = where_and_when(sh, *problem.x.shape[:2], training)
+    p = {name: block(array, problem.layer.parameters[name].dims) for name, array in problem.p.items()}
+    g = {name: np.ones(array.shape) for name, array in p.items()}  # not zero: gradients are added
+    return Local(sh, at, block(problem.x, *problem.inputs), block(problem.dy, *problem.outputs), p, g)
+
+
+def solve(problem, axes, sequence_parallel=False, training=True):
+    """Whole output, input gradient and parameter gradients, as each rank of the mesh sees them."""
+    layer = problem.layer
+
+    def rank():
+        mesh = Mesh(**axes)
+        local = cut(problem, mesh, sequence_parallel, training)
+        sh, p = local.sh, tree(local.p)
+        y, saved = layer.forward(sh, p, local.x, local.at)
+        results = {"y": sh.layout.spec(*problem.outputs).gather(y, mesh)}
+        if training:
+            dx, rest = layer.backward_input(sh, p, saved, local.dy)
+            layer.backward_weight(sh, rest, tree(local.g))
+            results |= {f"d{name}": gradient for name, gradient in local.gradients(layer.parameters).items()}
+            if dx is not None:
+                results["dx"] = sh.layout.spec(*problem.inputs).gather(dx, mesh)
+        return results
+
+    return run(rank, ranks=prod(axes.values()))
+
+
+def single(problem, training=True):
+    (results,) = solve(problem, {"data": 1}, training=training)
+    return results
+
+
+def assert_same(results, expected):
+    assert results.keys() == expected.keys()
+    for name, array in results.items():
+        scale = max(1.0, abs(expected[name]).max(initial=0.0))
+        np.testing.assert_allclose(array, expected[name], rtol=0, atol=1e-12 * scale, err_msg=name)

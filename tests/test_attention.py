@@ -1,0 +1,125 @@
+"""Causal attention in blocks against the plain formula, forward and backward. Inputs are read-only."""
+
+import numpy as np
+import pytest
+
+from numerics import assert_gradient, frozen, normals
+from spmd_engine.arrays import attention
+from spmd_engine.arrays.attention import causal_attention, causal_attention_backward
+
+
+def plain_attention(q, k, v, positions, key_positions):
+    """Output and probabilities, from all scores at once."""
+    scores = np.einsum("bshk,bthk->bhst", q, k) / np.sqrt(q.shape[3])
+    scores[..., key_positions[None, :] > positions[:, None]] = -np.inf
+    p = np.exp(scores - scores.max(axis=3, keepdims=True))
+    p /= p.sum(axis=3, keepdims=True)
+    return np.einsum("bhst,bthk->bshk", p, v), p
+
+
+def plain_attention_backward(dy, q, k, v, p):
+    dp = np.einsum("bshk,bthk->bhst", dy, v)
+    ds = p * (dp - (dp * p).sum(axis=3, keepdims=True)) / np.sqrt(q.shape[3])
+    dq, dk = np.einsum("bhst,bthk->bshk", ds, k), np.einsum("bhst,bshk->bthk", ds, q)
+    return dq, dk, np.einsum("bhst,bshk->bthk", p, dy)
+
+
+def queries_keys_values(queries, keys, heads, batch=2, width=4, dtype=np.float64):
+    shapes = [(batch, n, heads, width) for n in (queries, keys, keys)]
+    return [normals(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate(shapes)]
+
+
+def check_attention(q, k, v, positions, key_positions, tolerance=1e-12):
+    dy = normals(*q.shape, seed=3, dtype=q.dtype)
+    y, log_sums = causal_attention(q, k, v, positions, key_positions)
+    gradients = causal_attention_backward(dy, q, k, v, frozen(y), frozen(log_sums), positions, key_positions)
+    expected, p = plain_attention(q, k, v, positions, key_positions)
+    rights = [expected, *plain_attention_backward(dy, q, k, v, p)]
+    for array, right in zip((y, *gradients), rights):
+        assert array.shape == right.shape
+        np.testing.assert_allclose(array, right, atol=tolerance)
+
+
+@pytest.mark.parametrize("length", [1, 5, 127, 128, 129, 300])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_attention_of_a_whole_sequence(length, heads):
+    positions = frozen(np.arange(length))
+    check_attention(*queries_keys_values(length, length, heads), positions, positions)
+
+
+POSITIONS = {
+    "the second half": (np.arange(150, 300), np.arange(300)),
+    "the last alone": (np.array([299]), np.arange(300)),
+    "the first and last quarters": (np.r_[0:75, 225:300], np.arange(300)),
+    "every third": (np.arange(0, 300, 3), np.arange(300)),
+    "after all keys": (np.arange(500, 530), np.arange(300)),
+    "before most keys": (np.arange(3), np.arange(300)),
+    "fewer keys than positions": (np.arange(40, 200), np.arange(0, 200, 7)),
+}
+
+
+@pytest.mark.parametrize("positions, key_positions", POSITIONS.values(), ids=POSITIONS)
+def test_attention_of_queries_elsewhere_than_keys(positions, key_positions):
+    operands = queries_keys_values(len(positions), len(key_positions), heads=2)
+    check_attention(*operands, frozen(positions.copy()), frozen(key_positions.copy()))
+
+
+@pytest.mark.parametrize("block_elements", [1, 140, 700])
+def test_attention_in_blocks_of_any_size(monkeypatch, block_elements):
+    monkeypatch.setattr(attention, "BLOCK_ELEMENTS", block_elements)
+    check_attention(*queries_keys_values(33, 33, heads=2), np.arange(33), np.arange(33))
+
+
+@pytest.mark.parametrize("batch, queries, heads", [(0, 5, 2), (2, 5, 0), (2, 0, 2)])
+def test_attention_of_nothing(batch, queries, heads):
+    q, k, v = queries_keys_values(queries, 5, heads, batch)
+    positions = np.arange(queries)
+    y, log_sums = causal_attention(q, k, v, positions, np.arange(5))
+    assert y.shape == q.shape and log_sums.shape == (batch, heads, queries)
+    dq, dk, dv = causal_attention_backward(y, q, k, v, y, log_sums, positions, np.arange(5))
+    assert dq.shape == q.shape
+    for gradient in (dk, dv):
+        np.testing.assert_array_equal(gradient, np.zeros(k.shape))
+
+
+def test_attention_is_causal():
+    q, k, v = queries_keys_values(200, 200, heads=2)
+    late = np.arange(200) >= 130
+    other = [np.where(late[None, :, None, None], 9.0, x) for x in (q, k, v)]
+    y, _ = causal_attention(q, k, v, np.arange(200), np.arange(200))
+    changed, _ = causal_attention(*other, np.arange(200), np.arange(200))
+    np.testing.assert_allclose(changed[:, :130], y[:, :130], atol=1e-14)
+
+
+def test_attention_with_large_scores():
+    q, k, v = queries_keys_values(9, 9, heads=2)
+    q = 1e4 * q
+    check_attention(q, k, v, np.arange(9), np.arange(9), tolerance=1e-8)
+
+
+def test_attention_of_strided_operands():
+    packed = normals(2, 7, 3, 2, 4)
+    check_attention(*np.moveaxis(packed, 2, 0), np.arange(7), np.arange(7))
+
+
+def test_attention_keeps_float32():
+    q, k, v = queries_keys_values(140, 140, heads=2, dtype=np.float32)
+    positions = np.arange(140)
+    check_attention(q, k, v, positions, positions, tolerance=1e-5)
+    results = causal_attention(q, k, v, positions, positions)
+    gradients = causal_attention_backward(q, q, k, v, *results, positions, positions)
+    assert {x.dtype for x in (*results, *gradients)} == {q.dtype}
+
+
+def test_plain_attention_backward_is_right():
+    """The measure of all tests above, measured itself."""
+    operands, positions = queries_keys_values(5, 5, heads=2), np.arange(5)
+    dy = normals(2, 5, 2, 4, seed=3)
+    gradients = plain_attention_backward(dy, *operands, plain_attention(*operands, positions, positions)[1])
+    for i, gradient in enumerate(gradients):
+
+        def f(x, i=i):
+            y, _ = plain_attention(*operands[:i], x, *operands[i + 1 :], positions, positions)
+            return (y * dy).sum()
+
+        assert_gradient(f, operands[i], gradient)

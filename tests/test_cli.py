@@ -1,0 +1,169 @@
+"""The command line, as people start it."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # one rank alone would take every core and race the others' tests
+QUIET = ["--eval-every", "0", "--eval-samples", "2", "--sample", "0"]
+
+
+def metrics(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def spmd(mpi_run, tmp_path):
+    def run(ranks, *args, **options):
+        return mpi_run(ranks, "-m", "spmd_engine", *args, env=ONE_THREAD, cwd=tmp_path, **options)
+
+    return run
+
+
+@pytest.fixture
+def ok(spmd):
+    def run(*args, **options):
+        result = spmd(*args, **options)
+        assert result.returncode == 0, result.stderr
+        return result
+
+    return run
+
+
+EXACT = ["--model", "gpt-nano", "--dtype", "float64", "--steps", "20", "--warmup", "5", "--dropout", "0.1"]
+EXACT += ["--grad-clip", "1", "--batch-size", "8", *QUIET]
+
+
+@pytest.fixture(scope="session")
+def one_rank(tmp_path_factory):
+    return tmp_path_factory.mktemp("exact")
+
+
+@pytest.mark.parametrize(
+    "mesh", ["data=1", "data=8", "model=8", "data=4,model=2", "data=2,model=4", "model=3", "data=3"]
+)
+def test_gpt_nano_trains_alike_on_every_mesh(ok, one_rank, mesh):
+    """Twenty steps in float64, dropout and clipping on: losses to 1e-9, parameters to 1e-8 of one rank's."""
+    ranks = int(np.prod([int(part.split("=")[1]) for part in mesh.split(",")]))
+    reference = one_rank / "data=1"
+    if ranks > 1 and not (reference / "parameters.safetensors").exists():
+        ok(1, "train", *EXACT, "--run", reference)
+    ok(ranks, "train", *EXACT, "--mesh", mesh, "--run", one_rank / mesh)
+    ours, theirs = ([m["loss"] for m in metrics(folder)] for folder in (one_rank / mesh, reference))
+    assert len(ours) == 20
+    np.testing.assert_allclose(ours, theirs, rtol=1e-9)
+    expected = load_file(reference / "parameters.safetensors")
+    for name, parameter in load_file(one_rank / mesh / "parameters.safetensors").items():
+        np.testing.assert_allclose(parameter, expected[name], rtol=0, atol=1e-8, err_msg=name)
+
+
+def test_train_resume_generate_infer(ok, tmp_path):
+    short = ["--batch-size", "4", *QUIET]
+    ok(2, "train", "--steps", "6", "--seed", "3", "--warmup", "2", "--run", "whole", *short)
+    ok(2, "train", "--steps", "3", "--seed", "3", "--warmup", "2", "--run", "parts", *short)
+    runs = tmp_path / "runs"
+    with (runs / "parts" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 4, "loss": 0.0}) + "\n")  # of a run that broke off after its checkpoint
+    result = ok(4, "train", "--resume", "--run", "parts", "--steps", "6", "--mesh", "data=2,model=2")
+    assert [m["step"] for m in metrics(runs / "parts")] == [1, 2, 3, 4, 5, 6]
+    ours, theirs = metrics(runs / "parts"), metrics(runs / "whole")
+    for line, other in zip(ours[:1], theirs[:1], strict=True):  # later rates follow from --steps
+        assert line["loss"] == pytest.approx(other["loss"], rel=1e-5)
+    assert set(ours[0]) == {
+        "step", "loss", "grad_norm", "learning_rate", "tokens", "seconds", "tokens_per_second", "bytes_sent"
+    }
+    assert "validation loss" in result.stderr
+
+    texts = [ok(n, "generate", "--run", "runs/parts", "--prompt", "def f(", "--tokens", "8").stdout for n in (1, 3)]
+    assert texts[0] == texts[1] and texts[0].startswith("def f(")
+
+    tokens = np.random.default_rng(0).integers(0, 257, (5, 128))
+    np.save(tmp_path / "x.npy", tokens)
+    for name, ranks, mesh in (("a", 1, "data=1"), ("b", 4, "data=2,model=2")):
+        ok(ranks, "infer", "--run", "runs/parts", "--input", "x.npy", "--output", name, "--mesh", mesh, "--batch-size", 3)
+    a, b = np.load(tmp_path / "a"), np.load(tmp_path / "b")
+    assert a.shape == (5, 128, 257)
+    np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+def test_resume_takes_over_the_run_s_own_options(ok, tmp_path):
+    ok(1, "train", "--steps", "1", "--seed", "3", "--batch-size", "2", "--run", "r", *QUIET)
+    ok(1, "train", "--steps", "2", "--resume", "--run", "r")
+    assert metrics(tmp_path / "runs" / "r")[1]["tokens"] == 2 * 128
+    result = ok(1, "train", "--resume", "--run", "r")  # all steps were made: says so, changes nothing
+    assert len(metrics(tmp_path / "runs" / "r")) == 2 and result.returncode == 0
+
+
+def test_infer_with_an_engine_of_one_s_own(ok, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from spmd_engine import world, Mesh\n"
+        "from spmd_engine.strategies import TensorParallel\n"
+        "def make():\n"
+        "    return TensorParallel(4, 6, Mesh(model=world().size))\n"
+    )
+    from safetensors.numpy import save_file
+
+    from spmd_engine.strategies.two_layers import initial_parameters
+
+    whole = initial_parameters(4, 6)
+    save_file(whole, tmp_path / "w.safetensors")
+    x = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
+    np.save(tmp_path / "x.npy", x)
+    args = ["--engine", "mine:make", "--checkpoint", "w.safetensors", "--input", "x.npy", "--output", "y.npy"]
+    ok(3, "infer", *args)
+    w0, w1 = whole.values()
+    np.testing.assert_allclose(np.load(tmp_path / "y.npy"), np.maximum(x @ w0, 0) @ w1, atol=1e-5)
+
+
+def test_inspect_needs_no_ranks(ok):
+    text = ok(1, "inspect", "--mesh", "data=2,model=4").stdout
+    assert "931,872 parameters" in text and "8 ranks" in text
+    assert "block0/mlp/w0" in text and "d f/model" in text and "v/model d" in text
+    assert f"{931872 * 4:,}" in ok(1, "inspect").stdout
+
+
+MISTAKES = {
+    "unknown model 'huge'": ["--model", "huge"],
+    "no such file or folder": ["--data", "/nowhere/at/all"],
+    "there is nothing to read in it": ["--data", "empty"],
+    "longer than the context of 128": ["--data", "short"],
+    "Raise --batch-size to 2": ["--batch-size", "1"],
+    "needs 3 ranks, but there are 2": ["--mesh", "data=3"],
+    "no customary layout for axis 'rows'": ["--mesh", "rows=2"],
+    "cannot read mesh 'data:2'": ["--mesh", "data:2"],
+    "Invalid value for '--steps'": ["--steps", "many"],
+    "No such option": ["--stepz", "3"],
+    "no such run": ["--resume", "--run", "nothing"],
+    "holds a run already": ["--run", "taken"],
+    "needs CuPy": ["--device", "cuda"],
+}
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+def test_a_mistake_is_one_line_and_exit_code_2(spmd, tmp_path, message):
+    if message == "needs CuPy":
+        try:
+            import cupy  # noqa: F401
+
+            pytest.skip("CuPy is here")
+        except ImportError:
+            pass
+    (tmp_path / "empty").touch()
+    (tmp_path / "short").write_text("too short")
+    (tmp_path / "runs" / "taken").mkdir(parents=True)
+    (tmp_path / "runs" / "taken" / "config.json").write_text("{}")
+    before = sorted(tmp_path.rglob("*"))
+    result = spmd(2, "train", *MISTAKES[message], timeout=60)
+    assert result.returncode == 2, result.stderr
+    lines = [line for line in result.stderr.splitlines() if line.strip()]
+    assert len(lines) == 1 and message in lines[0] and lines[0].startswith("spmd_engine: "), result.stderr
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_help_tells_every_command(ok):
+    text = ok(1, "--help").stdout
+    for command in ("train", "generate", "infer", "inspect"):
+        assert command in text
+        assert "--mesh" in ok(1, command, "--help").stdout

@@ -1,0 +1,114 @@
+"""The corpus: what is read, what is held out, and samples that depend on the seed and their number alone."""
+
+import numpy as np
+import pytest
+import tiny
+
+from spmd_engine import Mesh, run
+from spmd_engine.errors import UsageError
+from spmd_engine.training.data import END_OF_FILE, Corpus, decode, encode, load_corpus
+
+CONTEXT = 8
+
+
+def load(path, ranks=1):
+    def program():
+        with Mesh() as mesh:
+            return load_corpus(mesh.group(), path and str(path), CONTEXT)
+
+    return run(program, ranks)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for i in range(45):
+        (tmp_path / f"{i:02}.txt").write_text(f"file number {i}\n" * (i + 1))
+    (tmp_path / ".hidden").write_text("not read")
+    return tmp_path
+
+
+def test_every_rank_has_the_same_tokens(folder):
+    corpora = load(folder, 3)
+    for corpus in corpora:
+        assert corpus.sha256 == corpora[0].sha256 and corpus.files == 45
+        assert np.array_equal(corpus.train, corpora[0].train)
+        assert np.array_equal(corpus.validation, corpora[0].validation)
+
+
+def test_one_file_in_twenty_is_held_out_whole(folder):
+    (corpus,) = load(folder)
+    assert decode(corpus.validation).split("-----") == [
+        "file number 10\n" * 11 + "\n", "\n" + "file number 30\n" * 31 + "\n", "\n"
+    ]
+    assert "file number 10\n" not in decode(corpus.train)
+    assert "not read" not in decode(corpus.train)
+    assert (corpus.train == END_OF_FILE).sum() == 43
+
+
+def test_of_one_file_the_end_is_held_out(tmp_path):
+    content = bytes(range(256)) * 10
+    (tmp_path / "one.bin").write_bytes(content)
+    (corpus,) = load(tmp_path / "one.bin")
+    assert np.concatenate([corpus.train, corpus.validation]).tolist() == [*content, END_OF_FILE]
+    assert CONTEXT < len(corpus.validation) < len(corpus.train) / 10
+
+
+def test_the_standard_library_is_always_there():
+    (corpus,) = load(None)
+    assert len(corpus.train) > 5_000_000 and len(corpus.validation) > 200_000
+    assert "def " in decode(corpus.train[:100_000])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "no such file"), (b"", "nothing to read"), (b"short", "must be longer than the context of 8")],
+)
+def test_useless_files_are_refused_on_every_rank(tmp_path, content, message):
+    path = tmp_path / "data"
+    if content is not None:
+        path.write_bytes(content)
+
+    def program():
+        with Mesh() as mesh, pytest.raises(UsageError, match=message):
+            load_corpus(mesh.group(), str(path), CONTEXT)
+
+    run(program, 3)
+
+
+def test_an_empty_folder_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="nothing to read"):
+        load(tmp_path)
+
+
+def test_samples_depend_on_seed_and_number_alone():
+    corpus = Corpus(np.arange(1000, dtype=np.uint16), np.arange(50, dtype=np.uint16), 1, "")
+
+    def program(axes):
+        with Mesh(**axes) as mesh:
+            engine = tiny.make_engine(mesh)
+            batch = corpus.batch(engine, 3, size=10, micro_batches=2, context=CONTEXT, seed=4)
+            rows = np.concatenate([m.inputs for m in batch.micro_batches])
+            samples = np.concatenate([m.samples for m in batch.micro_batches])
+            assert all(np.array_equal(m.targets, m.inputs + 1) for m in batch.micro_batches)
+            assert batch.count == 10 * CONTEXT
+            return dict(zip(samples.tolist(), rows.tolist(), strict=True))
+
+    (whole,) = run(program, 1, args=({"data": 1},))
+    assert sorted(whole) == list(range(10))
+    pieces = run(program, 3, args=({"data": 3},))
+    assert {k: v for piece in pieces for k, v in piece.items()} == whole
+    assert sum(map(len, pieces)) == 10
+
+
+def test_validation_windows_are_spread_over_all_that_is_held_out():
+    corpus = Corpus(np.arange(100, dtype=np.uint16), np.arange(200, dtype=np.uint16), 1, "")
+    with Mesh() as mesh:
+        batches = corpus.validation_batches(tiny.make_engine(mesh), samples=5, size=2, context=CONTEXT)
+    starts = [int(row[0]) for batch in batches for row in batch.micro_batches[0].inputs]
+    assert [len(batch.micro_batches[0].inputs) for batch in batches] == [2, 2, 1]
+    assert starts[0] == 0 and starts[-1] == 200 - CONTEXT - 1 and len(set(starts)) == 5
+
+
+def test_text_survives_tokens():
+    assert decode(encode("naïve – 数")) == "naïve – 数"
+    assert decode([104, 105, END_OF_FILE, 0xFF]) == "hi\n-----\n\ufffd"

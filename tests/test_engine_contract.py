@@ -1,0 +1,238 @@
+"""What a stranger may rely on who subclasses ShardedEngine."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from spmd_engine import Mesh, run
+from spmd_engine.engine import ShardedEngine
+from spmd_engine.errors import MismatchError, UsageError
+from spmd_engine.strategies import DataParallel, SingleDevice, TensorParallel
+from spmd_engine.strategies.two_layers import initial_parameters
+
+D, F = 4, 10
+
+
+class Bare(ShardedEngine):
+    """The least a stranger writes: no super().__init__(), nothing but the three methods."""
+
+    def __init__(self):
+        self.w = np.zeros((3, 2))
+
+    def load_checkpoint(self, params):
+        self.w[...] = params["w"][...]
+
+    def forward(self, x):
+        self.tape.push(x)
+        return x @ self.w
+
+    def backward(self, grads):
+        x = self.tape.pop()
+        return {"w": self.all_reduce(x.T @ grads)}
+
+
+def test_abstract_methods_are_those_three():
+    assert ShardedEngine.__abstractmethods__ == {"load_checkpoint", "forward", "backward"}
+
+
+def test_everything_given_works_without_super_init():
+    def program():
+        engine = Bare()
+        rank, size = engine.device_id, engine.num_devices
+        engine.barrier()
+        engine.load_checkpoint({"w": np.ones((3, 2))})
+        assert engine.forward(np.ones((1, 3))).tolist() == [[3.0, 3.0]]
+        assert engine.backward(np.ones((1, 2)))["w"].tolist() == [[float(size)] * 2] * 3
+        assert engine.all_gather(np.array([rank])).tolist() == list(range(size))
+        assert engine.all_reduce(np.array([rank]), op="max").tolist() == [size - 1]
+        assert engine.reduce_scatter(np.arange(size)).tolist() == [rank * size]
+        assert engine.all_to_all(np.arange(size)).tolist() == [rank] * size
+        assert engine.broadcast(np.array([rank]), root=size - 1).tolist() == [size - 1]
+        if rank == 0:
+            engine.send(dest_id=1, arr=np.ones((2, 3), np.float16))
+        if rank == 1:
+            got = engine.receive(src_id=0)
+            assert (got.shape, got.dtype) == ((2, 3), np.float16)
+        assert engine.ledger.total("barrier").calls == 1
+
+    run(program, 3)
+
+
+def test_collectives_go_over_a_named_axis():
+    def program():
+        with Mesh(data=2, model=2) as mesh:
+            engine = Bare()
+            engine.mesh = mesh
+            total = engine.all_reduce(np.array([mesh.rank]), over="data")
+            assert total.tolist() == [2 * mesh.coordinates["model"] + 2]
+
+    run(program, 4)
+
+
+class Sliced:
+    """A whole array that may only be read in blocks: reading all of it where it is cut is an error."""
+
+    def __init__(self, array, limit):
+        self.shape, self._array, self._limit = array.shape, array, limit
+
+    def __getitem__(self, index):
+        block = self._array[index]
+        assert block.size <= self._limit, f"read {block.size} of {self._array.size} elements"
+        return block
+
+
+def test_a_checkpoint_is_read_by_slices_alone():
+    whole = initial_parameters(D, F, dtype=np.float64)
+
+    def program():
+        with Mesh(model=4) as mesh:
+            engine = TensorParallel(D, F, mesh, np.float64)
+            engine.load_checkpoint({name: Sliced(array, D * 3) for name, array in whole.items()})
+            return {name: engine.gather(name) for name in whole}
+
+    for result in run(program, 4):
+        assert all(np.array_equal(result[name], whole[name]) for name in whole)
+
+
+def test_a_memory_map_is_a_checkpoint(tmp_path):
+    for name, array in initial_parameters(D, F).items():
+        np.save(tmp_path / name.replace("/", "-"), array)
+    engine = SingleDevice(D, F)
+    names = list(engine.parameters)
+    files = {name: np.load(tmp_path / f"{name.replace('/', '-')}.npy", mmap_mode="r") for name in names}
+    engine.load_checkpoint(files)
+    assert all(np.array_equal(engine.parameters[name], files[name]) for name in names)
+
+
+@pytest.mark.parametrize("strategy", [SingleDevice, DataParallel])
+def test_micro_batches_in_flight(strategy):
+    engine = strategy(D, F, dtype=np.float64)
+    engine.load_checkpoint(initial_parameters(D, F, dtype=np.float64))
+    x = np.random.default_rng(0).standard_normal((3, 2, D))
+    expected = []
+    for m in range(3):
+        engine.forward(x[m])
+        expected.append(engine.backward(x[m]))
+    for order in ([0, 1, 2], [2, 1, 0], [1, 0, 2]):
+        for m in range(3):
+            with engine.micro_batch(m):
+                engine.forward(x[m])
+        for m in order:
+            with engine.micro_batch(m):
+                gradients = engine.backward(x[m])
+            for name, gradient in gradients.items():
+                np.testing.assert_array_equal(gradient, expected[m][name])
+
+
+def test_inference_mode_keeps_no_tape():
+    engine = SingleDevice(D, F)
+    with engine.inference():
+        for _ in range(3):
+            engine.forward(np.ones((2, D), np.float32))
+        assert not engine.is_training
+    assert engine.is_training and len(engine.tape) == 0
+    with pytest.raises(UsageError, match="backward without a forward"):
+        engine.backward(np.ones((2, D), np.float32))
+
+
+def test_gather_is_whole_on_every_rank_and_knows_its_names():
+    def program():
+        with Mesh(model=3) as mesh:
+            engine = TensorParallel(D, F, mesh)
+            assert engine.gather("layer_0/weights").shape == (D, F) == engine.global_shape("layer_0/weights")
+            with pytest.raises(UsageError, match="no parameter 'w9'; there are: layer_0/weights"):
+                engine.gather("w9")
+
+    run(program, 3)
+
+
+@pytest.mark.parametrize("others", ["leave", "reduce"])
+def test_a_gather_that_only_one_rank_calls_is_an_error(others):
+    def program():
+        with Mesh(model=3) as mesh:
+            engine = TensorParallel(D, F, mesh)
+            if mesh.rank == 0:
+                engine.gather("layer_0/weights")
+            elif others == "reduce":
+                engine.all_reduce(np.ones(3))
+
+    with pytest.raises(MismatchError, match="rank 0 called barrier"):
+        run(program, 3)
+
+
+class Sink:
+    def __init__(self):
+        self.arrays = []
+
+    def write(self, array):
+        self.arrays.append(array)
+
+
+@pytest.mark.parametrize(("strategy", "axis"), [(SingleDevice, "data"), (DataParallel, "data"), (TensorParallel, "model")])
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_inference_loop_serves_whole_arrays(strategy, axis, ranks):
+    inputs = [np.random.default_rng(n).standard_normal((n, D)) for n in (5, 1, 8)]
+    whole = initial_parameters(D, F, dtype=np.float64)
+    w0, w1 = whole.values()
+
+    def program():
+        with Mesh(**{axis: ranks}) as mesh:
+            engine = strategy(D, F, mesh, np.float64)
+            engine.load_checkpoint(whole)
+            sink = Sink()
+            engine.inference_loop(iter(inputs) if mesh.rank == 0 else None, sink if mesh.rank == 0 else None)
+            assert len(engine.tape) == 0
+            return sink.arrays
+
+    outputs = run(program, ranks)
+    assert [len(arrays) for arrays in outputs] == [3] + [0] * (ranks - 1)
+    for x, y in zip(inputs, outputs[0], strict=True):
+        np.testing.assert_allclose(y, np.maximum(x @ w0, 0) @ w1, atol=1e-12)
+
+
+def test_an_input_stream_that_fails_ends_the_loop_on_every_rank():
+    def broken():
+        yield np.ones((2, D))
+        raise OSError("the disk is gone")
+
+    def program():
+        engine = DataParallel(D, F, dtype=np.float64)
+        engine.inference_loop(broken(), Sink())
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        run(program, 3)
+
+
+class LastRankOnly(Bare):
+    """Its output is on the last rank alone, as in a pipeline."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y if self.device_id == self.num_devices - 1 else None
+
+
+def test_an_output_that_another_rank_has_reaches_the_stream():
+    def program():
+        engine, sink = LastRankOnly(), Sink()
+        engine.load_checkpoint({"w": np.ones((3, 2))})
+        engine.inference_loop([np.ones((1, 3)), np.zeros((1, 3))], sink)
+        return [a.tolist() for a in sink.arrays]
+
+    assert run(program, 3)[0] == [[[3.0, 3.0]], [[0.0, 0.0]]]
+
+
+def test_the_norm_counts_every_element_once():
+    whole = initial_parameters(D, F, dtype=np.float64)
+    expected = np.sqrt(sum((array**2).sum() for array in whole.values()))
+
+    def program(strategy, **axes):
+        with Mesh(**axes) as mesh:
+            engine = strategy(D, F, mesh, np.float64)
+            engine.load_checkpoint(whole)
+            engine.gradients = dict(engine.parameters)
+            return engine.gradient_norm()
+
+    for strategy, axes in [(DataParallel, {"data": 3}), (TensorParallel, {"model": 3}), (TensorParallel, {"model": 2, "data": 2})]:
+        norms = run(partial(program, strategy, **axes), int(np.prod(list(axes.values()))))
+        np.testing.assert_allclose(norms, expected, rtol=1e-13)

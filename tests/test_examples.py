@@ -1,0 +1,24 @@
+"""The examples do what they say."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_an_engine_of_one_s_own_learns(mpi_run, tmp_path, ranks):
+    environment = {"OMP_NUM_THREADS": "1"}
+    result = mpi_run(ranks, EXAMPLES / "own_engine.py", "100", cwd=tmp_path, env=environment)
+    assert result.returncode == 0, result.stderr
+    losses = [float(text) for text in re.findall(r"loss ([\d.]+)", result.stdout)]
+    assert losses[-1] < losses[0] < 3.2 and losses[-1] < 2.7  # from 5.5
+    assert (tmp_path / "runs" / "bigram" / "parameters.safetensors").exists()
+
+
+def test_virtual_ranks(mpi_run, tmp_path):
+    result = mpi_run(1, EXAMPLES / "virtual_ranks.py", cwd=tmp_path)
+    assert len(result.stdout.splitlines()) == 4
+    assert "'sum over data': [4.0, 4.0]" in result.stdout.splitlines()[3]

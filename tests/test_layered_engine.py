@@ -1,0 +1,135 @@
+"""The layered engine computes on every mesh what one device computes."""
+
+from functools import cache, partial
+
+import numpy as np
+import pytest
+import tiny
+
+from spmd_engine import Mesh, run
+from spmd_engine.engine import SGD, Batch, MicroBatch
+from spmd_engine.errors import UsageError
+
+train_once = cache(lambda **options: tiny.train({"data": 1}, **options)[0])
+
+
+def assert_equal_training(result, expected, tolerance=1e-10):
+    for ours, theirs in zip(result[:2], expected[:2], strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=tolerance)
+    for ours, theirs in zip(result[2:], expected[2:], strict=True):
+        assert list(ours) == list(theirs)
+        for name in ours:
+            np.testing.assert_allclose(ours[name], theirs[name], atol=tolerance, err_msg=name)
+
+
+@pytest.mark.parametrize("axes", tiny.MESHES, ids=tiny.mesh_id)
+@pytest.mark.parametrize(
+    "options",
+    [{"dropout": 0.1}, {"tied": False, "micro_batches": 1}, {"sequence_parallel": True, "dropout": 0.1}],
+    ids=["tied", "untied", "sequence-parallel"],
+)
+def test_every_mesh_trains_as_one_device_does(axes, options):
+    expected = train_once(**options)
+    for result in tiny.train(axes, **options):
+        assert_equal_training(result, expected)
+
+
+@pytest.mark.parametrize("axes", [{"data": 3}, {"data": 2, "model": 4}], ids=tiny.mesh_id)
+def test_momentum_sgd_too(axes):
+    options = {"optimizer": partial(SGD, momentum=0.9, weight_decay=0.1)}
+    for result in tiny.train(axes, **options):
+        assert_equal_training(result, train_once(**options))
+
+
+@pytest.mark.parametrize("threshold", [0, 1 << 30], ids=["a group each", "one group"])
+def test_grouping_changes_nothing(threshold):
+    for result in tiny.train({"data": 2, "model": 2}, dropout=0.1, group_threshold=threshold):
+        assert_equal_training(result, train_once(dropout=0.1))
+
+
+def test_dense_gradients_do_not_depend_on_the_number_of_micro_batches():
+    one, three = (tiny.train({"data": 2}, micro_batches=m)[0] for m in (1, 3))
+    assert_equal_training(one, three)
+
+
+def test_replicas_are_bit_identical():
+    results = tiny.train({"data": 4, "model": 2}, dropout=0.1)
+    for result in results[1:]:
+        for name, parameter in result[3].items():
+            assert np.array_equal(parameter, results[0][3][name]), name
+
+
+def test_masked_and_ragged_targets_count_globally():
+    inputs, targets = tiny.tokens(0)
+    mask = (np.arange(targets.size).reshape(targets.shape) % 5 < np.arange(len(targets))[:, None]).astype(int)
+
+    def program():
+        with Mesh() as mesh:
+            engine = tiny.make_engine(mesh)
+            part = engine.batch_span(len(inputs))
+            micro = MicroBatch(inputs[part], targets[part], mask=mask[part])
+            return engine.step(Batch([micro])), engine.gradient_norm(), engine.count(Batch([micro]))
+
+    expected = run(program, 1)[0]
+    assert expected[2] == mask.sum()
+    for result in run(program, 4):
+        np.testing.assert_allclose(result, expected, rtol=1e-12)
+
+
+def test_micro_batches_may_be_under_way_together():
+    inputs, targets = tiny.tokens(1)
+
+    def gradients(order):
+        with Mesh() as mesh:
+            engine, sums = tiny.make_engine(mesh), {}
+            outputs = {}
+            for kind, m in order:
+                with engine.micro_batch(m):
+                    if kind == "forward":
+                        outputs[m] = engine.forward(inputs[m : m + 1])
+                    else:
+                        dy = engine.loss(outputs[m], targets[m : m + 1])[1]
+                        for name, g in engine.backward(dy).items():
+                            sums[name] = sums.get(name, 0) + g
+            assert len(engine._tapes) == 0
+            return sums
+
+    def order(text):
+        return [({"F": "forward", "B": "backward"}[step[0]], int(step[1])) for step in text.split()]
+
+    expected = gradients(order("F0 B0 F1 B1 F2 B2"))
+    for text in ("F0 F1 B0 F2 B1 B2", "F0 F1 F2 B2 B1 B0"):
+        for name, g in gradients(order(text)).items():
+            np.testing.assert_allclose(g, expected[name], atol=1e-14, err_msg=name)
+
+
+def test_inference_keeps_nothing_and_draws_no_dropout():
+    with Mesh() as mesh:
+        engine = tiny.make_engine(mesh, dropout=0.5)
+        plain = tiny.make_engine(mesh, dropout=0.0)
+        with engine.inference(), plain.inference():
+            outputs = [e.forward(tiny.tokens(0)[0]) for e in (engine, engine, plain)]
+        assert np.array_equal(outputs[0], outputs[1]) and np.array_equal(outputs[0], outputs[2])
+        with pytest.raises(UsageError, match="backward without a forward"):
+            engine.backward(outputs[0])
+
+
+def test_wrong_checkpoints_are_named():
+    with Mesh() as mesh:
+        engine = tiny.make_engine(mesh)
+        whole = {name: engine.gather(name) for name in engine.parameters}
+        with pytest.raises(UsageError, match="the checkpoint has no 'norm/scale'"):
+            engine.load_checkpoint({k: v for k, v in whole.items() if k != "norm/scale"})
+        with pytest.raises(UsageError, match="norm/scale: the checkpoint has shape"):
+            engine.load_checkpoint({**whole, "norm/scale": np.ones(3)})
+
+
+def test_initial_parameters_are_those_of_one_device():
+    def program(**axes):
+        with Mesh(**axes) as mesh:
+            engine = tiny.make_engine(mesh)
+            return {name: engine.gather(name) for name in engine.parameters}
+
+    expected = run(program, 1)[0]
+    for result in run(partial(program, data=2, model=4), 8):
+        assert all(np.array_equal(result[name], expected[name]) for name in expected)

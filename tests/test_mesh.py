@@ -1,0 +1,281 @@
+"""The mesh: ranks on named axes, their groups, and what belongs to a node."""
+
+import numpy as np
+import pytest
+
+from on_ranks import assert_same
+from spmd_engine import Mesh, run, world
+from spmd_engine.comm import Ledger
+from spmd_engine.comm.mesh import parse_axes
+from spmd_engine.errors import MeshError, UsageError
+
+CUBE = {"data": 2, "pipe": 3, "model": 2}
+
+
+def on_cube(program):
+    """``program(mesh)`` on each of the twelve ranks of a mesh of three axes."""
+
+    def on_mesh():
+        with Mesh(**CUBE) as mesh:
+            return program(mesh)
+
+    return run(on_mesh, 12)
+
+
+def members(mesh, over):
+    """The ranks of a group in its order."""
+    return mesh.all_gather(np.array([mesh.rank]), over=over).tolist()
+
+
+# --- coordinates and groups
+
+
+def test_the_last_named_axis_varies_fastest():
+    expected = [dict(zip(CUBE, where)) for where in np.ndindex(2, 3, 2)]
+    assert on_cube(lambda mesh: mesh.coordinates) == expected
+    assert on_cube(lambda mesh: mesh.ranks.tolist())[7] == np.arange(12).reshape(2, 3, 2).tolist()
+
+
+def test_without_axes_all_ranks_are_data():
+    assert run(lambda: (dict(Mesh().axes), Mesh().coordinates), 2) == [({"data": 2}, {"data": r}) for r in range(2)]
+
+
+ORDERS = [
+    ("data", [2, 8]),
+    ("pipe", [6, 8, 10]),
+    ("model", [8, 9]),
+    (("data", "model"), [2, 3, 8, 9]),
+    (("model", "data"), [2, 8, 3, 9]),
+    (["pipe", "model"], [6, 7, 8, 9, 10, 11]),
+    (("model", "pipe"), [6, 8, 10, 7, 9, 11]),
+    (("model", "pipe", "data"), [0, 6, 2, 8, 4, 10, 1, 7, 3, 9, 5, 11]),
+    (("data", "pipe", "model"), list(range(12))),
+    (None, list(range(12))),
+    ((), [8]),
+]
+
+
+@pytest.mark.parametrize("over, expected", ORDERS)
+def test_a_group_has_the_ranks_that_differ_along_its_axes(over, expected):
+    def program(mesh):
+        group = mesh.group(over)
+        assert (group.size, group.rank) == (mesh.axis_size(over), mesh.index(over))
+        assert mesh.ranks[tuple(mesh.coordinates.values())] == mesh.rank
+        return members(mesh, over)
+
+    groups = on_cube(program)
+    assert groups[8] == expected  # data=1, pipe=1, model=0
+    assert all(rank in group and groups[group[0]] == group for rank, group in enumerate(groups))
+    assert sorted(sum({tuple(group): group for group in groups}.values(), [])) == list(range(12))
+
+
+@pytest.mark.parametrize("over, axes", [("model", "model"), (("model", "data"), "model,data"), ((), "nobody")])
+def test_a_group_is_named_by_its_axes(over, axes):
+    assert on_cube(lambda mesh: mesh.group(over).axes) == [axes] * 12
+
+
+def test_a_group_is_made_once():
+    assert all(on_cube(lambda mesh: mesh.group("data") is mesh.group(("data",))))
+    assert all(on_cube(lambda mesh: mesh.group(iter(["data", "model"])) is mesh.group(("data", "model"))))
+
+
+def test_the_mesh_speaks_for_its_groups():
+    def program(mesh):
+        x, total = np.full(4, float(mesh.rank)), sum(members(mesh, "model"))
+        assert_same(mesh.all_reduce(x, over="model"), np.full(4, float(total)))
+        assert_same(mesh.all_reduce(x, "mean", over="model"), np.full(4, total / 2))
+        assert_same(mesh.start("all_reduce", x, over="model").wait(), np.full(4, float(total)))
+        assert_same(mesh.reduce_scatter(x, over="model"), np.full(2, float(total)))
+        assert_same(mesh.all_gather(x[None], 1, over="model"), np.repeat(members(mesh, "model"), 4.0)[None] * 1.0)
+        assert_same(mesh.all_to_all(x, over="model"), np.repeat(members(mesh, "model"), 2) * 1.0)
+        assert_same(mesh.broadcast(x, 1, over="model"), np.full(4, members(mesh, "model")[1] * 1.0))
+        if mesh.coordinates["model"]:
+            mesh.send(0, x, over="model")
+        else:
+            assert_same(mesh.receive(1, over="model"), x + 1)
+        mesh.barrier()
+        mesh.barrier("pipe")
+
+    on_cube(program)
+
+
+def test_two_meshes_at_once_do_not_mix_their_messages():
+    def program():
+        with Mesh(a=2, b=2) as one, Mesh(a=2, b=2) as other:
+            x = np.full(3, float(one.rank))
+            first = one.start("all_reduce", x, over="a"), one.start("all_reduce", x)
+            second = other.start("all_reduce", x * 10, over="a"), other.start("all_reduce", x * 10)
+            for pending, tenfold in zip(first, second):
+                assert_same(tenfold.wait(), pending.wait() * 10)
+
+    run(program, 4)
+
+
+# --- mistakes
+
+
+def raises(error, text, do, ranks=1):
+    with pytest.raises(error) as caught:
+        run(do, ranks)
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("over", ["nodel", ("data", "nodel")])
+def test_an_unknown_axis(over):
+    text = "unknown mesh axis 'nodel'; this mesh is data=2,model=1"
+    for ask in ("group", "axis_size", "index"):
+        raises(MeshError, text, lambda: getattr(Mesh(data=2, model=1), ask)(over), 2)
+
+
+def test_an_axis_named_twice():
+    raises(MeshError, "data, data: each can be named once", lambda: Mesh().group(("data", "data")))
+
+
+def test_a_product_that_is_not_the_number_of_ranks():
+    text = "mesh data=4,model=2 needs 8 ranks, but there are 3. Change the sizes, or start with: mpiexec -n 8 "
+    raises(MeshError, text, lambda: Mesh(data=4, model=2), 3)
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.0, "1", None])
+def test_sizes_are_whole_numbers_from_one(size):
+    raises(MeshError, f"mesh axis 'data' has size {size!r}; sizes are whole", lambda: Mesh(data=size))
+
+
+@pytest.mark.parametrize(
+    "text, axes",
+    [
+        ("data=4", {"data": 4}),
+        ("data=4,model=2", {"data": 4, "model": 2}),
+        (" model = 2 , data=4,", {"model": 2, "data": 4}),
+    ],
+)
+def test_parse_axes(text, axes):
+    assert parse_axes(text) == axes
+    assert list(parse_axes(text)) == list(axes)  # their order says where they lie
+    assert parse_axes(str(run(lambda: Mesh(**axes), np.prod(list(axes.values())))[0])) == axes
+
+
+@pytest.mark.parametrize(
+    "text, error",
+    [
+        ("", "names no axis"),
+        (" , ", "names no axis"),
+        ("data", "cannot read mesh 'data' at 'data'; write axes as in data=4,model=2"),
+        ("data=", "at 'data='"),
+        ("data=4,model=x", "at 'model=x'"),
+        ("data=-1", "at 'data=-1'"),
+        ("data=4;model=2", "at 'data=4;model=2'"),
+        ("=4", "at '=4'"),
+        ("2d=4", "at '2d=4'"),
+        ("data=2,data=2", "names axis 'data' twice"),
+    ],
+)
+def test_what_parse_axes_cannot_read(text, error):
+    with pytest.raises(MeshError) as caught:
+        parse_axes(text)
+    assert error in str(caught.value)
+
+
+def test_mesh_errors_are_usage_errors():
+    assert issubclass(MeshError, UsageError)
+
+
+# --- nodes
+
+
+def test_ranks_of_a_node_are_kept_together():
+    """Dealt out to two nodes in turn, but the model axis stays inside one."""
+
+    def program():
+        with Mesh(data=2, model=3) as mesh:
+            nodes = [mesh.nodes[rank] for rank in members(mesh, "model")]
+            return mesh.ranks.tolist(), mesh.node_count, nodes, mesh.group().rank
+
+    results = run(program, 6, nodes=["east", "west"] * 3)
+    for rank, (ranks, node_count, nodes, place) in enumerate(results):
+        assert ranks == [[0, 2, 4], [1, 3, 5]]
+        assert node_count == 2
+        assert nodes == [["east", "west"][rank % 2]] * 3
+        assert place == [0, 3, 1, 4, 2, 5][rank]  # of a group over all axes, in the mesh's order
+
+
+def test_collectives_over_ranks_dealt_out_to_nodes():
+    def program():
+        with Mesh(data=2, model=2) as mesh:
+            return mesh.all_gather(np.array([mesh.rank])).tolist(), members(mesh, "data")
+
+    results = run(program, 4, nodes=["a", "b", "b", "a"])
+    assert [whole for whole, _ in results] == [[0, 3, 1, 2]] * 4
+    assert [data for _, data in results] == [[0, 1], [0, 1], [3, 2], [3, 2]]
+
+
+# --- the end of a mesh
+
+
+def test_close_frees_what_the_mesh_made_and_nothing_else():
+    class Freed(list):
+        def watch(self, comm):
+            comm.free = lambda: self.append(comm)
+
+    def program():
+        freed = Freed()
+        with Mesh(data=2, model=2) as mesh:
+            made = [mesh.group(over).comm for over in ("data", "model", ("model", "data"), ())]
+            assert mesh.group().comm is world()  # in the same order: the mesh needs no other
+            for comm in (*made, world()):
+                freed.watch(comm)
+        assert freed == made
+        mesh.close()  # again: nothing is left to free
+        assert freed == made
+
+    run(program, 4)
+
+
+def test_with_closes_after_an_error_too():
+    def program():
+        freed = []
+        with pytest.raises(ZeroDivisionError), Mesh(data=2) as mesh:
+            mesh.group(()).comm.free = lambda: freed.append(True)
+            raise ZeroDivisionError
+        assert freed == [True]
+
+    run(program, 2)
+
+
+def test_a_ledger_and_a_communicator_may_be_given():
+    def program():
+        ledger, comm = Ledger(), world().subset([1 - world().rank, world().rank])
+        mesh = Mesh(comm, data=2, ledger=ledger)
+        mesh.all_reduce(np.ones(3))
+        assert mesh.rank == 1
+        assert ledger.total("all_reduce").calls == 1
+
+    run(program, 2)
+
+
+def open_and_close(meshes, **axes):
+    for i in range(meshes):
+        with Mesh(**axes) as mesh:
+            for over in axes:
+                assert mesh.all_reduce(np.array(i), over=over) == i * mesh.axis_size(over)
+
+
+@pytest.mark.mpi(ranks=2)
+def test_meshes_by_the_thousand():
+    """MPI libraries refuse some two thousand communicators that are not given back."""
+    open_and_close(2500, data=2, model=1)
+
+
+@pytest.mark.soak
+@pytest.mark.mpi(ranks=4)
+def test_many_meshes_of_several_groups():
+    open_and_close(5000, data=2, model=2)
+
+
+@pytest.mark.mpi(ranks=4)
+@pytest.mark.parametrize("over, expected", [("data", [0, 2]), ("model", [0, 1]), (("model", "data"), [0, 2, 1, 3])])
+def test_groups_under_mpi(over, expected):
+    with Mesh(data=2, model=2) as mesh:
+        group = members(mesh, over)
+        assert group == expected or mesh.rank not in expected or mesh.rank > 0
+        assert mesh.group(over).rank == mesh.index(over) == group.index(mesh.rank)

@@ -1,0 +1,185 @@
+"""The house: floors import only from those below, files stay short, everything public says what it is."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import spmd_engine
+
+ROOT = Path(spmd_engine.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in FILES}
+every_file = pytest.mark.parametrize("file", TREES)
+
+#: From the ground up; those of one line are neighbours, and do not import each other.
+FLOORS = [
+    {"errors"},
+    {"arrays"},
+    {"comm"},
+    {"sharding"},
+    {"layers"},
+    {"models"},
+    {"engine"},
+    {"strategies", "training", "spmd_engine"},
+    {"cli"},
+    {"__main__"},
+]
+HEIGHT = {name: height for height, names in enumerate(FLOORS) for name in names}
+
+#: What a floor may import less than its height allows.
+ONLY = {
+    "strategies": {"errors", "arrays", "comm", "sharding", "engine"},  # never layers or models
+    "spmd_engine": {"comm"},
+}
+
+LONGEST = 300  # lines
+LONGER = {
+    "comm/group.py": "every collective goes through this one door, blocking and begun",
+}
+
+#: Module-level state that changes while the program runs, and why it may.
+STATE = {
+    "arrays/backend.py: CPU": "stateless: the host's backend",
+    "arrays/backend.py: _device_backends": "the devices that were asked for",
+    "arrays/einsum.py: _plan": "the cache of a pure function",
+    "comm/threads.py: _current": "which virtual rank this thread is",
+    "comm/world.py: _process_world": "a process joins MPI once",
+}
+
+
+def floor(module):
+    """``spmd_engine.comm.mesh`` -> comm; the package itself is a floor, too."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else parts[0]
+
+
+def floor_of_file(file):
+    name = file.split("/")[0].removesuffix(".py")
+    return "spmd_engine" if name == "__init__" else name
+
+
+def imports(tree):
+    """All modules that a file imports anywhere in it, also inside functions."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield "." * node.level + (node.module or "")
+            if node.module == "spmd_engine":  # from spmd_engine import comm
+                yield from (f"spmd_engine.{a.name}" for a in node.names if a.name in HEIGHT)
+
+
+def own_imports(tree):
+    return {module for module in imports(tree) if module.split(".")[0] == "spmd_engine"}
+
+
+# --- floors
+
+
+@every_file
+def test_a_floor_imports_only_from_floors_below(file):
+    here = floor_of_file(file)
+    assert here in HEIGHT, f"{file}: a new floor; say in FLOORS how high it lies"
+    above = {m for m in own_imports(TREES[file]) if floor(m) != here and HEIGHT[floor(m)] >= HEIGHT[here]}
+    assert not above, f"{file} is on floor {here!r} and imports {sorted(above)}"
+
+
+@every_file
+def test_floors_that_keep_to_themselves(file):
+    here = floor_of_file(file)
+    allowed = ONLY.get(here, set(HEIGHT)) | {here}
+    assert {floor(module) for module in own_imports(TREES[file])} <= allowed
+
+
+@every_file
+def test_imports_are_absolute(file):
+    assert not [module for module in imports(TREES[file]) if module.startswith(".")]
+
+
+@pytest.mark.parametrize("file", [f for f in TREES if floor_of_file(f) in ("arrays", "layers", "models")])
+def test_kernels_and_layers_ask_the_backend_for_their_array_module(file):
+    if file not in ("arrays/backend.py", "arrays/random.py"):
+        assert not {"numpy", "cupy"} & {module.split(".")[0] for module in imports(TREES[file])}
+
+
+# --- files
+
+
+@every_file
+def test_files_are_short(file):
+    lines = len((ROOT / file).read_text().splitlines())
+    assert lines <= LONGEST or file in LONGER, f"{file} has {lines} lines: it may be two files"
+    assert lines > LONGEST or file not in LONGER, f"{file} is short now; take it from the list"
+
+
+@every_file
+def test_everything_public_has_a_docstring(file):
+    silent = [] if ast.get_docstring(TREES[file]) else ["the module"]
+    for node in TREES[file].body:
+        named = isinstance(node, (ast.ClassDef, ast.FunctionDef)) and not node.name.startswith("_")
+        if named and not ast.get_docstring(node):
+            silent.append(node.name)
+    assert not silent, f"{file}: no docstring: {', '.join(silent)}"
+
+
+# --- state
+
+MUTABLE = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "Counter", "OrderedDict", "local"}
+NODES = [node for tree in TREES.values() for node in ast.walk(tree)]
+OWN_CLASSES = {node.name for node in NODES if isinstance(node, ast.ClassDef)}
+DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
+WRITES = {"append", "extend", "insert", "add", "update", "setdefault", "pop", "popitem", "remove", "clear"}
+
+
+def called(node):
+    """The last name of what a call calls: ``local`` of ``threading.local()``."""
+    return getattr(node.func, "attr", getattr(node.func, "id", "")) if isinstance(node, ast.Call) else ""
+
+
+def assignments(tree):
+    for node in tree.body:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                if isinstance(target, ast.Name):
+                    yield target.id, node.value
+
+
+def written():
+    """Names that are changed in place somewhere: ``x[i] = ...``, ``del x[i]``, ``x.append(...)``."""
+    for node in NODES:
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, (ast.Store, ast.Del)):
+            yield getattr(node.value, "id", getattr(node.value, "attr", ""))
+        elif called(node) in WRITES and isinstance(node.func, ast.Attribute):
+            yield getattr(node.func.value, "id", getattr(node.func.value, "attr", ""))
+
+
+def test_tables_are_never_written():
+    """A module's UPPER_CASE list or dict is a constant; so nobody may change it, here or elsewhere."""
+    tables = {
+        name
+        for tree in TREES.values()
+        for name, value in assignments(tree)
+        if isinstance(value, DISPLAYS) and name.isupper()
+    }
+    assert "GPT_SIZES" in tables
+    assert not tables & set(written())
+
+
+def test_no_module_level_state_but_that_listed():
+    state = set()
+    for file, tree in TREES.items():
+        for name, value in assignments(tree):
+            made = isinstance(value, DISPLAYS) and not name.isupper() and name != "__all__"
+            if made or called(value) in MUTABLE | OWN_CLASSES:
+                state.add(f"{file}: {name}")
+        for node in ast.walk(tree):
+            decorators = map(ast.unparse, getattr(node, "decorator_list", []))
+            if any("cache" in decorator for decorator in decorators):
+                state.add(f"{file}: {node.name}")
+    assert state == STATE.keys()
+
+
+@every_file
+def test_no_function_rebinds_a_global(file):
+    assert not [node.names for node in ast.walk(TREES[file]) if isinstance(node, ast.Global)]

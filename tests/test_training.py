@@ -1,0 +1,142 @@
+"""The trainer, checkpoints and generation, on virtual ranks."""
+
+import numpy as np
+import pytest
+import tiny
+from safetensors.numpy import load_file, save_file
+
+from spmd_engine import Mesh, run
+from spmd_engine.engine import SGD, AdamW
+from spmd_engine.engine.optimizers import WarmupCosine
+from spmd_engine.errors import SpmdError, UsageError
+from spmd_engine.training import Checkpoint, Trainer, generate, load_checkpoint, save_checkpoint
+
+
+def make_trainer(mesh, optimizer=None, **options):
+    engine = tiny.make_engine(mesh, dropout=0.1)
+    return Trainer(
+        engine, optimizer or AdamW(), lambda step: tiny.batch(engine, step), lambda step: 0.05, grad_clip=0.3, **options
+    )
+
+
+def train_from(axes, folder, steps, resume):
+    def program():
+        with Mesh(**axes) as mesh:
+            trainer = make_trainer(mesh)
+            if resume:
+                trainer.steps_done = load_checkpoint(folder, trainer.engine, trainer.optimizer)["step"]
+            losses = [report.loss for report in trainer.run(steps)]
+            save_checkpoint(folder, trainer.engine, trainer.optimizer, step=trainer.steps_done)
+            return losses
+
+    return run(program, tiny.ranks_of(axes))[0]
+
+
+def test_a_run_goes_on_exactly_on_another_mesh(tmp_path):
+    whole = train_from({"data": 1}, tmp_path / "whole", 4, resume=False)
+    first = train_from({"data": 2, "model": 2}, tmp_path / "parts", 2, resume=False)
+    second = train_from({"model": 3}, tmp_path / "parts", 4, resume=True)
+    np.testing.assert_allclose(first + second, whole, rtol=1e-12)
+    for file in ("parameters.safetensors", "optimizer.safetensors"):
+        ours, theirs = load_file(tmp_path / "parts" / file), load_file(tmp_path / "whole" / file)
+        assert list(ours) == list(theirs)
+        for name in ours:
+            np.testing.assert_allclose(ours[name], theirs[name], atol=1e-12, err_msg=name)
+
+
+def test_a_checkpoint_is_complete_or_not_there(tmp_path, monkeypatch):
+    train_from({"data": 1}, tmp_path, 1, resume=False)
+    before = (tmp_path / "parameters.safetensors").read_bytes()
+
+    def fail(*args, **kwargs):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("spmd_engine.training.checkpoint.save_file", fail)
+    with pytest.raises(UsageError, match="no space left"):
+        train_from({"data": 2}, tmp_path, 1, resume=False)
+    assert (tmp_path / "parameters.safetensors").read_bytes() == before
+
+
+def test_a_checkpoint_file_is_a_mapping_of_slices(tmp_path):
+    save_file({"a": np.arange(12.0).reshape(3, 4)}, tmp_path / "x.safetensors")
+    checkpoint = Checkpoint(tmp_path / "x.safetensors")
+    assert list(checkpoint) == ["a"] and len(checkpoint) == 1 and "a" in checkpoint and "b" not in checkpoint
+    assert checkpoint["a"].shape == (3, 4)
+    assert checkpoint["a"][1:, :2].tolist() == [[4.0, 5.0], [8.0, 9.0]]
+    with pytest.raises(KeyError):
+        checkpoint["b"]
+    with pytest.raises(UsageError, match="no such checkpoint"):
+        Checkpoint(tmp_path / "y.safetensors")
+
+
+def test_clipping_scales_the_step_to_the_limit():
+    def moved(grad_clip):
+        with Mesh() as mesh:
+            trainer = make_trainer(mesh, SGD())
+            trainer.grad_clip = grad_clip
+            before = {name: p.copy() for name, p in trainer.engine.parameters.items()}
+            norm = trainer.step().grad_norm
+            change = sum(((p - before[name]) ** 2).sum() for name, p in trainer.engine.parameters.items())
+            return norm, np.sqrt(change) / 0.05
+
+    norm, full = moved(0.0)
+    np.testing.assert_allclose(full, norm, rtol=1e-9)
+    np.testing.assert_allclose(moved(norm / 2)[1], norm / 2, rtol=1e-5)
+    np.testing.assert_allclose(moved(norm * 2)[1], norm, rtol=1e-9)
+
+
+def test_reports_hold_what_metrics_need():
+    def program():
+        with Mesh(data=2) as mesh:
+            report = make_trainer(mesh).step().as_dict()
+            return report
+
+    one, two = run(program, 2)
+    assert one["bytes_sent"] == two["bytes_sent"] > 0
+    assert list(one) == [
+        "step", "loss", "grad_norm", "learning_rate", "tokens", "seconds", "tokens_per_second", "bytes_sent"
+    ]
+    assert one["tokens"] == tiny.BATCH * tiny.SIZE.context
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_update():
+    with Mesh() as mesh:
+        trainer = make_trainer(mesh)
+        trainer.engine.parameters["norm/scale"][...] = np.inf
+        before = trainer.engine.parameters["embedding/table"].copy()
+        with np.errstate(all="ignore"), pytest.raises(SpmdError, match="step 1: the loss is nan"):
+            trainer.step()
+        assert np.array_equal(trainer.engine.parameters["embedding/table"], before)
+
+
+def test_evaluation_weighs_batches_by_their_terms():
+    def program():
+        with Mesh() as mesh:
+            trainer = make_trainer(mesh)
+            return trainer.evaluate([tiny.batch(trainer.engine, 0), tiny.batch(trainer.engine, 1)])
+
+    results = run(program, 1) + run(program, 3)
+    np.testing.assert_allclose(results, results[0], rtol=1e-13)
+
+
+def test_warmup_and_cosine():
+    rate = WarmupCosine(peak=1.0, steps=110, warmup=10, floor=0.1)
+    assert [round(rate(step), 9) for step in (0, 4, 9, 10, 60, 110, 500)] == [0.1, 0.5, 1.0, 1.0, 0.55, 0.1, 0.1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_generation_is_the_same_on_every_mesh_and_rank(temperature):
+    def program(axes):
+        with Mesh(**axes) as mesh:
+            return generate(tiny.make_engine(mesh), [1, 2, 3], 20, temperature=temperature, seed=2)
+
+    (expected,) = run(program, 1, args=({"data": 1},))
+    assert len(expected) == 20 and set(expected) <= set(range(tiny.SIZE.vocabulary))
+    for axes in ({"data": 3}, {"model": 8}, {"data": 2, "model": 2}):
+        for tokens in run(program, tiny.ranks_of(axes), args=(axes,)):
+            assert tokens == expected
+
+
+def test_an_empty_prompt_is_refused():
+    with Mesh() as mesh, pytest.raises(UsageError, match="prompt is empty"):
+        generate(tiny.make_engine(mesh), [], 1)

@@ -1,0 +1,74 @@
+"""A small GPT, batches and training on virtual ranks: what the tests of engines share."""
+
+import numpy as np
+
+from spmd_engine import Mesh, run
+from spmd_engine.engine import AdamW, LayeredEngine
+from spmd_engine.engine.batch import make_batch
+from spmd_engine.models import GPTSize, gpt
+from spmd_engine.sharding import Layout
+from spmd_engine.training import Trainer
+
+SIZE = GPTSize(layers=2, width=12, heads=6, context=10, vocabulary=13)  # uneven on 4 ranks and on 8
+BATCH, STEPS = 9, 3
+MESHES = [
+    {"data": 1},
+    {"data": 2},
+    {"data": 3},
+    {"data": 8},
+    {"model": 2},
+    {"model": 3},
+    {"model": 8},
+    {"data": 2, "model": 2},
+    {"model": 2, "data": 4},
+    {"data": 2, "model": 4},
+]
+
+
+def mesh_id(axes):
+    return ",".join(f"{axis}={size}" for axis, size in axes.items())
+
+
+def ranks_of(axes):
+    return int(np.prod(list(axes.values())))
+
+
+def tokens(step):
+    rows = np.random.default_rng(step).integers(0, SIZE.vocabulary, (BATCH, SIZE.context + 1))
+    return rows[:, :-1], rows[:, 1:]
+
+
+def batch(engine, step, micro_batches=2):
+    inputs, targets = tokens(step)
+    return make_batch(
+        lambda samples: (inputs[samples], targets[samples]), BATCH, micro_batches, engine.batch_span, step=step
+    )
+
+
+def make_engine(mesh, *, dropout=0.0, tied=True, sequence_parallel=False, dtype=np.float64, **options):
+    size = GPTSize(**{**SIZE.__dict__, "tied": tied})
+    layout = Layout.for_mesh(mesh, sequence_parallel=sequence_parallel)
+    return LayeredEngine(gpt(size, dropout=dropout), mesh, layout, dtype=dtype, seed=5, **options)
+
+
+def train(axes, *, optimizer=AdamW, micro_batches=2, **options):
+    """Losses, norms, gradients of the last step and final parameters, whole, after a few clipped steps."""
+
+    def program():
+        with Mesh(**axes) as mesh:
+            engine = make_engine(mesh, **options)
+            trainer = Trainer(
+                engine,
+                optimizer(),
+                lambda step: batch(engine, step, micro_batches),
+                lambda step: 0.05,
+                grad_clip=0.3,
+            )
+            reports = list(trainer.run(STEPS))
+            gradients = {
+                name: engine.sharding(name).gather(g, mesh) for name, g in engine.named(engine.gradients).items()
+            }
+            parameters = {name: engine.gather(name) for name in engine.parameters}
+            return [r.loss for r in reports], [r.grad_norm for r in reports], gradients, parameters
+
+    return run(program, ranks_of(axes))
