@@ -1,5 +1,6 @@
 """The layered engine computes on every mesh what one device computes."""
 
+from dataclasses import replace
 from functools import cache, partial
 
 import numpy as np
@@ -7,8 +8,10 @@ import pytest
 import tiny
 
 from spmd_engine import Mesh, run
-from spmd_engine.engine import SGD, Batch, MicroBatch
-from spmd_engine.errors import UsageError
+from spmd_engine.engine import SGD, Batch, LayeredEngine, MicroBatch
+from spmd_engine.errors import NotationError, UsageError
+from spmd_engine.models import gpt
+from spmd_engine.sharding import Layout
 
 train_once = cache(lambda **options: tiny.train({"data": 1}, **options)[0])
 
@@ -133,3 +136,36 @@ def test_initial_parameters_are_those_of_one_device():
     expected = run(program, 1)[0]
     for result in run(partial(program, data=2, model=4), 8):
         assert all(np.array_equal(result[name], expected[name]) for name in expected)
+
+
+def test_a_plain_forward_draws_the_dropout_of_one_device():
+    inputs, _ = tiny.tokens(0)
+
+    def program():
+        with Mesh() as mesh:
+            engine = tiny.make_engine(mesh, dropout=0.5)
+            return engine.all_gather(engine.forward(inputs[engine.batch_span(len(inputs))]))
+
+    np.testing.assert_allclose(run(program, 4)[3], run(program, 1)[0], atol=1e-12)
+
+
+LAYOUTS = {
+    "d is cut": Layout(inside={"d": ("data",)}),
+    "s is cut": Layout(inside={"s": ("data",)}, residual={"s": ("data",)}),
+    "which do not cut v inside": Layout(residual={"s": ("data",)}),
+    "as inside the layers": Layout(inside={"b": ("data",)}),
+}
+
+
+@pytest.mark.parametrize("message", LAYOUTS)
+def test_layouts_that_would_compute_something_else_are_refused(message):
+    with Mesh(data=1) as mesh, pytest.raises(NotationError, match=message):
+        LayeredEngine(gpt(tiny.SIZE), mesh, LAYOUTS[message])
+
+
+def test_wrong_tokens_and_ties_are_refused():
+    with Mesh() as mesh, pytest.raises(UsageError, match="tokens from -1 to 3; this vocabulary has 0 to 12"):
+        tiny.make_engine(mesh).forward(np.array([[3, -1]]))
+    model = gpt(tiny.SIZE)
+    with pytest.raises(UsageError, match="tied to 'embedding/table', which no layer has"):
+        replace(model, layers=model.layers[1:])

@@ -15,7 +15,7 @@ side; otherwise one copy is made. A letter of one operand alone is summed first.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from math import prod
 
 from spmd_engine.arrays.backend import Array, backend_of
@@ -56,7 +56,7 @@ class _Plan:
     swap: bool = False  # compute (b x a) instead of (a x b): then the result needs no transposition
 
 
-@lru_cache(maxsize=None)
+@cache
 def _plan(pattern: str) -> _Plan:
     inputs, arrow, output = pattern.replace(" ", "").partition("->")
     terms = tuple(inputs.split(","))

@@ -76,8 +76,7 @@ def _fill(shape, dtype, block, backend, draw):
     out = backend.empty([len(r) for r in ranges], dtype)
     if out.size == 0:
         return out
-    # One row of indices (the last dimension) at a time is too small, all at once too large: merge the
-    # leading dimensions into rows and walk over chunks of rows.
+    # The leading dimensions merge into rows of indices, the last gives columns; a chunk of both at a time.
     strides = np.cumprod([1, *reversed(shape[1:])])[::-1] if len(shape) else np.array([1])
     rows = np.zeros(1, np.uint64)
     for r, stride in zip(ranges[:-1], strides[:-1], strict=True):
@@ -86,9 +85,11 @@ def _fill(shape, dtype, block, backend, draw):
     columns = xp.arange(ranges[-1].start, ranges[-1].stop, dtype=xp.uint64) if shape else xp.zeros(1, xp.uint64)
     flat = out.reshape(rows.size, columns.size)
     rows = xp.asarray(rows)
-    step = max(1, _CHUNK // columns.size)
-    for start in range(0, rows.size, step):
-        flat[start : start + step] = draw(rows[start : start + step, None] + columns, xp)
+    height = max(1, _CHUNK // columns.size)
+    for top in range(0, rows.size, height):
+        for left in range(0, columns.size, _CHUNK):
+            part = slice(top, top + height), slice(left, left + _CHUNK)
+            flat[part] = draw(rows[part[0], None] + columns[part[1]], xp)
     return out
 
 

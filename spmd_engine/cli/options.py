@@ -34,6 +34,7 @@ check_option = click.option(
 
 
 def open_mesh(text: str | None, *, check: bool = True) -> Mesh:
+    """The mesh that ``--mesh`` describes, over all ranks there are."""
     return Mesh(check=check, **(parse_axes(text) if text else {}))
 
 

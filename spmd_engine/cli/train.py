@@ -48,7 +48,7 @@ OF_THIS_TIME = {"mesh", "run", "resume", "device", "check", "sequence_parallel"}
 @click.option("--eval-every", type=click.IntRange(min=0), default=100, show_default=True, help="Steps; 0: at the end.")
 @click.option("--eval-samples", type=POSITIVE, default=64, show_default=True, help="Held-out samples.")
 @click.option("--sequence-parallel", is_flag=True, help="Cut the sequence over 'model' between layers.")
-@click.option("--sample", type=click.IntRange(min=0), default=240, show_default=True, help="Tokens to write at the end.")
+@click.option("--sample", type=click.IntRange(0), default=240, show_default=True, help="Tokens written at the end.")
 @click.option("--run", metavar="NAME", help="Folder for results, or its name under runs/. [default: MODEL-NUMBER]")
 @click.option("--resume", is_flag=True, help="Go on with --run, with its own options where none are given.")
 @device_option

@@ -158,7 +158,8 @@ class Group:
     ) -> Pending:
         x = _summable("all_reduce", x, op)
         if out is not None and (out.shape != x.shape or out.dtype != x.dtype or not out.flags.c_contiguous):
-            raise UsageError(f"all_reduce: out must be contiguous {x.dtype}{list(x.shape)}, is {out.dtype}{list(out.shape)}")
+            wanted, given = (f"{a.dtype}{list(a.shape)}" for a in (x, out))
+            raise UsageError(f"all_reduce: out must be contiguous {wanted}, is {given}")
         if self.size == 1:
             result = x.copy() if out is None else out
             if out is not None and out is not x:

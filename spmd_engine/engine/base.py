@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -48,14 +49,14 @@ class ShardedEngine(Collectives, ABC):
     not ``__init__`` calls ``super().__init__()``.
     """
 
-    parameters: Mapping[str, Array] = {}
-    shardings: Mapping[str, str] = {}
+    parameters: Mapping[str, Array] = MappingProxyType({})
+    shardings: Mapping[str, str] = MappingProxyType({})
     input_sharding: str = ""
     output_sharding: str = ""
     backend: Backend = CPU
     loss: Loss = staticmethod(mean_squared_error)
     input_gradient: Array | None = None  #: of the last backward
-    gradients: Mapping[str, Array] = {}  #: of the last step, like ``owned``
+    gradients: Mapping[str, Array] = MappingProxyType({})  #: of the last step, like ``owned``
 
     # --- to be defined -----------------------------------------------------------------------------------
 
@@ -291,4 +292,6 @@ class ShardedEngine(Collectives, ABC):
 
 
 class Writer(Protocol):
+    """Where inference_loop puts its outputs."""
+
     def write(self, array: Array, /) -> Any: ...

@@ -13,7 +13,7 @@ from spmd_engine.arrays.backend import CPU, Array, Backend
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine import schedules
 from spmd_engine.engine.base import Loss, ShardedEngine
-from spmd_engine.engine.batch import Batch, MicroBatch
+from spmd_engine.engine.batch import Batch
 from spmd_engine.engine.reducer import Reducer
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.layer import At, Layer, Parameter
@@ -47,6 +47,8 @@ class LayeredEngine(ShardedEngine):
         self.mesh = mesh if mesh is not None else Mesh()
         self.layout = layout if layout is not None else Layout.for_mesh(self.mesh)
         self.schedule = schedule
+        for name, layer in model.layers:
+            self.layout.check(name, {"b", "s", *layer.sizes}, layer.may_cut, layer.across)
         self._shards = {name: Shards(self.mesh, self.layout, name) for name, _ in model.layers}
         self._described = dict(model.parameters())
         self.groups = self._make_groups(group_threshold)
@@ -77,8 +79,7 @@ class LayeredEngine(ShardedEngine):
     @staticmethod
     def _parameters_of(layer_name: str, layer: Layer) -> dict[str, str]:
         """A layer's own names of its parameters to their full names."""
-        tied = getattr(layer, "tied", {})
-        return {name: tied.get(name, f"{layer_name}/{name}") for name in layer.parameters}
+        return {name: layer.tied.get(name, f"{layer_name}/{name}") for name in layer.parameters}
 
     def initialize(self) -> None:
         """Fill the parameters with initial values: functions of seed, name and global index alone."""
@@ -142,7 +143,7 @@ class LayeredEngine(ShardedEngine):
     def forward(self, x: Array, at: At | None = None) -> Array:
         """Outputs of this rank's block of inputs, at the model's first positions unless ``at`` says else."""
         x = self.backend.asarray(x)
-        at = at or self._at(x)
+        at = at or self._at(x, self._samples(x.shape[0]))
         saved_by_layer = []
         for (name, layer), p in zip(self.model.layers, self._weights, strict=True):
             x, saved = layer.forward(self._shards[name], p, x, at)
@@ -171,7 +172,16 @@ class LayeredEngine(ShardedEngine):
                 self._reducer.layer_done(self._uses[i])
         self.input_gradient = dy
 
-    def _at(self, x: Array, micro: MicroBatch | None = None, step: int = 0) -> At:
+    def _samples(self, here: int) -> Array | None:
+        """Global numbers of so many samples on this rank, if together the ranks have one whole batch."""
+        if not self.is_training:
+            return None
+        axes = Spec.parse(self.input_sharding).dims[0][1]
+        whole = int(self.all_reduce(np.array(here), over=axes, label="samples")) if axes else here
+        part = self.batch_span(whole)
+        return self.backend.xp.arange(part.start, part.stop)
+
+    def _at(self, x: Array, samples: Array | None, step: int = 0) -> At:
         xp = self.backend.xp
         shards = Shards(self.mesh, self.layout)
         # x is cut along s as inside; the stream may be cut further.
@@ -182,7 +192,7 @@ class LayeredEngine(ShardedEngine):
             residual = inside[part]
         else:
             residual = inside
-        samples = xp.arange(x.shape[0]) if micro is None or micro.samples is None else xp.asarray(micro.samples)
+        samples = xp.asarray(samples) if samples is not None else None
         return At(inside, residual, samples, step, self.seed, training=self.is_training)
 
     # --- training ----------------------------------------------------------------------------------------
@@ -200,7 +210,8 @@ class LayeredEngine(ShardedEngine):
                 match instruction:
                     case schedules.Forward():
                         micro = batch.micro_batches[m]
-                        outputs = self.forward(micro.inputs, self._at(micro.inputs, micro, batch.step))
+                        samples = micro.samples if micro.samples is not None else self._samples(len(micro.inputs))
+                        outputs = self.forward(micro.inputs, self._at(micro.inputs, samples, batch.step))
                         value, gradients[m] = (loss or self.loss)(
                             outputs, micro.targets, count=count, mask=micro.mask
                         )

@@ -8,11 +8,14 @@ PROJECTIONS = ("query", "key", "value")
 
 
 class Attention(Layer):
-    """q, k, v[b s h k] = x[b s d] · w[d h k] + bias[h k];  y = softmax(mask(q · k / sqrt(k))) · v · output[h k d] + bias[d]
+    """q, k, v[b s h k] = x[b s d] · w[d h k] + bias[h k]
+    y[b s d] = softmax(mask(q · k / sqrt(k))) · v · output[h k d] + bias[d]
 
     With h cut, the projections are column-parallel and the output is row-parallel, as in the MLP. Queries and
     keys of one rank are whole along s; a cut s on the residual stream is gathered first.
     """
+
+    may_cut, across = "bh", "h"  # with s cut, a rank's queries would not see the other ranks' keys
 
     def __init__(self, width: int, heads: int, *, std: float = 0.02, out_std: float = 0.02):
         self.sizes = {"d": width, "h": heads, "k": width // heads}

@@ -11,6 +11,8 @@ class Head(Layer):
     is the full name of the embedding's table, which then serves here too.
     """
 
+    may_cut, across = "bsv", "v"
+
     def __init__(self, vocabulary: int, width: int, *, tied: str | None = None, std: float = 0.02):
         self.sizes = {"v": vocabulary, "d": width}
         self.parameters = {"table": Parameter("v d", std=std)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from spmd_engine.arrays.backend import Array
@@ -52,8 +53,11 @@ class Layer(ABC):
     nothing of a micro-batch is kept on the layer, so any number of them may be under way.
     """
 
-    parameters: Mapping[str, Parameter] = {}
-    sizes: Mapping[str, int] = {}
+    parameters: Mapping[str, Parameter] = MappingProxyType({})
+    sizes: Mapping[str, int] = MappingProxyType({})
+    tied: Mapping[str, str] = MappingProxyType({})  #: own names of parameters that are another layer's, by full name
+    may_cut = "bs"  #: letters that a layout may cut inside this layer
+    across = ""  #: the letter over whose axes it gathers from, and reduces onto, the residual stream
 
     @abstractmethod
     def forward(self, sh: Shards, p: Parameters, x: Array, at: At) -> tuple[Array, Any]:

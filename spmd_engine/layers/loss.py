@@ -10,13 +10,17 @@ from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.comm.group import Group
 
 
-def mean_squared_error(outputs: Array, targets: Array, *, count: float | None = None) -> tuple[float, Array]:
-    """sum((outputs - targets)^2) / count, of any shape, and its gradient."""
-    count = outputs.size if count is None else count
+def mean_squared_error(
+    outputs: Array, targets: Array, *, count: float | None = None, mask: Array | None = None
+) -> tuple[float, Array]:
+    """sum(mask · (outputs - targets)^2) / count, of any shape, and its gradient; mask is 1 if not given."""
     difference = outputs - targets
-    value = float((difference * difference).sum()) / max(count, 1)
-    difference *= difference.dtype.type(2.0 / max(count, 1))
-    return value, difference
+    if count is None:
+        count = float(outputs.size if mask is None else mask.sum())
+    weight = 1.0 / (count or 1.0)
+    weighted = difference if mask is None else difference * mask.astype(difference.dtype)
+    value = float((weighted * difference).sum()) * weight
+    return value, weighted * difference.dtype.type(2.0 * weight)
 
 
 def cross_entropy(
@@ -53,11 +57,11 @@ def cross_entropy(
     sums = xp.stack([scores.sum(axis=1), of_target])
     if over is not None:
         sums = over.all_reduce(sums, label="loss")
-    value = float(((xp.log(sums[0]) - sums[1]) * weights).sum(dtype=xp.float64)) / max(count, 1)
+    value = float(((xp.log(sums[0]) - sums[1]) * weights).sum(dtype=xp.float64)) / (count or 1.0)
     if not want_gradient:
         return value, None
 
-    weights /= scores.dtype.type(max(count, 1))
+    weights /= scores.dtype.type(count or 1.0)
     scores *= (weights / sums[0])[:, None]
     scores[ours, wanted[ours]] -= weights[ours]
     return value, scores.reshape(outputs.shape)

@@ -14,6 +14,8 @@ class MLP(Layer):
     sum over f is reduced); backward the other way round. The bias b1 is added once, after the reduction.
     """
 
+    may_cut, across = "bsf", "f"
+
     def __init__(self, width: int, hidden: int, *, activation: str = "gelu", std: float = 0.02, out_std: float = 0.02):
         self.sizes = {"d": width, "f": hidden}
         self.activation = ACTIVATIONS[activation]

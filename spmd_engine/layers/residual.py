@@ -13,6 +13,7 @@ class Residual(Layer):
 
     def __init__(self, norm: LayerNorm, inner: Layer, dropout: float = 0.0):
         self.norm, self.inner, self.dropout = norm, inner, Dropout(dropout)
+        self.may_cut, self.across = inner.may_cut, inner.across
         self.sizes = {**norm.sizes, **inner.sizes}
         self.parameters = {f"norm/{name}": parameter for name, parameter in norm.parameters.items()}
         self.parameters |= inner.parameters

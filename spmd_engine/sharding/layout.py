@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from spmd_engine.comm.mesh import Mesh
@@ -43,7 +43,35 @@ class Layout:
         return cls(inside, residual)
 
     def axes(self, letter: str, where: str = "inside") -> tuple[str, ...]:
-        return (self.inside if where == "inside" else self.residual).get(letter, ())
+        """The axes that cut a letter ``inside`` a layer or on the ``residual`` stream."""
+        return {"inside": self.inside, "residual": self.residual}[where].get(letter, ())
+
+    def check(self, name: str, letters: Iterable[str], may_cut: str, across: str) -> None:
+        """Raise NotationError if a layer cannot work under this layout.
+
+        ``letters`` are those of its arrays, ``may_cut`` those that may be cut inside it; ``across`` is the letter over whose axes it
+        gathers from the residual stream, which may cut ``s`` further over those axes and no others.
+        """
+        for letter in letters:
+            axes = self.axes(letter)
+            if axes and letter not in may_cut:
+                raise NotationError(
+                    f'{name}: {letter} is cut over mesh axis "{",".join(axes)}" inside, but this layer needs it whole; '
+                    f"it can be cut along {', '.join(may_cut)}"
+                )
+        for letter in "bs":
+            inside, stream = self.axes(letter), self.axes(letter, "residual")
+            borrowed = stream[len(inside) :]
+            if stream[: len(inside)] != inside:
+                raise NotationError(
+                    f"{name}: the residual stream cuts {letter} over {stream}; it must cut it over {inside} first, "
+                    "as inside the layers"
+                )
+            if across and not set(borrowed) <= set(self.axes(across)):
+                raise NotationError(
+                    f"{name}: the residual stream cuts {letter} over {borrowed}, which do not cut {across} inside; "
+                    f"cut {across} over the same axes, or {letter} over no more than inside"
+                )
 
     def spec(self, dims: str, where: str = "inside") -> Spec:
         """``spec("d f")`` is ``"d f/model"`` where the layout cuts f over model."""

@@ -39,4 +39,5 @@ def initial_parameters(model_dim: int, hidden_dim: int, seed: int = 0, dtype: An
 
 
 def relu(x: Array) -> Array:
+    """max(x, 0)."""
     return x * (x > 0)
