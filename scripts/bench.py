@@ -58,14 +58,15 @@ def collectives(ranks: int, rounds: int) -> None:
 @bench.command()
 @click.option("--rounds", default=3, show_default=True)
 @click.option("--steps", default=12, show_default=True)
-def oversubscribed(rounds: int, steps: int) -> None:
-    """Ranks that wait must not spin: tokens/s of gpt-nano, batch 16, on 2 ranks and on 8, data parallel."""
-    config = {**NANO, **TRAINING, "batch_size": 16, "steps": steps, "warmup": 3, "seed": 0}
+@click.option("--batch-size", default=32, show_default=True)
+def oversubscribed(rounds: int, steps: int, batch_size: int) -> None:
+    """Ranks that wait must not spin: tokens/s of gpt-nano on 2 ranks and on 8, data parallel."""
+    config = {**NANO, **TRAINING, "batch_size": batch_size, "steps": steps, "warmup": 3, "seed": 0}
     speeds: dict[int, list[float]] = {2: [], 8: []}
     for _ in range(rounds):
         for ranks in speeds:
             result = json.loads(launch(ranks, str(WORKER), json.dumps(config)).splitlines()[-1])
-            speeds[ranks].append(16 * 128 / median(result["step_seconds"]))
+            speeds[ranks].append(batch_size * 128 / median(result["step_seconds"]))
     for ranks, values in speeds.items():
         click.echo(f"{ranks} ranks on {os.cpu_count()} cores: {spread(values)} tokens/s")
     ratios = [eight / two for two, eight in zip(speeds[2], speeds[8], strict=True)]

@@ -12,7 +12,7 @@ import pytest
 
 from numerics import frozen, normals
 from spmd_engine import Mesh, run
-from spmd_engine.layers import MLP, At, Attention, Embedding, Head, Layer, LayerNorm, Positions, Residual
+from spmd_engine.layers import MLP, At, Attention, Embedding, GradientSums, Head, Layer, LayerNorm, Positions, Residual
 from spmd_engine.sharding import Layout, Shards
 
 BATCH, LENGTH, WIDTH, VOCABULARY = 3, 7, 6, 13
@@ -174,7 +174,7 @@ def solve(problem, axes, sequence_parallel=False, training=True):
         results = {"y": sh.layout.spec(*problem.outputs).gather(y, mesh)}
         if training:
             dx, rest = layer.backward_input(sh, p, saved, local.dy)
-            layer.backward_weight(sh, rest, tree(local.g))
+            layer.backward_weight(sh, rest, GradientSums(local.g))
             results |= {f"d{name}": gradient for name, gradient in local.gradients(layer.parameters).items()}
             if dx is not None:
                 results["dx"] = sh.layout.spec(*problem.inputs).gather(dx, mesh)

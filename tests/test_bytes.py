@@ -3,8 +3,8 @@
 from functools import partial
 
 import pytest
-import tiny
 
+import tiny
 from spmd_engine import Mesh, run
 from spmd_engine.sharding.groups import THRESHOLD
 

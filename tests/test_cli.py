@@ -82,7 +82,8 @@ def test_train_resume_generate_infer(ok, tmp_path):
     tokens = np.random.default_rng(0).integers(0, 257, (5, 128))
     np.save(tmp_path / "x.npy", tokens)
     for name, ranks, mesh in (("a", 1, "data=1"), ("b", 4, "data=2,model=2")):
-        ok(ranks, "infer", "--run", "runs/parts", "--input", "x.npy", "--output", name, "--mesh", mesh, "--batch-size", 3)
+        files = ["--input", "x.npy", "--output", name]
+        ok(ranks, "infer", "--run", "runs/parts", *files, "--mesh", mesh, "--batch-size", 3)
     a, b = np.load(tmp_path / "a"), np.load(tmp_path / "b")
     assert a.shape == (5, 128, 257)
     np.testing.assert_allclose(a, b, atol=1e-4)

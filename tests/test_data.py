@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-import tiny
 
+import tiny
 from spmd_engine import Mesh, run
 from spmd_engine.errors import UsageError
 from spmd_engine.training.data import END_OF_FILE, Corpus, decode, encode, load_corpus

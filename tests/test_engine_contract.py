@@ -169,7 +169,10 @@ class Sink:
         self.arrays.append(array)
 
 
-@pytest.mark.parametrize(("strategy", "axis"), [(SingleDevice, "data"), (DataParallel, "data"), (TensorParallel, "model")])
+PAGES = [(SingleDevice, "data"), (DataParallel, "data"), (TensorParallel, "model")]
+
+
+@pytest.mark.parametrize(("strategy", "axis"), PAGES)
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 def test_inference_loop_serves_whole_arrays(strategy, axis, ranks):
     inputs = [np.random.default_rng(n).standard_normal((n, D)) for n in (5, 1, 8)]
@@ -233,6 +236,7 @@ def test_the_norm_counts_every_element_once():
             engine.gradients = dict(engine.parameters)
             return engine.gradient_norm()
 
-    for strategy, axes in [(DataParallel, {"data": 3}), (TensorParallel, {"model": 3}), (TensorParallel, {"model": 2, "data": 2})]:
+    meshes = [(DataParallel, {"data": 3}), (TensorParallel, {"model": 3}), (TensorParallel, {"model": 2, "data": 2})]
+    for strategy, axes in meshes:
         norms = run(partial(program, strategy, **axes), int(np.prod(list(axes.values()))))
         np.testing.assert_allclose(norms, expected, rtol=1e-13)

@@ -5,8 +5,8 @@ from functools import cache, partial
 
 import numpy as np
 import pytest
-import tiny
 
+import tiny
 from spmd_engine import Mesh, run
 from spmd_engine.engine import SGD, Batch, LayeredEngine, MicroBatch
 from spmd_engine.errors import NotationError, UsageError

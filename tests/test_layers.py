@@ -22,7 +22,7 @@ from layer_harness import (
 )
 from numerics import assert_gradient, frozen, normals
 from spmd_engine import Mesh, run
-from spmd_engine.layers import Embedding
+from spmd_engine.layers import Embedding, GradientSums
 
 # --- one device: the backward is the derivative of the forward
 
@@ -111,7 +111,7 @@ def calls(name, axes, sequence_parallel):
         forward = list(mesh.ledger.entries)
         mesh.ledger.clear()
         _, rest = layer.backward_input(local.sh, tree(local.p), saved, local.dy)
-        layer.backward_weight(local.sh, rest, tree(local.g))
+        layer.backward_weight(local.sh, rest, GradientSums(local.g))
         return [forward, list(mesh.ledger.entries)]
 
     first, *others = run(rank, ranks=prod(axes.values()))
@@ -152,7 +152,7 @@ def test_micro_batches_in_flight(name):
         def backward(local, saved, g):
             dx, rest = layer.backward_input(sh, p, saved, local.dy)
             inputs.append(dx)
-            layer.backward_weight(sh, rest, tree(g))
+            layer.backward_weight(sh, rest, GradientSums(g))
 
         saved = [forward(local) for local in (first, second)]
         for local, one in zip((first, second), saved):
@@ -182,7 +182,7 @@ def test_weights_may_wait(name):
             _, saved = layer.forward(local.sh, p, local.x, local.at)
             rests.append(layer.backward_input(local.sh, p, saved, local.dy)[1])
         for rest in rests:
-            layer.backward_weight(local.sh, rest, tree(local.g))
+            layer.backward_weight(local.sh, rest, GradientSums(local.g))
         return local.gradients(layer.parameters)
 
     (twice,) = run(rank, ranks=1)

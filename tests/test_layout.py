@@ -38,7 +38,7 @@ def test_sequence_parallel_needs_a_model_axis():
 
 
 def test_an_axis_without_a_custom():
-    with pytest.raises(MeshError, match="no customary layout for axis 'rows'; name axes data, model, or"):
+    with pytest.raises(MeshError, match="no customary layout for axis 'rows'; name it data or model, or pass"):
         layout_of("data", "rows")
 
 

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-import tiny
 from safetensors.numpy import load_file, save_file
 
+import tiny
 from spmd_engine import Mesh, run
 from spmd_engine.engine import SGD, AdamW
 from spmd_engine.engine.optimizers import WarmupCosine

@@ -26,14 +26,14 @@ def causal_attention(q: Array, k: Array, v: Array, positions: Array, key_positio
     for rows, keys, mask in _blocks(q, positions, key_positions, xp):
         for b in range(q.shape[0]):
             scores = _scores(q[b, rows], k[b, :keys], mask, xp)
-            top = scores.max(axis=2, keepdims=True)
-            scores -= top
+            top = scores.max(axis=1)
+            scores -= top[:, None]
             xp.exp(scores, out=scores)
-            sums = scores.sum(axis=2, keepdims=True)
-            block = xp.matmul(scores, v[b, :keys].transpose(1, 0, 2))
-            block /= sums
+            sums = scores.sum(axis=1)
+            block = xp.matmul(scores.transpose(0, 2, 1), v[b, :keys].transpose(1, 0, 2))
+            block /= sums[:, :, None]
             y[b, rows] = block.transpose(1, 0, 2)
-            log_sums[b, :, rows] = (xp.log(sums) + top)[:, :, 0]
+            log_sums[b, :, rows] = xp.log(sums) + top
     return y, log_sums
 
 
@@ -48,25 +48,29 @@ def causal_attention_backward(dy, q, k, v, y, log_sums, positions, key_positions
             dy_block = dy[b, rows].transpose(1, 0, 2)
             q_block = q[b, rows].transpose(1, 0, 2)
             p = _scores(q[b, rows], k[b, :keys], mask, xp)
-            p -= log_sums[b, :, rows, None]
+            p -= log_sums[b, :, None, rows]
             xp.exp(p, out=p)
-            dv[b, :keys] += xp.matmul(p.transpose(0, 2, 1), dy_block).transpose(1, 0, 2)
-            ds = xp.matmul(dy_block, v[b, :keys].transpose(1, 2, 0))
-            ds -= projection[b, :, rows, None]
+            dv[b, :keys] += xp.matmul(p, dy_block).transpose(1, 0, 2)
+            ds = xp.matmul(v[b, :keys].transpose(1, 0, 2), dy_block.transpose(0, 2, 1))
+            ds -= projection[b, :, None, rows]
             ds *= p
             ds *= scale
-            dq[b, rows] = xp.matmul(ds, k[b, :keys].transpose(1, 0, 2)).transpose(1, 0, 2)
-            dk[b, :keys] += xp.matmul(ds.transpose(0, 2, 1), q_block).transpose(1, 0, 2)
+            dq[b, rows] = xp.matmul(ds.transpose(0, 2, 1), k[b, :keys].transpose(1, 0, 2)).transpose(1, 0, 2)
+            dk[b, :keys] += xp.matmul(ds, q_block).transpose(1, 0, 2)
     return dq, dk, dv
 
 
 def _scores(q_rows: Array, keys: Array, mask, xp) -> Array:
-    """scores[h s t] of some queries q[s h k] and keys[t h k], -inf where the mask hides a key."""
-    scaled = q_rows.transpose(1, 0, 2) * q_rows.dtype.type(q_rows.shape[2] ** -0.5)
-    scores = xp.matmul(scaled, keys.transpose(1, 2, 0))
+    """scores[h t s] of some queries q[s h k] and keys[t h k], -inf where the mask hides a key.
+
+    Keys come before queries, so that maxima and sums over keys run along whole rows at a time, which NumPy
+    does several times faster than within rows.
+    """
+    scaled = q_rows.transpose(1, 2, 0) * q_rows.dtype.type(q_rows.shape[2] ** -0.5)
+    scores = xp.matmul(keys.transpose(1, 0, 2), scaled)
     if mask is not None:
         first, hide = mask
-        scores[:, :, first:] += hide
+        scores[:, first:] += hide
     return scores
 
 
@@ -83,6 +87,6 @@ def _blocks(q: Array, positions, key_positions, xp) -> Iterator[tuple[slice, int
         if seen_by_all == keys:
             yield rows, keys, None
         else:
-            hidden = key_positions[seen_by_all:keys] > positions[rows, None]
+            hidden = key_positions[seen_by_all:keys, None] > positions[rows]
             # Added to the scores: many times faster than an assignment through a boolean index.
             yield rows, keys, (seen_by_all, xp.where(hidden, q.dtype.type(-xp.inf), q.dtype.type(0)))

@@ -17,22 +17,23 @@ def adamw(p, g, mean, square, *, step, rate, betas, epsilon, decay, scale=1.0) -
     correction = sqrt(1.0 - beta2**step)
     size = rate / (1.0 - beta1**step)
     for part in chunks(p):
-        grad = g[part] * scale
         p_part, m, v = p[part], mean[part], square[part]
+        grad = g[part] * scale
         m *= beta1
-        m += grad * (1.0 - beta1)
         v *= beta2
-        grad *= grad
-        grad *= 1.0 - beta2
-        v += grad
-        xp.sqrt(v, out=grad)
-        grad /= correction
-        grad += epsilon
-        xp.divide(m, grad, out=grad)
-        grad *= size
+        work = grad * (1.0 - beta1)
+        m += work
+        work *= grad
+        work *= (1.0 - beta2) / (1.0 - beta1)
+        v += work
+        # rate / (1 - beta1^step) · m / (sqrt(v) / correction + epsilon), with one division
+        xp.sqrt(v, out=work)
+        work += epsilon * correction
+        xp.divide(m, work, out=work)
+        work *= size * correction
         if decay:
             p_part *= 1.0 - rate * decay
-        p_part -= grad
+        p_part -= work
 
 
 def momentum_sgd(p, g, velocity, *, rate, momentum, decay, scale=1.0) -> None:

@@ -17,11 +17,10 @@ from spmd_engine.comm.algorithms import span
 from spmd_engine.comm.communicator import Communicator
 from spmd_engine.comm.header import Header
 from spmd_engine.comm.ledger import Ledger
-from spmd_engine.comm.pending import Pending, Steps
+from spmd_engine.comm.pending import TIMEOUT, Pending, Steps
 from spmd_engine.errors import UsageError
 
 INLINE = 4096  # bytes that ride behind the header: small collectives then need one exchange, not three
-TIMEOUT = 1800.0  # seconds a rank waits for others before it says for whom
 _PHASES = 4  # tags a collective may use
 _COLLECTIVE_TAGS = 4096 * _PHASES  # collectives use tags below, send and receive those above
 

@@ -7,14 +7,16 @@ import os
 import time
 from collections.abc import Sequence
 
+import numpy as np
 from mpi4py import MPI
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.comm.communicator import Communicator
-from spmd_engine.comm.pending import Progress
+from spmd_engine.comm.pending import TIMEOUT, Pending, Progress, Steps
 from spmd_engine.errors import MeshError
 
 PIECE = 1 << 30  # bytes a message: some MPI libraries refuse counts of 2^31 and more
+_MEETING = 32766  # a tag that no other message has
 _YIELDS = 100  # give way this often before sleeping: a peer that is nearly there needs no sleep
 _SHORTEST, _LONGEST = 50e-6, 1e-3  # seconds of sleep
 
@@ -44,6 +46,8 @@ class MPICommunicator(Communicator):
         return not requests or MPI.Request.Testall(requests)
 
     def subset(self, ranks: Sequence[int]) -> MPICommunicator:
+        describe = f"for ranks {list(ranks)}, to make a communicator of them".format
+        self.progress.begin(Pending(self, self._meet(ranks), describe, TIMEOUT)).wait()
         everyone = self._comm.Get_group()
         members = everyone.Incl(ranks)
         try:
@@ -57,6 +61,13 @@ class MPICommunicator(Communicator):
             members.Free()
             everyone.Free()
         return MPICommunicator(comm, self.progress, self.node)
+
+    def _meet(self, ranks: Sequence[int]) -> Steps:
+        """Wait here for those who do not come yet: inside MPI this rank would spin, and its operations rest."""
+        others = [rank for rank in ranks if rank != self.rank]
+        receives = [self.start_receive(np.empty(1, np.uint8), rank, _MEETING) for rank in others]
+        sends = [self.start_send(np.empty(1, np.uint8), rank, _MEETING) for rank in others]
+        yield sum(receives + sends, [])
 
     def free(self) -> None:
         if not MPI.Is_finalized():

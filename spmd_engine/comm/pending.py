@@ -18,6 +18,7 @@ from spmd_engine.errors import CommunicationTimeout, SpmdError
 if TYPE_CHECKING:
     from spmd_engine.comm.communicator import Communicator
 
+TIMEOUT = 1800.0  #: seconds a rank waits for others, unless it is told another number
 WARN_AFTER = 60.0  #: seconds after which a rank that waits says so; then after four times as long, and so on
 
 logger = logging.getLogger(__name__)

@@ -13,18 +13,15 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from spmd_engine.arrays.memory import keep_freed_memory
-from spmd_engine.comm import algorithms
 from spmd_engine.comm.communicator import Communicator
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
-from spmd_engine.comm.pending import Pending
 from spmd_engine.comm.threads import current_thread_communicator, solo
 from spmd_engine.errors import SpmdError, UsageError
 
 LAUNCHER_VARIABLES = ("PMI_RANK", "PMI_SIZE", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
-_LARGEST_TAG = 32767  # what every MPI allows
-_FAILED = _LARGEST_TAG - 1
+_FAILED = 32767  # the largest tag that every MPI allows
 
 
 def world() -> Communicator:
@@ -63,15 +60,10 @@ def _leave(comm: Communicator) -> None:
 
 
 def gather_texts(comm: Communicator, text: str) -> list[str]:
-    """Each rank's ``text`` (at most 4 KiB), in rank order."""
-    own = np.zeros(4096, np.uint8)
-    data = np.frombuffer(text.encode()[: own.size], np.uint8)
-    own[: data.size] = data
-    everyone = np.zeros((comm.size, own.size), np.uint8)
-    everyone[comm.rank] = own
-    steps = algorithms.all_gather(comm, own, list(everyone), _LARGEST_TAG)
-    comm.progress.begin(Pending(comm, steps)).wait()
-    return [bytes(row).rstrip(b"\0").decode() for row in everyone]
+    """Each rank's ``text``, in rank order."""
+    own = np.frombuffer(text.encode() + b"\0", np.uint8)
+    everyones = Group(comm, "world", Ledger()).all_gather(own)
+    return everyones.tobytes().decode().split("\0")[:-1]
 
 
 def _share_cores(comm: Communicator) -> None:

@@ -178,9 +178,13 @@ class ShardedEngine(Collectives, ABC):
 
     def gradient_norm(self) -> float:
         """The 2-norm of the whole gradient, each element counted once. Collective over the world."""
-        by_name = self.named(self.gradients)
-        total = sum(sum_of_squares(g.reshape(-1)) for name, g in by_name.items() if self.counts_here(name))
+        total = sum(sum_of_squares(g) for g in self._counted_gradients())
         return float(self.all_reduce(np.array(total, np.float64), label="gradient norm")) ** 0.5
+
+    def _counted_gradients(self) -> Iterable[Array]:
+        """Flat gradients that this rank, of all that have them, counts."""
+        named = self.named(self.gradients).items()
+        return (backend_of(g).xp.ravel(g) for name, g in named if self.counts_here(name))
 
     # --- training ----------------------------------------------------------------------------------------
 

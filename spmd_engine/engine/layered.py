@@ -16,6 +16,7 @@ from spmd_engine.engine.base import Loss, ShardedEngine
 from spmd_engine.engine.batch import Batch
 from spmd_engine.engine.reducer import Reducer
 from spmd_engine.errors import UsageError
+from spmd_engine.layers.gradients import GradientSums
 from spmd_engine.layers.layer import At, Layer, Parameter
 from spmd_engine.models.model import Model
 from spmd_engine.sharding.groups import THRESHOLD, Member, ParameterGroup, make_groups
@@ -56,9 +57,14 @@ class LayeredEngine(ShardedEngine):
         self._gradients = self._views(lambda group: group.gradients)
         uses = [self._parameters_of(name, layer) for name, layer in model.layers]
         self._weights = [_tree(names, self.parameters) for names in uses]
-        self._sums = [_tree(names, self._gradients) for names in uses]
+        self._untouched: set[str] = set()
+        self._sums = [
+            GradientSums({own: self._gradients[full] for own, full in names.items()}, names, self._untouched)
+            for names in uses
+        ]
         self._uses = [list(names.values()) for names in uses]
         self._reducer = Reducer(self.mesh, self.groups, self._uses)
+        self._counted = [run for group in self.groups for run in group.runs(group.gradients, self.counts_here)]
         self.initialize()
 
     # --- parameters --------------------------------------------------------------------------------------
@@ -138,6 +144,9 @@ class LayeredEngine(ShardedEngine):
         """In the model's order, which is the same on all ranks: collectives walk over names."""
         return {name: arrays[name] for name in self._described}
 
+    def _counted_gradients(self) -> list[Array]:
+        return self._counted
+
     # --- forward and backward ----------------------------------------------------------------------------
 
     def forward(self, x: Array, at: At | None = None) -> Array:
@@ -154,7 +163,7 @@ class LayeredEngine(ShardedEngine):
 
     def backward(self, grads: Array) -> dict[str, Array]:
         """Gradients by name, summed over the batch: of this one micro-batch alone."""
-        self._zero_gradients()
+        self._begin_gradients()
         self._backward(grads, last=True)
         self._reducer.finish()
         return {name: gradient.copy() for name, gradient in self._gradients.items()}
@@ -169,6 +178,7 @@ class LayeredEngine(ShardedEngine):
             layer.backward_weight(sh, rest, self._sums[i])
             del rest
             if last:
+                self._sums[i].settle()
                 self._reducer.layer_done(self._uses[i])
         self.input_gradient = dy
 
@@ -200,7 +210,7 @@ class LayeredEngine(ShardedEngine):
     def step(self, batch: Batch, loss: Loss | None = None) -> float:
         """As ShardedEngine.step; gradients are reduced once, after the last micro-batch."""
         count = self.count(batch)
-        self._zero_gradients()
+        self._begin_gradients()
         total = 0.0
         gradients: dict[int, Array] = {}
         last = len(batch.micro_batches) - 1
@@ -229,9 +239,8 @@ class LayeredEngine(ShardedEngine):
         targets = self.backend.asarray(targets)
         return self.model.loss(Shards(self.mesh, self.layout, "loss"), outputs, targets, **options)
 
-    def _zero_gradients(self) -> None:
-        for group in self.groups:
-            group.gradients[...] = 0
+    def _begin_gradients(self) -> None:
+        self._untouched.update(self._gradients)
 
 
 def _tree(names: Mapping[str, str], arrays: Mapping[str, Array]) -> dict[str, Any]:

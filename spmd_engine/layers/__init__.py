@@ -2,8 +2,9 @@
 
 from spmd_engine.layers.attention import Attention
 from spmd_engine.layers.embedding import Embedding, Positions
+from spmd_engine.layers.gradients import GradientSums
 from spmd_engine.layers.head import Head
-from spmd_engine.layers.layer import At, Gradients, Layer, Parameter
+from spmd_engine.layers.layer import At, Layer, Parameter
 from spmd_engine.layers.loss import cross_entropy, mean_squared_error
 from spmd_engine.layers.mlp import MLP
 from spmd_engine.layers.norm import LayerNorm
@@ -13,7 +14,7 @@ __all__ = [
     "At",
     "Attention",
     "Embedding",
-    "Gradients",
+    "GradientSums",
     "Head",
     "Layer",
     "LayerNorm",

@@ -50,7 +50,7 @@ class Attention(Layer):
     def backward_weight(self, sh, rest, g):
         x, gradients, mixed, dy_whole, dy = rest
         for name, d in zip(PROJECTIONS, gradients, strict=True):
-            einsum("bsd,bshk->dhk", x, d, out=g[name], accumulate=True)
-            einsum("bshk->hk", d, out=g[f"{name}_bias"], accumulate=True)
-        einsum("bshk,bsd->hkd", mixed, dy_whole, out=g["output"], accumulate=True)
-        einsum("bsd->d", dy, out=g["output_bias"], accumulate=True)
+            g.einsum(name, "bsd,bshk->dhk", x, d)
+            g.einsum(f"{name}_bias", "bshk->hk", d)
+        g.einsum("output", "bshk,bsd->hkd", mixed, dy_whole)
+        g.einsum("output_bias", "bsd->d", dy)

@@ -46,9 +46,9 @@ class Embedding(Layer):
     def backward_weight(self, sh, rest, g):
         rows, ours, dy = rest
         if ours is None:
-            add_rows(g["table"], rows.reshape(-1), dy.reshape(-1, dy.shape[-1]))
+            add_rows(g.open("table"), rows.reshape(-1), dy.reshape(-1, dy.shape[-1]))
         else:
-            add_rows(g["table"], rows[ours], dy[ours])
+            add_rows(g.open("table"), rows[ours], dy[ours])
 
 
 class Positions(Layer):
@@ -71,4 +71,4 @@ class Positions(Layer):
 
     def backward_weight(self, sh, rest, g):
         positions, dx = rest
-        g["table"][positions] += dx.sum(axis=0)  # the positions of one sample are distinct
+        g.open("table")[positions] += dx.sum(axis=0)  # the positions of one sample are distinct

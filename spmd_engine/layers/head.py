@@ -28,4 +28,4 @@ class Head(Layer):
 
     def backward_weight(self, sh, rest, g):
         x, dy = rest
-        einsum("bsv,bsd->vd", dy, x, out=g["table"], accumulate=True)
+        g.einsum("table", "bsv,bsd->vd", dy, x)

@@ -9,10 +9,10 @@ from types import MappingProxyType
 from typing import Any
 
 from spmd_engine.arrays.backend import Array
+from spmd_engine.layers.gradients import GradientSums
 from spmd_engine.sharding.shards import Shards
 
 Parameters = Mapping[str, Array]
-Gradients = Mapping[str, Array]
 
 
 @dataclass(frozen=True)
@@ -67,5 +67,5 @@ class Layer(ABC):
     def backward_input(self, sh: Shards, p: Parameters, saved: Any, dy: Array) -> tuple[Array | None, Any]:
         """The input's gradient, and what the gradients of the weights still need."""
 
-    def backward_weight(self, sh: Shards, rest: Any, g: Gradients) -> None:
-        """Add the gradients into ``g[name]``, unreduced over the axes that cut the batch or the sequence."""
+    def backward_weight(self, sh: Shards, rest: Any, g: GradientSums) -> None:
+        """Add the gradients to ``g``, unreduced over the axes that cut the batch or the sequence."""

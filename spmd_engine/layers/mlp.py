@@ -45,7 +45,7 @@ class MLP(Layer):
 
     def backward_weight(self, sh, rest, g):
         x, h, dz, dy_whole, dy = rest
-        einsum("bsd,bsf->df", x, dz, out=g["w0"], accumulate=True)
-        einsum("bsf->f", dz, out=g["b0"], accumulate=True)
-        einsum("bsf,bsd->fd", h, dy_whole, out=g["w1"], accumulate=True)
-        einsum("bsd->d", dy, out=g["b1"], accumulate=True)
+        g.einsum("w0", "bsd,bsf->df", x, dz)
+        g.einsum("b0", "bsf->f", dz)
+        g.einsum("w1", "bsf,bsd->fd", h, dy_whole)
+        g.einsum("b1", "bsd->d", dy)

@@ -28,5 +28,5 @@ class LayerNorm(Layer):
 
     def backward_weight(self, sh, rest, g):
         dscale, dshift = layer_norm_backward_parameters(*rest)
-        g["scale"][...] += dscale
-        g["shift"][...] += dshift
+        g.add("scale", dscale)
+        g.add("shift", dshift)

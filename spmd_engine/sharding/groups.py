@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -46,6 +46,17 @@ class ParameterGroup:
         """A flat array of this group's length as one array a member."""
         bounds = zip(self.members, self._ends, self._ends[1:], strict=False)
         return {member.name: flat[start:stop].reshape(member.shape) for member, start, stop in bounds}
+
+    def runs(self, flat: Array, wanted: Callable[[str], bool]) -> list[Array]:
+        """The parts of a flat array that hold wanted members, neighbours joined."""
+        bounds: list[list[int]] = []
+        for member, start, stop in zip(self.members, self._ends, self._ends[1:], strict=False):
+            if wanted(member.name):
+                if bounds and bounds[-1][1] == start:
+                    bounds[-1][1] = stop
+                else:
+                    bounds.append([start, stop])
+        return [flat[start:stop] for start, stop in bounds]
 
     def segments(self, flat: Array) -> dict[str, Array]:
         """A flat array of this group's length, cut where weight decay ends."""

@@ -33,8 +33,9 @@ class Layout:
         inside: dict[str, tuple[str, ...]] = {}
         for axis in mesh.axes:
             if axis not in CUSTOMARY:
-                known = ", ".join(CUSTOMARY)
-                raise MeshError(f"mesh {mesh}: no customary layout for axis {axis!r}; name axes {known}, or give a Layout")
+                known = " or ".join(CUSTOMARY)
+                why = f"no customary layout for axis {axis!r}; name it {known}, or pass a Layout"
+                raise MeshError(f"mesh {mesh}: {why}")
             for letter in CUSTOMARY[axis]:
                 inside[letter] = (*inside.get(letter, ()), axis)
         residual = dict(inside)
@@ -49,8 +50,8 @@ class Layout:
     def check(self, name: str, letters: Iterable[str], may_cut: str, across: str) -> None:
         """Raise NotationError if a layer cannot work under this layout.
 
-        ``letters`` are those of its arrays, ``may_cut`` those that may be cut inside it; ``across`` is the letter over whose axes it
-        gathers from the residual stream, which may cut ``s`` further over those axes and no others.
+        ``letters`` are those of its arrays, ``may_cut`` those that may be cut inside it; ``across`` is the letter
+        over whose axes it gathers from the residual stream, which may cut ``s`` further over those axes and no others.
         """
         for letter in letters:
             axes = self.axes(letter)

@@ -65,18 +65,22 @@ def save_checkpoint(
 
     ``facts`` (JSON) are kept with the parameters. Each file appears under its name only once it is complete.
     """
-    group = engine.group()
-    parameters = {name: engine.gather(name) for name in engine.parameters}
-    on_rank_zero(group, lambda: _write(Path(folder) / PARAMETERS, parameters, facts))
-    del parameters
-    if optimizer is None:
-        return
-    optimizer.prepare(engine)
-    state = {}
-    for kind, arrays in optimizer.state.items():
-        for name, array in engine.named(arrays).items():
-            state[f"{kind}/{name}"] = engine.sharding(name).gather(array, engine.mesh, label="checkpoint")
-    on_rank_zero(group, lambda: _write(Path(folder) / OPTIMIZER, state, facts))
+    _save(Path(folder) / PARAMETERS, engine, {"": engine.parameters}, facts)
+    if optimizer is not None:
+        optimizer.prepare(engine)
+        kinds = {f"{kind}/": engine.named(arrays) for kind, arrays in optimizer.state.items()}
+        _save(Path(folder) / OPTIMIZER, engine, kinds, facts)
+
+
+def _save(path: Path, engine: ShardedEngine, kinds: Mapping[str, Mapping[str, Array]], facts: dict) -> None:
+    """Write arrays that are cut as the parameters of their names are; only rank 0 holds them whole."""
+    whole = {}
+    for prefix, arrays in kinds.items():
+        for name, array in arrays.items():
+            gathered = engine.sharding(name).gather(array, engine.mesh, label="checkpoint")
+            if engine.device_id == 0:
+                whole[prefix + name] = gathered
+    on_rank_zero(engine.group(), lambda: _write(path, whole, facts))
 
 
 def _write(path: Path, arrays: Mapping[str, Array], facts: Mapping[str, Any]) -> None:

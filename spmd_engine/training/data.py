@@ -31,7 +31,9 @@ class Corpus:
     files: int
     sha256: str
 
-    def batch(self, engine: ShardedEngine, step: int, *, size: int, micro_batches: int, context: int, seed: int) -> Batch:
+    def batch(
+        self, engine: ShardedEngine, step: int, *, size: int, micro_batches: int, context: int, seed: int
+    ) -> Batch:
         """This rank's block of the batch of one step: sample j of step i is a function of seed and i · size + j."""
 
         def load(samples: np.ndarray):
@@ -109,9 +111,9 @@ def _read(path: str | None, context: int) -> Corpus:
 def _files(root: Path, pattern: str) -> Iterable[Path]:
     for file in root.rglob(pattern):
         parts = file.relative_to(root).parts
-        if file.is_file() and not any(p.startswith(".") for p in parts):
-            if pattern == "*" or not _NOT_SOURCE.intersection(parts):
-                yield file
+        left_out = any(p.startswith(".") for p in parts) or (pattern != "*" and _NOT_SOURCE.intersection(parts))
+        if file.is_file() and not left_out:
+            yield file
 
 
 def _tokens(content: bytes) -> np.ndarray:

@@ -1,0 +1,164 @@
+"""`run`: threads as ranks, for notebooks, debuggers and tests."""
+
+import _thread
+import doctest
+import threading
+import time
+
+import numpy as np
+import pytest
+from threadpoolctl import threadpool_info
+
+from spmd_engine import Mesh, run, world
+from spmd_engine.comm import threads
+from spmd_engine.errors import UsageError
+
+
+def test_results_are_in_rank_order():
+    def program():
+        time.sleep(0.01 * (4 - world().rank))  # the last rank is the first to end
+        return world().rank, world().size
+
+    assert run(program, 5) == [(r, 5) for r in range(5)]
+
+
+def test_arguments():
+    assert run(lambda a, b: (a, b, world().rank), 2, args=["a", "b"]) == [("a", "b", 0), ("a", "b", 1)]
+
+
+def test_the_example_of_the_docstring():
+    test = doctest.DocTestFinder().find(threads.run, globs={"run": run})[0]
+    assert doctest.DocTestRunner().run(test) == (4, 0)
+
+
+@pytest.mark.parametrize("ranks", [0, -1])
+def test_at_least_one_rank(ranks):
+    with pytest.raises(UsageError, match=f"ranks={ranks}; at least one rank"):
+        run(world, ranks)
+
+
+def test_each_rank_has_a_node():
+    assert run(lambda: world().node, 3, nodes=["a", "b", "a"]) == ["a", "b", "a"]
+    assert len(set(run(lambda: world().node, 3))) == 1
+    with pytest.raises(UsageError, match="names 2 hosts; one for each of 3 ranks"):
+        run(world, 3, nodes=["a", "b"])
+
+
+def test_a_debugger_sees_which_rank_it_is_in():
+    names = run(lambda: threading.current_thread().name, 3)
+    assert names == ["rank 0", "rank 1", "rank 2"]
+
+
+def test_runs_may_be_nested():
+    def program():
+        outer = Mesh()
+        inner = run(lambda: (world().size, float(Mesh().all_reduce(np.ones(())))), 3)
+        return inner, world().size, float(outer.all_reduce(np.ones(())))
+
+    assert run(program, 2) == [([(3, 3.0)] * 3, 2, 2.0)] * 2
+
+
+# --- failures
+
+
+def gather():
+    Mesh().all_gather(np.ones(3))
+
+
+def gather_much():
+    Mesh().all_gather(np.ones(10_000))
+
+
+def sum_over_an_axis():
+    with Mesh(data=2, model=2) as mesh:
+        mesh.all_reduce(np.ones(3), over="model")
+
+
+def receive():
+    Mesh().receive(1)
+
+
+def make_a_mesh():
+    Mesh()
+
+
+@pytest.mark.parametrize("wait", [gather, gather_much, sum_over_an_axis, receive, make_a_mesh])
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_one_rank_ends_all_that_wait(wait, error):
+    def program():
+        if world().rank != 1:
+            return wait()
+        if wait is not make_a_mesh:
+            Mesh()
+        time.sleep(0.05)
+        raise error("of rank 1")
+
+    began = time.monotonic()
+    with pytest.raises(error, match="of rank 1") as caught:
+        run(program, 4)
+    assert time.monotonic() - began < 1
+    assert caught.value.__notes__ == ["raised on rank 1 of 4"]
+    assert caught.traceback[-1].name == "program"  # where it was raised, not where it was found
+    assert ranks_that_run() == []
+
+
+def ranks_that_run():
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("rank ")]
+
+
+def test_the_first_error_is_the_one_raised():
+    def program():
+        time.sleep(0.1 * (2 - world().rank))
+        raise ValueError(f"of rank {world().rank}")
+
+    with pytest.raises(ValueError, match="of rank 2"):
+        run(program, 3)
+
+
+def test_an_error_of_one_run_is_none_of_the_next():
+    with pytest.raises(ZeroDivisionError):
+        run(lambda: 1 / world().rank, 2)
+    assert run(lambda: float(Mesh().all_reduce(np.ones(()))), 2) == [2.0, 2.0]
+
+
+def test_an_interrupt_ends_ranks_that_wait():
+    """Ctrl-C in a notebook, whose main thread waits for the ranks."""
+
+    def program():
+        mesh = Mesh()
+        if mesh.rank == 0:
+            _thread.interrupt_main()
+        mesh.receive(1 - mesh.rank)  # that never comes
+
+    with pytest.raises(KeyboardInterrupt):
+        run(program, 2)
+    deadline = time.monotonic() + 1
+    while ranks_that_run() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert ranks_that_run() == []
+
+
+# --- cores
+
+
+def blas_threads():
+    return {pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"}
+
+
+def test_ranks_share_the_cores(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(8))
+    before = blas_threads()
+    assert before, "NumPy's BLAS is not one that threadpoolctl knows"
+    assert run(blas_threads, 8) == [{1}] * 8
+    assert run(blas_threads, 3) == [{2}] * 3
+    assert run(blas_threads, 99) == [{1}] * 99
+    assert blas_threads() == before
+
+
+@pytest.mark.mpi(ranks=2)
+def test_mpi_ranks_share_the_cores():
+    import os
+
+    world()
+    if not any(name in os.environ for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")):
+        assert blas_threads() == {max(1, len(os.sched_getaffinity(0)) // world().size)}
