@@ -237,6 +237,7 @@ def test_any_dtype_that_numpy_knows(name):
         sent = group.start_send(1 - group.rank, x)
         for result in group.receive(1 - group.rank), group.broadcast(x), group.all_to_all(x):
             assert result.dtype == dtype and result.shape == (6,)
+        assert group.all_gather(x.reshape(2, 3), 1).dtype == dtype
         assert group.all_gather(x).tobytes() == x.tobytes() * 2
         sent.wait()
 

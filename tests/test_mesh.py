@@ -102,11 +102,13 @@ def test_the_mesh_speaks_for_its_groups():
 def test_two_meshes_at_once_do_not_mix_their_messages():
     def program():
         with Mesh(a=2, b=2) as one, Mesh(a=2, b=2) as other:
-            x = np.full(3, float(one.rank))
-            first = one.start("all_reduce", x, over="a"), one.start("all_reduce", x)
-            second = other.start("all_reduce", x * 10, over="a"), other.start("all_reduce", x * 10)
-            for pending, tenfold in zip(first, second):
-                assert_same(tenfold.wait(), pending.wait() * 10)
+            factors = {one: 1.0, other: 10.0}
+            for mesh in factors:
+                mesh.group("b")  # made when first asked for, by all its ranks in the same order
+            order = [one, other] if one.rank % 2 else [other, one]
+            started = {mesh: mesh.start("all_reduce", np.full(3, factors[mesh]), over="b") for mesh in order}
+            for mesh, pending in started.items():
+                assert_same(pending.wait(), np.full(3, 2 * factors[mesh]))
 
     run(program, 4)
 

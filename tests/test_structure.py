@@ -34,10 +34,6 @@ ONLY = {
 }
 
 LONGEST = 300  # lines
-LONGER = {
-    "comm/group.py": "every collective goes through this one door, blocking and begun",
-}
-
 #: Module-level state that changes while the program runs, and why it may.
 STATE = {
     "arrays/backend.py: CPU": "stateless: the host's backend",
@@ -109,8 +105,7 @@ def test_kernels_and_layers_ask_the_backend_for_their_array_module(file):
 @every_file
 def test_files_are_short(file):
     lines = len((ROOT / file).read_text().splitlines())
-    assert lines <= LONGEST or file in LONGER, f"{file} has {lines} lines: it may be two files"
-    assert lines > LONGEST or file not in LONGER, f"{file} is short now; take it from the list"
+    assert lines <= LONGEST, f"{file} has {lines} lines: it may be two files"
 
 
 @every_file

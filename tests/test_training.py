@@ -41,7 +41,8 @@ def test_a_run_goes_on_exactly_on_another_mesh(tmp_path):
         ours, theirs = load_file(tmp_path / "parts" / file), load_file(tmp_path / "whole" / file)
         assert list(ours) == list(theirs)
         for name in ours:
-            np.testing.assert_allclose(ours[name], theirs[name], atol=1e-12, err_msg=name)
+            # A key's bias has no gradient but rounding noise, which Adam makes steps of.
+            np.testing.assert_allclose(ours[name], theirs[name], atol=1e-10, err_msg=name)
 
 
 def test_a_checkpoint_is_complete_or_not_there(tmp_path, monkeypatch):

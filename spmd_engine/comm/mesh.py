@@ -10,9 +10,9 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.communicator import Communicator
-from spmd_engine.comm.group import TIMEOUT, Group
+from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
-from spmd_engine.comm.pending import Pending
+from spmd_engine.comm.pending import TIMEOUT, Pending
 from spmd_engine.comm.world import gather_texts, world
 from spmd_engine.errors import MeshError, UsageError
 

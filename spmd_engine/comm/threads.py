@@ -62,9 +62,9 @@ def run(
 
     threads = [threading.Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(ranks)]
     with threadpool_limits(max(1, len(os.sched_getaffinity(0)) // ranks), user_api="blas"):
-        for thread in threads:
-            thread.start()
         try:
+            for thread in threads:
+                thread.start()
             for thread in threads:
                 thread.join()
         except BaseException as error:  # Ctrl-C: ranks that wait must not do so in the background for ever

@@ -87,6 +87,7 @@ def _end_all_ranks_on_error(comm) -> None:
     def hook(kind, error, trace):
         if issubclass(kind, KeyboardInterrupt):
             return previous(kind, error, trace)
+        atexit.unregister(_leave)  # Abort may return: then this must not look like an end in good order
         if not _speaks(comm):
             time.sleep(5)  # the rank that does ends the job meanwhile
             comm.Abort(1)

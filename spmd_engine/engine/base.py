@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.mesh import Collectives, Mesh, Over
 from spmd_engine.engine.batch import Batch
+from spmd_engine.engine.serving import Writer, serve
 from spmd_engine.engine.tape import Tape, Tapes
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.loss import mean_squared_error
@@ -263,39 +264,4 @@ class ShardedEngine(Collectives, ABC):
         iterate over; ``output_stream`` anything with ``write(array)``. Each input is cut by ``input_sharding``
         and the output gathered by ``output_sharding``. No tape is kept.
         """
-        source = iter(input_stream) if self.device_id == 0 else iter(())
-        with self.inference():
-            while True:
-                x, failure = None, None
-                if self.device_id == 0:
-                    try:
-                        x = next(source, None)
-                    except Exception as error:  # the others wait: tell them before it ends the loop here
-                        failure = error
-                go_on = self.broadcast(np.array(x is not None), label="inference")
-                if failure is not None:
-                    raise failure
-                if not go_on:
-                    return
-                whole = self.broadcast(np.asarray(x) if x is not None else None, label="inference")
-                y = self._infer(whole)
-                if self.device_id == 0:
-                    output_stream.write(y)
-
-    def _infer(self, whole: np.ndarray) -> np.ndarray | None:
-        """The whole output for one whole input, on rank 0 at least."""
-        spec = Spec.parse(self.input_sharding) if self.input_sharding else None
-        x = whole[spec.block(whole.shape, self.mesh)] if spec else whole
-        y = self.forward(self.backend.asarray(np.ascontiguousarray(x)))
-        holder = int(self.all_reduce(np.array(self.device_id if y is not None else -1), "max", label="inference"))
-        if y is not None and self.output_sharding:
-            y = Spec.parse(self.output_sharding).gather(y, self.mesh, label="inference")
-        here = backend_of(y).to_host(y) if y is not None else None
-        missing_on_zero = self.broadcast(np.array(y is None), label="inference")
-        return self.broadcast(here, root=holder, label="inference") if missing_on_zero else here
-
-
-class Writer(Protocol):
-    """Where inference_loop puts its outputs."""
-
-    def write(self, array: Array, /) -> Any: ...
+        serve(self, input_stream, output_stream)

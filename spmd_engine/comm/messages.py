@@ -1,0 +1,65 @@
+"""Between two ranks: send and receive, with shape and dtype on the way."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from spmd_engine.arrays.backend import CPU, Array, Backend, backend_of
+from spmd_engine.comm import header
+from spmd_engine.comm.door import COLLECTIVE_TAGS, Door
+from spmd_engine.comm.header import Header
+from spmd_engine.comm.pending import Pending, Steps
+from spmd_engine.errors import UsageError
+
+
+class Messages(Door):
+    """Messages of one (sender, receiver) arrive in the order sent. No check can find a missing partner: the
+    timeout does."""
+
+    def send(self, to: int, x: Array, *, label: str = "") -> None:
+        """Send ``x``, with its shape and dtype, to rank ``to`` of the group."""
+        self.start_send(to, x, label=label).wait()
+
+    def start_send(self, to: int, x: Array, *, label: str = "") -> Pending:
+        self._peer("send", to)
+        own, _ = self._ready(x)
+        tag = self._message_tag("to", to)
+
+        def steps(call: Header, tag: int) -> Steps:
+            said = np.frombuffer(call.pack(), np.uint8)
+            backend_of(own).synchronize()
+            requests = self.comm.start_send(said, to, tag)
+            yield requests + (self.comm.start_send(own, to, tag + 1) if own.size else [])
+
+        call = self._header("send", own)
+        return self._begin(steps, call, label, payload=own.nbytes, sent=own.nbytes, tag=tag)
+
+    def receive(self, source: int, *, like: Backend = CPU, label: str = "") -> Array:
+        """The next array that rank ``source`` sends here; shape and dtype come with it. ``like``: where to."""
+        return self.start_receive(source, like=like, label=label).wait()
+
+    def start_receive(self, source: int, *, like: Backend = CPU, label: str = "") -> Pending:
+        self._peer("receive", source)
+        tag = self._message_tag("from", source)
+
+        def steps(call: Header, tag: int) -> Steps:
+            said = np.empty(header.SIZE, np.uint8)
+            yield self.comm.start_receive(said, source, tag)
+            theirs = Header.unpack(said.tobytes())
+            where = like if self.comm.device_aware else CPU
+            data = where.empty(theirs.shape, header.np_dtype(theirs.dtype))
+            if data.size:
+                where.synchronize()
+                yield self.comm.start_receive(data, source, tag + 1)
+            return like.asarray(data)
+
+        return self._begin(steps, self._header("send"), label, tag=tag, operation="receive")
+
+    def _peer(self, operation: str, rank: int) -> None:
+        if not 0 <= rank < self.size:
+            raise UsageError(f"{operation} over {self.axes!r}: rank {rank} is not one of {self.size} ranks")
+        if rank == self.rank and self.size == 1:
+            raise UsageError(f"{operation} over {self.axes!r}: a group of one rank has nobody to talk to")
+
+    def _message_tag(self, way: str, rank: int) -> int:
+        return COLLECTIVE_TAGS + self.comm.next_message(way, rank) % 4096 * 2

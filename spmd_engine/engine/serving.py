@@ -1,0 +1,53 @@
+"""Serving: whole inputs in and whole outputs out on rank 0, the work on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.sharding.notation import Spec
+
+if TYPE_CHECKING:
+    from spmd_engine.engine.base import ShardedEngine
+
+
+class Writer(Protocol):
+    """Where outputs go."""
+
+    def write(self, array: Array, /) -> Any: ...
+
+
+def serve(engine: ShardedEngine, inputs: Iterable[Array] | None, outputs: Writer | None) -> None:
+    """``ShardedEngine.inference_loop``: rank 0 reads, all ranks compute, rank 0 writes. Collective."""
+    source = iter(inputs) if engine.device_id == 0 else iter(())
+    with engine.inference():
+        while True:
+            x, failure = None, None
+            if engine.device_id == 0:
+                try:
+                    x = next(source, None)
+                except Exception as error:  # the others wait: tell them before it ends the loop here
+                    failure = error
+            go_on = engine.broadcast(np.array(x is not None), label="inference")
+            if failure is not None:
+                raise failure
+            if not go_on:
+                return
+            y = _answer(engine, engine.broadcast(np.asarray(x) if x is not None else None, label="inference"))
+            if engine.device_id == 0:
+                outputs.write(y)
+
+
+def _answer(engine: ShardedEngine, whole: np.ndarray) -> np.ndarray | None:
+    """The whole output for one whole input, on rank 0 at least."""
+    x = whole[Spec.parse(engine.input_sharding).block(whole.shape, engine.mesh)] if engine.input_sharding else whole
+    y = engine.forward(engine.backend.asarray(np.ascontiguousarray(x)))
+    holder = int(engine.all_reduce(np.array(engine.device_id if y is not None else -1), "max", label="inference"))
+    if y is not None and engine.output_sharding:
+        y = Spec.parse(engine.output_sharding).gather(y, engine.mesh, label="inference")
+    here = backend_of(y).to_host(y) if y is not None else None
+    missing_on_zero = engine.broadcast(np.array(y is None), label="inference")
+    return engine.broadcast(here, root=holder, label="inference") if missing_on_zero else here

@@ -1,0 +1,122 @@
+"""A rank that fails, ends early or is killed ends the whole job at once, and says so once."""
+
+import time
+
+import pytest
+
+from mpi_harness.launch import mpiexec
+
+pytestmark = pytest.mark.skipif(mpiexec() is None, reason="needs an MPI library and its mpiexec")
+
+HEAD = """
+import os, signal, sys, time
+import numpy as np
+from spmd_engine import Mesh, world
+
+mesh = Mesh()
+mesh.barrier()
+now = lambda: open("moment", "w").write(str(time.time()))
+"""
+
+
+@pytest.fixture
+def job(mpi_run, tmp_path):
+    """Run a program on 4 ranks; what it gave, and how long it lived after it had said `now()`."""
+
+    def run(text, ranks=4):
+        script = tmp_path / "program.py"
+        script.write_text(HEAD + text)
+        ended = mpi_run(ranks, script, timeout=60, cwd=tmp_path)
+        moment = tmp_path / "moment"
+        ended.seconds = time.time() - float(moment.read_text()) if moment.exists() else None
+        return ended
+
+    return run
+
+
+def tracebacks(text):
+    return text.count("Traceback (most recent call last)")
+
+
+WAITS = {
+    "in-a-collective": "mesh.all_gather(np.ones(3))",
+    "in-a-large-collective": "mesh.all_reduce(np.ones(1_000_000))",
+    "in-a-group": "Mesh(data=2, model=2).all_reduce(np.ones(3), over='model')",
+    "for-a-message": "mesh.receive(1)",
+    "to-send": "mesh.send(1, np.ones(1_000_000))",
+    "to-make-a-mesh": "Mesh()",
+}
+
+
+@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
+def test_a_rank_that_raises_while_others_wait(wait, job):
+    ended = job(f"""
+if world().rank == 1:
+    time.sleep(0.2)
+    now()
+    raise ValueError("of one rank")
+{wait}
+""")
+    assert ended.returncode != 0
+    assert ended.seconds < 2
+    assert tracebacks(ended.stderr) == 1, ended.stderr
+    assert "rank 1 of 4 failed and ends the job" in ended.stderr
+    assert 'raise ValueError("of one rank")' in ended.stderr
+
+
+ALIKE = {
+    "on-all": ('mesh.barrier(); raise ValueError("of every rank")', 0, "of every rank"),
+    "on-some": ("mesh.barrier(); 1 / (mesh.rank < 2); mesh.barrier()", 2, "ZeroDivisionError"),
+    "mismatch": ("mesh.all_reduce(np.ones(3 + (mesh.rank == 1)))", 0, "rank 1 called all_reduce(sum, float64[4])"),
+    "mismatch-in-a-group": (
+        "m = Mesh(data=2, model=2); m.all_reduce(np.ones(3 + (m.rank == 3)), over='model'); m.barrier()",
+        2,
+        "rank 1 called all_reduce(sum, float64[4])",
+    ),
+}
+
+
+@pytest.mark.parametrize("text, speaker, message", ALIKE.values(), ids=ALIKE)
+def test_the_same_error_on_several_ranks_is_told_once(text, speaker, message, job):
+    ended = job(text)
+    assert ended.returncode != 0
+    assert tracebacks(ended.stderr) == 1, ended.stderr
+    assert f"rank {speaker} of 4 failed and ends the job" in ended.stderr
+    assert message in ended.stderr
+
+
+@pytest.mark.parametrize("end", ["sys.exit(0)", "sys.exit(3)"])
+def test_a_rank_that_ends_early(end, job):
+    ended = job(f"""
+if mesh.rank == 1:
+    now()
+    {end}
+mesh.all_gather(np.ones(3))
+""")
+    assert ended.returncode != 0
+    assert ended.seconds < 3
+    assert tracebacks(ended.stderr) == 1, ended.stderr
+    assert "ranks 0, 2, 3 called all_gather" in ended.stderr
+    assert "rank 1 called nothing more: its program ended" in ended.stderr
+
+
+@pytest.mark.parametrize("end", ["os._exit(1)", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_a_rank_that_is_killed(end, job):
+    ended = job(f"""
+if mesh.rank == 1:
+    now()
+    {end}
+mesh.all_gather(np.ones(3))
+""")
+    assert ended.returncode != 0
+    assert ended.seconds < 3
+
+
+def test_a_program_that_ends_well(job):
+    ended = job("mesh.all_reduce(np.ones(1_000_000))")
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_one_rank_needs_nobody(job):
+    ended = job("print(float(mesh.all_reduce(np.ones(1))[0]), file=sys.stderr)", ranks=1)
+    assert (ended.returncode, ended.stderr) == (0, "1.0\n")
