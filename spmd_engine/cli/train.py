@@ -97,7 +97,7 @@ def _train(options: dict[str, Any], mesh: Mesh) -> None:
             reporter.stepped(report)
         save_checkpoint(folder, engine, trainer.optimizer, step=trainer.steps_done, **facts)
         prompt = "def "
-        text = decode(generate(engine, encode(prompt), options["sample"], seed=options["seed"]))
+        text = decode(generate(engine, encode(prompt), options["sample"], temperature=0.6, seed=options["seed"]))
         reporter.finished(prompt + text if options["sample"] else "", loss)
 
 
