@@ -71,7 +71,7 @@ def main(steps=200, batch_size=32):
         save_checkpoint("runs/bigram", engine, trainer.optimizer, step=steps)
         if mesh.rank == 0:
             print(mesh.ledger)
-        return report.loss
+        return trainer.evaluate([batches(steps)])
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ HERE = Path(__file__).resolve().parent
 WORKERS = {"ours": HERE / "bench_worker_ours.py", "torch": HERE / "torch_gpt.py"}
 MODELS = {
     "gpt-mini": {"vocabulary": 257, "context": 256, "layers": 6, "width": 384, "heads": 6},
-    "gpt-nano": {"vocabulary": 257, "context": 128, "layers": 4, "width": 128, "heads": 4},
+    "gpt-nano": {"vocabulary": 257, "context": 128, "layers": 8, "width": 96, "heads": 6},
 }
 TRAINING = {"threads": 1, "learning_rate": 3e-4, "betas": [0.9, 0.95], "epsilon": 1e-8, "weight_decay": 0.1,
             "clip_norm": 1.0}

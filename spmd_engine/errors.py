@@ -6,7 +6,11 @@ class SpmdError(Exception):
 
 
 class UsageError(SpmdError):
-    """What the user asked for cannot be done; the same on every rank, before anything is written."""
+    """What the user asked for cannot be done."""
+
+
+class NotFiniteError(UsageError):
+    """A loss or a gradient is infinite or not a number; raised on every rank before the parameters change."""
 
 
 class MeshError(UsageError):

@@ -154,7 +154,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(spmd, tmp_path, message):
     (tmp_path / "empty").touch()
     (tmp_path / "short").write_text("too short")
     (tmp_path / "runs" / "taken").mkdir(parents=True)
-    (tmp_path / "runs" / "taken" / "config.json").write_text("{}")
+    (tmp_path / "runs" / "taken" / "parameters.safetensors").touch()
     before = sorted(tmp_path.rglob("*"))
     result = spmd(2, "train", *MISTAKES[message], timeout=60)
     assert result.returncode == 2, result.stderr
@@ -168,3 +168,43 @@ def test_help_tells_every_command(ok):
     for command in ("train", "generate", "infer", "inspect"):
         assert command in text
         assert "--mesh" in ok(1, command, "--help").stdout
+
+
+def test_a_run_broken_off_and_resumed_is_the_run_that_was_not(ok, tmp_path):
+    common = ["--steps", "4", "--batch-size", "2", "--dtype", "float64", "--warmup", "2", *QUIET]
+    ok(1, "train", *common, "--run", "whole")
+    ok(2, "train", *common, "--stop-at", "2", "--run", "parts")
+    ok(2, "train", "--resume", "--run", "parts", "--mesh", "model=2")
+    ours, theirs = ([m["loss"] for m in metrics(tmp_path / "runs" / name)] for name in ("parts", "whole"))
+    np.testing.assert_allclose(ours, theirs, rtol=1e-11)
+
+
+def one_line(result):
+    """The one line that a mistake leaves, whatever the launcher adds when a rank had to end the job."""
+    ours = [line for line in result.stderr.splitlines() if "spmd_engine: " in line or "Traceback" in line]
+    assert len(ours) == 1 and result.returncode != 0, result.stderr
+    return ours[0]
+
+
+def test_a_mistake_that_one_rank_finds_is_still_one_line(ok, spmd, tmp_path):
+    ok(1, "train", "--steps", "1", "--batch-size", "2", "--run", "r", *QUIET)
+    tokens = np.zeros((2, 128), int)
+    tokens[1, 5] = 999
+    np.save(tmp_path / "x.npy", tokens)
+    result = spmd(2, "infer", "--run", "r", "--mesh", "data=2", "--input", "x.npy", "--output", "y.npy", timeout=30)
+    assert "rank 1 of 2: spmd_engine: gpt-nano: inputs from 0 to 999" in one_line(result)
+    assert not (tmp_path / "y.npy").exists()
+
+
+def test_damaged_runs_are_one_line(ok, spmd, tmp_path):
+    ok(1, "train", "--steps", "1", "--batch-size", "2", "--run", "r", *QUIET)
+    folder = tmp_path / "runs" / "r"
+    resume = ["train", "--resume", "--run", "r", "--steps", "2"]
+    assert "was saved with another optimizer" in one_line(spmd(2, *resume, "--optimizer", "sgd"))
+    whole = (folder / "parameters.safetensors").read_bytes()
+    (folder / "parameters.safetensors").write_bytes(whole[:1000])
+    assert "is damaged or cannot be read" in one_line(spmd(2, *resume))
+    (folder / "config.json").write_text("{}")
+    assert "does not say: dtype, model, seed" in one_line(spmd(2, *resume))
+    (folder / "config.json").write_text("[")
+    assert "is damaged" in one_line(spmd(2, *resume))

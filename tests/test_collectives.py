@@ -1,5 +1,6 @@
 """Every collective against NumPy on the list of all ranks' arrays, on threads and on MPI."""
 
+import functools
 import itertools
 import time
 
@@ -27,6 +28,16 @@ def lengths_of(n, dtype):
     yield [INLINE // dtype.itemsize + 1 if r % 2 else 1 for r in range(n)]
 
 
+def axes_of(shape):
+    return [*range(len(shape)), -1]
+
+
+@functools.cache
+def whole(shape, dtype, ranks, op):
+    """The reduction of all ranks' arrays."""
+    return reduced([values(shape, dtype, r) for r in range(ranks)], op)
+
+
 def split(x, lengths, axis):
     return np.split(x, np.cumsum(lengths)[:-1], axis)
 
@@ -37,15 +48,14 @@ def split(x, lengths, axis):
 def all_reduce(dtype, check):
     group, form = Mesh(check=check).group(), itertools.cycle(FORMS)
     for shape, op in itertools.product(SHAPES, OPS):
-        arrays = [values(shape, dtype, r) for r in range(group.size)]
-        result = group.all_reduce(next(form)(arrays[group.rank]), op)
-        assert_same(result, reduced(arrays, op), shape, op)
+        result = group.all_reduce(next(form)(values(shape, dtype, group.rank)), op)
+        assert_same(result, whole(shape, dtype, group.size, op), shape, op)
 
 
 def all_gather(dtype, check):
     group, form = Mesh(check=check).group(), itertools.cycle(FORMS)
     for shape, lengths in itertools.product([(1,), (2, 3), (2, 3, 4)], lengths_of(group.size, dtype)):
-        for axis, sizes in itertools.product(range(-len(shape), len(shape)), [None, lengths]):
+        for axis, sizes in itertools.product(axes_of(shape), [None, lengths]):
             shapes = [np.insert(np.delete(shape, axis), axis % len(shape), n) for n in lengths]
             arrays = [values(tuple(map(int, each)), dtype, r) for r, each in enumerate(shapes)]
             result = group.all_gather(next(form)(arrays[group.rank]), axis, sizes=sizes)
@@ -55,20 +65,20 @@ def all_gather(dtype, check):
 def reduce_scatter(dtype, check):
     group, form, op = Mesh(check=check).group(), itertools.cycle(FORMS), itertools.cycle(OPS)
     for shape in SHAPES[1:]:
-        arrays = [values(shape, dtype, r) for r in range(group.size)]
-        for axis in range(-len(shape), len(shape)):
+        for axis in axes_of(shape):
             last = [0] * (group.size - 1) + [shape[axis]]  # all of it to the last rank
             for sizes, how in itertools.product([None, last], [next(op), next(op)]):
-                whole = reduced(arrays, how)
-                parts = split(whole, sizes, axis) if sizes else np.array_split(whole, group.size, axis)
-                result = group.reduce_scatter(next(form)(arrays[group.rank]), axis, how, sizes=sizes)
+                total = whole(shape, dtype, group.size, how)
+                parts = split(total, sizes, axis) if sizes else np.array_split(total, group.size, axis)
+                x = next(form)(values(shape, dtype, group.rank))
+                result = group.reduce_scatter(x, axis, how, sizes=sizes)
                 assert_same(result, parts[group.rank], shape, axis, sizes, how)
 
 
 def all_to_all(dtype, check):
     group, form = Mesh(check=check).group(), itertools.cycle(FORMS)
     for shape in SHAPES[1:-1]:
-        for axis, onto in itertools.product(range(-len(shape), len(shape)), [None, 0, -1]):
+        for axis, onto in itertools.product(axes_of(shape), [None, 0, -1]):
             joined = axis if onto is None else onto
             shapes = [list(shape) for _ in range(group.size)]
             for r, each in enumerate(shapes):

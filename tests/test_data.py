@@ -19,6 +19,11 @@ def load(path, ranks=1):
     return run(program, ranks)
 
 
+def load_corpus_of(text):
+    with Mesh() as mesh:
+        return load_corpus(mesh.group(), text, CONTEXT)
+
+
 @pytest.fixture
 def folder(tmp_path):
     for i in range(45):
@@ -112,3 +117,25 @@ def test_validation_windows_are_spread_over_all_that_is_held_out():
 def test_text_survives_tokens():
     assert decode(encode("naïve – 数")) == "naïve – 数"
     assert decode([104, 105, END_OF_FILE, 0xFF]) == "hi\n-----\n\ufffd"
+
+
+def test_the_digest_is_of_the_files_not_of_their_folder(folder, tmp_path):
+    (tmp_path / "copy").mkdir()
+    for file in folder.glob("*.txt"):
+        (tmp_path / "copy" / file.name).write_bytes(file.read_bytes())
+    (moved,) = load(tmp_path / "copy")
+    for file in folder.glob("*.txt"):
+        file.rename(tmp_path / "copy" / file.name)
+    assert load(tmp_path / "copy")[0].sha256 == moved.sha256
+
+
+def test_empty_files_held_out_do_not_spoil_a_corpus(tmp_path):
+    for i in range(20):
+        (tmp_path / f"{i:02}").write_text("" if i == 10 else "some text\n" * 20)
+    (corpus,) = load(tmp_path)
+    assert CONTEXT < len(corpus.validation) < len(corpus.train)
+
+
+def test_an_empty_path_is_not_the_standard_library():
+    with pytest.raises(UsageError, match="--data is empty"):
+        load_corpus_of("")

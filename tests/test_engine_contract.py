@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from spmd_engine import Mesh, run
-from spmd_engine.engine import ShardedEngine
+from spmd_engine.engine import SGD, ShardedEngine
+from spmd_engine.engine.batch import batch_of
 from spmd_engine.errors import MismatchError, UsageError
 from spmd_engine.strategies import DataParallel, SingleDevice, TensorParallel
 from spmd_engine.strategies.two_layers import initial_parameters
@@ -157,7 +158,7 @@ def test_a_gather_that_only_one_rank_calls_is_an_error(others):
             elif others == "reduce":
                 engine.all_reduce(np.ones(3))
 
-    with pytest.raises(MismatchError, match="rank 0 called barrier"):
+    with pytest.raises(MismatchError, match="rank 0 called all_gather"):
         run(program, 3)
 
 
@@ -240,3 +241,55 @@ def test_the_norm_counts_every_element_once():
     for strategy, axes in meshes:
         norms = run(partial(program, strategy, **axes), int(np.prod(list(axes.values()))))
         np.testing.assert_allclose(norms, expected, rtol=1e-13)
+
+
+def test_gathers_of_different_names_are_an_error():
+    def program():
+        with Mesh(model=2) as mesh:
+            TensorParallel(D, D, mesh).gather(f"layer_{mesh.rank}/weights")
+
+    with pytest.raises(MismatchError, match=r"ranks \[1\] ask for another parameter"):
+        run(program, 2)
+
+
+class Careless(Bare):
+    """A stranger's mistakes, one at a time."""
+
+    wrong: dict = {}
+
+    @property
+    def parameters(self):
+        return {"w": self.w}
+
+    def backward(self, grads):
+        return self.wrong or super().backward(grads)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"w": np.ones((2, 3))}, r"w: gradient of shape \(2, 3\), parameter of \(3, 2\)"),
+        ({"v": np.ones((3, 2))}, "differ in names: v, w"),
+    ],
+)
+def test_gradients_that_do_not_fit_are_refused(wrong, message):
+    engine = Careless()
+    engine.wrong = wrong
+    engine.step(batch_of(np.ones((4, 3)), np.ones((4, 2)), engine))
+    with pytest.raises(UsageError, match=message):
+        SGD().update(engine, engine.gradients, step=1, rate=0.1)
+
+
+def test_a_batch_cut_in_inputs_alone_is_refused():
+    engine = Careless()
+    engine.input_sharding = "b/data d"
+    with pytest.raises(UsageError, match="say by output_sharding"):
+        engine.step(batch_of(np.ones((4, 3)), np.ones((4, 2)), engine))
+
+
+def test_parameters_must_be_contiguous():
+    engine = Careless()
+    engine.w = np.zeros((3, 2), order="F")
+    engine.step(batch_of(np.ones((4, 3)), np.ones((4, 2)), engine))
+    with pytest.raises(UsageError, match="not contiguous"):
+        SGD().update(engine, engine.gradients, step=1, rate=0.1)

@@ -8,7 +8,7 @@ import pytest
 
 import tiny
 from spmd_engine import Mesh, run
-from spmd_engine.engine import SGD, Batch, LayeredEngine, MicroBatch
+from spmd_engine.engine import SGD, Batch, LayeredEngine, MicroBatch, schedules
 from spmd_engine.errors import NotationError, UsageError
 from spmd_engine.models import gpt
 from spmd_engine.sharding import Layout
@@ -164,8 +164,75 @@ def test_layouts_that_would_compute_something_else_are_refused(message):
 
 
 def test_wrong_tokens_and_ties_are_refused():
-    with Mesh() as mesh, pytest.raises(UsageError, match="tokens from -1 to 3; this vocabulary has 0 to 12"):
+    with Mesh() as mesh, pytest.raises(UsageError, match="gpt: inputs from -1 to 3; the vocabulary has 0 to 12"):
         tiny.make_engine(mesh).forward(np.array([[3, -1]]))
     model = gpt(tiny.SIZE)
     with pytest.raises(UsageError, match="tied to 'embedding/table', which no layer has"):
         replace(model, layers=model.layers[1:])
+
+
+def test_float_tokens_wrong_targets_and_long_sequences_are_refused():
+    inputs, targets = tiny.tokens(0)
+    with Mesh() as mesh:
+        engine = tiny.make_engine(mesh)
+        with pytest.raises(UsageError, match="inputs must be whole numbers, they are float64"):
+            engine.forward(inputs * 1.0)
+        with pytest.raises(UsageError, match="a sequence of 20, but the context is 10"):
+            engine.forward(np.zeros((1, 20), int))
+        with pytest.raises(UsageError, match="targets from -100 to"):
+            engine.step(Batch([MicroBatch(inputs, np.where(targets == 3, -100, targets))]))
+
+
+def all_forwards_first(micro_batches):
+    yield from (schedules.Forward(m) for m in range(micro_batches))
+    yield from (schedules.Backward(m) for m in reversed(range(micro_batches)))
+
+
+def test_any_order_of_micro_batches_gives_the_same():
+    options = {"dropout": 0.1, "micro_batches": 3}
+    for result in tiny.train({"data": 2}, schedule=all_forwards_first, **options):
+        assert_equal_training(result, train_once(**options))
+
+
+def test_instructions_that_an_engine_does_not_know_are_refused():
+    with Mesh() as mesh:
+        engine = tiny.make_engine(mesh, schedule=lambda m: [schedules.Instruction(0)])
+        with pytest.raises(UsageError, match="cannot execute Instruction"):
+            engine.step(tiny.batch(engine, 0))
+
+
+def test_a_step_after_one_that_broke_off_is_right():
+    def program():
+        with Mesh() as mesh:
+            engine = tiny.make_engine(mesh, group_threshold=0)
+            batch, (_, first) = tiny.batch(engine, 0), engine.model.layers[0]
+            engine.step(batch)
+            expected = engine.gradient_norm()
+            engine.model.layers[0][1].backward_weight = broken
+            try:
+                engine.step(batch)
+            except RuntimeError:
+                del first.backward_weight
+            engine.step(batch)
+            assert engine.gradient_norm() == expected
+
+    def broken(*args):
+        raise RuntimeError
+
+    run(program, 2)
+
+
+def test_samples_that_are_not_numbered_are_counted():
+    def norm(numbered):
+        def program():
+            with Mesh() as mesh:
+                engine = tiny.make_engine(mesh, dropout=0.3)
+                batch = tiny.batch(engine, 0, micro_batches=3)
+                if not numbered:
+                    batch = Batch([replace(m, samples=None) for m in batch.micro_batches])
+                engine.step(batch)
+                return engine.gradient_norm()
+
+        return program
+
+    np.testing.assert_allclose(run(norm(False), 2), run(norm(True), 1)[0], rtol=1e-12)

@@ -6,6 +6,7 @@ import pytest
 from numerics import assert_gradient, frozen, normals
 from spmd_engine import Mesh, run
 from spmd_engine.comm.algorithms import span
+from spmd_engine.errors import UsageError
 from spmd_engine.layers import cross_entropy, mean_squared_error
 
 SHAPE, VOCABULARY = (2, 5), 13
@@ -82,6 +83,11 @@ def test_count_makes_shares_of_one_mean():
     np.testing.assert_allclose(np.stack([g for _, g in parts]), gradient, atol=1e-15)
 
 
+def test_shapes_that_only_broadcast_are_refused():
+    with pytest.raises(UsageError, match="outputs of shape"):
+        mean_squared_error(np.ones((6, 1)), np.ones(6))
+
+
 def test_no_tokens():
     value, gradient = whole(LOGITS[:0], TARGETS[:0])
     assert value == 0 and gradient.shape == (0, *SHAPE[1:], VOCABULARY)
@@ -90,11 +96,6 @@ def test_no_tokens():
 def test_the_gradient_is_written_over_the_outputs():
     logits = LOGITS.copy()
     assert np.shares_memory(cross_entropy(logits, TARGETS)[1], logits)
-
-
-def test_without_gradient():
-    value, gradient = whole(mask=MASK, want_gradient=False)
-    assert gradient is None and value == whole(mask=MASK)[0]
 
 
 def test_logits_that_are_not_contiguous():

@@ -6,9 +6,10 @@ from safetensors.numpy import load_file, save_file
 
 import tiny
 from spmd_engine import Mesh, run
+from spmd_engine.arrays.updates import sum_of_squares
 from spmd_engine.engine import SGD, AdamW
 from spmd_engine.engine.optimizers import WarmupCosine
-from spmd_engine.errors import SpmdError, UsageError
+from spmd_engine.errors import NotFiniteError, UsageError
 from spmd_engine.training import Checkpoint, Trainer, generate, load_checkpoint, save_checkpoint
 
 
@@ -35,7 +36,8 @@ def train_from(axes, folder, steps, resume):
 def test_a_run_goes_on_exactly_on_another_mesh(tmp_path):
     whole = train_from({"data": 1}, tmp_path / "whole", 4, resume=False)
     first = train_from({"data": 2, "model": 2}, tmp_path / "parts", 2, resume=False)
-    second = train_from({"model": 3}, tmp_path / "parts", 4, resume=True)
+    second = train_from({"model": 8}, tmp_path / "parts", 3, resume=True)  # of 6 heads, two ranks have none
+    second += train_from({"model": 3}, tmp_path / "parts", 4, resume=True)
     np.testing.assert_allclose(first + second, whole, rtol=1e-12)
     for file in ("parameters.safetensors", "optimizer.safetensors"):
         ours, theirs = load_file(tmp_path / "parts" / file), load_file(tmp_path / "whole" / file)
@@ -105,7 +107,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_update():
         trainer = make_trainer(mesh)
         trainer.engine.parameters["norm/scale"][...] = np.inf
         before = trainer.engine.parameters["embedding/table"].copy()
-        with np.errstate(all="ignore"), pytest.raises(SpmdError, match="step 1: the loss is nan"):
+        with np.errstate(all="ignore"), pytest.raises(NotFiniteError, match="step 1: the loss is nan"):
             trainer.step()
         assert np.array_equal(trainer.engine.parameters["embedding/table"], before)
 
@@ -141,3 +143,26 @@ def test_generation_is_the_same_on_every_mesh_and_rank(temperature):
 def test_an_empty_prompt_is_refused():
     with Mesh() as mesh, pytest.raises(UsageError, match="prompt is empty"):
         generate(tiny.make_engine(mesh), [], 1)
+
+
+def test_files_of_two_steps_do_not_make_a_checkpoint(tmp_path):
+    train_from({"data": 1}, tmp_path, 1, resume=False)
+    optimizer = (tmp_path / "optimizer.safetensors").read_bytes()
+    train_from({"data": 1}, tmp_path, 2, resume=False)
+    (tmp_path / "optimizer.safetensors").write_bytes(optimizer)
+    with pytest.raises(UsageError, match="broke off between writing the two"):
+        train_from({"data": 2}, tmp_path, 3, resume=True)
+
+
+def test_gradients_that_are_not_finite_stop_before_the_update():
+    with Mesh() as mesh:
+        trainer = make_trainer(mesh)
+        trainer.engine.gradient_norm = lambda: float("inf")
+        before = trainer.engine.parameters["norm/scale"].copy()
+        with pytest.raises(NotFiniteError, match="step 1: the gradient's norm is inf"):
+            trainer.step()
+        assert np.array_equal(trainer.engine.parameters["norm/scale"], before)
+
+
+def test_norms_of_large_gradients_are_finite():
+    assert sum_of_squares(np.full(4, 1e25, np.float32)) == pytest.approx(4e50, rel=1e-6)

@@ -57,11 +57,16 @@ class CudaBackend(Backend):
     name = "cuda"
     on_device = True
 
-    def __init__(self) -> None:
+    def __init__(self, index: int = 0) -> None:
+        """``index``: the rank's number on its node; ranks take the node's devices in turn."""
         try:
             import cupy
         except ImportError as error:
             raise UsageError("device 'cuda' needs CuPy: pip install 'spmd_engine[cuda]'") from error
+        try:
+            cupy.cuda.Device(index % cupy.cuda.runtime.getDeviceCount()).use()
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            raise UsageError(f"device 'cuda': {error}. Is there a GPU, and its driver?") from error
         self.xp = cupy
 
     def synchronize(self) -> None:
@@ -102,8 +107,8 @@ def unregister_backend(backend: Backend) -> None:
     _device_backends.remove(backend)
 
 
-def get_backend(name: str) -> Backend:
-    """The backend called ``"cpu"`` or ``"cuda"``; raises UsageError if it cannot be had."""
+def get_backend(name: str, index: int = 0) -> Backend:
+    """The backend called ``"cpu"`` or ``"cuda"`` (the ``index``-th device); raises UsageError if it cannot be had."""
     if name == "cpu":
         return CPU
     for backend in _device_backends:
@@ -111,7 +116,7 @@ def get_backend(name: str) -> Backend:
             return backend
     if name != "cuda":
         raise UsageError(f"unknown device {name!r}; choose 'cpu' or 'cuda'")
-    backend = CudaBackend()
+    backend = CudaBackend(index)
     register_backend(backend)
     return backend
 

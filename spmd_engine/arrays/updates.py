@@ -57,5 +57,6 @@ def sum_of_squares(x: Array) -> float:
     xp = backend_of(x).xp
     total = 0.0
     for part in chunks(x):
-        total += float(xp.dot(x[part], x[part]))
+        wide = x[part].astype(xp.float64)  # the squares of large float32 numbers are not finite
+        total += float(xp.dot(wide, wide))
     return total

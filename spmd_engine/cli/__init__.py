@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 
@@ -13,9 +12,8 @@ from spmd_engine.cli.generate import generate
 from spmd_engine.cli.infer import infer
 from spmd_engine.cli.inspect import inspect
 from spmd_engine.cli.train import train
+from spmd_engine.comm.world import fail, launcher_rank
 from spmd_engine.errors import UsageError
-
-RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -45,17 +43,14 @@ def main(args: Sequence[str] | None = None) -> None:
         cli.main(args=args, prog_name="python -m spmd_engine", standalone_mode=False)
     except click.exceptions.Exit as leave:
         sys.exit(leave.exit_code)
-    except click.ClickException as error:
-        _say(error.format_message())
+    except click.ClickException as error:  # found before any rank knows of others: the same on each
+        if launcher_rank() == 0:
+            click.echo(f"spmd_engine: {error.format_message()}", err=True)
         sys.exit(2)
     except UsageError as error:
-        _say(str(error))
+        fail(f"spmd_engine: {error}")
         sys.exit(2)
     except click.Abort:
+        if launcher_rank() == 0:
+            click.echo("spmd_engine: interrupted", err=True)
         sys.exit(130)
-
-
-def _say(message: str) -> None:
-    rank = next((int(os.environ[name]) for name in RANK_VARIABLES if os.environ.get(name, "").isdigit()), 0)
-    if rank == 0:
-        click.echo(f"spmd_engine: {message}", err=True)

@@ -8,7 +8,15 @@ from pathlib import Path
 import click
 import numpy as np
 
-from spmd_engine.cli.options import build_engine, check_option, device_option, mesh_option, open_mesh, read_config
+from spmd_engine.cli.options import (
+    build_engine,
+    check_option,
+    device_option,
+    mesh_option,
+    open_mesh,
+    read_config,
+    run_folder,
+)
 from spmd_engine.comm.agreement import on_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.base import ShardedEngine
@@ -30,12 +38,14 @@ def infer(source, target, run, engine, checkpoint, batch_size, mesh, device, che
     """Read an array on rank 0, run the model on all ranks, write the outputs from rank 0."""
     if bool(run) == bool(engine):
         raise UsageError("infer needs a model: either --run DIR or --engine MODULE:NAME")
+    if run and checkpoint:
+        raise UsageError("--checkpoint goes with --engine; a run has its own")
     config = read_config(run) if run else {}
     with open_mesh(mesh, check=check) as opened:
-        inputs = on_rank_zero(opened.group(), lambda: _read(source))
+        inputs = on_rank_zero(opened.group(), lambda: _read(source, target))
         if run:
             model: ShardedEngine = build_engine({**config, "dropout": 0.0}, opened, device=device)
-            load_checkpoint(run, model)
+            load_checkpoint(run_folder(run), model)
         else:
             model = _own_engine(engine, opened)
             if checkpoint:
@@ -59,13 +69,17 @@ class _Outputs:
             np.save(file, np.concatenate(self.arrays))
 
 
-def _read(source: str) -> np.ndarray:
+def _read(source: str, target: str) -> np.ndarray:
+    if not Path(target).resolve().parent.is_dir():
+        raise UsageError(f"--output {target}: there is no such folder")
     if not Path(source).is_file():
         raise UsageError(f"--input {source}: no such file")
     try:
         inputs = np.load(source, mmap_mode="r")
-    except ValueError as error:
+    except (ValueError, EOFError, OSError) as error:
         raise UsageError(f"--input {source} is not an .npy array: {error}") from error
+    if not isinstance(inputs, np.ndarray) or inputs.dtype.kind not in "biufc":
+        raise UsageError(f"--input {source} must be one .npy array of numbers")
     if not inputs.ndim or not len(inputs):
         raise UsageError(f"--input {source}: shape {inputs.shape}; the first dim is the batch, and must not be empty")
     return inputs
@@ -78,12 +92,15 @@ def _pieces(inputs: np.ndarray, size: int | None):
 
 def _own_engine(name: str, mesh: Mesh) -> ShardedEngine:
     module, colon, attribute = name.partition(":")
+    if not (module and colon and attribute):
+        raise UsageError(f"--engine {name}: write MODULE:NAME")
     try:
-        made = getattr(importlib.import_module(module), attribute)() if colon else None
-    except (ImportError, AttributeError) as error:
+        make = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, TypeError) as error:
         raise UsageError(f"--engine {name}: {error}") from error
+    made = make()
     if not isinstance(made, ShardedEngine):
-        raise UsageError(f"--engine {name}: write MODULE:NAME of something that returns a ShardedEngine")
+        raise UsageError(f"--engine {name} made a {type(made).__name__}; it must make a ShardedEngine")
     if "_mesh" not in made.__dict__:
         made.mesh = mesh
     return made

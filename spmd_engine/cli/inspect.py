@@ -13,6 +13,8 @@ from rich.table import Table
 
 from spmd_engine.cli.options import mesh_option
 from spmd_engine.comm.mesh import parse_axes
+from spmd_engine.comm.world import launcher_rank
+from spmd_engine.errors import UsageError
 from spmd_engine.models.names import build_model
 from spmd_engine.sharding.layout import Layout
 
@@ -23,6 +25,9 @@ class Place:
 
     axes: dict[str, int]
     coordinates: dict[str, int]
+
+    def __str__(self) -> str:
+        return ",".join(f"{axis}={size}" for axis, size in self.axes.items())
 
 
 @click.command(short_help="Show how a model is cut, and bytes per rank.")
@@ -35,7 +40,11 @@ def inspect(model: str, mesh: str | None, dtype: str, sequence_parallel: bool) -
 
     No rank is started: any mesh can be inspected anywhere.
     """
+    if launcher_rank() > 0:
+        return
     axes = parse_axes(mesh) if mesh else {"data": 1}
+    if 0 in axes.values() or prod(axes.values()) > 1 << 16:
+        raise UsageError(f"--mesh {mesh}: sizes are from 1, and together at most {1 << 16} ranks here")
     places = [
         Place(axes, dict(zip(axes, where, strict=True))) for where in product(*(range(size) for size in axes.values()))
     ]
@@ -51,7 +60,7 @@ def inspect(model: str, mesh: str | None, dtype: str, sequence_parallel: bool) -
         table.add_row(name, str(spec), "x".join(map(str, shape)), "x".join(map(str, blocks[0])))
     console = Console(highlight=False, width=None)
     console.print(f"{model}: {built.parameter_count:,} parameters, {dtype}")
-    console.print(f"mesh {','.join(f'{a}={n}' for a, n in axes.items())}: {len(places)} ranks")
+    console.print(f"mesh {places[0]}: {len(places)} ranks")
     console.print(f"inputs {layout.spec(built.inputs)}, outputs {layout.spec(built.outputs)}\n")
     console.print(table)
     summary = Table("bytes per rank", "least", "most", box=None, header_style="bold")

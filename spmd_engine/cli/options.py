@@ -10,7 +10,7 @@ import click
 import numpy as np
 
 from spmd_engine.arrays.backend import get_backend
-from spmd_engine.comm.agreement import on_rank_zero
+from spmd_engine.comm.agreement import text_from_rank_zero
 from spmd_engine.comm.mesh import Mesh, parse_axes
 from spmd_engine.comm.world import world
 from spmd_engine.engine.layered import LayeredEngine
@@ -43,24 +43,31 @@ def build_engine(config: dict[str, Any], mesh: Mesh, *, device: str = "cpu") -> 
     model = build_model(config["model"], config.get("dropout", 0.0))
     layout = Layout.for_mesh(mesh, sequence_parallel=config.get("sequence_parallel", False))
     dtype = np.dtype(config.get("dtype", "float32"))
-    return LayeredEngine(model, mesh, layout, seed=config["seed"], dtype=dtype, backend=get_backend(device))
+    backend = get_backend(device, mesh.local_rank)
+    return LayeredEngine(model, mesh, layout, seed=config["seed"], dtype=dtype, backend=backend)
 
 
 def read_config(run: str | Path) -> dict[str, Any]:
     """``config.json`` of a run, read on rank 0 and given to all. Collective over the world."""
-    path = Path(run) / "config.json"
+    path = run_folder(run) / "config.json"
 
-    def read() -> bytes:
+    def read() -> str:
         if not path.is_file():
             raise UsageError(f"{path}: no such run; --run wants the folder that 'train' wrote, as in runs/gpt-nano-1")
-        text = path.read_bytes()
         try:
-            json.loads(text)
-        except ValueError as error:
+            config = json.loads(path.read_text())
+            missing = {"model", "seed", "dtype"} - set(config)
+            np.dtype(config.get("dtype"))
+        except (ValueError, TypeError) as error:
             raise UsageError(f"{path} is damaged: {error}") from error
-        return text
+        if missing:
+            raise UsageError(f"{path} does not say: {', '.join(sorted(missing))}")
+        return json.dumps(config)
 
     with Mesh(world()) as mesh:
-        text = on_rank_zero(mesh.group(), read)
-        data = np.frombuffer(text, np.uint8) if text is not None else None
-        return json.loads(mesh.broadcast(data, label="config").tobytes())
+        return json.loads(text_from_rank_zero(mesh.group(), read))
+
+
+def run_folder(run: str | Path) -> Path:
+    """The folder of a run: a path, or its name under ``runs/``."""
+    return Path(run) if "/" in str(run) or Path(run, "config.json").exists() else Path("runs") / run

@@ -24,8 +24,15 @@ def on_rank_zero(group: Group, do: Callable[[], T]) -> T | None:
         try:
             result = do()
         except (UsageError, OSError) as error:
-            message = str(error).encode() or repr(error).encode()
+            message = (str(error) or repr(error)).encode(errors="replace")
     said = group.broadcast(np.frombuffer(message, np.uint8), label="agreement")
     if said.size:
         raise UsageError(said.tobytes().decode())
     return result
+
+
+def text_from_rank_zero(group: Group, make: Callable[[], str]) -> str:
+    """A text that rank 0 makes, on every rank; errors as in ``on_rank_zero``."""
+    text = on_rank_zero(group, make)
+    data = np.frombuffer(text.encode(errors="surrogateescape"), np.uint8) if text is not None else None
+    return group.broadcast(data, label="agreement").tobytes().decode(errors="surrogateescape")

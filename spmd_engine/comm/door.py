@@ -13,7 +13,7 @@ from spmd_engine.comm.communicator import Communicator
 from spmd_engine.comm.header import Header
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.pending import TIMEOUT, Pending, Steps
-from spmd_engine.errors import UsageError
+from spmd_engine.errors import RankAborted, UsageError
 
 INLINE = 4096  # bytes that ride behind the header: small collectives then need one exchange, not three
 _PHASES = 4  # tags a collective may use
@@ -92,14 +92,16 @@ class Door:
         yield from algorithms.exchange(self.comm, [own] * self.size, list(said), tag)
         said[self.rank, : own.size] = own
         headers = [Header.unpack(row.tobytes()) for row in said]
+        extras = [row[header.SIZE : header.SIZE + h.inline] for row, h in zip(said, headers, strict=True)]
+        for rank, h in enumerate(headers):
+            if h.operation == "leave" != call.operation and h.inline:
+                raise RankAborted(f"rank {rank} of {self.axes!r} failed: {extras[rank].tobytes().decode()}")
         if self.check:
             header.check(headers, self.axes)
-        return headers, [
-            row[header.SIZE : header.SIZE + h.inline] for row, h in zip(said, headers, strict=True)
-        ]
+        return headers, extras
 
-    def _meet_only(self, call: Header, tag: int) -> Steps:
-        yield from self._meet(call, b"", tag, always=True)
+    def _meet_only(self, call: Header, tag: int, inline: bytes = b"") -> Steps:
+        yield from self._meet(call, inline, tag, always=True)
 
     def _ready(self, x: Array) -> tuple[Array, Callable[[Array], Array]]:
         """``x`` contiguous where the transport can read it, and what brings a result home to its device."""

@@ -7,6 +7,7 @@ and finished by ``.wait()``. Input may be of any dtype NumPy knows, not contiguo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
@@ -33,10 +34,14 @@ class Group(Messages):
 
         return self._begin(self._meet_only, self._header("barrier"), label)
 
-    def leave(self) -> None:
-        """Say that this rank's program ends. If another rank is in a collective, both get a MismatchError."""
+    def leave(self, reason: str = "") -> None:
+        """Say that this rank's program ends. If another rank is in a collective, both get a MismatchError.
+
+        With a ``reason``, an error that this rank reports, the others get RankAborted instead.
+        """
         if self.size > 1:
-            self._begin(self._meet_only, self._header("leave"), "").wait()
+            steps = partial(self._meet_only, inline=reason.encode(errors="replace")[:INLINE])
+            self._begin(steps, self._header("leave"), "").wait()
 
     def broadcast(self, x: Array | None, root: int = 0, *, label: str = "") -> Array:
         """The root's ``x`` on every rank; what the others give is not looked at, and may be None."""

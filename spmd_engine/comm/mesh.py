@@ -152,6 +152,11 @@ class Mesh(Collectives):
         return position
 
     @property
+    def local_rank(self) -> int:
+        """This rank's number among those of its node."""
+        return self.nodes[: self.rank].count(self.nodes[self.rank])
+
+    @property
     def node_count(self) -> int:
         return len(set(self.nodes))
 

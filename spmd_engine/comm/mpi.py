@@ -91,7 +91,7 @@ def _pieces(data: Array) -> list[Array]:
 def is_device_aware() -> bool:
     """Whether the MPI library takes CUDA buffers: SPMD_CUDA_AWARE=0|1 if set, else what the library says."""
     if (said := os.environ.get("SPMD_CUDA_AWARE")) is not None:
-        return said == "1"
+        return said.lower() in ("1", "true", "yes", "on")
     try:
         return bool(ctypes.CDLL(None).MPIX_Query_cuda_support())
     except (AttributeError, OSError):

@@ -66,7 +66,8 @@ def run(
             for thread in threads:
                 thread.start()
             for thread in threads:
-                thread.join()
+                while thread.is_alive():
+                    thread.join(0.5)  # one wait without end could begin just after Ctrl-C, and miss it
         except BaseException as error:  # Ctrl-C: ranks that wait must not do so in the background for ever
             fabric.fail(0, error)
             raise

@@ -17,9 +17,9 @@ from spmd_engine.comm.communicator import Communicator
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.threads import current_thread_communicator, solo
-from spmd_engine.errors import SpmdError, UsageError
+from spmd_engine.errors import RankAborted, SpmdError, UsageError
 
-LAUNCHER_VARIABLES = ("PMI_RANK", "PMI_SIZE", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
+RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 _FAILED = 32767  # the largest tag that every MPI allows
 
@@ -32,7 +32,7 @@ def world() -> Communicator:
 @lru_cache(maxsize=1)
 def _process_world() -> Communicator:
     keep_freed_memory()
-    launched = any(name in os.environ for name in LAUNCHER_VARIABLES)
+    launched = any(name in os.environ for name in RANK_VARIABLES)
     try:
         from spmd_engine.comm.mpi import MPI, MPICommunicator
     except (ImportError, RuntimeError) as error:
@@ -57,6 +57,11 @@ def _leave(comm: Communicator) -> None:
         Group(comm, "world", Ledger()).leave()
     except SpmdError:
         sys.excepthook(*sys.exc_info())  # atexit would print it and go on into MPI_Finalize, which hangs
+
+
+def launcher_rank() -> int:
+    """The rank that the launcher gave this process, 0 without one; known before MPI starts."""
+    return next((int(os.environ[name]) for name in RANK_VARIABLES if os.environ.get(name, "").isdigit()), 0)
 
 
 def gather_texts(comm: Communicator, text: str) -> list[str]:
@@ -87,6 +92,8 @@ def _end_all_ranks_on_error(comm) -> None:
     def hook(kind, error, trace):
         if issubclass(kind, KeyboardInterrupt):
             return previous(kind, error, trace)
+        if issubclass(kind, RankAborted):
+            time.sleep(5)  # the rank that failed says why, and ends the job
         atexit.unregister(_leave)  # Abort may return: then this must not look like an end in good order
         if not _speaks(comm):
             time.sleep(5)  # the rank that does ends the job meanwhile
@@ -99,6 +106,27 @@ def _end_all_ranks_on_error(comm) -> None:
         comm.Abort(1)
 
     sys.excepthook = hook
+
+
+def fail(message: str) -> None:
+    """Say a user's mistake in one line, whether one rank found it or all, and leave the world.
+
+    If all ranks come here, each may then exit as it likes. If this one is alone, the job ends with code 2.
+    """
+    comm = _process_world() if _process_world.cache_info().currsize else None
+    if comm is None or comm.size == 1:
+        if launcher_rank() == 0:  # before the world is known, every rank finds the same
+            sys.stderr.write(f"{message}\n")
+        return
+    atexit.unregister(_leave)
+    if _speaks(comm._comm):
+        sys.stderr.write(f"{message}\n" if comm.rank == 0 else f"rank {comm.rank} of {comm.size}: {message}\n")
+        sys.stderr.flush()
+    try:
+        Group(comm, "world", Ledger(), timeout=2.0).leave(message)
+    except SpmdError:
+        time.sleep(0.1)  # the launcher passes on what was printed before it hears of the end
+        comm._comm.Abort(2)
 
 
 def _speaks(comm) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from spmd_engine.comm.mesh import Collectives, Mesh, Over
 from spmd_engine.engine.batch import Batch
 from spmd_engine.engine.serving import Writer, serve
 from spmd_engine.engine.tape import Tape, Tapes
-from spmd_engine.errors import UsageError
+from spmd_engine.errors import MismatchError, UsageError
 from spmd_engine.layers.loss import mean_squared_error
 from spmd_engine.sharding.notation import Spec, nested_span
 
@@ -169,7 +170,11 @@ class ShardedEngine(Collectives, ABC):
         something else, turns the gather into a MismatchError on all of them, never into a hang."""
         if name not in self.parameters:
             raise UsageError(f"no parameter {name!r}; there are: {', '.join(self.parameters)}")
-        self.barrier()  # over the world, where any rank's mistake meets the others
+        # Over the world, where any rank's mistake meets the others.
+        asked = self.all_gather(np.array([crc32(name.encode())], np.uint32), label="gather")
+        if (asked != asked[self.device_id]).any():
+            others = np.flatnonzero(asked != asked[0]).tolist()
+            raise MismatchError(f"gather: ranks {others} ask for another parameter than rank 0 (here: {name!r})")
         return self.sharding(name).gather(self.parameters[name], self.mesh, label="gather")
 
     def counts_here(self, name: str) -> bool:
@@ -192,6 +197,15 @@ class ShardedEngine(Collectives, ABC):
     @property
     def target_sharding(self) -> str:
         return self.output_sharding
+
+    def _check_shardings(self) -> None:
+        """The batch must be cut alike in inputs and targets, or the loss is not what the gradients sum to."""
+        inputs, targets = Spec.parse(self.input_sharding).dims, Spec.parse(self.target_sharding).dims
+        if inputs and inputs[0][1] and (not targets or targets[0][1] != inputs[0][1]):
+            raise UsageError(
+                f'inputs are "{self.input_sharding}", targets "{self.target_sharding}": say by output_sharding (or '
+                f'target_sharding) that the batch is cut over {",".join(inputs[0][1])} there too'
+            )
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
@@ -222,6 +236,7 @@ class ShardedEngine(Collectives, ABC):
         ``loss(outputs, targets, count=n)`` returns this rank's share of the mean over n terms, and its gradient.
         """
         loss = loss or self.loss
+        self._check_shardings()
         count = self.count(batch)
         total, gradients = 0.0, {}
         for index, micro in enumerate(batch.micro_batches):
@@ -229,8 +244,7 @@ class ShardedEngine(Collectives, ABC):
                 outputs = self.forward(micro.inputs)
                 gradient = None
                 if outputs is not None:
-                    options = {"mask": micro.mask} if micro.mask is not None else {}
-                    value, gradient = loss(outputs, micro.targets, count=count, **options)
+                    value, gradient = loss(outputs, micro.targets, **micro.loss_options(count))
                     total += value
                 for name, array in self.backward(gradient).items():
                     gradients[name] = gradients[name] + array if name in gradients else array
@@ -240,13 +254,13 @@ class ShardedEngine(Collectives, ABC):
     def evaluate(self, batch: Batch, loss: Loss | None = None) -> float:
         """The global mean loss, without a backward and without a tape."""
         loss = loss or self.loss
+        self._check_shardings()
         count, total = self.count(batch), 0.0
         with self.inference():
             for micro in batch.micro_batches:
-                options = {"mask": micro.mask} if micro.mask is not None else {}
                 outputs = self.forward(micro.inputs)
                 if outputs is not None:
-                    total += loss(outputs, micro.targets, count=count, **options)[0]
+                    total += loss(outputs, micro.targets, **micro.loss_options(count))[0]
         return self._sum_over_batch(total)
 
     def _sum_over_batch(self, value: float) -> float:

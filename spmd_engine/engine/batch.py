@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +21,10 @@ class MicroBatch:
     samples: Array | None = None  #: index in the global batch of each sample (row) here
     mask: Array | None = None  #: like targets; 0 where a target does not count
 
+    def loss_options(self, count: float) -> dict[str, Any]:
+        """What a loss function is told beside outputs and targets."""
+        return {"count": count} if self.mask is None else {"count": count, "mask": self.mask}
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -31,7 +36,7 @@ class Batch:
 
 
 def make_batch(
-    load: Callable[[np.ndarray], tuple[Array, Array]],
+    load: Callable[[np.ndarray], Sequence[Array]],
     size: int,
     micro_batches: int,
     local: Callable[[int], slice],
@@ -41,7 +46,8 @@ def make_batch(
 ) -> Batch:
     """The batch of ``size`` global samples: cut into micro-batches first, and each of those over the ranks.
 
-    ``load(samples)`` gives inputs and targets of those global samples; ``local(n)`` is this rank's part of n
+    ``load(samples)`` gives inputs, targets and, if there is one, the mask of those global samples; ``local(n)`` is
+    this rank's part of n
     (``engine.batch_span``). So what a micro-batch holds never depends on the mesh.
     """
     parts = []
@@ -49,7 +55,8 @@ def make_batch(
         whole = span(size, micro_batches, m)
         part = local(whole.stop - whole.start)
         samples = np.arange(whole.start + part.start, whole.start + part.stop)
-        parts.append(MicroBatch(*load(samples), samples=samples))
+        inputs, targets, *mask = load(samples)
+        parts.append(MicroBatch(inputs, targets, samples, *mask))
     return Batch(parts, step, count)
 
 

@@ -151,8 +151,9 @@ class LayeredEngine(ShardedEngine):
 
     def forward(self, x: Array, at: At | None = None) -> Array:
         """Outputs of this rank's block of inputs, at the model's first positions unless ``at`` says else."""
+        self.model.check_inputs(x)
         x = self.backend.asarray(x)
-        at = at or self._at(x, self._samples(x.shape[0]))
+        at = at or self._at(x, self._samples(x.shape[0]) if self.is_training else None)
         saved_by_layer = []
         for (name, layer), p in zip(self.model.layers, self._weights, strict=True):
             x, saved = layer.forward(self._shards[name], p, x, at)
@@ -182,14 +183,20 @@ class LayeredEngine(ShardedEngine):
                 self._reducer.layer_done(self._uses[i])
         self.input_gradient = dy
 
-    def _samples(self, here: int) -> Array | None:
-        """Global numbers of so many samples on this rank, if together the ranks have one whole batch."""
-        if not self.is_training:
-            return None
+    def _samples_of(self, batch: Batch) -> list[Array | None]:
+        """Global numbers of each micro-batch's samples on this rank; counted where the batch does not say."""
+        numbers, first = [], 0
+        for micro in batch.micro_batches:
+            numbers.append(micro.samples if micro.samples is not None else self._samples(len(micro.inputs), first))
+            first += 0 if micro.samples is not None else self._whole
+        return numbers
+
+    def _samples(self, here: int, first: int = 0) -> Array | None:
+        """Global numbers, from ``first``, of so many samples here, if together the ranks have a whole micro-batch."""
         axes = Spec.parse(self.input_sharding).dims[0][1]
-        whole = int(self.all_reduce(np.array(here), over=axes, label="samples")) if axes else here
-        part = self.batch_span(whole)
-        return self.backend.xp.arange(part.start, part.stop)
+        self._whole = int(self.all_reduce(np.array(here), over=axes, label="samples")) if axes else here
+        part = self.batch_span(self._whole)
+        return first + self.backend.xp.arange(part.start, part.stop)
 
     def _at(self, x: Array, samples: Array | None, step: int = 0) -> At:
         xp = self.backend.xp
@@ -211,23 +218,24 @@ class LayeredEngine(ShardedEngine):
         """As ShardedEngine.step; gradients are reduced once, after the last micro-batch."""
         count = self.count(batch)
         self._begin_gradients()
-        total = 0.0
+        samples = self._samples_of(batch)
+        total, left = 0.0, len(batch.micro_batches)
         gradients: dict[int, Array] = {}
-        last = len(batch.micro_batches) - 1
         for instruction in self.schedule(len(batch.micro_batches)):
             m = instruction.m
             with self.micro_batch(m):
                 match instruction:
                     case schedules.Forward():
                         micro = batch.micro_batches[m]
-                        samples = micro.samples if micro.samples is not None else self._samples(len(micro.inputs))
-                        outputs = self.forward(micro.inputs, self._at(micro.inputs, samples, batch.step))
-                        value, gradients[m] = (loss or self.loss)(
-                            outputs, micro.targets, count=count, mask=micro.mask
-                        )
+                        outputs = self.forward(micro.inputs, self._at(micro.inputs, samples[m], batch.step))
+                        options = micro.loss_options(count)
+                        value, gradients[m] = (loss or self.loss)(outputs, micro.targets, **options)
                         total += value
                     case schedules.Backward():
-                        self._backward(gradients.pop(m), last=m == last)
+                        left -= 1
+                        self._backward(gradients.pop(m), last=left == 0)
+                    case _:
+                        raise UsageError(f"this engine cannot execute {instruction}")
         self._reducer.finish()
         self.gradients = {k: part for group in self.groups for k, part in group.segments(group.gradients).items()}
         return self._sum_over_batch(total)
@@ -236,11 +244,14 @@ class LayeredEngine(ShardedEngine):
         """The model's own loss of this rank's blocks."""
         if options.get("mask") is not None:
             options["mask"] = self.backend.asarray(options["mask"])
+        self.model.check_targets(targets)
         targets = self.backend.asarray(targets)
         return self.model.loss(Shards(self.mesh, self.layout, "loss"), outputs, targets, **options)
 
     def _begin_gradients(self) -> None:
+        """Make ready for new sums, also after a step that an exception broke off."""
         self._untouched.update(self._gradients)
+        self._reducer.begin()
 
 
 def _tree(names: Mapping[str, str], arrays: Mapping[str, Array]) -> dict[str, Any]:

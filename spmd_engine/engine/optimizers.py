@@ -9,6 +9,7 @@ from math import cos, pi
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.updates import adamw, momentum_sgd
 from spmd_engine.engine.base import ShardedEngine
+from spmd_engine.errors import UsageError
 
 State = dict[str, dict[str, Array]]  # kind ("mean") -> key of ``owned`` -> array
 
@@ -34,7 +35,12 @@ class Optimizer:
     ) -> None:
         """Step number ``step`` (from 1) with learning rate ``rate``; gradients count ``scale`` times."""
         self.prepare(engine)
+        if set(gradients) != set(engine.owned):
+            differ = ", ".join(sorted(set(gradients) ^ set(engine.owned)))
+            raise UsageError(f"gradients and parameters differ in names: {differ}; backward must return all of them")
         for key, parameter in engine.owned.items():
+            if gradients[key].shape != parameter.shape:
+                raise UsageError(f"{key}: gradient of shape {gradients[key].shape}, parameter of {parameter.shape}")
             flat = [_flat(parameter), backend_of(parameter).xp.ascontiguousarray(gradients[key]).reshape(-1)]
             flat += [_flat(self.state[kind][key]) for kind in self.kinds]
             self._update(*flat, step=step, rate=rate, scale=scale, decays=engine.decays(key))
@@ -93,5 +99,5 @@ class WarmupCosine:
 def _flat(x: Array) -> Array:
     """A flat view; the update must reach the array itself, so no copy will do."""
     if not x.flags.c_contiguous:
-        raise ValueError(f"a parameter of shape {x.shape} is not contiguous; store it with numpy.ascontiguousarray")
+        raise UsageError(f"a parameter of shape {x.shape} is not contiguous; store it with numpy.ascontiguousarray")
     return x.reshape(-1)

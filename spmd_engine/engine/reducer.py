@@ -24,6 +24,11 @@ class Reducer:
         self._waiting = Counter(self._needed)
         self._pending: list[Pending] = []
 
+    def begin(self) -> None:
+        """Make ready for a step, also after one that an exception broke off."""
+        self._pending.clear()
+        self._waiting = Counter(self._needed)
+
     def layer_done(self, names: Iterable[str]) -> None:
         """The last backward of a layer with these parameters is over."""
         for name in names:
@@ -36,8 +41,7 @@ class Reducer:
                 )
 
     def finish(self) -> None:
-        """Wait for all reductions; make ready for the next step."""
+        """Wait for all reductions."""
         for pending in self._pending:
             pending.wait()
         self._pending.clear()
-        self._waiting = Counter(self._needed)

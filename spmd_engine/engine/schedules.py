@@ -17,16 +17,8 @@ class Forward(Instruction):
     """Run this rank's layers forward, and the loss if they are the last."""
 
 
-class BackwardInput(Instruction):
-    """Run them backward as far as the input's gradient."""
-
-
-class BackwardWeight(Instruction):
-    """Compute the gradients of the weights from what BackwardInput left."""
-
-
 class Backward(Instruction):
-    """Both, layer by layer: the input's gradient first, since somebody may be waiting for it."""
+    """Run them backward, layer by layer: the input's gradient first, since somebody may be waiting for it."""
 
 
 def sequential(micro_batches: int) -> Iterator[Instruction]:

@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.errors import RankAborted, SpmdError
 from spmd_engine.sharding.notation import Spec
 
 if TYPE_CHECKING:
     from spmd_engine.engine.base import ShardedEngine
+
+
+_END, _INPUT, _FAILED = range(3)
 
 
 class Writer(Protocol):
@@ -31,10 +35,11 @@ def serve(engine: ShardedEngine, inputs: Iterable[Array] | None, outputs: Writer
                     x = next(source, None)
                 except Exception as error:  # the others wait: tell them before it ends the loop here
                     failure = error
-            go_on = engine.broadcast(np.array(x is not None), label="inference")
-            if failure is not None:
-                raise failure
-            if not go_on:
+            state = _FAILED if failure is not None else _INPUT if x is not None else _END
+            state = int(engine.broadcast(np.array(state), label="inference"))
+            if state == _FAILED:
+                raise failure or RankAborted("rank 0 could not read its input")
+            if state == _END:
                 return
             y = _answer(engine, engine.broadcast(np.asarray(x) if x is not None else None, label="inference"))
             if engine.device_id == 0:
@@ -46,6 +51,8 @@ def _answer(engine: ShardedEngine, whole: np.ndarray) -> np.ndarray | None:
     x = whole[Spec.parse(engine.input_sharding).block(whole.shape, engine.mesh)] if engine.input_sharding else whole
     y = engine.forward(engine.backend.asarray(np.ascontiguousarray(x)))
     holder = int(engine.all_reduce(np.array(engine.device_id if y is not None else -1), "max", label="inference"))
+    if holder < 0:
+        raise SpmdError("inference_loop: forward returned None on every rank; one at least must have the output")
     if y is not None and engine.output_sharding:
         y = Spec.parse(engine.output_sharding).gather(y, engine.mesh, label="inference")
     here = backend_of(y).to_host(y) if y is not None else None

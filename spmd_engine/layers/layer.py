@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -42,7 +42,6 @@ class At:
     step: int = 0  #: optimizer steps made so far
     seed: int = 0
     training: bool = False  #: whether dropout applies and a backward will follow
-    extra: Mapping[str, Any] = field(default_factory=dict)  #: for layers of one's own
 
 
 class Layer(ABC):

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.comm.group import Group
+from spmd_engine.errors import UsageError
 
 
 def mean_squared_error(
     outputs: Array, targets: Array, *, count: float | None = None, mask: Array | None = None
 ) -> tuple[float, Array]:
     """sum(mask · (outputs - targets)^2) / count, of any shape, and its gradient; mask is 1 if not given."""
+    if outputs.shape != targets.shape:
+        raise UsageError(f"mean_squared_error: outputs of shape {outputs.shape}, targets of {targets.shape}")
     difference = outputs - targets
     if count is None:
         count = float(outputs.size if mask is None else mask.sum())
@@ -31,8 +34,7 @@ def cross_entropy(
     mask: Array | None = None,
     over: Group | None = None,
     start: int = 0,
-    want_gradient: bool = True,
-) -> tuple[float, Array | None]:
+) -> tuple[float, Array]:
     """Mean over tokens of -log softmax(outputs)[target], and its gradient (written over ``outputs``).
 
     outputs[... v], targets[...] of global indices into v, mask[...]: 0 hides a token. Where v is cut, ``over``
@@ -58,8 +60,6 @@ def cross_entropy(
     if over is not None:
         sums = over.all_reduce(sums, label="loss")
     value = float(((xp.log(sums[0]) - sums[1]) * weights).sum(dtype=xp.float64)) / (count or 1.0)
-    if not want_gradient:
-        return value, None
 
     weights /= scores.dtype.type(count or 1.0)
     scores *= (weights / sums[0])[:, None]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 
+from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.layer import Layer, Parameter
 
@@ -19,9 +20,9 @@ class Model:
     inputs: str  #: letters, as in "b s"
     outputs: str
     targets: str
-    loss: Callable  #: loss(sh, outputs, targets, *, count, mask, want_gradient) -> (value, gradient)
+    loss: Callable  #: loss(sh, outputs, targets, *, count, mask) -> (value, gradient)
     context: int = 1  #: longest s
-    vocabulary: int = 0
+    vocabulary: int = 0  #: tokens, inputs and targets, are whole numbers below it; 0: inputs are no tokens
 
     def __post_init__(self) -> None:
         own = {f"{name}/{parameter}" for name, layer in self.layers for parameter in layer.parameters}
@@ -37,6 +38,28 @@ class Model:
                 if own not in layer.tied:
                     shape = tuple(layer.sizes[letter] for letter in parameter.dims.split())
                     yield f"{name}/{own}", (parameter, shape)
+
+    def check_inputs(self, x: Array) -> None:
+        """Raise UsageError for tokens, or sequences, that this model cannot take. Host arrays only."""
+        if len(self.inputs.split()) != x.ndim:
+            raise UsageError(f"{self.name}: inputs [{self.inputs}] have shape {x.shape}")
+        if "s" in self.inputs and x.shape[1] > self.context:
+            raise UsageError(f"{self.name}: a sequence of {x.shape[1]}, but the context is {self.context}")
+        self._check_tokens("inputs", x)
+
+    def check_targets(self, targets: Array) -> None:
+        """Raise UsageError for targets that are no tokens of this model; a mask hides, a negative target does not."""
+        self._check_tokens("targets", targets)
+
+    def _check_tokens(self, what: str, x: Array) -> None:
+        if not self.vocabulary or backend_of(x).on_device:
+            return
+        if x.dtype.kind not in "iu":
+            raise UsageError(f"{self.name}: {what} must be whole numbers, they are {x.dtype}")
+        if x.size and (x.min() < 0 or x.max() >= self.vocabulary):
+            raise UsageError(
+                f"{self.name}: {what} from {x.min()} to {x.max()}; the vocabulary has 0 to {self.vocabulary - 1}"
+            )
 
     @property
     def parameter_count(self) -> int:

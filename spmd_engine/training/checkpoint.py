@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from spmd_engine.arrays.backend import Array, backend_of
@@ -28,14 +28,16 @@ class Checkpoint(Mapping):
         self.path = Path(path)
         if not self.path.is_file():
             raise UsageError(f"{self.path}: no such checkpoint")
-        self._file = safe_open(self.path, framework="numpy")
-        self.metadata: dict[str, Any] = json.loads((self._file.metadata() or {}).get("facts", "{}"))
+        try:
+            self._file = safe_open(self.path, framework="numpy")
+            self.metadata: dict[str, Any] = json.loads((self._file.metadata() or {}).get("facts", "{}"))
+        except (SafetensorError, OSError, ValueError) as error:
+            raise UsageError(f"{self.path} is damaged or cannot be read: {error}") from error
 
     def __getitem__(self, name: str) -> Sliceable:
-        try:
-            return Sliceable(self._file.get_slice(name))
-        except Exception as error:
-            raise KeyError(name) from error
+        if name not in self:
+            raise KeyError(name)
+        return Sliceable(self._file.get_slice(name))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._file.keys())
@@ -54,7 +56,10 @@ class Sliceable:
         self._piece = piece
         self.shape = tuple(piece.get_shape())
 
-    def __getitem__(self, index: Any) -> np.ndarray:
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        shape = [len(range(*part.indices(size))) for part, size in zip(index, self.shape, strict=True)]
+        if 0 in shape:  # the library refuses empty slices, which ranks without a head or a word have
+            return np.empty(shape, np.float32)
         return self._piece[index]
 
 
@@ -76,19 +81,28 @@ def _save(path: Path, engine: ShardedEngine, kinds: Mapping[str, Mapping[str, Ar
     """Write arrays that are cut as the parameters of their names are; only rank 0 holds them whole."""
     whole = {}
     for prefix, arrays in kinds.items():
-        for name, array in arrays.items():
+        for name, array in sorted(arrays.items()):  # every rank in the same order, whatever that of its dict
             gathered = engine.sharding(name).gather(array, engine.mesh, label="checkpoint")
             if engine.device_id == 0:
-                whole[prefix + name] = gathered
+                whole[prefix + name] = np.asarray(backend_of(gathered).to_host(gathered), order="C")
     on_rank_zero(engine.group(), lambda: _write(path, whole, facts))
 
 
-def _write(path: Path, arrays: Mapping[str, Array], facts: Mapping[str, Any]) -> None:
-    host = {name: np.ascontiguousarray(backend_of(array).to_host(array)) for name, array in arrays.items()}
+def _write(path: Path, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".unfinished")
-    save_file(host, unfinished, metadata={"facts": json.dumps(facts)})
+    try:
+        save_file(dict(arrays), unfinished, metadata={"facts": json.dumps(facts)})
+    except SafetensorError as error:  # the library's own, for a full disk too
+        raise OSError(f"{unfinished}: {error}") from error
+    unfinished.chmod(0o666 & ~_umask())  # the library leaves files that only their owner may read
     os.replace(unfinished, path)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def load_checkpoint(
@@ -100,8 +114,15 @@ def load_checkpoint(
     engine.after_update()
     if optimizer is not None:
         state = Checkpoint(Path(folder) / OPTIMIZER)
+        if state.metadata != parameters.metadata:
+            raise UsageError(
+                f"{folder}: {PARAMETERS} is of {parameters.metadata} and {OPTIMIZER} of {state.metadata}; "
+                "the run broke off between writing the two. Take both from a copy, or start again"
+            )
         optimizer.prepare(engine)
         for kind, arrays in optimizer.state.items():
             for name, array in engine.named(arrays).items():
+                if f"{kind}/{name}" not in state:
+                    raise UsageError(f"{state.path} has no {kind}/{name}: it was saved with another optimizer")
                 array[...] = engine.block(name, state[f"{kind}/{name}"])
     return parameters.metadata

@@ -79,7 +79,9 @@ def load_corpus(group: Group, path: str | None, context: int) -> Corpus:
 
 
 def _read(path: str | None, context: int) -> Corpus:
-    root = Path(path) if path else Path(sysconfig.get_paths()["stdlib"])
+    if path == "":
+        raise UsageError("--data is empty: name a file or a folder, or leave the option out")
+    root = Path(path) if path is not None else Path(sysconfig.get_paths()["stdlib"])
     if not root.exists():
         raise UsageError(f"--data {root}: no such file or folder")
     files = [root] if root.is_file() else sorted(_files(root, "*.py" if path is None else "*"))
@@ -88,17 +90,18 @@ def _read(path: str | None, context: int) -> Corpus:
     validation: list[np.ndarray] = []
     for number, file in enumerate(files):
         content = file.read_bytes()
-        digest.update(f"{file.relative_to(root.parent)}\0{len(content)}\0".encode() + content)
+        name = str(file.relative_to(root)).encode(errors="surrogateescape")
+        digest.update(b"%s\0%d\0" % (name, len(content)) + content)
         held_out = len(files) > 1 and number % HELD_OUT == HELD_OUT // 2
         (validation if held_out else train).append(_tokens(content))
-    everything = np.concatenate(train) if train else np.empty(0, np.uint16)
-    if not validation and len(everything):
+    if sum(map(len, train + validation)) <= len(files):
+        raise UsageError(f"--data {root}: there is nothing to read in it")
+    everything, held = (np.concatenate(parts) if parts else np.empty(0, np.uint16) for parts in (train, validation))
+    if len(held) <= context:  # one file, or empty ones: the end of what there is serves as well
+        everything = np.concatenate([everything, held])
         cut = len(everything) - max(len(everything) // HELD_OUT, min(context + 1, len(everything) // 2))
         everything, held = everything[:cut], everything[cut:]
-        validation.append(held)
-    corpus = Corpus(everything, np.concatenate(validation or [everything]), len(files), digest.hexdigest())
-    if not sum(map(len, train)) > len(files):
-        raise UsageError(f"--data {root}: there is nothing to read in it")
+    corpus = Corpus(everything, held, len(files), digest.hexdigest())
     shortest = min(len(corpus.train), len(corpus.validation))
     if shortest <= context:
         raise UsageError(
@@ -125,7 +128,7 @@ def _tokens(content: bytes) -> np.ndarray:
 
 def encode(text: str) -> list[int]:
     """Text as tokens: its UTF-8 bytes."""
-    return list(text.encode())
+    return list(text.encode(errors="surrogateescape"))
 
 
 def decode(tokens: Iterable[int]) -> str:

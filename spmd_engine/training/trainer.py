@@ -11,7 +11,7 @@ import numpy as np
 from spmd_engine.engine.base import Loss, ShardedEngine
 from spmd_engine.engine.batch import Batch
 from spmd_engine.engine.optimizers import Optimizer
-from spmd_engine.errors import SpmdError
+from spmd_engine.errors import NotFiniteError
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Trainer:
     """Steps an engine with an optimizer over batches that are functions of the step's number.
 
     ``batches(step)`` gives this rank's Batch of step ``step`` (from 0), ``rate(step)`` its learning rate.
-    Gradients whose whole norm exceeds ``grad_clip`` are scaled down to it; 0 switches that off. A loss that
-    is not finite raises SpmdError, on every rank alike, before the parameters are touched.
+    Gradients whose whole norm exceeds ``grad_clip`` are scaled down to it; 0 switches that off. A loss or a
+    norm that is not finite raises NotFiniteError, on every rank alike, before the parameters are touched.
     """
 
     def __init__(
@@ -61,8 +61,10 @@ class Trainer:
         batch = self.batches(step)
         loss = engine.step(batch, self.loss)
         if not np.isfinite(loss):
-            raise SpmdError(f"step {step + 1}: the loss is {loss}; lower the learning rate, or clip gradients")
+            raise NotFiniteError(f"step {step + 1}: the loss is {loss}; lower the learning rate, or clip gradients")
         norm = engine.gradient_norm()
+        if not np.isfinite(norm):
+            raise NotFiniteError(f"step {step + 1}: the gradient's norm is {norm}; lower the learning rate")
         scale = min(1.0, self.grad_clip / (norm + 1e-6)) if self.grad_clip else 1.0
         rate = self.rate(step)
         self.optimizer.update(engine, engine.gradients, step=step + 1, rate=rate, scale=scale)
@@ -81,4 +83,7 @@ class Trainer:
         """The mean loss over whole batches. Collective."""
         counts = [self.engine.count(batch) for batch in batches]
         losses = [self.engine.evaluate(batch, self.loss) for batch in batches]
-        return sum(c * x for c, x in zip(counts, losses, strict=True)) / sum(counts)
+        loss = sum(c * x for c, x in zip(counts, losses, strict=True)) / sum(counts)
+        if not np.isfinite(loss):
+            raise NotFiniteError(f"the validation loss is {loss} after step {self.steps_done}; lower the learning rate")
+        return loss
