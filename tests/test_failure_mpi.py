@@ -120,3 +120,21 @@ def test_a_program_that_ends_well(job):
 def test_one_rank_needs_nobody(job):
     ended = job("print(float(mesh.all_reduce(np.ones(1))[0]), file=sys.stderr)", ranks=1)
     assert (ended.returncode, ended.stderr) == (0, "1.0\n")
+
+
+EARLY_END = """
+import numpy as np
+from spmd_engine import Mesh
+mesh = Mesh(rows=2, columns=2)
+mesh.barrier(over="columns")
+if mesh.rank == 2:
+    mesh.all_reduce(np.ones(3), over="columns")
+"""
+
+
+def test_an_end_while_another_waits_in_a_smaller_group_ends_the_job(mpi_run, tmp_path):
+    (tmp_path / "early.py").write_text(EARLY_END)
+    result = mpi_run(4, tmp_path / "early.py", timeout=20)
+    assert result.returncode != 0 and result.seconds < 10
+    assert result.stderr.count("Traceback") == 1
+    assert "rank 2 of 4 failed" in result.stderr and "whose program has ended ([1])" in result.stderr

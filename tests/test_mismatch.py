@@ -223,3 +223,21 @@ def test_timeout(operation, ranks):
                 group.send(0, THREE)
 
     on_ranks(program, ranks)
+
+
+def ends_early(how):
+    """Rank 3 ends while rank 2 waits for it in a group of the two, or for a message."""
+    mesh = Mesh(rows=2, columns=2)
+    mesh.barrier(over="columns")
+    if mesh.rank == 2:
+        if how == "collective":
+            mesh.all_reduce(np.ones(3), over="columns")
+        else:
+            mesh.receive(1, over="columns")
+
+
+@pytest.mark.parametrize("how", ["collective", "message"])
+def test_an_end_while_another_waits_in_a_smaller_group_is_an_error(how):
+    text = r"waits for ranks whose program has ended \(\[1\]\): .* over 'columns'"
+    with pytest.raises(MismatchError, match=text):
+        run(ends_early, 4, args=(how,))

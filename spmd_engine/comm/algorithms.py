@@ -14,6 +14,7 @@ import numpy as np
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.comm.communicator import Communicator
 from spmd_engine.comm.pending import Steps
+from spmd_engine.errors import UsageError
 
 
 def exchange(comm: Communicator, outgoing: Sequence[Array | None], incoming: Sequence[Array | None], tag: int) -> Steps:
@@ -78,6 +79,17 @@ def span(length: int, parts: int, index: int) -> slice:
 
 
 _UFUNCS = {"sum": "add", "mean": "add", "max": "maximum", "min": "minimum", "prod": "multiply"}
+
+
+def reducible(operation: str, x: Array, op: str) -> Array:
+    """``x`` in the dtype in which its reduction is made: bool is counted, the mean of integers is float64."""
+    if op not in _UFUNCS:
+        raise UsageError(f"{operation}: unknown op {op!r}; choose one of {', '.join(_UFUNCS)}")
+    if x.dtype.kind == "b" and op in ("sum", "prod", "mean"):
+        x = x.astype(np.int64)
+    if op == "mean" and x.dtype.kind in "iu":
+        x = x.astype(np.float64)
+    return x
 
 
 def reduce_into(out: Array, blocks: Sequence[Array], reduction: str) -> None:

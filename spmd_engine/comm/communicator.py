@@ -58,6 +58,14 @@ class Communicator(ABC):
         """A number that changes when a message may have arrived; read before testing, given to pause."""
 
     @abstractmethod
+    def announce_end(self) -> None:
+        """Tell all ranks of the world that this rank's program has ended."""
+
+    @abstractmethod
+    def ended(self) -> list[int]:
+        """Ranks of this communicator whose programs have ended."""
+
+    @abstractmethod
     def pause(self, idle: int, activity: int) -> None:
         """Leave the processor to others for a moment, the ``idle``-th time in a row without progress.
 

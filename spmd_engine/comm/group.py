@@ -41,7 +41,12 @@ class Group(Messages):
         """
         if self.size > 1:
             steps = partial(self._meet_only, inline=reason.encode(errors="replace")[:INLINE])
-            self._begin(steps, self._header("leave"), "").wait()
+            if not reason:
+                self.comm.announce_end()  # for those who wait in other groups
+            meeting = self._begin(steps, self._header("leave"), "")
+            meeting.until_the_end = True
+            meeting.wait()
+            self.comm.ended()  # take in what the others announced
 
     def broadcast(self, x: Array | None, root: int = 0, *, label: str = "") -> Array:
         """The root's ``x`` on every rank; what the others give is not looked at, and may be None."""
@@ -141,7 +146,7 @@ class Group(Messages):
     def start_all_reduce(
         self, x: Array, op: str = "sum", *, out: Array | None = None, label: str = ""
     ) -> Pending:
-        x = _summable("all_reduce", x, op)
+        x = algorithms.reducible("all_reduce", x, op)
         if out is not None and (out.shape != x.shape or out.dtype != x.dtype or not out.flags.c_contiguous):
             wanted, given = (f"{a.dtype}{list(a.shape)}" for a in (x, out))
             raise UsageError(f"all_reduce: out must be contiguous {wanted}, is {given}")
@@ -189,7 +194,7 @@ class Group(Messages):
     def start_reduce_scatter(
         self, x: Array, axis: int = 0, op: str = "sum", *, sizes: Sequence[int] | None = None, label: str = ""
     ) -> Pending:
-        x = _summable("reduce_scatter", x, op)
+        x = algorithms.reducible("reduce_scatter", x, op)
         axis = self._axis("reduce_scatter", x, axis)
         parts = self._parts("reduce_scatter", x, axis, sizes)
         if self.size == 1:
@@ -283,14 +288,3 @@ class Group(Messages):
 
 def _ints(sizes: Sequence[int] | None) -> tuple[int, ...]:
     return () if sizes is None else tuple(map(int, sizes))
-
-
-def _summable(operation: str, x: Array, op: str) -> Array:
-    if op not in header.REDUCTIONS[1:]:
-        raise UsageError(f"{operation}: unknown op {op!r}; choose one of {', '.join(header.REDUCTIONS[1:])}")
-    kind = x.dtype.kind
-    if kind == "b" and op in ("sum", "prod", "mean"):
-        x = x.astype(np.int64)
-    if op == "mean" and x.dtype.kind in "iu":
-        x = x.astype(np.float64)
-    return x

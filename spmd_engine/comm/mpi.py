@@ -16,7 +16,7 @@ from spmd_engine.comm.pending import TIMEOUT, Pending, Progress, Steps
 from spmd_engine.errors import MeshError
 
 PIECE = 1 << 30  # bytes a message: some MPI libraries refuse counts of 2^31 and more
-_MEETING = 32766  # a tag that no other message has
+_MEETING, _END = 32766, 32765  # tags that no other message has
 _YIELDS = 100  # give way this often before sleeping: a peer that is nearly there needs no sleep
 _SHORTEST, _LONGEST = 50e-6, 1e-3  # seconds of sleep
 
@@ -29,8 +29,19 @@ class MPICommunicator(Communicator):
     hundred times, then sleeps for 50 microseconds to 1 millisecond.
     """
 
-    def __init__(self, comm: MPI.Comm, progress: Progress | None = None, node: str | None = None) -> None:
+    def __init__(
+        self,
+        comm: MPI.Comm,
+        progress: Progress | None = None,
+        node: str | None = None,
+        world: MPICommunicator | None = None,
+        members: Sequence[int] | None = None,
+    ) -> None:
+        """``members``: the ranks, in ``world``, of a sub-communicator; only this class gives the last four."""
         self._comm = comm
+        self._world = world if world is not None else self
+        self._members = list(members) if members is not None else list(range(comm.size))
+        self._ended: set[int] = set()
         self.rank, self.size = comm.rank, comm.size
         self.node = node if node is not None else MPI.Get_processor_name()
         self.progress = progress if progress is not None else Progress()
@@ -60,7 +71,8 @@ class MPICommunicator(Communicator):
         finally:
             members.Free()
             everyone.Free()
-        return MPICommunicator(comm, self.progress, self.node)
+        members = [self._members[rank] for rank in ranks]
+        return MPICommunicator(comm, self.progress, self.node, self._world, members)
 
     def _meet(self, ranks: Sequence[int]) -> Steps:
         """Wait here for those who do not come yet: inside MPI this rank would spin, and its operations rest."""
@@ -72,6 +84,17 @@ class MPICommunicator(Communicator):
     def free(self) -> None:
         if not MPI.Is_finalized():
             self._comm.Free()
+
+    def announce_end(self) -> None:
+        for to in set(range(self._world.size)) - {self._world.rank}:
+            self._world.start_send(np.zeros(1, np.uint8), to, _END)
+
+    def ended(self) -> list[int]:
+        world, status = self._world, MPI.Status()
+        while world._comm.Iprobe(MPI.ANY_SOURCE, _END, status):
+            world._comm.Recv([np.empty(1, np.uint8), MPI.BYTE], status.source, _END)  # it is here: no wait
+            world._ended.add(status.source)
+        return [rank for rank, member in enumerate(self._members) if member in world._ended]
 
     def activity(self) -> int:
         return 0

@@ -13,13 +13,15 @@ from collections.abc import Callable, Generator
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from spmd_engine.errors import CommunicationTimeout, SpmdError
+from spmd_engine.errors import CommunicationTimeout, MismatchError, SpmdError
 
 if TYPE_CHECKING:
     from spmd_engine.comm.communicator import Communicator
 
 TIMEOUT = 1800.0  #: seconds a rank waits for others, unless it is told another number
 WARN_AFTER = 60.0  #: seconds after which a rank that waits says so; then after four times as long, and so on
+
+LOOK_AFTER = 0.5  #: seconds without progress after which a rank looks whether those it waits for have ended
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +47,7 @@ class Pending:
         self._on_result = on_result
         self._on_wait = on_wait
         self.describe = describe
+        self.until_the_end = False  #: whether this is the meeting in which programs end
         self.done = False
         self.result: Any = None
         self.error: Exception | None = None  # raised by its own wait(), whoever met it first
@@ -99,14 +102,14 @@ class Progress:
     def wait_for(self, wanted: Pending, timeout: float | None) -> None:
         communicator = wanted._communicator
         began = perf_counter()
-        warn_after = WARN_AFTER
+        warn_after, look_after = WARN_AFTER, LOOK_AFTER
         idle = 0
         while not wanted.done:
             if wanted.error is not None:
                 raise wanted.error
             activity = communicator.activity()
             if any([self._advance(pending) for pending in tuple(self._pending)]):
-                idle = 0
+                idle, look_after = 0, perf_counter() - began + LOOK_AFTER
                 continue
             idle += 1
             communicator.pause(idle, activity)
@@ -114,6 +117,10 @@ class Progress:
             if timeout and waited > timeout:
                 # It stays under way: its messages may still come, into memory that must then still be there.
                 raise CommunicationTimeout(f"waited {timeout:g} s: {wanted.describe()}")
+            if waited > look_after:
+                if not wanted.until_the_end and (ended := communicator.ended()):
+                    raise MismatchError(f"waits for ranks whose program has ended ({ended}): {wanted.describe()}")
+                look_after = waited + LOOK_AFTER
             if waited > warn_after:
                 logger.warning("has waited %.0f s: %s", waited, wanted.describe())
                 warn_after *= 4

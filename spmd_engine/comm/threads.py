@@ -84,6 +84,7 @@ class _Fabric:
     def __init__(self, ranks: int) -> None:
         self.boxes = [_Mailbox() for _ in range(ranks)]
         self.failure: tuple[int, BaseException] | None = None
+        self.ended: set[int] = set()
         self._lock = threading.Lock()
 
     def fail(self, rank: int, error: BaseException) -> None:
@@ -166,6 +167,12 @@ class ThreadCommunicator(Communicator):
 
     def free(self) -> None:
         pass
+
+    def announce_end(self) -> None:
+        self._fabric.ended.add(self._me)
+
+    def ended(self) -> list[int]:
+        return [rank for rank, member in enumerate(self._members) if member in self._fabric.ended]
 
     def activity(self) -> int:
         return self._fabric.boxes[self._me].arrivals
