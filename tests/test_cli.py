@@ -139,6 +139,7 @@ MISTAKES = {
     "no such run": ["--resume", "--run", "nothing"],
     "holds a run already": ["--run", "taken"],
     "needs CuPy": ["--device", "cuda"],
+    "--sequence-parallel needs an axis 'model'": ["--sequence-parallel"],
 }
 
 
@@ -208,3 +209,9 @@ def test_damaged_runs_are_one_line(ok, spmd, tmp_path):
     assert "does not say: dtype, model, seed" in one_line(spmd(2, *resume))
     (folder / "config.json").write_text("[")
     assert "is damaged" in one_line(spmd(2, *resume))
+
+
+def test_a_mistake_on_many_ranks_is_one_line_every_time(spmd):
+    for _ in range(4):
+        result = spmd(8, "train", "--batch-size", "3", timeout=60)
+        assert result.returncode == 2 and len(result.stderr.splitlines()) == 1, result.stderr

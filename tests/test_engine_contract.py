@@ -293,3 +293,28 @@ def test_parameters_must_be_contiguous():
     engine.step(batch_of(np.ones((4, 3)), np.ones((4, 2)), engine))
     with pytest.raises(UsageError, match="not contiguous"):
         SGD().update(engine, engine.gradients, step=1, rate=0.1)
+
+
+def test_a_forgotten_all_reduce_is_found_in_the_first_step():
+    class Forgetful(Careless):
+        input_sharding = output_sharding = "b/data d"
+
+        def backward(self, grads):
+            return {"w": self.tape.pop().T @ grads}
+
+    x = np.random.default_rng(0).standard_normal((4, 3))
+
+    def program():
+        engine = Forgetful()
+        engine.step(batch_of(x, x[:, :2], engine))
+
+    with pytest.raises(UsageError, match="gradient of 'w' differs between ranks of data"):
+        run(program, 2)
+
+
+def test_blocks_of_parameters_without_a_sharding_are_whole_copies():
+    engine, whole = Bare(), np.ones((3, 2))
+    block = engine.block("w", whole)
+    assert np.array_equal(block, whole) and not np.shares_memory(block, whole)
+    with pytest.raises(UsageError, match="no parameter 'v'"):
+        engine.sharding("v")

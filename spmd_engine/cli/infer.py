@@ -28,14 +28,18 @@ from spmd_engine.training.checkpoint import Checkpoint, load_checkpoint
 @click.option("--input", "source", metavar="X.npy", required=True, help="Whole inputs; the first dim is the batch.")
 @click.option("--output", "target", metavar="Y.npy", required=True, help="Where whole outputs go.")
 @click.option("--run", metavar="DIR", help="Folder that 'train' wrote; inputs are tokens[b s].")
-@click.option("--engine", metavar="MODULE:NAME", help="Or an engine of your own: a class, or a function making one.")
+@click.option("--engine", metavar="MODULE:NAME", help="Or your own engine, MODULE as in import: a class or function.")
 @click.option("--checkpoint", metavar="FILE", help="Its parameters, a safetensors file.")
 @click.option("--batch-size", type=click.IntRange(min=1), help="Inputs at a time. [default: all]")
 @mesh_option
 @device_option
 @check_option
 def infer(source, target, run, engine, checkpoint, batch_size, mesh, device, check) -> None:
-    """Read an array on rank 0, run the model on all ranks, write the outputs from rank 0."""
+    """Read an array on rank 0, run the model on all ranks, write the outputs from rank 0.
+
+    A run's inputs are tokens[b s], bytes or 256 for the end of a file, and its outputs logits[b s v]. An engine of
+    your own is made without arguments; its load_checkpoint is called with --checkpoint alone.
+    """
     if bool(run) == bool(engine):
         raise UsageError("infer needs a model: either --run DIR or --engine MODULE:NAME")
     if run and checkpoint:

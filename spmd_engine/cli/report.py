@@ -30,7 +30,7 @@ class Reporter:
                 f"on {mesh.node_count} node(s); {len(corpus.train):,} tokens from {corpus.files} files"
             )
             if done >= stop:
-                self._say(f"nothing to do: {done} steps are done, of {stop}; more with --steps")
+                self._say(f"nothing to do: {done} steps are done, and --steps or --stop-at ends at {stop}")
 
     def __enter__(self) -> Reporter:
         if not self.speaks:

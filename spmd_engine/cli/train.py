@@ -60,7 +60,7 @@ PROMPT = "def "
 @click.option("--sequence-parallel", is_flag=True, help="Cut the sequence over 'model' between layers.")
 @click.option("--sample", type=click.IntRange(0), default=240, show_default=True, help="Tokens written at the end.")
 @click.option("--run", metavar="NAME", help="Folder for results, or its name under runs/. [default: MODEL-NUMBER]")
-@click.option("--resume", is_flag=True, help="Go on with --run, with its own options where none are given.")
+@click.option("--resume", is_flag=True, help="Go on with --run, with its own options but --mesh.")
 @device_option
 @check_option
 @click.pass_context
@@ -70,16 +70,20 @@ def train(context: click.Context, **options: Any) -> None:
     What is computed depends on the seed and the options, not on the mesh: the same command on 1 and on 8
     ranks gives the same losses, to rounding. Results go to runs/NAME: config.json, metrics.jsonl (an object a
     step) and a checkpoint, from which --resume goes on and 'generate' and 'infer' answer. --resume takes over
-    the run's own options and goes on exactly, on any mesh; with more --steps, the learning rate follows its
-    cosine over the new number.
+    the run's own options, those given here and --mesh excepted, and goes on exactly from its last save; with
+    more --steps, the learning rate follows its cosine over the new number.
     """
     if options["resume"]:
         if not options["run"]:
             raise UsageError("--resume needs --run NAME: which run shall go on?")
         given = {k for k in options if context.get_parameter_source(k) is not ParameterSource.DEFAULT}
         saved = read_config(options["run"])
+        if options["model"] != saved["model"] and "model" in given:
+            raise UsageError(f"{options['run']} is a {saved['model']}; --model {options['model']} cannot go on with it")
         options |= {k: v for k, v in saved.items() if k in options and k not in given | OF_THIS_TIME}
     with open_mesh(options["mesh"], check=options["check"]) as mesh:
+        if options["sequence_parallel"] and "model" not in mesh.axes:
+            raise UsageError(f"--sequence-parallel needs an axis 'model' in --mesh; this mesh is {mesh}")
         _train(options, mesh)
 
 
@@ -91,6 +95,8 @@ def _train(options: dict[str, Any], mesh: Mesh) -> None:
     folder = Path(text_from_rank_zero(mesh.group(), lambda: _open_folder(options)))
     if options["resume"]:
         _load(folder, trainer, corpus)
+    else:
+        on_rank_zero(mesh.group(), lambda: _write_config(folder, options, corpus))
     stop = min(options["steps"], options["stop_at"] or options["steps"])
     facts = {"model": options["model"], "seed": options["seed"], "corpus_sha256": corpus.sha256}
 
@@ -115,7 +121,7 @@ def _train(options: dict[str, Any], mesh: Mesh) -> None:
         if stop == 0:
             save()
         text = decode(
-            generate(engine, encode(PROMPT), options["sample"], temperature=0.6, seed=options["seed"])
+            generate(engine, encode(PROMPT), options["sample"], seed=options["seed"])
         )
         reporter.finished(PROMPT + text if options["sample"] else "", loss)
 

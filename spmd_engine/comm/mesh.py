@@ -152,6 +152,11 @@ class Mesh(Collectives):
         return position
 
     @property
+    def checks(self) -> bool:
+        """Whether ranks compare what they call."""
+        return bool(self._options["check"])
+
+    @property
     def local_rank(self) -> int:
         """This rank's number among those of its node."""
         return self.nodes[: self.rank].count(self.nodes[self.rank])

@@ -122,11 +122,14 @@ def fail(message: str) -> None:
     if _speaks(comm._comm):
         sys.stderr.write(f"{message}\n" if comm.rank == 0 else f"rank {comm.rank} of {comm.size}: {message}\n")
         sys.stderr.flush()
+    world = Group(comm, "world", Ledger(), timeout=2.0)
     try:
-        Group(comm, "world", Ledger(), timeout=2.0).leave(message)
+        world.leave(message)
     except SpmdError:
         time.sleep(0.1)  # the launcher passes on what was printed before it hears of the end
         comm._comm.Abort(2)
+    while comm._comm.Iprobe(tag=_FAILED):  # messages left under way delay MPI's end, and the launcher's patience
+        comm._comm.recv(tag=_FAILED)
 
 
 def _speaks(comm) -> bool:

@@ -17,6 +17,7 @@ from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.mesh import Collectives, Mesh, Over
 from spmd_engine.engine.batch import Batch
+from spmd_engine.engine.replicas import check_replicas
 from spmd_engine.engine.serving import Writer, serve
 from spmd_engine.engine.tape import Tape, Tapes
 from spmd_engine.errors import MismatchError, UsageError
@@ -44,7 +45,12 @@ class ShardedEngine(Collectives, ABC):
 
     ``parameters``        name -> array stored here; the optimizer updates it in place
     ``shardings``         name -> ``"d f/model"``; what is not named is whole on every rank
-    ``input_sharding``, ``output_sharding``, ``target_sharding``   of the batch's blocks; targets are like outputs
+    ``input_sharding``, ``output_sharding``, ``target_sharding``   of the batch's blocks; targets are like outputs.
+                          Where they are not said, every rank has the whole batch, and gradients must not be summed
+    ``loss``              a function (outputs, targets, count=n) -> (value, gradient); mean_squared_error if not said.
+                          Its gradient has the 1/n of the global batch in it: a backward only sums
+
+    ``self.tape.push(x)`` comes back as ``x = self.tape.pop()``, ``push(x, z)`` as ``x, z = pop()``.
 
     Collectives (``send``, ``receive``, ``all_gather``, ``all_reduce``, ``reduce_scatter``, ``all_to_all``,
     ``broadcast``, ``barrier``) go over the whole world, or ``over="data"``. Everything here works whether or
@@ -149,12 +155,16 @@ class ShardedEngine(Collectives, ABC):
         """How a parameter is cut."""
         if name in self.shardings:
             return Spec.parse(self.shardings[name])
+        if name not in self.parameters:
+            raise UsageError(f"no parameter {name!r}; this engine has: {', '.join(self.parameters)}")
         return Spec.parse(" ".join("ijklmnop"[: np.ndim(self.parameters[name])]))
 
     def block(self, name: str, array: Any) -> Array:
         """This rank's block of a whole, sliceable array, read by slices alone."""
-        spec = self.sharding(name)
-        block = array[spec.block(tuple(array.shape), self.mesh)]
+        if name in self.shardings:
+            block = array[self.sharding(name).block(tuple(array.shape), self.mesh)]
+        else:  # whole on every rank; a copy, since it will be updated
+            block = np.array(array[...])
         return self.backend.asarray(np.asarray(block) if not self.backend.owns(block) else block)
 
     def global_shape(self, name: str) -> tuple[int, ...]:
@@ -248,6 +258,9 @@ class ShardedEngine(Collectives, ABC):
                     total += value
                 for name, array in self.backward(gradient).items():
                     gradients[name] = gradients[name] + array if name in gradients else array
+        if self.mesh.checks and not self.__dict__.get("_replicas_checked"):  # in the first step
+            check_replicas(self, gradients)
+            self._replicas_checked = True
         self.gradients = gradients
         return self._sum_over_batch(total)
 

@@ -31,7 +31,7 @@ class Batch:
     """All micro-batches of one optimizer step."""
 
     micro_batches: Sequence[MicroBatch]
-    step: int = 0
+    step: int = 0  #: optimizer steps made before; dropout depends on it
     count: float | None = None  #: terms of the global mean; None: the engine counts them over the ranks
 
 

@@ -22,7 +22,7 @@ class StepReport:
     loss: float  #: mean over the global batch, before the update
     grad_norm: float  #: of the whole gradient, before clipping
     learning_rate: float
-    tokens: int  #: of the global batch
+    tokens: int  #: targets of the global batch that count
     seconds: float
     tokens_per_second: float
     bytes_sent: int  #: by all ranks, by the ledger
@@ -59,7 +59,8 @@ class Trainer:
         engine, step = self.engine, self.steps_done
         began, sent = perf_counter(), engine.ledger.total().sent
         batch = self.batches(step)
-        loss = engine.step(batch, self.loss)
+        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is told below, once
+            loss = engine.step(batch, self.loss)
         if not np.isfinite(loss):
             raise NotFiniteError(f"step {step + 1}: the loss is {loss}; lower the learning rate, or clip gradients")
         norm = engine.gradient_norm()
