@@ -153,7 +153,8 @@ class LayeredEngine(ShardedEngine):
         """Outputs of this rank's block of inputs, at the model's first positions unless ``at`` says else."""
         self.model.check_inputs(x)
         x = self.backend.asarray(x)
-        at = at or self._at(x, self._samples(x.shape[0]) if self.is_training else None)
+        if at is None:
+            at = self._at(x, self._samples(self._whole(x.shape[0])) if self.is_training else None)
         saved_by_layer = []
         for (name, layer), p in zip(self.model.layers, self._weights, strict=True):
             x, saved = layer.forward(self._shards[name], p, x, at)
@@ -183,20 +184,27 @@ class LayeredEngine(ShardedEngine):
                 self._reducer.layer_done(self._uses[i])
         self.input_gradient = dy
 
-    def _samples_of(self, batch: Batch) -> list[Array | None]:
+    def _samples_of(self, batch: Batch) -> list[Array]:
         """Global numbers of each micro-batch's samples on this rank; counted where the batch does not say."""
         numbers, first = [], 0
         for micro in batch.micro_batches:
-            numbers.append(micro.samples if micro.samples is not None else self._samples(len(micro.inputs), first))
-            first += 0 if micro.samples is not None else self._whole
+            if micro.samples is None:
+                whole = self._whole(len(micro.inputs))
+                numbers.append(self._samples(whole, first))
+                first += whole
+            else:
+                numbers.append(micro.samples)
         return numbers
 
-    def _samples(self, here: int, first: int = 0) -> Array | None:
-        """Global numbers, from ``first``, of so many samples here, if together the ranks have a whole micro-batch."""
+    def _whole(self, here: int) -> int:
+        """How many samples all ranks have together, of which ``here`` are this rank's."""
         axes = Spec.parse(self.input_sharding).dims[0][1]
-        self._whole = int(self.all_reduce(np.array(here), over=axes, label="samples")) if axes else here
-        part = self.batch_span(self._whole)
-        return first + self.backend.xp.arange(part.start, part.stop)
+        return int(self.all_reduce(np.array(here), over=axes, label="samples")) if axes else here
+
+    def _samples(self, whole: int, first: int = 0) -> Array:
+        """This rank's numbers of ``whole`` samples that are numbered from ``first``."""
+        part = self.batch_span(whole)
+        return self.backend.xp.arange(first + part.start, first + part.stop)
 
     def _at(self, x: Array, samples: Array | None, step: int = 0) -> At:
         xp = self.backend.xp
