@@ -208,15 +208,9 @@ class LayeredEngine(ShardedEngine):
 
     def _at(self, x: Array, samples: Array | None, step: int = 0) -> At:
         xp = self.backend.xp
-        shards = Shards(self.mesh, self.layout)
-        # x is cut along s as inside; the stream may be cut further.
         length = x.shape[1] if x.ndim > 1 else 1
-        inside = xp.arange(length)
-        if shards.is_cut("s", "residual"):
-            part = shards.span("s", length, "residual")
-            residual = inside[part]
-        else:
-            residual = inside
+        inside = xp.arange(length)  # x is cut along s as inside; the stream may be cut further
+        residual = inside[Shards(self.mesh, self.layout).span("s", length, "residual")]
         samples = xp.asarray(samples) if samples is not None else None
         return At(inside, residual, samples, step, self.seed, training=self.is_training)
 
