@@ -1,9 +1,13 @@
 """Layouts: where each letter lives."""
 
+from itertools import pairwise
+from math import prod
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from spmd_engine import Mesh, run
 from spmd_engine.errors import MeshError, NotationError
 from spmd_engine.sharding import Layout
 
@@ -18,6 +22,10 @@ def layout_of(*axes, **options):
         (("data",), {"b s d": "b/data s d", "d f": "d f", "v d": "v d"}),
         (("model",), {"b s d": "b s d", "d f": "d f/model", "v d": "v/model d", "h k": "h/model k"}),
         (("data", "model"), {"b s d": "b/data s d", "b s v": "b/data s v/model", "f d": "f/model d"}),
+        (("replicate", "shard"), {"b s d": "b/replicate,shard s d", "d f": "d f"}),
+        (("shard", "data"), {"b s d": "b/shard,data s d"}),
+        (("context",), {"b s d": "b s/context d", "d h k": "d h k", "b s h k": "b s/context h k"}),
+        (("pipe", "context", "data"), {"b s d": "b/data s/context d", "d f": "d f"}),
     ],
 )
 def test_the_customary_layout(axes, specs):
@@ -37,9 +45,126 @@ def test_sequence_parallel_needs_a_model_axis():
     assert layout_of("data", sequence_parallel=True) == layout_of("data")
 
 
+@pytest.mark.parametrize("axes", [("context", "model"), ("model", "context")])
+def test_the_stream_is_cut_over_context_before_model(axes):
+    layout = layout_of(*axes, sequence_parallel=True)
+    assert str(layout.spec("b s h k")) == "b s/context h/model k"
+    assert str(layout.spec("b s d", "residual")) == "b s/context,model d"
+    layout.check("attention", "bsdhk", "bsh", "h")
+
+
+def test_queries_may_be_cut_instead_of_key_heads():
+    layout = layout_of("data", "model", queries_cut=True)
+    assert str(layout.spec("d h r k")) == "d h r/model k"
+    assert str(layout.spec("d h k")) == "d h k"
+    assert str(layout.spec("d f")) == "d f/model" and str(layout.spec("v d")) == "v/model d"
+
+
 def test_an_axis_without_a_custom():
-    with pytest.raises(MeshError, match="no customary layout for axis 'rows'; name it data or model, or pass"):
+    names = "data, replicate, shard, model, context or pipe"
+    with pytest.raises(MeshError, match=f"no customary layout for axis 'rows'; name it {names}, or pass"):
         layout_of("data", "rows")
+
+
+# --- positions
+
+CUTS = [{"context": 1}, {"context": 2}, {"context": 3}, {"context": 4}, {"data": 2, "context": 2}]
+LENGTHS = [0, 1, 2, 3, 7, 10, 12, 31]
+
+
+def positions(axes, length, where="inside", **options):
+    """What each rank has, and what it thinks that all have."""
+
+    def rank():
+        mesh = Mesh(**axes)
+        layout = Layout.for_mesh(mesh, **options)
+        return layout.positions(length, mesh, where), layout.dealt(length, mesh)
+
+    return run(rank, ranks=prod(axes.values()))
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+@pytest.mark.parametrize("axes", CUTS, ids=str)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_every_position_is_dealt_once(length, axes, balanced):
+    results = positions(axes, length, balanced=balanced)
+    n = axes["context"]
+    for rank, (own, dealt) in enumerate(results):
+        np.testing.assert_array_equal(own, dealt[rank % n])
+        np.testing.assert_array_equal(own, np.sort(own))
+        np.testing.assert_array_equal(np.sort(np.concatenate(dealt)), np.arange(length))
+        assert [len(part) for part in dealt] == [length // n + (i < length % n) for i in range(n)]
+        if not balanced:
+            np.testing.assert_array_equal(np.concatenate(dealt), np.arange(length))
+
+
+def test_balanced_ranks_have_an_early_and_a_late_part():
+    (_, dealt), *_ = positions({"context": 3}, 12, balanced=True)
+    assert [part.tolist() for part in dealt] == [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
+    (_, dealt), *_ = positions({"context": 3}, 7, balanced=True)  # the early half has the odd one
+    assert [part.tolist() for part in dealt] == [[0, 1, 6], [2, 5], [3, 4]]
+
+
+@pytest.mark.parametrize("length", [64, 100])
+def test_balanced_ranks_see_as_many_keys(length):
+    def work(balanced):
+        (_, dealt), *_ = positions({"context": 4}, length, balanced=balanced)
+        return [int((part + 1).sum()) for part in dealt]
+
+    balanced = work(True)
+    assert max(balanced) - min(balanced) <= length
+    assert max(work(False)) > 6 * min(work(False))
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_positions_on_the_residual_stream_are_those_inside_cut_further(length, balanced):
+    axes, options = {"context": 2, "model": 3}, {"sequence_parallel": True, "balanced": balanced}
+    inside, stream = positions(axes, length, **options), positions(axes, length, "residual", **options)
+    for c in range(2):
+        for own, _ in inside[3 * c : 3 * c + 3]:
+            parts = [part for part, _ in stream[3 * c : 3 * c + 3]]
+            np.testing.assert_array_equal(np.concatenate(parts), own)
+            assert all(0 <= len(a) - len(b) <= 1 for a, b in pairwise(parts))
+
+
+@pytest.mark.parametrize("order", [("x", "y"), ("y", "x")])
+def test_a_sequence_dealt_over_two_axes(order):
+    layout = Layout({"s": order}, {"s": order})
+
+    def rank():
+        mesh = Mesh(x=3, y=2)
+        dealt = layout.dealt(10, mesh)
+        own = np.arange(10)[layout.spec("s").block((10,), mesh)]
+        np.testing.assert_array_equal(layout.positions(10, mesh), own)
+        np.testing.assert_array_equal(dealt[mesh.group(order).rank], own)
+        return np.concatenate(dealt)
+
+    for whole in run(rank, ranks=6):
+        np.testing.assert_array_equal(whole, np.arange(10))
+
+
+# --- what a layer allows
+
+
+def test_a_layer_says_which_letter_it_needs_whole():
+    layout = layout_of("context")
+    layout.check("mlp", "bsdf", "bsf", "f")
+    with pytest.raises(NotationError, match='convolution: s is cut over mesh axis "context" inside, but this layer'):
+        layout.check("convolution", "bsc", "b", "")
+
+
+def test_one_axis_may_not_cut_two_letters_of_an_activation():
+    layout = Layout({"s": ("x",), "h": ("x",)}, {"s": ("x",)})
+    with pytest.raises(NotationError, match='attention: .*axis "x" cuts s and h'):
+        layout.check("attention", "bsdhk", "bsh", "h")
+
+
+def test_a_layer_may_gather_across_several_letters():
+    layout = layout_of("model", sequence_parallel=True, queries_cut=True)
+    layout.check("attention", "bsdhrk", "bshr", "hr")
+    with pytest.raises(NotationError, match="which do not cut h inside"):
+        layout.check("attention", "bsdhk", "bsh", "h")
 
 
 def test_letters_that_are_not_named_are_whole():

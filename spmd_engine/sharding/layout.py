@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import product
+
+import numpy as np
 
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.errors import MeshError, NotationError
-from spmd_engine.sharding.notation import Spec
+from spmd_engine.sharding.notation import Spec, nested_span
 
-#: What each mesh axis, by its customary name, cuts: data parallel cuts the batch; tensor parallel the heads,
-#: the hidden width and the vocabulary.
-CUSTOMARY = {"data": "b", "model": "hfv"}
+#: What each mesh axis, by its customary name, cuts: data parallel cuts the batch (``replicate`` and ``shard``
+#: say how parameters are stored meanwhile); tensor parallel the heads, the hidden width and the vocabulary;
+#: context parallel the sequence; a pipeline the list of layers, and so no letter.
+CUSTOMARY = {"data": "b", "replicate": "b", "shard": "b", "model": "hfv", "context": "s", "pipe": ""}
 
 Axes = Mapping[str, tuple[str, ...]]
 
@@ -26,33 +30,80 @@ class Layout:
 
     inside: Axes = field(default_factory=dict)
     residual: Axes = field(default_factory=dict)
+    balanced: str = ""  #: letters of which each rank has an early and a late part: see ``dealt``
 
     @classmethod
-    def for_mesh(cls, mesh: Mesh, *, sequence_parallel: bool = False) -> Layout:
-        """The customary layout of a mesh whose axes are named ``data`` and ``model``."""
+    def for_mesh(
+        cls, mesh: Mesh, *, sequence_parallel: bool = False, balanced: bool = False, queries_cut: bool = False
+    ) -> Layout:
+        """The customary layout of a mesh whose axes have customary names; raises MeshError for others.
+
+        ``sequence_parallel`` cuts the residual stream's s over ``model`` too. ``balanced`` deals the sequence
+        over ``context`` so that causal attention is as much work on every rank. ``queries_cut`` lets ``model``
+        cut the r queries that share a key head instead of the key heads: for models with too few of those.
+        """
         inside: dict[str, tuple[str, ...]] = {}
         for axis in mesh.axes:
             if axis not in CUSTOMARY:
-                known = " or ".join(CUSTOMARY)
+                *names, last = CUSTOMARY
+                known = f"{', '.join(names)} or {last}"
                 why = f"no customary layout for axis {axis!r}; name it {known}, or pass a Layout"
                 raise MeshError(f"mesh {mesh}: {why}")
-            for letter in CUSTOMARY[axis]:
+            letters = CUSTOMARY[axis].replace("h", "r") if queries_cut else CUSTOMARY[axis]
+            for letter in letters:
                 inside[letter] = (*inside.get(letter, ()), axis)
         residual = dict(inside)
         if sequence_parallel and "model" in mesh.axes:
             residual["s"] = (*inside.get("s", ()), "model")
-        return cls(inside, residual)
+        return cls(inside, residual, balanced="s" if balanced else "")
 
     def axes(self, letter: str, where: str = "inside") -> tuple[str, ...]:
         """The axes that cut a letter ``inside`` a layer or on the ``residual`` stream."""
         return {"inside": self.inside, "residual": self.residual}[where].get(letter, ())
 
+    def dealt(self, length: int, mesh: Mesh, letter: str = "s") -> list[np.ndarray]:
+        """The indices of a letter, ``length`` long in all, that each rank of the axes that cut it has inside.
+
+        Ranks come in the order of ``mesh.group(self.axes(letter))``; each one's indices ascend. Every rank has
+        as many as ``nested_span`` says: consecutive ones, or, where the letter is ``balanced``, half of them
+        from the beginning and half from the end. The letter is then cut into 2n parts, of which rank i has
+        parts i and 2n-1-i, so that early queries, which see few keys, come together with late ones.
+        """
+        axes = self.axes(letter)
+        ranks = product(*(range(mesh.axis_size(axis)) for axis in axes))
+        spans = [nested_span(length, axes, mesh.axes, dict(zip(axes, rank, strict=True))) for rank in ranks]
+        if letter not in self.balanced:
+            return [np.arange(part.start, part.stop) for part in spans]
+        early, late, ranges = 0, length, []
+        for part in spans:
+            count = part.stop - part.start
+            front, back = count - count // 2, count // 2
+            ranges.append(np.r_[early : early + front, late - back : late])
+            early, late = early + front, late - back
+        return ranges
+
+    def positions(self, length: int, mesh: Mesh, where: str = "inside") -> np.ndarray:
+        """The positions, ascending, that this rank has of a sequence of ``length`` tokens.
+
+        On the ``residual`` stream they are those inside, cut further by the axes that the stream adds.
+        """
+        inside = self.axes("s")
+        positions = self.dealt(length, mesh)[mesh.index(inside)]
+        if where == "residual":
+            further = self.axes("s", where)[len(inside) :]
+            positions = positions[nested_span(len(positions), further, mesh.axes, mesh.coordinates)]
+        return positions
+
     def check(self, name: str, letters: Iterable[str], may_cut: str, across: str) -> None:
         """Raise NotationError if a layer cannot work under this layout.
 
-        ``letters`` are those of its arrays, ``may_cut`` those that may be cut inside it; ``across`` is the letter
+        ``letters`` are those of its arrays, ``may_cut`` those that may be cut inside it; ``across`` are the letters
         over whose axes it gathers from the residual stream, which may cut ``s`` further over those axes and no others.
         """
+        try:
+            self.spec(" ".join(dict.fromkeys("bs" + across)))  # an activation has all of these letters
+        except NotationError as error:
+            raise NotationError(f"{name}: {error}") from None
         for letter in letters:
             axes = self.axes(letter)
             if axes and letter not in may_cut:
@@ -68,7 +119,7 @@ class Layout:
                     f"{name}: the residual stream cuts {letter} over {stream}; it must cut it over {inside} first, "
                     "as inside the layers"
                 )
-            if across and not set(borrowed) <= set(self.axes(across)):
+            if across and not set(borrowed) <= {axis for each in across for axis in self.axes(each)}:
                 raise NotationError(
                     f"{name}: the residual stream cuts {letter} over {borrowed}, which do not cut {across} inside; "
                     f"cut {across} over the same axes, or {letter} over no more than inside"
