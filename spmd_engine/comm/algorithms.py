@@ -16,6 +16,8 @@ from spmd_engine.comm.communicator import Communicator
 from spmd_engine.comm.pending import Steps
 from spmd_engine.errors import UsageError
 
+PIECE = 4 << 20  # bytes of each rank's block that are received before they are reduced
+
 
 def exchange(comm: Communicator, outgoing: Sequence[Array | None], incoming: Sequence[Array | None], tag: int) -> Steps:
     """Send ``outgoing[r]`` to each other rank r and fill ``incoming[r]`` from it; None or empty: nothing."""
@@ -42,10 +44,17 @@ def all_gather(comm: Communicator, own: Array, blocks: Sequence[Array], tag: int
 def reduce_scatter(comm: Communicator, blocks: Sequence[Array], out: Array, reduction: str, tag: int) -> Steps:
     """``out`` = the reduction over ranks, in rank order, of everyone's ``blocks[rank]``."""
     backend = backend_of(out)
-    received = [None if r == comm.rank else backend.empty(out.shape, out.dtype) for r in range(comm.size)]
-    yield from exchange(comm, blocks, received, tag)
-    received[comm.rank] = blocks[comm.rank]
-    reduce_into(out, received, reduction)
+    flat_blocks, flat_out = [block.reshape(-1) for block in blocks], out.reshape(-1)
+    step = max(1, PIECE // out.itemsize)
+    space = backend.empty((comm.size, min(step, out.size)), out.dtype)
+    for start in range(0, max(block.size for block in flat_blocks), step):
+        piece = slice(start, start + step)
+        ours = flat_out[piece]
+        received = list(space[:, : ours.size])
+        yield from exchange(comm, [block[piece] for block in flat_blocks], received, tag)
+        received[comm.rank] = flat_blocks[comm.rank][piece]
+        if ours.size:
+            reduce_into(ours, received, reduction)
 
 
 def all_reduce(comm: Communicator, x: Array, out: Array, reduction: str, tag: int) -> Steps:

@@ -16,12 +16,12 @@ from spmd_engine.comm import algorithms, header
 from spmd_engine.comm.algorithms import span
 from spmd_engine.comm.door import INLINE
 from spmd_engine.comm.header import Header
-from spmd_engine.comm.messages import Messages
 from spmd_engine.comm.pending import Pending, Steps
+from spmd_engine.comm.reductions import Reductions, copied, ints
 from spmd_engine.errors import UsageError
 
 
-class Group(Messages):
+class Group(Reductions):
     """All collectives, besides the messages between two ranks."""
 
     def barrier(self) -> None:
@@ -83,17 +83,29 @@ class Group(Messages):
         return self._begin(steps, call, label, payload=mine.nbytes if mine is not None else 0, sent=sent)
 
     def all_gather(
-        self, x: Array, axis: int = 0, *, sizes: Sequence[int] | None = None, label: str = ""
+        self,
+        x: Array,
+        axis: int = 0,
+        *,
+        sizes: Sequence[int] | None = None,
+        out: Array | None = None,
+        label: str = "",
     ) -> Array:
         """Everyone's ``x`` joined along ``axis`` in rank order. Shards may differ along ``axis`` and be empty.
 
         ``sizes`` (each rank's length along ``axis``) spares the exchange of shapes where checks are switched
-        off.
+        off. ``out``, contiguous, with axis 0, receives the result; ``x`` may be this rank's part of it.
         """
-        return self.start_all_gather(x, axis, sizes=sizes, label=label).wait()
+        return self.start_all_gather(x, axis, sizes=sizes, out=out, label=label).wait()
 
     def start_all_gather(
-        self, x: Array, axis: int = 0, *, sizes: Sequence[int] | None = None, label: str = ""
+        self,
+        x: Array,
+        axis: int = 0,
+        *,
+        sizes: Sequence[int] | None = None,
+        out: Array | None = None,
+        label: str = "",
     ) -> Pending:
         axis = self._axis("all_gather", x, axis)
         if sizes is not None and (len(sizes) != self.size or sizes[self.rank] != x.shape[axis]):
@@ -101,9 +113,12 @@ class Group(Messages):
                 f"all_gather over {self.axes!r}: sizes {list(sizes)} must be {self.size} numbers; number "
                 f"{self.rank} is {x.shape[axis]}, the length of this rank's array along axis {axis}"
             )
+        if out is not None and (axis or out.dtype != x.dtype or not out.flags.c_contiguous):
+            raise UsageError(f"all_gather: out must be a contiguous array of {x.dtype}, and axis 0")
         if self.size == 1:
-            return Pending.completed(x.copy())
+            return Pending.completed(x.copy() if out is None else copied(x, out))
         own, home = self._ready(x)
+        into = out if out is not None and self._host_memory_or_aware(out) else None
 
         def steps(call: Header, tag: int) -> Steps:
             small = own.nbytes <= INLINE and self._host_memory(own) and (self.check or sizes is None)
@@ -115,14 +130,16 @@ class Group(Messages):
             blocks = []
             if axis == 0:  # receive straight into the result
                 shape[0] = sum(lengths)
-                out = xp.empty(shape, own.dtype)
+                whole = into if into is not None else xp.empty(shape, own.dtype)
+                if whole.shape != tuple(shape):
+                    raise UsageError(f"all_gather: out has shape {whole.shape}, the result {tuple(shape)}")
                 ends = np.cumsum([0, *lengths])
-                blocks = [out[ends[r] : ends[r + 1]] for r in range(self.size)]
+                blocks = [whole[ends[r] : ends[r + 1]] for r in range(self.size)]
             else:
                 for length in lengths:
                     shape[axis] = length
                     blocks.append(xp.empty(shape, own.dtype))
-            blocks[self.rank][...] = own
+            copied(own, blocks[self.rank])
             wanted: list[Array | None] = list(blocks)
             for r, extra in enumerate(extras):
                 if headers[r].inline:
@@ -130,88 +147,11 @@ class Group(Messages):
                     wanted[r] = None
             outgoing = [None if inline else own] * self.size
             yield from algorithms.exchange(self.comm, outgoing, wanted, tag + 1)
-            return home(out if axis == 0 else xp.concatenate(blocks, axis=axis, dtype=own.dtype))
+            result = home(whole if axis == 0 else xp.concatenate(blocks, axis=axis, dtype=own.dtype))
+            return result if out is None or result is out else copied(result, out)
 
         call = self._header("all_gather", own, axis=axis)
         return self._begin(steps, call, label, payload=own.nbytes, sent=own.nbytes * (self.size - 1))
-
-    def all_reduce(self, x: Array, op: str = "sum", *, out: Array | None = None, label: str = "") -> Array:
-        """The sum, mean, max, min or prod over ranks, element by element, in rank order: equal on all ranks.
-
-        ``out`` (contiguous, may be ``x`` itself) receives the result. bool is counted as int64; the mean of
-        integers is float64; float16 and bfloat16 are accumulated in float32.
-        """
-        return self.start_all_reduce(x, op, out=out, label=label).wait()
-
-    def start_all_reduce(
-        self, x: Array, op: str = "sum", *, out: Array | None = None, label: str = ""
-    ) -> Pending:
-        x = algorithms.reducible("all_reduce", x, op)
-        if out is not None and (out.shape != x.shape or out.dtype != x.dtype or not out.flags.c_contiguous):
-            wanted, given = (f"{a.dtype}{list(a.shape)}" for a in (x, out))
-            raise UsageError(f"all_reduce: out must be contiguous {wanted}, is {given}")
-        if self.size == 1:
-            result = x.copy() if out is None else out
-            if out is not None and out is not x:
-                out[...] = x
-            return Pending.completed(result)
-        own, home = self._ready(x)
-        in_place = out is not None and self._host_memory_or_aware(out)
-        target = out if in_place else backend_of(own).empty(own.shape, own.dtype)
-
-        def steps(call: Header, tag: int) -> Steps:
-            small = own.nbytes <= INLINE and self._host_memory(own)
-            headers, extras = yield from self._meet(call, own.tobytes() if small else b"", tag, always=small)
-            if small:
-                blocks = [e.view(own.dtype).reshape(own.shape) for e in extras]
-                blocks[self.rank] = own
-                if own.size:
-                    algorithms.reduce_into(target, blocks, op)
-            else:
-                yield from algorithms.all_reduce(self.comm, own.reshape(-1), target.reshape(-1), op, tag + 1)
-            if in_place:
-                return out
-            result = home(target)
-            if out is not None:
-                out[...] = result
-            return result if out is None else out
-
-        mine = span(own.size, self.size, self.rank)
-        part = (mine.stop - mine.start) * own.itemsize
-        sent = own.nbytes - part + part * (self.size - 1)
-        call = self._header("all_reduce", own, reduction=op)
-        return self._begin(steps, call, label, payload=own.nbytes, sent=sent)
-
-    def reduce_scatter(
-        self, x: Array, axis: int = 0, op: str = "sum", *, sizes: Sequence[int] | None = None, label: str = ""
-    ) -> Array:
-        """This rank's part, along ``axis``, of the reduction over ranks.
-
-        The parts are even, the first ranks getting one more where they cannot be, or as ``sizes`` says.
-        """
-        return self.start_reduce_scatter(x, axis, op, sizes=sizes, label=label).wait()
-
-    def start_reduce_scatter(
-        self, x: Array, axis: int = 0, op: str = "sum", *, sizes: Sequence[int] | None = None, label: str = ""
-    ) -> Pending:
-        x = algorithms.reducible("reduce_scatter", x, op)
-        axis = self._axis("reduce_scatter", x, axis)
-        parts = self._parts("reduce_scatter", x, axis, sizes)
-        if self.size == 1:
-            return Pending.completed(x.copy())
-        own, home = self._ready(x)
-
-        def steps(call: Header, tag: int) -> Steps:
-            xp = backend_of(own).xp
-            yield from self._meet(call, b"", tag)
-            blocks = [xp.ascontiguousarray(own[part]) for part in parts]
-            out = xp.empty(blocks[self.rank].shape, own.dtype)
-            yield from algorithms.reduce_scatter(self.comm, blocks, out, op, tag + 1)
-            return home(out)
-
-        sent = own.nbytes - own[parts[self.rank]].nbytes
-        call = self._header("reduce_scatter", own, reduction=op, axis=axis, sizes=_ints(sizes))
-        return self._begin(steps, call, label, payload=own.nbytes, sent=sent)
 
     def all_to_all(
         self,
@@ -263,28 +203,5 @@ class Group(Messages):
             return home(xp.concatenate(incoming, axis=concat, dtype=own.dtype))
 
         sent = own.nbytes - own[parts[self.rank]].nbytes
-        call = self._header("all_to_all", own, axis=axis, concat_axis=concat, sizes=_ints(splits))
+        call = self._header("all_to_all", own, axis=axis, concat_axis=concat, sizes=ints(splits))
         return self._begin(steps, call, label, payload=own.nbytes, sent=sent)
-
-    def _axis(self, operation: str, x: Array, axis: int) -> int:
-        if not -x.ndim <= axis < x.ndim:
-            raise UsageError(f"{operation} over {self.axes!r}: axis {axis} of an array of shape {x.shape}")
-        return axis % x.ndim
-
-    def _parts(self, operation: str, x: Array, axis: int, sizes: Sequence[int] | None) -> list[tuple[slice, ...]]:
-        """Index of each rank's part of ``x`` along ``axis``."""
-        if sizes is None:
-            cuts = [span(x.shape[axis], self.size, r) for r in range(self.size)]
-        else:
-            ends = np.cumsum([0, *sizes]).tolist()
-            if len(sizes) != self.size or ends[-1] != x.shape[axis] or min(sizes) < 0:
-                raise UsageError(
-                    f"{operation} over {self.axes!r}: sizes {list(sizes)} must be {self.size} numbers that "
-                    f"add up to {x.shape[axis]}, the array's length along axis {axis}"
-                )
-            cuts = [slice(*pair) for pair in zip(ends, ends[1:], strict=False)]
-        return [(slice(None),) * axis + (cut,) for cut in cuts]
-
-
-def _ints(sizes: Sequence[int] | None) -> tuple[int, ...]:
-    return () if sizes is None else tuple(map(int, sizes))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -84,7 +84,7 @@ class Mesh(Collectives):
         self.axes: Mapping[str, int] = axes or {"data": self.comm.size}
         self.ledger = ledger if ledger is not None else Ledger()
         self._options = {"check": check, "timeout": timeout}
-        self._groups: dict[tuple[str, ...], Group] = {}
+        self._groups: dict[tuple, Group] = {}
         self._owned: list[Communicator] = []
         self._validate()
         nodes = gather_texts(self.comm, self.comm.node) if self.comm.size > 1 else [self.comm.node]
@@ -108,21 +108,23 @@ class Mesh(Collectives):
                 f"Change the sizes, or start with: mpiexec -n {product} ..."
             )
 
-    def group(self, over: Over = None) -> Group:
+    def group(self, over: Over = None, *, among: Mapping[str, Sequence[int]] | None = None) -> Group:
         """The ranks that differ from this one only along ``over``, as a Group; made when first asked for.
 
-        Their order follows the axes as written: over ("data", "expert"), expert varies fastest.
+        Their order follows the axes as written: over ("data", "expert"), expert varies fastest. ``among``
+        leaves only some places of an axis, this rank's among them: ``group("pipe", among={"pipe": (0, 3)})``.
         """
         names = self._names(over)
-        if names not in self._groups:
-            members = self._members(names)
+        places = tuple((name, tuple(among[name])) for name in names if name in among) if among else ()
+        if (names, places) not in self._groups:
+            members = self._members(names, dict(places))
             if members == list(range(self.size)):
                 comm = self.comm
             else:
                 comm = self.comm.subset(members)
                 self._owned.append(comm)
-            self._groups[names] = Group(comm, ",".join(names) or "nobody", self.ledger, **self._options)
-        return self._groups[names]
+            self._groups[names, places] = Group(comm, ",".join(names) or "nobody", self.ledger, **self._options)
+        return self._groups[names, places]
 
     def _names(self, over: Over) -> tuple[str, ...]:
         if over is None:
@@ -135,10 +137,18 @@ class Mesh(Collectives):
             raise MeshError(f"mesh axes {', '.join(names)}: each can be named once")
         return names
 
-    def _members(self, names: tuple[str, ...]) -> list[int]:
-        index = tuple(slice(None) if axis in names else self.coordinates[axis] for axis in self.axes)
-        kept = [axis for axis in self.axes if axis in names]
-        return self.ranks[index].transpose([kept.index(name) for name in names]).reshape(-1).tolist()
+    def _members(self, names: tuple[str, ...], among: Mapping[str, Sequence[int]]) -> list[int]:
+        def places(axis: str) -> Sequence[int]:
+            if axis not in names:
+                return [self.coordinates[axis]]
+            if axis in among and self.coordinates[axis] not in among[axis]:
+                raise MeshError(f"rank {self.rank} is not among the places {list(among[axis])} of axis {axis!r}")
+            return among.get(axis, range(self.axes[axis]))
+
+        axes = list(self.axes)
+        others = [axis for axis in axes if axis not in names]
+        part = self.ranks[np.ix_(*(places(axis) for axis in axes))]
+        return part.transpose([axes.index(axis) for axis in (*others, *names)]).reshape(-1).tolist()
 
     def axis_size(self, over: Over) -> int:
         """The number of ranks along one axis or several; 1 along none."""

@@ -11,19 +11,21 @@ from spmd_engine.comm.header import Header
 from spmd_engine.comm.pending import Pending, Steps
 from spmd_engine.errors import UsageError
 
+_NUMBERED, _CHANNELS = 4096, 4095  # messages of a pair that can be told apart while they are under way
+
 
 class Messages(Door):
-    """Messages of one (sender, receiver) arrive in the order sent. No check can find a missing partner: the
-    timeout does."""
+    """Messages of one (sender, receiver) arrive in the order sent; those of different *channels*, numbers that both
+    sides agree on, may overtake each other. No check can find a missing partner: the timeout does."""
 
-    def send(self, to: int, x: Array, *, label: str = "") -> None:
+    def send(self, to: int, x: Array, *, channel: int | None = None, label: str = "") -> None:
         """Send ``x``, with its shape and dtype, to rank ``to`` of the group."""
-        self.start_send(to, x, label=label).wait()
+        self.start_send(to, x, channel=channel, label=label).wait()
 
-    def start_send(self, to: int, x: Array, *, label: str = "") -> Pending:
+    def start_send(self, to: int, x: Array, *, channel: int | None = None, label: str = "") -> Pending:
         self._peer("send", to)
         own, _ = self._ready(x)
-        tag = self._message_tag("to", to)
+        tag = self._message_tag("to", to, channel)
 
         def steps(call: Header, tag: int) -> Steps:
             said = np.frombuffer(call.pack(), np.uint8)
@@ -34,13 +36,15 @@ class Messages(Door):
         call = self._header("send", own)
         return self._begin(steps, call, label, payload=own.nbytes, sent=own.nbytes, tag=tag)
 
-    def receive(self, source: int, *, like: Backend = CPU, label: str = "") -> Array:
+    def receive(self, source: int, *, like: Backend = CPU, channel: int | None = None, label: str = "") -> Array:
         """The next array that rank ``source`` sends here; shape and dtype come with it. ``like``: where to."""
-        return self.start_receive(source, like=like, label=label).wait()
+        return self.start_receive(source, like=like, channel=channel, label=label).wait()
 
-    def start_receive(self, source: int, *, like: Backend = CPU, label: str = "") -> Pending:
+    def start_receive(
+        self, source: int, *, like: Backend = CPU, channel: int | None = None, label: str = ""
+    ) -> Pending:
         self._peer("receive", source)
-        tag = self._message_tag("from", source)
+        tag = self._message_tag("from", source, channel)
 
         def steps(call: Header, tag: int) -> Steps:
             said = np.empty(header.SIZE, np.uint8)
@@ -61,5 +65,8 @@ class Messages(Door):
         if rank == self.rank and self.size == 1:
             raise UsageError(f"{operation} over {self.axes!r}: a group of one rank has nobody to talk to")
 
-    def _message_tag(self, way: str, rank: int) -> int:
-        return COLLECTIVE_TAGS + self.comm.next_message(way, rank) % 4096 * 2
+    def _message_tag(self, way: str, rank: int, channel: int | None) -> int:
+        """Two tags, for header and data. MPI promises no more than 32,767."""
+        if channel is None:
+            return COLLECTIVE_TAGS + self.comm.next_message(way, rank) % _NUMBERED * 2
+        return COLLECTIVE_TAGS + (_NUMBERED + channel % _CHANNELS) * 2

@@ -1,0 +1,143 @@
+"""Collectives that reduce: all_reduce and reduce_scatter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.comm import algorithms
+from spmd_engine.comm.algorithms import span
+from spmd_engine.comm.door import INLINE
+from spmd_engine.comm.header import Header
+from spmd_engine.comm.messages import Messages
+from spmd_engine.comm.pending import Pending, Steps
+from spmd_engine.errors import UsageError
+
+
+class Reductions(Messages):
+    """Sums and their kin over a group of ranks, always made in rank order."""
+
+    def all_reduce(self, x: Array, op: str = "sum", *, out: Array | None = None, label: str = "") -> Array:
+        """The sum, mean, max, min or prod over ranks, element by element, in rank order: equal on all ranks.
+
+        ``out`` (contiguous, may be ``x`` itself) receives the result. bool is counted as int64; the mean of
+        integers is float64; float16 and bfloat16 are accumulated in float32.
+        """
+        return self.start_all_reduce(x, op, out=out, label=label).wait()
+
+    def start_all_reduce(
+        self, x: Array, op: str = "sum", *, out: Array | None = None, label: str = ""
+    ) -> Pending:
+        x = algorithms.reducible("all_reduce", x, op)
+        _check_out("all_reduce", x, out)
+        if self.size == 1:
+            return Pending.completed(x.copy() if out is None else copied(x, out))
+        own, home = self._ready(x)
+        in_place = out is not None and self._host_memory_or_aware(out)
+        target = out if in_place else backend_of(own).empty(own.shape, own.dtype)
+
+        def steps(call: Header, tag: int) -> Steps:
+            small = own.nbytes <= INLINE and self._host_memory(own)
+            headers, extras = yield from self._meet(call, own.tobytes() if small else b"", tag, always=small)
+            if small:
+                blocks = [e.view(own.dtype).reshape(own.shape) for e in extras]
+                blocks[self.rank] = own
+                if own.size:
+                    algorithms.reduce_into(target, blocks, op)
+            else:
+                yield from algorithms.all_reduce(self.comm, own.reshape(-1), target.reshape(-1), op, tag + 1)
+            return home(target) if out is None else copied(home(target), out)
+
+        mine = span(own.size, self.size, self.rank)
+        part = (mine.stop - mine.start) * own.itemsize
+        sent = own.nbytes - part + part * (self.size - 1)
+        call = self._header("all_reduce", own, reduction=op)
+        return self._begin(steps, call, label, payload=own.nbytes, sent=sent)
+
+    def reduce_scatter(
+        self,
+        x: Array,
+        axis: int = 0,
+        op: str = "sum",
+        *,
+        sizes: Sequence[int] | None = None,
+        out: Array | None = None,
+        label: str = "",
+    ) -> Array:
+        """This rank's part, along ``axis``, of the reduction over ranks.
+
+        The parts are even, the first ranks getting one more where they cannot be, or as ``sizes`` says. ``out``
+        (contiguous; may be this rank's part of ``x``) receives the result.
+        """
+        return self.start_reduce_scatter(x, axis, op, sizes=sizes, out=out, label=label).wait()
+
+    def start_reduce_scatter(
+        self,
+        x: Array,
+        axis: int = 0,
+        op: str = "sum",
+        *,
+        sizes: Sequence[int] | None = None,
+        out: Array | None = None,
+        label: str = "",
+    ) -> Pending:
+        x = algorithms.reducible("reduce_scatter", x, op)
+        axis = self._axis("reduce_scatter", x, axis)
+        parts = self._parts("reduce_scatter", x, axis, sizes)
+        mine = x[parts[self.rank]]
+        _check_out("reduce_scatter", mine, out)
+        if self.size == 1:
+            return Pending.completed(x.copy() if out is None else copied(x, out))
+        own, home = self._ready(x)
+        target = out if out is not None and self._host_memory_or_aware(out) else None
+
+        def steps(call: Header, tag: int) -> Steps:
+            xp = backend_of(own).xp
+            yield from self._meet(call, b"", tag)
+            blocks = [xp.ascontiguousarray(own[part]) for part in parts]
+            reduced = target if target is not None else xp.empty(blocks[self.rank].shape, own.dtype)
+            yield from algorithms.reduce_scatter(self.comm, blocks, reduced, op, tag + 1)
+            return home(reduced) if out is None else copied(home(reduced), out)
+
+        sent = own.nbytes - own[parts[self.rank]].nbytes
+        call = self._header("reduce_scatter", own, reduction=op, axis=axis, sizes=ints(sizes))
+        return self._begin(steps, call, label, payload=own.nbytes, sent=sent)
+
+    def _axis(self, operation: str, x: Array, axis: int) -> int:
+        if not -x.ndim <= axis < x.ndim:
+            raise UsageError(f"{operation} over {self.axes!r}: axis {axis} of an array of shape {x.shape}")
+        return axis % x.ndim
+
+    def _parts(self, operation: str, x: Array, axis: int, sizes: Sequence[int] | None) -> list[tuple[slice, ...]]:
+        """Index of each rank's part of ``x`` along ``axis``."""
+        if sizes is None:
+            cuts = [span(x.shape[axis], self.size, r) for r in range(self.size)]
+        else:
+            ends = np.cumsum([0, *sizes]).tolist()
+            if len(sizes) != self.size or ends[-1] != x.shape[axis] or min(sizes) < 0:
+                raise UsageError(
+                    f"{operation} over {self.axes!r}: sizes {list(sizes)} must be {self.size} numbers that "
+                    f"add up to {x.shape[axis]}, the array's length along axis {axis}"
+                )
+            cuts = [slice(*pair) for pair in zip(ends, ends[1:], strict=False)]
+        return [(slice(None),) * axis + (cut,) for cut in cuts]
+
+
+def ints(sizes: Sequence[int] | None) -> tuple[int, ...]:
+    """Sizes as a header carries them."""
+    return () if sizes is None else tuple(map(int, sizes))
+
+
+def copied(x: Array, out: Array) -> Array:
+    """``out``, with the values of ``x``, which may be ``out`` itself."""
+    if x is not out:
+        out[...] = x
+    return out
+
+
+def _check_out(operation: str, result: Array, out: Array | None) -> None:
+    if out is not None and (out.shape != result.shape or out.dtype != result.dtype or not out.flags.c_contiguous):
+        wanted, given = (f"{a.dtype}{list(a.shape)}" for a in (result, out))
+        raise UsageError(f"{operation}: out must be contiguous {wanted}, is {given}")
