@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import product
 from math import prod
 
 import click
@@ -14,20 +12,9 @@ from rich.table import Table
 from spmd_engine.cli.options import mesh_option
 from spmd_engine.comm.mesh import parse_axes
 from spmd_engine.comm.world import launcher_rank
-from spmd_engine.errors import UsageError
 from spmd_engine.models.names import build_model
 from spmd_engine.sharding.layout import Layout
-
-
-@dataclass(frozen=True)
-class Place:
-    """One rank of a mesh that need not exist: enough of a Mesh to cut arrays by."""
-
-    axes: dict[str, int]
-    coordinates: dict[str, int]
-
-    def __str__(self) -> str:
-        return ",".join(f"{axis}={size}" for axis, size in self.axes.items())
+from spmd_engine.sharding.place import all_places
 
 
 @click.command(short_help="Show how a model is cut, and bytes per rank.")
@@ -42,12 +29,7 @@ def inspect(model: str, mesh: str | None, dtype: str, sequence_parallel: bool) -
     """
     if launcher_rank() > 0:
         return
-    axes = parse_axes(mesh) if mesh else {"data": 1}
-    if 0 in axes.values() or prod(axes.values()) > 1 << 16:
-        raise UsageError(f"--mesh {mesh}: sizes are from 1, and together at most {1 << 16} ranks here")
-    places = [
-        Place(axes, dict(zip(axes, where, strict=True))) for where in product(*(range(size) for size in axes.values()))
-    ]
+    places = all_places(parse_axes(mesh) if mesh else {"data": 1})
     built = build_model(model)
     layout = Layout.for_mesh(places[0], sequence_parallel=sequence_parallel)
     itemsize = np.dtype(dtype).itemsize
