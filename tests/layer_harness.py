@@ -49,6 +49,7 @@ LAYERS = {
     "mlp relu": MLP(WIDTH, 10, activation="relu"),
     "attention 3 heads": Attention(WIDTH, 3),
     "attention 6 heads": Attention(12, 6),
+    "attention 6 heads sharing 2": Attention(12, 6, 2),
     "head": Head(VOCABULARY, WIDTH),
     "tied ends": TiedEnds(),
     "residual mlp": Residual(LayerNorm(WIDTH), MLP(WIDTH, 10), dropout=0.3),
@@ -65,6 +66,9 @@ MESHES = [
     {"model": 8},  # 13 words do not divide
     {"data": 2, "model": 2},
     {"model": 2, "data": 2},
+    {"context": 2},
+    {"context": 3, "model": 2},  # 7 positions do not divide
+    {"data": 2, "context": 2},
 ]
 ONE = {"data": 1}
 
@@ -88,8 +92,9 @@ class Problem:
         return ("b s v", "inside") if isinstance(self.layer, (Head, TiedEnds)) else ("b s d", "residual")
 
 
-def problem_of(name, batch=BATCH, length=LENGTH, seed=0):
-    layer = LAYERS[name]
+def problem_of(layer, batch=BATCH, length=LENGTH, seed=0):
+    """A problem of a layer, or of that of ``LAYERS`` which is called so."""
+    layer = LAYERS[layer] if isinstance(layer, str) else layer
     width = layer.sizes["d"]
     if isinstance(layer, (Embedding, TiedEnds)):
         x = frozen(np.random.default_rng(seed).integers(0, VOCABULARY, (batch, length)))
@@ -117,12 +122,13 @@ def where_and_when(sh, batch, length, training=True):
     positions = np.arange(2, 2 + length)
     samples = np.arange(100, 100 + batch)[sh.span("b", batch)]
     return At(
-        frozen(positions[sh.span("s", length)]),
-        frozen(positions[sh.span("s", length, "residual")]),
+        frozen(positions[sh.layout.positions(length, sh.mesh)]),
+        frozen(positions[sh.layout.positions(length, sh.mesh, "residual")]),
         frozen(samples),
         step=3,
         seed=7,
         training=training,
+        length=length,
     )
 
 
@@ -149,35 +155,43 @@ class Local:
         return whole
 
 
-def cut(problem, mesh, sequence_parallel=False, training=True):
-    layout = Layout.for_mesh(mesh, sequence_parallel=sequence_parallel)
+def cut(problem, mesh, training=True, layout=None, **options):
+    """The problem as this rank has it: by the mesh's customary layout with ``options``, or by ``layout``."""
+    layout = layout or Layout.for_mesh(mesh, **options)
     sh = Shards(mesh, layout, "layer")
 
     def block(x, dims, where="inside"):
         return frozen(x[layout.spec(dims, where).block(x.shape, mesh)].copy())
 
+    order = in_rank_order(sh, problem.x.shape[1])
     at = where_and_when(sh, *problem.x.shape[:2], training)
     p = {name: block(array, problem.layer.parameters[name].dims) for name, array in problem.p.items()}
     g = {name: np.ones(array.shape) for name, array in p.items()}  # not zero: gradients are added
-    return Local(sh, at, block(problem.x, *problem.inputs), block(problem.dy, *problem.outputs), p, g)
+    return Local(sh, at, block(problem.x[:, order], *problem.inputs), block(problem.dy[:, order], *problem.outputs), p, g)
 
 
-def solve(problem, axes, sequence_parallel=False, training=True):
+def in_rank_order(sh, length):
+    """Positions as they follow one another on the ranks: cut in this order, each rank gets what is dealt to it."""
+    return np.concatenate(sh.layout.dealt(length, sh.mesh))
+
+
+def solve(problem, axes, training=True, **options):
     """Whole output, input gradient and parameter gradients, as each rank of the mesh sees them."""
     layer = problem.layer
 
     def rank():
         mesh = Mesh(**axes)
-        local = cut(problem, mesh, sequence_parallel, training)
+        local = cut(problem, mesh, training, **options)
         sh, p = local.sh, tree(local.p)
+        by_position = np.argsort(in_rank_order(sh, problem.x.shape[1]))
         y, saved = layer.forward(sh, p, local.x, local.at)
-        results = {"y": sh.layout.spec(*problem.outputs).gather(y, mesh)}
+        results = {"y": sh.layout.spec(*problem.outputs).gather(y, mesh)[:, by_position]}
         if training:
             dx, rest = layer.backward_input(sh, p, saved, local.dy)
             layer.backward_weight(sh, rest, GradientSums(local.g))
             results |= {f"d{name}": gradient for name, gradient in local.gradients(layer.parameters).items()}
             if dx is not None:
-                results["dx"] = sh.layout.spec(*problem.inputs).gather(dx, mesh)
+                results["dx"] = sh.layout.spec(*problem.inputs).gather(dx, mesh)[:, by_position]
         return results
 
     return run(rank, ranks=prod(axes.values()))

@@ -66,12 +66,22 @@ def test_sequence_parallel_as_single(name, axes):
 
 
 @every_layer
+@pytest.mark.parametrize("axes", [mesh for mesh in MESHES if "context" in mesh], ids=str)
+def test_a_sequence_dealt_evenly_as_single(name, axes):
+    problem = problem_of(name)
+    expected = single(problem)
+    for results in solve(problem, axes, balanced=True, sequence_parallel=True):
+        assert_same(results, expected)
+
+
+@every_layer
 @pytest.mark.parametrize("length", [1, 5])
 def test_a_short_sequence_on_more_ranks(name, length):
     problem = problem_of(name, batch=1, length=length)
     expected = single(problem)
-    for results in solve(problem, {"data": 2, "model": 3}, sequence_parallel=True):
-        assert_same(results, expected)
+    for axes in {"data": 2, "model": 3}, {"context": 3, "model": 2}:
+        for results in solve(problem, axes, sequence_parallel=True):
+            assert_same(results, expected)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
@@ -94,6 +104,7 @@ FORWARD_AND_BACKWARD = {
     "norm": ("", ""),
     "mlp gelu": ("gather scatter", "gather scatter"),
     "attention 3 heads": ("gather scatter", "gather scatter"),
+    "attention 6 heads sharing 2": ("gather scatter", "gather scatter"),
     "head": ("gather", "scatter"),
     "residual mlp": ("gather scatter", "gather scatter"),
 }
@@ -106,7 +117,7 @@ def calls(name, axes, sequence_parallel):
 
     def rank():
         mesh = Mesh(**axes)
-        local = cut(problem, mesh, sequence_parallel)
+        local = cut(problem, mesh, sequence_parallel=sequence_parallel)
         _, saved = layer.forward(local.sh, tree(local.p), local.x, local.at)
         forward = list(mesh.ledger.entries)
         mesh.ledger.clear()

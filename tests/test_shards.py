@@ -54,6 +54,18 @@ def test_spans_of_all_ranks():
     assert s == (slice(0, 1), slice(1, 2), slice(2, 2))
 
 
+def test_the_ranks_of_a_letter():
+    layout = Layout({"s": ("y", "x"), "b": ("z",)}, {})
+
+    def body(sh):
+        group = sh.group_of("s")
+        assert sh.group_of("b") is sh.group_of("d") is sh.group_of("s", "residual") is None  # z has one rank only
+        assert group.axes == "y,x" and group.rank == sh.mesh.index(("y", "x"))
+        return group.all_gather(np.arange(5)[sh.span("s", 5)]).tolist()
+
+    assert on_ranks(body, layout, x=2, y=2, z=1) == [[0, 1, 2, 3, 4]] * 4
+
+
 # --- what is not cut costs nothing
 
 

@@ -8,6 +8,7 @@ is that of Dao et al., "FlashAttention" (2022), with rows as blocks since a row 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 
 from spmd_engine.arrays.backend import Array, backend_of
 
@@ -18,65 +19,87 @@ def causal_attention(q: Array, k: Array, v: Array, positions: Array, key_positio
     """y[b s h k] = softmax(q . k / sqrt(k)) . v over keys at or before each query's position.
 
     q[b s h k], k[b t h k], v[b t h k]; ``positions[s]`` and ``key_positions[t]`` ascend, and each query must
-    see one key at least. Also returns log_sums[b h s], which the backward needs.
+    see one key at least. Also returns log_sums[b h s], which the backward needs. Where r queries share a key
+    head, q and y are [b s h r k] and log_sums [b h r s].
     """
     xp = backend_of(q).xp
     y = xp.empty(q.shape, q.dtype)
-    log_sums = xp.empty((q.shape[0], q.shape[2], q.shape[1]), q.dtype)
+    log_sums = xp.empty((q.shape[0], *q.shape[2:-1], q.shape[1]), q.dtype)
     for rows, keys, mask in _blocks(q, positions, key_positions, xp):
         for b in range(q.shape[0]):
-            scores = _scores(q[b, rows], k[b, :keys], mask, xp)
+            scores = _scores(_by_head(q[b, rows]), k[b, :keys], mask, xp)
             top = scores.max(axis=1)
             scores -= top[:, None]
             xp.exp(scores, out=scores)
             sums = scores.sum(axis=1)
             block = xp.matmul(scores.transpose(0, 2, 1), v[b, :keys].transpose(1, 0, 2))
             block /= sums[:, :, None]
-            y[b, rows] = block.transpose(1, 0, 2)
-            log_sums[b, :, rows] = xp.log(sums) + top
+            y[b, rows] = _by_row(block, q[b, rows].shape)
+            top += xp.log(sums, out=sums)
+            log_sums[b, ..., rows] = top.reshape(log_sums[b, ..., rows].shape)
     return y, log_sums
 
 
 def causal_attention_backward(dy, q, k, v, y, log_sums, positions, key_positions):
-    """dq[b s h k], dk[b t h k], dv[b t h k] of ``causal_attention`` for the output's gradient dy[b s h k]."""
+    """dq, dk[b t h k], dv[b t h k] of ``causal_attention`` for the output's gradient dy, shaped as q and y.
+
+    With the log_sums and the output over more keys than are given, these are the parts of the gradients that
+    the given keys contribute.
+    """
     xp = backend_of(q).xp
     dq, dk, dv = xp.empty(q.shape, q.dtype), xp.zeros(k.shape, k.dtype), xp.zeros(v.shape, v.dtype)
-    scale = q.shape[3] ** -0.5
-    projection = xp.einsum("bshk,bshk->bhs", dy, y)
+    scale = q.shape[-1] ** -0.5
+    projection = xp.einsum("bs...k,bs...k->b...s", dy, y)
     for rows, keys, mask in _blocks(q, positions, key_positions, xp):
         for b in range(q.shape[0]):
-            dy_block = dy[b, rows].transpose(1, 0, 2)
-            q_block = q[b, rows].transpose(1, 0, 2)
-            p = _scores(q[b, rows], k[b, :keys], mask, xp)
-            p -= log_sums[b, :, None, rows]
+            dy_block, q_block = _by_head(dy[b, rows]), _by_head(q[b, rows])
+            p = _scores(q_block, k[b, :keys], mask, xp)
+            p -= log_sums[b, ..., rows].reshape(p.shape[0], 1, p.shape[2])
             xp.exp(p, out=p)
             dv[b, :keys] += xp.matmul(p, dy_block).transpose(1, 0, 2)
             ds = xp.matmul(v[b, :keys].transpose(1, 0, 2), dy_block.transpose(0, 2, 1))
-            ds -= projection[b, :, None, rows]
+            ds -= projection[b, ..., rows].reshape(p.shape[0], 1, p.shape[2])
             ds *= p
             ds *= scale
-            dq[b, rows] = xp.matmul(ds.transpose(0, 2, 1), k[b, :keys].transpose(1, 0, 2)).transpose(1, 0, 2)
+            dq[b, rows] = _by_row(xp.matmul(ds.transpose(0, 2, 1), k[b, :keys].transpose(1, 0, 2)), q[b, rows].shape)
             dk[b, :keys] += xp.matmul(ds, q_block).transpose(1, 0, 2)
     return dq, dk, dv
 
 
-def _scores(q_rows: Array, keys: Array, mask, xp) -> Array:
-    """scores[h t s] of some queries q[s h k] and keys[t h k], -inf where the mask hides a key.
+def _by_head(rows: Array) -> Array:
+    """[s h k] as [h s k]; [s h r k] as [h rs k]: queries that share a head are more rows of its matrix."""
+    if rows.ndim == 3:
+        return rows.transpose(1, 0, 2)
+    s, h, r, k = rows.shape
+    return rows.transpose(1, 2, 0, 3).reshape(h, r * s, k)
+
+
+def _by_row(block: Array, shape: tuple[int, ...]) -> Array:
+    """The inverse of ``_by_head``, to the ``shape`` of the rows."""
+    if len(shape) == 3:
+        return block.transpose(1, 0, 2)
+    s, h, r, k = shape
+    return block.reshape(h, r, s, k).transpose(2, 0, 1, 3)
+
+
+def _scores(queries: Array, keys: Array, mask, xp) -> Array:
+    """scores[h t s] of some queries[h s k] and keys[t h k], -inf where the mask hides a key; rs rows repeat it.
 
     Keys come before queries, so that maxima and sums over keys run along whole rows at a time, which NumPy
     does several times faster than within rows.
     """
-    scaled = q_rows.transpose(1, 2, 0) * q_rows.dtype.type(q_rows.shape[2] ** -0.5)
+    scaled = queries.transpose(0, 2, 1) * queries.dtype.type(queries.shape[2] ** -0.5)
     scores = xp.matmul(keys.transpose(1, 0, 2), scaled)
     if mask is not None:
         first, hide = mask
-        scores[:, first:] += hide
+        rows = scores.reshape(*scores.shape[:2], -1, hide.shape[1])
+        rows[:, first:] += hide[:, None]
     return scores
 
 
 def _blocks(q: Array, positions, key_positions, xp) -> Iterator[tuple[slice, int, tuple[int, Array] | None]]:
     """Blocks of rows; how many keys the last row sees; from which key on rows see less, and -inf where."""
-    length, heads, count = q.shape[1], q.shape[2], int(key_positions.shape[0])
+    length, heads, count = q.shape[1], prod(q.shape[2:-1]), int(key_positions.shape[0])
     if q.size == 0:
         return
     step = max(1, min(128, BLOCK_ELEMENTS // (heads * count)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from types import MappingProxyType
 from typing import Any
 
@@ -42,6 +43,8 @@ class At:
     step: int = 0  #: optimizer steps made so far
     seed: int = 0
     training: bool = False  #: whether dropout applies and a backward will follow
+    saving: bool = True  #: in training, whether that backward will use what this very forward saves
+    length: int = 0  #: of the whole sequence, over all ranks that cut s; only who meets their keys needs it
 
 
 class Layer(ABC):
@@ -58,9 +61,14 @@ class Layer(ABC):
     may_cut = "bs"  #: letters that a layout may cut inside this layer
     across = ""  #: the letter over whose axes it gathers from, and reduces onto, the residual stream
 
+    def cost(self, length: int) -> float:
+        """Multiplications of a forward, for each token of a sequence of this length: by what work is balanced."""
+        dims = (parameter.dims.split() for parameter in self.parameters.values())
+        return float(sum(prod(self.sizes[letter] for letter in each) for each in dims if len(each) > 1))
+
     @abstractmethod
     def forward(self, sh: Shards, p: Parameters, x: Array, at: At) -> tuple[Array, Any]:
-        """The output, and what the backward needs (None is enough where ``at.training`` is false)."""
+        """The output, and what the backward needs (anything is enough unless ``at.training`` and ``at.saving``)."""
 
     @abstractmethod
     def backward_input(self, sh: Shards, p: Parameters, saved: Any, dy: Array) -> tuple[Array | None, Any]:

@@ -78,7 +78,7 @@ class Layout:
         for part in spans:
             count = part.stop - part.start
             front, back = count - count // 2, count // 2
-            ranges.append(np.r_[early : early + front, late - back : late])
+            ranges.append(np.concatenate((np.arange(early, early + front), np.arange(late - back, late))))
             early, late = early + front, late - back
         return ranges
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from spmd_engine.arrays.backend import Array
+from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.errors import NotationError
 from spmd_engine.sharding.layout import Layout
@@ -31,6 +32,11 @@ class Shards:
     def span(self, letter: str, length: int, where: str = "inside") -> slice:
         """This rank's part of a letter that is ``length`` long in all."""
         return nested_span(length, self.layout.axes(letter, where), self.mesh.axes, self.mesh.coordinates)
+
+    def group_of(self, letter: str, where: str = "inside") -> Group | None:
+        """The ranks among which a letter is cut, in the order of its parts; None where it is whole."""
+        axes = self._order(letter, where, self.axes(letter, where))
+        return self.mesh.group(axes) if axes else None
 
     def all_reduce(self, x: Array, over: Iterable[str], op: str = "sum") -> Array:
         """``x``, unreduced over the axes of the letters ``over``, reduced. ``x`` must be contiguous: it is reused."""

@@ -1,0 +1,96 @@
+"""Context parallelism: what the ways in which queries meet the keys of other ranks have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+from spmd_engine.arrays.attention import causal_attention, causal_attention_backward
+from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.comm.group import Group
+from spmd_engine.errors import UsageError
+from spmd_engine.layers.layer import At
+from spmd_engine.sharding.shards import Shards
+
+
+class ContextMethod(ABC):
+    """Causal attention of q[b s h k] to k[b s h k] and v[b s h k], each rank having its positions of s.
+
+    Where r queries share a key head, q is [b s h r k]. Where s is whole on every rank, all methods are the
+    kernel itself. They keep nothing: one object may serve all layers.
+    """
+
+    def forward(self, sh: Shards, q: Array, k: Array, v: Array, at: At) -> tuple[Array, Any]:
+        """The mixed values, shaped as q, and what the backward needs. Collective over the axes that cut s.
+
+        Raises UsageError if s is cut and ``at.length`` does not fit this rank's part of it.
+        """
+        if not sh.is_cut("s"):
+            mixed, log_sums = causal_attention(q, k, v, at.positions, at.positions)
+            return mixed, (None, (q, k, v, mixed, log_sums, at.positions))
+        cut = CutSequence.of(sh, at, q)
+        mixed, saved = self.attend(cut, q, k, v)
+        return mixed, (cut, saved)
+
+    def backward(self, sh: Shards, saved: Any, dmixed: Array) -> tuple[Array, Array, Array]:
+        """dq, dk and dv at this rank's positions. Collective as the forward."""
+        cut, saved = saved
+        if cut is None:
+            q, k, v, mixed, log_sums, positions = saved
+            return causal_attention_backward(dmixed, q, k, v, mixed, log_sums, positions, positions)
+        return self.attend_backward(cut, saved, dmixed)
+
+    @abstractmethod
+    def attend(self, cut: CutSequence, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+        """``forward`` of a sequence that is cut."""
+
+    @abstractmethod
+    def attend_backward(self, cut: CutSequence, saved: Any, dmixed: Array) -> tuple[Array, Array, Array]:
+        """``backward`` of a sequence that is cut."""
+
+
+@dataclass(frozen=True)
+class CutSequence:
+    """A sequence, and the ranks among which it is cut."""
+
+    group: Group
+    label: str  #: in the ledger
+    dealt: list[Array]  #: the positions of each rank of the group, ascending; on the host
+    consecutive: bool  #: whether those of all ranks, in rank order, ascend
+
+    @classmethod
+    def of(cls, sh: Shards, at: At, q: Array) -> CutSequence:
+        dealt = sh.layout.dealt(at.length, sh.mesh)
+        group = sh.group_of("s")
+        if len(dealt[group.rank]) != q.shape[1]:
+            raise UsageError(
+                f"{sh.label}: s is cut over {group.axes}: of a sequence of {at.length} (At.length) this rank has "
+                f"{len(dealt[group.rank])} positions, but its queries are {q.shape[1]}"
+            )
+        return cls(group, sh.label, dealt, consecutive="s" not in sh.layout.balanced)
+
+    @property
+    def lengths(self) -> list[int]:
+        """How many positions each rank has."""
+        return [len(positions) for positions in self.dealt]
+
+    def positions(self, like: Array, rank: int | None = None) -> Array:
+        """Those of a rank of the group, this one by default, where ``like`` lives."""
+        return backend_of(like).asarray(self.dealt[self.group.rank if rank is None else rank])
+
+    def all_positions(self, like: Array) -> Array:
+        """0, 1, ... up to the sequence's length, where ``like`` lives."""
+        return backend_of(like).xp.arange(sum(self.lengths))
+
+    def ascending(self, x: Array, axis: int) -> Array:
+        """All ranks' parts of ``x``, joined along ``axis`` in rank order, put in the order of positions."""
+        return x if self.consecutive else x.take(self._in_rank_order(x).argsort(), axis=axis)
+
+    def by_rank(self, x: Array, axis: int) -> Array:
+        """The inverse of ``ascending``: what each rank has lies together."""
+        return x if self.consecutive else x.take(self._in_rank_order(x), axis=axis)
+
+    def _in_rank_order(self, like: Array) -> Array:
+        xp = backend_of(like).xp
+        return xp.concatenate([xp.asarray(positions) for positions in self.dealt])
