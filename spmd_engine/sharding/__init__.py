@@ -2,6 +2,7 @@
 
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.sharding.notation import Spec
+from spmd_engine.sharding.reshard import gather, reshard, reshard_plan, shard
 from spmd_engine.sharding.shards import Shards
 
-__all__ = ["Layout", "Shards", "Spec"]
+__all__ = ["Layout", "Shards", "Spec", "gather", "reshard", "reshard_plan", "shard"]

@@ -1,0 +1,182 @@
+"""The moves that turn an array cut one way into the same array cut another way, and what each of them sends."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, product
+from math import prod
+
+from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.comm.mesh import Mesh
+from spmd_engine.errors import NotationError
+from spmd_engine.sharding.notation import Spec, nested_span
+from spmd_engine.sharding.place import Place
+
+Block = tuple[slice, ...]  #: a rectangle of the whole array
+
+
+def peers(place: Place | Mesh, over: Sequence[str]) -> Iterator[Place]:
+    """The ranks that differ from ``place`` only along ``over``, itself among them, as ``Mesh.group`` orders them."""
+    for index in product(*(range(place.axes[axis]) for axis in over)):
+        yield Place(place.axes, {**place.coordinates, **dict(zip(over, index, strict=True))})
+
+
+def overlap(one: Block, other: Block) -> Block:
+    """What two blocks share; empty where they share nothing."""
+    starts = [max(a.start, b.start) for a, b in zip(one, other, strict=True)]
+    stops = [min(a.stop, b.stop) for a, b in zip(one, other, strict=True)]
+    return tuple(slice(start, max(start, stop)) for start, stop in zip(starts, stops, strict=True))
+
+
+def shape_of(block: Block) -> tuple[int, ...]:
+    """The lengths of a block."""
+    return tuple(part.stop - part.start for part in block)
+
+
+def within(part: Block, block: Block) -> Block:
+    """The same part, counted from where ``block`` begins."""
+    pairs = zip(part, block, strict=True)
+    return tuple(slice(inner.start - outer.start, inner.stop - outer.start) for inner, outer in pairs)
+
+
+@dataclass(frozen=True)
+class Move(ABC):
+    """One step from blocks cut as ``source`` to blocks cut as ``target``: the same letters, other axes.
+
+    What a rank sends is where its old block meets another's new one, to the ranks at its own coordinates on all
+    axes but ``over``. Along the others nothing has to go: they cut as before, or did not cut, and all had the same.
+    """
+
+    source: Spec
+    target: Spec
+
+    @property
+    def over(self) -> tuple[str, ...]:
+        """The axes that cease to cut a letter as they did, outer ones first: ranks along them exchange."""
+        return tuple(axis for letter, _ in self.source for axis in beyond(letter, self.source, self.target))
+
+    @property
+    def needs_shape(self) -> bool:
+        """Whether ``do`` must be told the shape of the whole array."""
+        return False
+
+    def sent(self, shape: Sequence[int], place: Place | Mesh) -> int:
+        """How many elements of an array of the whole ``shape`` the rank at ``place`` sends."""
+        mine = self.source.block(shape, place)
+        others = (peer for peer in peers(place, self.over) if peer.coordinates != place.coordinates)
+        return sum(prod(shape_of(overlap(mine, self.target.block(shape, peer)))) for peer in others)
+
+    @abstractmethod
+    def do(self, x: Array, mesh: Mesh, shape: Sequence[int] | None, label: str) -> Array:
+        """This rank's new block from its old one. Collective over ``over``."""
+
+    def _changed(self, into: Spec, out_of: Spec) -> tuple[str, int, tuple[str, ...]]:
+        """The first letter that more axes cut in ``into``, its dim, and those axes."""
+        gained = ((letter, beyond(letter, into, out_of)) for letter, _ in into)
+        return next((letter, dim, axes) for dim, (letter, axes) in enumerate(gained) if axes)
+
+    def _check_joined(self, dim: int, before: Array, after: Array, mesh: Mesh) -> None:
+        """Raise NotationError if what this rank gave along ``dim`` is not its part of what came of it."""
+        part = nested_span(after.shape[dim], self.over, mesh.axes, mesh.coordinates)
+        if before.shape[dim] != part.stop - part.start:
+            letter = self.source.letters[dim]
+            raise NotationError(
+                f'reshard "{self.source}" -> "{self.target}": the blocks are {after.shape[dim]} long together along '
+                f"{letter}, so this rank's must be {part.stop - part.start}; it is {before.shape[dim]}"
+            )
+
+
+def beyond(letter: str, one: Spec, other: Spec) -> tuple[str, ...]:
+    """The axes that cut ``letter`` in ``one``, without the first few by which ``other`` cuts it alike."""
+    axes, others = one.axes_of(letter), other.axes_of(letter)
+    alike = next((i for i, axis in enumerate(axes) if others[i : i + 1] != (axis,)), len(axes))
+    return axes[alike:]
+
+
+class Slice(Move):
+    """Axes come in: each rank keeps its part of what it has. No communication."""
+
+    def do(self, x: Array, mesh: Mesh, shape: Sequence[int] | None, label: str) -> Array:
+        coming = (beyond(letter, self.target, self.source) for letter, _ in self.source)
+        parts = [nested_span(n, axes, mesh.axes, mesh.coordinates) for n, axes in zip(x.shape, coming, strict=True)]
+        return x[tuple(parts)].copy()
+
+    def __str__(self) -> str:
+        gained = ((letter, beyond(letter, self.target, self.source)) for letter, _ in self.target)
+        return "slice " + ", ".join(f"{letter} by {','.join(axes)}" for letter, axes in gained if axes)
+
+
+class AllGather(Move):
+    """The innermost axes of one letter go: its parts are joined, by one all_gather over all of them."""
+
+    def do(self, x: Array, mesh: Mesh, shape: Sequence[int] | None, label: str) -> Array:
+        _, dim, _ = self._changed(self.source, self.target)
+        joined = mesh.group(self.over).all_gather(x, dim, label=label)
+        self._check_joined(dim, x, joined, mesh)
+        return joined
+
+    def __str__(self) -> str:
+        letter, _, axes = self._changed(self.source, self.target)
+        return f"all_gather {letter} over {','.join(axes)}"
+
+
+class AllToAll(Move):
+    """The innermost axes of one letter become the innermost ones of another."""
+
+    def do(self, x: Array, mesh: Mesh, shape: Sequence[int] | None, label: str) -> Array:
+        _, joined, _ = self._changed(self.source, self.target)
+        _, cut, axes = self._changed(self.target, self.source)
+        splits = None
+        if len(axes) > 1:  # cut by the first, then each part by the next: not always as evenly as by all at once
+            parts = (nested_span(x.shape[cut], axes, mesh.axes, peer.coordinates) for peer in peers(mesh, axes))
+            splits = [part.stop - part.start for part in parts]
+        moved = mesh.group(axes).all_to_all(x, cut, joined, splits=splits, label=label)
+        self._check_joined(joined, x, moved, mesh)
+        return moved
+
+    def __str__(self) -> str:
+        joined, _, axes = self._changed(self.source, self.target)
+        cut, _, _ = self._changed(self.target, self.source)
+        return f"all_to_all {joined} -> {cut} over {','.join(axes)}"
+
+
+class Exchange(Move):
+    """Anything else: each rank sends each other one exactly what its old block and the other's new one share."""
+
+    @property
+    def needs_shape(self) -> bool:
+        return True
+
+    def do(self, x: Array, mesh: Mesh, shape: Sequence[int] | None, label: str) -> Array:
+        if shape is None:
+            raise NotationError(f'reshard "{self.source}" -> "{self.target}": the shape of the whole array is needed')
+        group, backend = mesh.group(self.over), backend_of(x)
+        old, new = self.source.block(shape, mesh), self.target.block(shape, mesh)
+        leaving = [overlap(old, self.target.block(shape, peer)) for peer in peers(mesh, self.over)]
+        coming = [overlap(self.source.block(shape, peer), new) for peer in peers(mesh, self.over)]
+        stays = leaving[group.rank]
+        leaving[group.rank] = coming[group.rank] = tuple(slice(0, 0) for _ in stays)  # not by way of the collective
+
+        splits = [prod(shape_of(part)) for part in leaving]
+        packed = backend.empty((sum(splits),), x.dtype)
+        for piece, part in _pieces(packed, leaving):
+            piece.reshape(shape_of(part))[...] = x[within(part, old)]
+        received = group.all_to_all(packed, splits=splits, label=label)
+        result = backend.empty(shape_of(new), x.dtype)
+        result[within(stays, new)] = x[within(stays, old)]
+        for piece, part in _pieces(received, coming):
+            result[within(part, new)] = piece.reshape(shape_of(part))
+        return result
+
+    def __str__(self) -> str:
+        return f"exchange over {','.join(self.over)}"
+
+
+def _pieces(flat: Array, parts: Sequence[Block]) -> Iterator[tuple[Array, Block]]:
+    """Where each part lies in an array that holds them one behind the other; those with nothing in them left out."""
+    ends = accumulate(prod(shape_of(part)) for part in parts)
+    for part, end in zip(parts, ends, strict=True):
+        if count := prod(shape_of(part)):
+            yield flat[end - count : end], part
