@@ -164,10 +164,11 @@ def cut(problem, mesh, training=True, layout=None, **options):
         return frozen(x[layout.spec(dims, where).block(x.shape, mesh)].copy())
 
     order = in_rank_order(sh, problem.x.shape[1])
+    x, dy = block(problem.x[:, order], *problem.inputs), block(problem.dy[:, order], *problem.outputs)
     at = where_and_when(sh, *problem.x.shape[:2], training)
     p = {name: block(array, problem.layer.parameters[name].dims) for name, array in problem.p.items()}
     g = {name: np.ones(array.shape) for name, array in p.items()}  # not zero: gradients are added
-    return Local(sh, at, block(problem.x[:, order], *problem.inputs), block(problem.dy[:, order], *problem.outputs), p, g)
+    return Local(sh, at, x, dy, p, g)
 
 
 def in_rank_order(sh, length):

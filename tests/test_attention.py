@@ -82,6 +82,56 @@ def test_attention_of_nothing(batch, queries, heads):
         np.testing.assert_array_equal(gradient, np.zeros(k.shape))
 
 
+@pytest.mark.parametrize("positions, key_positions", POSITIONS.values(), ids=POSITIONS)
+@pytest.mark.parametrize("shared", [1, 3])
+def test_queries_that_share_a_key_head(positions, key_positions, shared):
+    """As if every query had a copy of its key head, with the copies' gradients added up."""
+    q, k, v = queries_keys_values(len(positions), len(key_positions), heads=2)
+    q = normals(2, len(positions), 2, shared, 4, seed=5)
+    dy = normals(*q.shape, seed=3)
+    y, log_sums = causal_attention(q, k, v, positions, key_positions)
+    gradients = causal_attention_backward(dy, q, k, v, frozen(y), frozen(log_sums), positions, key_positions)
+
+    def by_head(x):
+        return x.reshape(2, -1, 2 * shared, 4)
+
+    copies = [np.repeat(x, shared, axis=2) for x in (k, v)]
+    expected, p = plain_attention(by_head(q), *copies, positions, key_positions)
+    dq, dk, dv = plain_attention_backward(by_head(dy), by_head(q), *copies, p)
+    dk, dv = (x.reshape(2, -1, 2, shared, 4).sum(axis=3) for x in (dk, dv))
+    assert log_sums.shape == (2, 2, shared, len(positions))
+    for array, right in zip((y, *gradients), (expected, dq, dk, dv)):
+        np.testing.assert_allclose(array, right.reshape(array.shape), rtol=0, atol=1e-12)
+
+
+def test_shared_keys_in_blocks_of_any_size(monkeypatch):
+    _, k, v = queries_keys_values(33, 33, heads=2)
+    q, positions = normals(2, 33, 2, 3, 4, seed=5), np.arange(33)
+    whole = causal_attention(q, k, v, positions, positions)
+    gradients = causal_attention_backward(q, q, k, v, *whole, positions, positions)
+    monkeypatch.setattr(attention, "BLOCK_ELEMENTS", 400)
+    parts = causal_attention(q, k, v, positions, positions)
+    parts += causal_attention_backward(q, q, k, v, *parts, positions, positions)
+    for array, right in zip(parts, (*whole, *gradients)):
+        np.testing.assert_allclose(array, right, rtol=0, atol=1e-12)
+
+
+def test_gradients_of_some_keys_are_parts_of_the_whole():
+    """With output and sums over all keys, those of blocks of keys add up: what a ring relies on."""
+    q, k, v = queries_keys_values(20, 40, heads=2)
+    positions, key_positions = np.arange(20, 40), np.arange(40)
+    y, log_sums = causal_attention(q, k, v, positions, key_positions)
+    expected = causal_attention_backward(q, q, k, v, y, log_sums, positions, key_positions)
+    dq, dk, dv = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
+    for keys in slice(0, 11), slice(11, 25), slice(25, 40):
+        rows = slice(max(0, keys.start - 20), None)  # those that see a key of the block
+        block = (k[:, keys], v[:, keys], y[:, rows], log_sums[..., rows], positions[rows], key_positions[keys])
+        dq_part, dk[:, keys], dv[:, keys] = causal_attention_backward(q[:, rows], q[:, rows], *block)
+        dq[:, rows] += dq_part
+    for array, right in zip((dq, dk, dv), expected):
+        np.testing.assert_allclose(array, right, rtol=0, atol=1e-12)
+
+
 def test_attention_is_causal():
     q, k, v = queries_keys_values(200, 200, heads=2)
     late = np.arange(200) >= 130

@@ -36,7 +36,7 @@ class Attention(Layer):
         shared = heads if key_value_heads is None else key_value_heads
         if shared < 1 or heads % shared or width % heads:
             raise UsageError(
-                f"attention: {heads} heads must divide the width {width}, and {shared} key heads must divide {heads}"
+                f"attention: {heads} heads must divide the width {width}, and {shared} key heads the {heads}"
             )
         self.context = context or GatherKeys()
         self.sizes = {"d": width, "h": shared, "k": width // heads}
@@ -56,6 +56,9 @@ class Attention(Layer):
             "output": Parameter(_dims(self.across, "k", "d"), std=out_std),
             "output_bias": Parameter("d", decay=False, where="residual"),
         }
+
+    def cost(self, length):
+        return super().cost(length) + self.sizes["d"] * length  # on average, half the keys twice: scores and values
 
     def forward(self, sh, p, x, at):
         x = sh.all_gather(x, "b s d", "s", across=self.across)

@@ -8,6 +8,7 @@ from math import sqrt
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import MLP, Attention, Embedding, Head, LayerNorm, Positions, Residual
 from spmd_engine.layers.loss import cross_entropy
+from spmd_engine.layers.names import context_method as method_called
 from spmd_engine.models.model import Model
 
 BYTES = 257  # every byte, and the end of a file
@@ -24,6 +25,7 @@ class GPTSize:
     vocabulary: int = BYTES  #: v
     hidden: int | None = None  #: f; None: 4 d
     tied: bool = True  #: whether the head uses the embedding's table
+    key_value_heads: int | None = None  #: heads of keys and values, each shared by as many queries; None: all
 
 
 GPT_SIZES = {
@@ -33,20 +35,24 @@ GPT_SIZES = {
 }
 
 
-def gpt(size: GPTSize, name: str = "gpt", dropout: float = 0.0) -> Model:
+def gpt(size: GPTSize, name: str = "gpt", dropout: float = 0.0, context_method: str = "gather") -> Model:
     """Tokens[b s] to logits[b s v]. ``dropout`` applies to the embedding's sum and to every residual branch.
 
-    Initial weights are normal with deviation 0.02, those that end a branch with 0.02 / sqrt(2 layers).
+    Initial weights are normal with deviation 0.02, those that end a branch with 0.02 / sqrt(2 layers). How
+    queries meet keys where a layout cuts s is the ``context_method``: gather, ring or ulysses.
     """
     if size.width % size.heads:
         raise UsageError(f"{name}: width {size.width} is not a multiple of {size.heads} heads")
+    if size.key_value_heads is not None and (size.key_value_heads < 1 or size.heads % size.key_value_heads):
+        raise UsageError(f"{name}: {size.heads} heads cannot share {size.key_value_heads} heads of keys and values")
     if not 0.0 <= dropout < 1.0:
         raise UsageError(f"dropout {dropout} must be at least 0 and below 1")
     d, v = size.width, size.vocabulary
     out_std = 0.02 / sqrt(2 * size.layers)
+    context = method_called(context_method)
     layers = [("embedding", Embedding(v, d)), ("positions", Positions(size.context, d, dropout=dropout))]
     for i in range(size.layers):
-        attention = Attention(d, size.heads, out_std=out_std)
+        attention = Attention(d, size.heads, size.key_value_heads, context=context, out_std=out_std)
         mlp = MLP(d, size.hidden or 4 * d, out_std=out_std)
         layers.append((f"block{i}/attention", Residual(LayerNorm(d), attention, dropout)))
         layers.append((f"block{i}/mlp", Residual(LayerNorm(d), mlp, dropout)))

@@ -1,0 +1,79 @@
+"""The customary layout of a model: heads are cut where there are enough, else the queries that share one."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from spmd_engine.errors import MeshError, UsageError
+from spmd_engine.layers import LayerNorm, Residual
+from spmd_engine.layers.ring_attention import RingAttention
+from spmd_engine.models import GPTSize, Model, gpt
+from spmd_engine.models.layouts import layout_for
+from spmd_engine.sharding import Layout
+
+
+def mesh_of(**axes):
+    return SimpleNamespace(axes=axes)
+
+
+def model_of(heads, key_value_heads=None):
+    return gpt(GPTSize(layers=2, width=24, heads=heads, context=16, key_value_heads=key_value_heads))
+
+
+@pytest.mark.parametrize(
+    "heads, key_value_heads, ranks, letter",
+    [
+        (6, None, 4, "h"),
+        (6, None, 8, "h"),  # no queries share a head
+        (12, 4, 4, "h"),
+        (12, 4, 3, "h"),
+        (12, 2, 4, "r"),  # 2 x 2 of 12 query heads on the rank with most, in place of 6
+        (12, 2, 8, "r"),
+        (12, 1, 2, "r"),
+        (4, 2, 4, "h"),  # 2 x 1 query heads either way: keys need not be computed twice
+    ],
+)
+def test_what_the_model_axis_cuts(heads, key_value_heads, ranks, letter):
+    layout = layout_for(model_of(heads, key_value_heads), mesh_of(data=2, model=ranks))
+    assert layout == Layout.for_mesh(mesh_of(data=2, model=ranks), queries_cut=letter == "r")
+    assert layout.axes(letter) == layout.axes("f") == ("model",)
+
+
+def test_options_reach_the_layout():
+    options = {"sequence_parallel": True, "balanced": True}
+    layout = layout_for(model_of(6), mesh_of(context=2, model=3), **options)
+    assert layout == Layout.for_mesh(mesh_of(context=2, model=3), **options)
+    assert layout.balanced == "s" and layout.axes("s", "residual") == ("context", "model")
+
+
+def test_a_model_without_a_sequence_has_no_context():
+    model = Model("dense", (("norm", LayerNorm(4)),), "b d", "b d", "b d", loss=None)
+    assert layout_for(model, mesh_of(data=2, context=1)).axes("b") == ("data",)
+    with pytest.raises(MeshError, match=r"axis 'context' cuts sequences, but dense takes \[b d\]"):
+        layout_for(model, mesh_of(context=2))
+
+
+def test_a_model_with_shared_key_heads():
+    size = GPTSize(layers=1, width=24, heads=6, context=16, key_value_heads=2, tied=False)
+    model = gpt(size, context_method="ring")
+    shapes = {name: (parameter.dims, shape) for name, (parameter, shape) in model.parameters()}
+    assert shapes["block0/attention/query"] == ("d h r k", (24, 2, 3, 4))
+    assert shapes["block0/attention/key"] == ("d h k", (24, 2, 4))
+    assert shapes["block0/attention/output"] == ("h r k d", (2, 3, 4, 24))
+    branch = dict(model.layers)["block0/attention"]
+    assert isinstance(branch, Residual) and isinstance(branch.inner.context, RingAttention)
+
+
+def test_equal_numbers_of_heads_change_nothing():
+    assert dict(model_of(6, 6).parameters()) == dict(model_of(6).parameters())
+
+
+@pytest.mark.parametrize("key_value_heads", [0, 4, 12])
+def test_heads_that_cannot_be_shared_are_an_error(key_value_heads):
+    with pytest.raises(UsageError, match=f"gpt: 6 heads cannot share {key_value_heads} heads of keys"):
+        model_of(6, key_value_heads)
+
+
+def test_an_unknown_context_method_is_an_error():
+    with pytest.raises(UsageError, match="unknown context method 'star'"):
+        gpt(GPTSize(layers=1, width=24, heads=6, context=16), context_method="star")
