@@ -1,7 +1,8 @@
 """Models as lists of layers, with sizes by name."""
 
 from spmd_engine.models.gpt import GPT_SIZES, GPTSize, gpt
+from spmd_engine.models.mlp import deep_mlp, mlp, two_layers
 from spmd_engine.models.model import Model
 from spmd_engine.models.names import build_model
 
-__all__ = ["GPT_SIZES", "GPTSize", "Model", "build_model", "gpt"]
+__all__ = ["GPT_SIZES", "GPTSize", "Model", "build_model", "deep_mlp", "gpt", "mlp", "two_layers"]

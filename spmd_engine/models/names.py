@@ -2,11 +2,18 @@
 
 from spmd_engine.errors import UsageError
 from spmd_engine.models.gpt import GPT_SIZES, gpt
+from spmd_engine.models.mlp import deep_mlp, mlp, two_layers
 from spmd_engine.models.model import Model
+
+DENSE = {"mlp": mlp, "deep-mlp": deep_mlp, "two-layers": two_layers}
 
 
 def build_model(name: str, dropout: float = 0.0) -> Model:
     """The model called ``name``; raises UsageError naming those there are."""
-    if name not in GPT_SIZES:
-        raise UsageError(f"unknown model {name!r}; choose one of {', '.join(GPT_SIZES)}")
-    return gpt(GPT_SIZES[name], name, dropout)
+    if name in GPT_SIZES:
+        return gpt(GPT_SIZES[name], name, dropout)
+    if name not in DENSE:
+        raise UsageError(f"unknown model {name!r}; choose one of {', '.join((*GPT_SIZES, *DENSE))}")
+    if dropout:
+        raise UsageError(f"{name} has no dropout; leave it at 0 instead of {dropout}")
+    return DENSE[name]()

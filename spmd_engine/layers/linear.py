@@ -1,0 +1,104 @@
+"""A dense layer whose letters its caller chooses, so that any of its dims can be cut by its letter."""
+
+from __future__ import annotations
+
+from math import sqrt
+
+from spmd_engine.arrays import einsum
+from spmd_engine.errors import UsageError
+from spmd_engine.layers.layer import Layer, Parameter
+from spmd_engine.layers.mlp import ACTIVATIONS
+
+
+class Linear(Layer):
+    """y[b o] = activation(x[b i] · weights[i o] + bias[o]), the letters i and o being the caller's
+
+    With i cut over the mesh axes R and o over C (rows and columns of a mesh that the weights lie on):
+
+    Forward
+        1. z[b o/C] {U_R} = x[b i/R] · weights[i/R o/C],      z[b o/C] = AllReduce_R(...)
+        2. y[b o/C] = activation(z[b o/C] + bias[o/C])        the bias once, after the sum
+    Backward
+        3. dz[b o/C] = dy[b o/C] · slope[b o/C]
+        4. dx[b i/R] {U_C} = dz[b o/C] · weights[i/R o/C],    dx[b i/R] = AllReduce_C(...)
+        5. dweights[i/R o/C] = x[b i/R] · dz[b o/C],          dbias[o/C] = sum over b of dz[b o/C]
+
+    Without R this is column-parallel, without C row-parallel, with both a 2-D mesh of weights. y is cut as the
+    next layer's input is, if that has the letter o: layers d -> f, f -> d, ... take turns in R and C and need
+    nothing between them. The two options, each the other's adjoint, join layers whose letters differ:
+
+    gather_output   y[b o] = AllGather_C(y[b o/C]), whole on every rank; backward, each takes its part of dy
+    slice_input     x[b i] comes whole, each rank takes its part; backward, dx[b i] = AllGather_R(dx[b i/R])
+
+    On a mesh of R x C ranks each sends 2 b o (R-1) / (R C) elements forward, 2 b i (C-1) / (R C) backward, and
+    for the options once b o (C-1) / C and b i (R-1) / R. It holds i o / (R C) weights.
+
+    ``inputs`` and ``outputs`` are a letter and its whole size each. ``std`` is the initial weights' deviation,
+    by default 1 / sqrt(i), times sqrt(2) before an activation (He et al., 2015). With ``input_gradient=False`` step
+    4 is left out: for a layer of which the inputs are data. Raises UsageError for letters that cannot be told
+    apart and activations that there are not. After Shoeybi et al., "Megatron-LM" (2019), section 3, and Pope et
+    al., "Efficiently scaling transformer inference" (2022), section 3.2, whose 2-D weights take turns as here.
+    """
+
+    def __init__(
+        self,
+        inputs: tuple[str, int],
+        outputs: tuple[str, int],
+        *,
+        activation: str | None = None,
+        bias: bool = True,
+        std: float | None = None,
+        slice_input: bool = False,
+        gather_output: bool = False,
+        input_gradient: bool = True,
+    ) -> None:
+        i, o = self.letters = inputs[0], outputs[0]
+        if not (len(i) == len(o) == 1 and (i + o).isalpha()) or i == o or {i, o} & set("bs"):
+            raise UsageError(
+                f"Linear from {i!r} to {o!r}: take two different letters, neither b nor s (batch and sequence)"
+            )
+        if activation is not None and activation not in ACTIVATIONS:
+            raise UsageError(f"unknown activation {activation!r}; choose one of {', '.join(ACTIVATIONS)}, or None")
+        self.sizes = {i: inputs[1], o: outputs[1]}
+        self.may_cut = "b" + i + o
+        self.activation = ACTIVATIONS[activation] if activation else None
+        self.slice_input, self.gather_output, self.input_gradient = slice_input, gather_output, input_gradient
+        if std is None:
+            std = sqrt((1.0 if activation is None else 2.0) / inputs[1])
+        self.parameters = {"weights": Parameter(f"{i} {o}", std=std, summed="b")}
+        if bias:
+            self.parameters["bias"] = Parameter(o, decay=False, summed="b")
+
+    def forward(self, sh, p, x, at):
+        i, o = self.letters
+        if self.slice_input:
+            x = x[:, sh.span(i, self.sizes[i])]
+        y = sh.all_reduce(einsum(f"b{i},{i}{o}->b{o}", x, p["weights"]), over=i)
+        if "bias" in p:
+            y += p["bias"]
+        slope = None
+        if self.activation:
+            y, slope = self.activation(y, want_slope=at.training and at.saving)
+        if self.gather_output:
+            y = sh.gather_whole(y, f"b {o}", o)
+        return y, (x, slope)
+
+    def backward_input(self, sh, p, saved, dy):
+        i, o = self.letters
+        x, slope = saved
+        if self.gather_output:
+            dy = dy[:, sh.span(o, self.sizes[o])]
+        dz = dy if slope is None else dy * slope
+        if not self.input_gradient:
+            return None, (x, dz)
+        dx = sh.all_reduce(einsum(f"b{o},{i}{o}->b{i}", dz, p["weights"]), over=o)
+        if self.slice_input:
+            dx = sh.gather_whole(dx, f"b {i}", i)
+        return dx, (x, dz)
+
+    def backward_weight(self, sh, rest, g):
+        i, o = self.letters
+        x, dz = rest
+        g.einsum("weights", f"b{i},b{o}->{i}{o}", x, dz)
+        if "bias" in self.parameters:
+            g.einsum("bias", f"b{o}->{o}", dz)

@@ -1,0 +1,95 @@
+"""Dense feed-forward models: layers whose letters take turns, so that a layout can cut any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import sqrt
+
+from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.errors import UsageError
+from spmd_engine.layers import Linear, Skip, cross_entropy, mean_squared_error
+from spmd_engine.models.model import Model
+
+
+def mlp(
+    sizes: Sequence[int] = (784, 128, 127, 10),
+    name: str = "mlp",
+    *,
+    activation: str = "relu",
+    whole_between: bool = False,
+) -> Model:
+    """x[b d] to scores[b c] of classes, by cross-entropy with the targets[b]; the activation between layers.
+
+    Widths have the letters d, f, d, f, ..., and the classes c. With f cut over an axis, layers are column-parallel
+    and row-parallel in turn; with d cut over another too, weights lie on a 2-D mesh. ``whole_between`` makes every
+    layer d -> f and the stream between them whole on every rank: with f cut, all are column-parallel, and outputs
+    are gathered. The inputs' gradient is not computed: they are data. Raises UsageError for fewer than two sizes.
+    """
+    if len(sizes) < 2:
+        raise UsageError(f"{name}: sizes {tuple(sizes)}; give those of the inputs and of the classes at least")
+    layers = []
+    last = len(sizes) - 2
+    for k in range(last + 1):
+        i, o = ("d", "f") if whole_between or k % 2 == 0 else ("f", "d")
+        layer = Linear(
+            (i, sizes[k]),
+            (o if k < last else "c", sizes[k + 1]),
+            activation=activation if k < last else None,
+            slice_input=whole_between and k > 0,
+            gather_output=whole_between and k < last,
+            input_gradient=k > 0,
+        )
+        layers.append((f"layer_{k}", layer))
+    return Model(name, tuple(layers), "b d", "b c", "b", class_loss("c", sizes[-1]))
+
+
+def two_layers(width: int = 64, hidden: int = 256, name: str = "two-layers") -> Model:
+    """y[b d] = relu(x[b d] · w0[d f]) · w1[f d] by the mean squared error: the model of the pages in ``strategies``.
+
+    Parameters have the names that they have there.
+    """
+    up = Linear(("d", width), ("f", hidden), activation="relu", bias=False, std=1 / sqrt(width))
+    down = Linear(("f", hidden), ("d", width), bias=False)
+    return Model(name, (("layer_0", up), ("layer_1", down)), "b d", "b d", "b d", squared_loss)
+
+
+def deep_mlp(layers: int = 1000, width: int = 16, name: str = "deep-mlp") -> Model:
+    """x[b d] to y[b d], by the mean squared error, through so many dense layers: pairs d -> f -> d that are skipped.
+
+    Small parameters by the thousand. Each pair adds little at first, so that signals and gradients keep their size
+    at any depth. Raises UsageError for an odd number of layers.
+    """
+    if layers < 2 or layers % 2:
+        raise UsageError(f"{name}: {layers} layers; they come in pairs")
+    pairs = layers // 2
+    blocks = []
+    for k in range(pairs):
+        up = Linear(("d", width), ("f", width), activation="relu")
+        blocks.append((f"block{k}/pair", Skip(up, Linear(("f", width), ("d", width), std=1 / sqrt(width * pairs)))))
+    return Model(name, tuple(blocks), "b d", "b d", "b d", squared_loss)
+
+
+def class_loss(letter: str, classes: int):
+    """Cross-entropy of scores[b c] with targets[b] below ``classes``; the letter of the classes may be cut."""
+
+    def loss(sh, outputs, targets, **options):
+        _check_classes(targets, classes)
+        axes = sh.axes(letter)
+        over = sh.mesh.group(axes) if axes else None
+        return cross_entropy(outputs, targets, over=over, start=sh.span(letter, classes).start, **options)
+
+    return loss
+
+
+def _check_classes(targets: Array, classes: int) -> None:
+    """Raise UsageError for what is no class: it would count for nothing, in silence. Host arrays only."""
+    if backend_of(targets).on_device or not targets.size:
+        return
+    if targets.dtype.kind not in "iu" or targets.min() < 0 or targets.max() >= classes:
+        found = f"{targets.dtype} from {targets.min()} to {targets.max()}"
+        raise UsageError(f"targets must be whole numbers from 0 to {classes - 1}; they are {found}")
+
+
+def squared_loss(sh, outputs, targets, **options):
+    """The mean squared error of blocks that are cut alike."""
+    return mean_squared_error(outputs, targets, **options)
