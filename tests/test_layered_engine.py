@@ -151,7 +151,6 @@ def test_a_plain_forward_draws_the_dropout_of_one_device():
 
 LAYOUTS = {
     "d is cut": Layout(inside={"d": ("data",)}),
-    "s is cut": Layout(inside={"s": ("data",)}, residual={"s": ("data",)}),
     "which do not cut v inside": Layout(residual={"s": ("data",)}),
     "as inside the layers": Layout(inside={"b": ("data",)}),
 }
@@ -183,20 +182,20 @@ def test_float_tokens_wrong_targets_and_long_sequences_are_refused():
             engine.step(Batch([MicroBatch(inputs, np.where(targets == 3, -100, targets))]))
 
 
-def all_forwards_first(micro_batches):
-    yield from (schedules.Forward(m) for m in range(micro_batches))
-    yield from (schedules.Backward(m) for m in reversed(range(micro_batches)))
-
-
 def test_any_order_of_micro_batches_gives_the_same():
     options = {"dropout": 0.1, "micro_batches": 3}
-    for result in tiny.train({"data": 2}, schedule=all_forwards_first, **options):
+    for result in tiny.train({"data": 2}, schedule=schedules.named("gpipe"), **options):
         assert_equal_training(result, train_once(**options))
+
+
+class Unknown(schedules.Sequential):
+    def order(self, stages, micro_batches, stage):
+        return [schedules.Instruction(0)]
 
 
 def test_instructions_that_an_engine_does_not_know_are_refused():
     with Mesh() as mesh:
-        engine = tiny.make_engine(mesh, schedule=lambda m: [schedules.Instruction(0)])
+        engine = tiny.make_engine(mesh, schedule=Unknown())
         with pytest.raises(UsageError, match="cannot execute Instruction"):
             engine.step(tiny.batch(engine, 0))
 

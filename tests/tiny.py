@@ -5,8 +5,10 @@ import numpy as np
 from spmd_engine import Mesh, run
 from spmd_engine.engine import AdamW, LayeredEngine
 from spmd_engine.engine.batch import make_batch
+from spmd_engine.engine.plan import Storage
 from spmd_engine.models import GPTSize, gpt
 from spmd_engine.sharding import Layout
+from spmd_engine.sharding.groups import THRESHOLD
 from spmd_engine.training import Trainer
 
 SIZE = GPTSize(layers=2, width=12, heads=6, context=10, vocabulary=13)  # uneven on 4 ranks and on 8
@@ -41,14 +43,29 @@ def tokens(step):
 def batch(engine, step, micro_batches=2):
     inputs, targets = tokens(step)
     return make_batch(
-        lambda samples: (inputs[samples], targets[samples]), BATCH, micro_batches, engine.batch_span, step=step
+        lambda samples: (inputs[samples], targets[samples]), BATCH, micro_batches, engine, step=step
     )
 
 
-def make_engine(mesh, *, dropout=0.0, tied=True, sequence_parallel=False, dtype=np.float64, **options):
-    size = GPTSize(**{**SIZE.__dict__, "tied": tied})
-    layout = Layout.for_mesh(mesh, sequence_parallel=sequence_parallel)
-    return LayeredEngine(gpt(size, dropout=dropout), mesh, layout, dtype=dtype, seed=5, **options)
+def make_engine(
+    mesh,
+    *,
+    dropout=0.0,
+    tied=True,
+    layers=SIZE.layers,
+    sequence_parallel=False,
+    balanced=False,
+    dtype=np.float64,
+    group_threshold=THRESHOLD,
+    zero=None,
+    model_options=(),
+    **options,
+):
+    size = GPTSize(**{**SIZE.__dict__, "tied": tied, "layers": layers})
+    layout = Layout.for_mesh(mesh, sequence_parallel=sequence_parallel, balanced=balanced)
+    storage = Storage(zero, threshold=group_threshold)
+    model = gpt(size, dropout=dropout, **dict(model_options))
+    return LayeredEngine(model, mesh, layout, dtype=dtype, seed=5, storage=storage, **options)
 
 
 def train(axes, *, optimizer=AdamW, micro_batches=2, **options):
@@ -65,10 +82,8 @@ def train(axes, *, optimizer=AdamW, micro_batches=2, **options):
                 grad_clip=0.3,
             )
             reports = list(trainer.run(STEPS))
-            gradients = {
-                name: engine.sharding(name).gather(g, mesh) for name, g in engine.named(engine.gradients).items()
-            }
-            parameters = {name: engine.gather(name) for name in engine.parameters}
+            gradients = {name: engine.gather_owned(name, engine.gradients) for name in engine.names}
+            parameters = {name: engine.gather(name) for name in engine.names}
             return [r.loss for r in reports], [r.grad_norm for r in reports], gradients, parameters
 
     return run(program, ranks_of(axes))

@@ -5,29 +5,27 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from types import MappingProxyType
 from typing import Any
-from zlib import crc32
 
 import numpy as np
 
-from spmd_engine.arrays.backend import CPU, Array, Backend, backend_of
-from spmd_engine.arrays.updates import sum_of_squares
+from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
-from spmd_engine.comm.mesh import Collectives, Mesh, Over
+from spmd_engine.comm.mesh import Mesh, Over
 from spmd_engine.engine.batch import Batch
+from spmd_engine.engine.holdings import Holdings
 from spmd_engine.engine.replicas import check_replicas
 from spmd_engine.engine.serving import Writer, serve
 from spmd_engine.engine.tape import Tape, Tapes
-from spmd_engine.errors import MismatchError, UsageError
+from spmd_engine.errors import UsageError
 from spmd_engine.layers.loss import mean_squared_error
 from spmd_engine.sharding.notation import Spec, nested_span
 
 Loss = Callable[..., tuple[float, Array]]
 
 
-class ShardedEngine(Collectives, ABC):
+class ShardedEngine(Holdings, ABC):
     """A model of which every rank runs the same program on its own shard.
 
     Define three methods. All arrays in and out are this rank's blocks.
@@ -57,14 +55,10 @@ class ShardedEngine(Collectives, ABC):
     not ``__init__`` calls ``super().__init__()``.
     """
 
-    parameters: Mapping[str, Array] = MappingProxyType({})
-    shardings: Mapping[str, str] = MappingProxyType({})
     input_sharding: str = ""
     output_sharding: str = ""
-    backend: Backend = CPU
     loss: Loss = staticmethod(mean_squared_error)
     input_gradient: Array | None = None  #: of the last backward
-    gradients: Mapping[str, Array] = MappingProxyType({})  #: of the last step, like ``owned``
 
     # --- to be defined -----------------------------------------------------------------------------------
 
@@ -133,75 +127,6 @@ class ShardedEngine(Collectives, ABC):
     def is_training(self) -> bool:
         return self._tapes.recording
 
-    # --- parameters --------------------------------------------------------------------------------------
-
-    @property
-    def owned(self) -> Mapping[str, Array]:
-        """What this rank's optimizer updates: by default every parameter stored here."""
-        return self.parameters
-
-    def named(self, arrays: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Arrays like ``owned`` (gradients, optimizer state) as arrays by parameter name."""
-        return arrays
-
-    def decays(self, key: str) -> bool:
-        """Whether weight decay applies to this key of ``owned``: by default, to what has two dims or more."""
-        return self.owned[key].ndim > 1
-
-    def after_update(self) -> None:
-        """Called when the optimizer has changed ``owned``."""
-
-    def sharding(self, name: str) -> Spec:
-        """How a parameter is cut."""
-        if name in self.shardings:
-            return Spec.parse(self.shardings[name])
-        if name not in self.parameters:
-            raise UsageError(f"no parameter {name!r}; this engine has: {', '.join(self.parameters)}")
-        return Spec.parse(" ".join("ijklmnop"[: np.ndim(self.parameters[name])]))
-
-    def block(self, name: str, array: Any) -> Array:
-        """This rank's block of a whole, sliceable array, read by slices alone."""
-        if name in self.shardings:
-            block = array[self.sharding(name).block(tuple(array.shape), self.mesh)]
-        else:  # whole on every rank; a copy, since it will be updated
-            block = np.array(array[...])
-        return self.backend.asarray(np.asarray(block) if not self.backend.owns(block) else block)
-
-    def global_shape(self, name: str) -> tuple[int, ...]:
-        """The whole shape of a parameter. Collective over the axes that cut it."""
-        shape = list(self.parameters[name].shape)
-        for dim, (_, axes) in enumerate(self.sharding(name)):
-            for axis in reversed(axes):
-                shape[dim] = int(self.all_reduce(np.array(shape[dim]), over=axis, label="shape"))
-        return tuple(shape)
-
-    def gather(self, name: str) -> Array:
-        """The whole parameter, on every rank that calls. Every rank must: one that ends instead, or calls
-        something else, turns the gather into a MismatchError on all of them, never into a hang."""
-        if name not in self.parameters:
-            raise UsageError(f"no parameter {name!r}; there are: {', '.join(self.parameters)}")
-        # Over the world, where any rank's mistake meets the others.
-        asked = self.all_gather(np.array([crc32(name.encode())], np.uint32), label="gather")
-        if (asked != asked[self.device_id]).any():
-            others = np.flatnonzero(asked != asked[0]).tolist()
-            raise MismatchError(f"gather: ranks {others} ask for another parameter than rank 0 (here: {name!r})")
-        return self.sharding(name).gather(self.parameters[name], self.mesh, label="gather")
-
-    def counts_here(self, name: str) -> bool:
-        """Whether this rank is the one among a parameter's replicas that counts it in a global sum."""
-        cut = self.sharding(name).axes
-        return all(place == 0 for axis, place in self.mesh.coordinates.items() if axis not in cut)
-
-    def gradient_norm(self) -> float:
-        """The 2-norm of the whole gradient, each element counted once. Collective over the world."""
-        total = sum(sum_of_squares(g) for g in self._counted_gradients())
-        return float(self.all_reduce(np.array(total, np.float64), label="gradient norm")) ** 0.5
-
-    def _counted_gradients(self) -> Iterable[Array]:
-        """Flat gradients that this rank, of all that have them, counts."""
-        named = self.named(self.gradients).items()
-        return (backend_of(g).xp.ravel(g) for name, g in named if self.counts_here(name))
-
     # --- training ----------------------------------------------------------------------------------------
 
     @property
@@ -227,6 +152,15 @@ class ShardedEngine(Collectives, ABC):
         dims = Spec.parse(self.input_sharding).dims
         axes = dims[0][1] if dims else ()
         return nested_span(samples, axes, self.mesh.axes, self.mesh.coordinates)
+
+    def cut_rows(self, inputs: Array, targets: Array | None, *mask: Array) -> list[Array | None]:
+        """Samples that are whole beyond their first dim, cut along the others as the shardings say."""
+        shardings = (self.input_sharding, self.target_sharding, self.target_sharding)
+        return [_cut_row(x, text, self.mesh) for x, text in zip((inputs, targets, *mask), shardings, strict=False)]
+
+    def join_outputs(self, y: Array, label: str = "") -> Array:
+        """The whole outputs, from each rank's block of them. Collective over the axes that cut them."""
+        return Spec.parse(self.output_sharding).gather(y, self.mesh, label=label) if self.output_sharding else y
 
     def batch_parts(self) -> int:
         """In how many parts a micro-batch is cut: it must hold at least so many samples."""
@@ -262,7 +196,7 @@ class ShardedEngine(Collectives, ABC):
             check_replicas(self, gradients)
             self._replicas_checked = True
         self.gradients = gradients
-        return self._sum_over_batch(total)
+        return self._sum_loss(total)
 
     def evaluate(self, batch: Batch, loss: Loss | None = None) -> float:
         """The global mean loss, without a backward and without a tape."""
@@ -274,7 +208,11 @@ class ShardedEngine(Collectives, ABC):
                 outputs = self.forward(micro.inputs)
                 if outputs is not None:
                     total += loss(outputs, micro.targets, **micro.loss_options(count))[0]
-        return self._sum_over_batch(total)
+        return self._sum_loss(total)
+
+    def _sum_loss(self, value: float) -> float:
+        """The global loss of all ranks' shares."""
+        return self._sum_over_batch(value)
 
     def _sum_over_batch(self, value: float) -> float:
         axes = self.batch_axes
@@ -292,3 +230,11 @@ class ShardedEngine(Collectives, ABC):
         and the output gathered by ``output_sharding``. No tape is kept.
         """
         serve(self, input_stream, output_stream)
+
+
+def _cut_row(x: Array | None, text: str, mesh: Mesh) -> Array | None:
+    dims = Spec.parse(text).dims
+    if x is None or not any(axes for _, axes in dims[1:]):
+        return x
+    beyond = Spec(dims[1:]).block(x.shape[1:], mesh)
+    return x[(slice(None), *beyond)]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.algorithms import span
+
+if TYPE_CHECKING:
+    from spmd_engine.engine.base import ShardedEngine
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,7 @@ class MicroBatch:
     targets: Array
     samples: Array | None = None  #: index in the global batch of each sample (row) here
     mask: Array | None = None  #: like targets; 0 where a target does not count
+    length: int | None = None  #: of the whole second dim of the inputs, of which this rank may have a part
 
     def loss_options(self, count: float) -> dict[str, Any]:
         """What a loss function is told beside outputs and targets."""
@@ -39,33 +43,30 @@ def make_batch(
     load: Callable[[np.ndarray], Sequence[Array]],
     size: int,
     micro_batches: int,
-    local: Callable[[int], slice],
+    engine: ShardedEngine,
     *,
     step: int = 0,
     count: float | None = None,
 ) -> Batch:
-    """The batch of ``size`` global samples: cut into micro-batches first, and each of those over the ranks.
+    """The batch of ``size`` global samples: cut into micro-batches first, and each of those as the engine wants.
 
-    ``load(samples)`` gives inputs, targets and, if there is one, the mask of those global samples; ``local(n)`` is
-    this rank's part of n
-    (``engine.batch_span``). So what a micro-batch holds never depends on the mesh.
+    ``load(samples)`` gives inputs, targets and, if there is one, the mask of those global samples, whole in all
+    other dims. What a micro-batch holds never depends on the mesh.
     """
     parts = []
     for m in range(micro_batches):
         whole = span(size, micro_batches, m)
-        part = local(whole.stop - whole.start)
+        part = engine.batch_span(whole.stop - whole.start)
         samples = np.arange(whole.start + part.start, whole.start + part.stop)
-        inputs, targets, *mask = load(samples)
-        parts.append(MicroBatch(inputs, targets, samples, *mask))
+        rows = load(samples)
+        length = rows[0].shape[1] if rows[0].ndim > 1 else 1
+        inputs, targets, *mask = engine.cut_rows(*rows)
+        parts.append(MicroBatch(inputs, targets, samples, *mask, length=length))
     return Batch(parts, step, count)
 
 
-def batch_of(inputs: Array, targets: Array, engine, micro_batches: int = 1, step: int = 0) -> Batch:
-    """A Batch from whole arrays that every rank has: each takes its part of dim 0, the batch."""
+def batch_of(inputs: Array, targets: Array, engine: ShardedEngine, micro_batches: int = 1, step: int = 0) -> Batch:
+    """A Batch from whole arrays that every rank has: each takes its part."""
     return make_batch(
-        lambda samples: (inputs[samples], targets[samples]),
-        len(inputs),
-        micro_batches,
-        engine.batch_span,
-        step=step,
+        lambda samples: (inputs[samples], targets[samples]), len(inputs), micro_batches, engine, step=step
     )

@@ -1,9 +1,8 @@
-"""LayeredEngine: layers x mesh x layout x schedule."""
+"""LayeredEngine: layers x mesh x layout x storage x schedule."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from math import prod
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,22 +13,32 @@ from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine import schedules
 from spmd_engine.engine.base import Loss, ShardedEngine
 from spmd_engine.engine.batch import Batch
+from spmd_engine.engine.chunk import Chunk
+from spmd_engine.engine.execution import Execution, Neighbours
+from spmd_engine.engine.gathering import OpenParameters
+from spmd_engine.engine.grouped import GroupedHoldings
+from spmd_engine.engine.plan import PIPE, Storage, make_plan
+from spmd_engine.engine.recompute import Recompute, segments
 from spmd_engine.engine.reducer import Reducer
+from spmd_engine.engine.stages import Division
 from spmd_engine.errors import UsageError
-from spmd_engine.layers.gradients import GradientSums
-from spmd_engine.layers.layer import At, Layer, Parameter
+from spmd_engine.layers.layer import At
 from spmd_engine.models.model import Model
-from spmd_engine.sharding.groups import THRESHOLD, Member, ParameterGroup, make_groups
+from spmd_engine.sharding.dealing import deal, undeal
 from spmd_engine.sharding.layout import Layout
-from spmd_engine.sharding.notation import Spec
 from spmd_engine.sharding.shards import Shards
 
 
-class LayeredEngine(ShardedEngine):
-    """A model, a list of layers, run on a mesh as the layout says.
+class LayeredEngine(GroupedHoldings, ShardedEngine):
+    """A model, a list of layers, run on a mesh.
 
-    The layers' text is that of one device; the layout decides which letters are cut and so which collectives
-    do something. Gradients of all micro-batches are added into flat buffers, and reduced once.
+    The layers' text is that of one device. What makes it any strategy, and any of them together, is said here:
+
+    ``layout``      which letters the mesh axes cut (data, tensor, sequence, context parallel)
+    ``storage``     which of parameters, gradients and optimizer state are in parts (ZeRO)
+    ``schedule``    in what order the stages along axis ``pipe`` work on micro-batches
+    ``stages``      which layers each stage has: evenly by number or by cost, or the first layer of each
+    ``recompute``   of which layers a forward is repeated in the backward instead of kept
     """
 
     def __init__(
@@ -41,61 +50,47 @@ class LayeredEngine(ShardedEngine):
         seed: int = 0,
         dtype: Any = np.float32,
         backend: Backend = CPU,
-        schedule: Callable = schedules.sequential,
-        group_threshold: int = THRESHOLD,
+        storage: Storage = Storage(),  # noqa: B008 (immutable)
+        schedule: schedules.Schedule | None = None,
+        stages: Division = "even",
+        recompute: Recompute = Recompute.NONE,
     ) -> None:
         self.model, self.seed, self.dtype, self.backend = model, seed, np.dtype(dtype), backend
         self.mesh = mesh if mesh is not None else Mesh()
         self.layout = layout if layout is not None else Layout.for_mesh(self.mesh)
-        self.schedule = schedule
         for name, layer in model.layers:
             self.layout.check(name, {"b", "s", *layer.sizes}, layer.may_cut, layer.across)
-        self._shards = {name: Shards(self.mesh, self.layout, name) for name, _ in model.layers}
-        self._described = dict(model.parameters())
-        self.groups = self._make_groups(group_threshold)
-        self.parameters = self._views(lambda group: group.parameters)
-        self._gradients = self._views(lambda group: group.gradients)
-        uses = [self._parameters_of(name, layer) for name, layer in model.layers]
-        self._weights = [_tree(names, self.parameters) for names in uses]
-        self._untouched: set[str] = set()
-        self._sums = [
-            GradientSums({own: self._gradients[full] for own, full in names.items()}, names, self._untouched)
-            for names in uses
-        ]
-        self._uses = [list(names.values()) for names in uses]
-        self._reducer = Reducer(self.mesh, self.groups, self._uses)
-        self._counted = [run for group in self.groups for run in group.runs(group.gradients, self.counts_here)]
+        pipe = self.group(PIPE) if self.mesh.axes.get(PIPE, 1) > 1 else None
+        self.schedule = schedule or schedules.named("1f1b" if pipe else "sequential")
+        plan = make_plan(
+            model,
+            self.mesh,
+            self.layout,
+            self.dtype.itemsize,
+            storage=storage,
+            stages=stages,
+            chunks_per_stage=self.schedule.chunks,
+        )
+        self._store(plan, self.mesh, storage, self.dtype, backend)
+        self._neighbours = Neighbours(pipe, len(plan.chunks), backend)
+        self._open = OpenParameters(self._storages, plan.uses)
+        passes = [plan.chunks[number] for number in plan.mine]
+        self._reducer = Reducer(self._storages, plan.uses, passes)
+        shards = [Shards(self.mesh, self.layout, name) for name, _ in model.layers]
+        self._chunks = {
+            number: Chunk(segments(model, layers, recompute), model.layers, shards, self._open, self._reducer)
+            for number, layers in zip(plan.mine, passes, strict=True)
+        }
         self.initialize()
-
-    # --- parameters --------------------------------------------------------------------------------------
-
-    def _make_groups(self, threshold: int) -> list[ParameterGroup]:
-        shards = Shards(self.mesh, self.layout)
-        members = []
-        for name, (parameter, shape) in self._described.items():
-            spec = self._spec(parameter)
-            summed = shards.axes(parameter.summed, parameter.where)
-            largest = prod(spec.largest_shape(shape, self.mesh))
-            members.append(Member(name, spec.local_shape(shape, self.mesh), parameter.decay, summed, largest))
-        return make_groups(members, self.dtype, self.backend, threshold)
-
-    def _spec(self, parameter: Parameter) -> Spec:
-        return self.layout.spec(parameter.dims)
-
-    @staticmethod
-    def _parameters_of(layer_name: str, layer: Layer) -> dict[str, str]:
-        """A layer's own names of its parameters to their full names."""
-        return {name: layer.tied.get(name, f"{layer_name}/{name}") for name in layer.parameters}
 
     def initialize(self) -> None:
         """Fill the parameters with initial values: functions of seed, name and global index alone."""
-        for name, (parameter, shape) in self._described.items():
-            target = self.parameters[name]
+        for name, target in self.parameters.items():
+            parameter, shape = self._described[name]
             target[...] = parameter.mean
             if parameter.std and target.size:
-                block = self._spec(parameter).block(shape, self.mesh)
                 key = random.key_of(self.seed, "initial", name)
-                target += parameter.std * random.normal(key, shape, self.dtype, block, self.backend)
+                target += parameter.std * random.normal(key, shape, self.dtype, self.index(name), self.backend)
 
     def load_checkpoint(self, params: Mapping[str, Any]) -> None:
         for name, (_, shape) in self._described.items():
@@ -103,144 +98,139 @@ class LayeredEngine(ShardedEngine):
                 raise UsageError(f"the checkpoint has no {name!r}; it has: {', '.join(sorted(params))}")
             if tuple(params[name].shape) != shape:
                 raise UsageError(f"{name}: the checkpoint has shape {tuple(params[name].shape)}, the model {shape}")
-            self.parameters[name][...] = self.block(name, params[name])
+            if name in self.parameters:
+                self.parameters[name][...] = self.block(name, params[name])
+        self._open.close()
+
+    def after_update(self) -> None:
+        self._open.close()
+        super().after_update()
+
+    # --- inputs and outputs ------------------------------------------------------------------------------
 
     @property
-    def shardings(self) -> dict[str, str]:
-        return {name: str(self._spec(parameter)) for name, (parameter, _) in self._described.items()}
-
-    def sharding(self, name: str) -> Spec:
-        return self._spec(self._described[name][0])
-
-    def global_shape(self, name: str) -> tuple[int, ...]:
-        return self._described[name][1]
-
-    @property
-    def input_sharding(self) -> str:
+    def input_sharding(self) -> str:  # type: ignore[override]
         return str(self.layout.spec(self.model.inputs))
 
     @property
-    def output_sharding(self) -> str:
+    def output_sharding(self) -> str:  # type: ignore[override]
         return str(self.layout.spec(self.model.outputs))
 
     @property
     def target_sharding(self) -> str:
         return str(self.layout.spec(self.model.targets))
 
-    @property
-    def owned(self) -> dict[str, Array]:
-        return {key: part for group in self.groups for key, part in group.segments(group.parameters).items()}
+    def cut_rows(self, inputs: Array, targets: Array | None, *mask: Array) -> list[Array | None]:
+        letters = self.model.inputs, self.model.targets, self.model.targets
+        rows = zip((inputs, targets, *mask), letters, strict=False)
+        return [x if x is None else deal(x, dims, self.layout, self.mesh, first=1) for x, dims in rows]
 
-    def decays(self, key: str) -> bool:
-        return key.endswith("/decayed")
-
-    def named(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        return self._in_order({k: v for group in self.groups for k, v in group.join(arrays).items()})
-
-    def _views(self, flat: Callable[[ParameterGroup], Array]) -> dict[str, Array]:
-        return self._in_order({k: v for group in self.groups for k, v in group.views(flat(group)).items()})
-
-    def _in_order(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        """In the model's order, which is the same on all ranks: collectives walk over names."""
-        return {name: arrays[name] for name in self._described}
-
-    def _counted_gradients(self) -> list[Array]:
-        return self._counted
+    def join_outputs(self, y: Array, label: str = "") -> Array:
+        return undeal(super().join_outputs(y, label), self.model.outputs, self.layout, self.mesh)
 
     # --- forward and backward ----------------------------------------------------------------------------
 
-    def forward(self, x: Array, at: At | None = None) -> Array:
-        """Outputs of this rank's block of inputs, at the model's first positions unless ``at`` says else."""
+    def forward(self, x: Array, at: At | None = None) -> Array | None:
+        """Outputs of this rank's block of inputs, at the model's first positions unless ``at`` says else.
+
+        In a pipeline every stage is given inputs, only the first one uses more of them than their shape, and only
+        the last has outputs; the others return None.
+        """
         self.model.check_inputs(x)
-        x = self.backend.asarray(x)
-        if at is None:
-            at = self._at(x, self._samples(self._whole(x.shape[0])) if self.is_training else None)
-        saved_by_layer = []
-        for (name, layer), p in zip(self.model.layers, self._weights, strict=True):
-            x, saved = layer.forward(self._shards[name], p, x, at)
-            if at.training:
-                saved_by_layer.append(saved)
-        self.tape.push(saved_by_layer)
-        return x
+        at = at or self._plain_at(x)
+        execution = Execution(self._chunks, self._neighbours, [at], [self.backend.asarray(x)], lambda m, y: y)
+        execution.run(self._one_pass(schedules.Forward, self.plan.mine))
+        self.tape.push(execution)
+        return execution.output_gradients.pop((0, len(self.plan.chunks) - 1), None)
 
-    def backward(self, grads: Array) -> dict[str, Array]:
-        """Gradients by name, summed over the batch: of this one micro-batch alone."""
-        self._begin_gradients()
-        self._backward(grads, last=True)
+    def backward(self, grads: Array | None) -> dict[str, Array]:
+        """Gradients by name, like ``owned``, summed over the batch: of this one micro-batch alone."""
+        self._reducer.begin(1)
+        execution = self.tape.pop()
+        if grads is not None:
+            execution.output_gradients[0, len(self.plan.chunks) - 1] = grads
+        execution.run(self._one_pass(schedules.Backward, reversed(self.plan.mine)))
+        self.input_gradient = execution.input_gradients.get((0, 0))
         self._reducer.finish()
-        return {name: gradient.copy() for name, gradient in self._gradients.items()}
+        return {name: gradient.copy() for name, gradient in self.named(self._own_gradients()).items()}
 
-    def _backward(self, dy: Array, last: bool) -> None:
-        """Add the current micro-batch's gradients; after the last one, start their reductions."""
-        saved_by_layer = self.tape.pop()
-        for i in reversed(range(len(self.model.layers))):
-            name, layer = self.model.layers[i]
-            sh = self._shards[name]
-            dy, rest = layer.backward_input(sh, self._weights[i], saved_by_layer.pop(), dy)
-            layer.backward_weight(sh, rest, self._sums[i])
-            del rest
-            if last:
-                self._sums[i].settle()
-                self._reducer.layer_done(self._uses[i])
-        self.input_gradient = dy
+    def _one_pass(self, kind: type[schedules.Compute], chunks: Iterable[int]) -> schedules.Program:
+        """Forwards or backwards of one micro-batch, with what is received before and sent after."""
+        order = [kind(0, chunk) for chunk in chunks]
+        return schedules.with_transfers(order, self._neighbours.chunks - 1) if self._neighbours.stages > 1 else order
 
-    def _samples_of(self, batch: Batch) -> list[Array]:
-        """Global numbers of each micro-batch's samples on this rank; counted where the batch does not say."""
-        numbers, first = [], 0
-        for micro in batch.micro_batches:
-            if micro.samples is None:
-                whole = self._whole(len(micro.inputs))
-                numbers.append(self._samples(whole, first))
-                first += whole
-            else:
-                numbers.append(micro.samples)
-        return numbers
+    def _plain_at(self, x: Array) -> At:
+        length = self._summed_length(x)
+        samples = None
+        if self.is_training:
+            samples = self._samples(self._whole(x))
+        return self._at(length, samples)
 
-    def _whole(self, here: int) -> int:
-        """How many samples all ranks have together, of which ``here`` are this rank's."""
-        axes = Spec.parse(self.input_sharding).dims[0][1]
-        return int(self.all_reduce(np.array(here), over=axes, label="samples")) if axes else here
+    def _summed_length(self, x: Array) -> int:
+        """The whole sequence's length, of which this rank's inputs may have a part."""
+        if "s" not in self.model.inputs:
+            return 1
+        axes = self.layout.axes("s")
+        return int(self.all_reduce(np.array(x.shape[1]), over=axes, label="length")) if axes else x.shape[1]
 
-    def _samples(self, whole: int, first: int = 0) -> Array:
+    def _samples(self, whole: int, first: int = 0) -> np.ndarray:
         """This rank's numbers of ``whole`` samples that are numbered from ``first``."""
         part = self.batch_span(whole)
-        return self.backend.xp.arange(first + part.start, first + part.stop)
+        return np.arange(first + part.start, first + part.stop)
 
-    def _at(self, x: Array, samples: Array | None, step: int = 0) -> At:
+    def _at(self, length: int, samples: Array | None, step: int = 0) -> At:
         xp = self.backend.xp
-        length = x.shape[1] if x.ndim > 1 else 1
-        inside = xp.arange(length)  # x is cut along s as inside; the stream may be cut further
-        residual = inside[Shards(self.mesh, self.layout).span("s", length, "residual")]
+        inside, residual = (xp.asarray(self.layout.positions(length, self.mesh, w)) for w in ("inside", "residual"))
         samples = xp.asarray(samples) if samples is not None else None
-        return At(inside, residual, samples, step, self.seed, training=self.is_training)
+        return At(inside, residual, samples, step, self.seed, training=self.is_training, length=length)
 
     # --- training ----------------------------------------------------------------------------------------
 
     def step(self, batch: Batch, loss: Loss | None = None) -> float:
-        """As ShardedEngine.step; gradients are reduced once, after the last micro-batch."""
+        """As ShardedEngine.step; gradients are summed over ranks while the backward still runs."""
         count = self.count(batch)
-        self._begin_gradients()
-        samples = self._samples_of(batch)
-        total, left = 0.0, len(batch.micro_batches)
-        gradients: dict[int, Array] = {}
-        for instruction in self.schedule(len(batch.micro_batches)):
-            m = instruction.m
-            with self.micro_batch(m):
-                match instruction:
-                    case schedules.Forward():
-                        micro = batch.micro_batches[m]
-                        outputs = self.forward(micro.inputs, self._at(micro.inputs, samples[m], batch.step))
-                        options = micro.loss_options(count)
-                        value, gradients[m] = (loss or self.loss)(outputs, micro.targets, **options)
-                        total += value
-                    case schedules.Backward():
-                        left -= 1
-                        self._backward(gradients.pop(m), last=left == 0)
-                    case _:
-                        raise UsageError(f"this engine cannot execute {instruction}")
+        micro_batches = len(batch.micro_batches)
+        self._reducer.begin(micro_batches)
+        total = 0.0
+
+        def lose(m: int, outputs: Array) -> Array:
+            nonlocal total
+            micro = batch.micro_batches[m]
+            value, gradient = (loss or self.loss)(outputs, micro.targets, **micro.loss_options(count))
+            total += value
+            return gradient
+
+        for micro in batch.micro_batches:
+            self.model.check_inputs(micro.inputs)
+        inputs = [self.backend.asarray(micro.inputs) for micro in batch.micro_batches]
+        execution = Execution(self._chunks, self._neighbours, self._ats(batch), inputs, lose)
+        execution.run(self.schedule.program(self._neighbours.stages, micro_batches, self._neighbours.stage))
         self._reducer.finish()
-        self.gradients = {k: part for group in self.groups for k, part in group.segments(group.gradients).items()}
-        return self._sum_over_batch(total)
+        self.gradients = self._own_gradients()
+        return self._sum_loss(total)
+
+    def _ats(self, batch: Batch) -> list[At]:
+        """Where each micro-batch is; samples are counted, and lengths summed, where the batch does not say."""
+        ats, first = [], 0
+        for micro in batch.micro_batches:
+            samples = micro.samples
+            if samples is None:
+                whole = self._whole(micro.inputs)
+                samples = self._samples(whole, first)
+                first += whole
+            length = micro.length if micro.length is not None else self._summed_length(micro.inputs)
+            ats.append(self._at(length, samples, batch.step))
+        return ats
+
+    def _whole(self, x: Array) -> int:
+        """How many samples all ranks have together, of which those of ``x`` are this rank's."""
+        axes = self.layout.axes("b")
+        return int(self.all_reduce(np.array(len(x)), over=axes, label="samples")) if axes else len(x)
+
+    def _sum_loss(self, value: float) -> float:
+        """Over the batch, and from the last stage to all."""
+        over = tuple(axis for axis in self.mesh.axes if axis in (*self.batch_axes, PIPE))
+        return float(self.all_reduce(np.array(value, np.float64), over=over, label="loss")) if over else value
 
     def loss(self, outputs: Array, targets: Array, **options: Any) -> tuple[float, Array]:
         """The model's own loss of this rank's blocks."""
@@ -249,20 +239,3 @@ class LayeredEngine(ShardedEngine):
         self.model.check_targets(targets)
         targets = self.backend.asarray(targets)
         return self.model.loss(Shards(self.mesh, self.layout, "loss"), outputs, targets, **options)
-
-    def _begin_gradients(self) -> None:
-        """Make ready for new sums, also after a step that an exception broke off."""
-        self._untouched.update(self._gradients)
-        self._reducer.begin()
-
-
-def _tree(names: Mapping[str, str], arrays: Mapping[str, Array]) -> dict[str, Any]:
-    """Arrays by a layer's own names; "norm/scale" stands at ["norm"]["scale"]."""
-    tree: dict[str, Any] = {}
-    for own, full in names.items():
-        *path, leaf = own.split("/")
-        place = tree
-        for part in path:
-            place = place.setdefault(part, {})
-        place[leaf] = arrays[full]
-    return tree

@@ -2,46 +2,117 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 
-from spmd_engine.comm.mesh import Mesh
+from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.pending import Pending
-from spmd_engine.sharding.groups import ParameterGroup
+from spmd_engine.engine.storage import GroupStorage
+from spmd_engine.layers.gradients import GradientSums
+
+IN_FLIGHT = 2  #: groups of micro-batches' gradients that may be under way to their owners (ZeRO-2 and 3)
 
 
 class Reducer:
-    """Starts a group's all_reduce, in place, once every layer that adds to its gradients has done so.
+    """Where layers put gradients, and when these are sent.
 
-    ``uses`` lists, for each layer, the parameters it adds to (a tied one is in two layers' lists). Layers
-    finish in backward order, so reductions run while earlier layers still compute.
+    A group whose whole gradients are stored here is reduced in place once, when every layer that adds to it has
+    done so for all micro-batches. One whose gradients belong to owners (from ZeRO-2 on) is sent to them after
+    every backward of the layers that use it, and owners add up what comes. Layers finish in backward order, so
+    reductions run while earlier layers still compute.
+
+    ``uses`` holds, for each layer of this rank, its own names of its parameters and their full names; ``passes``
+    the layers that one backward goes through together (a chunk of a pipeline).
     """
 
-    def __init__(self, mesh: Mesh, groups: Sequence[ParameterGroup], uses: Iterable[Iterable[str]]) -> None:
-        self._mesh = mesh
-        self._group_of = {member.name: group for group in groups for member in group.members}
-        self._needed = Counter(self._group_of[name].name for names in uses for name in names)
-        self._waiting = Counter(self._needed)
-        self._pending: list[Pending] = []
+    def __init__(
+        self,
+        storages: Sequence[GroupStorage],
+        uses: Mapping[int, Mapping[str, str]],
+        passes: Sequence[Sequence[int]],
+    ) -> None:
+        self._storages, self._uses = storages, uses
+        self._storage_of = {name: storage for storage in storages for name in storage.group.spans}
+        self._pass_of = {layer: number for number, layers in enumerate(passes) for layer in layers}
+        #: contributions that a group gets in one backward of each pass
+        self._in_pass = [
+            Counter(self._storage_of[full] for layer in layers for full in uses[layer].values()) for layers in passes
+        ]
+        self._sums: dict[int, GradientSums] = {}  # of layers all of whose gradients stay here
+        self._untouched: set[str] = set()
+        self._waiting: Counter = Counter()
+        self._reducing: list[Pending] = []
+        self._in_flight: deque[tuple[GroupStorage, Pending]] = deque()
+        self._first: set[GroupStorage] = set()  # groups whose owners have got nothing yet in this step
 
-    def begin(self) -> None:
+    def begin(self, micro_batches: int) -> None:
         """Make ready for a step, also after one that an exception broke off."""
-        self._pending.clear()
-        self._waiting = Counter(self._needed)
+        self._reducing.clear()
+        self._in_flight.clear()
+        self._waiting.clear()
+        self._first = {storage for storage in self._storages if storage.zero >= 2}
+        self._untouched.clear()
+        for storage in self._storages:
+            if storage.zero < 2:
+                self._untouched.update(storage.group.spans)
+                self._waiting[storage] = micro_batches * sum(counts[storage] for counts in self._in_pass)
 
-    def layer_done(self, names: Iterable[str]) -> None:
-        """The last backward of a layer with these parameters is over."""
-        for name in names:
-            group = self._group_of[name]
-            self._waiting[group.name] -= 1
-            if self._waiting[group.name] == 0 and group.summed_over:
-                door = self._mesh.group(group.summed_over)
-                self._pending.append(
-                    door.start_all_reduce(group.gradients, out=group.gradients, label="gradients")
-                )
+    def sums(self, layer: int) -> GradientSums:
+        """Where a layer adds its gradients in the backward that is about to begin."""
+        if layer in self._sums:
+            return self._sums[layer]
+        names = self._uses[layer]
+        storages = set(map(self._storage_of.__getitem__, names.values()))
+        arrays: dict[str, Array] = {}
+        for storage in storages:
+            if storage.zero >= 2 and not self._waiting[storage]:
+                self._untouched.update(storage.group.spans)
+                self._waiting[storage] = self._in_pass[self._pass_of[layer]][storage]
+            arrays |= storage.group.views(storage.take_gradients())
+        sums = GradientSums({own: arrays[full] for own, full in names.items()}, names, self._untouched)
+        if all(storage.zero < 2 for storage in storages):
+            self._sums[layer] = sums
+        return sums
+
+    def layer_done(self, layer: int) -> None:
+        """One backward of a layer is over."""
+        for full in self._uses[layer].values():
+            storage = self._storage_of[full]
+            self._waiting[storage] -= 1
+            if self._waiting[storage] == 0:
+                self._send(storage)
+
+    def _send(self, storage: GroupStorage) -> None:
+        gradients = storage.group.views(storage.whole_gradients)
+        for name in self._untouched.intersection(gradients):
+            gradients[name][...] = 0
+        self._untouched.difference_update(gradients)
+        pending = storage.start_reduce()
+        if storage.zero < 2:
+            self._reducing += [pending] if pending else []
+            return
+        while len(self._in_flight) >= IN_FLIGHT:
+            self._take_in()
+        self._in_flight.append((storage, pending))
+
+    def _take_in(self) -> None:
+        """Add what has come for the oldest group under way to this rank's own part."""
+        storage, pending = self._in_flight.popleft()
+        summed = pending.wait()
+        if storage in self._first:
+            storage.own_gradients[...] = summed
+            self._first.discard(storage)
+        else:
+            storage.own_gradients += summed
 
     def finish(self) -> None:
-        """Wait for all reductions."""
-        for pending in self._pending:
+        """Wait until every owner has the sum over all ranks."""
+        while self._in_flight:
+            self._take_in()
+        for pending in self._reducing:
             pending.wait()
-        self._pending.clear()
+        # Only now: a reduction that others wait for must not wait for one that has not begun.
+        rest = [pending for storage in self._storages if (pending := storage.start_reduce_rest())]
+        for pending in rest:
+            pending.wait()
+        self._reducing.clear()

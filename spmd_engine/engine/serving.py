@@ -9,7 +9,6 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.errors import RankAborted, SpmdError
-from spmd_engine.sharding.notation import Spec
 
 if TYPE_CHECKING:
     from spmd_engine.engine.base import ShardedEngine
@@ -48,13 +47,13 @@ def serve(engine: ShardedEngine, inputs: Iterable[Array] | None, outputs: Writer
 
 def _answer(engine: ShardedEngine, whole: np.ndarray) -> np.ndarray | None:
     """The whole output for one whole input, on rank 0 at least."""
-    x = whole[Spec.parse(engine.input_sharding).block(whole.shape, engine.mesh)] if engine.input_sharding else whole
+    (x,) = engine.cut_rows(whole[engine.batch_span(len(whole))] if whole.ndim else whole, None)[:1]
     y = engine.forward(engine.backend.asarray(np.ascontiguousarray(x)))
     holder = int(engine.all_reduce(np.array(engine.device_id if y is not None else -1), "max", label="inference"))
     if holder < 0:
         raise SpmdError("inference_loop: forward returned None on every rank; one at least must have the output")
-    if y is not None and engine.output_sharding:
-        y = Spec.parse(engine.output_sharding).gather(y, engine.mesh, label="inference")
+    if y is not None:
+        y = engine.join_outputs(y, label="inference")
     here = backend_of(y).to_host(y) if y is not None else None
     missing_on_zero = engine.broadcast(np.array(y is None), label="inference")
     return engine.broadcast(here, root=holder, label="inference") if missing_on_zero else here

@@ -19,6 +19,9 @@ class Embedding(Layer):
         self.sizes = {"v": vocabulary, "d": width}
         self.parameters = {"table": Parameter("v d", std=std)}
 
+    def cost(self, length):
+        return 0.0  # rows are looked up, not multiplied
+
     def forward(self, sh, p, x, at):
         table = p["table"]
         if not sh.is_cut("v"):
@@ -51,6 +54,9 @@ class Positions(Layer):
         self.sizes = {"p": context, "d": width}
         self.dropout = Dropout(dropout)
         self.parameters = {"table": Parameter("p d", std=std, where="residual")}
+
+    def cost(self, length):
+        return 0.0
 
     def forward(self, sh, p, x, at):
         positions = at.residual_positions

@@ -30,7 +30,7 @@ class MLP(Layer):
         x = sh.all_gather(x, "b s d", "s", across="f")
         z = einsum("bsd,df->bsf", x, p["w0"])
         z += p["b0"]
-        h, slope = self.activation(z, want_slope=at.training)
+        h, slope = self.activation(z, want_slope=at.training and at.saving)
         y = sh.reduce_scatter(einsum("bsf,fd->bsd", h, p["w1"]), "b s d", over="f", onto="s")
         y += p["b1"]
         return y, (x, h, slope)

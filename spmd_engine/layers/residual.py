@@ -18,6 +18,9 @@ class Residual(Layer):
         self.parameters = {f"norm/{name}": parameter for name, parameter in norm.parameters.items()}
         self.parameters |= inner.parameters
 
+    def cost(self, length):
+        return self.inner.cost(length)
+
     def forward(self, sh, p, x, at):
         y, from_norm = self.norm.forward(sh, p["norm"], x, at)
         y, from_inner = self.inner.forward(sh, p, y, at)

@@ -2,95 +2,179 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
 
-import numpy as np
-
-from spmd_engine.arrays.backend import Array, Backend
+from spmd_engine.arrays.backend import Array
 
 THRESHOLD = 1 << 20  # bytes: below this, one more neighbour costs less than one more collective
+CAP = 32 << 20  # bytes: beyond this, neighbours share nothing: what is gathered for one is held for all
+
+
+@dataclass(frozen=True)
+class Sum:
+    """The ranks over which a gradient is unreduced after a backward, and which of them share its state.
+
+    ``over`` are mesh axes; ``cut`` those of them along which gradients, optimizer state and, fully sharded,
+    parameters are stored in parts. ``stages``, if there are several, are the pipeline's places that hold the
+    parameter: a tied one is summed over them, too.
+    """
+
+    over: tuple[str, ...] = ()
+    cut: tuple[str, ...] = ()
+    stages: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Member:
-    """A parameter as this rank stores it."""
+    """A parameter as this rank uses it."""
 
     name: str
     shape: tuple[int, ...]  #: of the local block
     decay: bool  #: whether weight decay applies
-    summed_over: tuple[str, ...]  #: mesh axes along which its gradient is unreduced after a backward
+    summed: Sum
     largest: int  #: elements of the largest block on any rank, by which every rank cuts the same groups
+    chunk: int = 0  #: the chunk of layers that it belongs to
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def row(self) -> int:
+        """Elements of one row, of which an owner has none or all."""
+        return max(1, prod(self.shape[1:]))
+
+    def shaped(self, flat: Array) -> Array:
+        """Some of its rows, flat, in their shape."""
+        if flat.size == self.size:
+            return flat.reshape(self.shape)
+        return flat.reshape(flat.size // self.row, *self.shape[1:])
 
 
 class ParameterGroup:
-    """Members whose gradients are summed over the same axes, in one flat buffer of parameters and one of gradients.
+    """Members whose gradients are summed over the same ranks, side by side in one flat array.
 
-    Arrays by name are views of the buffers. Decayed members lie first, so that weight decay is one segment.
+    Decayed members lie first, so that weight decay is one segment. An *interval* is a part of the flat array;
+    the owners' intervals end where rows do, so that everyone owns rectangles of whole arrays.
     """
 
-    def __init__(self, index: int, members: Sequence[Member], dtype, backend: Backend) -> None:
+    def __init__(self, index: int, members: Sequence[Member]) -> None:
         self.name = f"group{index}"
         self.members = sorted(members, key=lambda member: not member.decay)
-        self.summed_over = members[0].summed_over
-        sizes = [prod(member.shape) for member in self.members]
-        self._ends = [0, *accumulate(sizes)]
-        self.size = self._ends[-1]
-        self._decayed = sum(size for size, member in zip(sizes, self.members, strict=True) if member.decay)
-        self.parameters = backend.xp.zeros(self.size, dtype)
-        self.gradients = backend.xp.zeros(self.size, dtype)
+        self.summed = members[0].summed
+        ends = [0, *accumulate(member.size for member in self.members)]
+        self.spans = {m.name: slice(*pair) for m, pair in zip(self.members, pairwise(ends), strict=True)}
+        self.size = ends[-1]
+        self.whole = slice(0, self.size)
+        self._decayed = sum(member.size for member in self.members if member.decay)
 
-    def views(self, flat: Array) -> dict[str, Array]:
-        """A flat array of this group's length as one array a member."""
-        bounds = zip(self.members, self._ends, self._ends[1:], strict=False)
-        return {member.name: flat[start:stop].reshape(member.shape) for member, start, stop in bounds}
+    def intervals(self, parts: int) -> list[slice]:
+        """The flat array in ``parts`` consecutive intervals, as even as rows allow."""
+        cuts = [self._row_boundary(self.size * part // parts) for part in range(parts)]
+        return [slice(*pair) for pair in pairwise([*cuts, self.size])]
 
-    def runs(self, flat: Array, wanted: Callable[[str], bool]) -> list[Array]:
-        """The parts of a flat array that hold wanted members, neighbours joined."""
+    def _row_boundary(self, position: int) -> int:
+        """The beginning of a row that is nearest to a position."""
+        for member in self.members:
+            span = self.spans[member.name]
+            if position < span.stop:
+                return span.start + round((position - span.start) / member.row) * member.row
+        return self.size
+
+    def rows(self, interval: slice) -> dict[str, slice]:
+        """Of each member, the rows (of its first dim) that lie in an interval."""
+        found = {}
+        for member in self.members:
+            span = self.spans[member.name]
+            part = _part_within(span, interval) if member.size else span
+            rows = slice((part.start - span.start) // member.row, (part.stop - span.start) // member.row)
+            found[member.name] = rows if member.size else slice(0, *member.shape[:1])
+        return found
+
+    def views(self, flat: Array, interval: slice | None = None) -> dict[str, Array]:
+        """A flat array of an interval (None: of all) as one array a member: those of its rows that are in it."""
+        first = interval.start if interval else 0
+        views = {}
+        for member in self.members:
+            part = _part_within(self.spans[member.name], interval or self.whole)
+            views[member.name] = member.shaped(flat[part.start - first : part.stop - first])
+        return views
+
+    def runs(self, flat: Array, wanted: Callable[[str], bool], interval: slice | None = None) -> list[Array]:
+        """The parts of a flat array of an interval that hold wanted members, neighbours joined."""
+        interval = interval or self.whole
         bounds: list[list[int]] = []
-        for member, start, stop in zip(self.members, self._ends, self._ends[1:], strict=False):
-            if wanted(member.name):
-                if bounds and bounds[-1][1] == start:
-                    bounds[-1][1] = stop
+        for member in self.members:
+            part = _part_within(self.spans[member.name], interval)
+            if part.start < part.stop and wanted(member.name):
+                if bounds and bounds[-1][1] == part.start - interval.start:
+                    bounds[-1][1] = part.stop - interval.start
                 else:
-                    bounds.append([start, stop])
+                    bounds.append([part.start - interval.start, part.stop - interval.start])
         return [flat[start:stop] for start, stop in bounds]
 
-    def segments(self, flat: Array) -> dict[str, Array]:
-        """A flat array of this group's length, cut where weight decay ends."""
-        cut = {f"{self.name}/decayed": flat[: self._decayed], f"{self.name}/plain": flat[self._decayed :]}
+    def segments(self, flat: Array, interval: slice | None = None) -> dict[str, Array]:
+        """A flat array of an interval, cut where weight decay ends; what is empty is left out."""
+        interval = interval or self.whole
+        end = min(max(self._decayed, interval.start), interval.stop) - interval.start
+        cut = {f"{self.name}/decayed": flat[:end], f"{self.name}/plain": flat[end:]}
         return {name: part for name, part in cut.items() if part.size}
 
-    def join(self, segments: Mapping[str, Array]) -> dict[str, Array]:
-        """Arrays by member from arrays by segment: views, since segments are cut between members."""
+    def join(self, segments: Mapping[str, Array], like: Array, interval: slice | None = None) -> dict[str, Array]:
+        """Arrays by member, as ``views`` gives them, from arrays by segment: views, since rows are not divided.
+
+        ``like`` is an array of the module of those segments: an empty block belongs to none, yet must be there,
+        since collectives go by name on all ranks.
+        """
+        interval = interval or self.whole
+        kinds = {True: ("decayed", slice(0, self._decayed)), False: ("plain", slice(self._decayed, self.size))}
         joined = {}
-        for member, start, stop in zip(self.members, self._ends, self._ends[1:], strict=False):
-            part, offset = ("decayed", 0) if member.decay else ("plain", self._decayed)
-            # An empty block belongs to no segment, yet must be there: collectives go by name on all ranks.
-            flat = segments.get(f"{self.name}/{part}", self.parameters[:0])
-            joined[member.name] = flat[start - offset : stop - offset].reshape(member.shape)
+        for member in self.members:
+            kind, span = kinds[member.decay]
+            first = _part_within(span, interval).start
+            part = _part_within(self.spans[member.name], interval)
+            flat = segments.get(f"{self.name}/{kind}", like[:0])
+            joined[member.name] = member.shaped(flat[part.start - first : part.stop - first])
         return joined
 
 
 def make_groups(
-    members: Iterable[Member], dtype, backend: Backend, threshold: int = THRESHOLD
+    members: Iterable[Member], itemsize: int, threshold: int = THRESHOLD, cap: int = CAP
 ) -> list[ParameterGroup]:
-    """Group neighbours in order: a group grows until it has ``threshold`` bytes or its reduction changes."""
-    groups: list[ParameterGroup] = []
+    """Group neighbours in order: a group grows until it has ``threshold`` bytes, never beyond ``cap``.
+
+    A parameter larger than the cap stands alone, and so does one that several stages of a pipeline hold: the
+    stages' other parameters differ.
+    """
+    return [ParameterGroup(i, batch) for i, batch in enumerate(_batches(members, itemsize, threshold, cap))]
+
+
+def _batches(members: Iterable[Member], itemsize: int, threshold: int, cap: int) -> Iterator[list[Member]]:
     batch: list[Member] = []
-
-    def close() -> None:
-        if batch:
-            groups.append(ParameterGroup(len(groups), batch, dtype, backend))
-            batch.clear()
-
+    size = 0  # bytes
     for member in members:
-        if batch and batch[0].summed_over != member.summed_over:
-            close()
+        more = member.largest * itemsize
+        alone = len(member.summed.stages) > 1
+        if batch and (alone or _part_ways(batch[0], member) or size + more > cap or size >= threshold):
+            yield batch
+            batch, size = [], 0
         batch.append(member)
-        if sum(m.largest for m in batch) * np.dtype(dtype).itemsize >= threshold:
-            close()
-    close()
-    return groups
+        size += more
+        if alone:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _part_ways(one: Member, other: Member) -> bool:
+    return one.summed != other.summed or one.chunk != other.chunk
+
+
+def _part_within(span: slice, interval: slice) -> slice:
+    """The part of ``span`` that lies in an interval: within ``span``, and empty, where they do not meet."""
+    start = min(max(span.start, interval.start), span.stop)
+    return slice(start, max(start, min(span.stop, interval.stop)))

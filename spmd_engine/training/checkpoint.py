@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,21 +70,24 @@ def save_checkpoint(
 
     ``facts`` (JSON) are kept with the parameters. Each file appears under its name only once it is complete.
     """
-    _save(Path(folder) / PARAMETERS, engine, {"": engine.parameters}, facts)
+    arrays = ((name, engine.gather(name, root=0)) for name in sorted(engine.names))
+    _save(Path(folder) / PARAMETERS, engine, arrays, facts)
     if optimizer is not None:
         optimizer.prepare(engine)
-        kinds = {f"{kind}/": engine.named(arrays) for kind, arrays in optimizer.state.items()}
-        _save(Path(folder) / OPTIMIZER, engine, kinds, facts)
+        states = (
+            (f"{kind}/{name}", engine.gather_owned(name, state, root=0))
+            for kind, state in optimizer.state.items()
+            for name in sorted(engine.names)
+        )
+        _save(Path(folder) / OPTIMIZER, engine, states, facts)
 
 
-def _save(path: Path, engine: ShardedEngine, kinds: Mapping[str, Mapping[str, Array]], facts: dict) -> None:
-    """Write arrays that are cut as the parameters of their names are; only rank 0 holds them whole."""
+def _save(path: Path, engine: ShardedEngine, arrays: Iterable[tuple[str, Array | None]], facts: dict) -> None:
+    """Write arrays that are gathered one after the other; only rank 0 gets, and holds, them whole."""
     whole = {}
-    for prefix, arrays in kinds.items():
-        for name, array in sorted(arrays.items()):  # every rank in the same order, whatever that of its dict
-            gathered = engine.sharding(name).gather(array, engine.mesh, label="checkpoint")
-            if engine.device_id == 0:
-                whole[prefix + name] = np.asarray(backend_of(gathered).to_host(gathered), order="C")
+    for name, array in arrays:
+        if array is not None:
+            whole[name] = np.asarray(backend_of(array).to_host(array), order="C")
     on_rank_zero(engine.group(), lambda: _write(path, whole, facts))
 
 
@@ -124,5 +127,5 @@ def load_checkpoint(
             for name, array in engine.named(arrays).items():
                 if f"{kind}/{name}" not in state:
                     raise UsageError(f"{state.path} has no {kind}/{name}: it was saved with another optimizer")
-                array[...] = engine.block(name, state[f"{kind}/{name}"])
+                array[...] = engine.block(name, state[f"{kind}/{name}"], owned=True)
     return parameters.metadata

@@ -40,7 +40,7 @@ class Corpus:
             starts = integers(key_of(seed, "samples"), len(self.train) - context, step * size + samples)
             return _windows(self.train, starts, context)
 
-        return make_batch(load, size, micro_batches, engine.batch_span, step=step, count=size * context)
+        return make_batch(load, size, micro_batches, engine, step=step, count=size * context)
 
     def validation_batches(self, engine: ShardedEngine, *, samples: int, size: int, context: int) -> list[Batch]:
         """``samples`` windows spread evenly over the held-out tokens, in batches of ``size``: always the same."""
@@ -52,7 +52,7 @@ class Corpus:
             def load(rows: np.ndarray, part=part):
                 return _windows(self.validation, part[rows], context)
 
-            batches.append(make_batch(load, len(part), 1, engine.batch_span, count=len(part) * context))
+            batches.append(make_batch(load, len(part), 1, engine, count=len(part) * context))
         return batches
 
 

@@ -24,23 +24,37 @@ def generate(
     """``count`` tokens that follow ``prompt``, the same on every rank. Collective.
 
     Temperature 0 takes the likeliest token; otherwise the draw is a function of the seed and of the token's
-    number. Only the last ``context`` tokens are looked at. Rank 0 draws, so that ranks cannot part ways.
+    number. Only the last ``context`` tokens are looked at. One rank draws, so that ranks cannot part ways.
     """
     if not prompt:
         raise UsageError("generate: the prompt is empty; give at least one character")
     tokens = list(prompt)
     group = engine.group()
-    span = engine.batch_span(1)
-    shards = Shards(engine.mesh, engine.layout, "generate")
     with engine.inference():
         for number in range(count):
-            window = engine.backend.asarray(np.array([tokens[-engine.model.context :]])[span])
-            scores = shards.gather_whole(engine.forward(window)[:, -1], "b v", "v")
+            window = np.array([tokens[-engine.model.context :]])
+            scores = _last_scores(engine, window)
+            here = scores is not None
+            holders = group.all_gather(np.array([here]), label="generate")
+            first = int(holders.argmax())
             token = None
-            if group.rank == 0:
-                token = np.array(_draw(backend_of(scores).to_host(scores)[0], temperature, seed, number))
-            tokens.append(int(group.broadcast(token, label="generate")))
+            if group.rank == first:
+                token = np.array(_draw(backend_of(scores).to_host(scores), temperature, seed, number))
+            tokens.append(int(group.broadcast(token, first, label="generate")))
     return tokens[len(prompt) :]
+
+
+def _last_scores(engine: LayeredEngine, window: np.ndarray) -> np.ndarray | None:
+    """Scores[v] of what follows window[1 s], whole, on the ranks that have the outputs."""
+    (rows,) = engine.cut_rows(window[engine.batch_span(1)], None)[:1]
+    y = engine.forward(engine.backend.asarray(rows))
+    if y is None:
+        return None
+    if engine.layout.axes("s"):
+        return engine.join_outputs(y, "generate")[0, -1]
+    shards = Shards(engine.mesh, engine.layout, "generate")
+    y = shards.gather_whole(y[:, -1], "b v", "v")
+    return y[0] if len(y) else None
 
 
 def _draw(scores: np.ndarray, temperature: float, seed: int, number: int) -> int:

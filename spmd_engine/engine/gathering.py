@@ -1,0 +1,84 @@
+"""What layers compute with: views of whole parameters, gathered a little ahead of use where they are in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from spmd_engine.arrays.backend import Array
+from spmd_engine.engine.storage import GroupStorage
+
+
+class OpenParameters:
+    """Parameters by layer. A group that is stored in parts is whole only from its gather to its release.
+
+    ``uses`` holds, for each layer of this rank, its own names of its parameters and their full names.
+    """
+
+    def __init__(self, storages: Sequence[GroupStorage], uses: Mapping[int, Mapping[str, str]]) -> None:
+        self._uses = uses
+        of_name = {name: storage for storage in storages for name in storage.group.spans}
+        self._storages = {
+            layer: list(dict.fromkeys(of_name[full] for full in names.values())) for layer, names in uses.items()
+        }
+        self._layers: dict[GroupStorage, list[int]] = {}  # which use a group
+        for layer, used in self._storages.items():
+            for storage in used:
+                self._layers.setdefault(storage, []).append(layer)
+        self._in_parts = any(storage.zero == 3 for storage in storages)
+        self._trees: dict[int, dict[str, Any]] = {}  # of layers whose parameters are here
+        self._open: list[GroupStorage] = []
+
+    def open(self, layer: int, *, keep: Iterable[int] = (), ahead: Iterable[int] = ()) -> dict[str, Any]:
+        """The parameters of a layer by its own names, "norm/scale" at ["norm"]["scale"], until the next call.
+
+        Groups that are used neither by it nor by the layers to ``keep`` are released. Of the layers that come
+        next, ``ahead``, the first group that is not here begins to be gathered.
+        """
+        if self._in_parts:
+            self._gather(layer, keep, ahead)
+        if layer not in self._trees:
+            arrays: dict[str, Array] = {}
+            for storage in self._storages[layer]:
+                arrays |= storage.group.views(storage.whole_parameters)
+            self._trees[layer] = _tree(self._uses[layer], arrays)
+        return self._trees[layer]
+
+    def _gather(self, layer: int, keep: Iterable[int], ahead: Iterable[int]) -> None:
+        needed = list(self._parted(layer))
+        wanted = list(dict.fromkeys([*needed, *(s for number in keep for s in self._parted(number))]))
+        coming = next((s for number in ahead for s in self._parted(number) if s not in wanted), None)
+        if coming:
+            wanted.append(coming)
+        self._release(storage for storage in self._open if storage not in wanted)
+        for storage in wanted:
+            storage.start_gather()
+        self._open = wanted
+        for storage in needed:
+            storage.finish_gather()
+
+    def _parted(self, layer: int) -> Iterator[GroupStorage]:
+        return (storage for storage in self._storages[layer] if storage.zero == 3)
+
+    def close(self) -> None:
+        """Release everything: the parameters have changed, or will not be needed for long."""
+        self._release(self._open)
+        self._open = []
+
+    def _release(self, storages: Iterable[GroupStorage]) -> None:
+        for storage in storages:
+            for layer in self._layers[storage]:
+                self._trees.pop(layer, None)
+            storage.release()
+
+
+def _tree(names: Mapping[str, str], arrays: Mapping[str, Array]) -> dict[str, Any]:
+    """Arrays by a layer's own names; "norm/scale" stands at ["norm"]["scale"]."""
+    tree: dict[str, Any] = {}
+    for own, full in names.items():
+        *path, leaf = own.split("/")
+        place = tree
+        for part in path:
+            place = place.setdefault(part, {})
+        place[leaf] = arrays[full]
+    return tree

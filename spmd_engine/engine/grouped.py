@@ -1,0 +1,105 @@
+"""Holdings in parameter groups, some of them in parts: ZeRO's bookkeeping behind names and rectangles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from spmd_engine.arrays.backend import Array, Backend
+from spmd_engine.comm.mesh import Mesh
+from spmd_engine.engine.holdings import Holdings, Index
+from spmd_engine.engine.plan import PIPE, Plan, Storage
+from spmd_engine.engine.storage import GroupStorage
+from spmd_engine.errors import UsageError
+from spmd_engine.models.model import Model
+from spmd_engine.sharding.layout import Layout
+from spmd_engine.sharding.notation import Spec
+
+
+class GroupedHoldings(Holdings):
+    """A model's parameters by name, stored in groups as a plan says."""
+
+    model: Model
+    layout: Layout
+
+    def _store(self, plan: Plan, mesh: Mesh, storage: Storage, dtype: np.dtype, backend: Backend) -> None:
+        """Make the arrays, all zeros."""
+        self.plan = plan
+        zero = storage.stage(mesh.axes)
+        self._storages = [GroupStorage(group, mesh, zero, dtype, backend) for group in plan.groups]
+        self._storage_of = {name: each for each in self._storages for name in each.group.spans}
+        self._described = dict(self.model.parameters())
+        #: blocks, and fully sharded some rows of them (none, perhaps)
+        self.parameters = self._by_name(lambda each: each.group.views(each.stored_parameters, each.stored))
+        self._cut = {member.name: member.summed.cut for member in plan.members}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._described)
+
+    @property
+    def shardings(self) -> dict[str, str]:  # type: ignore[override]
+        return {name: str(self.sharding(name)) for name in self._described}
+
+    def sharding(self, name: str) -> Spec:
+        """How a parameter is cut while layers use it; stored in parts, this rank has rows of that: ``index``."""
+        if name not in self._described:
+            raise UsageError(f"no parameter {name!r}; this engine has: {', '.join(self.names)}")
+        return self.layout.spec(self._described[name][0].dims)
+
+    def global_shape(self, name: str) -> tuple[int, ...]:
+        return self._described[name][1]
+
+    def index(self, name: str) -> Index | None:
+        storage = self._storage_of.get(name)
+        return self._rectangle(name, storage.group.rows(storage.stored)[name]) if storage else None
+
+    def owned_index(self, name: str) -> Index | None:
+        storage = self._storage_of.get(name)
+        return self._rectangle(name, storage.group.rows(storage.interval)[name]) if storage else None
+
+    def _rectangle(self, name: str, rows: slice) -> Index:
+        """Rows of this rank's block, as part of the whole array."""
+        block = self.sharding(name).block(self.global_shape(name), self.mesh)
+        return (slice(block[0].start + rows.start, block[0].start + rows.stop), *block[1:]) if block else ()
+
+    def block(self, name: str, array: Any, owned: bool = False) -> Array:
+        block = np.asarray(array[self.owned_index(name) if owned else self.index(name)])
+        return self.backend.asarray(block)
+
+    @property
+    def owned(self) -> dict[str, Array]:
+        parts = (s.group.segments(s.own_parameters, s.interval) for s in self._storages)
+        return {key: part for segments_ in parts for key, part in segments_.items()}
+
+    def decays(self, key: str) -> bool:
+        return key.endswith("/decayed")
+
+    def named(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        return self._by_name(lambda storage: storage.group.join(arrays, storage.own_parameters, storage.interval))
+
+    def after_update(self) -> None:
+        """Tell the updated parts to those who hold copies of the whole."""
+        for pending in [pending for storage in self._storages if (pending := storage.start_refresh())]:
+            pending.wait()
+
+    def _by_name(self, arrays_of: Callable[[GroupStorage], Mapping[str, Array]]) -> dict[str, Array]:
+        """Arrays of all groups in the model's order, which is the same on all ranks: collectives walk over names."""
+        arrays = {name: array for storage in self._storages for name, array in arrays_of(storage).items()}
+        return {name: arrays[name] for name in self._described if name in arrays}
+
+    def counts_here(self, name: str) -> bool:
+        cut = {*self.sharding(name).axes, *self._cut[name], PIPE}
+        first = self.mesh.coordinates.get(PIPE, 0) == self.plan.holders[name][0]
+        return first and all(place == 0 for axis, place in self.mesh.coordinates.items() if axis not in cut)
+
+    def _counted_gradients(self) -> list[Array]:
+        return [
+            run for s in self._storages for run in s.group.runs(s.own_gradients, self.counts_here, s.interval)
+        ]
+
+    def _own_gradients(self) -> dict[str, Array]:
+        parts = (s.group.segments(s.own_gradients, s.interval) for s in self._storages)
+        return {key: part for segments_ in parts for key, part in segments_.items()}

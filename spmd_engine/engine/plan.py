@@ -1,0 +1,108 @@
+"""What each rank has: chunks of layers, their parameters, and the groups these are stored and reduced in.
+
+A pure function of the model, a place on a mesh (which need not exist) and the options: the engine builds by it,
+``inspect`` and ``show`` print it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from spmd_engine.comm.mesh import Mesh
+from spmd_engine.engine.stages import Division, divide
+from spmd_engine.errors import UsageError
+from spmd_engine.models.model import Model
+from spmd_engine.sharding.groups import CAP, THRESHOLD, Member, ParameterGroup, Sum, make_groups
+from spmd_engine.sharding.layout import Layout
+from spmd_engine.sharding.place import Place
+from spmd_engine.sharding.shards import Shards
+
+PIPE = "pipe"
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How parameters, gradients and optimizer state are stored.
+
+    ``zero`` is the stage of ZeRO: 0 whole on every rank of a batch axis, 1 the optimizer's state in parts, 2 the
+    gradients too, 3 the parameters too (fully sharded). None: 3 if the mesh has an axis ``shard``, which then,
+    with ``context``, is what the parts are dealt over, while ranks along ``data`` keep replicas. A stage that is
+    given holds for ``data`` as well. Ranks along ``replicate`` always keep replicas.
+    """
+
+    zero: int | None = None
+    threshold: int = THRESHOLD  #: bytes at which a group is closed
+    cap: int = CAP  #: bytes beyond which no neighbour joins a group
+
+    def stage(self, axes: Mapping[str, int]) -> int:
+        """The stage of ZeRO on a mesh with these axes."""
+        if self.zero is None:
+            return 3 if "shard" in axes else 0
+        if self.zero not in (0, 1, 2, 3):
+            raise UsageError(f"zero stage {self.zero}: it is 1, 2 or 3, or 0 for none")
+        return self.zero
+
+    def cut(self, summed: tuple[str, ...], axes: Mapping[str, int]) -> tuple[str, ...]:
+        """Of the axes over which a gradient is summed, those over which its parameter's state is in parts."""
+        if self.stage(axes) == 0:
+            return ()
+        replicas = {"replicate"} if self.zero is not None else {"replicate", "data"}
+        return tuple(axis for axis in summed if axis not in replicas)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One rank's share of a model."""
+
+    chunks: Sequence[range]  #: the layers of every chunk, on whichever stage
+    mine: Sequence[int]  #: numbers of the chunks here
+    uses: Mapping[int, Mapping[str, str]]  #: layer here -> its own names of its parameters -> full names
+    holders: Mapping[str, tuple[int, ...]]  #: stages that hold each parameter, of the whole model
+    groups: Sequence[ParameterGroup]
+
+    @property
+    def members(self) -> Iterator[Member]:
+        return (member for group in self.groups for member in group.members)
+
+
+def make_plan(
+    model: Model,
+    place: Mesh | Place,
+    layout: Layout,
+    itemsize: int,
+    *,
+    storage: Storage = Storage(),  # noqa: B008 (immutable)
+    stages: Division = "even",
+    chunks_per_stage: int = 1,
+) -> Plan:
+    """The share of the rank at ``place``; raises UsageError where layers are too few for the chunks."""
+    count, stage = place.axes.get(PIPE, 1), place.coordinates.get(PIPE, 0)
+    chunks = divide(model, count * chunks_per_stage, stages)
+    chunk_of = {layer: number for number, layers in enumerate(chunks) for layer in layers}
+    all_uses = [_parameters_of(name, layer) for name, layer in model.layers]
+    chunks_of: dict[str, set[int]] = {}
+    for layer, names in enumerate(all_uses):
+        for full in names.values():
+            chunks_of.setdefault(full, set()).add(chunk_of[layer])
+    holders = {name: tuple(sorted({chunk % count for chunk in held})) for name, held in chunks_of.items()}
+    mine = [number for number in range(len(chunks)) if number % count == stage]
+    shards = Shards(place, layout)
+    members = []
+    for name, (parameter, shape) in model.parameters():
+        if stage not in holders[name]:
+            continue
+        spec = layout.spec(parameter.dims)
+        over = shards.axes(parameter.summed, parameter.where)
+        summed = Sum(over, storage.cut(over, place.axes), holders[name] if len(holders[name]) > 1 else ())
+        largest = prod(spec.largest_shape(shape, place))
+        chunk = min(number for number in chunks_of[name] if number in mine)
+        members.append(Member(name, spec.local_shape(shape, place), parameter.decay, summed, largest, chunk))
+    uses = {layer: all_uses[layer] for number in mine for layer in chunks[number]}
+    return Plan(chunks, mine, uses, holders, make_groups(members, itemsize, storage.threshold, storage.cap))
+
+
+def _parameters_of(layer_name: str, layer) -> dict[str, str]:
+    """A layer's own names of its parameters to their full names."""
+    return {name: layer.tied.get(name, f"{layer_name}/{name}") for name in layer.parameters}

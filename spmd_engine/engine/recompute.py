@@ -1,0 +1,42 @@
+"""Which activations are recomputed in the backward instead of kept: memory for time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum
+from itertools import groupby
+
+from spmd_engine.engine.chunk import Segment
+from spmd_engine.layers.attention import Attention
+from spmd_engine.layers.layer import Layer
+from spmd_engine.models.model import Model
+
+
+class Recompute(Enum):
+    """What a forward does not keep."""
+
+    NONE = "none"  #: everything is kept
+    #: of each block (layers whose names share what stands before "/") only its input is kept: Chen et al., "Training
+    #: Deep Nets with Sublinear Memory Cost" (2016)
+    BLOCK = "block"
+    #: of attention only its input: Korthikanti et al., "Reducing Activation Recomputation" (2022)
+    ATTENTION = "attention"
+
+
+def segments(model: Model, layers: Iterable[int], recompute: Recompute) -> list[Segment]:
+    """Consecutive layers, cut into parts that are recomputed together or kept."""
+
+    def part(number: int) -> tuple[str, bool]:
+        name, layer = model.layers[number]
+        block, slash, _ = name.partition("/")
+        if recompute is Recompute.BLOCK and slash:
+            return block, True
+        if recompute is Recompute.ATTENTION and _attends(layer):
+            return name, True
+        return "", False
+
+    return [Segment(range((n := list(numbers))[0], n[-1] + 1), key[1]) for key, numbers in groupby(layers, part)]
+
+
+def _attends(layer: Layer) -> bool:
+    return isinstance(getattr(layer, "inner", layer), Attention)

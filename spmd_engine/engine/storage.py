@@ -1,0 +1,129 @@
+"""Where a parameter group lives on this rank: whole, or in parts as the stages of ZeRO have it.
+
+After Rajbhandari et al., "ZeRO" (2020). Every stage has one more of these in parts, an interval of the group's
+flat array a rank, over the ranks that would otherwise hold copies:
+
+    stage 1   optimizer state
+    stage 2   and gradients
+    stage 3   and parameters, which are gathered just before use
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from spmd_engine.arrays.backend import Array, Backend
+from spmd_engine.comm.group import Group
+from spmd_engine.comm.mesh import Mesh
+from spmd_engine.comm.pending import Pending
+from spmd_engine.sharding.groups import ParameterGroup, Sum
+
+
+@dataclass(frozen=True)
+class SumGroups:
+    """The ranks of a ``Sum``: those that own parts of it, and those to sum each part over afterwards."""
+
+    owners: Group | None
+    rest: Group | None
+
+    @classmethod
+    def of(cls, summed: Sum, mesh: Mesh) -> SumGroups:
+        over = tuple(axis for axis in summed.over if axis not in summed.cut)
+        among = None
+        if len(summed.stages) > 1:
+            over, among = ("pipe", *over), {"pipe": summed.stages}
+        return cls(mesh.group(summed.cut) if summed.cut else None, mesh.group(over, among=among) if over else None)
+
+
+class GroupStorage:
+    """A parameter group's flat arrays on this rank, and the collectives that move its parts.
+
+    ``own_...`` are what this rank updates; ``whole_...`` what layers use: the same memory, or memory that is here
+    only for a while (None otherwise).
+    """
+
+    def __init__(self, group: ParameterGroup, mesh: Mesh, zero: int, dtype: np.dtype, backend: Backend) -> None:
+        ranks = SumGroups.of(group.summed, mesh)
+        self.group, self.owners, self.rest, self._backend, self.dtype = group, ranks.owners, ranks.rest, backend, dtype
+        self.zero = zero if self.owners else 0
+        intervals = group.intervals(self.owners.size) if self.owners else [group.whole]
+        self._sizes = [part.stop - part.start for part in intervals]
+        self.interval = intervals[self.owners.rank if self.owners else 0]
+        own = self.interval.stop - self.interval.start
+        zeros = backend.xp.zeros
+        self.whole_parameters: Array | None = zeros(group.size, dtype) if self.zero < 3 else None
+        self.whole_gradients: Array | None = zeros(group.size, dtype) if self.zero < 2 else None
+        part = self.interval
+        self.own_parameters: Array = zeros(own, dtype) if self.zero == 3 else self.whole_parameters[part]
+        self.own_gradients: Array = zeros(own, dtype) if self.zero >= 2 else self.whole_gradients[part]
+        self._gathering: Pending | None = None
+
+    @property
+    def stored(self) -> slice:
+        """The interval of the parameters that stays here between uses."""
+        return self.interval if self.zero == 3 else self.group.whole
+
+    @property
+    def stored_parameters(self) -> Array:
+        return self.own_parameters if self.zero == 3 else self.whole_parameters
+
+    # --- parameters --------------------------------------------------------------------------------------
+
+    def start_gather(self) -> None:
+        """Begin to gather the whole parameters, if they are not here or on their way."""
+        if self.whole_parameters is None:
+            self.whole_parameters = self._backend.empty(self.group.size, self.dtype)
+            self._gathering = self._start_all_gather()
+
+    def finish_gather(self) -> None:
+        """The whole parameters are here once this returns."""
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+
+    def release(self) -> None:
+        """Give the memory of gathered parameters back."""
+        self.finish_gather()  # nobody may write to memory that has another use
+        if self.zero == 3:
+            self.whole_parameters = None
+
+    def start_refresh(self) -> Pending | None:
+        """After an update of the own part: begin to tell it to those who hold the whole."""
+        if self.zero == 3:
+            self.release()
+        return self._start_all_gather() if self.zero in (1, 2) else None
+
+    def _start_all_gather(self) -> Pending:
+        return self.owners.start_all_gather(
+            self.own_parameters, sizes=self._sizes, out=self.whole_parameters, label="parameters"
+        )
+
+    # --- gradients ---------------------------------------------------------------------------------------
+
+    def take_gradients(self) -> Array:
+        """The whole gradients, to be added to; from stage 2 on, new memory (not zeroed) for one micro-batch."""
+        if self.whole_gradients is None:
+            self.whole_gradients = self._backend.empty(self.group.size, self.dtype)
+        return self.whole_gradients
+
+    def start_reduce(self) -> Pending | None:
+        """Begin to sum the whole gradients over the owners, each of whom gets its part; None: there are none.
+
+        Before stage 2 that happens in place. From stage 2 on the whole gradients' memory is given away with it.
+        """
+        whole = self.whole_gradients
+        if not self.owners:
+            return self.rest.start_all_reduce(whole, out=whole, label="gradients") if self.rest else None
+        out = self.own_gradients if self.zero == 1 else None
+        pending = self.owners.start_reduce_scatter(whole, sizes=self._sizes, out=out, label="gradients")
+        if self.zero >= 2:
+            self.whole_gradients = None
+        return pending
+
+    def start_reduce_rest(self) -> Pending | None:
+        """Begin to sum the own part over those who own the same one; None: there are none."""
+        if not self.owners or not self.rest:
+            return None
+        return self.rest.start_all_reduce(self.own_gradients, out=self.own_gradients, label="gradients")

@@ -1,0 +1,29 @@
+"""Blocks of whole arrays where a layout does not only cut letters but deals them out: see ``Layout.dealt``."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.comm.mesh import Mesh
+from spmd_engine.sharding.layout import Layout
+
+
+def deal(x: Array, dims: str, layout: Layout, mesh: Mesh, first: int = 0) -> Array:
+    """This rank's block of the whole ``x[dims]``, as it is inside layers; dims before number ``first`` are left."""
+    for dim, letter in enumerate(dims.split()):
+        axes = layout.axes(letter)
+        if dim < first or not axes:
+            continue
+        mine = layout.dealt(x.shape[dim], mesh, letter)[mesh.index(axes)]
+        x = backend_of(x).xp.take(x, mine, axis=dim)
+    return x
+
+
+def undeal(x: Array, dims: str, layout: Layout, mesh: Mesh) -> Array:
+    """The whole ``x[dims]`` in order, from blocks that were joined rank by rank."""
+    for dim, letter in enumerate(dims.split()):
+        if letter in layout.balanced and layout.axes(letter):
+            places = np.argsort(np.concatenate(layout.dealt(x.shape[dim], mesh, letter)))
+            x = backend_of(x).xp.take(x, places, axis=dim)
+    return x
