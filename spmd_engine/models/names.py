@@ -8,10 +8,10 @@ from spmd_engine.models.model import Model
 DENSE = {"mlp": mlp, "deep-mlp": deep_mlp, "two-layers": two_layers}
 
 
-def build_model(name: str, dropout: float = 0.0) -> Model:
+def build_model(name: str, dropout: float = 0.0, context_method: str = "gather") -> Model:
     """The model called ``name``; raises UsageError naming those there are."""
     if name in GPT_SIZES:
-        return gpt(GPT_SIZES[name], name, dropout)
+        return gpt(GPT_SIZES[name], name, dropout, context_method)
     if name not in DENSE:
         raise UsageError(f"unknown model {name!r}; choose one of {', '.join((*GPT_SIZES, *DENSE))}")
     if dropout:
