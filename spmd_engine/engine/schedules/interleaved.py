@@ -51,7 +51,7 @@ class Interleaved(Schedule):
         return [range(micro_batches * i // count, micro_batches * (i + 1) // count) for i in range(count)]
 
     def expected_bubble(self, stages: int, micro_batches: int) -> float | None:
-        """(p - 1)/(v m + p - 1) if m >= p: Narayanan et al., section 2.2.2, where p divides m."""
+        """(p - 1)/(v m + p - 1) if m >= p. Narayanan et al. say idle/busy, (p - 1)/(v m), where p divides m."""
         if micro_batches < stages:
             return None
         return (stages - 1) / (self.chunks * micro_batches + stages - 1)

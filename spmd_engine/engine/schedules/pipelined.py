@@ -44,5 +44,5 @@ class OneForwardOneBackward(Schedule):
         return staggered((forwards, 0), (backwards, stages - 1 - stage))
 
     def expected_bubble(self, stages: int, micro_batches: int) -> float:
-        """(p - 1)/(m + p - 1), as GPipe's: Narayanan et al., "Efficient Large-Scale ...", 2021, section 2.2.1."""
+        """(p - 1)/(m + p - 1), as GPipe's: p - 1 of m + p - 1 turns. Megatron-LM's papers say idle/busy, (p - 1)/m."""
         return (stages - 1) / (micro_batches + stages - 1)

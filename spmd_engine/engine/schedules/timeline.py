@@ -41,11 +41,12 @@ def timeline(
 ) -> list[Slot]:
     """Execute the programs of all stages; what each computes and when, by stage and time.
 
-    ``costs`` are those of a stage for one micro-batch; its chunks share them evenly, and Backward, if it is not
-    named, costs as much as its two parts. Transfers take no time, but meet: neither end is over before
-    both have begun, as with a synchronous send. Raises UsageError if a program does something before what
-    it needs is there, or if stages wait for each other; it says which, and for what.
+    ``costs`` are those of a stage for one micro-batch; its chunks share them evenly. What is not named costs as
+    in ``COSTS``, a Backward as much as its two parts. Transfers take no time, but meet: neither end is over
+    before both have begun, as with a synchronous send. Raises UsageError if a program does something before
+    what it needs is there, or if stages wait for each other; it says which, and for what.
     """
+    costs = {**COSTS, **costs}
     costs = {Backward: costs[BackwardInput] + costs[BackwardWeight], **costs}
     costs = {kind: cost / schedule.chunks for kind, cost in costs.items()}
     programs = [schedule.program(stages, micro_batches, stage) for stage in range(stages)]
@@ -124,8 +125,7 @@ class _Execution:
 
     def _why_blocked(self, stage: int) -> str:
         """Which stage this one waits for, and to do what."""
-        waiting = self.programs[stage][self.next[stage]]
-        assert isinstance(waiting, Wait)  # nothing else blocks
+        waiting = self.programs[stage][self.next[stage]]  # a Wait: nothing else blocks
         awaited = other_end(waiting.started)
         other = awaited.chunk % len(self.programs)
         never = "" if awaited in self.programs[other] else ", which it never does"

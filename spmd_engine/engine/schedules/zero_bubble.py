@@ -12,7 +12,7 @@ class ZeroBubble(Schedule):
     """ZB-H1: 1F1B whose weight parts come later, and the later the fewer forwards a stage is ahead.
 
     All stages then hold as many micro-batches as the first stage of 1F1B, min(m, p), from the forward to the
-    weight part. Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2.2.
+    weight part. Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2.1.
     """
 
     name: ClassVar[str] = "zero-bubble"
@@ -29,7 +29,10 @@ class ZeroBubble(Schedule):
         return staggered((forwards, 0), (inputs, late), (weights, latest))
 
     def expected_bubble(self, stages: int, micro_batches: int) -> float | None:
-        """(p - 1)/(3m + p - 1) if m >= p and forward, input part and weight part cost the same: section 2.3."""
+        """(p - 1)/(3m + p - 1) if m >= p and forward, input part and weight part cost the same.
+
+        Qi et al., section 2: the idle time is (p - 1)(forward + input part - weight part).
+        """
         return (stages - 1) / (3 * micro_batches + stages - 1) if micro_batches >= stages else None
 
 
