@@ -1,7 +1,5 @@
 """Schedules as data: what each stage does with its micro-batches, in order. An engine executes them."""
 
-from collections.abc import Iterator
-
 from spmd_engine.engine.schedules.instructions import (
     Backward,
     BackwardInput,
@@ -65,12 +63,6 @@ __all__ = [
     "named",
     "other_end",
     "peak_activations",
-    "sequential",
     "timeline",
     "with_transfers",
 ]
-
-
-def sequential(micro_batches: int) -> Iterator[Instruction]:
-    """One micro-batch after the other: one is under way at a time."""
-    yield from Sequential().order(1, micro_batches, 0)
