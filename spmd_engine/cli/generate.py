@@ -2,14 +2,15 @@
 
 import click
 
+from spmd_engine.cli.composition import build_engine
 from spmd_engine.cli.options import (
-    build_engine,
     check_option,
     device_option,
     mesh_option,
     open_mesh,
     read_config,
     run_folder,
+    what_it_computes,
 )
 from spmd_engine.training.checkpoint import load_checkpoint
 from spmd_engine.training.data import decode, encode
@@ -29,7 +30,7 @@ def generate(run, prompt, tokens, temperature, seed, mesh, device, check) -> Non
     """Continue a prompt with the model of a run, on any mesh. The text goes to standard output."""
     config = read_config(run)
     with open_mesh(mesh, check=check) as opened:
-        engine = build_engine({**config, "dropout": 0.0}, opened, device=device)
+        engine = build_engine(what_it_computes(config), opened, device=device)
         load_checkpoint(run_folder(run), engine)
         text = decode(generate_tokens(engine, encode(prompt), tokens, temperature=temperature, seed=seed))
         if opened.rank == 0:

@@ -8,14 +8,15 @@ from pathlib import Path
 import click
 import numpy as np
 
+from spmd_engine.cli.composition import build_engine
 from spmd_engine.cli.options import (
-    build_engine,
     check_option,
     device_option,
     mesh_option,
     open_mesh,
     read_config,
     run_folder,
+    what_it_computes,
 )
 from spmd_engine.comm.agreement import on_rank_zero
 from spmd_engine.comm.mesh import Mesh
@@ -48,7 +49,7 @@ def infer(source, target, run, engine, checkpoint, batch_size, mesh, device, che
     with open_mesh(mesh, check=check) as opened:
         inputs = on_rank_zero(opened.group(), lambda: _read(source, target))
         if run:
-            model: ShardedEngine = build_engine({**config, "dropout": 0.0}, opened, device=device)
+            model: ShardedEngine = build_engine(what_it_computes(config), opened, device=device)
             load_checkpoint(run_folder(run), model)
         else:
             model = _own_engine(engine, opened)

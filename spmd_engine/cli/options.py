@@ -9,20 +9,16 @@ from typing import Any
 import click
 import numpy as np
 
-from spmd_engine.arrays.backend import get_backend
 from spmd_engine.comm.agreement import text_from_rank_zero
 from spmd_engine.comm.mesh import Mesh, parse_axes
 from spmd_engine.comm.world import world
-from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import UsageError
-from spmd_engine.models.names import build_model
-from spmd_engine.sharding.layout import Layout
 
 mesh_option = click.option(
     "--mesh",
     metavar="AXIS=SIZE,...",
-    help="How ranks are arranged: 'data' cuts the batch, 'model' cuts heads, hidden width and vocabulary. "
-    "[default: data=NUMBER OF RANKS]",
+    help="How ranks are arranged: 'data', 'replicate' and 'shard' cut the batch, 'model' heads, hidden width and "
+    "vocabulary, 'context' the sequence, 'pipe' the layers. [default: data=NUMBER OF RANKS]",
 )
 device_option = click.option("--device", default="cpu", show_default=True, help="cpu (NumPy) or cuda (CuPy).")
 check_option = click.option(
@@ -36,15 +32,6 @@ check_option = click.option(
 def open_mesh(text: str | None, *, check: bool = True) -> Mesh:
     """The mesh that ``--mesh`` describes, over all ranks there are."""
     return Mesh(check=check, **(parse_axes(text) if text else {}))
-
-
-def build_engine(config: dict[str, Any], mesh: Mesh, *, device: str = "cpu") -> LayeredEngine:
-    """The engine that a run's configuration describes, on this mesh."""
-    model = build_model(config["model"], config.get("dropout", 0.0))
-    layout = Layout.for_mesh(mesh, sequence_parallel=config.get("sequence_parallel", False))
-    dtype = np.dtype(config.get("dtype", "float32"))
-    backend = get_backend(device, mesh.local_rank)
-    return LayeredEngine(model, mesh, layout, seed=config["seed"], dtype=dtype, backend=backend)
 
 
 def read_config(run: str | Path) -> dict[str, Any]:
@@ -66,6 +53,11 @@ def read_config(run: str | Path) -> dict[str, Any]:
 
     with Mesh(world()) as mesh:
         return json.loads(text_from_rank_zero(mesh.group(), read))
+
+
+def what_it_computes(config: dict[str, Any]) -> dict[str, Any]:
+    """A run's configuration without how it was computed: to be served on another mesh."""
+    return {k: config[k] for k in ("model", "seed", "dtype")}
 
 
 def run_folder(run: str | Path) -> Path:

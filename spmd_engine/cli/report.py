@@ -20,6 +20,7 @@ class Reporter:
 
     def __init__(self, options, engine: LayeredEngine, corpus: Corpus, folder: Path, done: int, stop: int) -> None:
         self.speaks = engine.device_id == 0
+        self.unit, self.each = (" nats per byte", "tokens") if engine.model.vocabulary else ("", "targets")
         self.folder, self.done, self.stop = folder, done, stop
         self.console = console() if self.speaks else None
         self.bar: Progress | None = None
@@ -50,14 +51,14 @@ class Reporter:
 
     def evaluated(self, step: int, loss: float) -> None:
         if self.speaks:
-            self._say(f"step {step:>5}  validation loss {loss:.4f} nats per byte")
+            self._say(f"step {step:>5}  validation loss {loss:.4f}{self.unit}")
 
     def stepped(self, report: StepReport) -> None:
         if not self.speaks:
             return
         self.metrics.write(json.dumps(report.as_dict()) + "\n")
         self.metrics.flush()
-        text = f"loss {report.loss:.4f}  {report.tokens_per_second:,.0f} tokens/s"
+        text = f"loss {report.loss:.4f}  {report.tokens_per_second:,.0f} {self.each}/s"
         if self.bar:
             self.bar.update(self.task, advance=1, description=text)
         elif report.step % max(1, self.stop // 20) == 0:
@@ -70,7 +71,7 @@ class Reporter:
             return
         if text:
             self._say(f"\n--- a sample of what it writes ---\n{text}\n----------------------------------\n")
-        self._say(f"validation loss {loss:.4f} nats per byte; results in {self.folder}")
+        self._say(f"validation loss {loss:.4f}{self.unit}; results in {self.folder}")
 
     def _say(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)

@@ -10,8 +10,8 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from spmd_engine.cli.composition import COMPOSITION, build_engine, check_composition, composition_options
 from spmd_engine.cli.options import (
-    build_engine,
     check_option,
     device_option,
     mesh_option,
@@ -25,20 +25,22 @@ from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.optimizers import SGD, AdamW, Optimizer, WarmupCosine
 from spmd_engine.errors import UsageError
+from spmd_engine.models.names import MODELS
 from spmd_engine.training.checkpoint import PARAMETERS, load_checkpoint, save_checkpoint
 from spmd_engine.training.data import Corpus, decode, encode, load_corpus
 from spmd_engine.training.generate import generate
 from spmd_engine.training.trainer import Trainer
+from spmd_engine.training.windows import Windows, data_for
 
 POSITIVE = click.IntRange(min=1)
 NOT_NEGATIVE = click.FloatRange(min=0.0, max=1e30)  # the bound keeps nan and inf out
 #: Options that say how this time is computed, not what: they are not taken over by --resume.
-OF_THIS_TIME = {"mesh", "run", "resume", "stop_at", "device", "check", "sequence_parallel"}
+OF_THIS_TIME = {"mesh", "run", "resume", "stop_at", "device", "check", *COMPOSITION}
 PROMPT = "def "
 
 
 @click.command(short_help="Train a language model.")
-@click.option("--model", default="gpt-nano", show_default=True, help="gpt-nano, gpt-mini or gpt2.")
+@click.option("--model", default="gpt-nano", show_default=True, help=f"One of {', '.join(MODELS)}.")
 @click.option("--data", metavar="PATH", help="File or folder to learn from. [default: Python's standard library]")
 @mesh_option
 @click.option("--batch-size", type=POSITIVE, default=16, show_default=True, help="Samples a step, over all ranks.")
@@ -57,10 +59,10 @@ PROMPT = "def "
 @click.option("--dtype", type=click.Choice(["float32", "float64"]), default="float32", show_default=True)
 @click.option("--eval-every", type=click.IntRange(min=0), default=100, show_default=True, help="Steps; 0: at the end.")
 @click.option("--eval-samples", type=POSITIVE, default=64, show_default=True, help="Held-out samples.")
-@click.option("--sequence-parallel", is_flag=True, help="Cut the sequence over 'model' between layers.")
 @click.option("--sample", type=click.IntRange(0), default=240, show_default=True, help="Tokens written at the end.")
 @click.option("--run", metavar="NAME", help="Folder for results, or its name under runs/. [default: MODEL-NUMBER]")
 @click.option("--resume", is_flag=True, help="Go on with --run, with its own options but --mesh.")
+@composition_options
 @device_option
 @check_option
 @click.pass_context
@@ -82,8 +84,7 @@ def train(context: click.Context, **options: Any) -> None:
             raise UsageError(f"{options['run']} is a {saved['model']}; --model {options['model']} cannot go on with it")
         options |= {k: v for k, v in saved.items() if k in options and k not in given | OF_THIS_TIME}
     with open_mesh(options["mesh"], check=options["check"]) as mesh:
-        if options["sequence_parallel"] and "model" not in mesh.axes:
-            raise UsageError(f"--sequence-parallel needs an axis 'model' in --mesh; this mesh is {mesh}")
+        check_composition(options, mesh.axes)
         _train(options, mesh)
 
 
@@ -91,7 +92,8 @@ def _train(options: dict[str, Any], mesh: Mesh) -> None:
     engine = build_engine(options, mesh, device=options["device"])
     _check_batch(options, engine)
     corpus = load_corpus(mesh.group(), options["data"], engine.model.context)
-    trainer = _make_trainer(options, engine, corpus)
+    data = data_for(engine.model, corpus, options["dtype"])
+    trainer = _make_trainer(options, engine, data)
     folder = Path(text_from_rank_zero(mesh.group(), lambda: _open_folder(options)))
     if options["resume"]:
         _load(folder, trainer, corpus)
@@ -104,7 +106,7 @@ def _train(options: dict[str, Any], mesh: Mesh) -> None:
         on_rank_zero(mesh.group(), lambda: _write_config(folder, options, corpus))
         save_checkpoint(folder, engine, trainer.optimizer, step=trainer.steps_done, **facts)
 
-    validation = corpus.validation_batches(
+    validation = data.validation_batches(
         engine, samples=options["eval_samples"], size=options["batch_size"], context=engine.model.context
     )
     with Reporter(options, engine, corpus, folder, trainer.steps_done, stop) as reporter:
@@ -120,10 +122,10 @@ def _train(options: dict[str, Any], mesh: Mesh) -> None:
                 save()
         if stop == 0:
             save()
-        text = decode(
-            generate(engine, encode(PROMPT), options["sample"], seed=options["seed"])
-        )
-        reporter.finished(PROMPT + text if options["sample"] else "", loss)
+        text = ""
+        if options["sample"] and engine.model.vocabulary:
+            text = PROMPT + decode(generate(engine, encode(PROMPT), options["sample"], seed=options["seed"]))
+        reporter.finished(text, loss)
 
 
 def _load(folder: Path, trainer: Trainer, corpus: Corpus) -> None:
@@ -141,12 +143,12 @@ def _check_batch(options: dict[str, Any], engine: LayeredEngine) -> None:
     if smallest < parts:
         raise UsageError(
             f"--batch-size {options['batch_size']} in {options['micro_batches']} micro-batch(es) gives {smallest} "
-            f"sample(s) each, fewer than the {parts} ranks of axis 'data'. Raise --batch-size to "
+            f"sample(s) each, fewer than the {parts} ranks that it is cut over. Raise --batch-size to "
             f"{parts * options['micro_batches']} or more, or take a smaller data axis in --mesh"
         )
 
 
-def _make_trainer(options: dict[str, Any], engine: LayeredEngine, corpus: Corpus) -> Trainer:
+def _make_trainer(options: dict[str, Any], engine: LayeredEngine, data: Corpus | Windows) -> Trainer:
     optimizer: Optimizer
     if options["optimizer"] == "adamw":
         optimizer = AdamW(weight_decay=options["weight_decay"])
@@ -154,7 +156,7 @@ def _make_trainer(options: dict[str, Any], engine: LayeredEngine, corpus: Corpus
         optimizer = SGD(options["momentum"], options["weight_decay"])
 
     def batches(step: int):
-        return corpus.batch(
+        return data.batch(
             engine,
             step,
             size=options["batch_size"],

@@ -17,9 +17,10 @@ class OpenParameters:
 
     def __init__(self, storages: Sequence[GroupStorage], uses: Mapping[int, Mapping[str, str]]) -> None:
         self._uses = uses
-        of_name = {name: storage for storage in storages for name in storage.group.spans}
+        self._storage_of = {name: storage for storage in storages for name in storage.group.spans}
         self._storages = {
-            layer: list(dict.fromkeys(of_name[full] for full in names.values())) for layer, names in uses.items()
+            layer: list(dict.fromkeys(map(self._storage_of.__getitem__, names.values())))
+            for layer, names in uses.items()
         }
         self._layers: dict[GroupStorage, list[int]] = {}  # which use a group
         for layer, used in self._storages.items():
@@ -38,10 +39,9 @@ class OpenParameters:
         if self._in_parts:
             self._gather(layer, keep, ahead)
         if layer not in self._trees:
-            arrays: dict[str, Array] = {}
-            for storage in self._storages[layer]:
-                arrays |= storage.group.views(storage.whole_parameters)
-            self._trees[layer] = _tree(self._uses[layer], arrays)
+            names = self._uses[layer]
+            arrays = {own: self._storage_of[full].parameters[full] for own, full in names.items()}
+            self._trees[layer] = _tree(arrays)
         return self._trees[layer]
 
     def _gather(self, layer: int, keep: Iterable[int], ahead: Iterable[int]) -> None:
@@ -72,13 +72,13 @@ class OpenParameters:
             storage.release()
 
 
-def _tree(names: Mapping[str, str], arrays: Mapping[str, Array]) -> dict[str, Any]:
-    """Arrays by a layer's own names; "norm/scale" stands at ["norm"]["scale"]."""
+def _tree(arrays: Mapping[str, Array]) -> dict[str, Any]:
+    """A layer's arrays; "norm/scale" stands at ["norm"]["scale"]."""
     tree: dict[str, Any] = {}
-    for own, full in names.items():
+    for own, array in arrays.items():
         *path, leaf = own.split("/")
         place = tree
         for part in path:
             place = place.setdefault(part, {})
-        place[leaf] = arrays[full]
+        place[leaf] = array
     return tree

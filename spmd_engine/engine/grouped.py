@@ -29,10 +29,11 @@ class GroupedHoldings(Holdings):
         self.plan = plan
         zero = storage.stage(mesh.axes)
         self._storages = [GroupStorage(group, mesh, zero, dtype, backend) for group in plan.groups]
-        self._storage_of = {name: each for each in self._storages for name in each.group.spans}
         self._described = dict(self.model.parameters())
         #: blocks, and fully sharded some rows of them (none, perhaps)
         self.parameters = self._by_name(lambda each: each.group.views(each.stored_parameters, each.stored))
+        self._stored_rows = self._by_name(lambda each: each.group.rows(each.stored))
+        self._owned_rows = self._by_name(lambda each: each.group.rows(each.interval))
         self._cut = {member.name: member.summed.cut for member in plan.members}
 
     @property
@@ -53,15 +54,15 @@ class GroupedHoldings(Holdings):
         return self._described[name][1]
 
     def index(self, name: str) -> Index | None:
-        storage = self._storage_of.get(name)
-        return self._rectangle(name, storage.group.rows(storage.stored)[name]) if storage else None
+        return self._rectangle(name, self._stored_rows.get(name))
 
     def owned_index(self, name: str) -> Index | None:
-        storage = self._storage_of.get(name)
-        return self._rectangle(name, storage.group.rows(storage.interval)[name]) if storage else None
+        return self._rectangle(name, self._owned_rows.get(name))
 
-    def _rectangle(self, name: str, rows: slice) -> Index:
+    def _rectangle(self, name: str, rows: slice | None) -> Index | None:
         """Rows of this rank's block, as part of the whole array."""
+        if rows is None:
+            return None
         block = self.sharding(name).block(self.global_shape(name), self.mesh)
         return (slice(block[0].start + rows.start, block[0].start + rows.stop), *block[1:]) if block else ()
 
@@ -85,10 +86,10 @@ class GroupedHoldings(Holdings):
         for pending in [pending for storage in self._storages if (pending := storage.start_refresh())]:
             pending.wait()
 
-    def _by_name(self, arrays_of: Callable[[GroupStorage], Mapping[str, Array]]) -> dict[str, Array]:
-        """Arrays of all groups in the model's order, which is the same on all ranks: collectives walk over names."""
-        arrays = {name: array for storage in self._storages for name, array in arrays_of(storage).items()}
-        return {name: arrays[name] for name in self._described if name in arrays}
+    def _by_name(self, of_group: Callable[[GroupStorage], Mapping[str, Any]]) -> dict[str, Any]:
+        """What groups have by name, in the model's order, which is the same on all ranks: collectives follow it."""
+        found = {name: each for storage in self._storages for name, each in of_group(storage).items()}
+        return {name: found[name] for name in self._described if name in found}
 
     def counts_here(self, name: str) -> bool:
         cut = {*self.sharding(name).axes, *self._cut[name], PIPE}

@@ -23,7 +23,7 @@ from spmd_engine.engine.reducer import Reducer
 from spmd_engine.engine.stages import Division
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.layer import At
-from spmd_engine.models.model import Model
+from spmd_engine.models import Model, layout_for
 from spmd_engine.sharding.dealing import deal, undeal
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.sharding.shards import Shards
@@ -57,7 +57,7 @@ class LayeredEngine(GroupedHoldings, ShardedEngine):
     ) -> None:
         self.model, self.seed, self.dtype, self.backend = model, seed, np.dtype(dtype), backend
         self.mesh = mesh if mesh is not None else Mesh()
-        self.layout = layout if layout is not None else Layout.for_mesh(self.mesh)
+        self.layout = layout if layout is not None else layout_for(model, self.mesh)
         for name, layer in model.layers:
             self.layout.check(name, {"b", "s", *layer.sizes}, layer.may_cut, layer.across)
         pipe = self.group(PIPE) if self.mesh.axes.get(PIPE, 1) > 1 else None
@@ -157,7 +157,9 @@ class LayeredEngine(GroupedHoldings, ShardedEngine):
     def _one_pass(self, kind: type[schedules.Compute], chunks: Iterable[int]) -> schedules.Program:
         """Forwards or backwards of one micro-batch, with what is received before and sent after."""
         order = [kind(0, chunk) for chunk in chunks]
-        return schedules.with_transfers(order, self._neighbours.chunks - 1) if self._neighbours.stages > 1 else order
+        if self._neighbours.stages == 1:
+            return order
+        return schedules.with_transfers(order, self._neighbours.chunks - 1, sends_unfinished=len(order))
 
     def _plain_at(self, x: Array) -> At:
         length = self._summed_length(x)
@@ -218,7 +220,8 @@ class LayeredEngine(GroupedHoldings, ShardedEngine):
                 whole = self._whole(micro.inputs)
                 samples = self._samples(whole, first)
                 first += whole
-            length = micro.length if micro.length is not None else self._summed_length(micro.inputs)
+            known = micro.length if "s" in self.model.inputs else 1
+            length = known if known is not None else self._summed_length(micro.inputs)
             ats.append(self._at(length, samples, batch.step))
         return ats
 

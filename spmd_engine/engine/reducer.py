@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
-from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.pending import Pending
 from spmd_engine.engine.storage import GroupStorage
 from spmd_engine.layers.gradients import GradientSums
@@ -63,13 +62,12 @@ class Reducer:
             return self._sums[layer]
         names = self._uses[layer]
         storages = set(map(self._storage_of.__getitem__, names.values()))
-        arrays: dict[str, Array] = {}
         for storage in storages:
             if storage.zero >= 2 and not self._waiting[storage]:
                 self._untouched.update(storage.group.spans)
                 self._waiting[storage] = self._in_pass[self._pass_of[layer]][storage]
-            arrays |= storage.group.views(storage.take_gradients())
-        sums = GradientSums({own: arrays[full] for own, full in names.items()}, names, self._untouched)
+        arrays = {own: self._storage_of[full].gradients[full] for own, full in names.items()}
+        sums = GradientSums(arrays, names, self._untouched)
         if all(storage.zero < 2 for storage in storages):
             self._sums[layer] = sums
         return sums
@@ -83,7 +81,7 @@ class Reducer:
                 self._send(storage)
 
     def _send(self, storage: GroupStorage) -> None:
-        gradients = storage.group.views(storage.whole_gradients)
+        gradients = storage.gradients
         for name in self._untouched.intersection(gradients):
             gradients[name][...] = 0
         self._untouched.difference_update(gradients)

@@ -59,6 +59,8 @@ class GroupStorage:
         self.own_parameters: Array = zeros(own, dtype) if self.zero == 3 else self.whole_parameters[part]
         self.own_gradients: Array = zeros(own, dtype) if self.zero >= 2 else self.whole_gradients[part]
         self._gathering: Pending | None = None
+        self._views: dict[str, Array] | None = None
+        self._gradient_views: dict[str, Array] | None = None
 
     @property
     def stored(self) -> slice:
@@ -83,11 +85,18 @@ class GroupStorage:
             self._gathering.wait()
             self._gathering = None
 
+    @property
+    def parameters(self) -> dict[str, Array]:
+        """The whole parameters by name, while they are here."""
+        if self._views is None:
+            self._views = self.group.views(self.whole_parameters)
+        return self._views
+
     def release(self) -> None:
         """Give the memory of gathered parameters back."""
         self.finish_gather()  # nobody may write to memory that has another use
         if self.zero == 3:
-            self.whole_parameters = None
+            self.whole_parameters = self._views = None
 
     def start_refresh(self) -> Pending | None:
         """After an update of the own part: begin to tell it to those who hold the whole."""
@@ -102,11 +111,14 @@ class GroupStorage:
 
     # --- gradients ---------------------------------------------------------------------------------------
 
-    def take_gradients(self) -> Array:
-        """The whole gradients, to be added to; from stage 2 on, new memory (not zeroed) for one micro-batch."""
+    @property
+    def gradients(self) -> dict[str, Array]:
+        """The whole gradients by name, to be added to; from stage 2 on, in new memory (not zeroed) each time."""
         if self.whole_gradients is None:
             self.whole_gradients = self._backend.empty(self.group.size, self.dtype)
-        return self.whole_gradients
+        if self._gradient_views is None:
+            self._gradient_views = self.group.views(self.whole_gradients)
+        return self._gradient_views
 
     def start_reduce(self) -> Pending | None:
         """Begin to sum the whole gradients over the owners, each of whom gets its part; None: there are none.
@@ -119,7 +131,7 @@ class GroupStorage:
         out = self.own_gradients if self.zero == 1 else None
         pending = self.owners.start_reduce_scatter(whole, sizes=self._sizes, out=out, label="gradients")
         if self.zero >= 2:
-            self.whole_gradients = None
+            self.whole_gradients = self._gradient_views = None
         return pending
 
     def start_reduce_rest(self) -> Pending | None:

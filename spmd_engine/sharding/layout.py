@@ -14,8 +14,16 @@ from spmd_engine.sharding.notation import Spec, nested_span
 
 #: What each mesh axis, by its customary name, cuts: data parallel cuts the batch (``replicate`` and ``shard``
 #: say how parameters are stored meanwhile); tensor parallel the heads, the hidden width and the vocabulary;
-#: context parallel the sequence; a pipeline the list of layers, and so no letter.
-CUSTOMARY = {"data": "b", "replicate": "b", "shard": "b", "model": "hfv", "context": "s", "pipe": ""}
+#: a 2-D mesh of weights their rows and their columns; context parallel the sequence; a pipeline the list of layers,
+#: and so no letter.
+CUSTOMARY = {
+    **dict.fromkeys(("data", "replicate", "shard"), "b"),
+    "model": "hfv",
+    "row": "d",
+    "col": "f",
+    "context": "s",
+    "pipe": "",
+}
 
 Axes = Mapping[str, tuple[str, ...]]
 
