@@ -11,6 +11,7 @@ from spmd_engine import __version__
 from spmd_engine.cli.generate import generate
 from spmd_engine.cli.infer import infer
 from spmd_engine.cli.inspect import inspect
+from spmd_engine.cli.show import show
 from spmd_engine.cli.train import train
 from spmd_engine.comm.world import fail, launcher_rank
 from spmd_engine.errors import UsageError
@@ -27,13 +28,14 @@ def cli() -> None:
       mpiexec -n 8 python -m spmd_engine train                          data parallel on 8 ranks
       mpiexec -n 8 python -m spmd_engine train --mesh data=4,model=2    and tensor parallel in pairs
       python -m spmd_engine inspect --mesh data=4,model=2               what each rank would hold
+      python -m spmd_engine show schedule 1f1b --stages 4               a picture of a schedule
       python -m spmd_engine generate --run runs/gpt-nano-1 --prompt "def "
 
     Whatever the mesh, the same seed computes the same thing to rounding.
     """
 
 
-for command in (train, generate, infer, inspect):
+for command in (train, generate, infer, inspect, show):
     cli.add_command(command)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -18,6 +18,17 @@ class Place:
 
     axes: Mapping[str, int]
     coordinates: Mapping[str, int]
+
+    def axis_size(self, over: Iterable[str]) -> int:
+        """The number of ranks along these axes; 1 along none."""
+        return prod(self.axes[axis] for axis in over)
+
+    def index(self, over: Iterable[str]) -> int:
+        """This rank's position along these axes, of which the last varies fastest, as ``Mesh.index`` counts it."""
+        position = 0
+        for axis in over:
+            position = position * self.axes[axis] + self.coordinates[axis]
+        return position
 
     def __str__(self) -> str:
         return ",".join(f"{axis}={size}" for axis, size in self.axes.items())

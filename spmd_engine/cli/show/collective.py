@@ -1,0 +1,169 @@
+"""``show collective``: what a collective does to a small vector of each rank, before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import numpy as np
+
+from spmd_engine.cli.show.options import output_option
+from spmd_engine.cli.show.output import present
+from spmd_engine.cli.show.picture import COLOURS, PALE, Cell, Picture, text
+from spmd_engine.comm.mesh import Mesh
+from spmd_engine.comm.threads import run
+
+MOST = 12  # ranks
+
+
+@dataclass(frozen=True)
+class Example:
+    """A collective, run on small vectors: ``before(rank, ranks)`` gives a rank's, ``program(mesh, x)`` is run."""
+
+    code: str
+    program: Callable[[Mesh, np.ndarray], np.ndarray]
+    before: Callable[[int, int], list]
+    moves: bool  #: whether the values themselves come out, and so each has one rank that it comes from
+    notes: tuple[str, ...]
+
+
+def _ring_shift(mesh: Mesh, x: np.ndarray) -> np.ndarray:
+    mesh.send((mesh.rank + 1) % mesh.size, x)
+    return mesh.receive((mesh.rank - 1) % mesh.size)
+
+
+def _letter(rank: int) -> str:
+    return chr(ord("A") + rank)
+
+
+EXAMPLES = {
+    "all_reduce": Example(
+        "y = mesh.all_reduce(x)",
+        lambda mesh, x: mesh.all_reduce(x),
+        lambda rank, ranks: [rank + 1],
+        False,
+        (
+            "The sum over ranks, on every rank: gradients in data parallel, partial products in tensor parallel.",
+            "The same as reduce_scatter, then all_gather. Each of n ranks sends 2 S (n-1)/n, S the bytes of x.",
+            "Transposed, as gradients go back: all_reduce.",
+        ),
+    ),
+    "all_gather": Example(
+        "y = mesh.all_gather(x)",
+        lambda mesh, x: mesh.all_gather(x),
+        lambda rank, ranks: [_letter(rank)],
+        True,
+        (
+            "Everyone's part, joined in rank order, on every rank: parameters that are stored in parts.",
+            "Each of n ranks sends S (n-1)/n, S the bytes of y.",
+            "Transposed, as gradients go back: reduce_scatter.",
+        ),
+    ),
+    "reduce_scatter": Example(
+        "y = mesh.reduce_scatter(x)",
+        lambda mesh, x: mesh.reduce_scatter(x),
+        lambda rank, ranks: list(range(1, ranks + 1)),
+        False,
+        (
+            "The sum over ranks, of which each rank gets its part: gradients that are stored in parts.",
+            "Each of n ranks sends S (n-1)/n, S the bytes of x.",
+            "Transposed, as gradients go back: all_gather.",
+        ),
+    ),
+    "all_to_all": Example(
+        "y = mesh.all_to_all(x)",
+        lambda mesh, x: mesh.all_to_all(x),
+        lambda rank, ranks: [f"{_letter(rank)}{part}" for part in range(ranks)],
+        True,
+        (
+            "Part r of everyone's x goes to rank r: tokens to their experts, a cut that moves to another dim.",
+            "Each of n ranks sends S (n-1)/n, S the bytes of x.",
+            "Transposed, as gradients go back: all_to_all.",
+        ),
+    ),
+    "broadcast": Example(
+        "y = mesh.broadcast(x, root=0)",
+        lambda mesh, x: mesh.broadcast(x, root=0),
+        lambda rank, ranks: ["A" if rank == 0 else ""],
+        True,
+        (
+            "The root's x on every rank; what the others give is not looked at: tokens that rank 0 has read.",
+            "The root hands out parts, then all pass theirs on: it sends 2 S (n-1)/n, others S (n-2)/n.",
+            "Transposed, as gradients go back: the sum over ranks, onto the root.",
+        ),
+    ),
+    "send_receive": Example(
+        "mesh.send(next, x); y = mesh.receive(previous)",
+        _ring_shift,
+        lambda rank, ranks: [_letter(rank)],
+        True,
+        (
+            "Each rank sends to the next, the last to the first: keys in ring attention; stages of a pipeline.",
+            "Each rank sends S, the bytes of x.",
+            "Transposed, as gradients go back: the shift the other way.",
+        ),
+    ),
+}
+
+
+@click.command(short_help="What a collective does to small vectors.")
+@click.argument("name", metavar="COLLECTIVE", type=click.Choice(list(EXAMPLES)))
+@click.option("--ranks", type=click.IntRange(2, MOST), default=4, show_default=True, help="Virtual ranks to run it on.")
+@output_option
+def collective(name: str, ranks: int, output: Path | None) -> None:
+    """Draw what a collective does to a small vector of each rank, before and after.
+
+    COLLECTIVE is all_reduce, all_gather, reduce_scatter, all_to_all, broadcast or send_receive (a shift along a
+    ring). It is really run, on virtual ranks. Values keep the colour of the rank they come from; sums have none.
+
+    \b
+      python -m spmd_engine show collective all_reduce
+      python -m spmd_engine show collective all_to_all --ranks 3 --output all_to_all.svg
+    """
+    present(draw_collective(name, ranks), output)
+
+
+def run_example(name: str, ranks: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Each rank's vector before a collective, and after it."""
+    example = EXAMPLES[name]
+    before = [np.array(example.before(rank, ranks)) for rank in range(ranks)]
+    return before, _run(example, before)
+
+
+def _run(example: Example, before: list[np.ndarray]) -> list[np.ndarray]:
+    def program() -> np.ndarray:
+        with Mesh() as mesh:
+            return example.program(mesh, before[mesh.rank])
+
+    return run(program, len(before))
+
+
+def draw_collective(name: str, ranks: int) -> Picture:
+    """A column a rank: its vector before, the call, and its vector after."""
+    example = EXAMPLES[name]
+    before, after = run_example(name, ranks)
+    owners = [np.full(len(x), rank) for rank, x in enumerate(before)]
+    came_from = _run(example, owners) if example.moves else [np.full(len(y), -1) for y in after]
+    width = max(len(str(value)) for vector in (*before, *after) for value in vector) + 3
+    longest = max(len(vector) for vector in (*before, *after))
+    column = max(longest * width, len(f"rank {ranks}")) + 3
+    left = len("before") + 2
+    cells = []
+    for rank in range(ranks):
+        x = left + rank * column
+        cells.append(text(x + 1, 0, f"rank {rank}"))
+        cells += _vector(x, 1, width, before[rank], owners[rank])
+        cells += _vector(x, 7, width, after[rank], came_from[rank])
+    cells += [text(0, 2, "before"), text(left + 1, 5, example.code), text(0, 8, "after")]
+    return Picture(f"{name} on {ranks} ranks", cells, notes=example.notes, fold=(left, column))
+
+
+def _vector(x: int, y: int, width: int, values: np.ndarray, owners: np.ndarray) -> list[Cell]:
+    """A row of cells, each in the colour of its owner; -1: it has none."""
+    cells = []
+    for place, (value, owner) in enumerate(zip(values, owners, strict=True)):
+        fill = COLOURS[owner % len(COLOURS)] if owner >= 0 else PALE
+        cells.append(Cell(x + place * width, y, width, 2, str(value), fill if value != "" else None))
+    return cells

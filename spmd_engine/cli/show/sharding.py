@@ -1,0 +1,176 @@
+"""``show sharding``: an array's blocks over the ranks, as JAX's ``visualize_array_sharding`` draws them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+
+import click
+
+from spmd_engine.cli.show.options import mesh_option, model_option, output_option
+from spmd_engine.cli.show.output import present
+from spmd_engine.cli.show.picture import COLOURS, Picture, grid, listed
+from spmd_engine.comm.mesh import parse_axes
+from spmd_engine.engine.plan import PIPE, make_plan
+from spmd_engine.errors import UsageError
+from spmd_engine.models import build_model, layout_for
+from spmd_engine.sharding.notation import Spec
+from spmd_engine.sharding.place import Place, all_places
+
+MOST = 1024  # blocks
+
+
+@click.command(short_help="An array's blocks, and the ranks that hold them.")
+@click.argument("spec", metavar="SHARDING", required=False)
+@click.option("--shape", metavar="N,...", help="The whole array's shape: a size for each letter.")
+@click.option("--param", metavar="NAME", help="A parameter of --model, instead of SHARDING and --shape.")
+@model_option
+@mesh_option
+@output_option
+def sharding(
+    spec: str | None, shape: str | None, param: str | None, model: str, mesh: str, output: Path | None
+) -> None:
+    """Draw how an array is cut: each block with the ranks that hold it and its range of indices.
+
+    SHARDING has a letter for each dim, with the mesh axes that cut it: "b/data f" is b divided over data, f whole.
+    Of the dims that are cut, the first goes down and the second across; the others are listed below. Blocks are as
+    even as they can be, the first ones larger, and may be empty.
+
+    \b
+      python -m spmd_engine show sharding "b/data f/model" --shape 8,6 --mesh data=2,model=2
+      python -m spmd_engine show sharding "v/model,data d" --shape 257,96 --mesh data=2,model=2
+      python -m spmd_engine show sharding --param block0/mlp/w0 --model gpt-nano --mesh data=2,model=4
+    """
+    places = all_places(parse_axes(mesh))
+    if param:
+        if spec or shape:
+            raise UsageError("show sharding: give either SHARDING and --shape, or --param and --model")
+        name = f"{model} {param} "
+        cut, sizes, places = parameter_sharding(model, param, places)
+    elif spec is None or shape is None:
+        raise UsageError('show sharding: give SHARDING and --shape, as in: show sharding "b/data d" --shape 8,6')
+    else:
+        name = ""
+        cut, sizes = Spec.parse(spec), parse_shape(shape)
+    present(draw_sharding(cut, sizes, places, name), output)
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+    """``"8,6"`` as (8, 6); raises UsageError for anything else."""
+    sizes = [size.strip() for size in text.split(",")] if text.strip() else []
+    if not all(size.isdecimal() for size in sizes):
+        raise UsageError(f"cannot read shape {text!r}; write whole numbers as in 8,6")
+    return tuple(map(int, sizes))
+
+
+def parameter_sharding(
+    model: str, name: str, places: Sequence[Place]
+) -> tuple[Spec, tuple[int, ...], Sequence[Place]]:
+    """How a model's parameter is cut by the customary layout, its whole shape, and the places whose stage has it."""
+    built = build_model(model)
+    layout = layout_for(built, places[0])
+    parameters = dict(built.parameters())
+    if name not in parameters:
+        close = [known for known in parameters if name.split("/")[-1] in known] or list(parameters)
+        raise UsageError(f"{model} has no parameter {name!r}; it has, for example: {', '.join(close[:4])}")
+    stages = make_plan(built, places[0], layout, itemsize=4).holders[name]
+    parameter, shape = parameters[name]
+    having = [place for place in places if place.coordinates.get(PIPE, 0) in stages]
+    return layout.spec(parameter.dims), shape, having
+
+
+def draw_sharding(spec: Spec, shape: Sequence[int], places: Sequence[Place], name: str = "") -> Picture:
+    """The blocks of an array of the whole ``shape`` over these ranks of a mesh; ``name`` begins the title."""
+    mesh = places[0]
+    blocks = [spec.block(shape, place) for place in places]
+    if (count := mesh.axis_size(spec.axes)) > MOST:
+        raise UsageError(f'sharding "{spec}" on mesh {mesh} has {count} blocks; at most {MOST} can be drawn')
+    down, across, *others = _drawn([dim for dim, (_, axes) in enumerate(spec) if axes], len(shape))
+    ranks: dict[tuple[int, int], list[int]] = defaultdict(list)
+    first: dict[tuple[int, int], tuple[slice, ...]] = {}
+    for place, block in zip(places, blocks, strict=True):
+        where = _part(spec, down, place), _part(spec, across, place)
+        ranks[where].append(_rank(place))
+        first.setdefault(where, block)
+    rows, columns = (max(parts) + 1 for parts in zip(*ranks, strict=True))
+    cells = grid(
+        [_name(spec, down, first[row, 0]) for row in range(rows)],
+        [_name(spec, across, first[0, column]) for column in range(columns)],
+        [[_label(ranks[r, c], first[r, c], spec, others) for c in range(columns)] for r in range(rows)],
+        # Steps of 3 and 1 of 7 colours: neighbours never have the same.
+        [[COLOURS[(3 * r + c) % len(COLOURS)] for c in range(columns)] for r in range(rows)],
+    )
+    title = f'{name}"{spec}", shape {_by(shape)}, mesh {mesh}'
+    notes = [_sizes(blocks)]
+    notes += [_not_drawn(spec, dim, places, blocks) for dim in others]
+    if len(places) < mesh.axis_size(mesh.axes):
+        stages = sorted({place.coordinates[PIPE] for place in places})
+        notes.append(f"Pipeline: stage {' and stage '.join(map(str, stages))} alone.")
+    reach = {axis: len({place.coordinates[axis] for place in places}) for axis in mesh.axes}
+    if copied := [axis for axis, count in reach.items() if count > 1 and axis not in spec.axes]:
+        copies = prod(reach[axis] for axis in copied)
+        notes.append(f"Each block is on {copies} ranks, which differ along {' and '.join(copied)}.")
+    return Picture(title, cells, notes=notes)
+
+
+def _rank(place: Place) -> int:
+    return place.index(place.axes)
+
+
+def _drawn(cut: Sequence[int], dims: int) -> tuple[int | None, ...]:
+    """The dim that goes down, the one that goes across, and those that are cut but not drawn."""
+    if len(cut) == 1:  # the last dim lies across, as a vector and a matrix' columns do
+        return (None, cut[0]) if cut[0] == dims - 1 else (cut[0], None)
+    return tuple(cut) if cut else (None, None)
+
+
+def _part(spec: Spec, dim: int | None, place: Place) -> int:
+    """Which part of a dim a rank has, counted along it."""
+    return place.index(spec.dims[dim][1] if dim is not None else ())
+
+
+def _name(spec: Spec, dim: int | None, block: Sequence[slice]) -> str:
+    return f"{spec.dims[dim][0]} {_range(block[dim])}" if dim is not None else ""
+
+
+def _label(ranks: Sequence[int], block: Sequence[slice], spec: Spec, others: Sequence[int]) -> str:
+    """The ranks and, below, what they hold: ``[0:4, :]``, with the letter of a dim that is cut but not drawn."""
+    indices = []
+    for dim, ((letter, axes), part) in enumerate(zip(spec, block, strict=True)):
+        indices.append(letter if dim in others else _range(part) if axes else ":")
+    empty = any(part.start == part.stop for dim, part in enumerate(block) if dim not in others)
+    held = f"[{', '.join(indices)}]" + (" empty" if empty else "")
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed(ranks)}\n{held}"
+
+
+def _range(part: slice) -> str:
+    return f"{part.start}:{part.stop}"
+
+
+def _by(sizes: Sequence[int]) -> str:
+    return " x ".join(map(str, sizes)) or "of a number"
+
+
+def _sizes(blocks: Sequence[Sequence[slice]]) -> str:
+    """``Each rank holds 4 x 3.``, or from the smallest to the largest."""
+    sizes = {tuple(part.stop - part.start for part in block) for block in blocks}
+    held = sorted(sizes, key=lambda size: (prod(size), size))
+    if held == [()]:
+        return "Each rank holds one number."
+    if len(held) == 1:
+        return f"Each rank holds {_by(held[0])}."
+    return f"Uneven: a rank holds from {_by(held[0])} to {_by(held[-1])}."
+
+
+def _not_drawn(spec: Spec, dim: int, places: Sequence[Place], blocks: Sequence[Sequence[slice]]) -> str:
+    """``h/context is not drawn: 0:2 on ranks 0,2; 2:4 on ranks 1,3.``"""
+    letter, axes = spec.dims[dim]
+    ranks: dict[str, list[int]] = defaultdict(list)
+    for place, block in zip(places, blocks, strict=True):
+        ranks[_range(block[dim])].append(_rank(place))
+    parts = [f"{part} on ranks {listed(held)}" for part, held in ranks.items()]
+    if len(parts) > 4:
+        parts[3:-1] = ["..."]
+    return f"{letter}/{','.join(axes)} is not drawn: {'; '.join(parts)}."

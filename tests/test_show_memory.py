@@ -1,0 +1,135 @@
+"""Bytes per rank: against the formulas of ZeRO, against what an engine stores, and as drawn."""
+
+import pytest
+
+from spmd_engine import Mesh, run
+from spmd_engine.cli import main
+from spmd_engine.cli.show.bytes_per_rank import CLASSES, bytes_per_rank, whole_for_a_while
+from spmd_engine.cli.show.memory import draw_memory
+from spmd_engine.engine.layered import LayeredEngine
+from spmd_engine.engine.plan import Storage
+from spmd_engine.models import build_model, gpt
+from spmd_engine.sharding.place import all_places
+from tiny import SIZE
+
+FLOAT32, ADAMW = 4, 2
+MODEL = build_model("gpt-nano")
+COUNT = MODEL.parameter_count
+
+
+def held(axes, zero, model=MODEL, itemsize=FLOAT32, states=ADAMW, **storage):
+    ranks = bytes_per_rank(model, all_places(axes), Storage(zero, **storage), itemsize, states)
+    assert all(tuple(name for name, _ in rank) == CLASSES for rank in ranks)
+    return [[count for _, count in rank] for rank in ranks]
+
+
+def sums(ranks):
+    return [sum(column) for column in zip(*ranks)]
+
+
+def test_one_rank_holds_16_bytes_a_parameter():
+    for zero in range(4):
+        assert held({"data": 1}, zero)[0][:3] == [4 * COUNT, 4 * COUNT, 8 * COUNT]
+
+
+def test_the_stages_of_zero():
+    n = 3
+    assert sums(held({"data": n}, 0)) == [n * 4 * COUNT, n * 4 * COUNT, n * 8 * COUNT, 0]
+    assert sums(held({"data": n}, 1)) == [n * 4 * COUNT, n * 4 * COUNT, 8 * COUNT, 0]
+    assert sums(held({"data": n}, 2))[:3] == [n * 4 * COUNT, 4 * COUNT, 8 * COUNT]
+    assert sums(held({"data": n}, 3))[:3] == [4 * COUNT, 4 * COUNT, 8 * COUNT]
+    for rank in held({"data": n}, 3):  # as even as rows allow
+        assert rank[0] == pytest.approx(4 * COUNT / n, rel=0.01)
+
+
+def test_parts_over_the_sequence_and_replicas():
+    assert sums(held({"data": 2, "context": 2}, 3))[0] == 4 * COUNT
+    assert sums(held({"replicate": 2, "shard": 2}, 3))[0] == 2 * 4 * COUNT
+    assert sums(held({"data": 2, "shard": 2}, None))[0] == 2 * 4 * COUNT  # data alone keeps replicas
+
+
+def test_tensor_parallel_and_pipeline():
+    whole = {name: shape for name, (_, shape) in MODEL.parameters()}
+    cut = sum(held({"model": 2}, 0)[rank][0] for rank in range(2)) / 4
+    assert COUNT < cut < 1.1 * COUNT  # only norms and some biases are on both
+    table = whole["embedding/table"][0] * whole["embedding/table"][1]
+    assert sums(held({"pipe": 4}, 0))[0] == 4 * (COUNT + table)  # the first and the last stage use the tied one
+    assert sums(held({"pipe": 2, "data": 2}, 3))[0] == 4 * (COUNT + table)
+
+
+def test_other_dtypes_and_optimizers():
+    assert held({"data": 2}, 0, itemsize=8, states=1)[1] == [8 * COUNT] * 3 + [0]
+
+
+MESHES = [{"data": 3}, {"data": 2, "model": 2}, {"pipe": 2, "data": 2}, {"shard": 2, "data": 2}]
+
+
+@pytest.mark.parametrize("axes", MESHES)
+@pytest.mark.parametrize("zero", [None, 0, 1, 2, 3])
+def test_what_is_drawn_is_what_an_engine_stores(axes, zero):
+    model, storage = gpt(SIZE), Storage(zero, threshold=500)
+
+    def program():
+        with Mesh(**axes) as mesh:
+            engine = LayeredEngine(model, mesh, storage=storage)
+            stored = sum(array.nbytes for array in engine.parameters.values())
+            return stored, sum(array.nbytes for array in engine.owned.values()), storage.stage(mesh.axes)
+
+    places = all_places(axes)
+    drawn = bytes_per_rank(model, places, storage, FLOAT32, ADAMW)
+    for ours, (stored, owned, stage) in zip(drawn, run(program, len(places)), strict=True):
+        assert dict(ours)["parameters"] == stored
+        assert dict(ours)["optimizer state"] == ADAMW * (owned if stage else stored)
+
+
+def test_what_is_whole_for_a_while():
+    uses, sizes = [[0], [1], [2], [0]], [100, 1, 10]  # the first group is tied to the last layer
+    assert whole_for_a_while(uses, sizes, 1) == 0
+    # Gradients of group 0 from the last layer to the first; those of 2 and 1 on their way.
+    assert whole_for_a_while(uses, sizes, 2) == 100 + 1 + 10
+    # At layer 1: its parameters and, on their way, those of group 0; gradients of all three.
+    assert whole_for_a_while(uses, sizes, 3) == (1 + 100) + (100 + 1 + 10)
+    one_each = [[0], [1], [2], [3], [4]]
+    assert whole_for_a_while(one_each, [1, 10, 100, 1000, 10000], 2) == 11100  # never more than three groups
+    assert whole_for_a_while(one_each, [10000, 1000, 100, 10, 1], 3) == 10000 + 11100
+
+
+# --- drawn
+
+NUMBERS = [
+    "zero 0         472,572        472,572              945,144                   0  1,890,288",
+    "zero 1         472,572        472,572              236,544                   0  1,181,688",
+]
+
+
+def test_bars_and_numbers(capsys):
+    main(["show", "memory", "--model", "mlp", "--mesh", "data=4"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "mlp, 118,143 parameters in float32, adamw, mesh data=4: bytes on the rank that holds most"
+    assert lines[3] == "zero 0 │   parameters    │    gradients    │          optimizer state          │ 1.80 MiB"
+    assert lines[6].startswith("zero 1 │   parameters    │    gradients    │   o    │ 1.13 MiB")
+    assert set(NUMBERS) < set(lines)
+
+
+def test_bars_are_to_scale():
+    cells = [cell for cell in draw_memory("gpt2", {"data": 4}).drawing if cell.outline]
+    widths = [cell.width for cell in cells[:3]]
+    assert sum(widths) == 72 and widths == [18, 18, 36]
+    totals = {}
+    for cell in cells:
+        totals[cell.y] = totals.get(cell.y, 0) + cell.width
+    assert list(totals) == [0, 3, 6, 9] and totals[3] == pytest.approx(72 * (4 + 4 + 2) / 16, abs=1.5)
+
+
+def test_one_stage_rank_by_rank(capsys):
+    main(["show", "memory", "--model", "mlp", "--mesh", "replicate=2,shard=2", "--zero", "3"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("bytes on each rank, zero 3")
+    assert lines[3].startswith("ranks 0,2 ") and lines[6].startswith("ranks 1,3 ")
+
+
+def test_many_kinds_of_ranks_are_two_bars(capsys):
+    main(["show", "memory", "--mesh", "data=64", "--zero", "3"])
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("rank") and "│" in line for line in lines) == 2
+    assert any(line.startswith("Drawn are the ranks that hold most and least; ") for line in lines)
