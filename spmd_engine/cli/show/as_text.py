@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 from rich.console import Console
 from rich.style import Style
@@ -41,8 +42,9 @@ def lines(picture: Picture, widest: int = WIDEST) -> Iterator[Text]:
 
 def _line(row: Row) -> Text:
     line = Text()
-    for character, fill in row:
-        line.append(character, Style(color=ink(fill), bgcolor=fill) if fill else None)
+    for fill, run in groupby(row, key=lambda place: place[1]):
+        style = Style(color=ink(fill), bgcolor=fill) if fill else None
+        line.append("".join(character for character, _ in run), style)
     line.rstrip()
     return line
 
