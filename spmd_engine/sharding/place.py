@@ -19,14 +19,14 @@ class Place:
     axes: Mapping[str, int]
     coordinates: Mapping[str, int]
 
-    def axis_size(self, over: Iterable[str]) -> int:
-        """The number of ranks along these axes; 1 along none."""
-        return prod(self.axes[axis] for axis in over)
+    def axis_size(self, over: str | Iterable[str]) -> int:
+        """The number of ranks along one axis or several; 1 along none."""
+        return prod(self.axes[axis] for axis in _names(over))
 
-    def index(self, over: Iterable[str]) -> int:
+    def index(self, over: str | Iterable[str]) -> int:
         """This rank's position along these axes, of which the last varies fastest, as ``Mesh.index`` counts it."""
         position = 0
-        for axis in over:
+        for axis in _names(over):
             position = position * self.axes[axis] + self.coordinates[axis]
         return position
 
@@ -47,3 +47,7 @@ def all_places(axes: Mapping[str, int]) -> list[Place]:
         raise MeshError(f"mesh {mesh}: sizes are from 1, and together at most {MOST} ranks here")
     everywhere = product(*(range(size) for size in axes.values()))
     return [Place(axes, dict(zip(axes, where, strict=True))) for where in everywhere]
+
+
+def _names(over: str | Iterable[str]) -> Iterable[str]:
+    return (over,) if isinstance(over, str) else over
