@@ -17,7 +17,7 @@ from spmd_engine.comm.algorithms import span
 from spmd_engine.comm.door import INLINE
 from spmd_engine.comm.header import Header
 from spmd_engine.comm.pending import Pending, Steps
-from spmd_engine.comm.reductions import Reductions, copied, ints
+from spmd_engine.comm.reductions import Reductions, check_out, copied, ints
 from spmd_engine.errors import UsageError
 
 
@@ -116,6 +116,7 @@ class Group(Reductions):
         if out is not None and (axis or out.dtype != x.dtype or not out.flags.c_contiguous):
             raise UsageError(f"all_gather: out must be a contiguous array of {x.dtype}, and axis 0")
         if self.size == 1:
+            check_out("all_gather", x, out)
             return Pending.completed(x.copy() if out is None else copied(x, out))
         own, home = self._ready(x)
         into = out if out is not None and self._host_memory_or_aware(out) else None

@@ -116,6 +116,8 @@ class Mesh(Collectives):
         """
         names = self._names(over)
         places = tuple((name, tuple(among[name])) for name in names if name in among) if among else ()
+        if among and len(places) < len(among):
+            raise MeshError(f"among says places of axes {', '.join(among)}; the group is over {', '.join(names)}")
         if (names, places) not in self._groups:
             members = self._members(names, dict(places))
             if members == list(range(self.size)):
@@ -141,9 +143,13 @@ class Mesh(Collectives):
         def places(axis: str) -> Sequence[int]:
             if axis not in names:
                 return [self.coordinates[axis]]
-            if axis in among and self.coordinates[axis] not in among[axis]:
-                raise MeshError(f"rank {self.rank} is not among the places {list(among[axis])} of axis {axis!r}")
-            return among.get(axis, range(self.axes[axis]))
+            all_places = range(self.axes[axis])
+            chosen = among.get(axis, all_places)
+            if len(set(chosen)) < len(chosen) or not set(chosen) <= set(all_places):
+                raise MeshError(f"places {list(chosen)} of axis {axis!r}: each of 0 to {all_places[-1]} can be said once")
+            if self.coordinates[axis] not in chosen:
+                raise MeshError(f"rank {self.rank} is not among the places {list(chosen)} of axis {axis!r}")
+            return chosen
 
         axes = list(self.axes)
         others = [axis for axis in axes if axis not in names]

@@ -11,7 +11,7 @@ from spmd_engine.comm.header import Header
 from spmd_engine.comm.pending import Pending, Steps
 from spmd_engine.errors import UsageError
 
-_NUMBERED, _CHANNELS = 4096, 4095  # messages of a pair that can be told apart while they are under way
+_NUMBERED, _CHANNELS = 4096, 4094  # messages of a pair that can be told apart while they are under way
 
 
 class Messages(Door):
@@ -66,7 +66,7 @@ class Messages(Door):
             raise UsageError(f"{operation} over {self.axes!r}: a group of one rank has nobody to talk to")
 
     def _message_tag(self, way: str, rank: int, channel: int | None) -> int:
-        """Two tags, for header and data. MPI promises no more than 32,767."""
+        """Two tags, for header and data. MPI promises tags up to 32,767; the last few are the transport's own."""
         if channel is None:
             return COLLECTIVE_TAGS + self.comm.next_message(way, rank) % _NUMBERED * 2
         return COLLECTIVE_TAGS + (_NUMBERED + channel % _CHANNELS) * 2

@@ -31,7 +31,7 @@ class Reductions(Messages):
         self, x: Array, op: str = "sum", *, out: Array | None = None, label: str = ""
     ) -> Pending:
         x = algorithms.reducible("all_reduce", x, op)
-        _check_out("all_reduce", x, out)
+        check_out("all_reduce", x, out)
         if self.size == 1:
             return Pending.completed(x.copy() if out is None else copied(x, out))
         own, home = self._ready(x)
@@ -87,7 +87,7 @@ class Reductions(Messages):
         axis = self._axis("reduce_scatter", x, axis)
         parts = self._parts("reduce_scatter", x, axis, sizes)
         mine = x[parts[self.rank]]
-        _check_out("reduce_scatter", mine, out)
+        check_out("reduce_scatter", mine, out)
         if self.size == 1:
             return Pending.completed(x.copy() if out is None else copied(x, out))
         own, home = self._ready(x)
@@ -137,7 +137,8 @@ def copied(x: Array, out: Array) -> Array:
     return out
 
 
-def _check_out(operation: str, result: Array, out: Array | None) -> None:
+def check_out(operation: str, result: Array, out: Array | None) -> None:
+    """Raise UsageError unless ``out`` (None: there is none) can receive an array like ``result``."""
     if out is not None and (out.shape != result.shape or out.dtype != result.dtype or not out.flags.c_contiguous):
         wanted, given = (f"{a.dtype}{list(a.shape)}" for a in (result, out))
         raise UsageError(f"{operation}: out must be contiguous {wanted}, is {given}")

@@ -1,0 +1,217 @@
+"""Gathers and scatters into memory of the caller, which may be a part of what they are given."""
+
+import numpy as np
+import pytest
+
+from fake_device import DeviceArray, FakeDevice, watch
+from on_ranks import DTYPES, INLINE, assert_alike, assert_same, everywhere, on_ranks, reduced, values
+from spmd_engine import Mesh, run, world
+from spmd_engine.arrays.backend import register_backend, unregister_backend
+from spmd_engine.comm import algorithms
+from spmd_engine.errors import UsageError
+
+FLOAT = np.dtype(float)
+small_and_large = pytest.mark.parametrize("scale", [1, INLINE // 4], ids=["inline", "large"])
+some_dtypes = pytest.mark.parametrize("dtype", DTYPES[-3:], ids=str)
+checked = pytest.mark.parametrize("check", [True, False], ids=["checked", "unchecked"])
+
+
+def uneven(ranks, scale):
+    """Lengths by rank; one rank has none."""
+    return [scale * ((rank + 1) % ranks) for rank in range(ranks)]
+
+
+def part_of(lengths, rank):
+    ends = np.cumsum([0, *lengths])
+    return slice(ends[rank], ends[rank + 1])
+
+
+# --- all_gather
+
+
+@everywhere(2, 4)
+@checked
+@small_and_large
+@some_dtypes
+def test_a_rank_gathers_around_its_own_part(dtype, scale, check, ranks):
+    def program():
+        group = Mesh(check=check).group()
+        lengths = uneven(group.size, scale)
+        whole = values((sum(lengths), 3), dtype, 1)
+        out = np.zeros_like(whole)
+        own = out[part_of(lengths, group.rank)]
+        own[...] = whole[part_of(lengths, group.rank)]
+        assert group.all_gather(own, sizes=lengths, out=out) is out
+        assert_same(out, whole)
+
+    on_ranks(program, ranks)
+
+
+@everywhere(1, 3)
+@small_and_large
+def test_what_is_gathered_from_elsewhere_is_left(scale, ranks):
+    def program():
+        group = Mesh().group()
+        lengths = uneven(group.size, scale)
+        whole = values((sum(lengths),), FLOAT, 2)
+        x, out = whole[part_of(lengths, group.rank)].copy(), np.full(len(whole), np.nan)
+        assert group.all_gather(x, out=out) is out
+        assert_same(out, whole)
+        assert_same(x, whole[part_of(lengths, group.rank)])
+
+    on_ranks(program, ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(
+    "axis, out",
+    [
+        (0, lambda n: np.empty((2 * n + 1, 3))),
+        (0, lambda n: np.empty((2 * n, 4))),
+        (0, lambda n: np.empty(6 * n)),
+        (0, lambda n: np.empty((2 * n, 3), np.float32)),
+        (0, lambda n: np.empty((4 * n, 3))[::2]),
+        (1, lambda n: np.empty((2, 3 * n))),
+    ],
+)
+def test_an_out_that_does_not_fit_a_gather_is_refused(axis, out, ranks):
+    with pytest.raises(UsageError, match="all_gather: out (must be|has shape)"):
+        run(lambda: Mesh(timeout=5).group().all_gather(np.ones((2, 3)), axis, out=out(ranks)), ranks)
+
+
+def test_one_rank_s_wrong_out_is_everyone_s_error():
+    def program():
+        group = Mesh(timeout=5).group()
+        group.all_gather(np.ones(INLINE), out=np.empty(2 * INLINE + group.rank))
+
+    with pytest.raises(UsageError, match=r"all_gather: out has shape \(8193,\), the result \(8192,\)"):
+        run(program, 2)
+
+
+# --- reduce_scatter
+
+
+@everywhere(2, 4)
+@checked
+@small_and_large
+@pytest.mark.parametrize("op", ["sum", "mean"])
+@some_dtypes
+def test_a_rank_s_part_is_reduced_where_it_is(dtype, op, scale, check, ranks):
+    def program():
+        group = Mesh(check=check).group()
+        lengths = uneven(group.size, scale)
+        arrays = [values((sum(lengths), 2), dtype, rank) for rank in range(group.size)]
+        mine = part_of(lengths, group.rank)
+        x = arrays[group.rank].copy()
+        assert group.reduce_scatter(x, op=op, sizes=lengths, out=x[mine]).base is x
+        expected = arrays[group.rank].copy()  # what belongs to others is left
+        expected[mine] = reduced(arrays, op)[mine]
+        assert_same(x, expected)
+
+    on_ranks(program, ranks)
+
+
+@everywhere(1, 3)
+@small_and_large
+def test_a_part_is_reduced_into_other_memory(scale, ranks):
+    def program():
+        group = Mesh().group()
+        lengths = uneven(group.size, scale)
+        arrays = [values((sum(lengths),), FLOAT, rank) for rank in range(group.size)]
+        out = np.full(lengths[group.rank], np.nan)
+        assert group.reduce_scatter(arrays[group.rank], sizes=lengths, out=out) is out
+        assert_same(out, reduced(arrays, "sum")[part_of(lengths, group.rank)])
+
+    on_ranks(program, ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    "out", [lambda n: np.empty(4 // n + 1), lambda n: np.empty(4 // n, int), lambda n: np.empty(8 // n)[::2]]
+)
+def test_an_out_that_does_not_fit_a_scatter_is_refused(out, ranks):
+    with pytest.raises(UsageError, match="reduce_scatter: out must be contiguous"):
+        run(lambda: Mesh().group().reduce_scatter(np.ones(4), out=out(ranks)), ranks)
+
+
+# --- in pieces
+
+CALLS = {
+    "all_reduce": lambda g, x, mine, op: g.all_reduce(x, op, out=x),
+    "reduce_scatter": lambda g, x, mine, op: g.reduce_scatter(x, op=op, sizes=uneven(g.size, 500), out=x[mine]),
+    "reduce_scatter elsewhere": lambda g, x, mine, op: g.reduce_scatter(x, op=op, sizes=uneven(g.size, 500)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("op", ["sum", "mean", "prod"])
+@pytest.mark.parametrize("dtype", ["float64", "float16"])
+@pytest.mark.parametrize("piece", [64, 200, 4096], ids="pieces of {}".format)
+def test_pieces_change_no_bit(name, op, dtype, piece, monkeypatch):
+    monkeypatch.setattr(algorithms, "PIECE", piece)
+    dtype = np.dtype(dtype)
+
+    def program():
+        group = Mesh().group()
+        mine = part_of(uneven(group.size, 500), group.rank)
+        arrays = [values((3000,), dtype, rank) for rank in range(group.size)]
+        result = CALLS[name](group, arrays[group.rank].copy(), mine, op)
+        expected = reduced(arrays, op)
+        assert_same(result, expected if name == "all_reduce" else expected[mine])
+        if name == "all_reduce":
+            assert_alike(group, result)
+
+    run(program, 4)
+
+
+@everywhere(2, 3)
+def test_several_are_under_way_in_parts_of_one_array(ranks):
+    """As an engine has it: groups' gradients are reduced in place, parts of one memory, and waited for in any order."""
+
+    def program():
+        group = Mesh().group()
+        length = 2000
+        memory = np.concatenate([values((length,), FLOAT, 10 * group.rank + i) for i in range(6)])
+        lengths = [length // group.size] * (group.size - 1)
+        lengths.append(length - sum(lengths))
+        mine = part_of(lengths, group.rank)
+        flats = memory.reshape(6, length)
+        started = [group.start_reduce_scatter(flat, sizes=lengths, out=flat[mine]) for flat in flats]
+        order = np.random.default_rng(group.rank).permutation(6)
+        for i in order:
+            started[i].wait()
+        gathers = [group.start_all_gather(flat[mine], sizes=lengths, out=flat) for flat in flats]
+        for i in reversed(order):
+            gathers[i].wait()
+        for i, flat in enumerate(flats):
+            arrays = [values((length,), FLOAT, 10 * rank + i) for rank in range(group.size)]
+            assert_same(flat.copy(), reduced(arrays, "sum"))
+
+    on_ranks(program, ranks)
+
+
+# --- on a device
+
+
+@pytest.mark.parametrize("aware", [False, True])
+@small_and_large
+def test_device_memory_is_filled_where_it_is(aware, scale):
+    device = FakeDevice()
+    register_backend(device)
+
+    def program():
+        comm = world().subset(range(world().size))
+        group = Mesh(watch(comm, device, aware=aware)).group()
+        lengths = uneven(group.size, scale)
+        mine = part_of(lengths, group.rank)
+        arrays = [values((sum(lengths),), FLOAT, rank) for rank in range(group.size)]
+        x = device.asarray(arrays[group.rank])
+        scattered = group.reduce_scatter(x, sizes=lengths, out=x[mine])
+        gathered = group.all_gather(x[mine], sizes=lengths, out=x)
+        assert isinstance(scattered, DeviceArray) and gathered is x
+        assert_same(x.memory, reduced(arrays, "sum"))
+
+    try:
+        run(program, 3)
+    finally:
+        unregister_backend(device)
