@@ -1,111 +1,228 @@
-"""The pages of strategies/ compute what the single device computes, and send what their docstrings say."""
+"""The pages of strategies/ compute what a single device computes."""
 
-from functools import cache, partial
+from functools import partial
+from math import prod
 
 import numpy as np
 import pytest
 
+from numerics import assert_gradient
+from pages import (
+    CASES,
+    HEADS,
+    B,
+    D,
+    F,
+    assert_trained_alike,
+    build,
+    case_id,
+    data,
+    one_rank,
+    single,
+    train,
+    trained_alone,
+)
 from spmd_engine import Mesh, run, world
 from spmd_engine.engine import SGD, AdamW
 from spmd_engine.engine.batch import batch_of
-from spmd_engine.strategies import DataParallel, SingleDevice, TensorParallel
-from spmd_engine.strategies.two_layers import initial_parameters
+from spmd_engine.errors import UsageError
+from spmd_engine.strategies import STRATEGIES, AttentionHeads, Pipeline, SingleDevice, default_axes, strategy_named
 from spmd_engine.training import Trainer
 
-D, F, B, STEPS = 6, 11, 9, 10
-STRATEGIES = {SingleDevice: "data", DataParallel: "data", TensorParallel: "model"}
-WORLDS = [1, 2, 3, 4, 8]
-every_strategy = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.__name__)
+every_strategy = pytest.mark.parametrize("name", STRATEGIES)
 
 
-def data(step, dtype=np.float64):
-    rng = np.random.default_rng(step)
-    return rng.standard_normal((B, D)).astype(dtype), rng.standard_normal((B, D)).astype(dtype)
+@pytest.mark.parametrize(("name", "axes"), CASES, ids=case_id)
+def test_training_equals_the_single_device(name, axes):
+    """Losses, every gradient and the parameters, with one micro-batch and with several."""
+    how = [(AdamW, 1), (SGD, 3)]
+    for results in run(lambda: [train(name, axes, *each) for each in how], prod(axes.values())):
+        for each, result in zip(how, results, strict=True):
+            assert_trained_alike(result, trained_alone(name, *each))
 
 
-def build(strategy, mesh, dtype=np.float64):
-    engine = strategy(D, F, mesh, dtype)
-    engine.load_checkpoint(initial_parameters(D, F, dtype=dtype))
-    return engine
+def test_the_cases_are_those_of_every_world():
+    for name in STRATEGIES:
+        assert {prod(axes.values()) for each, axes in CASES if each == name} == {1, 2, 3, 4, 6, 8}
 
 
-def train(strategy, optimizer, micro_batches=1, dtype=np.float64):
-    with Mesh(**{STRATEGIES[strategy]: world().size}) as mesh:
-        engine = build(strategy, mesh, dtype)
-        trainer = Trainer(
-            engine,
-            optimizer(),
-            lambda step: batch_of(*data(step, dtype), engine, micro_batches, step),
-            lambda step: 0.05,
-            grad_clip=0.5,
-        )
-        losses = [report.loss for report in trainer.run(STEPS)]
-        return losses, {name: engine.gather(name) for name in engine.parameters}
+# --- the single ranks, by formulas of their own
 
 
+def mlp(x, w):
+    return np.maximum(x @ w["layer_0/weights"], 0) @ w["layer_1/weights"]
 
 
-single = cache(lambda optimizer, micro_batches: run(partial(train, SingleDevice, optimizer, micro_batches), 1)[0])
+def stack(x, w):
+    for w0, w1 in zip(w["layers/w0"], w["layers/w1"], strict=True):
+        x = x + np.maximum(x @ w0, 0) @ w1
+    return x
+
+
+def attention(x, w):
+    """Position by position, with a sum of exponentials written out."""
+    q, k, v = (np.einsum("bsd,dhk->bshk", x, w[f"attention/{name}"]) for name in ("query", "key", "value"))
+    y = np.empty_like(x)
+    for s in range(x.shape[1]):
+        scores = np.einsum("bhk,bthk->bth", q[:, s], k[:, : s + 1]) / np.sqrt(D // HEADS)
+        weights = np.exp(scores) / np.exp(scores).sum(axis=1, keepdims=True)
+        mixed = np.einsum("bth,bthk->bhk", weights, v[:, : s + 1])
+        y[:, s] = np.einsum("bhk,hkd->bd", mixed, w["attention/output"])
+    return y
+
+
+@pytest.mark.parametrize(("strategy", "formula"), [(SingleDevice, mlp), (Pipeline, stack), (AttentionHeads, attention)])
+def test_the_single_ranks_are_right(strategy, formula):
+    """Forward by a formula of the test's own, backward by finite differences of it."""
+    x, dy = data(strategy, 0)
+    with one_rank(strategy) as mesh:
+        engine = build(strategy, mesh)
+        weights = {name: engine.gather(name) for name in engine.names}
+        np.testing.assert_allclose(engine.forward(x), formula(x, weights), atol=1e-13)
+        gradients = engine.backward(dy)
+    assert_gradient(lambda x: np.vdot(dy, formula(x, weights)), x, engine.input_gradient, step=1e-6, tolerance=1e-7)
+    for name, weight in weights.items():
+        value = lambda w, name=name: np.vdot(dy, formula(x, {**weights, name: w}))
+        assert_gradient(value, weight, gradients[name], step=1e-6, tolerance=1e-7)
 
 
 @every_strategy
-@pytest.mark.parametrize("ranks", WORLDS)
-@pytest.mark.parametrize("optimizer", [AdamW, SGD])
-@pytest.mark.parametrize("micro_batches", [1, 3])
-def test_training_equals_the_single_device(strategy, ranks, optimizer, micro_batches):
-    expected_losses, expected = single(optimizer, micro_batches)
-    for losses, parameters in run(partial(train, strategy, optimizer, micro_batches), ranks):
-        np.testing.assert_allclose(losses, expected_losses, rtol=1e-10)
-        for name, parameter in parameters.items():
-            np.testing.assert_allclose(parameter, expected[name], atol=1e-10, err_msg=name)
-
-
-@every_strategy
-def test_the_input_gradient_is_right(strategy):
-    x, dy = data(0)
-    with Mesh(data=1) as mesh:
-        reference = build(SingleDevice, mesh)
-        reference.forward(x)
-        reference.backward(dy)
-        step = 1e-6 * np.random.default_rng(1).standard_normal(x.shape)
-        change = np.vdot(dy, reference.forward(x + step) - reference.forward(x - step)) / 2
-        np.testing.assert_allclose(np.vdot(reference.input_gradient, step), change, rtol=1e-7)
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_the_input_gradient_is_right(name, ranks):
+    strategy = STRATEGIES[name]
+    plain, samples_of = single(strategy)
+    x, dy = data(strategy, 0)
+    with one_rank(plain) as mesh:
+        reference = build(plain, mesh)
+        expected = reference.forward(samples_of(x)).reshape(x.shape)
+        reference.backward(samples_of(dy))
 
     def program():
-        with Mesh(**{STRATEGIES[strategy]: 3}) as mesh:
+        with Mesh(**default_axes(strategy, ranks)) as mesh:
             engine = build(strategy, mesh)
             part = engine.batch_span(B)
-            engine.forward(x[part])
-            engine.backward(dy[part])
-            np.testing.assert_allclose(engine.input_gradient, reference.input_gradient[part], atol=1e-13)
+            inputs, gradient = engine.cut_rows(x[part], dy[part])
+            y = engine.forward(inputs)
+            assert (y is None) == (mesh.coordinates.get("pipe", 0) < mesh.axes.get("pipe", 1) - 1)
+            if y is not None:
+                np.testing.assert_allclose(engine.join_outputs(y), expected, atol=1e-13)
+            engine.backward(gradient if y is not None else None)
+            if mesh.coordinates.get("pipe", 0):
+                assert engine.input_gradient is None
+            else:
+                # inputs' gradients are cut as the inputs are, and those as the outputs
+                whole = engine.join_outputs(engine.input_gradient).reshape(-1, D)
+                np.testing.assert_allclose(whole, reference.input_gradient.reshape(-1, D), atol=1e-13)
 
-    run(program, 3)
+    run(program, ranks)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_bytes_of_a_step(ranks):
-    """DataParallel: 2 S (n-1) of all ranks together; TensorParallel: 4 b d (n-1) · itemsize."""
+# --- end to end
 
-    def program(strategy):
-        with Mesh(**{STRATEGIES[strategy]: ranks}) as mesh:
-            engine = build(strategy, mesh)
-            micro = batch_of(*data(0), engine).micro_batches[0]
-            mesh.ledger.clear()
-            engine.backward(engine.forward(micro.inputs))
-            total = mesh.ledger.total("all_reduce")
-            assert total.calls == mesh.ledger.total().calls == 2
-            return total.sent
 
-    parameters = 2 * D * F * 8
-    assert sum(run(partial(program, DataParallel), ranks)) == 2 * parameters * (ranks - 1)
-    assert sum(run(partial(program, TensorParallel), ranks)) == 4 * B * D * 8 * (ranks - 1)
+def epoch(strategy, step, dtype):
+    """Three batches, again and again, of a mapping that can be learnt."""
+    x, noise = data(strategy, step % 3, dtype, samples=12)
+    return x, np.roll(x, 1, axis=-1) + noise / 10
+
+
+@every_strategy
+def test_ten_epochs_in_float32(name):
+    how = {"steps": 30, "dtype": np.float32, "of": epoch, "rate": 0.2}
+    expected = trained_alone(name, SGD, 1, **how)
+    for result in run(partial(train, name, default_axes(STRATEGIES[name], 4), SGD, 1, **how), 4):
+        assert_trained_alike(result, expected, tolerance=1e-5)
+    assert expected[0][-1] < 0.8 * expected[0][0]
+
+
+@every_strategy
+def test_serving_and_evaluating(name):
+    strategy = STRATEGIES[name]
+    plain, samples_of = single(strategy)
+    (x, y), (other, _) = data(strategy, 0), data(strategy, 1, samples=4)
+    with one_rank(plain) as mesh:
+        reference = build(plain, mesh)
+        loss = reference.evaluate(batch_of(samples_of(x), samples_of(y), reference, 3))
+        outputs = [reference.forward(samples_of(each)).reshape(each.shape) for each in (x, other)]
+
+    class Sink(list):
+        write = list.append
+
+    def program():
+        with Mesh(**default_axes(strategy, 3)) as mesh:
+            engine, sink = build(strategy, mesh), Sink()
+            engine.inference_loop([x, other], sink)
+            assert len(engine.tape) == 0
+            return engine.evaluate(batch_of(x, y, engine, 3)), sink
+
+    results = run(program, 3)
+    np.testing.assert_allclose([each for each, _ in results], loss, rtol=1e-13)
+    for served, expected in zip(results[0][1], outputs, strict=True):
+        np.testing.assert_allclose(served, expected, atol=1e-13)
 
 
 @every_strategy
 @pytest.mark.mpi(ranks=3)
-def test_under_mpi(strategy):
-    losses, parameters = train(strategy, AdamW)
-    expected_losses, expected = single(AdamW, 1)
-    np.testing.assert_allclose(losses, expected_losses, rtol=1e-10)
-    for name, parameter in parameters.items():
-        np.testing.assert_allclose(parameter, expected[name], atol=1e-10)
+def test_under_mpi(name):
+    result = train(name, default_axes(STRATEGIES[name], world().size), AdamW, 3)
+    assert_trained_alike(result, trained_alone(name, AdamW, 3))
+
+
+@pytest.mark.parametrize("name", ["pipeline", "ring-attention"])
+@pytest.mark.mpi(ranks=3)
+def test_neighbours_that_send_to_each_other_do_not_wait_for_each_other(name):
+    """With messages of megabytes, which MPI does not take before somebody receives them."""
+    strategy = STRATEGIES[name]
+    x = np.random.default_rng(0).standard_normal({"b d": (8192, 64), "b s d": (4, 2048, 64)}[strategy.sample])
+    with Mesh(**default_axes(strategy, world().size)) as mesh:
+        engine = strategy(64, 8, mesh)
+        engine.initialize()
+        trainer = Trainer(engine, SGD(), lambda step: batch_of(x, x, engine, 4, step), lambda step: 0.1)
+        first, second = trainer.run(2)
+        assert second.loss < first.loss
+
+
+# --- what they are called and what they refuse
+
+
+def test_default_meshes_fit_the_ranks_and_are_near_square():
+    for name, strategy in STRATEGIES.items():
+        assert strategy_named(name) is strategy
+        for ranks in range(1, 17):
+            axes = default_axes(strategy, ranks)
+            sizes = list(axes.values())
+            assert tuple(axes) == strategy.axes and sizes == sorted(sizes)
+            assert prod(sizes) == (ranks if axes else 1)
+    assert default_axes(STRATEGIES["replicate-shard"], 8) == {"replicate": 2, "shard": 4}
+    assert default_axes(STRATEGIES["two-dimensional"], 16) == {"row": 4, "col": 4}
+    assert default_axes(STRATEGIES["hybrid"], 8) == {"pipe": 2, "data": 2, "model": 2}
+    with pytest.raises(UsageError, match="a mesh of 0 ranks"):
+        default_axes(STRATEGIES["hybrid"], 0)
+    with pytest.raises(UsageError, match=r"unknown strategy 'zero'; there are single-device, data-parallel"):
+        strategy_named("zero")
+
+
+@every_strategy
+def test_starting_values_are_functions_of_the_seed_alone(name):
+    strategy = STRATEGIES[name]
+
+    def program():
+        with Mesh(**default_axes(strategy, world().size)) as mesh:
+            engine = build(strategy, mesh)
+            return {each: engine.gather(each) for each in engine.names}
+
+    (alone,), (together, *_) = run(program, 1), run(program, 3)
+    for each, value in alone.items():
+        assert np.array_equal(value, together[each])
+        inputs = F if value.shape[-2] == F else D
+        assert 0.7 < value.std() * inputs**0.5 < 1.3
+
+
+def test_weights_and_sizes_that_do_not_fit():
+    engine = SingleDevice(D, F)
+    with pytest.raises(UsageError, match=r"no 'layer_0/weights'; it has: w"):
+        engine.load_checkpoint({"w": np.ones((D, F))})
+    with pytest.raises(UsageError, match=r"layer_0/weights: the checkpoint has shape \(7, 6\), the model \(6, 7\)"):
+        engine.load_checkpoint({"layer_0/weights": np.ones((F, D)), "layer_1/weights": np.ones((F, D))})
+    with pytest.raises(UsageError, match="4 heads must divide model_dim, which is 6"):
+        AttentionHeads(D, 4)

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def check_replicas(engine: ShardedEngine, gradients: Mapping[str, Array]) -> None:
-    """Raise UsageError if ranks that hold the same block of a parameter have different gradients of it.
+    """Raise UsageError if ranks that own the same block of a parameter have different gradients of it.
 
     Compares sums of magnitudes, so it finds a missing reduction, not a last bit. Collective.
     """
     for name in sorted(engine.parameters):
-        sharding = engine.sharding(name)
+        sharding = engine.owned_sharding(name)
         axes = tuple(axis for axis in engine.mesh.axes if axis not in sharding.axes)
         if name not in gradients or not axes:
             continue

@@ -1,7 +1,40 @@
-"""Sharding strategies, a page each: hand-written einsums with every collective in plain sight."""
+"""Sharding strategies, a page each: hand-written einsums with every collective in plain sight.
 
+Read ``single_device`` first, then any other: the same model, if it names no other, cut in another way.
+"""
+
+from spmd_engine.strategies.attention_heads import AttentionHeads
+from spmd_engine.strategies.column_parallel import ColumnParallel
 from spmd_engine.strategies.data_parallel import DataParallel
+from spmd_engine.strategies.fully_sharded import FullySharded
+from spmd_engine.strategies.hybrid import Hybrid
+from spmd_engine.strategies.names import STRATEGIES, default_axes, strategy_named
+from spmd_engine.strategies.pipeline import Pipeline
+from spmd_engine.strategies.replicate_shard import ReplicateShard
+from spmd_engine.strategies.ring_attention import RingAttention
+from spmd_engine.strategies.sequence_parallel import SequenceParallel
+from spmd_engine.strategies.sharded_gradients import ShardedGradients
+from spmd_engine.strategies.sharded_optimizer import ShardedOptimizer
 from spmd_engine.strategies.single_device import SingleDevice
 from spmd_engine.strategies.tensor_parallel import TensorParallel
+from spmd_engine.strategies.two_dimensional import TwoDimensional
 
-__all__ = ["DataParallel", "SingleDevice", "TensorParallel"]
+__all__ = [
+    "STRATEGIES",
+    "AttentionHeads",
+    "ColumnParallel",
+    "DataParallel",
+    "FullySharded",
+    "Hybrid",
+    "Pipeline",
+    "ReplicateShard",
+    "RingAttention",
+    "SequenceParallel",
+    "ShardedGradients",
+    "ShardedOptimizer",
+    "SingleDevice",
+    "TensorParallel",
+    "TwoDimensional",
+    "default_axes",
+    "strategy_named",
+]

@@ -16,10 +16,15 @@ class DataParallel(TwoLayers):
         5. dw0[d f] {U_data} = x[b/data d] · dz[b/data f],           dw0[d f] = AllReduce_data(...)
         6. dx[b/data d] = dz[b/data f] · w0[d f]
 
-    Each rank sends 2 S (n-1)/n bytes a step for S = 2 d f · itemsize bytes of parameters on n ranks, and holds
-    all 2 d f parameters.
+    Cost for each of n ranks, in numbers, with P = 2 d f parameters
+        sent    2 P (n-1)/n a micro-batch
+        held    P parameters, P gradients, P of each kind of optimizer state, as on one device
+        saved   b (d + f) / n
+
+    After Li et al., "PyTorch Distributed" (2020), section 3.2: gradients are sent while others are computed.
     """
 
+    axes = ("data",)
     shardings = {"layer_0/weights": "d f", "layer_1/weights": "f d"}
     input_sharding = output_sharding = "b/data d"
 

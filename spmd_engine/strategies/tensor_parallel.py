@@ -16,10 +16,17 @@ class TensorParallel(TwoLayers):
         5. dw1[f/model d] = relu(z[b f/model]) · dy[b d]
         6. dw0[d f/model] = x[b d] · dz[b f/model]
 
-    Each rank sends 4 b d (n-1)/n · itemsize bytes a step on n ranks and holds 2 d f / n parameters. f need not
-    be a multiple of n. After Shoeybi et al., "Megatron-LM" (2019), section 3.
+    Columns of w0 and rows of w1 are cut alike, so nothing is sent between the two. f need not be a multiple of n.
+
+    Cost for each of n ranks, in numbers, with P = 2 d f parameters
+        sent    4 b d (n-1)/n a micro-batch
+        held    P/n parameters, P/n gradients, P/n of each kind of optimizer state
+        saved   b d + b f / n
+
+    After Shoeybi et al., "Megatron-LM" (2019), section 3.
     """
 
+    axes = ("model",)
     shardings = {"layer_0/weights": "d f/model", "layer_1/weights": "f/model d"}
     input_sharding = output_sharding = "b d"
 

@@ -1,0 +1,73 @@
+"""What all pages of this folder share besides their algorithms: weights, stored as a strategy cuts them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from spmd_engine.arrays.backend import Array
+from spmd_engine.arrays.random import key_of, normal
+from spmd_engine.comm.mesh import Mesh
+from spmd_engine.engine.base import ShardedEngine
+from spmd_engine.engine.holdings import Index
+from spmd_engine.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One of a model's weights."""
+
+    shape: tuple[int, ...]  #: of the whole
+    inputs: int  #: over how many numbers each of its outputs sums
+
+    def initial(self, seed: int, name: str, dtype: Any, block: Index | None = None) -> Array:
+        """A block (default: all) of the starting values: normal, of deviation 1 / sqrt(inputs).
+
+        They are functions of seed, name and global index alone.
+        """
+        return normal(key_of(seed, name), self.shape, dtype, block) / self.inputs**0.5
+
+
+class Page(ShardedEngine):
+    """A model's weights, each rank's part of them as ``shardings`` says; zeros until they are loaded or initialized.
+
+    A model's class says what it works on, and makes the weights with ``_store``; a strategy's class adds the axes,
+    the shardings, forward and backward. In the costs that strategies' docstrings give, b is a micro-batch, ``sent``
+    and ``held`` are a rank's, ``saved`` is kept from forward to backward, and (n-1)/n is exact in the sum over ranks.
+    """
+
+    sample: str  #: letters of the inputs; outputs and targets have the same, and the squared error is the loss
+    sizes: tuple[str, str]  #: what the constructor's first two arguments are
+    axes: tuple[str, ...] = ()  #: the mesh axes that the strategy works over, the outermost first
+    weights: Mapping[str, Weight]
+
+    def _store(self, weights: Mapping[str, Weight], mesh: Mesh | None, dtype: Any) -> None:
+        if mesh is not None:
+            self.mesh = mesh
+        self.weights = weights
+        self.parameters = {
+            name: np.zeros(self.sharding(name).local_shape(weight.shape, self.mesh), dtype)
+            for name, weight in weights.items()
+        }
+
+    def global_shape(self, name: str) -> tuple[int, ...]:
+        return self.weights[name].shape  # known, so no rank need ask the others
+
+    def initialize(self, seed: int = 0) -> None:
+        """Fill this rank's parts with starting values, without a whole weight anywhere."""
+        for name, parameter in self.parameters.items():
+            parameter[...] = self.weights[name].initial(seed, name, parameter.dtype, self.index(name))
+        self.after_update()
+
+    def load_checkpoint(self, params: Mapping[str, Any]) -> None:
+        for name, parameter in self.parameters.items():
+            if name not in params:
+                raise UsageError(f"the checkpoint has no {name!r}; it has: {', '.join(sorted(params))}")
+            if tuple(params[name].shape) != self.global_shape(name):
+                raise UsageError(
+                    f"{name}: the checkpoint has shape {tuple(params[name].shape)}, the model {self.global_shape(name)}"
+                )
+            parameter[...] = self.block(name, params[name])
