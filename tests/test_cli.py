@@ -139,7 +139,7 @@ MISTAKES = {
     "no such run": ["--resume", "--run", "nothing"],
     "holds a run already": ["--run", "taken"],
     "needs CuPy": ["--device", "cuda"],
-    "--sequence-parallel needs an axis 'model'": ["--sequence-parallel"],
+    "needs an axis 'model'": ["--sequence-parallel"],
 }
 
 

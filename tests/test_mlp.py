@@ -188,7 +188,7 @@ def test_signals_and_gradients_keep_their_size_through_a_thousand_layers():
     with Mesh(data=1) as mesh:
         engine = LayeredEngine(deep_mlp(), mesh, dtype=np.float32)
         assert sum(name.endswith("weights") for name in engine.parameters) == 1000
-        x = np.random.default_rng(0).standard_normal((8, 16)).astype(np.float32)
+        x = np.random.default_rng(0).standard_normal((8, 64)).astype(np.float32)
         y = engine.forward(x)
         gradients = engine.backward(np.ones_like(y))
         assert 0.5 < np.linalg.norm(y) / np.linalg.norm(x) < 5
@@ -201,7 +201,7 @@ def test_signals_and_gradients_keep_their_size_through_a_thousand_layers():
 
 def test_models_by_name():
     assert build_model("mlp").parameter_count == 784 * 128 + 128 + 128 * 127 + 127 + 127 * 10 + 10
-    assert build_model("deep-mlp").parameter_count == 1000 * (16 * 16 + 16)
+    assert build_model("deep-mlp").parameter_count == 1000 * (64 * 64 + 64)
     assert build_model("two-layers").parameter_count == 2 * 64 * 256
     assert build_model("gpt-nano").name == "gpt-nano"
     with pytest.raises(UsageError, match="choose one of gpt-nano, gpt-mini, gpt2, mlp, deep-mlp, two-layers"):

@@ -30,7 +30,7 @@ HEIGHT = {name: height for height, names in enumerate(FLOORS) for name in names}
 #: What a floor may import less than its height allows.
 ONLY = {
     "strategies": {"errors", "arrays", "comm", "sharding", "engine"},  # never layers or models
-    "spmd_engine": {"comm"},
+    "spmd_engine": {"comm", "engine"},
 }
 
 LONGEST = 300  # lines

@@ -101,6 +101,11 @@ def check_composition(options: Mapping[str, Any], axes: Mapping[str, int]) -> No
         )
 
 
+def storage_of(config: Mapping[str, Any]) -> Storage:
+    """How a configuration stores parameters, gradients and optimizer state."""
+    return Storage(config.get("zero"), config.get("group_threshold", THRESHOLD), config.get("group_cap", CAP))
+
+
 def build_engine(config: Mapping[str, Any], mesh: Mesh, *, device: str = "cpu") -> LayeredEngine:
     """The engine that a configuration describes, on this mesh. ``config`` may lack any of the composing options."""
     check_composition(config, mesh.axes)
@@ -112,9 +117,6 @@ def build_engine(config: Mapping[str, Any], mesh: Mesh, *, device: str = "cpu") 
         sequence_parallel=bool(config.get("sequence_parallel")),
         balanced="context" in mesh.axes and method != "ulysses",  # whose ranks all have the whole sequence
     )
-    storage = Storage(
-        config.get("zero"), config.get("group_threshold", THRESHOLD), config.get("group_cap", CAP)
-    )
     schedule = None
     if mesh.axes.get("pipe", 1) > 1:
         schedule = schedules.named(config.get("schedule") or "1f1b", config.get("chunks"))
@@ -125,7 +127,7 @@ def build_engine(config: Mapping[str, Any], mesh: Mesh, *, device: str = "cpu") 
         seed=config["seed"],
         dtype=np.dtype(config.get("dtype", "float32")),
         backend=get_backend(device, mesh.local_rank),
-        storage=storage,
+        storage=storage_of(config),
         schedule=schedule,
         stages=parse_division(config.get("stages") or "even"),
         recompute=Recompute(config.get("recompute", "none")),

@@ -2,51 +2,104 @@
 
 from __future__ import annotations
 
-from math import prod
+from collections.abc import Sequence
+from typing import Any
 
 import click
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from spmd_engine.cli.composition import check_composition, composition_options, storage_of
 from spmd_engine.cli.options import mesh_option
+from spmd_engine.cli.show.bytes_per_rank import CLASSES, bytes_per_rank
 from spmd_engine.comm.mesh import parse_axes
 from spmd_engine.comm.world import launcher_rank
-from spmd_engine.models.names import build_model
+from spmd_engine.engine import schedules
+from spmd_engine.engine.plan import PIPE, Plan, make_plan
+from spmd_engine.engine.stages import parse_division
+from spmd_engine.models import Model, layout_for
+from spmd_engine.models.names import MODELS, build_model
 from spmd_engine.sharding.layout import Layout
-from spmd_engine.sharding.place import all_places
+from spmd_engine.sharding.place import Place, all_places
+
+_STATES = 2  # arrays of AdamW for each parameter
 
 
 @click.command(short_help="Show how a model is cut, and bytes per rank.")
-@click.option("--model", default="gpt-nano", show_default=True, help="gpt-nano, gpt-mini or gpt2.")
+@click.option("--model", default="gpt-nano", show_default=True, help=f"One of {', '.join(MODELS)}.")
 @mesh_option
 @click.option("--dtype", type=click.Choice(["float32", "float64"]), default="float32", show_default=True)
-@click.option("--sequence-parallel", is_flag=True, help="Cut the sequence over 'model' between layers.")
-def inspect(model: str, mesh: str | None, dtype: str, sequence_parallel: bool) -> None:
+@composition_options
+def inspect(model: str, mesh: str | None, dtype: str, **options: Any) -> None:
     """Print every parameter with its sharding ("d f/model": f divided over axis model) and what ranks hold.
 
-    No rank is started: any mesh can be inspected anywhere.
+    No rank is started: any mesh can be inspected anywhere. Parameters are listed as layers use them; under --zero,
+    what is stored in parts is stored by groups, whose number is that of the collectives each pass makes.
+
+    \b
+      python -m spmd_engine inspect --model gpt2 --mesh data=4,model=8
+      python -m spmd_engine inspect --model deep-mlp --mesh data=8 --zero 3 --group-threshold 500000
     """
     if launcher_rank() > 0:
         return
-    places = all_places(parse_axes(mesh) if mesh else {"data": 1})
+    axes = parse_axes(mesh) if mesh else {"data": 1}
+    check_composition(options, axes)
+    places = all_places(axes)
     built = build_model(model)
-    layout = Layout.for_mesh(places[0], sequence_parallel=sequence_parallel)
+    layout = layout_for(built, places[0], sequence_parallel=bool(options["sequence_parallel"]))
     itemsize = np.dtype(dtype).itemsize
-    table = Table("parameter", "sharding", "whole shape", "on rank 0", box=None, header_style="bold")
-    held = np.zeros(len(places), np.int64)
-    for name, (parameter, shape) in built.parameters():
-        spec = layout.spec(parameter.dims)
-        blocks = [spec.local_shape(shape, place) for place in places]
-        held += [prod(block) for block in blocks]
-        table.add_row(name, str(spec), "x".join(map(str, shape)), "x".join(map(str, blocks[0])))
+    stages = parse_division(options["stages"] or "even")
+    chunks = schedules.named(options["schedule"] or "1f1b", options["chunks"]).chunks if axes.get(PIPE, 1) > 1 else 1
+    storage = storage_of(options)
+    plans = [
+        make_plan(built, place, layout, itemsize, storage=storage, stages=stages, chunks_per_stage=chunks)
+        for place in _one_a_stage(places)
+    ]
     console = Console(highlight=False, width=None)
     console.print(f"{model}: {built.parameter_count:,} parameters, {dtype}")
     console.print(f"mesh {places[0]}: {len(places)} ranks")
     console.print(f"inputs {layout.spec(built.inputs)}, outputs {layout.spec(built.outputs)}\n")
-    console.print(table)
-    summary = Table("bytes per rank", "least", "most", box=None, header_style="bold")
-    for kind, copies in (("parameters", 1), ("gradients", 1), ("optimizer state (AdamW)", 2), ("together", 4)):
-        summary.add_row(kind, *(f"{int(n) * itemsize * copies:,}" for n in (held.min(), held.max())))
+    console.print(_parameters(built, places[0], layout, plans[0] if len(plans) > 1 else None))
     console.print()
-    console.print(summary)
+    for stage, plan in enumerate(plans):
+        where = f"stage {stage}: " if len(plans) > 1 else ""
+        here = _counted(len(plan.uses), "layer"), _counted(len(list(plan.members)), "parameter")
+        console.print(f"{where}{here[0]} with {here[1]} -> {_counted(len(plan.groups), 'group')}")
+    held = bytes_per_rank(
+        built, places, storage, itemsize, _STATES, stages, layout=layout, chunks_per_stage=chunks
+    )
+    console.print()
+    console.print(_summary(held))
+
+
+def _one_a_stage(places: Sequence[Place]) -> list[Place]:
+    """The first rank of each stage of a pipeline, or the first of all."""
+    return [place for place in places if not any(n for axis, n in place.coordinates.items() if axis != PIPE)]
+
+
+def _parameters(model: Model, place: Place, layout: Layout, plan: Plan | None) -> Table:
+    columns = ["parameter", "sharding", "whole shape", "on the first rank", *(["stages"] if plan else [])]
+    table = Table(*columns, box=None, header_style="bold")
+    for name, (parameter, shape) in model.parameters():
+        spec = layout.spec(parameter.dims)
+        block = spec.local_shape(shape, place)
+        stages = [",".join(map(str, plan.holders[name]))] if plan else []
+        table.add_row(name, str(spec), "x".join(map(str, shape)), "x".join(map(str, block)), *stages)
+    return table
+
+
+def _summary(held: Sequence[Sequence[tuple[str, int]]]) -> Table:
+    """Least and most of each class of bytes, over the ranks."""
+    table = Table("bytes per rank", "least", "most", box=None, header_style="bold")
+    by_rank = np.array([[count for _, count in rank] for rank in held])
+    notes = {"optimizer state": "optimizer state (AdamW)", "largest groups": "whole for a while (largest groups)"}
+    for kind, counts in zip(CLASSES, by_rank.T, strict=True):
+        table.add_row(notes.get(kind, kind), f"{counts.min():,}", f"{counts.max():,}")
+    together = by_rank.sum(axis=1)
+    table.add_row("together", f"{together.min():,}", f"{together.max():,}")
+    return table
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

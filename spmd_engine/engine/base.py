@@ -59,6 +59,7 @@ class ShardedEngine(Holdings, ABC):
     output_sharding: str = ""
     loss: Loss = staticmethod(mean_squared_error)
     input_gradient: Array | None = None  #: of the last backward
+    checks_replicas: bool = True  #: whether the next step compares the gradients of ranks that hold the same block
 
     # --- to be defined -----------------------------------------------------------------------------------
 
@@ -192,9 +193,9 @@ class ShardedEngine(Holdings, ABC):
                     total += value
                 for name, array in self.backward(gradient).items():
                     gradients[name] = gradients[name] + array if name in gradients else array
-        if self.mesh.checks and not self.__dict__.get("_replicas_checked"):  # in the first step
+        if self.mesh.checks and self.checks_replicas:
             check_replicas(self, gradients)
-            self._replicas_checked = True
+            self.checks_replicas = False  # a reduction that is there once is there in every step
         self.gradients = gradients
         return self._sum_loss(total)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,6 +45,15 @@ class Chunk:
         self._segments, self._layers, self._shards = segments, layers, shards
         self._parameters, self._reducer = parameters, reducer
         self._numbers = [number for segment in segments for number in segment.layers]
+
+    @contextmanager
+    def watched(self, watch: Callable[[str, Layer], Layer]) -> Iterator[None]:
+        """Meanwhile ``watch(name, layer)`` takes the place of each layer."""
+        layers, self._layers = self._layers, [(name, watch(name, layer)) for name, layer in self._layers]
+        try:
+            yield
+        finally:
+            self._layers = layers
 
     def forward(self, x: Array, at: At) -> tuple[Array, list[Saved]]:
         """The output, and what the backward needs."""

@@ -13,7 +13,7 @@ from spmd_engine.engine.holdings import Holdings, Index
 from spmd_engine.engine.plan import PIPE, Plan, Storage
 from spmd_engine.engine.storage import GroupStorage
 from spmd_engine.errors import UsageError
-from spmd_engine.models.model import Model
+from spmd_engine.layers.layer import Parameter
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.sharding.notation import Spec
 
@@ -21,15 +21,21 @@ from spmd_engine.sharding.notation import Spec
 class GroupedHoldings(Holdings):
     """A model's parameters by name, stored in groups as a plan says."""
 
-    model: Model
     layout: Layout
 
-    def _store(self, plan: Plan, mesh: Mesh, storage: Storage, dtype: np.dtype, backend: Backend) -> None:
-        """Make the arrays, all zeros."""
-        self.plan = plan
+    def _store(
+        self,
+        described: Mapping[str, tuple[Parameter, tuple[int, ...]]],
+        plan: Plan,
+        mesh: Mesh,
+        storage: Storage,
+        dtype: np.dtype,
+        backend: Backend,
+    ) -> None:
+        """Make the arrays, all zeros, of parameters ``described`` by name with their whole shapes."""
+        self.plan, self._described = plan, described
         zero = storage.stage(mesh.axes)
         self._storages = [GroupStorage(group, mesh, zero, dtype, backend) for group in plan.groups]
-        self._described = dict(self.model.parameters())
         #: blocks, and fully sharded some rows of them (none, perhaps)
         self.parameters = self._by_name(lambda each: each.group.views(each.stored_parameters, each.stored))
         self._stored_rows = self._by_name(lambda each: each.group.rows(each.stored))
@@ -64,7 +70,9 @@ class GroupedHoldings(Holdings):
         if rows is None:
             return None
         block = self.sharding(name).block(self.global_shape(name), self.mesh)
-        return (slice(block[0].start + rows.start, block[0].start + rows.stop), *block[1:]) if block else ()
+        if not block:  # a number has no rows: it is here, or it is not
+            return () if rows.stop > rows.start else None
+        return (slice(block[0].start + rows.start, block[0].start + rows.stop), *block[1:])
 
     def block(self, name: str, array: Any, owned: bool = False) -> Array:
         block = np.asarray(array[self.owned_index(name) if owned else self.index(name)])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from spmd_engine.engine.recompute import Recompute, segments
 from spmd_engine.engine.reducer import Reducer
 from spmd_engine.engine.stages import Division
 from spmd_engine.errors import UsageError
-from spmd_engine.layers.layer import At
+from spmd_engine.layers.layer import At, Layer
 from spmd_engine.models import Model, layout_for
 from spmd_engine.sharding.dealing import deal, undeal
 from spmd_engine.sharding.layout import Layout
@@ -71,7 +72,7 @@ class LayeredEngine(GroupedHoldings, ShardedEngine):
             stages=stages,
             chunks_per_stage=self.schedule.chunks,
         )
-        self._store(plan, self.mesh, storage, self.dtype, backend)
+        self._store(dict(model.parameters()), plan, self.mesh, storage, self.dtype, backend)
         self._neighbours = Neighbours(pipe, len(plan.chunks), backend)
         self._open = OpenParameters(self._storages, plan.uses)
         passes = [plan.chunks[number] for number in plan.mine]
@@ -187,6 +188,14 @@ class LayeredEngine(GroupedHoldings, ShardedEngine):
         return At(inside, residual, samples, step, self.seed, training=self.is_training, length=length)
 
     # --- training ----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def watched(self, watch: Callable[[str, Layer], Layer]) -> Iterator[None]:
+        """Meanwhile ``watch(name, layer)`` takes the place of each layer here: to see what goes in and comes out."""
+        with ExitStack() as stack:
+            for chunk in self._chunks.values():
+                stack.enter_context(chunk.watched(watch))
+            yield
 
     def step(self, batch: Batch, loss: Loss | None = None) -> float:
         """As ShardedEngine.step; gradients are summed over ranks while the backward still runs."""

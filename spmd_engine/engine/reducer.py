@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from spmd_engine.comm.pending import Pending
 from spmd_engine.engine.storage import GroupStorage
+from spmd_engine.errors import SpmdError
 from spmd_engine.layers.gradients import GradientSums
 
 IN_FLIGHT = 2  #: groups of micro-batches' gradients that may be under way to their owners (ZeRO-2 and 3)
@@ -46,6 +48,9 @@ class Reducer:
 
     def begin(self, micro_batches: int) -> None:
         """Make ready for a step, also after one that an exception broke off."""
+        for pending in self._reducing:  # of such a one: until they end they write to the gradients
+            with suppress(SpmdError):
+                pending.wait()
         self._reducing.clear()
         self._in_flight.clear()
         self._waiting.clear()

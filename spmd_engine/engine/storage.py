@@ -125,17 +125,27 @@ class GroupStorage:
 
         Before stage 2 that happens in place. From stage 2 on the whole gradients' memory is given away with it.
         """
-        whole = self.whole_gradients
         if not self.owners:
-            return self.rest.start_all_reduce(whole, out=whole, label="gradients") if self.rest else None
+            return None if self._shared_by_stages else self._start_all_reduce()
         out = self.own_gradients if self.zero == 1 else None
-        pending = self.owners.start_reduce_scatter(whole, sizes=self._sizes, out=out, label="gradients")
+        pending = self.owners.start_reduce_scatter(
+            self.whole_gradients, sizes=self._sizes, out=out, label="gradients"
+        )
         if self.zero >= 2:
             self.whole_gradients = self._gradient_views = None
         return pending
 
     def start_reduce_rest(self) -> Pending | None:
-        """Begin to sum the own part over those who own the same one; None: there are none."""
-        if not self.owners or not self.rest:
-            return None
-        return self.rest.start_all_reduce(self.own_gradients, out=self.own_gradients, label="gradients")
+        """Begin to sum the own part over those who own the same one; None: there are none, or it has begun.
+
+        Last, and in the order of groups: stages finish with what they share in different orders.
+        """
+        return self._start_all_reduce() if self.owners or self._shared_by_stages else None
+
+    def _start_all_reduce(self) -> Pending | None:
+        own = self.own_gradients
+        return self.rest.start_all_reduce(own, out=own, label="gradients") if self.rest else None
+
+    @property
+    def _shared_by_stages(self) -> bool:
+        return len(self.group.summed.stages) > 1

@@ -53,7 +53,7 @@ def two_layers(width: int = 64, hidden: int = 256, name: str = "two-layers") -> 
     return Model(name, (("layer_0", up), ("layer_1", down)), "b d", "b d", "b d", squared_loss)
 
 
-def deep_mlp(layers: int = 1000, width: int = 16, name: str = "deep-mlp") -> Model:
+def deep_mlp(layers: int = 1000, width: int = 64, name: str = "deep-mlp") -> Model:
     """x[b d] to y[b d], by the mean squared error, through so many dense layers: pairs d -> f -> d that are skipped.
 
     Small parameters by the thousand. Each pair adds little at first, so that signals and gradients keep their size

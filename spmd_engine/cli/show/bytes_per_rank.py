@@ -23,6 +23,9 @@ def bytes_per_rank(
     itemsize: int,
     states: int,
     stages: Division = "even",
+    *,
+    layout: Layout | None = None,
+    chunks_per_stage: int = 1,
 ) -> list[tuple[tuple[str, int], ...]]:
     """Pairs of a class (of CLASSES) and bytes, for every rank in order.
 
@@ -30,7 +33,7 @@ def bytes_per_rank(
     for a while of what is stored in parts, at the worst moment of one micro-batch's backward. Activations are not
     counted. Raises UsageError if there are fewer layers than stages.
     """
-    layout = layout_for(model, places[0])
+    layout = layout or layout_for(model, places[0])
     letters = {letter for _, (parameter, _) in model.parameters() for letter in parameter.dims.split()}
     shaping = {"pipe", *(axis for letter in letters for axis in layout.axes(letter))}
     shares: dict[tuple[int, ...], _Share] = {}
@@ -38,7 +41,7 @@ def bytes_per_rank(
     for place in places:
         where = tuple(place.coordinates[axis] for axis in place.axes if axis in shaping)
         if where not in shares:  # the same for all that differ in the batch alone
-            shares[where] = _share(model, place, layout, storage, itemsize, stages)
+            shares[where] = _share(model, place, layout, storage, itemsize, stages, chunks_per_stage)
         share = shares[where]
         owned = sum(parts[place.index(axes)] for axes, parts in share.owned)
         zero = storage.stage(place.axes)
@@ -62,9 +65,9 @@ class _Share:
 
 
 def _share(
-    model: Model, place: Place, layout: Layout, storage: Storage, itemsize: int, stages: Division
+    model: Model, place: Place, layout: Layout, storage: Storage, itemsize: int, stages: Division, chunks: int
 ) -> _Share:
-    plan = make_plan(model, place, layout, itemsize, storage=storage, stages=stages)
+    plan = make_plan(model, place, layout, itemsize, storage=storage, stages=stages, chunks_per_stage=chunks)
     owned = []
     for group in plan.groups:
         intervals = group.intervals(place.axis_size(group.summed.cut))

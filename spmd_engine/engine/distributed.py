@@ -1,0 +1,145 @@
+"""``as_distributed``: a model for one device, spread over all ranks in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from spmd_engine.arrays.backend import Array
+from spmd_engine.comm.mesh import Mesh
+from spmd_engine.engine.base import Loss, ShardedEngine
+from spmd_engine.engine.batch import Batch
+from spmd_engine.engine.grouped import GroupedHoldings
+from spmd_engine.engine.layered import LayeredEngine
+from spmd_engine.engine.plan import Plan, Storage
+from spmd_engine.engine.reducer import Reducer
+from spmd_engine.errors import UsageError
+from spmd_engine.layers.layer import Layer, Parameter
+from spmd_engine.layers.loss import mean_squared_error
+from spmd_engine.models.model import Model
+from spmd_engine.sharding.groups import Member, Sum, make_groups
+from spmd_engine.sharding.layout import Layout
+
+Layers = Sequence[Layer | tuple[str, Layer]]
+
+
+def as_distributed(
+    model: Model | Layers | ShardedEngine,
+    mesh: Mesh | None = None,
+    *,
+    zero: int | None = None,
+    inputs: str = "b d",
+    outputs: str = "b d",
+    loss: Loss = mean_squared_error,
+    **options: Any,
+) -> ShardedEngine:
+    """An engine that trains ``model`` on all ranks, each with a part of the batch and of the model.
+
+    A ``Model``, or a list of layers (with names or without) whose input and output have the letters ``inputs`` and
+    ``outputs``, becomes a ``LayeredEngine``, fully sharded (``zero=3``) unless told otherwise; ``options`` are its.
+    A ShardedEngine written for one device keeps its own arrays, so gradients and optimizer state are what is stored
+    in parts (``zero=2``; 1: the optimizer's state alone). Raises UsageError for one that is cut already.
+    """
+    if isinstance(model, ShardedEngine):
+        return DistributedEngine(model, mesh, zero=2 if zero is None else zero, **options)
+    if not isinstance(model, Model):
+        named = tuple(each if isinstance(each, tuple) else (f"layer{i}", each) for i, each in enumerate(model))
+        model = Model("model", named, inputs, outputs, outputs, _without_shards(loss))
+    return LayeredEngine(model, mesh, storage=Storage(3 if zero is None else zero), **options)
+
+
+def _without_shards(loss: Loss):
+    def of_blocks(sh, outputs, targets, **options):
+        return loss(outputs, targets, **options)
+
+    return of_blocks
+
+
+class DistributedEngine(GroupedHoldings, ShardedEngine):
+    """An engine for one device on every rank, each with its part of the batch; its state in parts, by groups."""
+
+    def __init__(self, engine: ShardedEngine, mesh: Mesh | None = None, *, zero: int = 2) -> None:
+        _check(engine, zero)
+        self.mesh = mesh if mesh is not None else Mesh()
+        self.engine, self.backend, self.loss, self.layout = engine, engine.backend, engine.loss, Layout()
+        #: whatever comes after the batch is whole
+        self.input_sharding = self.output_sharding = f"b/{','.join(self.mesh.axes)}"
+        storage = Storage(zero)
+        over = tuple(axis for axis, size in self.mesh.axes.items() if size > 1)
+        summed = Sum(over, storage.cut(over, self.mesh.axes))
+        arrays = engine.parameters
+        described = {
+            name: (Parameter(" ".join("ijklmnop"[: array.ndim]), decay=engine.decays(name)), array.shape)
+            for name, array in arrays.items()
+        }
+        members = [Member(name, x.shape, described[name][0].decay, summed, x.size) for name, x in arrays.items()]
+        dtype = next(iter(arrays.values())).dtype
+        uses = {0: {name: name for name in arrays}}
+        groups = make_groups(members, dtype.itemsize)
+        plan = Plan([range(1)], [0], uses, dict.fromkeys(arrays, (0,)), groups)
+        self._store(described, plan, self.mesh, storage, dtype, self.backend)
+        self._reducer = Reducer(self._storages, uses, [range(1)])
+        self._take_over()
+
+    def load_checkpoint(self, params: Mapping[str, Any]) -> None:
+        self.engine.load_checkpoint(params)
+        self._take_over()
+
+    def _take_over(self) -> None:
+        for name, array in self.engine.parameters.items():
+            self.parameters[name][...] = array
+
+    def after_update(self) -> None:
+        super().after_update()
+        for name, array in self.engine.parameters.items():
+            array[...] = self.parameters[name]
+        self.engine.after_update()
+
+    def forward(self, x: Array) -> Array | None:
+        return self.engine.forward(x)
+
+    def backward(self, grads: Array | None) -> dict[str, Array]:
+        """Gradients by name, like ``owned``, summed over the batch: of this one micro-batch alone."""
+        self._reducer.begin(1)
+        self._backward(grads)
+        self._reducer.finish()
+        return {name: gradient.copy() for name, gradient in self.named(self._own_gradients()).items()}
+
+    def _backward(self, grads: Array | None) -> None:
+        sums = self._reducer.sums(0)
+        for name, gradient in self.engine.backward(grads).items():
+            sums.add(name, gradient)
+        self._reducer.layer_done(0)
+        self.input_gradient = self.engine.input_gradient
+
+    def step(self, batch: Batch, loss: Loss | None = None) -> float:
+        """As ShardedEngine.step; what is stored in parts goes to its owners after each micro-batch."""
+        count = self.count(batch)
+        self._reducer.begin(len(batch.micro_batches))
+        total = 0.0
+        for m, micro in enumerate(batch.micro_batches):
+            with self.engine.micro_batch(m):
+                outputs = self.engine.forward(micro.inputs)
+                value, gradient = (loss or self.loss)(outputs, micro.targets, **micro.loss_options(count))
+                self._backward(gradient)
+            total += value
+        self._reducer.finish()
+        self.gradients = self._own_gradients()
+        return self._sum_loss(total)
+
+    def inference(self) -> AbstractContextManager[None]:
+        return self.engine.inference()
+
+
+def _check(engine: ShardedEngine, zero: int) -> None:
+    what = f"as_distributed: {type(engine).__name__}"
+    if not engine.parameters:
+        raise UsageError(f"{what} has no parameters yet; load a checkpoint into it first")
+    if "/" in engine.input_sharding or any(engine.sharding(name).axes for name in engine.parameters):
+        raise UsageError(f"{what} is cut over mesh axes already; run it as it is")
+    if zero not in (0, 1, 2):
+        raise UsageError(f"{what}: zero={zero}, but an engine of its own keeps whole parameters; choose 0, 1 or 2")
+    dtypes = sorted({str(array.dtype) for array in engine.parameters.values()})
+    if len(dtypes) > 1:
+        raise UsageError(f"{what} has parameters of several dtypes, {', '.join(dtypes)}; they share flat arrays")

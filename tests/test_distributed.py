@@ -1,0 +1,151 @@
+"""as_distributed: what one device computes, on all ranks, in one line."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+from spmd_engine import Mesh, ShardedEngine, as_distributed, run
+from spmd_engine.arrays import einsum
+from spmd_engine.engine import SGD, AdamW
+from spmd_engine.engine.batch import batch_of
+from spmd_engine.errors import UsageError
+from spmd_engine.layers import Linear
+from spmd_engine.models import two_layers
+from spmd_engine.training import Trainer
+
+WIDTH, HIDDEN, BATCH = 5, 7, 11
+
+
+class OneDevice(ShardedEngine):
+    """y[b o] = x[b d] · w[d o] + bias[o], written for one device."""
+
+    def __init__(self):
+        rng = np.random.default_rng(0)
+        self.parameters = {"w": rng.standard_normal((WIDTH, WIDTH)), "bias": np.zeros(WIDTH)}
+
+    def load_checkpoint(self, params):
+        self.parameters = {name: self.block(name, params[name]) for name in ("w", "bias")}
+
+    def forward(self, x):
+        self.tape.push(x)
+        return einsum("bd,do->bo", x, self.parameters["w"]) + self.parameters["bias"]
+
+    def backward(self, grads):
+        x = self.tape.pop()
+        self.input_gradient = einsum("bo,do->bd", grads, self.parameters["w"])
+        return {"w": einsum("bd,bo->do", x, grads), "bias": grads.sum(axis=0)}
+
+
+def data(step):
+    rng = np.random.default_rng(step)
+    return rng.standard_normal((BATCH, WIDTH)), rng.standard_normal((BATCH, WIDTH))
+
+
+def train(make, optimizer=AdamW, micro_batches=2, **axes):
+    """Losses, whole gradients of the last step and whole parameters after some steps."""
+    with Mesh(**axes) as mesh:
+        engine = make(mesh)
+        trainer = Trainer(
+            engine,
+            optimizer(),
+            lambda step: batch_of(*data(step), engine, micro_batches, step),
+            lambda step: 0.05,
+            grad_clip=0.5,
+        )
+        losses = [report.loss for report in trainer.run(4)]
+        gradients = {name: engine.gather_owned(name, engine.gradients) for name in engine.names}
+        return losses, gradients, {name: engine.gather(name) for name in engine.names}
+
+
+def own(zero):
+    return lambda mesh: as_distributed(OneDevice(), mesh, zero=zero)
+
+
+def layers(zero):
+    stack = [Linear(("d", WIDTH), ("f", HIDDEN), activation="relu"), ("last", Linear(("f", HIDDEN), ("d", WIDTH)))]
+    return lambda mesh: as_distributed(stack, mesh, zero=zero, dtype=np.float64)
+
+
+def model(zero):
+    return lambda mesh: as_distributed(two_layers(WIDTH, HIDDEN), mesh, zero=zero, dtype=np.float64)
+
+
+MODELS = {"an engine": (own, (None, 0, 1, 2)), "layers": (layers, (None, 0, 3)), "a model": (model, (None, 2))}
+CASES = [(kind, zero) for kind, (_, zeros) in MODELS.items() for zero in zeros]
+
+
+@cache
+def one_device(kind):
+    make = (lambda mesh: OneDevice()) if kind == "an engine" else MODELS[kind][0](0)
+    return run(lambda: train(make), 1)[0]
+
+
+@pytest.mark.parametrize(("kind", "zero"), CASES)
+@pytest.mark.parametrize("axes", [{"data": 1}, {"data": 3}, {"replicate": 2, "shard": 2}], ids=str)
+def test_it_computes_what_one_device_does(kind, zero, axes):
+    losses, gradients, parameters = one_device(kind)
+    for result in run(lambda: train(MODELS[kind][0](zero), **axes), int(np.prod(list(axes.values())))):
+        np.testing.assert_allclose(result[0], losses, rtol=1e-11)
+        for ours, theirs in ((result[1], gradients), (result[2], parameters)):
+            assert list(ours) == list(theirs)
+            for name in ours:
+                np.testing.assert_allclose(ours[name], theirs[name], atol=1e-11, err_msg=name)
+
+
+def test_state_is_in_parts():
+    def program(make):
+        with Mesh() as mesh:
+            engine = make(mesh)
+            return sum(x.size for x in engine.parameters.values()), sum(x.size for x in engine.owned.values())
+
+    whole = WIDTH * WIDTH + WIDTH
+    for stored, owned in run(program, 3, args=(own(2),)):
+        assert stored == whole and abs(owned - whole / 3) <= WIDTH
+    sizes = run(program, 3, args=(layers(3),))
+    assert sum(stored for stored, _ in sizes) == WIDTH * HIDDEN * 2 + WIDTH + HIDDEN
+    assert all(stored == owned for stored, owned in sizes)
+
+
+def test_the_engine_itself_has_what_was_trained():
+    def program():
+        inner = OneDevice()
+        engine = as_distributed(inner)
+        trainer = Trainer(engine, SGD(), lambda step: batch_of(*data(step), engine, step=step), lambda step: 0.1)
+        trainer.step()
+        assert np.array_equal(inner.parameters["w"], engine.gather("w"))
+        outputs = []
+        engine.inference_loop([data(0)[0]], type("Outputs", (), {"write": lambda self, y: outputs.append(y)})())
+        if engine.device_id == 0:
+            np.testing.assert_allclose(outputs[0], data(0)[0] @ inner.parameters["w"] + inner.parameters["bias"])
+
+    run(program, 3)
+
+
+class Cut(OneDevice):
+    shardings = {"w": "d o/data"}
+
+
+class Mixed(OneDevice):
+    def __init__(self):
+        super().__init__()
+        self.parameters["bias"] = self.parameters["bias"].astype(np.float32)
+
+
+class Empty(OneDevice):
+    def __init__(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("engine", "zero", "message"),
+    [
+        (Cut, None, "cut over mesh axes already"),
+        (Empty, None, "no parameters yet"),
+        (Mixed, None, "several dtypes, float32, float64"),
+        (OneDevice, 3, "choose 0, 1 or 2"),
+    ],
+)
+def test_what_cannot_be_spread_is_refused(engine, zero, message):
+    with pytest.raises(UsageError, match=message):
+        as_distributed(engine(), Mesh(), zero=zero)
