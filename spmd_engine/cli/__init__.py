@@ -13,6 +13,7 @@ from spmd_engine.cli.infer import infer
 from spmd_engine.cli.inspect import inspect
 from spmd_engine.cli.show import show
 from spmd_engine.cli.train import train
+from spmd_engine.cli.verify import verify
 from spmd_engine.comm.world import fail, launcher_rank
 from spmd_engine.errors import UsageError
 
@@ -35,7 +36,7 @@ def cli() -> None:
     """
 
 
-for command in (train, generate, infer, inspect, show):
+for command in (train, generate, infer, inspect, show, verify):
     cli.add_command(command)
 
 

@@ -9,25 +9,25 @@ from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from spmd_engine.cli.job import Job
 from spmd_engine.cli.terminal import console
-from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.training.data import Corpus
 from spmd_engine.training.trainer import StepReport
 
 
 class Reporter:
     """What people see of a run, on rank 0 alone: a bar or lines, and ``metrics.jsonl``."""
 
-    def __init__(self, options, engine: LayeredEngine, corpus: Corpus, folder: Path, done: int, stop: int) -> None:
-        self.speaks = engine.device_id == 0
-        self.unit, self.each = (" nats per byte", "tokens") if engine.model.vocabulary else ("", "targets")
+    def __init__(self, options, job: Job, folder: Path, done: int, stop: int) -> None:
+        self.speaks = job.engine.device_id == 0
+        self.unit, self.each = (" nats per byte", "tokens") if job.writes else ("", "targets")
+        count = job.parameter_count
         self.folder, self.done, self.stop = folder, done, stop
         self.console = console() if self.speaks else None
         self.bar: Progress | None = None
         if self.speaks:
-            mesh = engine.mesh
+            mesh, corpus = job.engine.mesh, job.corpus
             self._say(
-                f"{options['model']}: {engine.model.parameter_count:,} parameters, {options['dtype']}, mesh {mesh} "
+                f"{options['strategy'] or options['model']}: {count:,} parameters, {options['dtype']}, mesh {mesh} "
                 f"on {mesh.node_count} node(s); {len(corpus.train):,} tokens from {corpus.files} files"
             )
             if done >= stop:

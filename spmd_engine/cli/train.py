@@ -10,7 +10,8 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from spmd_engine.cli.composition import COMPOSITION, build_engine, check_composition, composition_options
+from spmd_engine.cli.composition import COMPOSITION, check_composition, composition_options
+from spmd_engine.cli.job import PAGE_MODEL, Job, open_job
 from spmd_engine.cli.options import (
     check_option,
     device_option,
@@ -22,15 +23,16 @@ from spmd_engine.cli.options import (
 from spmd_engine.cli.report import Reporter
 from spmd_engine.comm.agreement import on_rank_zero, text_from_rank_zero
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.engine.layered import LayeredEngine
+from spmd_engine.comm.world import world
+from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.optimizers import SGD, AdamW, Optimizer, WarmupCosine
 from spmd_engine.errors import UsageError
 from spmd_engine.models.names import MODELS
+from spmd_engine.strategies import STRATEGIES, default_axes, strategy_named
 from spmd_engine.training.checkpoint import PARAMETERS, load_checkpoint, save_checkpoint
-from spmd_engine.training.data import Corpus, decode, encode, load_corpus
+from spmd_engine.training.data import Corpus, decode, encode
 from spmd_engine.training.generate import generate
 from spmd_engine.training.trainer import Trainer
-from spmd_engine.training.windows import Windows, data_for
 
 POSITIVE = click.IntRange(min=1)
 NOT_NEGATIVE = click.FloatRange(min=0.0, max=1e30)  # the bound keeps nan and inf out
@@ -62,6 +64,7 @@ PROMPT = "def "
 @click.option("--sample", type=click.IntRange(0), default=240, show_default=True, help="Tokens written at the end.")
 @click.option("--run", metavar="NAME", help="Folder for results, or its name under runs/. [default: MODEL-NUMBER]")
 @click.option("--resume", is_flag=True, help="Go on with --run, with its own options but --mesh.")
+@click.option("--strategy", metavar="NAME", help=f"Train a page of strategies/ instead: {', '.join(STRATEGIES)}.")
 @composition_options
 @device_option
 @check_option
@@ -83,17 +86,26 @@ def train(context: click.Context, **options: Any) -> None:
         if options["model"] != saved["model"] and "model" in given:
             raise UsageError(f"{options['run']} is a {saved['model']}; --model {options['model']} cannot go on with it")
         options |= {k: v for k, v in saved.items() if k in options and k not in given | OF_THIS_TIME}
-    with open_mesh(options["mesh"], check=options["check"]) as mesh:
-        check_composition(options, mesh.axes)
+    if options["strategy"] and context.get_parameter_source("model") is ParameterSource.DEFAULT:
+        options["model"] = PAGE_MODEL
+    with _open_mesh(options) as mesh:
+        if not options["strategy"]:
+            check_composition(options, mesh.axes)
         _train(options, mesh)
 
 
+def _open_mesh(options: dict[str, Any]) -> Mesh:
+    """The mesh that was asked for; of a page of strategies, one with its axes."""
+    if options["strategy"] and not options["mesh"]:
+        return Mesh(check=options["check"], **default_axes(strategy_named(options["strategy"]), world().size))
+    return open_mesh(options["mesh"], check=options["check"])
+
+
 def _train(options: dict[str, Any], mesh: Mesh) -> None:
-    engine = build_engine(options, mesh, device=options["device"])
+    job = open_job(options, mesh)
+    engine, corpus = job.engine, job.corpus
     _check_batch(options, engine)
-    corpus = load_corpus(mesh.group(), options["data"], engine.model.context)
-    data = data_for(engine.model, corpus, options["dtype"])
-    trainer = _make_trainer(options, engine, data)
+    trainer = _make_trainer(options, job)
     folder = Path(text_from_rank_zero(mesh.group(), lambda: _open_folder(options)))
     if options["resume"]:
         _load(folder, trainer, corpus)
@@ -106,10 +118,10 @@ def _train(options: dict[str, Any], mesh: Mesh) -> None:
         on_rank_zero(mesh.group(), lambda: _write_config(folder, options, corpus))
         save_checkpoint(folder, engine, trainer.optimizer, step=trainer.steps_done, **facts)
 
-    validation = data.validation_batches(
-        engine, samples=options["eval_samples"], size=options["batch_size"], context=engine.model.context
+    validation = job.data.validation_batches(
+        engine, samples=options["eval_samples"], size=options["batch_size"], context=job.context
     )
-    with Reporter(options, engine, corpus, folder, trainer.steps_done, stop) as reporter:
+    with Reporter(options, job, folder, trainer.steps_done, stop) as reporter:
         loss = trainer.evaluate(validation)
         reporter.evaluated(trainer.steps_done, loss)
         for report in trainer.run(stop):
@@ -123,7 +135,7 @@ def _train(options: dict[str, Any], mesh: Mesh) -> None:
         if stop == 0:
             save()
         text = ""
-        if options["sample"] and engine.model.vocabulary:
+        if options["sample"] and job.writes:
             text = PROMPT + decode(generate(engine, encode(PROMPT), options["sample"], seed=options["seed"]))
         reporter.finished(text, loss)
 
@@ -138,7 +150,7 @@ def _load(folder: Path, trainer: Trainer, corpus: Corpus) -> None:
     trainer.steps_done = facts["step"]
 
 
-def _check_batch(options: dict[str, Any], engine: LayeredEngine) -> None:
+def _check_batch(options: dict[str, Any], engine: ShardedEngine) -> None:
     smallest, parts = options["batch_size"] // options["micro_batches"], engine.batch_parts()
     if smallest < parts:
         raise UsageError(
@@ -148,7 +160,7 @@ def _check_batch(options: dict[str, Any], engine: LayeredEngine) -> None:
         )
 
 
-def _make_trainer(options: dict[str, Any], engine: LayeredEngine, data: Corpus | Windows) -> Trainer:
+def _make_trainer(options: dict[str, Any], job: Job) -> Trainer:
     optimizer: Optimizer
     if options["optimizer"] == "adamw":
         optimizer = AdamW(weight_decay=options["weight_decay"])
@@ -156,17 +168,17 @@ def _make_trainer(options: dict[str, Any], engine: LayeredEngine, data: Corpus |
         optimizer = SGD(options["momentum"], options["weight_decay"])
 
     def batches(step: int):
-        return data.batch(
-            engine,
+        return job.data.batch(
+            job.engine,
             step,
             size=options["batch_size"],
             micro_batches=options["micro_batches"],
-            context=engine.model.context,
+            context=job.context,
             seed=options["seed"],
         )
 
     rate = WarmupCosine(options["learning_rate"], options["steps"], options["warmup"])
-    return Trainer(engine, optimizer, batches, rate, grad_clip=options["grad_clip"])
+    return Trainer(job.engine, optimizer, batches, rate, grad_clip=options["grad_clip"])
 
 
 def _open_folder(options: dict[str, Any]) -> str:

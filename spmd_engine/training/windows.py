@@ -137,6 +137,18 @@ class BytePairs(Windows):
         return scaled[:, :-1], scaled[:, 1:]
 
 
+@dataclass(frozen=True)
+class BytePairSequences(BytePairs):
+    """x[b s d]: the windows of ``BytePairs``, each as so many vectors of d = ``width`` bytes; targets alike."""
+
+    width: int = 1
+
+    def examples(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        inputs, targets = super().examples(tokens)
+        shape = (len(tokens), -1, self.width)
+        return inputs.reshape(shape), targets.reshape(shape)
+
+
 def data_for(model: Model, corpus: Corpus, dtype: Any = np.float32) -> Corpus | Windows:
     """What a model learns from a corpus: its tokens, the class of the next byte, or the window one byte further on.
 
