@@ -117,7 +117,7 @@ class Chunk:
     def _repeat(self, segment: Segment, kept: Saved, again: Saved) -> None:
         x, kept.x = kept.x, None
         for number in segment.layers:
-            p = self._parameters.open(number, keep=segment.layers)
+            p = self._parameters.open(number, keep=segment.layers, ahead=self._before(segment.layers[0]))
             x, saved = self._layers[number][1].forward(self._shards[number], p, x, kept.at)
             again.of_layers.append(saved)
 
