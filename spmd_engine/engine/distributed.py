@@ -104,7 +104,7 @@ class DistributedEngine(GroupedHoldings, ShardedEngine):
         self._reducer.begin(1)
         self._backward(grads)
         self._reducer.finish()
-        return {name: gradient.copy() for name, gradient in self.named(self._own_gradients()).items()}
+        return {name: gradient.copy() for name, gradient in self.named(self._gradients).items()}
 
     def _backward(self, grads: Array | None) -> None:
         sums = self._reducer.sums(0)
@@ -125,7 +125,7 @@ class DistributedEngine(GroupedHoldings, ShardedEngine):
                 self._backward(gradient)
             total += value
         self._reducer.finish()
-        self.gradients = self._own_gradients()
+        self.gradients = self._gradients
         return self._sum_loss(total)
 
     def inference(self) -> AbstractContextManager[None]:

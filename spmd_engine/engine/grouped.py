@@ -40,6 +40,12 @@ class GroupedHoldings(Holdings):
         self.parameters = self._by_name(lambda each: each.group.views(each.stored_parameters, each.stored))
         self._stored_rows = self._by_name(lambda each: each.group.rows(each.stored))
         self._owned_rows = self._by_name(lambda each: each.group.rows(each.interval))
+        self._gradients: dict[str, Array] = {}  # like ``owned``, in the same memory in every step
+        self._owned: dict[str, Array] = {}
+        for each in self._storages:
+            self._owned |= each.group.segments(each.own_parameters, each.interval)
+            self._gradients |= each.group.segments(each.own_gradients, each.interval)
+        self._counted: list[Array] | None = None
         self._cut = {member.name: member.summed.cut for member in plan.members}
 
     @property
@@ -80,8 +86,7 @@ class GroupedHoldings(Holdings):
 
     @property
     def owned(self) -> dict[str, Array]:
-        parts = (s.group.segments(s.own_parameters, s.interval) for s in self._storages)
-        return {key: part for segments_ in parts for key, part in segments_.items()}
+        return self._owned
 
     def decays(self, key: str) -> bool:
         return key.endswith("/decayed")
@@ -105,10 +110,7 @@ class GroupedHoldings(Holdings):
         return first and all(place == 0 for axis, place in self.mesh.coordinates.items() if axis not in cut)
 
     def _counted_gradients(self) -> list[Array]:
-        return [
-            run for s in self._storages for run in s.group.runs(s.own_gradients, self.counts_here, s.interval)
-        ]
-
-    def _own_gradients(self) -> dict[str, Array]:
-        parts = (s.group.segments(s.own_gradients, s.interval) for s in self._storages)
-        return {key: part for segments_ in parts for key, part in segments_.items()}
+        if self._counted is None:
+            runs = (each.group.runs(each.own_gradients, self.counts_here, each.interval) for each in self._storages)
+            self._counted = [run for of_group in runs for run in of_group]
+        return self._counted

@@ -61,6 +61,9 @@ class LayeredEngine(GroupedHoldings, ShardedEngine):
         self.layout = layout if layout is not None else layout_for(model, self.mesh)
         for name, layer in model.layers:
             self.layout.check(name, {"b", "s", *layer.sizes}, layer.may_cut, layer.across)
+        self.input_sharding = str(self.layout.spec(model.inputs))
+        self.output_sharding = str(self.layout.spec(model.outputs))
+        self._target_sharding = str(self.layout.spec(model.targets))
         pipe = self.group(PIPE) if self.mesh.axes.get(PIPE, 1) > 1 else None
         self.schedule = schedule or schedules.named("1f1b" if pipe else "sequential")
         plan = make_plan(
@@ -110,16 +113,8 @@ class LayeredEngine(GroupedHoldings, ShardedEngine):
     # --- inputs and outputs ------------------------------------------------------------------------------
 
     @property
-    def input_sharding(self) -> str:  # type: ignore[override]
-        return str(self.layout.spec(self.model.inputs))
-
-    @property
-    def output_sharding(self) -> str:  # type: ignore[override]
-        return str(self.layout.spec(self.model.outputs))
-
-    @property
     def target_sharding(self) -> str:
-        return str(self.layout.spec(self.model.targets))
+        return self._target_sharding
 
     def cut_rows(self, inputs: Array, targets: Array | None, *mask: Array) -> list[Array | None]:
         letters = self.model.inputs, self.model.targets, self.model.targets
@@ -153,7 +148,7 @@ class LayeredEngine(GroupedHoldings, ShardedEngine):
         execution.run(self._one_pass(schedules.Backward, reversed(self.plan.mine)))
         self.input_gradient = execution.input_gradients.get((0, 0))
         self._reducer.finish()
-        return {name: gradient.copy() for name, gradient in self.named(self._own_gradients()).items()}
+        return {name: gradient.copy() for name, gradient in self.named(self._gradients).items()}
 
     def _one_pass(self, kind: type[schedules.Compute], chunks: Iterable[int]) -> schedules.Program:
         """Forwards or backwards of one micro-batch, with what is received before and sent after."""
@@ -217,7 +212,7 @@ class LayeredEngine(GroupedHoldings, ShardedEngine):
         execution = Execution(self._chunks, self._neighbours, self._ats(batch), inputs, lose)
         execution.run(self.schedule.program(self._neighbours.stages, micro_batches, self._neighbours.stage))
         self._reducer.finish()
-        self.gradients = self._own_gradients()
+        self.gradients = self._gradients
         return self._sum_loss(total)
 
     def _ats(self, batch: Batch) -> list[At]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.algorithms import span
@@ -24,6 +25,10 @@ class Spec:
     @classmethod
     def parse(cls, text: str) -> Spec:
         """Read ``"d f/model"``. Raises NotationError for repeated letters or an axis that cuts two dims."""
+        return _parsed(text)
+
+    @classmethod
+    def _parse(cls, text: str) -> Spec:
         dims: list[tuple[str, tuple[str, ...]]] = []
         for term in text.split():
             letter, slash, axes = term.partition("/")
@@ -89,6 +94,12 @@ class Spec:
 
     def __str__(self) -> str:
         return " ".join(letter + ("/" + ",".join(axes) if axes else "") for letter, axes in self.dims)
+
+
+@cache
+def _parsed(text: str) -> Spec:
+    """Shardings are read in every step."""
+    return Spec._parse(text)
 
 
 def nested_span(
