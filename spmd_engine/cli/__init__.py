@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import click
 
 from spmd_engine import __version__
+from spmd_engine.cli.bench import bench
 from spmd_engine.cli.generate import generate
 from spmd_engine.cli.infer import infer
 from spmd_engine.cli.inspect import inspect
@@ -36,7 +37,7 @@ def cli() -> None:
     """
 
 
-for command in (train, generate, infer, inspect, show, verify):
+for command in (train, generate, infer, inspect, show, bench, verify):
     cli.add_command(command)
 
 

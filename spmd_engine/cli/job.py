@@ -10,9 +10,11 @@ from typing import Any
 from spmd_engine.cli.composition import COMPOSITION, build_engine
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.base import ShardedEngine
+from spmd_engine.engine.optimizers import SGD, AdamW, Optimizer, WarmupCosine
 from spmd_engine.errors import UsageError
 from spmd_engine.strategies import strategy_named
 from spmd_engine.training.data import Corpus, load_corpus
+from spmd_engine.training.trainer import Trainer
 from spmd_engine.training.windows import BytePairs, BytePairSequences, Windows, data_for
 
 PAGE_MODEL = "mlp"  #: what ``--model`` says of any page: each has its own small model
@@ -69,3 +71,25 @@ def _page(options: Mapping[str, Any], mesh: Mesh) -> Job:
     else:
         data = BytePairs(corpus, _WIDTH, options["dtype"])
     return Job(engine, corpus, data, 1, False)
+
+
+def make_trainer(options: Mapping[str, Any], job: Job) -> Trainer:
+    """The trainer that the options of ``train`` describe."""
+    optimizer: Optimizer
+    if options["optimizer"] == "adamw":
+        optimizer = AdamW(weight_decay=options["weight_decay"])
+    else:
+        optimizer = SGD(options["momentum"], options["weight_decay"])
+
+    def batches(step: int):
+        return job.data.batch(
+            job.engine,
+            step,
+            size=options["batch_size"],
+            micro_batches=options["micro_batches"],
+            context=job.context,
+            seed=options["seed"],
+        )
+
+    rate = WarmupCosine(options["learning_rate"], options["steps"], options["warmup"])
+    return Trainer(job.engine, optimizer, batches, rate, grad_clip=options["grad_clip"])

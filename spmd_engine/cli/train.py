@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from spmd_engine.cli.composition import COMPOSITION, check_composition, composition_options
-from spmd_engine.cli.job import PAGE_MODEL, Job, open_job
+from spmd_engine.cli.job import PAGE_MODEL, make_trainer, open_job
 from spmd_engine.cli.options import (
     check_option,
     device_option,
@@ -25,7 +25,6 @@ from spmd_engine.comm.agreement import on_rank_zero, text_from_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
 from spmd_engine.engine.base import ShardedEngine
-from spmd_engine.engine.optimizers import SGD, AdamW, Optimizer, WarmupCosine
 from spmd_engine.errors import UsageError
 from spmd_engine.models.names import MODELS
 from spmd_engine.strategies import STRATEGIES, default_axes, strategy_named
@@ -105,7 +104,7 @@ def _train(options: dict[str, Any], mesh: Mesh) -> None:
     job = open_job(options, mesh)
     engine, corpus = job.engine, job.corpus
     _check_batch(options, engine)
-    trainer = _make_trainer(options, job)
+    trainer = make_trainer(options, job)
     folder = Path(text_from_rank_zero(mesh.group(), lambda: _open_folder(options)))
     if options["resume"]:
         _load(folder, trainer, corpus)
@@ -158,27 +157,6 @@ def _check_batch(options: dict[str, Any], engine: ShardedEngine) -> None:
             f"sample(s) each, fewer than the {parts} ranks that it is cut over. Raise --batch-size to "
             f"{parts * options['micro_batches']} or more, or take a smaller data axis in --mesh"
         )
-
-
-def _make_trainer(options: dict[str, Any], job: Job) -> Trainer:
-    optimizer: Optimizer
-    if options["optimizer"] == "adamw":
-        optimizer = AdamW(weight_decay=options["weight_decay"])
-    else:
-        optimizer = SGD(options["momentum"], options["weight_decay"])
-
-    def batches(step: int):
-        return job.data.batch(
-            job.engine,
-            step,
-            size=options["batch_size"],
-            micro_batches=options["micro_batches"],
-            context=job.context,
-            seed=options["seed"],
-        )
-
-    rate = WarmupCosine(options["learning_rate"], options["steps"], options["warmup"])
-    return Trainer(job.engine, optimizer, batches, rate, grad_clip=options["grad_clip"])
 
 
 def _open_folder(options: dict[str, Any]) -> str:

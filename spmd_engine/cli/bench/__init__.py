@@ -1,0 +1,23 @@
+"""``bench``: how fast it is here, each comparison alternating in one run: medians, spread and ratios."""
+
+import click
+
+from spmd_engine.cli.bench.strategies import strategies
+from spmd_engine.cli.bench.train import train
+
+
+@click.group(short_help="Measure speed, bytes and memory.")
+def bench() -> None:
+    """Measure training and strategies on this machine.
+
+    These commands start ranks themselves: run them without mpiexec. Comparisons alternate within one run, so that a
+    machine's moods meet all alike; figures are medians, with the range over rounds.
+
+    \b
+      python -m spmd_engine bench train --model gpt-mini --ranks 2
+      python -m spmd_engine bench strategies --model gpt-nano --ranks 8
+    """
+
+
+for command in (train, strategies):
+    bench.add_command(command)

@@ -1,0 +1,70 @@
+"""Starts workers under mpiexec and reads what they measured."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from shutil import which
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from spmd_engine.errors import UsageError
+
+TIMEOUT = 1200.0  # seconds
+
+
+def measure(ranks: int, worker: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``python -m spmd_engine.cli.bench.WORKER`` prints as its last line, on so many ranks.
+
+    Raises UsageError, with the end of what it wrote, if it fails or takes too long.
+    """
+    command = [mpiexec(), "-n", str(ranks), sys.executable, "-m", f"spmd_engine.cli.bench.{worker}", json.dumps(config)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, stdin=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired as error:
+        raise UsageError(f"bench: {ranks} ranks took more than {TIMEOUT:g} s for {dict(config)}") from error
+    if done.returncode:
+        tail = "\n".join(done.stderr.strip().splitlines()[-5:])
+        raise UsageError(f"bench: {ranks} ranks failed ({done.returncode}) with {dict(config)}:\n{tail}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def as_arguments(options: Mapping[str, Any]) -> list[str]:
+    """Options by name as a command line has them: ``{"zero": 3}`` is ``--zero 3``; True stands for a flag."""
+    arguments: list[str] = []
+    for name, value in options.items():
+        arguments += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return arguments
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table that reads well in a pipe, too: numbers to the right."""
+    table = Table(*columns, box=None, header_style="bold", pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in rows:
+        table.add_row(*row)
+    console = Console(highlight=False)
+    console.width = max(console.width, 140)
+    console.print(table)
+
+
+def mpiexec() -> str:
+    """The mpiexec beside this Python, else the one on the PATH; raises UsageError if there is none."""
+    beside = Path(sys.executable).with_name("mpiexec")
+    found = str(beside) if beside.exists() else which("mpiexec")
+    if not found:
+        raise UsageError("bench starts ranks with mpiexec, and there is none: pip install 'spmd_engine[mpich]'")
+    return found
+
+
+def spread(values: Sequence[float], scale: float = 1.0, unit: str = "") -> str:
+    """The median, and the range."""
+    low, high = min(values) * scale, max(values) * scale
+    return f"{median(values) * scale:,.4g}{unit} ({low:,.4g}-{high:,.4g})"

@@ -1,0 +1,80 @@
+"""The worker of ``bench train`` and ``bench strategies``: times training steps as ``train`` makes them.
+
+``argv[1]`` is a JSON object: ``options`` of ``train`` as on its command line, and the numbers of steps to ``warm`` up
+and to ``time``. Rank 0 prints a JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+
+from spmd_engine.cli.job import Job, make_trainer, open_job
+from spmd_engine.cli.options import open_mesh
+from spmd_engine.cli.train import train
+from spmd_engine.engine.layered import LayeredEngine
+
+
+def main() -> None:
+    """Build, warm up, time."""
+    config = json.loads(sys.argv[1])
+    options = train.make_context("train", config["options"]).params
+    steps = config["time"]
+    with open_mesh(options["mesh"], check=options["check"]) as mesh:
+        mesh.barrier()
+        before = held_bytes()
+        job = open_job(options, mesh)
+        trainer = make_trainer(options, job)
+        for _ in range(config["warm"]):
+            trainer.step()
+        mesh.ledger.clear()
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        seconds, tokens = [], 0
+        for _ in range(steps):
+            mesh.barrier()
+            began = perf_counter()
+            tokens = trainer.step().tokens
+            mesh.barrier()
+            seconds.append(perf_counter() - began)
+        faults = (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults) / steps
+        total = mesh.ledger.total()
+        facts = [total.sent, total.calls, total.seconds, faults, held_bytes() - before]
+        by_rank = mesh.all_gather(np.array([facts], np.float64))
+    if mesh.rank == 0:
+        result = {
+            "seconds": seconds,
+            "tokens": tokens,
+            "multiplications": tokens * multiplications(job),
+            "bytes_sent": by_rank[:, 0].sum() / steps,  # by all ranks, a step
+            "calls": by_rank[:, 1].max() / steps,  # of one rank, a step
+            "waiting": by_rank[:, 2].mean() / steps,  # seconds of a rank in collectives, a step
+            "page_faults": by_rank[:, 3].max(),
+            "memory": by_rank[:, 4].max(),  # bytes of one rank
+        }
+        print(json.dumps(result))
+
+
+def multiplications(job: Job) -> float:
+    """Multiplications and additions of a training step for each token: three times those of a forward."""
+    if not isinstance(job.engine, LayeredEngine):
+        return 0.0
+    model = job.engine.model
+    return 3 * 2 * sum(layer.cost(model.context) for _, layer in model.layers)
+
+
+def held_bytes() -> int:
+    """Memory of this process, pages that several share counted by their part (PSS): freed memory is kept, so this
+    is a peak."""
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+if __name__ == "__main__":
+    main()

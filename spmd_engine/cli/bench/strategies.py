@@ -1,0 +1,97 @@
+"""``bench strategies``: bytes, calls, memory and time of each strategy, on the same ranks and the same batch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import median
+
+import click
+
+from spmd_engine.cli.bench.launch import as_arguments, measure, print_table, spread
+from spmd_engine.errors import UsageError
+
+#: Options of ``train`` by the number of ranks that they are for.
+STRATEGIES = {
+    8: {
+        "data": {"mesh": "data=8"},
+        "ZeRO-1": {"mesh": "data=8", "zero": 1},
+        "ZeRO-2": {"mesh": "data=8", "zero": 2},
+        "ZeRO-3": {"mesh": "data=8", "zero": 3},
+        "hybrid sharded": {"mesh": "replicate=2,shard=4"},
+        "data x tensor": {"mesh": "data=4,model=2"},
+        "data x tensor, sequence parallel": {"mesh": "data=4,model=2", "sequence_parallel": True},
+        "context, ring": {"mesh": "data=2,context=4", "context_method": "ring"},
+        "context, Ulysses": {"mesh": "data=2,context=4", "context_method": "ulysses"},
+        "pipeline, 1F1B": {"mesh": "pipe=4,data=2", "micro_batches": 4},
+        "pipeline, interleaved": {"mesh": "pipe=4,data=2", "micro_batches": 4, "schedule": "interleaved"},
+        "pipeline, zero-bubble": {"mesh": "pipe=4,data=2", "micro_batches": 4, "schedule": "zero-bubble"},
+        "pipe x data x tensor, ZeRO-1": {"mesh": "pipe=2,data=2,model=2", "micro_batches": 4, "zero": 1},
+        "pipe x context x tensor, ZeRO-3, recompute": {
+            "mesh": "pipe=2,context=2,model=2",
+            "micro_batches": 4,
+            "zero": 3,
+            "recompute": "block",
+        },
+    },
+    2: {
+        "data": {"mesh": "data=2"},
+        "ZeRO-1": {"mesh": "data=2", "zero": 1},
+        "ZeRO-2": {"mesh": "data=2", "zero": 2},
+        "ZeRO-3": {"mesh": "data=2", "zero": 3},
+        "tensor": {"mesh": "model=2"},
+        "tensor, sequence parallel": {"mesh": "model=2", "sequence_parallel": True},
+        "context, ring": {"mesh": "context=2", "context_method": "ring"},
+        "context, Ulysses": {"mesh": "context=2", "context_method": "ulysses"},
+        "pipeline, 1F1B": {"mesh": "pipe=2", "micro_batches": 8, "stages": "cost"},
+        "pipeline, interleaved": {"mesh": "pipe=2", "micro_batches": 8, "schedule": "interleaved"},
+        "pipeline, zero-bubble": {"mesh": "pipe=2", "micro_batches": 8, "schedule": "zero-bubble", "stages": "cost"},
+    },
+}
+
+
+@click.command(short_help="Bytes, calls, memory and time of each strategy.")
+@click.option("--model", default="gpt-nano", show_default=True)
+@click.option("--ranks", type=click.Choice(["2", "8"]), default="8", show_default=True)
+@click.option("--batch-size", type=click.IntRange(min=8), default=32, show_default=True)
+@click.option("--steps", type=click.IntRange(min=1), default=5, show_default=True, help="Timed, in each round.")
+@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
+@click.option("--only", metavar="TEXT", help="Strategies whose names contain this; the first is always run.")
+@click.option("--output", type=click.Path(path_type=Path), help="A JSON file for all figures.")
+def strategies(
+    model: str, ranks: str, batch_size: int, steps: int, rounds: int, only: str | None, output: Path | None
+) -> None:
+    """Train some steps by every strategy in turn and compare them with plain data parallel.
+
+    Bytes are those that all ranks together send in a step, calls those of one rank; memory is what one rank holds
+    more at the end than before the engine was made (PSS), and memory once freed is kept, so this is a peak.
+    """
+    chosen = dict(STRATEGIES[int(ranks)])
+    first = next(iter(chosen))
+    chosen = {name: options for name, options in chosen.items() if not only or only in name or name == first}
+    if output and not output.parent.is_dir():
+        raise UsageError(f"--output {output}: there is no such folder")
+    results: dict[str, list[dict]] = {name: [] for name in chosen}
+    for _ in range(rounds):
+        for name, options in chosen.items():
+            arguments = as_arguments({"model": model, "batch_size": batch_size, **options})
+            results[name].append(measure(int(ranks), "steps", {"options": arguments, "warm": 2, "time": steps}))
+    rows = []
+    times = {name: [median(result["seconds"]) for result in of_name] for name, of_name in results.items()}
+    for name, of_name in results.items():
+        last = of_name[-1]
+        ratios = [ours / base for ours, base in zip(times[name], times[first], strict=True)]
+        rows.append(
+            (
+                name,
+                f"{last['bytes_sent'] / 1e6:,.1f} MB",
+                f"{last['calls']:,.0f}",
+                f"{median(result['memory'] for result in of_name) / 1e6:,.0f} MB",
+                spread(times[name], 1e3, " ms"),
+                f"{median(ratios):.2f}",
+            )
+        )
+    columns = ("strategy", "sent a step", "calls", "memory a rank", "step", f"times {first}")
+    print_table(columns, rows)
+    if output:
+        output.write_text(json.dumps(results, indent=1) + "\n")
