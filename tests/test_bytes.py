@@ -6,21 +6,23 @@ import pytest
 
 import tiny
 from spmd_engine import Mesh, run
+from spmd_engine.engine import Recompute, schedules
 from spmd_engine.sharding.groups import THRESHOLD
 
 ITEM = 8
 
 
-def entries_of_a_step(axes, **options):
-    """Sums over all ranks of calls and bytes, by label, of one step of one micro-batch."""
+def entries_of_a_step(axes, micro_batches=1, **options):
+    """Sums over all ranks of calls and bytes, by label, of one step and the update that follows it."""
 
     def program():
         with Mesh(**axes) as mesh:
             engine = tiny.make_engine(mesh, **options)
-            batch = tiny.batch(engine, 0, micro_batches=1)
+            batch = tiny.batch(engine, 0, micro_batches)
             engine.count(batch)
             mesh.ledger.clear()
             engine.step(batch)
+            engine.after_update()
             return engine.model.parameter_count, dict(mesh.ledger.entries)
 
     results = run(program, tiny.ranks_of(axes))
@@ -81,6 +83,125 @@ def test_together_they_add_up():
     # Each pair along data sends its own shard twice, less the half that stays.
     assert total["all_reduce", "data", "gradients"][1] == sum(held) * ITEM
     stream = tiny.BATCH * tiny.SIZE.context * tiny.SIZE.width * ITEM
+    assert total["all_reduce", "model", "block0/mlp"][1] == 2 * 2 * stream
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_zero_1_reduces_and_gathers_once(ranks, micro_batches):
+    """2 S, as data parallel."""
+    parameters, total = entries_of_a_step({"data": ranks}, micro_batches, zero=1)
+    half = parameters * ITEM * (ranks - 1)
+    assert total["reduce_scatter", "data", "gradients"] == [ranks, half]
+    assert total["all_gather", "data", "parameters"] == [ranks, half]
+    assert ("all_reduce", "data", "gradients") not in total
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_zero_2_reduces_every_micro_batch(ranks, micro_batches):
+    """(m + 1) S."""
+    parameters, total = entries_of_a_step({"data": ranks}, micro_batches, zero=2)
+    half = parameters * ITEM * (ranks - 1)
+    assert total["reduce_scatter", "data", "gradients"] == [ranks * micro_batches, half * micro_batches]
+    assert total["all_gather", "data", "parameters"] == [ranks, half]
+
+
+WIDTH, WORDS, LAYERS = tiny.SIZE.width, tiny.SIZE.vocabulary, tiny.SIZE.layers
+TABLE = WORDS * WIDTH  # elements of the embedding, and of the head's own
+BLOCK = 12 * WIDTH**2 + 13 * WIDTH
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_zero_3_gathers_twice_and_reduces_once_a_micro_batch(ranks, micro_batches):
+    """3 m S, less what need not be gathered again: the last layer when the backward begins where the forward ended,
+    and the first when the next forward begins where the backward did."""
+    m = micro_batches
+    parameters, total = entries_of_a_step({"data": ranks}, m, zero=3, group_threshold=0, tied=False)
+    groups = 16 * LAYERS + 5
+    gathered = 2 * m * parameters - m * TABLE - (m - 1) * TABLE
+    assert total["all_gather", "data", "parameters"] == [
+        ranks * (2 * m * groups - m - (m - 1)),
+        gathered * ITEM * (ranks - 1),
+    ]
+    assert total["reduce_scatter", "data", "gradients"] == [ranks * m * groups, m * parameters * ITEM * (ranks - 1)]
+    assert set(total) == {
+        ("all_gather", "data", "parameters"),
+        ("reduce_scatter", "data", "gradients"),
+        ("all_reduce", "data", "loss"),
+    }
+
+
+def test_one_group_stays_gathered():
+    """All parameters in one group: S for the gather and S for the reduction."""
+    parameters, total = entries_of_a_step({"data": 2}, zero=3)
+    assert total["all_gather", "data", "parameters"] == [2, parameters * ITEM]
+
+
+def test_recomputation_gathers_no_more():
+    """A block's parameters are gathered once for its second forward and its backward."""
+    options = {"zero": 3, "group_threshold": 0, "tied": False}
+    _, plain = entries_of_a_step({"data": 2}, **options)
+    _, again = entries_of_a_step({"data": 2}, **options, recompute=Recompute.BLOCK)
+    assert again["all_gather", "data", "parameters"] == plain["all_gather", "data", "parameters"]
+
+
+def test_recomputation_repeats_the_collectives_of_a_forward():
+    _, plain = entries_of_a_step({"model": 2})
+    _, again = entries_of_a_step({"model": 2}, recompute=Recompute.BLOCK)
+    for branch in ("attention", "mlp"):
+        key = "all_reduce", "model", f"block0/{branch}"
+        assert [2 * n for n in again[key]] == [3 * n for n in plain[key]]
+    _, attention = entries_of_a_step({"model": 2}, recompute=Recompute.ATTENTION)
+    assert attention["all_reduce", "model", "block0/mlp"] == plain["all_reduce", "model", "block0/mlp"]
+    assert [2 * n for n in attention["all_reduce", "model", "block0/attention"]] == [
+        3 * n for n in plain["all_reduce", "model", "block0/attention"]
+    ]
+
+
+def test_the_hybrid_reduces_parts_over_replicas():
+    """S(s-1)/s scattered and gathered over shard, and S/s reduced over replicate: each rank's part alone."""
+    parameters, total = entries_of_a_step({"replicate": 2, "shard": 2}, group_threshold=1 << 30)
+    assert total["reduce_scatter", "shard", "gradients"] == [4, 2 * parameters * ITEM]
+    assert total["all_gather", "shard", "parameters"] == [4, 2 * parameters * ITEM]
+    assert total["all_reduce", "replicate", "gradients"] == [4, 2 * parameters * ITEM]
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 1), (2, 3), (3, 2)])
+def test_a_pipeline_sends_the_stream_at_every_boundary(stages, micro_batches):
+    """b s d at each boundary and direction, whatever the number of micro-batches; and the tied table twice."""
+    _, total = entries_of_a_step({"pipe": stages}, micro_batches)
+    stream = tiny.BATCH * tiny.SIZE.context * WIDTH * ITEM
+    boundaries = stages - 1
+    assert total["send", "pipe", "input"] == [boundaries * micro_batches, boundaries * stream]
+    assert total["send", "pipe", "gradient"] == [boundaries * micro_batches, boundaries * stream]
+    assert total["all_reduce", "pipe", "gradients"] == [2, 2 * TABLE * ITEM]
+    _, untied = entries_of_a_step({"pipe": stages}, micro_batches, tied=False)
+    assert ("all_reduce", "pipe", "gradients") not in untied
+
+
+def test_interleaved_chunks_multiply_the_boundaries():
+    _, total = entries_of_a_step({"pipe": 2}, 2, schedule=schedules.named("interleaved"))
+    stream = tiny.BATCH * tiny.SIZE.context * WIDTH * ITEM
+    assert total["send", "pipe", "input"] == [2 * 3, 3 * stream]
+
+
+def test_everything_together():
+    """pipe=2,data=2,model=2, ZeRO-1: each axis sends what it would alone, of what it cuts."""
+    axes = {"pipe": 2, "data": 2, "model": 2}
+    _, total = entries_of_a_step(axes, 2, zero=1, tied=False)
+
+    def local_parameters():
+        with Mesh(**axes) as mesh:
+            return sum(p.size for p in tiny.make_engine(mesh, tied=False).parameters.values())
+
+    held = run(local_parameters, 8)
+    # A pair along data reduces and gathers its common block once: half of it a rank.
+    assert total["reduce_scatter", "data", "gradients"][1] == sum(held) // 2 * ITEM
+    assert total["all_gather", "data", "parameters"][1] == sum(held) // 2 * ITEM
+    stream = tiny.BATCH * tiny.SIZE.context * WIDTH * ITEM
+    assert total["send", "pipe", "input"][1] == 2 * stream  # of both ranks along model
     assert total["all_reduce", "model", "block0/mlp"][1] == 2 * 2 * stream
 
 
