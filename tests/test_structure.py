@@ -21,7 +21,7 @@ FLOORS = [
     {"layers"},
     {"models"},
     {"engine"},
-    {"strategies", "training", "spmd_engine"},
+    {"strategies", "training", "verify", "spmd_engine"},
     {"cli"},
     {"__main__"},
 ]

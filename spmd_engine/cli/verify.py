@@ -10,20 +10,26 @@ from functools import partial
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
-from spmd_engine.cli.composition import build_engine, check_composition, composition_options
+from spmd_engine.cli.composition import COMPOSITION, build_engine, check_composition, composition_options
 from spmd_engine.cli.options import check_option, device_option, mesh_option, open_mesh
 from spmd_engine.comm.agreement import on_rank_zero
 from spmd_engine.comm.mesh import Mesh
+from spmd_engine.comm.world import world
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.optimizers import SGD, AdamW
 from spmd_engine.errors import UsageError
 from spmd_engine.models.names import MODELS
-from spmd_engine.verify import Report, engine_and_reference, fill_zeros, mesh_of_one, verify as compare
+from spmd_engine.strategies import STRATEGIES, default_axes, strategy_named
+from spmd_engine.verify import Report, engine_and_reference, fill_zeros, mesh_of_one
+from spmd_engine.verify import verify as compare
 from spmd_engine.verify.report import HEADING
 from spmd_engine.verify.samples import batches_for_model, batches_of_shape
 
 POSITIVE = click.IntRange(min=1)
+OF_MODELS = ("model", "dropout", *COMPOSITION)  # options that mean nothing to an engine of one's own
+WIDTH, HIDDEN, HEADS = 24, 54, 6  # of the small models of strategies/
 
 
 @click.command(short_help="Compare a sharded engine with one device.")
@@ -33,9 +39,9 @@ POSITIVE = click.IntRange(min=1)
 @click.option("--steps", type=POSITIVE, default=3, show_default=True, help="Optimizer steps.")
 @click.option("--batch-size", type=POSITIVE, default=16, show_default=True, help="Samples a step, over all ranks.")
 @click.option("--micro-batches", type=POSITIVE, default=1, show_default=True, help="Parts of a batch, one by one.")
-@click.option("--context", type=POSITIVE, default=32, show_default=True, help="Positions of a sample, of sequences.")
+@click.option("--length", type=POSITIVE, default=32, show_default=True, help="Positions of a sample, of sequences.")
 @click.option("--optimizer", type=click.Choice(["adamw", "sgd"]), default="adamw", show_default=True)
-@click.option("--learning-rate", type=click.FloatRange(0, 1e30), default=4e-3, show_default=True)
+@click.option("--learning-rate", type=click.FloatRange(0, 1e30), default=1e-3, show_default=True)
 @click.option("--dropout", type=click.FloatRange(0, 1, max_open=True), default=0.0, show_default=True)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of parameters and samples.")
 @click.option(
@@ -43,12 +49,14 @@ POSITIVE = click.IntRange(min=1)
     type=click.FloatRange(0, min_open=True),
     help="Of differences, relative to a tensor's largest element. [default: 1e-9]",
 )
+@click.option("--strategy", metavar="NAME", help=f"Verify a page of strategies/ instead: {', '.join(STRATEGIES)}.")
 @click.option("--input-shape", metavar="N,N,...", help="Of an engine of your own: of whole inputs, the batch first.")
 @click.option("--tokens", type=POSITIVE, help="Of an engine of your own: inputs are whole numbers below this.")
 @composition_options
 @device_option
 @check_option
-def verify(engine: str | None, **options: Any) -> None:
+@click.pass_context
+def verify(context: click.Context, engine: str | None, **options: Any) -> None:
     """Make a few steps sharded and on a single device, in float64 and in lockstep, and compare everything.
 
     Ends with code 0 if outputs, losses, gradients and parameters agree. Else with code 1, after naming the first
@@ -63,25 +71,48 @@ def verify(engine: str | None, **options: Any) -> None:
     takes these; further values stand behind its name, 'mine:Engine(6, hidden=11)'. Inputs and targets are random, and
     parameters that are all 0 are filled, since zeros hide mistakes.
     """
-    with open_mesh(options["mesh"], check=options["check"]) as mesh:
-        check_composition(options, mesh.axes)
-        report = _verify_own(engine, options, mesh) if engine else _verify_model(options, mesh)
+    strategy = options["strategy"]
+    given = [each for each in OF_MODELS if context.get_parameter_source(each) is not ParameterSource.DEFAULT]
+    if engine and strategy:
+        raise UsageError(f"verify {engine} or --strategy {strategy}, one of them")
+    if (engine or strategy) and given:
+        listed = ", ".join("--" + each.replace("_", "-") for each in given)
+        raise UsageError(f"verify {engine or strategy}: it is a strategy and a model of its own, without {listed}")
+    with _open_mesh(options) as mesh:
+        if strategy:
+            report = _verify_page(strategy, options, mesh)
+        elif engine:
+            report = _verify_own(engine, options, mesh)
+        else:
+            report = _verify_model(options, mesh)
         if mesh.rank == 0:
             click.echo(report.verdict)
     if not report.agrees:
         sys.exit(1)
 
 
+def _open_mesh(options: dict[str, Any]) -> Mesh:
+    """The mesh that was asked for; of a page of strategies, one with its axes."""
+    if options["strategy"] and not options["mesh"]:
+        return Mesh(check=options["check"], **default_axes(strategy_named(options["strategy"]), world().size))
+    return open_mesh(options["mesh"], check=options["check"])
+
+
 def _verify_model(options: dict[str, Any], mesh: Mesh) -> Report:
+    check_composition(options, mesh.axes)
     config = {**options, "dtype": "float64"}
     engine = build_engine(config, mesh, device=options["device"])
-    alone = {name: config[name] for name in ("model", "dropout", "seed", "dtype")} | {"context_method": "gather"}
-    one = mesh_of_one(("data", "context"))
-    reference = on_rank_zero(mesh.group(), lambda: build_engine(alone, one, device=options["device"]))
+    alone = {name: config[name] for name in ("model", "dropout", "seed", "dtype")}
+    axes = {"data": 1}
+    if "context" in mesh.axes:  # whatever the ranks' method, one device needs none
+        alone, axes = alone | {"context_method": "gather"}, axes | {"context": 1}
+    reference = on_rank_zero(
+        mesh.group(), lambda: build_engine(alone, mesh_of_one(axes), device=options["device"])
+    )
     batches = batches_for_model(
         engine.model,
         options["batch_size"],
-        length=options["context"],
+        length=options["length"],
         micro_batches=options["micro_batches"],
         seed=options["seed"],
     )
@@ -91,8 +122,22 @@ def _verify_model(options: dict[str, Any], mesh: Mesh) -> Report:
 def _verify_own(name: str, options: dict[str, Any], mesh: Mesh) -> Report:
     if not options["input_shape"]:
         raise UsageError(f"verify {name} needs --input-shape N,N,...: of whole inputs, the batch first")
-    shape = _parse_shape(options["input_shape"])
-    engine, reference = engine_and_reference(_find(name), mesh)
+    return _verify_made(name, _find(name), _parse_shape(options["input_shape"]), options, mesh)
+
+
+def _verify_page(name: str, options: dict[str, Any], mesh: Mesh) -> Report:
+    page = strategy_named(name)
+    if missing := [axis for axis in page.axes if axis not in mesh.axes]:
+        raise UsageError(f"--strategy {name} with --mesh {mesh}: it needs the axes {', '.join(missing)}, too")
+    sizes = {"b": options["batch_size"], "s": options["length"], "d": WIDTH}
+    shape = tuple(sizes[letter] for letter in page.sample.split())
+    return _verify_made(name, partial(page, WIDTH, HEADS if "heads" in page.sizes else HIDDEN), shape, options, mesh)
+
+
+def _verify_made(
+    name: str, make: Callable[..., Any], shape: tuple[int, ...], options: dict[str, Any], mesh: Mesh
+) -> Report:
+    engine, reference = engine_and_reference(make, mesh)
     started = compare(engine, reference, lambda engine, step: None, steps=0)
     if not started.agrees:  # which the same values for all would hide
         return started

@@ -1,0 +1,18 @@
+"""Verification: a sharded engine and one on a single device in lockstep, and what explains their differences."""
+
+from spmd_engine.verify.lockstep import verify
+from spmd_engine.verify.reference import engine_and_reference, fill_zeros, mesh_of_one
+from spmd_engine.verify.report import Cause, Disagreement, Distances, Element, Finding, Report
+
+__all__ = [
+    "Cause",
+    "Disagreement",
+    "Distances",
+    "Element",
+    "Finding",
+    "Report",
+    "engine_and_reference",
+    "fill_zeros",
+    "mesh_of_one",
+    "verify",
+]

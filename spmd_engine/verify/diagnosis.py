@@ -1,0 +1,143 @@
+"""Why blocks differ from what they should be: reductions that are missing, repeated or means, and stale values.
+
+Each cause is a formula over all ranks' blocks of one tensor; those that hold are named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import isclose
+
+import numpy as np
+
+from spmd_engine.verify.blocks import Block, Teams, difference, teams_of_replicas
+from spmd_engine.verify.report import Cause, Finding
+
+PARAMETER, INITIAL = "parameter", "initial parameter"  # kinds of tensors that nobody sums over ranks
+
+
+def diagnose(
+    blocks: Sequence[Block], axes: Mapping[str, int], limit: float, *, kind: str, micro_batches: int = 1
+) -> tuple[Finding, ...]:
+    """The causes that explain blocks some of which differ by more than ``limit`` from what they should be.
+
+    ``axes`` are the mesh's, with their sizes. Where a telling cause fits, less telling ones are left out.
+    """
+    wrong = [block for block in blocks if (block.difference > limit).any()]
+    off = {block.rank for block in wrong}
+    teams = {
+        over: [team for team in made if off & {block.rank for block in team}]
+        for over, made in teams_of_replicas(blocks, axes).items()
+    }
+    attempts = {
+        PARAMETER: [lambda: _multiple_of_update(wrong, limit)],
+        INITIAL: [],
+    }.get(kind, [lambda: _missing_sum(teams, limit), lambda: _multiple(wrong, teams, limit, micro_batches)])
+    attempts += [lambda: _stale(wrong, limit, kind), lambda: _zero(wrong, limit), lambda: _replicas(teams, limit)]
+    return next((found for attempt in attempts if (found := tuple(attempt()))), ())
+
+
+def _missing_sum(teams: Teams, limit: float) -> Iterable[Finding]:
+    """What the ranks along some axes have, together, is what each should have."""
+
+    def unsummed(over: tuple[str, ...]) -> bool:
+        if not any(_apart(team, limit) for team in teams[over]):
+            return False  # they have the same: it has been summed, if not rightly
+        added = [[block.added for block in team] for team in teams[over]]
+        return any(all(_sums_up(team, limit) for team in way) for way in (added, teams[over]))
+
+    for over in _fewest(filter(unsummed, teams)):
+        axes = " and ".join(over)
+        yield Finding(
+            Cause.MISSING_SUM, f"summed over {axes} it would be right: a reduction over {axes} is missing", over
+        )
+
+
+def _multiple(wrong: Sequence[Block], teams: Teams, limit: float, micro_batches: int) -> Iterable[Finding]:
+    """All of it is a multiple of what it should be: by which axes would that come about?"""
+    factor, what = _factor([block.added for block in wrong], limit), "it is"
+    if any(block.base is not None for block in wrong):
+        what = "what is added to its input is" if factor else what
+        factor = factor or _factor(wrong, limit)
+    if not factor:
+        return
+    times = max(factor, 1 / factor)
+    cause, how = (Cause.REPEATED_SUM, "summed once more") if factor > 1 else (Cause.MEAN, "averaged, not summed,")
+    said = f"{what} {_ratio(factor)} times what it should be"
+    explained = _fewest(over for over, made in teams.items() if all(_is_near(times, len(team)) for team in made))
+    for over in explained:
+        yield Finding(cause, f"{said}, as if {how} over {' and '.join(over)}", over, factor)
+    if micro_batches > 1 and _is_near(times, micro_batches):
+        yield Finding(cause, f"{said}, as if {how} over the micro-batches", (), factor)
+    elif not explained and wrong[0].found.size > 1:  # of one number, any other is a multiple
+        yield Finding(Cause.FACTOR, said, (), factor)
+
+
+def _multiple_of_update(wrong: Sequence[Block], limit: float) -> Iterable[Finding]:
+    factor = _factor([block.added for block in wrong], limit)
+    if factor is not None:
+        yield Finding(Cause.FACTOR, f"its update is {_ratio(factor)} times what it should be", (), factor)
+
+
+def _stale(wrong: Sequence[Block], limit: float, kind: str) -> Iterable[Finding]:
+    if all(block.before is not None and _everywhere_off(block, block.before, limit) for block in wrong):
+        what = "the update did not reach it" if kind == PARAMETER else "it is the previous step's"
+        yield Finding(Cause.STALE, f"what is off did not change in this step: {what}")
+
+
+def _zero(wrong: Sequence[Block], limit: float) -> Iterable[Finding]:
+    if all(_everywhere_off(block, np.zeros_like(block.found), limit) for block in wrong):
+        yield Finding(Cause.ZERO, "what is off is 0: nothing was ever added to it")
+
+
+def _everywhere_off(block: Block, other: np.ndarray, limit: float) -> bool:
+    """Whether a block has the very values of another array wherever it is off."""
+    return bool((block.found == other)[block.difference > limit].all())
+
+
+def _replicas(teams: Teams, limit: float) -> Iterable[Finding]:
+    for over in _fewest(over for over, made in teams.items() if any(_apart(team, limit) for team in made)):
+        axes = " and ".join(over)
+        yield Finding(
+            Cause.REPLICAS_DIFFER,
+            f"ranks along {axes} differ from each other, and should not: a collective over {axes} is missing before",
+            over,
+        )
+
+
+def _apart(team: Sequence[Block], limit: float) -> bool:
+    return any((difference(block.found, team[0].found) > limit).any() for block in team)
+
+
+def _sums_up(team: Sequence[Block], limit: float) -> bool:
+    total = sum(block.found for block in team)
+    return all((difference(total, block.expected) <= len(team) * limit).all() for block in team)
+
+
+def _factor(blocks: Sequence[Block], limit: float) -> float | None:
+    """f, if all blocks are f times what they should be; by least squares, then tried. None: there is none."""
+    found = np.concatenate([block.found.reshape(-1) for block in blocks])
+    expected = np.concatenate([block.expected.reshape(-1) for block in blocks])
+    square = float(expected @ expected)
+    if not square or not np.isfinite(found).all():
+        return None
+    factor = float(found @ expected) / square
+    fits = (difference(found, factor * expected) <= max(1.0, abs(factor)) * limit).all()
+    return factor if fits and factor else None
+
+
+def _fewest(sets: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Of sets of axes, those with the fewest."""
+    found = list(sets)
+    return [over for over in found if len(over) == min(map(len, found))]
+
+
+def _ratio(factor: float) -> str:
+    """``2``, ``1/3`` or ``0.417``."""
+    if 0 < factor < 1 and _is_near(1 / factor, round(1 / factor)):
+        return f"1/{round(1 / factor)}"
+    return f"{factor:.6g}"
+
+
+def _is_near(number: float, whole: int) -> bool:
+    return isclose(number, whole, rel_tol=1e-4)  # in float32, no better

@@ -1,0 +1,229 @@
+"""A sharded engine and one on a single device, step by step, until they disagree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence, Set
+from typing import TypeVar
+
+import numpy as np
+
+from spmd_engine.arrays.backend import Array
+from spmd_engine.comm.agreement import on_rank_zero
+from spmd_engine.engine.base import Loss, ShardedEngine
+from spmd_engine.engine.batch import Batch
+from spmd_engine.engine.optimizers import AdamW, Optimizer
+from spmd_engine.errors import NotFiniteError, UsageError
+from spmd_engine.verify.comparison import Measured, Part, Tensor, examine, from_first, measure
+from spmd_engine.verify.diagnosis import INITIAL, PARAMETER
+from spmd_engine.verify.report import Disagreement, Distances, Report
+from spmd_engine.verify.watching import INPUT_GRADIENT, OUTPUT, OUTPUT_GRADIENT, Moment, watch
+
+GRADIENT, LOSS, NORM = "gradient", "loss", "squared norm of the gradient"
+#: By dtype, relative to a tensor's scale: what rounding does not reach in a few steps, and mistakes surpass.
+TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
+
+T = TypeVar("T")
+
+
+def verify(
+    engine: ShardedEngine,
+    reference: ShardedEngine | None,
+    batches: Callable[[ShardedEngine, int], Batch],
+    *,
+    steps: int = 3,
+    optimizer: Callable[[], Optimizer] = AdamW,
+    rate: float = 1e-3,
+    tolerance: float | None = None,
+    loss: Callable[[ShardedEngine], Loss | None] = lambda engine: None,
+    on_step: Callable[[Distances], None] = lambda distances: None,
+) -> Report:
+    """Train ``engine`` on all ranks and ``reference`` on rank 0 alone, and compare everything they compute.
+
+    ``reference`` is an engine with the same parameters, by names and values, on a mesh of one rank
+    (``mesh_of_one``); only rank 0 needs it. ``batches(engine, step)`` gives the same global batch to either, cut as
+    it wants it (``make_batch``), for steps from 0; ``loss(engine)`` is the loss function for each, if not its own.
+
+    Compared are first all ranks' copies of the parameters; in every step outputs, the loss, gradients and their
+    norm; and after the update the parameters again. A tensor disagrees if an element is off by more than
+    ``tolerance`` times the largest one (1e-9 in float64, 1e-4 in float32). That ends the verification, and the
+    report then tells the first such tensor in the order in which things are computed (forwards layer by layer, then
+    backwards) and what would explain it. Collective; the report is the same on every rank.
+
+    Raises NotFiniteError if the reference diverges, UsageError if the two cannot be compared.
+    """
+    pair = _Pair(engine, reference, batches, loss, tolerance)
+    optimizers = optimizer(), optimizer()
+    agreed: list[Distances] = []
+    _, disagreement = pair.compare(pair.parameters(INITIAL), step=0)
+    for step in range(1, steps + 1):
+        if disagreement is not None:
+            break
+        pair.forward_and_backward(step)
+        computed, disagreement = pair.compare(pair.computed(), step)
+        if disagreement is not None:
+            break
+        pair.update(*optimizers, step, rate)
+        updated, disagreement = pair.compare(pair.parameters(PARAMETER), step)
+        if disagreement is None:
+            agreed.append(_distances(step, pair.expected_loss, computed, updated))
+            on_step(agreed[-1])
+    return Report(agreed, pair.tolerance, disagreement)
+
+
+def _distances(step: int, loss: float, computed: Sequence[Measured], updated: Sequence[Measured]) -> Distances:
+    forward = [each.distance for each in computed if each.tensor.kind in (OUTPUT, LOSS)]
+    backward = [each.distance for each in computed if each.tensor.kind not in (OUTPUT, LOSS)]
+    return Distances(step, loss, max(forward), max(backward), max(each.distance for each in updated))
+
+
+class _Pair:
+    """The two engines, and what they have just computed."""
+
+    def __init__(
+        self,
+        engine: ShardedEngine,
+        reference: ShardedEngine | None,
+        batches: Callable[[ShardedEngine, int], Batch],
+        loss: Callable[[ShardedEngine], Loss | None],
+        tolerance: float | None,
+    ) -> None:
+        self.engine, self.reference, self.batches, self.loss_of = engine, reference, batches, loss
+        self.world = engine.group()
+        self._on_first(lambda: _check_names(engine, reference))
+        self.watch, self.watch_alone = watch(engine), self._on_first(lambda: watch(reference))
+        self.tolerance = tolerance or from_first(self.world, self._on_first(lambda: _tolerance(reference)))
+        self.micro_batches = 1
+        self.gradients_before: dict[str, Array] = {}
+        self.parameters_before: dict[str, Array] = {}
+
+    def _on_first(self, do: Callable[[], T]) -> T | None:
+        """What the reference does: on rank 0. That it cannot be done, all learn."""
+        return on_rank_zero(self.world, do)
+
+    # --- what they do ------------------------------------------------------------------------------------
+
+    def forward_and_backward(self, step: int) -> None:
+        """Step number ``step``, from 1, of both up to the gradients."""
+
+        def alone() -> float:
+            batch = self.batches(self.reference, step - 1)
+            return self.watch_alone.step(batch, self.loss_of(self.reference))
+
+        batch = self.batches(self.engine, step - 1)
+        self.micro_batches = len(batch.micro_batches)
+        self.engine.checks_replicas = False  # that is done here, and more told of it
+        self.loss = self.watch.step(batch, self.loss_of(self.engine))
+        self.expected_loss = from_first(self.world, self._on_first(alone))
+        if not np.isfinite(self.expected_loss):
+            raise NotFiniteError(f"step {step}: one device's loss is {self.expected_loss}; lower the learning rate")
+
+    def update(self, optimizer: Optimizer, optimizer_alone: Optimizer, step: int, rate: float) -> None:
+        """Both optimizers' update; remembers what was before."""
+        self.gradients_before = {name: g.copy() for name, g in self.engine.named(self.engine.gradients).items()}
+        self.parameters_before = {name: parameter.copy() for name, parameter in self.engine.parameters.items()}
+        optimizer.update(self.engine, self.engine.gradients, step=step, rate=rate)
+        self._on_first(
+            lambda: optimizer_alone.update(self.reference, self.reference.gradients, step=step, rate=rate)
+        )
+
+    # --- comparing ---------------------------------------------------------------------------------------
+
+    def compare(self, tensors: Sequence[Tensor], step: int) -> tuple[list[Measured], Disagreement | None]:
+        """Distances and, if one is too large, the first of the tensors that is off.
+
+        What passes between layers is only looked at if something else is off: it cannot be off alone.
+        """
+        at_once = [tensor for tensor in tensors if not _is_between_layers(tensor)]
+        measured = measure(self.world, at_once)
+        if all(each.distance <= self.tolerance for each in measured):
+            return measured, None
+        known = dict(zip(map(id, at_once), measured, strict=True))
+        one_by_one = (known.get(id(tensor)) or measure(self.world, [tensor])[0] for tensor in tensors)
+        first = next(each for each in one_by_one if each.distance > self.tolerance)
+        return measured, examine(self.engine, first, self.tolerance, step=step, micro_batches=self.micro_batches)
+
+    def parameters(self, kind: str) -> list[Tensor]:
+        """All parameters, in the model's order."""
+
+        def part(name: str) -> Part | None:
+            found, before = self.engine.parameters.get(name), self.parameters_before.get(name)
+            return None if found is None else Part(found, self.engine.index(name), before, base=before)
+
+        def tensor(name: str) -> Tensor:
+            return Tensor(kind, lambda: self.reference.parameters[name], lambda _: part(name), name, self._layer(name))
+
+        return list(map(tensor, self.engine.names))
+
+    def computed(self) -> list[Tensor]:
+        """What forward and backward made, in the order in which they did."""
+        norm = float(self.engine.gradient_norm())
+        norm_alone = self._on_first(lambda: float(self.reference.gradient_norm()))
+        moments = from_first(self.world, self._on_first(lambda: set(self.watch_alone.taken)))
+        gradients: dict[str, list[Tensor]] = {}  # by layer, in the order of the backward
+        for tensor in reversed(self._gradients()):
+            gradients.setdefault(self.watch.layer_of(tensor.name), []).append(tensor)
+        layers = self.watch.layers
+        story = [*self._passing(moments, OUTPUT, layers), _number(LOSS, self.expected_loss, self.loss)]
+        story += self._passing(moments, OUTPUT_GRADIENT, layers)
+        for layer in reversed(layers):
+            own, passing = gradients.get(layer, []), self._passing(moments, INPUT_GRADIENT, [layer])
+            story += [*passing, *own] if layer else [*own, *passing]  # a layer's own gradients come last
+        return [*story, _number(NORM, norm_alone, norm, power=2)]
+
+    def _passing(self, moments: Set[Moment], kind: str, layers: Sequence[str]) -> list[Tensor]:
+        """Of the arrays that passed by, those of some layers, in the layers' order and then the micro-batches'."""
+
+        def tensor(moment: Moment) -> Tensor:
+            def whole() -> Array:
+                return self.watch_alone.taken[moment].array
+
+            def part(shape: tuple[int, ...]) -> Part | None:
+                taken = self.watch.taken.get(moment)
+                return taken.part(shape) if taken else None
+
+            return Tensor(kind, whole, part, layer=moment.layer, micro_batch=moment.micro_batch)
+
+        every = (Moment(kind, layer, m) for layer in layers for m in range(self.micro_batches))
+        return [tensor(moment) for moment in every if moment in moments]
+
+    def _gradients(self) -> list[Tensor]:
+        found = self.engine.named(self.engine.gradients)
+        expected = self._on_first(lambda: self.reference.named(self.reference.gradients))
+
+        def part(name: str) -> Part | None:
+            if name not in found:
+                return None
+            return Part(found[name], self.engine.owned_index(name), self.gradients_before.get(name))
+
+        def tensor(name: str) -> Tensor:
+            return Tensor(GRADIENT, lambda: expected[name], lambda _: part(name), name, self._layer(name))
+
+        return list(map(tensor, self.engine.names))
+
+    def _layer(self, name: str) -> str:
+        """The layer of a parameter: by the names of layers, or, where there are none, by the parameter's own."""
+        return self.watch.layer_of(name) or name.rpartition("/")[0]
+
+
+def _number(kind: str, expected: float | None, found: float, power: int = 1) -> Tensor:
+    """A number that every rank should have."""
+    return Tensor(kind, lambda: np.array(expected**power), lambda shape: Part(np.array(found**power), ()))
+
+
+def _is_between_layers(tensor: Tensor) -> bool:
+    return tensor.kind in (OUTPUT, OUTPUT_GRADIENT, INPUT_GRADIENT) and bool(tensor.layer)
+
+
+def _check_names(engine: ShardedEngine, reference: ShardedEngine) -> None:
+    if not engine.names:
+        raise UsageError(
+            f"{type(engine).__name__} names no parameters; to be verified it must say what it holds: parameters, and "
+            "how they are cut: shardings"
+        )
+    if set(engine.names) != set(reference.names):
+        differ = ", ".join(sorted(set(engine.names) ^ set(reference.names)))
+        raise UsageError(f"the engine and its reference differ in names of parameters: {differ}")
+
+
+def _tolerance(reference: ShardedEngine) -> float:
+    return max(TOLERANCE.get(parameter.dtype.name, 1e-1) for parameter in reference.parameters.values())

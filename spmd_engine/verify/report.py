@@ -1,0 +1,130 @@
+"""What a verification found: distances step by step and, if there is one, the first disagreement explained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Cause(Enum):
+    """What may explain a disagreement."""
+
+    MISSING_SUM = "missing sum"  #: ranks have parts of a sum that nobody reduced
+    REPEATED_SUM = "repeated sum"  #: a sum was made once more, of equal terms
+    MEAN = "mean for a sum"
+    STALE = "stale"  #: the values are those of the step before
+    ZERO = "zero"
+    FACTOR = "factor"  #: another multiple of the right values
+    REPLICAS_DIFFER = "replicas differ"  #: ranks that should have the same values have not
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A cause that was tried and fits."""
+
+    cause: Cause
+    text: str  #: a sentence for people
+    axes: tuple[str, ...] = ()  #: the mesh axes that it is about
+    factor: float = 1.0  #: by which found values exceed right ones
+
+
+@dataclass(frozen=True)
+class Element:
+    """One number that is off."""
+
+    index: tuple[int, ...]  #: in the whole array
+    rank: int  #: in whose block it lies
+    coordinates: Mapping[str, int]  #: of that rank on the mesh
+    found: float
+    expected: float
+
+    def __str__(self) -> str:
+        where = ", ".join(f"{axis}={place}" for axis, place in self.coordinates.items())
+        at = f"at [{', '.join(map(str, self.index))}] " if self.index else ""
+        return f"{at}on rank {self.rank} ({where}): {self.found:.10g}, one device has {self.expected:.10g}"
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """The first tensor, in order of computation, that differs from one device's, and what would explain it."""
+
+    step: int  #: from 1; 0: before the first
+    kind: str  #: "output", "loss", "gradient", "parameter", ...
+    name: str  #: of the parameter; empty for what is none
+    layer: str  #: empty where an engine has no named layers
+    micro_batch: int | None
+    distance: float  #: the largest difference, relative to the tensor's scale
+    ranks: tuple[int, ...]  #: whose blocks are off
+    first: Element  #: of the elements that are off
+    largest: Element
+    findings: tuple[Finding, ...]
+
+    @property
+    def what(self) -> str:
+        """The tensor in words: "gradient of block0/mlp/w0"."""
+        of = "" if self.kind.endswith("parameter") else "of "
+        which = f" {of}{self.name or self.layer}" if self.name or self.layer else ""
+        part = f", micro-batch {self.micro_batch}" if self.micro_batch is not None else ""
+        return self.kind + which + part
+
+    def __str__(self) -> str:
+        layer = f" (layer {self.layer})" if self.name and self.layer else ""
+        on = ("rank " if len(self.ranks) == 1 else "ranks ") + ", ".join(map(str, self.ranks))
+        lines = [
+            f"step {self.step}: {self.what}{layer} differs on {on}, by {self.distance:.1e} of its scale",
+            f"  first   {self.first}",
+            f"  largest {self.largest}",
+        ]
+        causes = [finding.text for finding in self.findings] or ["no missing or repeated reduction explains it"]
+        return "\n".join([*lines, *(f"  {cause}" for cause in causes)])
+
+
+@dataclass(frozen=True)
+class Distances:
+    """How far one step was from one device's: the largest difference of each kind, relative to tensors' scales."""
+
+    step: int  #: from 1
+    loss: float  #: one device's
+    of_loss: float  #: and of the outputs, where these are compared
+    of_gradients: float
+    of_parameters: float  #: after the update
+
+    @property
+    def largest(self) -> float:
+        return max(self.of_loss, self.of_gradients, self.of_parameters)
+
+    def __str__(self) -> str:
+        distances = (self.of_loss, self.of_gradients, self.of_parameters)
+        return f"{self.step:>4}  {self.loss:>10.6g}  " + "  ".join(f"{distance:>10.1e}" for distance in distances)
+
+
+#: What stands above the columns of ``Distances``.
+HEADING = f"{'step':>4}  {'loss':>10}  {'of loss':>10}  {'gradients':>10}  {'parameters':>10}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """A whole verification; the same on every rank."""
+
+    steps: Sequence[Distances]  #: those that agree
+    tolerance: float
+    disagreement: Disagreement | None = None
+
+    @property
+    def agrees(self) -> bool:
+        return self.disagreement is None
+
+    @property
+    def distance(self) -> float:
+        """The largest of all steps and kinds, the disagreement's included."""
+        off = [self.disagreement.distance] if self.disagreement else []
+        return max([0.0, *(step.largest for step in self.steps), *off])
+
+    @property
+    def verdict(self) -> str:
+        """``agrees to 3e-13``, or the disagreement."""
+        return str(self.disagreement) if self.disagreement else f"agrees to {self.distance:.0e}"
+
+    def __str__(self) -> str:
+        return "\n".join([HEADING, *map(str, self.steps), self.verdict])
