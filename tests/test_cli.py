@@ -32,7 +32,8 @@ def ok(spmd):
     return run
 
 
-EXACT = ["--model", "gpt-nano", "--dtype", "float64", "--steps", "20", "--warmup", "5", "--dropout", "0.1"]
+STEPS = 10
+EXACT = ["--model", "gpt-nano", "--dtype", "float64", "--steps", str(STEPS), "--warmup", "3", "--dropout", "0.1"]
 EXACT += ["--grad-clip", "1", "--batch-size", "8", *QUIET]
 
 
@@ -41,21 +42,39 @@ def one_rank(tmp_path_factory):
     return tmp_path_factory.mktemp("exact")
 
 
-@pytest.mark.parametrize(
-    "mesh", ["data=1", "data=8", "model=8", "data=4,model=2", "data=2,model=4", "model=3", "data=3"]
-)
-def test_gpt_nano_trains_alike_on_every_mesh(ok, one_rank, mesh):
-    """Twenty steps in float64, dropout and clipping on: losses to 1e-9, parameters to 1e-8 of one rank's."""
+COMPOSITIONS = [
+    "data=1",
+    "data=8",
+    "data=8 --zero 3",
+    "model=3",
+    "data=2,model=4",
+    "model=4,data=2 --sequence-parallel",
+    "replicate=2,shard=4",
+    "context=4,data=2",
+    "context=4,data=2 --context-method ulysses",
+    "pipe=2,data=2,model=2 --schedule 1f1b --zero 1 --micro-batches 2",
+    "pipe=4,data=2 --schedule interleaved",
+    "pipe=8 --schedule zero-bubble --micro-batches 4",
+    "pipe=2,context=2,model=2 --zero 3 --recompute block",
+]
+
+
+@pytest.mark.parametrize("composition", COMPOSITIONS)
+def test_gpt_nano_trains_alike_however_it_is_composed(ok, one_rank, composition):
+    """Steps in float64, dropout and clipping on: losses to 1e-9, parameters to 1e-8 of one rank's."""
+    mesh, *options = composition.split()
     ranks = int(np.prod([int(part.split("=")[1]) for part in mesh.split(",")]))
-    reference = one_rank / "data=1"
+    reference, folder = one_rank / "data=1", one_rank / composition.replace(" ", "")
     if ranks > 1 and not (reference / "parameters.safetensors").exists():
         ok(1, "train", *EXACT, "--run", reference)
-    ok(ranks, "train", *EXACT, "--mesh", mesh, "--run", one_rank / mesh)
-    ours, theirs = ([m["loss"] for m in metrics(folder)] for folder in (one_rank / mesh, reference))
-    assert len(ours) == 20
+    ok(ranks, "train", *EXACT, "--mesh", mesh, *options, "--run", folder)
+    ours, theirs = ([m["loss"] for m in metrics(each)] for each in (folder, reference))
+    assert len(ours) == STEPS
     np.testing.assert_allclose(ours, theirs, rtol=1e-9)
     expected = load_file(reference / "parameters.safetensors")
-    for name, parameter in load_file(one_rank / mesh / "parameters.safetensors").items():
+    parameters = load_file(folder / "parameters.safetensors")
+    assert parameters.keys() == expected.keys()
+    for name, parameter in parameters.items():
         np.testing.assert_allclose(parameter, expected[name], rtol=0, atol=1e-8, err_msg=name)
 
 

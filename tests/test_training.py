@@ -35,9 +35,10 @@ def train_from(axes, folder, steps, resume):
 
 def test_a_run_goes_on_exactly_on_another_mesh(tmp_path):
     whole = train_from({"data": 1}, tmp_path / "whole", 4, resume=False)
-    first = train_from({"data": 2, "model": 2}, tmp_path / "parts", 2, resume=False)
+    first = train_from({"pipe": 2, "shard": 2}, tmp_path / "parts", 1, resume=False)
+    first += train_from({"data": 2, "model": 2}, tmp_path / "parts", 2, resume=True)
     second = train_from({"model": 8}, tmp_path / "parts", 3, resume=True)  # of 6 heads, two ranks have none
-    second += train_from({"model": 3}, tmp_path / "parts", 4, resume=True)
+    second += train_from({"context": 3}, tmp_path / "parts", 4, resume=True)
     np.testing.assert_allclose(first + second, whole, rtol=1e-12)
     for file in ("parameters.safetensors", "optimizer.safetensors"):
         ours, theirs = load_file(tmp_path / "parts" / file), load_file(tmp_path / "whole" / file)
@@ -135,7 +136,7 @@ def test_generation_is_the_same_on_every_mesh_and_rank(temperature):
 
     (expected,) = run(program, 1, args=({"data": 1},))
     assert len(expected) == 20 and set(expected) <= set(range(tiny.SIZE.vocabulary))
-    for axes in ({"data": 3}, {"model": 8}, {"data": 2, "model": 2}):
+    for axes in ({"data": 3}, {"model": 8}, {"data": 2, "model": 2}, {"pipe": 2, "model": 2}, {"context": 4}, {"shard": 2}):
         for tokens in run(program, tiny.ranks_of(axes), args=(axes,)):
             assert tokens == expected
 
