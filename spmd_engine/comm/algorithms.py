@@ -107,17 +107,28 @@ def reduce_into(out: Array, blocks: Sequence[Array], reduction: str) -> None:
     ``out`` may be, or overlap, one of the blocks.
     """
     xp = backend_of(out).xp
+    overlap = len(blocks) > 1 and any(xp.may_share_memory(out, block) for block in blocks)
+    # Never into a block: it may have to wait for its turn, and NumPy multiplies complex numbers in place
+    # with other last bits than into a new array, so that ranks would differ.
+    total = xp.empty_like(out) if overlap else out
+    reduce_apart(total, blocks, reduction)
+    if total is not out:
+        out[...] = total
+
+
+def reduce_apart(out: Array, blocks: Sequence[Array], reduction: str) -> None:
+    """``reduce_into`` for an ``out`` that overlaps no block but may be one: only the last operation writes to it."""
+    xp = backend_of(out).xp
     ufunc = getattr(xp, _UFUNCS[reduction])
-    wide = np.dtype(np.float32) if _is_half(out.dtype) else out.dtype
-    if wide != out.dtype or len(blocks) == 1:
-        total = blocks[0].astype(wide)
-    else:
-        # Never into a block: it may have to wait for its turn, and NumPy multiplies complex numbers in place
-        # with other last bits than into a new array, so that ranks would differ.
-        total = xp.empty_like(out) if any(xp.may_share_memory(out, block) for block in blocks) else out
-        ufunc(blocks[0], blocks[1], out=total)
-    for block in blocks[1 if wide != out.dtype else 2 :]:
-        ufunc(total, block.astype(wide) if wide != out.dtype else block, out=total)
+    half = _is_half(out.dtype)
+    if half:
+        blocks = [block.astype(np.float32) for block in blocks]
+    total = blocks[0]
+    between = xp.empty_like(total) if half or len(blocks) > 2 else out
+    for block in blocks[1:-1]:
+        total = ufunc(total, block, out=between)
+    if len(blocks) > 1:
+        total = ufunc(total, blocks[-1], out=between if half else out)
     if reduction == "mean":
         total /= total.dtype.type(len(blocks))
     if total is not out:

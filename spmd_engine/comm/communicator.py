@@ -9,7 +9,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+import numpy as np
+
 from spmd_engine.arrays.backend import Array
+from spmd_engine.comm.arena import Neighbours
+from spmd_engine.comm.board import Board
 from spmd_engine.comm.pending import Progress
 
 
@@ -22,6 +26,8 @@ class Communicator(ABC):
     progress: Progress  #: this rank's outstanding operations, shared with every sub-communicator
     calls = 0  #: collectives begun here; equal on all ranks, whichever meshes share this communicator
     device_aware = False  #: whether device arrays may be handed to it as they are
+    neighbours: Neighbours | None = None  #: memory shared with ranks of this node, where it can be had
+    board: Board | None = None  #: where this communicator's ranks meet, if all are on one node and share memory
 
     def next_call(self) -> int:
         self.calls += 1
@@ -32,6 +38,12 @@ class Communicator(ABC):
         messages = self.__dict__.setdefault("_messages", {})
         messages[way, rank] = messages.get((way, rank), -1) + 1
         return messages[way, rank]
+
+    def empty(self, shape: Sequence[int], dtype) -> np.ndarray:
+        """An array of any values, in memory that the node's ranks share if there is some left."""
+        dtype = np.dtype(dtype)
+        x = self.neighbours.own.empty(shape, dtype) if self.neighbours and not dtype.hasobject else None
+        return x if x is not None else np.empty(shape, dtype)
 
     @abstractmethod
     def start_send(self, data: Array, to: int, tag: int) -> list:
@@ -54,8 +66,8 @@ class Communicator(ABC):
         """Give back what a sub-communicator holds."""
 
     @abstractmethod
-    def activity(self) -> int:
-        """A number that changes when a message may have arrived; read before testing, given to pause."""
+    def activity(self, idle: int) -> int:
+        """A number that changes when something may have come; asked for before looking, given to pause."""
 
     @abstractmethod
     def announce_end(self) -> None:
@@ -66,8 +78,9 @@ class Communicator(ABC):
         """Ranks of this communicator whose programs have ended."""
 
     @abstractmethod
-    def pause(self, idle: int, activity: int) -> None:
+    def pause(self, idle: int, activity: int, messages: bool = True) -> None:
         """Leave the processor to others for a moment, the ``idle``-th time in a row without progress.
 
+        ``messages``: whether some are waited for. Those must be looked for; who writes on a board wakes others.
         Raises RankAborted if another rank has failed meanwhile.
         """

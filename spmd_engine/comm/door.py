@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.comm import algorithms, header
+from spmd_engine.comm import header, meeting
+from spmd_engine.comm.board import LEFT, ROOM
 from spmd_engine.comm.communicator import Communicator
-from spmd_engine.comm.header import Header
+from spmd_engine.comm.header import Call, Header
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.pending import TIMEOUT, Pending, Steps
-from spmd_engine.errors import RankAborted, UsageError
+from spmd_engine.errors import UsageError
 
-INLINE = 4096  # bytes that ride behind the header: small collectives then need one exchange, not three
 _PHASES = 4  # tags a collective may use
 COLLECTIVE_TAGS = 4096 * _PHASES  # collectives use tags below, send and receive those above
+_HEADERS = 512  # headers that are kept at most, for calls that come again
 
 
 class Door:
@@ -38,11 +40,14 @@ class Door:
     ) -> None:
         self.comm, self.axes, self.ledger, self.check, self.timeout = comm, axes, ledger, check, timeout
         self.rank, self.size = comm.rank, comm.size
+        self._board = comm.board
+        self._inline = ROOM if comm.board else meeting.INLINE  #: bytes of data that travel with a header
+        self._headers: dict[tuple, Header] = {}
 
     def _begin(
         self,
-        steps: Callable[[Header, int], Steps],
-        call: Header,
+        steps: Callable[[Call, int], Steps],
+        call: Call,
         label: str,
         *,
         payload: int = 0,
@@ -51,57 +56,72 @@ class Door:
         operation: str | None = None,
     ) -> Pending:
         """Start ``steps``; write to the ledger when they end. ``sent`` may need the result to be known."""
-        if tag is None:
-            tag = call.sequence % (COLLECTIVE_TAGS // _PHASES) * _PHASES
-        name = operation or call.operation
-        where = name, self.axes, label
+        meets = tag is None
+        if meets:
+            tag = call.number % (COLLECTIVE_TAGS // _PHASES) * _PHASES
+        where = operation or call.header.operation, self.axes, label
 
         def on_result(result: Any) -> None:
-            size = sent(result) if callable(sent) else sent
-            self.ledger.record(*where, payload=payload, sent=size)
+            self.ledger.record(*where, payload=payload, sent=sent(result) if callable(sent) else sent)
 
         def on_wait(seconds: float) -> None:
             self.ledger.record_wait(*where, seconds)
 
         def describe() -> str:
-            what = name if operation else str(call)
+            what = operation or str(call)
             return f"{what} over {self.axes!r}{f' ({label})' if label else ''}, group rank {self.rank} of {self.size}"
 
-        pending = Pending(self.comm, steps(call, tag), describe, self.timeout, on_result, on_wait)
+        on_end = partial(self._board.say, call.number, LEFT) if meets and self._board else None
+        pending = Pending(self.comm, steps(call, tag), describe, self.timeout, on_result, on_end, on_wait)
         return self.comm.progress.begin(pending)
 
-    def _header(self, operation: str, x: Array | None = None, **fields: Any) -> Header:
-        sequence = self.comm.next_call() if operation != "send" else 0
-        dtype = header.dtype_name(x.dtype) if x is not None else ""
-        if x is not None and x.ndim > header.MAX_DIMS:
-            raise UsageError(f"{operation}: {x.ndim} dimensions; at most {header.MAX_DIMS} can be described to others")
-        return Header(sequence, operation, dtype=dtype, shape=x.shape if x is not None else None, **fields)
+    def _call(
+        self,
+        operation: str,
+        x: Array | None = None,
+        *,
+        reduction: str = "",
+        axis: int = 0,
+        concat_axis: int = 0,
+        root: int = 0,
+        sizes: tuple[int, ...] = (),
+        always: bool = False,
+    ) -> Call:
+        """The next call of the group. ``always``: its ranks meet even with checks switched off."""
+        number = self.comm.next_call() if operation != "send" else 0
+        described = (x.dtype, x.shape) if x is not None else None
+        small = x is not None and x.nbytes <= self._inline and self._meets(always) and self._shown(x) is not None
+        key = operation, described, reduction, axis, concat_axis, root, sizes, small
+        if key not in self._headers:
+            if x is not None and x.ndim > header.MAX_DIMS:
+                raise UsageError(f"{operation}: {x.ndim} dimensions; at most {header.MAX_DIMS} can be told to others")
+            dtype = header.dtype_name(x.dtype) if x is not None else ""
+            shape = x.shape if x is not None else None
+            if len(self._headers) >= _HEADERS:
+                self._headers.clear()
+            self._headers[key] = Header(
+                operation, reduction, dtype, shape, axis, concat_axis, root, sizes, x.nbytes if small else 0
+            )
+        return Call(number, self._headers[key])
 
-    def _meet(self, call: Header, inline: bytes, tag: int, always: bool = False) -> Steps:
-        """Exchange headers, with ``inline`` behind this rank's; check that they agree.
+    def _meets(self, always: bool) -> bool:
+        return always or self.check or self._board is not None
 
-        Returns everyone's headers and inline bytes; with checks switched off, two empty lists unless
-        ``always`` (where the operation itself needs them).
-        """
-        if not (self.check or always):
-            return [], []
-        inline = inline or np.array(call.sizes, np.int64).tobytes()[:INLINE]
-        call = Header(**{**call.__dict__, "inline": len(inline)})
-        own = np.frombuffer(call.pack() + inline, np.uint8)
-        said = np.empty((self.size, header.SIZE + INLINE), np.uint8)
-        yield from algorithms.exchange(self.comm, [own] * self.size, list(said), tag)
-        said[self.rank, : own.size] = own
-        headers = [Header.unpack(row.tobytes()) for row in said]
-        extras = [row[header.SIZE : header.SIZE + h.inline] for row, h in zip(said, headers, strict=True)]
-        for rank, h in enumerate(headers):
-            if h.operation == "leave" != call.operation and h.inline:
-                raise RankAborted(f"rank {rank} of {self.axes!r} failed: {extras[rank].tobytes().decode()}")
-        if self.check:
-            header.check(headers, self.axes)
-        return headers, extras
+    def _meet(self, call: Call, x: Array | None, tag: int, *, always: bool = False, copy: bool = False) -> Steps:
+        """Tell the others of ``call``, show them ``x``, and hear them: steps to a Meeting."""
+        shown = self._shown(x)
+        if self._board is not None:
+            return meeting.on_board(self._board, call, shown, self.axes, self.check, copy)
+        if not self._meets(always):
+            return meeting.not_at_all()
+        return meeting.by_messages(self.comm, call, shown, self.axes, self.check, tag)
 
-    def _meet_only(self, call: Header, tag: int, inline: bytes = b"") -> Steps:
-        yield from self._meet(call, inline, tag, always=True)
+    def _meet_only(self, call: Call, tag: int, text: np.ndarray | None = None) -> Steps:
+        yield from self._meet(call, text, tag, always=True)
+
+    def _shown(self, x: Array | None) -> np.ndarray | None:
+        """``x`` if it is host memory, which others may be shown; device memory goes by messages."""
+        return x if isinstance(x, np.ndarray) else None
 
     def _ready(self, x: Array) -> tuple[Array, Callable[[Array], Array]]:
         """``x`` contiguous where the transport can read it, and what brings a result home to its device."""

@@ -12,10 +12,10 @@ from functools import partial
 import numpy as np
 
 from spmd_engine.arrays.backend import CPU, Array, backend_of
-from spmd_engine.comm import algorithms, header
+from spmd_engine.comm import algorithms
 from spmd_engine.comm.algorithms import span
-from spmd_engine.comm.door import INLINE
-from spmd_engine.comm.header import Header
+from spmd_engine.comm.header import Call, Header
+from spmd_engine.comm.meeting import INLINE
 from spmd_engine.comm.pending import Pending, Steps
 from spmd_engine.comm.reductions import Reductions, check_out, copied, ints
 from spmd_engine.errors import UsageError
@@ -32,7 +32,7 @@ class Group(Reductions):
         if self.size == 1:
             return Pending.completed(None)
 
-        return self._begin(self._meet_only, self._header("barrier"), label)
+        return self._begin(self._meet_only, self._call("barrier"), label)
 
     def leave(self, reason: str = "") -> None:
         """Say that this rank's program ends. If another rank is in a collective, both get a MismatchError.
@@ -40,10 +40,11 @@ class Group(Reductions):
         With a ``reason``, an error that this rank reports, the others get RankAborted instead.
         """
         if self.size > 1:
-            steps = partial(self._meet_only, inline=reason.encode(errors="replace")[:INLINE])
+            text = np.frombuffer(reason.encode(errors="replace")[:INLINE], np.uint8)
             if not reason:
                 self.comm.announce_end()  # for those who wait in other groups
-            meeting = self._begin(steps, self._header("leave"), "")
+            call = Call(self.comm.next_call(), Header("leave", inline=text.size))
+            meeting = self._begin(partial(self._meet_only, text=text), call, "")
             meeting.until_the_end = True
             meeting.wait()
             self.comm.ended()  # take in what the others announced
@@ -62,16 +63,16 @@ class Group(Reductions):
         mine = self._ready(x)[0] if self.rank == root else None
         home = backend_of(x) if x is not None else CPU
 
-        def steps(call: Header, tag: int) -> Steps:
-            small = mine is not None and mine.nbytes <= INLINE and self._host_memory(mine)
-            headers, extras = yield from self._meet(call, mine.tobytes() if small else b"", tag, always=True)
-            said = headers[root]
-            where = home if self.comm.device_aware and not said.inline else CPU
-            data = mine.copy() if mine is not None else where.empty(said.shape, header.np_dtype(said.dtype))
-            if said.inline and mine is None:
-                data.reshape(-1).view(np.uint8)[...] = extras[root]
-            elif not said.inline:
+        def steps(call: Call, tag: int) -> Steps:
+            meeting = yield from self._meet(call, mine, tag, always=True)
+            block = meeting.blocks[root]
+            where = home if self.comm.device_aware and block is None else CPU
+            data = mine.copy() if mine is not None else where.empty(*meeting.headers[root].array_type)
+            if block is None:
                 yield from algorithms.broadcast(self.comm, data.reshape(-1), root, tag + 1)
+            elif mine is None:
+                data[...] = block
+            yield from meeting.end()
             return home.asarray(data)
 
         def sent(result: Array) -> int:  # the root hands out the parts, then everyone passes its part on
@@ -79,7 +80,7 @@ class Group(Reductions):
             part = (own.stop - own.start) * result.itemsize
             return result.nbytes - part + part * (self.size - 1) if self.rank == root else part * (self.size - 2)
 
-        call = self._header("broadcast", mine, root=root)
+        call = self._call("broadcast", mine, root=root, always=True)
         return self._begin(steps, call, label, payload=mine.nbytes if mine is not None else 0, sent=sent)
 
     def all_gather(
@@ -121,37 +122,36 @@ class Group(Reductions):
         own, home = self._ready(x)
         into = out if out is not None and self._host_memory_or_aware(out) else None
 
-        def steps(call: Header, tag: int) -> Steps:
-            small = own.nbytes <= INLINE and self._host_memory(own) and (self.check or sizes is None)
-            inline = own.tobytes() if small else b""
-            headers, extras = yield from self._meet(call, inline, tag, always=sizes is None)
-            lengths = [h.shape[axis] for h in headers] if headers else sizes
+        def steps(call: Call, tag: int) -> Steps:
+            meeting = yield from self._meet(call, own, tag, always=sizes is None)
+            lengths = [each.shape[axis] for each in meeting.headers] if meeting.headers else sizes
+            ends = np.cumsum([0, *lengths]).tolist()
             xp = backend_of(own).xp
-            shape = list(own.shape)
-            blocks = []
-            if axis == 0:  # receive straight into the result
-                shape[0] = sum(lengths)
-                whole = into if into is not None else xp.empty(shape, own.dtype)
-                if whole.shape != tuple(shape):
-                    raise UsageError(f"all_gather: out has shape {whole.shape}, the result {tuple(shape)}")
-                ends = np.cumsum([0, *lengths])
-                blocks = [whole[ends[r] : ends[r + 1]] for r in range(self.size)]
-            else:
-                for length in lengths:
-                    shape[axis] = length
-                    blocks.append(xp.empty(shape, own.dtype))
-            copied(own, blocks[self.rank])
-            wanted: list[Array | None] = list(blocks)
-            for r, extra in enumerate(extras):
-                if headers[r].inline:
-                    blocks[r].reshape(-1).view(xp.uint8)[...] = extra
-                    wanted[r] = None
-            outgoing = [None if inline else own] * self.size
-            yield from algorithms.exchange(self.comm, outgoing, wanted, tag + 1)
-            result = home(whole if axis == 0 else xp.concatenate(blocks, axis=axis, dtype=own.dtype))
+            shape = (*own.shape[:axis], ends[-1], *own.shape[axis + 1 :])
+            whole = into if into is not None else xp.empty(shape, own.dtype)
+            if whole.shape != shape:
+                raise UsageError(f"all_gather: out has shape {whole.shape}, the result {shape}")
+            before = (slice(None),) * axis
+            spaces = [whole[(*before, slice(*pair))] for pair in zip(ends, ends[1:], strict=False)]
+            copied(own, spaces[self.rank])
+            missing = [None] * self.size
+            for r, (space, block) in enumerate(zip(spaces, meeting.blocks or missing, strict=True)):
+                if block is not None:
+                    if r != self.rank and space.size:
+                        space[...] = block
+                else:  # received straight into the result, if it lies there in one piece
+                    missing[r] = space if axis == 0 else xp.empty(space.shape, own.dtype)
+            if any(each is not None for each in missing):
+                outgoing = own if missing[self.rank] is not None else None
+                yield from algorithms.exchange(self.comm, [outgoing] * self.size, missing, tag + 1)
+                for r, each in enumerate(missing):
+                    if axis and each is not None and r != self.rank:
+                        spaces[r][...] = each
+            yield from meeting.end()
+            result = home(whole)
             return result if out is None or result is out else copied(result, out)
 
-        call = self._header("all_gather", own, axis=axis)
+        call = self._call("all_gather", own, axis=axis, always=sizes is None)
         return self._begin(steps, call, label, payload=own.nbytes, sent=own.nbytes * (self.size - 1))
 
     def all_to_all(
@@ -183,26 +183,34 @@ class Group(Reductions):
         parts = self._parts("all_to_all", x, axis, splits)
         if self.size == 1:
             return Pending.completed(x.copy())
-        if splits is not None and 8 * self.size > INLINE:
-            raise UsageError(f"all_to_all: explicit splits are limited to {INLINE // 8} ranks")
         own, home = self._ready(x)
 
-        def steps(call: Header, tag: int) -> Steps:
+        def steps(call: Call, tag: int) -> Steps:
             xp = backend_of(own).xp
-            headers, _ = yield from self._meet(call, b"", tag, always=True)
-            blocks = [xp.ascontiguousarray(own[part]) for part in parts]
-            incoming = []
-            for r in range(self.size):
-                shape = list(blocks[self.rank].shape)
-                theirs = headers[r].shape
-                shape[concat] = theirs[concat]
-                cut = span(theirs[axis], self.size, self.rank)
-                shape[axis] = headers[r].sizes[self.rank] if headers[r].sizes else cut.stop - cut.start
-                incoming.append(xp.empty(shape, own.dtype))
-            incoming[self.rank] = blocks[self.rank]
-            yield from algorithms.exchange(self.comm, blocks, incoming, tag + 1)
-            return home(xp.concatenate(incoming, axis=concat, dtype=own.dtype))
+            meeting = yield from self._meet(call, own, tag, always=True)
+            incoming: list[Array] = []
+            missing: list[Array | None] = [None] * self.size
+            for r, (theirs, block) in enumerate(zip(meeting.headers, meeting.blocks, strict=True)):
+                shape = list(theirs.shape)
+                cut = span(shape[axis], self.size, self.rank)
+                if theirs.sizes:
+                    cut = slice(sum(theirs.sizes[: self.rank]), sum(theirs.sizes[: self.rank + 1]))
+                shape[axis] = cut.stop - cut.start
+                if r == self.rank:
+                    incoming.append(own[parts[r]])
+                elif block is not None:
+                    incoming.append(block[(slice(None),) * axis + (cut,)])
+                else:
+                    missing[r] = xp.empty(shape, own.dtype)
+                    incoming.append(missing[r])
+            if not meeting.readable:
+                sends = meeting.blocks[self.rank] is None
+                outgoing = [xp.ascontiguousarray(own[part]) if sends else None for part in parts]
+                yield from algorithms.exchange(self.comm, outgoing, missing, tag + 1)
+            result = xp.concatenate(incoming, axis=concat, dtype=own.dtype)
+            yield from meeting.end()
+            return home(result)
 
         sent = own.nbytes - own[parts[self.rank]].nbytes
-        call = self._header("all_to_all", own, axis=axis, concat_axis=concat, sizes=ints(splits))
+        call = self._call("all_to_all", own, axis=axis, concat_axis=concat, sizes=ints(splits), always=True)
         return self._begin(steps, call, label, payload=own.nbytes, sent=sent)

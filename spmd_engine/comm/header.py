@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,15 +15,14 @@ OPERATIONS = ("barrier", "broadcast", "all_gather", "all_reduce", "reduce_scatte
 REDUCTIONS = ("", "sum", "mean", "max", "min", "prod")
 MAX_DIMS = 16
 
-_LAYOUT = struct.Struct(f"<IBBBxiiiI40s{MAX_DIMS}q")
+_LAYOUT = struct.Struct(f"<BBBBiiiII40s{MAX_DIMS}q")
 SIZE = _LAYOUT.size
 
 
 @dataclass(frozen=True)
 class Header:
-    """One rank's call: everything that must agree, and the shape from which the others learn sizes."""
+    """What one rank calls: everything that must agree, and the shape from which the others learn sizes."""
 
-    sequence: int
     operation: str
     reduction: str = ""
     dtype: str = ""
@@ -30,44 +30,51 @@ class Header:
     axis: int = 0
     concat_axis: int = 0
     root: int = 0
-    inline: int = 0  # bytes of the array, or of ``sizes``, that ride behind the header
     sizes: tuple[int, ...] = ()  # the parts of reduce_scatter and all_to_all, if the caller gave them
+    inline: int = 0  # bytes of data that travel with the header
 
-    def pack(self) -> bytes:
+    packed: bytes = field(init=False, repr=False, compare=False)  # all of it as bytes, ``sizes`` at the end
+
+    def __post_init__(self) -> None:
         shape = self.shape if self.shape is not None else ()
-        return _LAYOUT.pack(
-            self.sequence & 0xFFFFFFFF,
+        fixed = _LAYOUT.pack(
             OPERATIONS.index(self.operation),
             REDUCTIONS.index(self.reduction),
             len(shape) if self.shape is not None else 255,
+            0,
             self.axis,
             self.concat_axis,
             self.root,
             self.inline,
+            len(self.sizes),
             self.dtype.encode(),
             *shape,
             *(0,) * (MAX_DIMS - len(shape)),
         )
+        object.__setattr__(self, "packed", fixed + struct.pack(f"<{len(self.sizes)}q", *self.sizes))
 
     @classmethod
-    def unpack(cls, data) -> Header:
-        sequence, operation, reduction, ndim, axis, concat_axis, root, inline, dtype, *dims = _LAYOUT.unpack(
-            data[:SIZE]
-        )
-        operation = OPERATIONS[operation]
-        table = data[SIZE : SIZE + inline] if operation in ("reduce_scatter", "all_to_all") else b""
+    def unpack(cls, data: bytes) -> Header:
+        """The header that ``data`` begins with."""
+        operation, reduction, ndim, _, axis, concat_axis, root, inline, count, dtype, *dims = _LAYOUT.unpack_from(data)
         return cls(
-            sequence,
-            operation,
+            OPERATIONS[operation],
             REDUCTIONS[reduction],
             dtype.rstrip(b"\0").decode(),
             None if ndim == 255 else tuple(dims[:ndim]),
             axis,
             concat_axis,
             root,
+            struct.unpack_from(f"<{count}q", data, SIZE),
             inline,
-            struct.unpack(f"<{len(table) // 8}q", table),
         )
+
+    @property
+    def array_type(self) -> tuple[tuple[int, ...], np.dtype]:
+        """Shape and dtype of the data that travel: of the array, or of the bytes of a text."""
+        if self.shape is None:
+            return (self.inline,), np.dtype(np.uint8)
+        return self.shape, np_dtype(self.dtype)
 
     def __str__(self) -> str:
         if self.operation == "leave":
@@ -83,7 +90,7 @@ class Header:
             how.append(f"sizes={list(self.sizes)}")
         if self.operation == "broadcast":
             how.append(f"root={self.root}")
-        return f"{self.operation}({', '.join(how)}) as its call number {self.sequence}"
+        return f"{self.operation}({', '.join(how)})"
 
     def agreement(self) -> tuple:
         """What must be equal on all ranks of the group."""
@@ -93,23 +100,35 @@ class Header:
         if self.operation == "all_to_all" and shape:
             shape[self.concat_axis] = -1
         if self.operation == "broadcast":  # only the root has an array
-            return self.sequence, self.operation, self.root
+            return self.operation, self.root
         # What all_to_all joins along the axis it splits may be cut differently on every rank.
         sizes = () if self.operation == "all_to_all" and self.axis == self.concat_axis else self.sizes
-        call = self.sequence, self.operation, self.reduction, self.dtype
-        return (*call, tuple(shape), self.axis, self.concat_axis, sizes)
+        return self.operation, self.reduction, self.dtype, tuple(shape), self.axis, self.concat_axis, sizes
 
 
-def check(headers: Sequence[Header], group: str) -> None:
+class Call(NamedTuple):
+    """A header, and which of the calls in its group it is, counted from 1."""
+
+    number: int
+    header: Header
+
+    def __str__(self) -> str:
+        if self.header.operation == "leave":
+            return str(self.header)
+        return f"{self.header} as its call number {self.number}"
+
+
+def check(calls: Sequence[Call], group: str) -> None:
     """Raise the same MismatchError on every rank unless all called the same thing."""
-    if all(header.agreement() == headers[0].agreement() for header in headers):
+    number, agreement = calls[0].number, calls[0].header.agreement()
+    if all(call.number == number and call.header.agreement() == agreement for call in calls):
         return
     said: dict[str, list[int]] = {}
-    for rank, header in enumerate(headers):
-        said.setdefault(str(header), []).append(rank)
-    calls = "; ".join(f"{_ranks(ranks)} called {call}" for call, ranks in said.items())
+    for rank, call in enumerate(calls):
+        said.setdefault(str(call), []).append(rank)
+    text = "; ".join(f"{_ranks(ranks)} called {call}" for call, ranks in said.items())
     raise MismatchError(
-        f"collective over {group!r} does not match (ranks of that group): {calls}. "
+        f"collective over {group!r} does not match (ranks of that group): {text}. "
         "Every rank of a group must make the same calls in the same order."
     )
 

@@ -35,7 +35,10 @@ class Ledger:
 
     def record(self, operation: str, axes: str, label: str, *, payload: int, sent: int) -> None:
         """One more call."""
-        self.entries[operation, axes, label].add(Entry(1, payload, sent))
+        entry = self.entries[operation, axes, label]
+        entry.calls += 1
+        entry.payload += payload
+        entry.sent += sent
 
     def record_wait(self, operation: str, axes: str, label: str, seconds: float) -> None:
         self.entries[operation, axes, label].seconds += seconds

@@ -29,22 +29,46 @@ class Collectives:
     def group(self, over: Over = None) -> Group:
         raise UsageError(f"{type(self).__name__} does not define group()")
 
+    def empty(self, shape: int | Sequence[int], dtype: Any = np.float32, *, zero: bool = False) -> np.ndarray:
+        """A host array that the ranks of this node reach directly, zero or with any values in it.
+
+        Like ``np.empty``, but collectives read and reduce it where it is, without a copy: so the place for flat
+        buffers of parameters and gradients, and whatever else is large and communicated often, ``out`` included.
+        Its memory is given back with the last view of it. There is an arena of it, of bounded size, on every rank;
+        where it cannot be had or is used up, this is ordinary memory, which works everywhere as well.
+        """
+        x = self.group().comm.empty((shape,) if isinstance(shape, int) else tuple(shape), dtype)
+        if zero:
+            x.fill(0)
+        return x
+
     def barrier(self, over: Over = None) -> None:
         self.group(over).barrier()
 
     def broadcast(self, arr: Array | None, root: int = 0, *, over: Over = None, label: str = "") -> Array:
         return self.group(over).broadcast(arr, root, label=label)
 
-    def all_gather(self, arr: Array, axis: int = 0, *, over: Over = None, label: str = "") -> Array:
-        return self.group(over).all_gather(arr, axis, label=label)
+    def all_gather(
+        self, arr: Array, axis: int = 0, *, over: Over = None, out: Array | None = None, label: str = ""
+    ) -> Array:
+        return self.group(over).all_gather(arr, axis, out=out, label=label)
 
-    def all_reduce(self, arr: Array, op: str = "sum", *, over: Over = None, label: str = "") -> Array:
-        return self.group(over).all_reduce(arr, op, label=label)
+    def all_reduce(
+        self, arr: Array, op: str = "sum", *, over: Over = None, out: Array | None = None, label: str = ""
+    ) -> Array:
+        return self.group(over).all_reduce(arr, op, out=out, label=label)
 
     def reduce_scatter(
-        self, arr: Array, axis: int = 0, op: str = "sum", *, over: Over = None, label: str = ""
+        self,
+        arr: Array,
+        axis: int = 0,
+        op: str = "sum",
+        *,
+        over: Over = None,
+        out: Array | None = None,
+        label: str = "",
     ) -> Array:
-        return self.group(over).reduce_scatter(arr, axis, op, label=label)
+        return self.group(over).reduce_scatter(arr, axis, op, out=out, label=label)
 
     def all_to_all(
         self, arr: Array, axis: int = 0, concat_axis: int | None = None, *, over: Over = None, label: str = ""
@@ -146,7 +170,8 @@ class Mesh(Collectives):
             all_places = range(self.axes[axis])
             chosen = among.get(axis, all_places)
             if len(set(chosen)) < len(chosen) or not set(chosen) <= set(all_places):
-                raise MeshError(f"places {list(chosen)} of axis {axis!r}: each of 0 to {all_places[-1]} can be said once")
+                last = all_places[-1]
+                raise MeshError(f"places {list(chosen)} of axis {axis!r}: each of 0 to {last} can be said once")
             if self.coordinates[axis] not in chosen:
                 raise MeshError(f"rank {self.rank} is not among the places {list(chosen)} of axis {axis!r}")
             return chosen

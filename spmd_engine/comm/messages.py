@@ -7,7 +7,7 @@ import numpy as np
 from spmd_engine.arrays.backend import CPU, Array, Backend, backend_of
 from spmd_engine.comm import header
 from spmd_engine.comm.door import COLLECTIVE_TAGS, Door
-from spmd_engine.comm.header import Header
+from spmd_engine.comm.header import Call, Header
 from spmd_engine.comm.pending import Pending, Steps
 from spmd_engine.errors import UsageError
 
@@ -27,13 +27,13 @@ class Messages(Door):
         own, _ = self._ready(x)
         tag = self._message_tag("to", to, channel)
 
-        def steps(call: Header, tag: int) -> Steps:
-            said = np.frombuffer(call.pack(), np.uint8)
+        def steps(call: Call, tag: int) -> Steps:
+            said = np.frombuffer(call.header.packed, np.uint8)
             backend_of(own).synchronize()
             requests = self.comm.start_send(said, to, tag)
             yield requests + (self.comm.start_send(own, to, tag + 1) if own.size else [])
 
-        call = self._header("send", own)
+        call = self._call("send", own)
         return self._begin(steps, call, label, payload=own.nbytes, sent=own.nbytes, tag=tag)
 
     def receive(self, source: int, *, like: Backend = CPU, channel: int | None = None, label: str = "") -> Array:
@@ -46,18 +46,18 @@ class Messages(Door):
         self._peer("receive", source)
         tag = self._message_tag("from", source, channel)
 
-        def steps(call: Header, tag: int) -> Steps:
+        def steps(call: Call, tag: int) -> Steps:
             said = np.empty(header.SIZE, np.uint8)
             yield self.comm.start_receive(said, source, tag)
             theirs = Header.unpack(said.tobytes())
             where = like if self.comm.device_aware else CPU
-            data = where.empty(theirs.shape, header.np_dtype(theirs.dtype))
+            data = where.empty(*theirs.array_type)
             if data.size:
                 where.synchronize()
                 yield self.comm.start_receive(data, source, tag + 1)
             return like.asarray(data)
 
-        return self._begin(steps, self._header("send"), label, tag=tag, operation="receive")
+        return self._begin(steps, self._call("send"), label, tag=tag, operation="receive")
 
     def _peer(self, operation: str, rank: int) -> None:
         if not 0 <= rank < self.size:

@@ -5,20 +5,24 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from mpi4py import MPI
 
 from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.comm.board import room_for_board
 from spmd_engine.comm.communicator import Communicator
+from spmd_engine.comm.node import Node, open_node
 from spmd_engine.comm.pending import TIMEOUT, Pending, Progress, Steps
 from spmd_engine.errors import MeshError
 
 PIECE = 1 << 30  # bytes a message: some MPI libraries refuse counts of 2^31 and more
 _MEETING, _END = 32766, 32765  # tags that no other message has
 _YIELDS = 100  # give way this often before sleeping: a peer that is nearly there needs no sleep
+_CROWDED = 5  # and this often where ranks wait for a core
 _SHORTEST, _LONGEST = 50e-6, 1e-3  # seconds of sleep
+_RUNG = 10e-3  # the longest sleep of those who are rung out of it
 
 
 class MPICommunicator(Communicator):
@@ -40,12 +44,21 @@ class MPICommunicator(Communicator):
         """``members``: the ranks, in ``world``, of a sub-communicator; only this class gives the last four."""
         self._comm = comm
         self._world = world if world is not None else self
+        self._node: Node | None = world._node if world is not None else None
         self._members = list(members) if members is not None else list(range(comm.size))
         self._ended: set[int] = set()
         self.rank, self.size = comm.rank, comm.size
         self.node = node if node is not None else MPI.Get_processor_name()
         self.progress = progress if progress is not None else Progress()
         self.device_aware = is_device_aware()
+
+    def open_node(self, ranks: Sequence[int], cores: int, tell: Callable[[str], list[str]]) -> None:
+        """Share memory with ``ranks``, those of this node; for the world, once. ``tell``: see ``node``."""
+        self._node = open_node(self._comm, ranks, len(ranks) > cores, tell)
+        if self._node is not None:
+            self.neighbours = self._node.neighbours
+            if len(ranks) == self.size:
+                self.board = self._node.board(ranks, self.rank, calls=self.calls)
 
     def start_send(self, data: Array, to: int, tag: int) -> list:
         return [self._comm.Isend([piece, MPI.BYTE], to, tag) for piece in _pieces(data)]
@@ -58,35 +71,54 @@ class MPICommunicator(Communicator):
 
     def subset(self, ranks: Sequence[int]) -> MPICommunicator:
         describe = f"for ranks {list(ranks)}, to make a communicator of them".format
-        self.progress.begin(Pending(self, self._meet(ranks), describe, TIMEOUT)).wait()
+        offset = self.progress.begin(Pending(self, self._meet(ranks), describe, TIMEOUT)).wait()
         everyone = self._comm.Get_group()
-        members = everyone.Incl(ranks)
+        group = everyone.Incl(ranks)
         try:
-            comm = self._comm.Create_group(members)
+            comm = self._comm.Create_group(group)
         except MPI.Exception as error:
             raise MeshError(
                 f"MPI refused another communicator ({error}); close() meshes that are no longer used, "
                 "or open them with 'with Mesh(...) as mesh:'"
             ) from error
         finally:
-            members.Free()
+            group.Free()
             everyone.Free()
         members = [self._members[rank] for rank in ranks]
-        return MPICommunicator(comm, self.progress, self.node, self._world, members)
+        made = MPICommunicator(comm, self.progress, self.node, self._world, members)
+        made.neighbours = self.neighbours
+        if offset >= 0:
+            made.board = self._node.board(members, made.rank, offset)
+        return made
 
     def _meet(self, ranks: Sequence[int]) -> Steps:
-        """Wait here for those who do not come yet: inside MPI this rank would spin, and its operations rest."""
+        """Wait here for those who do not come yet: inside MPI this rank would spin, and its operations rest.
+
+        Returns where the first rank has made room for a board, -1 if nowhere.
+        """
         others = [rank for rank in ranks if rank != self.rank]
-        receives = [self.start_receive(np.empty(1, np.uint8), rank, _MEETING) for rank in others]
-        sends = [self.start_send(np.empty(1, np.uint8), rank, _MEETING) for rank in others]
+        said = {rank: np.full(1, -1, np.int64) for rank in ranks}
+        share = self._node is not None and self._node.holds([self._members[rank] for rank in ranks])
+        if share and others and self.rank == ranks[0]:
+            offset = room_for_board(self.neighbours, len(ranks))
+            said[self.rank][0] = -1 if offset is None else offset
+        receives = [self.start_receive(said[rank], rank, _MEETING) for rank in others]
+        sends = [self.start_send(said[self.rank], rank, _MEETING) for rank in others]
         yield sum(receives + sends, [])
+        return int(said[ranks[0]][0])
 
     def free(self) -> None:
+        if self.board is not None:
+            self.neighbours.retire(self.board)
         if not MPI.Is_finalized():
             self._comm.Free()
 
     def announce_end(self) -> None:
-        for to in set(range(self._world.size)) - {self._world.rank}:
+        told = set()
+        if self._node is not None:
+            self._node.announce_end()
+            told = set(self._node.ranks)
+        for to in set(range(self._world.size)) - {self._world.rank, *told}:
             self._world.start_send(np.zeros(1, np.uint8), to, _END)
 
     def ended(self) -> list[int]:
@@ -94,16 +126,27 @@ class MPICommunicator(Communicator):
         while world._comm.Iprobe(MPI.ANY_SOURCE, _END, status):
             world._comm.Recv([np.empty(1, np.uint8), MPI.BYTE], status.source, _END)  # it is here: no wait
             world._ended.add(status.source)
-        return [rank for rank, member in enumerate(self._members) if member in world._ended]
+        ended = world._ended.union(self._node.ended() if self._node is not None else ())
+        return [rank for rank, member in enumerate(self._members) if member in ended]
 
-    def activity(self) -> int:
+    def activity(self, idle: int) -> int:
+        if self._node is not None and idle >= self._patience():
+            self._node.bell.lie_down()
         return 0
 
-    def pause(self, idle: int, activity: int) -> None:
-        if idle <= _YIELDS:
+    def pause(self, idle: int, activity: int, messages: bool = True) -> None:
+        patience = self._patience()
+        if idle <= patience:
             os.sched_yield()
+            return
+        seconds = min(_LONGEST if messages else _RUNG, _SHORTEST * 1.1 ** min(idle - patience, 99))
+        if self._node is not None:
+            self._node.bell.sleep(seconds)
         else:
-            time.sleep(min(_LONGEST, _SHORTEST * 1.1 ** min(idle - _YIELDS, 99)))
+            time.sleep(seconds)
+
+    def _patience(self) -> int:
+        return _CROWDED if self._node is not None and self._node.crowded else _YIELDS
 
 
 def _pieces(data: Array) -> list[Array]:

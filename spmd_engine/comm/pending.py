@@ -1,9 +1,10 @@
 """Operations under way, and the one loop in which a rank waits for them.
 
-A collective is a generator: it starts messages, yields their requests, and goes on once they are done. That
-reads as a plain algorithm and can be left half-way, which is what `start ... wait` needs. Whoever waits for
-one operation moves *all* of its rank's operations on: otherwise two ranks that wait for two operations in
-crossed order would wait for ever.
+A collective is a generator: it starts something, yields what to wait for, and goes on once that is done: a list of
+messages' requests, or a function that says whether something has come true in memory that ranks share. So it reads
+as a plain algorithm and can be left half-way, which is what `start ... wait` needs. Whoever waits for one operation
+moves *all* of its rank's operations on: otherwise two ranks that wait for two operations in crossed order would wait
+for ever.
 """
 
 from __future__ import annotations
@@ -25,11 +26,16 @@ LOOK_AFTER = 0.5  #: seconds without progress after which a rank looks whether t
 
 logger = logging.getLogger(__name__)
 
-Steps = Generator[list, None, Any]  # yields requests, returns the operation's result
+Steps = Generator[list | Callable[[], bool], None, Any]  # yields what to wait for, returns the operation's result
 
 
 class Pending:
     """A started operation. ``wait()`` returns its result, and may be called again."""
+
+    __slots__ = (
+        *("_communicator", "_steps", "_awaited", "_timeout", "_on_result", "_on_end", "_on_wait"),
+        *("describe", "until_the_end", "done", "result", "error"),
+    )
 
     def __init__(
         self,
@@ -37,15 +43,16 @@ class Pending:
         steps: Steps,
         describe: Callable[[], str] = str,
         timeout: float | None = None,
-        on_result: Callable[[Any], None] = lambda result: None,
-        on_wait: Callable[[float], None] = lambda seconds: None,
+        on_result: Callable[[Any], None] | None = None,
+        on_end: Callable[[], None] | None = None,
+        on_wait: Callable[[float], None] | None = None,
     ) -> None:
+        """``on_end`` is called after a result and after an error, ``on_wait`` with the seconds a wait took."""
         self._communicator = communicator
         self._steps = steps
-        self._requests: list = []
+        self._awaited: list | Callable[[], bool] = []
         self._timeout = timeout
-        self._on_result = on_result
-        self._on_wait = on_wait
+        self._on_result, self._on_end, self._on_wait = on_result, on_end, on_wait
         self.describe = describe
         self.until_the_end = False  #: whether this is the meeting in which programs end
         self.done = False
@@ -58,19 +65,32 @@ class Pending:
         pending.result, pending.done = result, True
         return pending
 
+    @property
+    def sends_messages(self) -> bool:
+        """Whether it waits for messages, which come only to those who look."""
+        return isinstance(self._awaited, list)
+
     def advance(self) -> bool:
         """Go on as far as possible without waiting. Returns whether anything moved."""
         moved = False
-        while self._communicator.done(self._requests):
-            moved = True
-            try:
-                self._requests = next(self._steps)
-            except StopIteration as stop:
-                self.result, self.done = stop.value, True
-                self._requests = []
+        try:
+            while self._is_there():
+                moved = True
+                self._awaited = next(self._steps)
+            return moved
+        except StopIteration as stop:
+            self.result, self.done, self._awaited = stop.value, True, []
+            if self._on_result:
                 self._on_result(self.result)
-                return True
-        return moved
+        except Exception as error:
+            self.error = error
+        if self._on_end:
+            self._on_end()
+        return True
+
+    def _is_there(self) -> bool:
+        awaited = self._awaited
+        return self._communicator.done(awaited) if isinstance(awaited, list) else awaited()
 
     def wait(self) -> Any:
         """Block, without spinning, until the result is there.
@@ -83,7 +103,8 @@ class Pending:
                 self._communicator.progress.wait_for(self, self._timeout)
             except SpmdError as error:
                 raise error.with_traceback(None) from None  # the caller's line matters, not this machinery's
-            self._on_wait(perf_counter() - began)
+            if self._on_wait:
+                self._on_wait(perf_counter() - began)
         return self.result
 
 
@@ -107,12 +128,12 @@ class Progress:
         while not wanted.done:
             if wanted.error is not None:
                 raise wanted.error
-            activity = communicator.activity()
+            activity = communicator.activity(idle)
             if any([self._advance(pending) for pending in tuple(self._pending)]):
                 idle, look_after = 0, perf_counter() - began + LOOK_AFTER
                 continue
             idle += 1
-            communicator.pause(idle, activity)
+            communicator.pause(idle, activity, any([pending.sends_messages for pending in self._pending]))
             waited = perf_counter() - began
             if timeout and waited > timeout:
                 # It stays under way: its messages may still come, into memory that must then still be there.
@@ -126,10 +147,7 @@ class Progress:
                 warn_after *= 4
 
     def _advance(self, pending: Pending) -> bool:
-        try:
-            moved = pending.advance()
-        except Exception as error:
-            pending.error, moved = error, True
+        moved = pending.advance()
         if (pending.done or pending.error) and pending in self._pending:
             self._pending.remove(pending)
         return moved

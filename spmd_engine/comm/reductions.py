@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.comm import algorithms
+from spmd_engine.comm import algorithms, shared
 from spmd_engine.comm.algorithms import span
-from spmd_engine.comm.door import INLINE
-from spmd_engine.comm.header import Header
+from spmd_engine.comm.header import Call
 from spmd_engine.comm.messages import Messages
 from spmd_engine.comm.pending import Pending, Steps
 from spmd_engine.errors import UsageError
@@ -36,24 +35,29 @@ class Reductions(Messages):
             return Pending.completed(x.copy() if out is None else copied(x, out))
         own, home = self._ready(x)
         in_place = out is not None and self._host_memory_or_aware(out)
-        target = out if in_place else backend_of(own).empty(own.shape, own.dtype)
+        target = out if in_place else None
+        small = own.nbytes <= self._inline
 
-        def steps(call: Header, tag: int) -> Steps:
-            small = own.nbytes <= INLINE and self._host_memory(own)
-            headers, extras = yield from self._meet(call, own.tobytes() if small else b"", tag, always=small)
-            if small:
-                blocks = [e.view(own.dtype).reshape(own.shape) for e in extras]
-                blocks[self.rank] = own
-                if own.size:
-                    algorithms.reduce_into(target, blocks, op)
+        def steps(call: Call, tag: int) -> Steps:
+            shown = own
+            if self._board and not small and self._shown(own) is not None:
+                shown = shared.workspace(self._board, own, target)
+            meeting = yield from self._meet(call, shown, tag, always=small)
+            if meeting.readable and not small:
+                yield from shared.reduce_in_place(meeting, op)
+                result = shown if target is None else copied(shown, target)
             else:
-                yield from algorithms.all_reduce(self.comm, own.reshape(-1), target.reshape(-1), op, tag + 1)
-            return home(target) if out is None else copied(home(target), out)
+                result = target if target is not None else backend_of(own).empty(own.shape, own.dtype)
+                if meeting.readable:
+                    algorithms.reduce_apart(result, meeting.blocks, op)
+                elif own.size:
+                    yield from algorithms.all_reduce(self.comm, own.reshape(-1), result.reshape(-1), op, tag + 1)
+            return home(result) if out is None else copied(home(result), out)
 
         mine = span(own.size, self.size, self.rank)
         part = (mine.stop - mine.start) * own.itemsize
         sent = own.nbytes - part + part * (self.size - 1)
-        call = self._header("all_reduce", own, reduction=op)
+        call = self._call("all_reduce", own, reduction=op, always=small)
         return self._begin(steps, call, label, payload=own.nbytes, sent=sent)
 
     def reduce_scatter(
@@ -92,17 +96,23 @@ class Reductions(Messages):
             return Pending.completed(x.copy() if out is None else copied(x, out))
         own, home = self._ready(x)
         target = out if out is not None and self._host_memory_or_aware(out) else None
+        small = own.nbytes <= self._inline
 
-        def steps(call: Header, tag: int) -> Steps:
+        def steps(call: Call, tag: int) -> Steps:
+            copy = target is not None and self._board and not shared.keeps_apart(target, own, parts[self.rank])
+            meeting = yield from self._meet(call, own, tag, always=small, copy=copy)
             xp = backend_of(own).xp
-            yield from self._meet(call, b"", tag)
-            blocks = [xp.ascontiguousarray(own[part]) for part in parts]
-            reduced = target if target is not None else xp.empty(blocks[self.rank].shape, own.dtype)
-            yield from algorithms.reduce_scatter(self.comm, blocks, reduced, op, tag + 1)
+            reduced = target if target is not None else xp.empty(mine.shape, own.dtype)
+            if meeting.readable:
+                shared.reduce_parts(reduced, [block[parts[self.rank]] for block in meeting.blocks], op)
+            else:
+                blocks = [xp.ascontiguousarray(own[part]) for part in parts]
+                yield from algorithms.reduce_scatter(self.comm, blocks, reduced, op, tag + 1)
+            yield from meeting.end()
             return home(reduced) if out is None else copied(home(reduced), out)
 
         sent = own.nbytes - own[parts[self.rank]].nbytes
-        call = self._header("reduce_scatter", own, reduction=op, axis=axis, sizes=ints(sizes))
+        call = self._call("reduce_scatter", own, reduction=op, axis=axis, sizes=ints(sizes), always=small)
         return self._begin(steps, call, label, payload=own.nbytes, sent=sent)
 
     def _axis(self, operation: str, x: Array, axis: int) -> int:

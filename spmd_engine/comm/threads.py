@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import sys
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from threadpoolctl import threadpool_limits
 
 from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.comm.arena import Neighbours, bound
+from spmd_engine.comm.board import Board, size_of_board
 from spmd_engine.comm.communicator import Communicator
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
@@ -18,6 +23,8 @@ from spmd_engine.comm.pending import Progress
 from spmd_engine.errors import RankAborted, UsageError
 
 _current = threading.local()
+_NO_RESERVE = 0x4000 if sys.platform == "linux" else 0  # memory that is not used is not counted
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
 
 
 def current_thread_communicator() -> Communicator | None:
@@ -47,13 +54,11 @@ def run(
         raise UsageError(f"run: ranks={ranks}; at least one rank is needed")
     if nodes is not None and len(nodes) != ranks:
         raise UsageError(f"run: nodes names {len(nodes)} hosts; one for each of {ranks} ranks is needed")
-    fabric = _Fabric(ranks)
+    fabric = _Fabric(nodes or [os.uname().nodename] * ranks)
     results: list[Any] = [None] * ranks
-    host = os.uname().nodename
 
     def body(rank: int) -> None:
-        node = nodes[rank] if nodes else host
-        _current.communicator = ThreadCommunicator(fabric, range(ranks), rank, node, Progress())
+        _current.communicator = ThreadCommunicator(fabric, range(ranks), rank, Progress(), fabric.neighbours(rank))
         try:
             results[rank] = fn(*args)
             Group(_current.communicator, "world", Ledger()).leave()
@@ -79,13 +84,47 @@ def run(
 
 
 class _Fabric:
-    """What the virtual ranks of one ``run`` share: a mailbox each, and the first failure."""
+    """What the virtual ranks of one ``run`` share: a mailbox each, memory, and the first failure."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, nodes: Sequence[str]) -> None:
+        self.nodes, ranks = list(nodes), len(nodes)
         self.boxes = [_Mailbox() for _ in range(ranks)]
         self.failure: tuple[int, BaseException] | None = None
         self.ended: set[int] = set()
         self._lock = threading.Lock()
+        self._boards: dict[tuple, list] = {}  # name -> memory, and how many ranks have not asked for it yet
+        size = bound(ranks) if ranks > 1 else 0
+        self._memories = [mmap.mmap(-1, size, flags=_PRIVATE) for _ in range(ranks)] if size else []
+
+    def neighbours(self, rank: int) -> Neighbours | None:
+        return Neighbours(self._memories, rank) if self._memories else None
+
+    def board(self, name: tuple, rank: int, members: Sequence[int], neighbours: Neighbours | None) -> Board | None:
+        """The board of a communicator of several ranks on one node; the first to ask makes it."""
+        if neighbours is None or len(members) == 1 or len({self.nodes[member] for member in members}) > 1:
+            return None
+        with self._lock:
+            entry = self._boards.setdefault(name, [None, len(members)])
+            if entry[0] is None:
+                entry[0] = memoryview(np.zeros(size_of_board(len(members)), np.uint8))
+            entry[1] -= 1
+            if entry[1] == 0:
+                del self._boards[name]
+        return Board(entry[0], rank, members, neighbours, self)
+
+    # A board's waker. One interpreter runs one thread at a time, in an order on which all agree.
+
+    def full(self) -> None:
+        pass
+
+    order = full
+
+    def anyone_sleeps(self) -> bool:
+        return True
+
+    def ring(self, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            self.boxes[rank].ring()
 
     def fail(self, rank: int, error: BaseException) -> None:
         with self._lock:
@@ -141,11 +180,21 @@ class ThreadCommunicator(Communicator):
 
     device_aware = True  # one process, one address space: device arrays are copied by their own module
 
-    def __init__(self, fabric: _Fabric, members: Sequence[int], rank: int, node: str, progress: Progress, name=()):
+    def __init__(
+        self,
+        fabric: _Fabric,
+        members: Sequence[int],
+        rank: int,
+        progress: Progress,
+        neighbours: Neighbours | None = None,
+        name: tuple = (),
+    ) -> None:
         self._fabric, self._members, self._name = fabric, tuple(members), name
-        self.rank, self.size, self.node, self.progress = rank, len(self._members), node, progress
+        self.rank, self.size, self.progress, self.neighbours = rank, len(self._members), progress, neighbours
         self._me = self._members[rank]
+        self.node = fabric.nodes[self._me]
         self._subsets: defaultdict[tuple[int, ...], int] = defaultdict(int)
+        self.board = fabric.board(name, rank, self._members, neighbours)
 
     def start_send(self, data: Array, to: int, tag: int) -> list:
         self._fabric.boxes[self._members[to]].put((self._name, self._me, tag), _bytes(data).copy())
@@ -163,10 +212,11 @@ class ThreadCommunicator(Communicator):
         self._subsets[members] += 1  # the same set made twice must not share messages
         name = (*self._name, members, self._subsets[members])
         rank = members.index(self._me)
-        return ThreadCommunicator(self._fabric, members, rank, self.node, self.progress, name)
+        return ThreadCommunicator(self._fabric, members, rank, self.progress, self.neighbours, name)
 
     def free(self) -> None:
-        pass
+        if self.board is not None:
+            self.neighbours.retire(self.board)
 
     def announce_end(self) -> None:
         self._fabric.ended.add(self._me)
@@ -174,10 +224,10 @@ class ThreadCommunicator(Communicator):
     def ended(self) -> list[int]:
         return [rank for rank, member in enumerate(self._members) if member in self._fabric.ended]
 
-    def activity(self) -> int:
+    def activity(self, idle: int) -> int:
         return self._fabric.boxes[self._me].arrivals
 
-    def pause(self, idle: int, activity: int) -> None:
+    def pause(self, idle: int, activity: int, messages: bool = True) -> None:
         if self._fabric.failure:
             raise RankAborted(f"rank {self._fabric.failure[0]} failed")
         box = self._fabric.boxes[self._me]
@@ -188,7 +238,7 @@ class ThreadCommunicator(Communicator):
 
 def solo() -> ThreadCommunicator:
     """A world of one rank, for a process that no MPI launcher started."""
-    return ThreadCommunicator(_Fabric(1), range(1), 0, os.uname().nodename, Progress())
+    return ThreadCommunicator(_Fabric([os.uname().nodename]), range(1), 0, Progress())
 
 
 def _bytes(data: Array) -> Array:

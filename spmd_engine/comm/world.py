@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import traceback
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 from threadpoolctl import threadpool_limits
@@ -46,7 +46,9 @@ def _process_world() -> Communicator:
         return solo()
     _end_all_ranks_on_error(MPI.COMM_WORLD)
     comm = MPICommunicator(MPI.COMM_WORLD)
-    _share_cores(comm)
+    ranks, cores = _of_this_node(comm)
+    _share_cores(cores // len(ranks))
+    comm.open_node(ranks, cores, partial(gather_texts, comm))
     atexit.register(_leave, comm)
     return comm
 
@@ -71,14 +73,18 @@ def gather_texts(comm: Communicator, text: str) -> list[str]:
     return everyones.tobytes().decode().split("\0")[:-1]
 
 
-def _share_cores(comm: Communicator) -> None:
-    """Give each rank its share of the node's cores as BLAS threads, unless the user has set a number."""
-    if any(name in os.environ for name in THREAD_VARIABLES):
-        return
+def _of_this_node(comm: Communicator) -> tuple[list[int], int]:
+    """The ranks of this node, and how many cores they have between them."""
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-    local = [text for text in gather_texts(comm, f"{comm.node}|{cores}") if text.split("|")[0] == comm.node]
-    available = {core for text in local for core in text.split("|")[1].split(",")}
-    threadpool_limits(max(1, len(available) // len(local)), user_api="blas")
+    texts = gather_texts(comm, f"{comm.node}|{cores}")
+    ranks = [rank for rank, text in enumerate(texts) if text.split("|")[0] == comm.node]
+    return ranks, len({core for rank in ranks for core in texts[rank].split("|")[1].split(",")})
+
+
+def _share_cores(threads: int) -> None:
+    """Give this rank that many BLAS threads, unless the user has set a number."""
+    if not any(name in os.environ for name in THREAD_VARIABLES):
+        threadpool_limits(max(1, threads), user_api="blas")
 
 
 def _end_all_ranks_on_error(comm) -> None:

@@ -1,0 +1,151 @@
+"""Memory that all ranks of a node can read and write: one arena a rank, and arrays in it.
+
+An array made by ``Arena.empty`` is like any other; its memory goes back to the arena when the last view of it is
+gone. What is special about it is that a neighbour finds it by (arena, offset), and so a collective can read and
+write it where it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from bisect import bisect
+from collections import deque
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from spmd_engine.comm.board import Board
+
+ALIGNMENT = 64  # bytes: a cache line
+HEAD = 4096  # bytes at the beginning of every arena that are not allocated, but the ranks' own
+
+logger = logging.getLogger(__name__)
+
+
+class Arena:
+    """The memory that one rank allocates from: first fit, so that what was used is used again, being warm.
+
+    ``memory`` is anything with the buffer protocol, mapped and writable. Only its own rank allocates.
+    """
+
+    def __init__(self, memory) -> None:
+        self.memory = memory
+        self.size = len(memory)
+        self._free = [(HEAD, self.size)]  # (start, stop), sorted; neighbours in memory are never apart in it
+        self._leases: dict[int, _Lease] = {}
+        self._returned: deque[_Lease] = deque()  # by the garbage collector, which may come at any moment
+        self._told = False
+
+    def allocate(self, size: int) -> int | None:
+        """The offset of ``size`` bytes, aligned; None if there is no room. Give them back with ``release``."""
+        while self._returned:
+            lease = self._returned.popleft()
+            self.release(lease.start, lease.size)
+            del self._leases[lease.start]
+        size = _rounded(size)
+        for i, (start, stop) in enumerate(self._free):
+            if stop - start >= size:
+                if stop - start == size:
+                    del self._free[i]
+                else:
+                    self._free[i] = (start + size, stop)
+                return start
+        if not self._told:
+            logger.warning(
+                "the memory that ranks of this node share (%d MiB a rank) is used up: the rest goes through "
+                "ordinary memory and messages. SPMD_ARENA_MIB sets another size",
+                self.size >> 20,
+            )
+            self._told = True
+        return None
+
+    def release(self, start: int, size: int) -> None:
+        """Give back what ``allocate(size)`` gave."""
+        stop = start + _rounded(size)
+        i = bisect(self._free, (start, stop))
+        if i < len(self._free) and self._free[i][0] == stop:
+            stop = self._free.pop(i)[1]
+        if i > 0 and self._free[i - 1][1] == start:
+            start = self._free.pop(i - 1)[0]
+            i -= 1
+        self._free.insert(i, (start, stop))
+
+    def empty(self, shape: Sequence[int], dtype: np.dtype) -> np.ndarray | None:
+        """An array of the arena, with any values in it; None if there is no room."""
+        size = prod(shape) * dtype.itemsize
+        if size == 0 or (start := self.allocate(size)) is None:
+            return None
+        owner = np.ndarray(size, np.uint8, self.memory, start)
+        self._leases[start] = _Lease(owner, self._returned.append, start, size)
+        return np.ndarray(shape, dtype, owner)
+
+    @property
+    def free(self) -> int:
+        """Bytes that can still be allocated, in one piece or several."""
+        returned = sum(_rounded(lease.size) for lease in tuple(self._returned))
+        return sum(stop - start for start, stop in self._free) + returned
+
+
+class _Lease(weakref.ref):
+    """Tells the arena when an array is gone. (``weakref.finalize`` does the same in ten times the time.)"""
+
+    __slots__ = ("start", "size")
+
+    def __new__(cls, owner, callback, start, size):
+        return super().__new__(cls, owner, callback)
+
+    def __init__(self, owner, callback, start, size):
+        super().__init__(owner, callback)
+        self.start, self.size = start, size
+
+
+class Neighbours:
+    """All arenas of a node, as one of its ranks sees them: ``memories`` by local rank, ``own`` to allocate from."""
+
+    def __init__(self, memories: Sequence, local_rank: int) -> None:
+        self.memories, self.local_rank = list(memories), local_rank
+        self.own = Arena(self.memories[local_rank])
+        self._address = address_of(np.frombuffer(self.own.memory, np.uint8))
+        self._retired: list[Board] = []
+
+    def offset(self, x: np.ndarray) -> int | None:
+        """Where in this rank's arena contiguous ``x`` begins; None if it is ordinary memory."""
+        offset = address_of(x) - self._address
+        return offset if 0 <= offset < self.own.size else None
+
+    def view(self, local_rank: int, offset: int, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+        """An array in a neighbour's arena."""
+        return np.ndarray(shape, dtype, self.memories[local_rank], offset)
+
+    def retire(self, board: Board | None = None) -> None:
+        """Close ``board``, and those retired earlier that could not be closed yet."""
+        self._retired = [each for each in (*self._retired, board) if each is not None and not each.close()]
+
+
+def address_of(x: np.ndarray) -> int:
+    """Where in this process's memory ``x`` begins."""
+    return x.__array_interface__["data"][0]
+
+
+def bound(ranks: int) -> int:
+    """Bytes of each arena of ``ranks`` on this node: half of its memory between them, or what SPMD_ARENA_MIB says.
+
+    The arena takes no more memory than was ever in use at once: what is not written to does not exist.
+    """
+    if (said := os.environ.get("SPMD_ARENA_MIB", "")).isdigit():
+        return int(said) << 20
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit in Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        if limit.exists() and (text := limit.read_text().strip()).isdigit():
+            memory = min(memory, int(text))
+    return memory // 2 // ranks >> 20 << 20
+
+
+def _rounded(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,91 @@
+"""Sleep until a neighbour rings, on Linux by futexes in shared memory; elsewhere, for a little while."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import threading
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from spmd_engine.comm.arena import address_of
+
+_FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}  # numbers of the system call
+_WAIT, _WAKE = 0, 1
+STRONG = ("x86_64", "AMD64", "i686", "i386")  # machines on which stores are seen in order, and so are loads
+
+
+class Bell:
+    """One word for each of a node's ranks, 1 while that rank sleeps or is about to.
+
+    A rank that is about to sleep says so (``lie_down``), looks once more whether what it waits for is there, and
+    sleeps. One that brings news writes them, then rings those that say they sleep. Between saying and looking, and
+    between writing and ringing, lies a full fence: so either the one sees the news, or the other the sleeper.
+    """
+
+    def __init__(self, words: memoryview, local_rank: int) -> None:
+        self._bytes, self._words, self._rank = words, words.cast("i"), local_rank
+        self._address = address_of(np.frombuffer(words, np.uint8))
+        self._silence = bytes(len(words))
+        self._futex = _futex()
+        self._lock = threading.Lock()
+        self._strong = platform.machine() in STRONG
+
+    def full(self) -> None:
+        """A full fence: what was read and written before comes before what is read and written after.
+
+        To take and leave a lock is one on x86. On other machines a lock may let later accesses in and earlier ones
+        out; two locks, one after the other, hold both.
+        """
+        with self._lock:
+            pass
+        if not self._strong:
+            with self._lock:
+                pass
+
+    def order(self) -> None:
+        """A fence for what x86 keeps in order by itself: data, and then the word that announces them."""
+        if not self._strong:
+            self.full()
+
+    def lie_down(self) -> None:
+        self._words[self._rank] = 1
+        self.full()
+
+    def sleep(self, seconds: float) -> None:
+        """Return when rung, or after ``seconds``, or, who knows, before."""
+        self._futex(self._address + 4 * self._rank, _WAIT, 1, seconds)
+        self._words[self._rank] = 0
+
+    def anyone_sleeps(self) -> bool:
+        """Whether some rank of the node may sleep; after a full fence."""
+        return self._bytes.tobytes() != self._silence
+
+    def ring(self, local_ranks: Sequence[int]) -> None:
+        for rank in local_ranks:
+            if self._words[rank]:
+                self._words[rank] = 0
+                self._futex(self._address + 4 * rank, _WAKE, 1, None)
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
+
+
+def _futex():
+    """The system call futex(address, operation, value, seconds), or what comes nearest to it."""
+    number = _FUTEX.get(platform.machine())
+    if number is None or platform.system() != "Linux":
+        return lambda address, operation, value, seconds: seconds and time.sleep(min(seconds, 1e-3))
+    call = ctypes.CDLL(None).syscall
+    call.restype = ctypes.c_long
+    arguments = [ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
+    call.argtypes = [*arguments, ctypes.c_void_p, ctypes.c_int]
+
+    def futex(address: int, operation: int, value: int, seconds: float | None) -> None:
+        limit = _Timespec(int(seconds), int(seconds % 1 * 1e9)) if seconds is not None else None
+        call(number, address, operation, value, ctypes.addressof(limit) if limit is not None else None, None, 0)
+
+    return futex

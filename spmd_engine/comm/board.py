@@ -1,0 +1,207 @@
+"""Where ranks of one node meet: a table in shared memory with a row for each rank's call, small data included.
+
+A group's calls take the table's pages in turn. Call number 9 writes its header, and its data or where they lie, into
+this rank's row of page 9 % PAGES, then says SAID in the word beside it; once everyone's words of that page say so,
+everyone's rows can be read. A rank that needs nobody's row any more says LEFT; a page is used again when all have
+left it. Every word and row is written by one rank alone and words only grow, so there is nothing to lock.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from spmd_engine.comm.arena import ALIGNMENT, Neighbours
+from spmd_engine.comm.header import SIZE, Header
+
+PAGES = 8  # calls of a group that can be under way at once; more wait for their turn
+ROOM = 1 << 14  # bytes of data that fit into a row
+SAID, REDUCED, LEFT = 1, 2, 3  # what a rank says of a call, one after the other
+
+_STEPS = 4  # words count in steps of a call's phases
+_PLACE = struct.Struct("<qq")  # whose arena, offset in it; -1: not in shared memory
+_HEADER = 64  # where in a row the header begins, behind the place
+_VIEWS = 512  # views into rows that are kept at most
+
+
+class Waker(Protocol):
+    """What wakes ranks of a node, and orders their reads and writes; see ``bell``."""
+
+    def full(self) -> None: ...
+    def order(self) -> None: ...
+    def anyone_sleeps(self) -> bool: ...
+    def ring(self, local_ranks: Sequence[int]) -> None: ...
+
+
+def room_for_board(neighbours: Neighbours, ranks: int) -> int | None:
+    """The offset of room for a board in this rank's arena; None if there is none."""
+    neighbours.retire()
+    offset = neighbours.own.allocate(size_of_board(ranks))
+    if offset is not None:
+        neighbours.view(neighbours.local_rank, offset, (_words(ranks),), np.dtype(np.uint8)).fill(0)
+    return offset
+
+
+def size_of_board(ranks: int) -> int:
+    """Bytes of a board for that many ranks."""
+    return _words(ranks) + PAGES * ranks * _row(ranks)
+
+
+class Board:
+    """The meeting place of a group of ranks on one node, as one of them (``rank``) sees it.
+
+    ``memory`` is zero at first. ``local_ranks`` are the group's ranks by their numbers on the node; ``calls`` how
+    many calls they have made before there was a board, ``home`` its offset if it lies in this rank's own arena.
+    """
+
+    def __init__(
+        self,
+        memory: memoryview,
+        rank: int,
+        local_ranks: Sequence[int],
+        neighbours: Neighbours,
+        waker: Waker,
+        *,
+        calls: int = 0,
+        home: int | None = None,
+    ) -> None:
+        n, self._calls, self._home = len(local_ranks), calls, home
+        self.rank, self.size, self.neighbours, self.local_ranks = rank, n, neighbours, list(local_ranks)
+        self._others = [local for r, local in enumerate(local_ranks) if r != rank]
+        self._waker = waker
+        words = memory[: 8 * n * PAGES].cast("q")
+        self._pages = [words[n * page : n * (page + 1)] for page in range(PAGES)]
+        self._closed = memory[8 * n * PAGES : 8 * n * (PAGES + 1)].cast("q")
+        rows = memory[_words(n) : size_of_board(n)]
+        step = _row(n)
+        self._rows = [[rows[i * step : (i + 1) * step] for i in range(page * n, page * n + n)] for page in range(PAGES)]
+        self._views: dict[tuple, list[np.ndarray]] = {}
+        self._staged: list[tuple[int, int, int]] = []  # (call, offset, bytes) of copies that others may still read
+
+    # --- saying and hearing ------------------------------------------------------------------------------
+
+    def reached(self, number: int, phase: int) -> bool:
+        """Whether all ranks have come as far as ``phase`` of call ``number``."""
+        if min(self._pages[number % PAGES].tolist()) < number * _STEPS + phase:
+            return False
+        self._waker.order()
+        return True
+
+    def has_page(self, number: int) -> bool:
+        """Whether the page of call ``number`` is free to write on."""
+        return number <= self._calls + PAGES or self.reached(number - PAGES, LEFT)
+
+    def say(self, number: int, phase: int) -> None:
+        """This rank has come as far as ``phase``. Who comes last wakes those who sleep."""
+        waker = self._waker
+        waker.order()
+        self._pages[number % PAGES][self.rank] = number * _STEPS + phase
+        waker.full()
+        if waker.anyone_sleeps() and self.reached(number, phase):
+            waker.ring(self._others)
+
+    def write(self, number: int, header: Header, data: np.ndarray | None, place: tuple[int, int]) -> None:
+        """Fill this rank's row: with ``data`` if they are to be inline, else with the ``place`` where they lie."""
+        row, packed = self._rows[number % PAGES][self.rank], header.packed
+        row[_HEADER : _HEADER + len(packed)] = packed
+        if header.inline:
+            self._inline(number, header)[self.rank][...] = data
+        else:
+            row[:16] = _PLACE.pack(*place)
+
+    def headers(self, number: int, own: Header) -> list[Header]:
+        """What all ranks said. Ranks that said the same share a Header."""
+        packed = own.packed
+        end, data = _HEADER + len(packed), _data(self.size)
+        headers = []
+        for row in self._rows[number % PAGES]:
+            same = row[_HEADER:end].tobytes() == packed
+            headers.append(own if same else Header.unpack(row[_HEADER:data].tobytes()))
+        return headers
+
+    def blocks(self, number: int, headers: Sequence[Header]) -> list[np.ndarray | None]:
+        """Everyone's data, where they lie; None for data that are not in shared memory."""
+        first = headers[0]
+        if first.inline and all(header is first for header in headers):
+            return self._inline(number, first)
+        return [self._block(number, r, header) for r, header in enumerate(headers)]
+
+    def _block(self, number: int, rank: int, header: Header) -> np.ndarray | None:
+        if header.inline:
+            return self._view(number, rank, header)
+        if header.shape is None:
+            return None
+        shape, dtype = header.array_type
+        if 0 in shape:
+            return np.empty(shape, dtype)
+        local, offset = _PLACE.unpack_from(self._rows[number % PAGES][rank])
+        return None if local < 0 else self.neighbours.view(local, offset, shape, dtype)
+
+    def _inline(self, number: int, header: Header) -> list[np.ndarray]:
+        """Views of all rows' data, if all headers are like this one."""
+        key = (number % PAGES, header.packed)
+        if key not in self._views:
+            if len(self._views) >= _VIEWS:
+                self._views.clear()
+            self._views[key] = [self._view(number, rank, header) for rank in range(self.size)]
+        return self._views[key]
+
+    def _view(self, number: int, rank: int, header: Header) -> np.ndarray:
+        shape, dtype = header.array_type
+        return np.ndarray(shape, dtype, self._rows[number % PAGES][rank], _data(self.size))
+
+    # --- data that do not fit into a row -----------------------------------------------------------------
+
+    def place_of(self, x: np.ndarray) -> tuple[int, int] | None:
+        """Where contiguous ``x`` lies in this rank's arena; None if it is ordinary memory."""
+        offset = self.neighbours.offset(x)
+        return None if offset is None else (self.neighbours.local_rank, offset)
+
+    def stage(self, number: int, x: np.ndarray) -> tuple[int, int] | None:
+        """Copy ``x`` to where the others can read it until all have left this call; None if there is no room."""
+        self.tidy()
+        if (offset := self.neighbours.own.allocate(x.nbytes)) is None:
+            return None
+        self._staged.append((number, offset, x.nbytes))
+        self.neighbours.view(self.neighbours.local_rank, offset, x.shape, x.dtype)[...] = x
+        return self.neighbours.local_rank, offset
+
+    def tidy(self) -> None:
+        """Give back copies that nobody reads any more."""
+        while self._staged and self.reached(self._staged[0][0], LEFT):
+            _, offset, size = self._staged.pop(0)
+            self.neighbours.own.release(offset, size)
+
+    # --- the end -----------------------------------------------------------------------------------------
+
+    def close(self) -> bool:
+        """This rank comes here no more. False, and to be asked again, while others may still read what is its own."""
+        self.tidy()
+        if self._staged:
+            return False
+        self._closed[self.rank] = 1
+        if self._home is None:
+            return True
+        if not all(self._closed):
+            return False
+        self.neighbours.own.release(self._home, size_of_board(self.size))
+        return True
+
+
+def _words(ranks: int) -> int:
+    return _aligned(8 * ranks * (PAGES + 1))
+
+
+def _data(ranks: int) -> int:
+    return _aligned(_HEADER + SIZE + 8 * ranks)  # a header may be followed by a size for each rank
+
+
+def _row(ranks: int) -> int:
+    return _data(ranks) + ROOM
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

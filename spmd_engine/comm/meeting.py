@@ -1,0 +1,113 @@
+"""How a collective begins: each rank says what it calls and shows its data, and hears the others."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+
+from spmd_engine.comm import algorithms, header
+from spmd_engine.comm.board import LEFT, SAID, Board
+from spmd_engine.comm.communicator import Communicator
+from spmd_engine.comm.header import Call, Header
+from spmd_engine.comm.pending import Steps
+from spmd_engine.errors import RankAborted
+
+INLINE = 4096  # bytes that travel with a header's message: small collectives then need one exchange, not three
+STAGED = 4 << 20  # bytes of ordinary memory that are copied for neighbours; more goes by messages
+
+_NUMBER = struct.Struct("<q")
+_NOWHERE = (-1, 0)
+
+
+class Meeting:
+    """What the ranks of a group said and showed.
+
+    ``headers`` are empty where checks are switched off and nothing had to be told. ``blocks`` has everyone's array
+    where this rank can read it already, None where it must be sent.
+    """
+
+    __slots__ = ("headers", "blocks", "board", "number", "exposed")
+
+    def __init__(self, headers: Sequence[Header], blocks: Sequence[np.ndarray | None]) -> None:
+        self.headers, self.blocks = headers, blocks
+        self.board: Board | None = None  # where the meeting was, if not by messages
+        self.number = 0
+        self.exposed = False  # whether others read the caller's own memory
+
+    @property
+    def readable(self) -> bool:
+        """Whether this rank can read all data already. Then so can the others, if all said the same."""
+        return bool(self.blocks) and all(block is not None for block in self.blocks)
+
+    def end(self) -> Steps:
+        """Go on when nobody reads the caller's memory any more."""
+        if self.exposed:
+            self.board.say(self.number, LEFT)
+            yield partial(self.board.reached, self.number, LEFT)
+
+
+def on_board(board: Board, call: Call, data: np.ndarray | None, axes: str, check: bool, copy: bool = False) -> Steps:
+    """Meet in shared memory, where contiguous ``data`` are shown. Returns the Meeting.
+
+    None, and what is too large to copy and does not lie in the arena, is not shown. With ``copy`` the others get to
+    read a copy in any case, because this rank is going to change its data.
+    """
+    number, own = call
+    if not board.has_page(number):
+        yield partial(board.has_page, number)
+    place, exposed = _NOWHERE, False
+    if data is not None and not own.inline and data.size:
+        found = None if copy else board.place_of(data)
+        exposed = found is not None
+        if not exposed and data.nbytes <= STAGED:
+            found = board.stage(number, data)
+        place = found or _NOWHERE
+    board.write(number, own, data, place)
+    board.say(number, SAID)
+    if not board.reached(number, SAID):
+        yield partial(board.reached, number, SAID)
+    headers = board.headers(number, own)
+    blocks = board.blocks(number, headers)
+    if any(each is not own for each in headers):
+        _agree([Call(number, each) for each in headers], blocks, own, axes, check)
+    meeting = Meeting(headers, blocks)
+    meeting.board, meeting.number, meeting.exposed = board, number, exposed
+    return meeting
+
+
+def not_at_all() -> Steps:
+    """Trust the others to call the same, and send them everything later."""
+    yield from ()
+    return Meeting([], [])
+
+
+def by_messages(comm: Communicator, call: Call, data: np.ndarray | None, axes: str, check: bool, tag: int) -> Steps:
+    """Meet by one message to each other rank, with data of at most INLINE bytes. Returns the Meeting."""
+    own = call.header
+    shown = data.tobytes() if own.inline else b""
+    said = np.frombuffer(_NUMBER.pack(call.number) + own.packed + shown, np.uint8)
+    heard = np.empty((comm.size, _NUMBER.size + header.SIZE + 8 * comm.size + INLINE), np.uint8)
+    yield from algorithms.exchange(comm, [said] * comm.size, list(heard), tag)
+    heard[comm.rank, : said.size] = said
+    calls, blocks = [], []
+    for row in heard:
+        theirs = Header.unpack(row[_NUMBER.size :].tobytes())
+        calls.append(Call(*_NUMBER.unpack_from(row), theirs))
+        shape, dtype = theirs.array_type
+        begin = _NUMBER.size + len(theirs.packed)
+        shown = theirs.inline or (theirs.shape is not None and 0 in shape)
+        blocks.append(np.ndarray(shape, dtype, row, begin) if shown else None)
+    _agree(calls, blocks, own, axes, check)
+    return Meeting([each.header for each in calls], blocks)
+
+
+def _agree(calls: Sequence[Call], blocks: Sequence, own: Header, axes: str, check: bool) -> None:
+    """Raise what everyone has to raise, if ranks do not call the same, or one of them has failed."""
+    for rank, call in enumerate(calls):
+        if call.header.operation == "leave" != own.operation and call.header.inline:
+            raise RankAborted(f"rank {rank} of {axes!r} failed: {blocks[rank].tobytes().decode()}")
+    if check:
+        header.check(calls, axes)

@@ -1,0 +1,144 @@
+"""The ranks of an MPI job that share a node, and how they come by each other's memory.
+
+Each rank makes an anonymous file in memory (memfd) and tells the others its process and descriptor; they open it
+through /proc and map it. It has no name that could stay behind, however the processes end, and does not count against
+the size of /dev/shm. Where that does not work (processes that do not see each other, systems other than Linux), MPI
+makes the memory, and where MPI cannot either, all goes by messages.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from mpi4py import MPI
+
+from spmd_engine.comm.arena import HEAD, Neighbours, bound
+from spmd_engine.comm.bell import Bell
+from spmd_engine.comm.board import Board, size_of_board
+
+_TOKEN = 16  # bytes at the beginning of an arena, by which the others know that it is the right one
+_BELLS = 64  # where the words of the ranks' bells begin, in the arena of the node's first rank
+_ENDS = 3072  # where there is a byte for each rank, 1 when its program has ended
+_MOST = 512  # ranks for which there is room
+
+logger = logging.getLogger(__name__)
+
+
+class Node:
+    """What a rank shares with the others of its node: memory, the bell, and the board of all its ranks.
+
+    ``ranks`` are the node's by their ranks in the world; ``crowded``: there are more of them than cores.
+    """
+
+    def __init__(self, memories: Sequence, ranks: Sequence[int], rank: int, crowded: bool) -> None:
+        self.ranks, self.crowded = list(ranks), crowded
+        local_rank = self.ranks.index(rank)
+        self.neighbours = Neighbours(memories, local_rank)
+        self.bell = Bell(memoryview(memories[0])[_BELLS : _BELLS + 4 * len(ranks)], local_rank)
+        self._ended = memoryview(memories[0])[_ENDS : _ENDS + len(ranks)]
+        if local_rank == 0:
+            self.neighbours.own.allocate(size_of_board(len(ranks)))  # the first block: everyone knows where it is
+
+    def board(self, members: Sequence[int], rank: int, offset: int = HEAD, calls: int = 0) -> Board:
+        """The board of ``members`` (ranks in the world), which lies in the arena of the first of them."""
+        local = [self.ranks.index(member) for member in members]
+        memory = memoryview(self.neighbours.memories[local[0]])[offset : offset + size_of_board(len(local))]
+        home = offset if rank == 0 else None
+        return Board(memory, rank, local, self.neighbours, self.bell, calls=calls, home=home)
+
+    def announce_end(self) -> None:
+        self._ended[self.neighbours.local_rank] = 1
+
+    def ended(self) -> list[int]:
+        """Ranks of the node whose programs have ended."""
+        return [rank for rank, ended in zip(self.ranks, self._ended, strict=True) if ended]
+
+    def holds(self, members: Sequence[int]) -> bool:
+        """Whether all these ranks of the world are on this node."""
+        return set(members) <= set(self.ranks)
+
+
+def open_node(comm: MPI.Comm, ranks: Sequence[int], crowded: bool, tell: Callable[[str], list[str]]) -> Node | None:
+    """Map the memory of all ``ranks`` of this node, or None. Every rank of the world comes here.
+
+    ``tell`` tells all ranks of the world a text, and returns theirs.
+    """
+    size = bound(len(ranks)) if 1 < len(ranks) <= _MOST else 0
+    if size < HEAD + size_of_board(len(ranks)):
+        size = 0
+    wanted = size > 0
+    own = _Own(size if os.environ.get("SPMD_ARENA", "memfd") == "memfd" else 0)
+    said = tell(own.told)
+    memories = _mapped([said[rank] for rank in ranks])
+    answers = tell("yes" if memories or not wanted else "no")  # and now all have opened what they could
+    own.close()
+    fine = all(answers[rank] == "yes" for rank in ranks)
+    if "no" in answers:
+        if wanted and not fine:
+            memories = _windows(comm, ranks, size)
+        answers = tell("yes" if memories or not wanted else "no")
+        fine = all(answers[rank] == "yes" for rank in ranks)
+        if wanted and comm.rank == ranks[0]:
+            instead = "windows of MPI's" if fine else "messages"
+            logger.warning("ranks of this node cannot open each other's memory (memfd): they use %s instead", instead)
+    return Node(memories, ranks, comm.rank, crowded) if wanted and fine and memories else None
+
+
+class _Own:
+    """This rank's anonymous file, until the others have opened it; of size 0: none."""
+
+    def __init__(self, size: int) -> None:
+        self.told, self._descriptor = "", None
+        with suppress(OSError, AttributeError):
+            if size:
+                self._descriptor = os.memfd_create("spmd_engine", os.MFD_CLOEXEC)
+                os.ftruncate(self._descriptor, size)
+                token = os.urandom(_TOKEN)
+                os.pwrite(self._descriptor, token, 0)
+                self.told = f"{os.getpid()} {self._descriptor} {size} {token.hex()}"
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+
+
+def _mapped(texts: Sequence[str]) -> list | None:
+    """The memory of all ranks that told these texts; None unless all can be had."""
+    memories = []
+    for text in texts:
+        try:
+            process, descriptor, size, token = text.split()
+            opened = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+            try:
+                memories.append(mmap.mmap(opened, int(size)))
+            finally:
+                os.close(opened)
+        except (OSError, ValueError):
+            return None
+        if memories[-1][:_TOKEN].hex() != token:  # another process of that number: we live in different containers
+            return None
+    return memories
+
+
+def _windows(comm: MPI.Comm, ranks: Sequence[int], size: int) -> list | None:
+    """Memory that MPI shares between ``ranks``; it lies in /dev/shm as a rule, whose size it must respect."""
+    with suppress(OSError):
+        free = os.statvfs("/dev/shm")
+        size = min(size, free.f_bavail * free.f_frsize // 2 // len(ranks) // HEAD * HEAD)
+    if size < HEAD + size_of_board(len(ranks)):
+        return None
+    try:
+        everyone = comm.Get_group()
+        members = everyone.Incl(ranks)
+        local = comm.Create_group(members)
+        window = MPI.Win.Allocate_shared(size, 1, comm=local)
+        memories = [memoryview(window.Shared_query(rank)[0]).cast("B") for rank in range(local.size)]
+    except MPI.Exception:
+        return None
+    if comm.rank == ranks[0]:
+        memories[0][: HEAD + size_of_board(len(ranks))] = bytes(HEAD + size_of_board(len(ranks)))
+    return memories
