@@ -58,12 +58,13 @@ def make_engine(
     dtype=np.float64,
     group_threshold=THRESHOLD,
     zero=None,
+    compress="none",
     model_options=(),
     **options,
 ):
     size = GPTSize(**{**SIZE.__dict__, "tied": tied, "layers": layers})
     layout = Layout.for_mesh(mesh, sequence_parallel=sequence_parallel, balanced=balanced)
-    storage = Storage(zero, threshold=group_threshold)
+    storage = Storage(zero, threshold=group_threshold, compress=compress)
     model = gpt(size, dropout=dropout, **dict(model_options))
     return LayeredEngine(model, mesh, layout, dtype=dtype, seed=5, storage=storage, **options)
 

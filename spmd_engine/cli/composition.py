@@ -46,6 +46,13 @@ _OPTIONS = [
         help="In the backward, instead of keeping activations: every block, or attention.",
     ),
     click.option(
+        "--compress",
+        metavar="none|bfloat16|float16|top-k:FRACTION|powersgd:RANK",
+        default="none",
+        show_default=True,
+        help="How gradients travel. The last two need whole gradients (no --zero).",
+    ),
+    click.option(
         "--group-threshold",
         metavar="BYTES",
         type=click.IntRange(min=0),
@@ -62,10 +69,10 @@ _OPTIONS = [
         help="... and none that would make it larger than this.",
     ),
 ]
-#: Names of these options: they say how something is computed, not what.
+#: Names of these options: but for ``compress``, they say how something is computed, not what.
 COMPOSITION = (
-    "zero", "sequence_parallel", "context_method", "schedule", "chunks", "stages", "recompute", "group_threshold",
-    "group_cap",
+    "zero", "sequence_parallel", "context_method", "schedule", "chunks", "stages", "recompute", "compress",
+    "group_threshold", "group_cap",
 )  # fmt: skip
 
 
@@ -103,7 +110,12 @@ def check_composition(options: Mapping[str, Any], axes: Mapping[str, int]) -> No
 
 def storage_of(config: Mapping[str, Any]) -> Storage:
     """How a configuration stores parameters, gradients and optimizer state."""
-    return Storage(config.get("zero"), config.get("group_threshold", THRESHOLD), config.get("group_cap", CAP))
+    return Storage(
+        config.get("zero"),
+        config.get("group_threshold", THRESHOLD),
+        config.get("group_cap", CAP),
+        config.get("compress", "none"),
+    )
 
 
 def build_engine(config: Mapping[str, Any], mesh: Mesh, *, device: str = "cpu") -> LayeredEngine:

@@ -36,7 +36,7 @@ from spmd_engine.training.trainer import Trainer
 POSITIVE = click.IntRange(min=1)
 NOT_NEGATIVE = click.FloatRange(min=0.0, max=1e30)  # the bound keeps nan and inf out
 #: Options that say how this time is computed, not what: they are not taken over by --resume.
-OF_THIS_TIME = {"mesh", "run", "resume", "stop_at", "device", "check", *COMPOSITION}
+OF_THIS_TIME = {"mesh", "run", "resume", "stop_at", "device", "check", *COMPOSITION} - {"compress"}
 PROMPT = "def "
 
 

@@ -35,7 +35,9 @@ class GroupedHoldings(Holdings):
         """Make the arrays, all zeros, of parameters ``described`` by name with their whole shapes."""
         self.plan, self._described = plan, described
         zero = storage.stage(mesh.axes)
-        self._storages = [GroupStorage(group, mesh, zero, dtype, backend) for group in plan.groups]
+        self._storages = [
+            GroupStorage(group, mesh, zero, dtype, backend, storage.compress) for group in plan.groups
+        ]
         #: blocks, and fully sharded some rows of them (none, perhaps)
         self.parameters = self._by_name(lambda each: each.group.views(each.stored_parameters, each.stored))
         self._stored_rows = self._by_name(lambda each: each.group.rows(each.stored))

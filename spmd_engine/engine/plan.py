@@ -35,6 +35,7 @@ class Storage:
     zero: int | None = None
     threshold: int = THRESHOLD  #: bytes at which a group is closed
     cap: int = CAP  #: bytes beyond which no neighbour joins a group
+    compress: str = "none"  #: how gradients travel: see ``compression``
 
     def stage(self, axes: Mapping[str, int]) -> int:
         """The stage of ZeRO on a mesh with these axes."""

@@ -18,6 +18,8 @@ from spmd_engine.arrays.backend import Array, Backend
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.pending import Pending
+from spmd_engine.engine.compression import Reduction, compression
+from spmd_engine.errors import UsageError
 from spmd_engine.sharding.groups import ParameterGroup, Sum
 
 
@@ -44,10 +46,21 @@ class GroupStorage:
     only for a while (None otherwise).
     """
 
-    def __init__(self, group: ParameterGroup, mesh: Mesh, zero: int, dtype: np.dtype, backend: Backend) -> None:
+    def __init__(
+        self,
+        group: ParameterGroup,
+        mesh: Mesh,
+        zero: int,
+        dtype: np.dtype,
+        backend: Backend,
+        compress: str = "none",
+    ) -> None:
         ranks = SumGroups.of(group.summed, mesh)
         self.group, self.owners, self.rest, self._backend, self.dtype = group, ranks.owners, ranks.rest, backend, dtype
         self.zero = zero if self.owners else 0
+        self._compression = compression(compress, group)
+        if self.zero and not self._compression.in_parts:
+            raise UsageError(f"compression {compress!r} needs whole gradients on every rank, not parts (ZeRO)")
         intervals = group.intervals(self.owners.size) if self.owners else [group.whole]
         self._sizes = [part.stop - part.start for part in intervals]
         self.interval = intervals[self.owners.rank if self.owners else 0]
@@ -120,7 +133,7 @@ class GroupStorage:
             self._gradient_views = self.group.views(self.whole_gradients)
         return self._gradient_views
 
-    def start_reduce(self) -> Pending | None:
+    def start_reduce(self) -> Pending | Reduction | None:
         """Begin to sum the whole gradients over the owners, each of whom gets its part; None: there are none.
 
         Before stage 2 that happens in place. From stage 2 on the whole gradients' memory is given away with it.
@@ -128,23 +141,20 @@ class GroupStorage:
         if not self.owners:
             return None if self._shared_by_stages else self._start_all_reduce()
         out = self.own_gradients if self.zero == 1 else None
-        pending = self.owners.start_reduce_scatter(
-            self.whole_gradients, sizes=self._sizes, out=out, label="gradients"
-        )
+        pending = self._compression.start_reduce_scatter(self.whole_gradients, self.owners, self._sizes, out)
         if self.zero >= 2:
             self.whole_gradients = self._gradient_views = None
         return pending
 
-    def start_reduce_rest(self) -> Pending | None:
+    def start_reduce_rest(self) -> Pending | Reduction | None:
         """Begin to sum the own part over those who own the same one; None: there are none, or it has begun.
 
         Last, and in the order of groups: stages finish with what they share in different orders.
         """
         return self._start_all_reduce() if self.owners or self._shared_by_stages else None
 
-    def _start_all_reduce(self) -> Pending | None:
-        own = self.own_gradients
-        return self.rest.start_all_reduce(own, out=own, label="gradients") if self.rest else None
+    def _start_all_reduce(self) -> Pending | Reduction | None:
+        return self._compression.start_all_reduce(self.own_gradients, self.rest) if self.rest else None
 
     @property
     def _shared_by_stages(self) -> bool:

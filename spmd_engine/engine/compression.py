@@ -1,0 +1,214 @@
+"""Gradients sent in fewer bytes than they have: 16-bit floats, the largest entries, or low rank.
+
+What the last two leave out of a step is kept and added to the next gradient (error feedback: Karimireddy et al.,
+"Error Feedback Fixes SignSGD", 2019). All ranks end with the same bits.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from math import ceil
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.random import key_of, normal
+from spmd_engine.comm.group import Group
+from spmd_engine.comm.pending import Pending
+from spmd_engine.errors import UsageError
+from spmd_engine.sharding.groups import Member, ParameterGroup
+
+
+class Reduction:
+    """A reduction under way, in one part or several: ``wait`` finishes it and returns its result."""
+
+    def __init__(self, finish: Callable[[], Array]) -> None:
+        self._finish = finish
+
+    def wait(self) -> Array:
+        return self._finish()
+
+
+class Compression(ABC):
+    """How the whole gradients of a parameter group are summed. One object serves one group on one rank."""
+
+    in_parts = False  #: whether it can also scatter the sum to those who own parts of it
+
+    @abstractmethod
+    def start_all_reduce(self, gradients: Array, over: Group) -> Pending | Reduction:
+        """Begin to sum flat ``gradients`` over ranks, in place."""
+
+    def start_reduce_scatter(
+        self, gradients: Array, over: Group, sizes: list[int], out: Array | None
+    ) -> Pending | Reduction:
+        """Begin to sum them, each rank getting its part (``out``, if given)."""
+        raise UsageError(f"{type(self).__name__} needs whole gradients on every rank; choose float16 or bfloat16")
+
+
+class Uncompressed(Compression):
+    """Every number as it is."""
+
+    in_parts = True
+
+    def start_all_reduce(self, gradients, over):
+        return over.start_all_reduce(gradients, out=gradients, label="gradients")
+
+    def start_reduce_scatter(self, gradients, over, sizes, out):
+        return over.start_reduce_scatter(gradients, sizes=sizes, out=out, label="gradients")
+
+
+class HalfPrecision(Compression):
+    """Sent as 16-bit floats; summed in float32, in rank order, then rounded once more."""
+
+    in_parts = True
+
+    def __init__(self, dtype: np.dtype) -> None:
+        self._dtype = dtype
+
+    def start_all_reduce(self, gradients, over):
+        half = gradients.astype(self._dtype)
+        pending = over.start_all_reduce(half, out=half, label="gradients")
+        return Reduction(lambda: _fill(gradients, pending.wait()))
+
+    def start_reduce_scatter(self, gradients, over, sizes, out):
+        pending = over.start_reduce_scatter(gradients.astype(self._dtype), sizes=sizes, label="gradients")
+        own = out if out is not None else backend_of(gradients).empty(sizes[over.rank], gradients.dtype)
+        return Reduction(lambda: _fill(own, pending.wait()))
+
+
+class TopK(Compression):
+    """Each rank sends the entries that are largest in magnitude, a fraction of all, with their places.
+
+    After Aji and Heafield, "Sparse Communication for Distributed Gradient Descent" (2017).
+    """
+
+    def __init__(self, fraction: float) -> None:
+        if not 0.0 < fraction <= 1.0:
+            raise UsageError(f"top-k keeps a fraction of the gradient above 0 and up to 1, not {fraction}")
+        self._fraction = fraction
+        self._left_out: Array | None = None
+
+    def start_all_reduce(self, gradients, over):
+        xp = backend_of(gradients).xp
+        if self._left_out is None:
+            self._left_out = xp.zeros_like(gradients)
+        self._left_out += gradients
+        count = max(1, ceil(gradients.size * self._fraction))
+        largest = xp.argpartition(abs(self._left_out), gradients.size - count)[gradients.size - count :]
+        places = xp.sort(largest).astype(np.uint32 if gradients.size < 1 << 32 else np.uint64)
+        all_values = over.start_all_gather(self._left_out[places][None], label="gradients")
+        all_places = over.start_all_gather(places[None], label="gradients")
+        self._left_out[places] = 0
+
+        def finish() -> Array:
+            gradients[...] = 0
+            for values, where in zip(all_values.wait(), all_places.wait(), strict=True):  # in rank order
+                gradients[where] += values
+            return gradients
+
+        return Reduction(finish)
+
+
+class PowerSGD(Compression):
+    """Each matrix as a product of two thin ones, found by one step of power iteration from those of the step before.
+
+    P[i r] = M[i j] · Q[j r], summed and made orthonormal; Q[j r] = M[i j] · P[i r], summed; M = P · Q. Vectors, and
+    matrices that would not be smaller so, are sent as they are. After Vogels et al., "PowerSGD" (2019).
+    """
+
+    def __init__(self, rank: int, group: ParameterGroup) -> None:
+        if rank < 1:
+            raise UsageError(f"PowerSGD needs a rank of at least 1, not {rank}")
+        self._rank, self._group = rank, group
+        self._thin: dict[str, Array] = {}  # Q by name
+        self._left_out: dict[str, Array] = {}
+
+    def _is_low_rank(self, member: Member) -> bool:
+        rows, columns = _as_matrix(member)
+        return len(member.shape) > 1 and self._rank * (rows + columns) < rows * columns
+
+    def start_all_reduce(self, gradients, over):
+        xp = backend_of(gradients).xp
+        views = self._group.views(gradients)
+        matrices: dict[str, Array] = {}
+        plain: list[Array] = []
+        for member in self._group.members:
+            if not self._is_low_rank(member):
+                plain.append(views[member.name].reshape(-1))
+                continue
+            matrix = views[member.name].reshape(_as_matrix(member))
+            if member.name not in self._thin:
+                shape = (matrix.shape[1], self._rank)
+                start = normal(key_of(0, "PowerSGD", member.name), shape, gradients.dtype)
+                self._thin[member.name] = backend_of(gradients).asarray(start)
+                self._left_out[member.name] = xp.zeros_like(matrix)
+            matrix += self._left_out[member.name]
+            matrices[member.name] = matrix
+        tall = {name: matrix @ self._thin[name] for name, matrix in matrices.items()}
+        first = over.start_all_reduce(_joined([*plain, *tall.values()], gradients), label="gradients")
+
+        def finish() -> Array:
+            sums = _Reader(first.wait())
+            for vector in plain:
+                vector[...] = sums.take(vector.shape)
+            bases = {name: xp.linalg.qr(sums.take(p.shape))[0] for name, p in tall.items()}
+            if matrices:
+                wide = [matrix.T @ bases[name] for name, matrix in matrices.items()]
+                products = _Reader(over.all_reduce(_joined(wide, gradients), label="gradients"))
+                for name, matrix in matrices.items():
+                    self._thin[name] = products.take(self._thin[name].shape)
+                    whole = bases[name] @ self._thin[name].T
+                    self._left_out[name][...] = matrix - whole / over.size
+                    matrix[...] = whole
+            return gradients
+
+        return Reduction(finish)
+
+
+def compression(text: str, group: ParameterGroup) -> Compression:
+    """``"none"``, ``"bfloat16"``, ``"float16"``, ``"top-k:0.01"`` or ``"powersgd:4"``, for a group.
+
+    Raises UsageError for anything else.
+    """
+    name, _, number = text.partition(":")
+    try:
+        if text == "none":
+            return Uncompressed()
+        if name in ("bfloat16", "float16") and not number:
+            return HalfPrecision(np.dtype(getattr(ml_dtypes, name, name)))
+        if name == "top-k":
+            return TopK(float(number or 0.01))
+        if name == "powersgd":
+            return PowerSGD(int(number or 4), group)
+    except ValueError:
+        pass
+    raise UsageError(f"unknown compression {text!r}; write none, bfloat16, float16, top-k:FRACTION or powersgd:RANK")
+
+
+def _fill(target: Array, values: Array) -> Array:
+    target[...] = values
+    return target
+
+
+def _as_matrix(member: Member) -> tuple[int, int]:
+    return (member.shape[0], member.row) if member.shape and member.size else (0, 0)
+
+
+def _joined(arrays: list[Array], like: Array) -> Array:
+    xp = backend_of(like).xp
+    return xp.concatenate([array.reshape(-1) for array in arrays]) if arrays else like[:0]
+
+
+class _Reader:
+    """Takes arrays from a flat one, front to back."""
+
+    def __init__(self, flat: Array) -> None:
+        self._flat, self._at = flat, 0
+
+    def take(self, shape: tuple[int, ...]) -> Any:
+        size = int(np.prod(shape))
+        self._at += size
+        return self._flat[self._at - size : self._at].reshape(shape)
