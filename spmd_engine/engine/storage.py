@@ -56,7 +56,7 @@ class GroupStorage:
         compress: str = "none",
     ) -> None:
         ranks = SumGroups.of(group.summed, mesh)
-        self.group, self.owners, self.rest, self._backend, self.dtype = group, ranks.owners, ranks.rest, backend, dtype
+        self.group, self.owners, self.rest, self.dtype = group, ranks.owners, ranks.rest, dtype
         self.zero = zero if self.owners else 0
         self._compression = compression(compress, group)
         if self.zero and not self._compression.in_parts:
@@ -65,7 +65,14 @@ class GroupStorage:
         self._sizes = [part.stop - part.start for part in intervals]
         self.interval = intervals[self.owners.rank if self.owners else 0]
         own = self.interval.stop - self.interval.start
-        zeros = backend.xp.zeros
+        # Where neighbours of the node reach it: collectives then read and reduce it in place.
+        self._empty = backend.empty if backend.on_device else mesh.empty
+
+        def zeros(size: int, dtype: np.dtype) -> Array:
+            array = self._empty(size, dtype)
+            array[...] = 0
+            return array
+
         self.whole_parameters: Array | None = zeros(group.size, dtype) if self.zero < 3 else None
         self.whole_gradients: Array | None = zeros(group.size, dtype) if self.zero < 2 else None
         part = self.interval
@@ -89,7 +96,7 @@ class GroupStorage:
     def start_gather(self) -> None:
         """Begin to gather the whole parameters, if they are not here or on their way."""
         if self.whole_parameters is None:
-            self.whole_parameters = self._backend.empty(self.group.size, self.dtype)
+            self.whole_parameters = self._empty(self.group.size, self.dtype)
             self._gathering = self._start_all_gather()
 
     def finish_gather(self) -> None:
@@ -128,7 +135,7 @@ class GroupStorage:
     def gradients(self) -> dict[str, Array]:
         """The whole gradients by name, to be added to; from stage 2 on, in new memory (not zeroed) each time."""
         if self.whole_gradients is None:
-            self.whole_gradients = self._backend.empty(self.group.size, self.dtype)
+            self.whole_gradients = self._empty(self.group.size, self.dtype)
         if self._gradient_views is None:
             self._gradient_views = self.group.views(self.whole_gradients)
         return self._gradient_views
