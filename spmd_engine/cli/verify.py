@@ -28,7 +28,7 @@ from spmd_engine.verify.report import HEADING
 from spmd_engine.verify.samples import batches_for_model, batches_of_shape
 
 POSITIVE = click.IntRange(min=1)
-OF_MODELS = ("model", "dropout", *COMPOSITION)  # options that mean nothing to an engine of one's own
+OF_MODELS = ("model", "dropout", "device", *COMPOSITION)  # options that mean nothing to an engine of one's own
 WIDTH, HIDDEN, HEADS = 24, 54, 6  # of the small models of strategies/
 
 
@@ -68,8 +68,9 @@ def verify(context: click.Context, engine: str | None, **options: Any) -> None:
       mpiexec -n 4 python -m spmd_engine verify mine:Engine --mesh data=4 --input-shape 16,8
 
     An engine of your own, a class or a function in a MODULE as in import, is made with mesh=... and dtype=... if it
-    takes these; further values stand behind its name, 'mine:Engine(6, hidden=11)'. Inputs and targets are random, and
-    parameters that are all 0 are filled, since zeros hide mistakes.
+    takes these; further values stand behind its name, 'mine:Engine(6, hidden=11)'. It is compared with itself on one
+    rank, so what is wrong there, too, is not found. Inputs and targets are random, and parameters that are all 0 are
+    filled, since zeros hide mistakes.
     """
     strategy = options["strategy"]
     given = [each for each in OF_MODELS if context.get_parameter_source(each) is not ParameterSource.DEFAULT]

@@ -58,13 +58,16 @@ class Measured:
     def distance(self) -> float:
         return self.most / self.scale
 
+    def is_off(self, tolerance: float) -> bool:
+        return self.most > tolerance * self.scale
+
 
 def measure(world: Group, tensors: Sequence[Tensor]) -> list[Measured]:
     """Differences of all ranks' blocks from one device's tensors. Collective; the same on every rank."""
     figures = np.zeros((2, len(tensors)))
     for number, (tensor, whole) in enumerate(zip(tensors, _wholes(world, tensors), strict=True)):
         part = _part(tensor, whole)
-        figures[1, number] = np.abs(whole).max(initial=0.0)
+        figures[1, number] = np.abs(whole[np.isfinite(whole)]).max(initial=0.0)
         if part is not None:
             figures[0, number] = difference(_host(part.found), _block(whole, part.index)).max(initial=0.0)
     most, scales = world.all_reduce(figures, "max", label="verify").tolist()

@@ -47,11 +47,12 @@ def verify(
     norm; and after the update the parameters again. A tensor disagrees if an element is off by more than
     ``tolerance`` times the largest one (1e-9 in float64, 1e-4 in float32). That ends the verification, and the
     report then tells the first such tensor in the order in which things are computed (forwards layer by layer, then
-    backwards) and what would explain it. Collective; the report is the same on every rank.
+    backwards) and what would explain it. Both engines are trained by it. Collective; the report is the same on every
+    rank.
 
     Raises NotFiniteError if the reference diverges, UsageError if the two cannot be compared.
     """
-    pair = _Pair(engine, reference, batches, loss, tolerance)
+    pair = Pair(engine, reference, batches, loss, tolerance)
     optimizers = optimizer(), optimizer()
     agreed: list[Distances] = []
     _, disagreement = pair.compare(pair.parameters(INITIAL), step=0)
@@ -76,16 +77,16 @@ def _distances(step: int, loss: float, computed: Sequence[Measured], updated: Se
     return Distances(step, loss, max(forward), max(backward), max(each.distance for each in updated))
 
 
-class _Pair:
-    """The two engines, and what they have just computed."""
+class Pair:
+    """The two engines, and what they have just computed; see ``verify``."""
 
     def __init__(
         self,
         engine: ShardedEngine,
         reference: ShardedEngine | None,
         batches: Callable[[ShardedEngine, int], Batch],
-        loss: Callable[[ShardedEngine], Loss | None],
-        tolerance: float | None,
+        loss: Callable[[ShardedEngine], Loss | None] = lambda engine: None,
+        tolerance: float | None = None,
     ) -> None:
         self.engine, self.reference, self.batches, self.loss_of = engine, reference, batches, loss
         self.world = engine.group()
@@ -135,11 +136,11 @@ class _Pair:
         """
         at_once = [tensor for tensor in tensors if not _is_between_layers(tensor)]
         measured = measure(self.world, at_once)
-        if all(each.distance <= self.tolerance for each in measured):
+        if not any(each.is_off(self.tolerance) for each in measured):
             return measured, None
         known = dict(zip(map(id, at_once), measured, strict=True))
         one_by_one = (known.get(id(tensor)) or measure(self.world, [tensor])[0] for tensor in tensors)
-        first = next(each for each in one_by_one if each.distance > self.tolerance)
+        first = next(each for each in one_by_one if each.is_off(self.tolerance))
         return measured, examine(self.engine, first, self.tolerance, step=step, micro_batches=self.micro_batches)
 
     def parameters(self, kind: str) -> list[Tensor]:

@@ -29,7 +29,8 @@ def engine_and_reference(make: Callable[..., Any], mesh: Mesh) -> tuple[ShardedE
 
     ``make``, a class or a function, is called with ``mesh`` and with ``dtype=float64`` if it takes arguments of these
     names, and with nothing else. An engine without a mesh of its own gets this one; the reference's has the same
-    axes. Collective. Raises UsageError if ``make`` wants more, or makes no ShardedEngine.
+    axes. What is wrong on one rank, too, is not found by comparing with it. Collective. Raises UsageError if ``make``
+    wants more, or makes no ShardedEngine.
     """
     engine = _made(make, mesh)
 

@@ -76,7 +76,7 @@ class Disagreement:
             f"  first   {self.first}",
             f"  largest {self.largest}",
         ]
-        causes = [finding.text for finding in self.findings] or ["no missing or repeated reduction explains it"]
+        causes = [finding.text for finding in self.findings] or ["none of the causes that are tried explains it"]
         return "\n".join([*lines, *(f"  {cause}" for cause in causes)])
 
 

@@ -1,0 +1,185 @@
+"""``python -m spmd_engine verify`` and, under MPI, the function behind it."""
+
+import sys
+
+import pytest
+
+import tiny
+from spmd_engine import Mesh
+from spmd_engine.cli import main
+from spmd_engine.engine import AdamW
+from spmd_engine.verify import Cause, mesh_of_one, verify
+
+MINE = '''
+import numpy as np
+from spmd_engine import Mesh
+from spmd_engine.engine import ShardedEngine
+from spmd_engine.strategies import DataParallel, TensorParallel
+
+class Table(ShardedEngine):
+    def __init__(self):
+        self.parameters = {"table": np.zeros((11, 4))}
+
+    def load_checkpoint(self, params):
+        self.parameters["table"][...] = params["table"]
+
+    def forward(self, x):
+        self.tape.push(x)
+        return self.parameters["table"][x]
+
+    def backward(self, grads):
+        gradient = np.zeros((11, 4))
+        np.add.at(gradient, self.tape.pop(), grads)
+        return {"table": gradient}
+
+class Forgetful(DataParallel):
+    def all_reduce(self, arr, op="sum", *, over=None, label=""):
+        return arr if label == "dw0" else super().all_reduce(arr, op, over=over, label=label)
+
+def make(mesh, dtype):
+    return TensorParallel(4, 6, mesh, dtype)
+
+def fixed():
+    return DataParallel(4, 6, Mesh(data=2))
+
+nothing = 3
+'''
+SHORT = ["--length", "8", "--batch-size", "4"]
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def verify_on(mpi_run, tmp_path):
+    """The command on several ranks."""
+    (tmp_path / "mine.py").write_text(MINE)
+
+    def run(ranks, *args):
+        return mpi_run(ranks, "-m", "spmd_engine", "verify", *args, env=ONE_THREAD, cwd=tmp_path, timeout=60)
+
+    return run
+
+
+@pytest.fixture
+def verify_here(tmp_path, monkeypatch, capsys):
+    """The command on one rank, this process: its exit code, output and errors."""
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+
+    def run(*args):
+        code = 0
+        try:
+            main(["verify", *args])
+        except SystemExit as leave:
+            code = leave.code
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def assert_agrees(text):
+    lines = text.splitlines()
+    assert lines[-1].startswith("agrees to ") and len(lines) == 7
+    assert [line.split()[0] for line in lines[2:-1]] == ["step", "1", "2", "3"]
+
+
+PIPELINE = ["--mesh", "pipe=2,model=2", "--schedule", "zero-bubble", "--micro-batches", "2", "--sequence-parallel"]
+CONTEXT = ["--mesh", "context=2", "--zero", "3", "--context-method", "ulysses", "--dropout", "0.1"]
+OWN = ["mine:make", "--mesh", "model=2", "--input-shape", "5,4"]
+
+
+@pytest.mark.parametrize(("ranks", "args"), [(4, PIPELINE), (2, CONTEXT), (2, OWN)], ids=["pipe", "context", "own"])
+def test_what_agrees_ends_with_code_0(verify_on, ranks, args):
+    result = verify_on(ranks, *args, *SHORT)
+    assert result.returncode == 0 and not result.stderr, result.stderr
+    assert_agrees(result.stdout)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--model", "mlp", "--optimizer", "sgd"],
+        ["--strategy", "ring-attention"],
+        ["--strategy", "pipeline", "--mesh", "pipe=1", "--micro-batches", "2"],
+        ["spmd_engine.strategies:DataParallel(3, hidden_dim=4)", "--input-shape", "5,3"],
+        ["mine:Table", "--input-shape", "5", "--tokens", "11"],
+    ],
+    ids=lambda args: " ".join(args[:2]),
+)
+def test_models_pages_and_engines_of_one_s_own(verify_here, args):
+    code, out, err = verify_here(*args, *SHORT)
+    assert (code, err) == (0, "")
+    assert_agrees(out)
+
+
+def test_what_does_not_agree_is_explained_and_ends_with_code_1(verify_on):
+    result = verify_on(2, "mine:Forgetful(4, 6)", "--input-shape", "6,4")
+    assert result.returncode == 1 and not result.stderr, result.stderr
+    assert "step 1: gradient of layer_0/weights (layer layer_0) differs on ranks 0, 1" in result.stdout
+    assert result.stdout.count("summed over data it would be right: a reduction over data is missing") == 1
+
+
+def test_rounding_is_no_agreement_where_none_is_tolerated(verify_on):
+    result = verify_on(2, "--tolerance", "1e-30", "--steps", "1", *SHORT)
+    assert result.returncode == 1 and "step 1: " in result.stdout
+
+
+MISTAKES = {
+    "needs --input-shape N,N,...": ["mine:make"],
+    "--input-shape 5,x: write whole numbers": ["mine:make", "--input-shape", "5,x"],
+    "--input-shape 5,0: sizes are from 1": ["mine:make", "--input-shape", "5,0"],
+    "write MODULE:NAME": ["mine", "--input-shape", "5,4"],
+    "No module named 'yours'": ["yours:Engine", "--input-shape", "5,4"],
+    "has no attribute 'Engine'": ["mine:Engine", "--input-shape", "5,4"],
+    "the first argument must be callable": ["mine:nothing", "--input-shape", "5,4"],
+    "Forgetful needs model_dim, hidden_dim": ["mine:Forgetful", "--input-shape", "5,4"],
+    "malformed node or string": ["mine:Forgetful(4, six)", "--input-shape", "5,4"],
+    "without --zero": ["mine:make", "--zero", "1", "--input-shape", "5,4"],
+    "one of them": ["mine:make", "--strategy", "pipeline"],
+    "it needs the axes model, too": ["--strategy", "tensor-parallel", "--mesh", "data=1"],
+    "unknown strategy 'magic'": ["--strategy", "magic"],
+    "unknown model 'huge'": ["--model", "huge"],
+    "it needs an axis 'model'": ["--sequence-parallel"],
+    "Invalid value for '--steps'": ["--steps", "0"],
+}
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+def test_a_mistake_is_one_line_and_code_2(verify_here, message):
+    code, _, err = verify_here(*MISTAKES[message])
+    assert code == 2 and err.startswith("spmd_engine: ") and message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("message", "name"), {"Let it take the mesh": "mine:fixed", "No module": "yours:E"}.items())
+def test_of_all_ranks_one_tells_the_mistake(verify_on, message, name):
+    result = verify_on(2, name, "--input-shape", "5,4")
+    lines = [line for line in result.stderr.splitlines() if line.strip()]
+    assert result.returncode == 2 and len(lines) == 1 and message in lines[0], result.stderr
+
+
+# --- under MPI
+
+
+class Lazy(AdamW):
+    """Does not update the parameters of one rank of three."""
+
+    def update(self, engine, *args, **options):
+        if engine.device_id == 2:
+            before = {name: parameter.copy() for name, parameter in engine.parameters.items()}
+        super().update(engine, *args, **options)
+        if engine.device_id == 2:
+            for name, parameter in engine.parameters.items():
+                parameter[...] = before[name]
+
+
+@pytest.mark.mpi(ranks=3)
+@pytest.mark.parametrize("optimizer", [AdamW, Lazy])
+def test_under_mpi(optimizer):
+    with Mesh(data=3) as mesh:
+        reference = tiny.make_engine(mesh_of_one()) if mesh.rank == 0 else None
+        report = verify(tiny.make_engine(mesh, zero=1), reference, tiny.batch, steps=2, optimizer=optimizer)
+    if optimizer is AdamW:
+        assert report.agrees and report.distance < 1e-11
+    else:
+        found = report.disagreement
+        assert (found.what, found.ranks, found.findings[0].cause) == ("parameter embedding/table", (2,), Cause.STALE)
