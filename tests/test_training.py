@@ -97,9 +97,13 @@ def test_reports_hold_what_metrics_need():
 
     one, two = run(program, 2)
     assert one["bytes_sent"] == two["bytes_sent"] > 0
-    assert list(one) == [
-        "step", "loss", "grad_norm", "learning_rate", "tokens", "seconds", "tokens_per_second", "bytes_sent"
-    ]
+    always = ["step", "loss", "grad_norm", "learning_rate", "tokens", "seconds", "tokens_per_second", "bytes_sent"]
+    assert list(one) == [*always, "exposed_communication", "gigabytes_per_second", "shares"]
+    assert one["shares"] == two["shares"] and list(one["gigabytes_per_second"]) == ["data"]
+    np.testing.assert_allclose(np.sum(one["shares"], axis=1), 1, atol=0.002)
+    assert 0 < one["exposed_communication"] < one["seconds"] * 1.5
+    with Mesh(data=1) as mesh:
+        assert list(make_trainer(mesh).step().as_dict()) == always
     assert one["tokens"] == tiny.BATCH * tiny.SIZE.context
 
 

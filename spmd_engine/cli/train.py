@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,13 @@ from spmd_engine.strategies import STRATEGIES, default_axes, strategy_named
 from spmd_engine.training.checkpoint import PARAMETERS, load_checkpoint, save_checkpoint
 from spmd_engine.training.data import Corpus, decode, encode
 from spmd_engine.training.generate import generate
-from spmd_engine.training.trainer import Trainer
+from spmd_engine.training.trace import Trace
+from spmd_engine.training.trainer import StepReport, Trainer
 
 POSITIVE = click.IntRange(min=1)
 NOT_NEGATIVE = click.FloatRange(min=0.0, max=1e30)  # the bound keeps nan and inf out
 #: Options that say how this time is computed, not what: they are not taken over by --resume.
-OF_THIS_TIME = {"mesh", "run", "resume", "stop_at", "device", "check", *COMPOSITION} - {"compress"}
+OF_THIS_TIME = {"mesh", "run", "resume", "stop_at", "trace", "device", "check", *COMPOSITION} - {"compress"}
 PROMPT = "def "
 
 
@@ -63,6 +65,7 @@ PROMPT = "def "
 @click.option("--sample", type=click.IntRange(0), default=240, show_default=True, help="Tokens written at the end.")
 @click.option("--run", metavar="NAME", help="Folder for results, or its name under runs/. [default: MODEL-NUMBER]")
 @click.option("--resume", is_flag=True, help="Go on with --run, with its own options but --mesh.")
+@click.option("--trace", metavar="STEPS", type=click.IntRange(min=1), help="Trace so many steps to trace.json.")
 @click.option("--strategy", metavar="NAME", help=f"Train a page of strategies/ instead: {', '.join(STRATEGIES)}.")
 @composition_options
 @device_option
@@ -123,7 +126,7 @@ def _train(options: dict[str, Any], mesh: Mesh) -> None:
     with Reporter(options, job, folder, trainer.steps_done, stop) as reporter:
         loss = trainer.evaluate(validation)
         reporter.evaluated(trainer.steps_done, loss)
-        for report in trainer.run(stop):
+        for report in _traced(trainer, stop, options["trace"], folder):
             last = report.step == stop
             if last or options["eval_every"] and report.step % options["eval_every"] == 0:
                 loss = trainer.evaluate(validation)
@@ -137,6 +140,21 @@ def _train(options: dict[str, Any], mesh: Mesh) -> None:
         if options["sample"] and job.writes:
             text = PROMPT + decode(generate(engine, encode(PROMPT), options["sample"], seed=options["seed"]))
         reporter.finished(text, loss)
+
+
+def _traced(trainer: Trainer, stop: int, steps: int | None, folder: Path) -> Iterator[StepReport]:
+    """The training's steps; those that are traced come second, when everything is warm."""
+    if not steps:
+        yield from trainer.run(stop)
+        return
+    mesh = trainer.engine.mesh
+    yield from trainer.run(min(stop, trainer.steps_done + 1))
+    trace = Trace(mesh)
+    with trace.of(trainer.engine):
+        yield from trainer.run(min(stop, trainer.steps_done + steps))
+    text = trace.json()
+    on_rank_zero(mesh.group(), lambda: (folder / "trace.json").write_text(text or ""))
+    yield from trainer.run(stop)
 
 
 def _load(folder: Path, trainer: Trainer, corpus: Corpus) -> None:
@@ -181,7 +199,7 @@ def _open_folder(options: dict[str, Any]) -> str:
 
 
 def _write_config(folder: Path, options: dict[str, Any], corpus: Corpus) -> None:
-    config = {k: v for k, v in options.items() if k not in ("run", "resume", "stop_at")}
+    config = {k: v for k, v in options.items() if k not in ("run", "resume", "stop_at", "trace")}
     config["corpus"] = {"files": corpus.files, "sha256": corpus.sha256}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

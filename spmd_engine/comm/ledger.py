@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -32,6 +33,8 @@ class Ledger:
 
     def __init__(self) -> None:
         self.entries: defaultdict[tuple[str, str, str], Entry] = defaultdict(Entry)
+        #: told of each wait as it ends: operation, axes, label and seconds
+        self.observer: Callable[[str, str, str, float], None] | None = None
 
     def record(self, operation: str, axes: str, label: str, *, payload: int, sent: int) -> None:
         """One more call."""
@@ -42,6 +45,8 @@ class Ledger:
 
     def record_wait(self, operation: str, axes: str, label: str, seconds: float) -> None:
         self.entries[operation, axes, label].seconds += seconds
+        if self.observer:
+            self.observer(operation, axes, label, seconds)
 
     def total(self, operation: str | None = None, axes: str | None = None, label: str | None = None) -> Entry:
         """The sum over all entries that agree with what is given."""

@@ -74,7 +74,7 @@ class Pending:
         """Go on as far as possible without waiting. Returns whether anything moved."""
         moved = False
         try:
-            while self._is_there():
+            while self.is_there():
                 moved = True
                 self._awaited = next(self._steps)
             return moved
@@ -88,7 +88,8 @@ class Pending:
             self._on_end()
         return True
 
-    def _is_there(self) -> bool:
+    def is_there(self) -> bool:
+        """Whether what it waits for has come."""
         awaited = self._awaited
         return self._communicator.done(awaited) if isinstance(awaited, list) else awaited()
 
@@ -113,6 +114,7 @@ class Progress:
 
     def __init__(self) -> None:
         self._pending: list[Pending] = []
+        self.idle_seconds = 0.0  #: spent in waits with nothing to do: for others to come, not for data to move
 
     def begin(self, pending: Pending) -> Pending:
         """Start an operation: its first messages leave now."""
@@ -133,8 +135,12 @@ class Progress:
                 idle, look_after = 0, perf_counter() - began + LOOK_AFTER
                 continue
             idle += 1
-            communicator.pause(idle, activity, any([pending.sends_messages for pending in self._pending]))
-            waited = perf_counter() - began
+            messages = any([pending.sends_messages for pending in self._pending])
+            paused = perf_counter()
+            communicator.pause(idle, activity, messages, wanted.is_there)
+            now = perf_counter()
+            self.idle_seconds += now - paused
+            waited = now - began
             if timeout and waited > timeout:
                 # It stays under way: its messages may still come, into memory that must then still be there.
                 raise CommunicationTimeout(f"waited {timeout:g} s: {wanted.describe()}")

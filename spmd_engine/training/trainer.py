@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from time import perf_counter
 
 import numpy as np
 
@@ -12,6 +11,7 @@ from spmd_engine.engine.base import Loss, ShardedEngine
 from spmd_engine.engine.batch import Batch
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.errors import NotFiniteError
+from spmd_engine.training.account import Account
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,9 @@ class StepReport:
     seconds: float
     tokens_per_second: float
     bytes_sent: int  #: by all ranks, by the ledger
+    exposed_communication: float | None = None  #: seconds that a rank stood in collectives, the mean over ranks
+    gigabytes_per_second: dict[str, float] | None = None  #: by mesh axis: sent by all, by those seconds
+    shares: list[list[float]] | None = None  #: of the step, by rank: computing, communicating, and idle
     validation_loss: float | None = None
 
     def as_dict(self) -> dict:
@@ -57,7 +60,7 @@ class Trainer:
     def step(self) -> StepReport:
         """One optimizer step. Collective."""
         engine, step = self.engine, self.steps_done
-        began, sent = perf_counter(), engine.ledger.total().sent
+        account = Account(engine.mesh)
         batch = self.batches(step)
         with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is told below, once
             loss = engine.step(batch, self.loss)
@@ -70,10 +73,9 @@ class Trainer:
         rate = self.rate(step)
         self.optimizer.update(engine, engine.gradients, step=step + 1, rate=rate, scale=scale)
         self.steps_done += 1
-        sent = engine.all_reduce(np.array(engine.ledger.total().sent - sent), label="metrics")
-        seconds = perf_counter() - began
+        seconds, account = account.close()
         tokens = int(engine.count(batch))
-        return StepReport(step + 1, loss, norm, rate, tokens, seconds, tokens / seconds, int(sent))
+        return StepReport(step + 1, loss, norm, rate, tokens, seconds, tokens / seconds, **account)
 
     def run(self, steps: int) -> Iterator[StepReport]:
         """Steps until ``steps`` have been made in all."""

@@ -1,0 +1,54 @@
+"""Where the time of a step went, on every rank, and what was sent meanwhile."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from spmd_engine.comm.mesh import Mesh
+
+
+class Account:
+    """Opened when a step begins; ``close`` tells what the ledger and the waits gained since."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh, self._began, self._before = mesh, perf_counter(), _state(mesh)
+
+    def close(self) -> tuple[float, dict[str, Any]]:
+        """The step's seconds on this rank, and facts about all ranks. Collective over the world.
+
+        A rank is *idle* where it stands in a collective with nothing to do, since others have not come or their
+        messages are under way; it *communicates* for the rest of the time it stands there.
+        """
+        mine = np.append(_state(self._mesh) - self._before, perf_counter() - self._began)
+        axes = list(self._mesh.axes)
+        ranks = self._mesh.all_gather(mine[None], label="metrics")
+        idle, seconds = ranks[:, 0], ranks[:, -1]
+        sent, waited = ranks[:, 1 : 1 + len(axes)], ranks[:, 1 + len(axes) : -1]
+        facts: dict[str, Any] = {"bytes_sent": int(sent.sum())}
+        if len(ranks) > 1:
+            stood = waited.sum(axis=1)
+            idle = np.minimum(idle, stood)
+            parts = np.stack([seconds - stood, stood - idle, idle], axis=1) / seconds[:, None]
+            facts["exposed_communication"] = float(stood.mean())
+            speeds = zip(axes, sent.sum(axis=0), waited.sum(axis=0), strict=True)
+            facts["gigabytes_per_second"] = {axis: round(n / t / 1e9, 3) for axis, n, t in speeds if n and t}
+            facts["shares"] = parts.round(3).tolist()
+        return perf_counter() - self._began, facts
+
+
+def _state(mesh: Mesh) -> np.ndarray:
+    """Idle seconds so far; then bytes sent over, and seconds stood for, each mesh axis.
+
+    What goes over several axes at once counts for the first of them.
+    """
+    places = {axis: place for place, axis in enumerate(mesh.axes)}
+    sent, waited = np.zeros((2, len(places)))
+    for (_, over, _), entry in mesh.ledger.entries.items():
+        place = places.get(over.partition(",")[0])
+        if place is not None:
+            sent[place] += entry.sent
+            waited[place] += entry.seconds
+    return np.concatenate([[mesh.comm.progress.idle_seconds], sent, waited])

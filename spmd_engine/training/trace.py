@@ -1,0 +1,137 @@
+"""What every rank does when: a trace in the format of Chrome and Perfetto, all ranks on one clock."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from time import perf_counter
+
+import numpy as np
+
+from spmd_engine.comm.mesh import Mesh
+from spmd_engine.engine.base import ShardedEngine
+from spmd_engine.engine.layered import LayeredEngine
+from spmd_engine.layers.layer import Layer
+
+COMPUTE, COMMUNICATION = "compute", "communication"
+_PINGS = 5
+
+
+class Trace:
+    """Spans of time on this rank; ``json`` gives those of all ranks.
+
+    ``with trace.of(engine): ...`` records what is done there: each layer's forward and backward, and the time this
+    rank stands waiting in each collective, by operation, axes and label. What is neither is the rest: data, the
+    optimizer, and whatever an engine of one's own does.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._events: list[tuple[str, str, float, float]] = []  # name, kind, beginning and end
+        self._to_rank_zero = _clock_difference(mesh)
+
+    @contextmanager
+    def of(self, engine: ShardedEngine) -> Iterator[None]:
+        """Record layers and waits of an engine."""
+        self._mesh.ledger.observer = self._waited
+        try:
+            if isinstance(engine, LayeredEngine):
+                with engine.watched(partial(_TracedLayer, self)):
+                    yield
+            else:
+                yield
+        finally:
+            self._mesh.ledger.observer = None
+
+    @contextmanager
+    def span(self, name: str, kind: str = COMPUTE) -> Iterator[None]:
+        """Record what is done within."""
+        began = perf_counter()
+        try:
+            yield
+        finally:
+            self._events.append((name, kind, began, perf_counter()))
+
+    def _waited(self, operation: str, axes: str, label: str, seconds: float) -> None:
+        now = perf_counter()
+        name = f"{operation} over {axes}" + (f" ({label})" if label else "")
+        self._events.append((name, COMMUNICATION, now - seconds, now))
+
+    def json(self) -> str | None:
+        """All ranks' events, on rank 0; None on the others. Collective.
+
+        Each rank is a process with a row of compute and a row of communication; times are in microseconds.
+        """
+        began = min((event[2] for event in self._events), default=0.0) + self._to_rank_zero
+        first = float(self._mesh.all_reduce(np.array(began), "min", label="trace"))
+        rows = {COMPUTE: 0, COMMUNICATION: 1}
+        events = [
+            {
+                "name": name,
+                "cat": kind,
+                "ph": "X",
+                "pid": self._mesh.rank,
+                "tid": rows[kind],
+                "ts": round((start + self._to_rank_zero - first) * 1e6, 1),
+                "dur": round((end - start) * 1e6, 1),
+            }
+            for name, kind, start, end in self._events
+        ]
+        where = ",".join(f"{axis}={place}" for axis, place in self._mesh.coordinates.items())
+        names = {"process_name": f"rank {self._mesh.rank} ({where})"}
+        events += [
+            {"name": what, "ph": "M", "pid": self._mesh.rank, "args": {"name": name}} for what, name in names.items()
+        ]
+        events += [
+            {"name": "thread_name", "ph": "M", "pid": self._mesh.rank, "tid": row, "args": {"name": kind}}
+            for kind, row in rows.items()
+        ]
+        mine = np.frombuffer(json.dumps(events).encode(), np.uint8)
+        lengths = self._mesh.all_gather(np.array([mine.size]), label="trace")
+        text = self._mesh.all_gather(mine, label="trace").tobytes()
+        if self._mesh.rank:
+            return None
+        ends = np.cumsum([0, *lengths]).tolist()
+        by_rank = [json.loads(text[start:stop]) for start, stop in zip(ends, ends[1:], strict=False)]
+        return json.dumps({"displayTimeUnit": "ms", "traceEvents": [event for rank in by_rank for event in rank]})
+
+
+class _TracedLayer(Layer):
+    """A layer whose work is recorded."""
+
+    def __init__(self, trace: Trace, name: str, layer: Layer) -> None:
+        self._trace, self._name, self._layer = trace, name, layer
+
+    def forward(self, sh, p, x, at):
+        with self._trace.span(f"{self._name} forward"):
+            return self._layer.forward(sh, p, x, at)
+
+    def backward_input(self, sh, p, saved, dy):
+        with self._trace.span(f"{self._name} backward (input)"):
+            return self._layer.backward_input(sh, p, saved, dy)
+
+    def backward_weight(self, sh, rest, g):
+        with self._trace.span(f"{self._name} backward (weights)"):
+            self._layer.backward_weight(sh, rest, g)
+
+
+def _clock_difference(mesh: Mesh) -> float:
+    """Seconds to add to this rank's clock for rank 0's. Ranks of a node have one clock; others ask rank 0, and the
+    quickest answer is the best. Collective."""
+    world, difference, quickest = mesh.group(), 0.0, float("inf")
+    elsewhere = [rank for rank, node in enumerate(mesh.nodes) if node != mesh.nodes[0]]
+    for rank in elsewhere:
+        for _ in range(_PINGS):
+            if mesh.rank == 0:
+                world.receive(rank, label="trace")
+                world.send(rank, np.array(perf_counter()), label="trace")
+            elif mesh.rank == rank:
+                began = perf_counter()
+                world.send(0, np.zeros(1), label="trace")
+                theirs = float(world.receive(0, label="trace"))
+                ended = perf_counter()
+                if ended - began < quickest:
+                    quickest, difference = ended - began, theirs - (began + ended) / 2
+    return difference
