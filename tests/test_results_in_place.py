@@ -1,18 +1,38 @@
 """Gathers and scatters into memory of the caller, which may be a part of what they are given."""
 
+import sys
+from collections import deque
+
 import numpy as np
 import pytest
 
 from fake_device import DeviceArray, FakeDevice, watch
-from on_ranks import DTYPES, INLINE, assert_alike, assert_same, everywhere, on_ranks, reduced, values
+from on_ranks import DTYPES, INLINE, assert_alike, assert_same, reduced, values
 from spmd_engine import Mesh, run, world
 from spmd_engine.arrays.backend import register_backend, unregister_backend
-from spmd_engine.comm import algorithms
+from spmd_engine.comm import algorithms, shared
 from spmd_engine.errors import UsageError
 
 FLOAT = np.dtype(float)
+
+
+def everywhere(*virtual):
+    """Run a test with virtual ``ranks``, on one node and on a node each, and under MPI."""
+    ranks = [pytest.param((n, nodes), id=f"{n} ranks on {nodes} nodes") for n in virtual for nodes in {1, n}]
+    mpi = [pytest.param(None, id=f"mpi-{n}", marks=pytest.mark.mpi(ranks=n)) for n in (2, 3)]
+    return pytest.mark.parametrize("ranks", ranks + mpi)
+
+
+def on_ranks(program, ranks):
+    if ranks is None:
+        return [program()]
+    n, nodes = ranks
+    return run(program, n, nodes=[f"node{rank % nodes}" for rank in range(n)])
+
+
 small_and_large = pytest.mark.parametrize("scale", [1, INLINE // 4], ids=["inline", "large"])
 some_dtypes = pytest.mark.parametrize("dtype", DTYPES[-3:], ids=str)
+somewhere = pytest.mark.parametrize("arena", [True, False], ids=["arena", "ordinary memory"])
 checked = pytest.mark.parametrize("check", [True, False], ids=["checked", "unchecked"])
 
 
@@ -32,13 +52,15 @@ def part_of(lengths, rank):
 @everywhere(2, 4)
 @checked
 @small_and_large
+@somewhere
 @some_dtypes
-def test_a_rank_gathers_around_its_own_part(dtype, scale, check, ranks):
+def test_a_rank_gathers_around_its_own_part(dtype, arena, scale, check, ranks):
     def program():
-        group = Mesh(check=check).group()
+        mesh = Mesh(check=check)
+        group = mesh.group()
         lengths = uneven(group.size, scale)
         whole = values((sum(lengths), 3), dtype, 1)
-        out = np.zeros_like(whole)
+        out = (mesh if arena else np).empty(whole.shape, dtype)
         own = out[part_of(lengths, group.rank)]
         own[...] = whole[part_of(lengths, group.rank)]
         assert group.all_gather(own, sizes=lengths, out=out) is out
@@ -95,15 +117,19 @@ def test_one_rank_s_wrong_out_is_everyone_s_error():
 @checked
 @small_and_large
 @pytest.mark.parametrize("op", ["sum", "mean"])
+@somewhere
 @some_dtypes
-def test_a_rank_s_part_is_reduced_where_it_is(dtype, op, scale, check, ranks):
+def test_a_rank_s_part_is_reduced_where_it_is(dtype, arena, op, scale, check, ranks):
     def program():
-        group = Mesh(check=check).group()
+        mesh = Mesh(check=check)
+        group = mesh.group()
         lengths = uneven(group.size, scale)
         arrays = [values((sum(lengths), 2), dtype, rank) for rank in range(group.size)]
         mine = part_of(lengths, group.rank)
-        x = arrays[group.rank].copy()
-        assert group.reduce_scatter(x, op=op, sizes=lengths, out=x[mine]).base is x
+        x = (mesh if arena else np).empty(arrays[0].shape, dtype)
+        x[...] = arrays[group.rank]
+        out = x[mine]
+        assert group.reduce_scatter(x, op=op, sizes=lengths, out=out) is out
         expected = arrays[group.rank].copy()  # what belongs to others is left
         expected[mine] = reduced(arrays, op)[mine]
         assert_same(x, expected)
@@ -136,32 +162,41 @@ def test_an_out_that_does_not_fit_a_scatter_is_refused(out, ranks):
 
 # --- in pieces
 
+LENGTH = 3000
 CALLS = {
-    "all_reduce": lambda g, x, mine, op: g.all_reduce(x, op, out=x),
-    "reduce_scatter": lambda g, x, mine, op: g.reduce_scatter(x, op=op, sizes=uneven(g.size, 500), out=x[mine]),
-    "reduce_scatter elsewhere": lambda g, x, mine, op: g.reduce_scatter(x, op=op, sizes=uneven(g.size, 500)),
+    "all_reduce": lambda g, x, op: g.all_reduce(x, op, out=x),
+    "reduce_scatter": lambda g, x, op: g.reduce_scatter(
+        x, op=op, sizes=uneven(g.size, LENGTH // 6), out=x[part_of(uneven(g.size, LENGTH // 6), g.rank)]
+    ),
+    "reduce_scatter elsewhere": lambda g, x, op: g.reduce_scatter(x, op=op, sizes=uneven(g.size, LENGTH // 6)),
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("op", ["sum", "mean", "prod"])
+@pytest.mark.parametrize("op", ["mean", "prod"])
 @pytest.mark.parametrize("dtype", ["float64", "float16"])
 @pytest.mark.parametrize("piece", [64, 200, 4096], ids="pieces of {}".format)
-def test_pieces_change_no_bit(name, op, dtype, piece, monkeypatch):
+@pytest.mark.parametrize("where", ["arena", "one node", "four nodes"])
+def test_pieces_change_no_bit(where, piece, dtype, op, name, monkeypatch):
+    """Large arrays are received, or read from others' memory, piece by piece."""
     monkeypatch.setattr(algorithms, "PIECE", piece)
+    monkeypatch.setattr(shared, "CACHE", 4 * piece)
     dtype = np.dtype(dtype)
 
     def program():
-        group = Mesh().group()
-        mine = part_of(uneven(group.size, 500), group.rank)
-        arrays = [values((3000,), dtype, rank) for rank in range(group.size)]
-        result = CALLS[name](group, arrays[group.rank].copy(), mine, op)
+        mesh = Mesh()
+        group = mesh.group()
+        arrays = [values((LENGTH,), dtype, rank) for rank in range(group.size)]
+        x = mesh.empty(LENGTH, dtype) if where == "arena" else np.empty(LENGTH, dtype)
+        x[...] = arrays[group.rank]
+        result = CALLS[name](group, x, op)
         expected = reduced(arrays, op)
+        mine = part_of(uneven(group.size, LENGTH // 6), group.rank)
         assert_same(result, expected if name == "all_reduce" else expected[mine])
         if name == "all_reduce":
             assert_alike(group, result)
 
-    run(program, 4)
+    on_ranks(program, (4, 4 if where == "four nodes" else 1))
 
 
 @everywhere(2, 3)
@@ -169,9 +204,11 @@ def test_several_are_under_way_in_parts_of_one_array(ranks):
     """As an engine has it: groups' gradients are reduced in place, parts of one memory, and waited for in any order."""
 
     def program():
-        group = Mesh().group()
+        mesh = Mesh()
+        group = mesh.group()
         length = 2000
-        memory = np.concatenate([values((length,), FLOAT, 10 * group.rank + i) for i in range(6)])
+        memory = mesh.empty(6 * length, FLOAT)  # which a node's ranks share
+        memory[...] = np.concatenate([values((length,), FLOAT, 10 * group.rank + i) for i in range(6)])
         lengths = [length // group.size] * (group.size - 1)
         lengths.append(length - sum(lengths))
         mine = part_of(lengths, group.rank)
@@ -188,6 +225,35 @@ def test_several_are_under_way_in_parts_of_one_array(ranks):
             assert_same(flat.copy(), reduced(arrays, "sum"))
 
     on_ranks(program, ranks)
+
+
+@everywhere(2, 3)
+def test_calls_come_and_go_while_others_are_under_way(ranks):
+    """As in a backward: what is begun early is waited for many calls of the same ranks later."""
+
+    def program():
+        mesh = Mesh(timeout=20)
+        group, waiting = mesh.group(), deque()
+        for number in range(200):
+            x = mesh.empty(INLINE, FLOAT)
+            x[...] = number + group.rank
+            waiting.append((number, group.start_reduce_scatter(x)))
+            small = [group.start_all_to_all(np.full((group.size, 3), number)) for _ in range(3)]
+            for each in small:
+                assert_same(each.wait(), np.full((group.size, 3), number))
+            if len(waiting) > 2:
+                begun, pending = waiting.popleft()
+                total = group.size * begun + sum(range(group.size))
+                assert (pending.wait() == total).all()
+        for _, pending in waiting:
+            pending.wait()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # threads overtake each other often
+    try:
+        on_ranks(program, ranks)
+    finally:
+        sys.setswitchinterval(interval)
 
 
 # --- on a device

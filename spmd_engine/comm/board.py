@@ -96,9 +96,11 @@ class Board:
 
     def say(self, number: int, phase: int) -> None:
         """This rank has come as far as ``phase``. Who comes last wakes those who sleep."""
-        waker = self._waker
+        waker, words, word = self._waker, self._pages[number % PAGES], number * _STEPS + phase
+        if words[self.rank] >= word:  # said before: a later call may have this page by now
+            return
         waker.order()
-        self._pages[number % PAGES][self.rank] = number * _STEPS + phase
+        words[self.rank] = word
         waker.full()
         if waker.anyone_sleeps() and self.reached(number, phase):
             waker.ring(self._others)
