@@ -1,0 +1,42 @@
+"""Prints what the ranks of a mesh hold after some steps, and what they should: the program of ``test_memory``."""
+
+import json
+import sys
+
+import numpy as np
+
+from spmd_engine import Mesh
+from spmd_engine.cli.bench.steps import held_bytes
+from spmd_engine.cli.show.bytes_per_rank import bytes_per_rank
+from spmd_engine.engine import AdamW, LayeredEngine, Storage
+from spmd_engine.engine.batch import batch_of
+from spmd_engine.models import deep_mlp
+from spmd_engine.sharding.place import all_places
+from spmd_engine.training import Trainer
+
+WIDTH, LAYERS, SAMPLES = 1024, 16, 8  # parameters by the megabyte, and hardly any activations
+
+
+def main():
+    storage = Storage(int(sys.argv[1]))
+    x = np.random.default_rng(0).standard_normal((SAMPLES, WIDTH)).astype(np.float32)
+    np.matmul(x, np.ones((WIDTH, WIDTH), np.float32))  # what BLAS allocates for itself
+    with Mesh() as mesh:
+        model = deep_mlp(LAYERS, WIDTH)
+        mesh.barrier()
+        before = held_bytes()
+        mesh.barrier()
+        engine = LayeredEngine(model, mesh, storage=storage)
+        batch = batch_of(x, x, engine)
+        trainer = Trainer(engine, AdamW(), lambda step: batch, lambda step: 1e-3)
+        for _ in range(3):
+            trainer.step()
+        mesh.barrier()
+        held = mesh.all_gather(np.array([held_bytes() - before]))
+        expected = bytes_per_rank(model, all_places(dict(mesh.axes)), storage, 4, 2)
+    if mesh.rank == 0:
+        print(json.dumps({"held": held.tolist(), "expected": [sum(n for _, n in rank) for rank in expected]}))
+
+
+if __name__ == "__main__":
+    main()
