@@ -7,7 +7,7 @@ of one process run the same collective code.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -78,9 +78,11 @@ class Communicator(ABC):
         """Ranks of this communicator whose programs have ended."""
 
     @abstractmethod
-    def pause(self, idle: int, activity: int, messages: bool = True) -> None:
+    def pause(
+        self, idle: int, activity: int, messages: bool = True, is_there: Callable[[], bool] = lambda: False
+    ) -> None:
         """Leave the processor to others for a moment, the ``idle``-th time in a row without progress.
 
         ``messages``: whether some are waited for. Those must be looked for; who writes on a board wakes others.
-        Raises RankAborted if another rank has failed meanwhile.
+        ``is_there``: whether it is worth to go on. Raises RankAborted if another rank has failed meanwhile.
         """

@@ -227,7 +227,9 @@ class ThreadCommunicator(Communicator):
     def activity(self, idle: int) -> int:
         return self._fabric.boxes[self._me].arrivals
 
-    def pause(self, idle: int, activity: int, messages: bool = True) -> None:
+    def pause(
+        self, idle: int, activity: int, messages: bool = True, is_there: Callable[[], bool] = lambda: False
+    ) -> None:
         if self._fabric.failure:
             raise RankAborted(f"rank {self._fabric.failure[0]} failed")
         box = self._fabric.boxes[self._me]
