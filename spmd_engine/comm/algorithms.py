@@ -7,7 +7,8 @@ the same on every rank, for every transport, and for the 16-bit floats that MPI 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import ModuleType
 
 import numpy as np
 
@@ -107,32 +108,36 @@ def reduce_into(out: Array, blocks: Sequence[Array], reduction: str) -> None:
     ``out`` may be, or overlap, one of the blocks.
     """
     xp = backend_of(out).xp
-    overlap = len(blocks) > 1 and any(xp.may_share_memory(out, block) for block in blocks)
+    overlap = any(xp.may_share_memory(out, block) for block in blocks)
     # Never into a block: it may have to wait for its turn, and NumPy multiplies complex numbers in place
     # with other last bits than into a new array, so that ranks would differ.
     total = xp.empty_like(out) if overlap else out
-    reduce_apart(total, blocks, reduction)
+    reducer(reduction, out.dtype, xp)(total, blocks)
     if total is not out:
         out[...] = total
 
 
-def reduce_apart(out: Array, blocks: Sequence[Array], reduction: str) -> None:
-    """``reduce_into`` for an ``out`` that overlaps no block but may be one: only the last operation writes to it."""
-    xp = backend_of(out).xp
-    ufunc = getattr(xp, _UFUNCS[reduction])
-    half = _is_half(out.dtype)
-    if half:
-        blocks = [block.astype(np.float32) for block in blocks]
-    total = blocks[0]
-    between = xp.empty_like(total) if half or len(blocks) > 2 else out
-    for block in blocks[1:-1]:
-        total = ufunc(total, block, out=between)
-    if len(blocks) > 1:
+def reducer(reduction: str, dtype: np.dtype, xp: ModuleType) -> Callable[[Array, Sequence[Array]], None]:
+    """A function (out, blocks) for at least two blocks, like ``reduce_into`` but for an ``out`` that overlaps none.
+
+    It may be one of them, though: only the last operation writes to it.
+    """
+    ufunc, mean, half = getattr(xp, _UFUNCS[reduction]), reduction == "mean", _is_half(dtype)
+
+    def reduce(out: Array, blocks: Sequence[Array]) -> None:
+        if half:
+            blocks = [block.astype(np.float32) for block in blocks]
+        total = blocks[0]
+        between = xp.empty_like(total) if half or len(blocks) > 2 else out
+        for block in blocks[1:-1]:
+            total = ufunc(total, block, out=between)
         total = ufunc(total, blocks[-1], out=between if half else out)
-    if reduction == "mean":
-        total /= total.dtype.type(len(blocks))
-    if total is not out:
-        out[...] = total
+        if mean:
+            total /= total.dtype.type(len(blocks))
+        if half:
+            out[...] = total
+
+    return reduce
 
 
 def _is_half(dtype: np.dtype) -> bool:

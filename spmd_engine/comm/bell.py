@@ -14,7 +14,7 @@ from spmd_engine.comm.arena import address_of
 
 _FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}  # numbers of the system call
 _WAIT, _WAKE = 0, 1
-STRONG = ("x86_64", "AMD64", "i686", "i386")  # machines on which stores are seen in order, and so are loads
+STRONG = ("x86_64", "AMD64", "i686", "i386")  # machines on which others see writes in the order they were made
 
 
 class Bell:
@@ -31,9 +31,9 @@ class Bell:
         self._silence = bytes(len(words))
         self._futex = _futex()
         self._lock = threading.Lock()
-        self._strong = platform.machine() in STRONG
+        self.weak = platform.machine() not in STRONG
 
-    def full(self) -> None:
+    def order(self) -> None:
         """A full fence: what was read and written before comes before what is read and written after.
 
         To take and leave a lock is one on x86. On other machines a lock may let later accesses in and earlier ones
@@ -41,18 +41,13 @@ class Bell:
         """
         with self._lock:
             pass
-        if not self._strong:
+        if self.weak:
             with self._lock:
                 pass
 
-    def order(self) -> None:
-        """A fence for what x86 keeps in order by itself: data, and then the word that announces them."""
-        if not self._strong:
-            self.full()
-
     def lie_down(self) -> None:
         self._words[self._rank] = 1
-        self.full()
+        self.order()
 
     def sleep(self, seconds: float) -> None:
         """Return when rung, or after ``seconds``, or, who knows, before."""
@@ -60,7 +55,8 @@ class Bell:
         self._words[self._rank] = 0
 
     def anyone_sleeps(self) -> bool:
-        """Whether some rank of the node may sleep; after a full fence."""
+        """Whether some rank of the node may sleep, and not have seen what was written before."""
+        self.order()
         return self._bytes.tobytes() != self._silence
 
     def ring(self, local_ranks: Sequence[int]) -> None:

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 
 from spmd_engine.comm.arena import ALIGNMENT, Neighbours
 from spmd_engine.comm.header import SIZE, Header
+from spmd_engine.comm.pending import Progress
 
 PAGES = 8  # calls of a group that can be under way at once; more wait for their turn
-ROOM = 1 << 14  # bytes of data that fit into a row
+ROOM = 1 << 16  # bytes of data that fit into a row
 SAID, REDUCED, LEFT = 1, 2, 3  # what a rank says of a call, one after the other
 
 _STEPS = 4  # words count in steps of a call's phases
@@ -28,12 +30,18 @@ _VIEWS = 512  # views into rows that are kept at most
 
 
 class Waker(Protocol):
-    """What wakes ranks of a node, and orders their reads and writes; see ``bell``."""
+    """What wakes ranks of a node, and keeps their reads and writes in order; see ``bell``."""
 
-    def full(self) -> None: ...
-    def order(self) -> None: ...
-    def anyone_sleeps(self) -> bool: ...
-    def ring(self, local_ranks: Sequence[int]) -> None: ...
+    weak: bool  #: whether this machine must be told to keep them in order
+
+    def order(self) -> None:
+        """Nothing of what comes after is seen before what came before."""
+
+    def anyone_sleeps(self) -> bool:
+        """Whether some rank may not see what was written before this."""
+
+    def ring(self, local_ranks: Sequence[int]) -> None:
+        """Wake these."""
 
 
 def room_for_board(neighbours: Neighbours, ranks: int) -> int | None:
@@ -71,13 +79,14 @@ class Board:
         n, self._calls, self._home = len(local_ranks), calls, home
         self.rank, self.size, self.neighbours, self.local_ranks = rank, n, neighbours, list(local_ranks)
         self._others = [local for r, local in enumerate(local_ranks) if r != rank]
-        self._waker = waker
+        self._waker, self._weak = waker, waker.weak
         words = memory[: 8 * n * PAGES].cast("q")
         self._pages = [words[n * page : n * (page + 1)] for page in range(PAGES)]
         self._closed = memory[8 * n * PAGES : 8 * n * (PAGES + 1)].cast("q")
         rows = memory[_words(n) : size_of_board(n)]
         step = _row(n)
         self._rows = [[rows[i * step : (i + 1) * step] for i in range(page * n, page * n + n)] for page in range(PAGES)]
+        self._headers = [[row[_HEADER : _data(n)] for row in page] for page in self._rows]
         self._views: dict[tuple, list[np.ndarray]] = {}
         self._staged: list[tuple[int, int, int]] = []  # (call, offset, bytes) of copies that others may still read
 
@@ -87,7 +96,8 @@ class Board:
         """Whether all ranks have come as far as ``phase`` of call ``number``."""
         if min(self._pages[number % PAGES].tolist()) < number * _STEPS + phase:
             return False
-        self._waker.order()
+        if self._weak:
+            self._waker.order()
         return True
 
     def has_page(self, number: int) -> bool:
@@ -96,64 +106,88 @@ class Board:
 
     def say(self, number: int, phase: int) -> None:
         """This rank has come as far as ``phase``. Who comes last wakes those who sleep."""
-        waker, words, word = self._waker, self._pages[number % PAGES], number * _STEPS + phase
+        words, word, waker = self._pages[number % PAGES], number * _STEPS + phase, self._waker
         if words[self.rank] >= word:  # said before: a later call may have this page by now
             return
-        waker.order()
+        if self._weak:
+            waker.order()
         words[self.rank] = word
-        waker.full()
         if waker.anyone_sleeps() and self.reached(number, phase):
             waker.ring(self._others)
 
     def write(self, number: int, header: Header, data: np.ndarray | None, place: tuple[int, int]) -> None:
         """Fill this rank's row: with ``data`` if they are to be inline, else with the ``place`` where they lie."""
-        row, packed = self._rows[number % PAGES][self.rank], header.packed
-        row[_HEADER : _HEADER + len(packed)] = packed
+        page, packed = number % PAGES, header.packed
+        self._headers[page][self.rank][: len(packed)] = packed
         if header.inline:
-            self._inline(number, header)[self.rank][...] = data
+            self._inline(page, header)[self.rank][...] = data
         else:
-            row[:16] = _PLACE.pack(*place)
+            self._rows[page][self.rank][: _PLACE.size] = _PLACE.pack(*place)
 
-    def headers(self, number: int, own: Header) -> list[Header]:
-        """What all ranks said. Ranks that said the same share a Header."""
-        packed = own.packed
-        end, data = _HEADER + len(packed), _data(self.size)
-        headers = []
-        for row in self._rows[number % PAGES]:
-            same = row[_HEADER:end].tobytes() == packed
-            headers.append(own if same else Header.unpack(row[_HEADER:data].tobytes()))
-        return headers
+    def hear(self, number: int, own: Header) -> tuple[list[Header], list[np.ndarray | None], bool]:
+        """What all ranks said, their data where they lie, and whether they said the same.
 
-    def blocks(self, number: int, headers: Sequence[Header]) -> list[np.ndarray | None]:
-        """Everyone's data, where they lie; None for data that are not in shared memory."""
-        first = headers[0]
-        if first.inline and all(header is first for header in headers):
-            return self._inline(number, first)
-        return [self._block(number, r, header) for r, header in enumerate(headers)]
+        None stands for data that are not in shared memory.
+        """
+        page, packed, same = number % PAGES, own.packed, True
+        end, headers = len(packed), []
+        for said in self._headers[page]:
+            if said[:end].tobytes() == packed:
+                headers.append(own)
+            else:
+                headers.append(Header.unpack(said.tobytes()))
+                same = False
+        if same and own.inline:
+            return headers, self._inline(page, own), True
+        return headers, [self._block(page, rank, header) for rank, header in enumerate(headers)], same
 
-    def _block(self, number: int, rank: int, header: Header) -> np.ndarray | None:
+    def meet_at_once(
+        self, number: int, header: Header, data: np.ndarray | None, progress: Progress, looks: int
+    ) -> list[np.ndarray] | None:
+        """Write, say and hear, if the others are not far: everyone's inline data, if all say the same.
+
+        None: not so, or not within so many looks. Then the call is to be begun again, as if this had not been.
+        """
+        if not self.has_page(number):
+            return None
+        page, packed = number % PAGES, header.packed
+        said, end, blocks = self._headers[page], len(packed), []
+        said[self.rank][:end] = packed
+        if data is not None:
+            blocks = self._inline(page, header)
+            blocks[self.rank][...] = data
+        self.say(number, SAID)
+        if not self.reached(number, SAID) and not progress.look(partial(self.reached, number, SAID), looks):
+            return None
+        for each in said:
+            if each[:end].tobytes() != packed:
+                return None
+        return blocks
+
+    def _block(self, page: int, rank: int, header: Header) -> np.ndarray | None:
         if header.inline:
-            return self._view(number, rank, header)
+            return self._view(page, rank, header)
         if header.shape is None:
             return None
         shape, dtype = header.array_type
         if 0 in shape:
             return np.empty(shape, dtype)
-        local, offset = _PLACE.unpack_from(self._rows[number % PAGES][rank])
+        local, offset = _PLACE.unpack_from(self._rows[page][rank])
         return None if local < 0 else self.neighbours.view(local, offset, shape, dtype)
 
-    def _inline(self, number: int, header: Header) -> list[np.ndarray]:
+    def _inline(self, page: int, header: Header) -> list[np.ndarray]:
         """Views of all rows' data, if all headers are like this one."""
-        key = (number % PAGES, header.packed)
-        if key not in self._views:
+        key = page, header.packed
+        views = self._views.get(key)
+        if views is None:
             if len(self._views) >= _VIEWS:
                 self._views.clear()
-            self._views[key] = [self._view(number, rank, header) for rank in range(self.size)]
-        return self._views[key]
+            views = self._views[key] = [self._view(page, rank, header) for rank in range(self.size)]
+        return views
 
-    def _view(self, number: int, rank: int, header: Header) -> np.ndarray:
+    def _view(self, page: int, rank: int, header: Header) -> np.ndarray:
         shape, dtype = header.array_type
-        return np.ndarray(shape, dtype, self._rows[number % PAGES][rank], _data(self.size))
+        return np.ndarray(shape, dtype, self._rows[page][rank], _data(self.size))
 
     # --- data that do not fit into a row -----------------------------------------------------------------
 

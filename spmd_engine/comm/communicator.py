@@ -7,7 +7,7 @@ of one process run the same collective code.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -26,6 +26,7 @@ class Communicator(ABC):
     progress: Progress  #: this rank's outstanding operations, shared with every sub-communicator
     calls = 0  #: collectives begun here; equal on all ranks, whichever meshes share this communicator
     device_aware = False  #: whether device arrays may be handed to it as they are
+    looks = 0  #: how often to look for what is waited for before giving way, where every rank has a core
     neighbours: Neighbours | None = None  #: memory shared with ranks of this node, where it can be had
     board: Board | None = None  #: where this communicator's ranks meet, if all are on one node and share memory
 
@@ -78,11 +79,9 @@ class Communicator(ABC):
         """Ranks of this communicator whose programs have ended."""
 
     @abstractmethod
-    def pause(
-        self, idle: int, activity: int, messages: bool = True, is_there: Callable[[], bool] = lambda: False
-    ) -> None:
+    def pause(self, idle: int, activity: int, messages: bool = True) -> None:
         """Leave the processor to others for a moment, the ``idle``-th time in a row without progress.
 
         ``messages``: whether some are waited for. Those must be looked for; who writes on a board wakes others.
-        ``is_there``: whether it is worth to go on. Raises RankAborted if another rank has failed meanwhile.
+        Raises RankAborted if another rank has failed meanwhile.
         """

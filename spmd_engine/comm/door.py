@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,25 @@ from spmd_engine.errors import UsageError
 
 _PHASES = 4  # tags a collective may use
 COLLECTIVE_TAGS = 4096 * _PHASES  # collectives use tags below, send and receive those above
-_HEADERS = 512  # headers that are kept at most, for calls that come again
+_PLANS = 512  # plans that are kept at most
+
+
+@dataclass(slots=True)
+class Plan:
+    """All of a call that does not depend on the values in its array; made once for calls that come again."""
+
+    header: Header
+    where: tuple[str, str, str]  # operation, axes and label, as the ledger has them
+    steps: Callable[[Plan, int, Array | None, Any], Steps]  # of plan, number, array and out: the whole of it
+    finish: Callable[[Plan, Sequence[Array], Array | None], Array] | None = None  # of plan, everyone's blocks, and out
+    payload: int = 0  # bytes
+    sent: int | Callable[[Array], int] = 0  # bytes; a function of the result, where that must be known
+    shape: tuple[int, ...] = ()  # of the result, if all ranks call the same
+    dtype: Any = None  # what the array is cast to first
+    parts: list[tuple[slice, ...]] | None = None  # of the array, by rank
+    sizes: Sequence[int] | None = None  # lengths by rank, as the caller says
+    reduce: Callable[[Array, Sequence[Array]], None] | None = None  # of out and blocks
+    at_once: bool = False  # whether a blocking call may be made without the machinery for those under way
 
 
 class Door:
@@ -42,106 +61,122 @@ class Door:
         self.rank, self.size = comm.rank, comm.size
         self._board = comm.board
         self._inline = ROOM if comm.board else meeting.INLINE  #: bytes of data that travel with a header
-        self._headers: dict[tuple, Header] = {}
+        self._plans: dict[tuple, Plan] = {}
 
-    def _begin(
-        self,
-        steps: Callable[[Call, int], Steps],
-        call: Call,
-        label: str,
-        *,
-        payload: int = 0,
-        sent: int | Callable[[Array], int] = 0,
-        tag: int | None = None,
-        operation: str | None = None,
-    ) -> Pending:
-        """Start ``steps``; write to the ledger when they end. ``sent`` may need the result to be known."""
-        meets = tag is None
-        if meets:
-            tag = call.number % (COLLECTIVE_TAGS // _PHASES) * _PHASES
-        where = operation or call.header.operation, self.axes, label
+    def _keep(self, key: tuple, plan: Plan, x: Array | None = None) -> Plan:
+        """Keep ``plan`` for the next call that is described by ``key``, of an array like ``x``."""
+        if len(self._plans) >= _PLANS:
+            self._plans.clear()
+        self._plans[key] = plan
+        if plan.finish is not None and self._board is not None and self.comm.looks > 0:
+            plan.at_once = x is None or (plan.header.inline > 0 and plan.dtype == x.dtype)
+        return plan
 
-        def on_result(result: Any) -> None:
-            self.ledger.record(*where, payload=payload, sent=sent(result) if callable(sent) else sent)
+    def _header(self, operation: str, x: Array | None, *, always: bool = False, **fields: Any) -> Header:
+        """What to tell the others. ``always``: they meet even with checks switched off."""
+        if x is None:
+            return Header(operation, **fields)
+        if x.ndim > header.MAX_DIMS:
+            raise UsageError(f"{operation}: {x.ndim} dimensions; at most {header.MAX_DIMS} can be told to others")
+        small = x.nbytes <= self._inline and isinstance(x, np.ndarray)
+        small = small and operation != "send" and self._meets(always)
+        name = header.dtype_name(x.dtype)
+        return Header(operation, dtype=name, shape=x.shape, inline=x.nbytes if small else 0, **fields)
 
-        def on_wait(seconds: float) -> None:
-            self.ledger.record_wait(*where, seconds)
+    def _begin(self, plan: Plan, x: Array | None, out: Any = None) -> Pending:
+        """Start the next call; write to the ledger when it ends."""
+        number = self.comm.next_call()
+        return self.comm.progress.begin(Operation(self, plan, number, plan.steps(plan, number, x, out)))
 
-        def describe() -> str:
-            what = operation or str(call)
-            return f"{what} over {self.axes!r}{f' ({label})' if label else ''}, group rank {self.rank} of {self.size}"
-
-        on_end = partial(self._board.say, call.number, LEFT) if meets and self._board else None
-        pending = Pending(self.comm, steps(call, tag), describe, self.timeout, on_result, on_end, on_wait)
-        return self.comm.progress.begin(pending)
-
-    def _call(
-        self,
-        operation: str,
-        x: Array | None = None,
-        *,
-        reduction: str = "",
-        axis: int = 0,
-        concat_axis: int = 0,
-        root: int = 0,
-        sizes: tuple[int, ...] = (),
-        always: bool = False,
-    ) -> Call:
-        """The next call of the group. ``always``: its ranks meet even with checks switched off."""
-        number = self.comm.next_call() if operation != "send" else 0
-        described = (x.dtype, x.shape) if x is not None else None
-        small = x is not None and x.nbytes <= self._inline and self._meets(always) and self._shown(x) is not None
-        key = operation, described, reduction, axis, concat_axis, root, sizes, small
-        if key not in self._headers:
-            if x is not None and x.ndim > header.MAX_DIMS:
-                raise UsageError(f"{operation}: {x.ndim} dimensions; at most {header.MAX_DIMS} can be told to others")
-            dtype = header.dtype_name(x.dtype) if x is not None else ""
-            shape = x.shape if x is not None else None
-            if len(self._headers) >= _HEADERS:
-                self._headers.clear()
-            self._headers[key] = Header(
-                operation, reduction, dtype, shape, axis, concat_axis, root, sizes, x.nbytes if small else 0
-            )
-        return Call(number, self._headers[key])
+    def _at_once(self, plan: Plan, x: np.ndarray | None, out: np.ndarray | None) -> Array:
+        """The whole of a small call; where the others are far away, or do not agree, by its steps."""
+        number, began = self.comm.next_call(), perf_counter()
+        blocks = self._board.meet_at_once(number, plan.header, x, self.comm.progress, self.comm.looks)
+        if blocks is None:
+            steps = plan.steps(plan, number, x, out)
+            return self.comm.progress.begin(Operation(self, plan, number, steps)).wait()
+        result = plan.finish(plan, blocks, out)
+        self._board.say(number, LEFT)
+        self.ledger.record(*plan.where, payload=plan.payload, sent=plan.sent)
+        self.ledger.record_wait(*plan.where, perf_counter() - began)
+        return result
 
     def _meets(self, always: bool) -> bool:
         return always or self.check or self._board is not None
 
-    def _meet(self, call: Call, x: Array | None, tag: int, *, always: bool = False, copy: bool = False) -> Steps:
-        """Tell the others of ``call``, show them ``x``, and hear them: steps to a Meeting."""
-        shown = self._shown(x)
+    def _meet(self, plan: Plan, number: int, x: Array | None, *, always: bool = False, copy: bool = False) -> Steps:
+        """Tell the others of this call, show them ``x``, and hear them: steps to a Meeting."""
+        shown = x if isinstance(x, np.ndarray) else None  # device memory goes by messages
+        call = Call(number, plan.header)
         if self._board is not None:
             return meeting.on_board(self._board, call, shown, self.axes, self.check, copy)
         if not self._meets(always):
             return meeting.not_at_all()
-        return meeting.by_messages(self.comm, call, shown, self.axes, self.check, tag)
+        return meeting.by_messages(self.comm, call, shown, self.axes, self.check, self._tag(number))
 
-    def _meet_only(self, call: Call, tag: int, text: np.ndarray | None = None) -> Steps:
-        yield from self._meet(call, text, tag, always=True)
+    def _meet_only(self, plan: Plan, number: int, text: np.ndarray | None, _: None) -> Steps:
+        yield from self._meet(plan, number, text, always=True)
 
-    def _shown(self, x: Array | None) -> np.ndarray | None:
-        """``x`` if it is host memory, which others may be shown; device memory goes by messages."""
-        return x if isinstance(x, np.ndarray) else None
+    def _tag(self, number: int) -> int:
+        """The first of the tags of call ``number``."""
+        return number % (COLLECTIVE_TAGS // _PHASES) * _PHASES
 
     def _ready(self, x: Array) -> tuple[Array, Callable[[Array], Array]]:
         """``x`` contiguous where the transport can read it, and what brings a result home to its device."""
+        if isinstance(x, np.ndarray):
+            return x if x.flags.c_contiguous else np.ascontiguousarray(x).reshape(x.shape), _stays
         backend = backend_of(x)
-        if backend.on_device and not self.comm.device_aware:
+        if not self.comm.device_aware:
             return self._host(x), backend.asarray
-        contiguous = backend.xp.ascontiguousarray(x)
-        return contiguous.reshape(x.shape), lambda result: result  # ascontiguousarray makes scalars 1-D
+        return backend.xp.ascontiguousarray(x).reshape(x.shape), _stays  # ascontiguousarray makes scalars 1-D
 
     def _host(self, x: Array) -> np.ndarray:
         backend = backend_of(x)
-        if not backend.on_device:
-            return np.ascontiguousarray(x).reshape(np.shape(x))
         staged = backend.pinned_empty(x.shape, x.dtype)
         backend.synchronize()
         backend.copy_to_host(x, staged)
         return staged
 
-    def _host_memory(self, x: Array) -> bool:
-        return not backend_of(x).on_device
+    def _reachable(self, x: Array) -> bool:
+        """Whether the transport can write to ``x``."""
+        return isinstance(x, np.ndarray) or self.comm.device_aware
 
-    def _host_memory_or_aware(self, x: Array) -> bool:
-        return self.comm.device_aware or self._host_memory(x)
+
+class Operation(Pending):
+    """A call of a group under way."""
+
+    __slots__ = ("_door", "_plan", "_number")
+
+    def __init__(self, door: Door, plan: Plan, number: int, steps: Steps) -> None:
+        super().__init__(door.comm, steps, door.timeout)
+        self._door, self._plan, self._number = door, plan, number
+
+    def describe(self) -> str:
+        operation, axes, label = self._plan.where
+        what = str(Call(self._number, self._plan.header)) if self._number else operation
+        door = self._door
+        return f"{what} over {axes!r}{f' ({label})' if label else ''}, group rank {door.rank} of {door.size}"
+
+    def on_result(self) -> None:
+        sent = self._plan.sent
+        self._door.ledger.record(
+            *self._plan.where, payload=self._plan.payload, sent=sent(self.result) if callable(sent) else sent
+        )
+
+    def on_end(self) -> None:
+        if self._number and self._door._board is not None:
+            self._door._board.say(self._number, LEFT)
+
+    def on_wait(self, seconds: float) -> None:
+        self._door.ledger.record_wait(*self._plan.where, seconds)
+
+
+def suits(plan: Plan, out: Array | None) -> bool:
+    """Whether ``out`` can receive the result of this call at once."""
+    return out is None or (
+        type(out) is np.ndarray and out.shape == plan.shape and out.dtype is plan.dtype and out.flags.c_contiguous
+    )
+
+
+def _stays(result: Array) -> Array:
+    return result

@@ -7,14 +7,14 @@ and finished by ``.wait()``. Input may be of any dtype NumPy knows, not contiguo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import numpy as np
 
-from spmd_engine.arrays.backend import CPU, Array, backend_of
+from spmd_engine.arrays.backend import CPU, Array, Backend, backend_of
 from spmd_engine.comm import algorithms
 from spmd_engine.comm.algorithms import span
-from spmd_engine.comm.header import Call, Header
+from spmd_engine.comm.door import Plan, suits
+from spmd_engine.comm.header import Header
 from spmd_engine.comm.meeting import INLINE
 from spmd_engine.comm.pending import Pending, Steps
 from spmd_engine.comm.reductions import Reductions, check_out, copied, ints
@@ -26,13 +26,21 @@ class Group(Reductions):
 
     def barrier(self) -> None:
         """Return once every rank of the group has come here."""
-        self.start_barrier().wait()
+        plan = self._plans.get(("barrier", ""))
+        if plan is not None and plan.at_once:
+            self._at_once(plan, None, None)
+        else:
+            self.start_barrier().wait()
 
     def start_barrier(self, label: str = "") -> Pending:
         if self.size == 1:
             return Pending.completed(None)
-
-        return self._begin(self._meet_only, self._call("barrier"), label)
+        key = "barrier", label
+        plan = self._plans.get(key)
+        if plan is None:
+            where = "barrier", self.axes, label
+            plan = self._keep(key, Plan(Header("barrier"), where, self._meet_only, lambda plan, blocks, out: None))
+        return self._begin(plan, None)
 
     def leave(self, reason: str = "") -> None:
         """Say that this rank's program ends. If another rank is in a collective, both get a MismatchError.
@@ -43,8 +51,8 @@ class Group(Reductions):
             text = np.frombuffer(reason.encode(errors="replace")[:INLINE], np.uint8)
             if not reason:
                 self.comm.announce_end()  # for those who wait in other groups
-            call = Call(self.comm.next_call(), Header("leave", inline=text.size))
-            meeting = self._begin(partial(self._meet_only, text=text), call, "")
+            plan = Plan(Header("leave", inline=text.size), ("leave", self.axes, ""), self._meet_only)
+            meeting = self._begin(plan, text)
             meeting.until_the_end = True
             meeting.wait()
             self.comm.ended()  # take in what the others announced
@@ -62,26 +70,33 @@ class Group(Reductions):
             return Pending.completed(np.array(x, copy=True) if isinstance(x, np.ndarray) else x.copy())
         mine = self._ready(x)[0] if self.rank == root else None
         home = backend_of(x) if x is not None else CPU
+        key = "broadcast", type(mine), *((mine.dtype, mine.shape) if mine is not None else ()), root, label
+        plan = self._plans.get(key) or self._keep(key, self._plan_broadcast(mine, root, label))
+        return self._begin(plan, mine, home)
 
-        def steps(call: Call, tag: int) -> Steps:
-            meeting = yield from self._meet(call, mine, tag, always=True)
-            block = meeting.blocks[root]
-            where = home if self.comm.device_aware and block is None else CPU
-            data = mine.copy() if mine is not None else where.empty(*meeting.headers[root].array_type)
-            if block is None:
-                yield from algorithms.broadcast(self.comm, data.reshape(-1), root, tag + 1)
-            elif mine is None:
-                data[...] = block
-            yield from meeting.end()
-            return home.asarray(data)
-
+    def _plan_broadcast(self, mine: Array | None, root: int, label: str) -> Plan:
         def sent(result: Array) -> int:  # the root hands out the parts, then everyone passes its part on
             own = span(result.size, self.size, self.rank)
             part = (own.stop - own.start) * result.itemsize
             return result.nbytes - part + part * (self.size - 1) if self.rank == root else part * (self.size - 2)
 
-        call = self._call("broadcast", mine, root=root, always=True)
-        return self._begin(steps, call, label, payload=mine.nbytes if mine is not None else 0, sent=sent)
+        header = self._header("broadcast", mine, root=root, always=True)
+        payload = mine.nbytes if mine is not None else 0
+        return Plan(header, ("broadcast", self.axes, label), self._broadcast, payload=payload, sent=sent)
+
+    def _broadcast(self, plan: Plan, number: int, mine: Array | None, home: Backend) -> Steps:
+        root = plan.header.root
+        meeting = yield from self._meet(plan, number, mine, always=True)
+        block = meeting.blocks[root]
+        where = home if self.comm.device_aware and block is None else CPU
+        data = mine.copy() if mine is not None else where.empty(*meeting.headers[root].array_type)
+        if block is None:
+            yield from algorithms.broadcast(self.comm, data.reshape(-1), root, self._tag(number) + 1)
+        elif mine is None:
+            data[...] = block
+        if meeting.exposed:
+            yield from meeting.end()
+        return home.asarray(data)
 
     def all_gather(
         self,
@@ -97,6 +112,9 @@ class Group(Reductions):
         ``sizes`` (each rank's length along ``axis``) spares the exchange of shapes where checks are switched
         off. ``out``, contiguous, with axis 0, receives the result; ``x`` may be this rank's part of it.
         """
+        plan = self._plans.get(("all_gather", type(x), x.dtype, x.shape, axis, ints(sizes), label))
+        if plan is not None and plan.at_once and suits(plan, out):
+            return self._at_once(plan, x, out)
         return self.start_all_gather(x, axis, sizes=sizes, out=out, label=label).wait()
 
     def start_all_gather(
@@ -108,51 +126,71 @@ class Group(Reductions):
         out: Array | None = None,
         label: str = "",
     ) -> Pending:
+        key = "all_gather", type(x), x.dtype, x.shape, axis, ints(sizes), label
+        plan = self._plans.get(key) or self._keep(key, self._plan_all_gather(x, axis, sizes, label), x)
+        if out is not None and (plan.header.axis or out.dtype != x.dtype or not out.flags.c_contiguous):
+            raise UsageError(f"all_gather: out must be a contiguous array of {x.dtype}, and axis 0")
+        if self.size == 1:
+            check_out("all_gather", x, out)
+            return Pending.completed(x.copy() if out is None else copied(x, out))
+        return self._begin(plan, x, out)
+
+    def _plan_all_gather(self, x: Array, axis: int, sizes: Sequence[int] | None, label: str) -> Plan:
         axis = self._axis("all_gather", x, axis)
         if sizes is not None and (len(sizes) != self.size or sizes[self.rank] != x.shape[axis]):
             raise UsageError(
                 f"all_gather over {self.axes!r}: sizes {list(sizes)} must be {self.size} numbers; number "
                 f"{self.rank} is {x.shape[axis]}, the length of this rank's array along axis {axis}"
             )
-        if out is not None and (axis or out.dtype != x.dtype or not out.flags.c_contiguous):
-            raise UsageError(f"all_gather: out must be a contiguous array of {x.dtype}, and axis 0")
-        if self.size == 1:
-            check_out("all_gather", x, out)
-            return Pending.completed(x.copy() if out is None else copied(x, out))
+        return Plan(
+            self._header("all_gather", x, axis=axis, always=sizes is None),
+            ("all_gather", self.axes, label),
+            self._all_gather,
+            _joined,
+            payload=x.nbytes,
+            sent=x.nbytes * (self.size - 1),
+            shape=(*x.shape[:axis], x.shape[axis] * self.size, *x.shape[axis + 1 :]),
+            dtype=x.dtype,
+            sizes=sizes,
+        )
+
+    def _all_gather(self, plan: Plan, number: int, x: Array, out: Array | None) -> Steps:
         own, home = self._ready(x)
-        into = out if out is not None and self._host_memory_or_aware(out) else None
-
-        def steps(call: Call, tag: int) -> Steps:
-            meeting = yield from self._meet(call, own, tag, always=sizes is None)
-            lengths = [each.shape[axis] for each in meeting.headers] if meeting.headers else sizes
-            ends = np.cumsum([0, *lengths]).tolist()
-            xp = backend_of(own).xp
-            shape = (*own.shape[:axis], ends[-1], *own.shape[axis + 1 :])
-            whole = into if into is not None else xp.empty(shape, own.dtype)
-            if whole.shape != shape:
-                raise UsageError(f"all_gather: out has shape {whole.shape}, the result {shape}")
-            before = (slice(None),) * axis
-            spaces = [whole[(*before, slice(*pair))] for pair in zip(ends, ends[1:], strict=False)]
-            copied(own, spaces[self.rank])
-            missing = [None] * self.size
-            for r, (space, block) in enumerate(zip(spaces, meeting.blocks or missing, strict=True)):
-                if block is not None:
-                    if r != self.rank and space.size:
-                        space[...] = block
-                else:  # received straight into the result, if it lies there in one piece
-                    missing[r] = space if axis == 0 else xp.empty(space.shape, own.dtype)
-            if any(each is not None for each in missing):
-                outgoing = own if missing[self.rank] is not None else None
-                yield from algorithms.exchange(self.comm, [outgoing] * self.size, missing, tag + 1)
-                for r, each in enumerate(missing):
-                    if axis and each is not None and r != self.rank:
-                        spaces[r][...] = each
+        axis, xp = plan.header.axis, backend_of(own).xp
+        meeting = yield from self._meet(plan, number, own, always=plan.sizes is None)
+        lengths = [header.shape[axis] for header in meeting.headers] if meeting.headers else plan.sizes
+        shape = (*own.shape[:axis], sum(lengths), *own.shape[axis + 1 :])
+        result = out if out is not None and self._reachable(out) else xp.empty(shape, own.dtype)
+        if result.shape != shape:
+            raise UsageError(f"all_gather: out has shape {result.shape}, the result {shape}")
+        if meeting.readable:
+            _joined(plan, meeting.blocks, result)
+        else:
+            blocks = meeting.blocks or [None] * self.size
+            yield from self._gather_messages(own, blocks, lengths, result, axis, self._tag(number) + 1)
+        if meeting.exposed:
             yield from meeting.end()
-            result = home(whole)
-            return result if out is None or result is out else copied(result, out)
+        result = home(result)
+        return result if out is None or result is out else copied(result, out)
 
-        call = self._call("all_gather", own, axis=axis, always=sizes is None)
-        return self._begin(steps, call, label, payload=own.nbytes, sent=own.nbytes * (self.size - 1))
+    def _gather_messages(
+        self, own: Array, blocks: Sequence[Array | None], lengths: Sequence[int], out: Array, axis: int, tag: int
+    ) -> Steps:
+        """Fill ``out`` with ``own``, the others' ``blocks`` that can be read, and in place of None what they send."""
+        ends = np.cumsum([0, *lengths]).tolist()
+        spaces = [out[(slice(None),) * axis + (slice(*pair),)] for pair in zip(ends, ends[1:], strict=False)]
+        copied(own, spaces[self.rank])
+        missing: list[Array | None] = [None] * self.size
+        for r, (space, block) in enumerate(zip(spaces, blocks, strict=True)):
+            if block is None:  # received straight into the result, if it lies there in one piece
+                missing[r] = space if axis == 0 else backend_of(own).empty(space.shape, own.dtype)
+            elif r != self.rank and space.size:
+                space[...] = block
+        outgoing = own if blocks[self.rank] is None else None
+        yield from algorithms.exchange(self.comm, [outgoing] * self.size, missing, tag)
+        for r, each in enumerate(missing):
+            if axis and each is not None and r != self.rank:
+                spaces[r][...] = each
 
     def all_to_all(
         self,
@@ -167,6 +205,9 @@ class Group(Reductions):
 
         ``splits`` gives the length of each part, of any sum and different on every rank; else they are even.
         """
+        plan = self._plans.get(("all_to_all", type(x), x.dtype, x.shape, axis, concat_axis, ints(splits), label))
+        if plan is not None and plan.at_once:
+            return self._at_once(plan, x, None)
         return self.start_all_to_all(x, axis, concat_axis, splits=splits, label=label).wait()
 
     def start_all_to_all(
@@ -178,39 +219,63 @@ class Group(Reductions):
         splits: Sequence[int] | None = None,
         label: str = "",
     ) -> Pending:
+        splits = ints(splits)
+        key = "all_to_all", type(x), x.dtype, x.shape, axis, concat_axis, splits, label
+        plan = self._plans.get(key) or self._keep(key, self._plan_all_to_all(x, axis, concat_axis, splits, label), x)
+        if self.size == 1:
+            return Pending.completed(x.copy())
+        return self._begin(plan, x)
+
+    def _plan_all_to_all(
+        self, x: Array, axis: int, concat_axis: int | None, splits: tuple[int, ...] | None, label: str
+    ) -> Plan:
         axis = self._axis("all_to_all", x, axis)
         concat = axis if concat_axis is None else self._axis("all_to_all", x, concat_axis)
         parts = self._parts("all_to_all", x, axis, splits)
-        if self.size == 1:
-            return Pending.completed(x.copy())
+        return Plan(
+            self._header("all_to_all", x, axis=axis, concat_axis=concat, sizes=splits or (), always=True),
+            ("all_to_all", self.axes, label),
+            self._all_to_all,
+            self._parts_joined,
+            payload=x.nbytes,
+            sent=x.nbytes - x[parts[self.rank]].nbytes,
+            dtype=x.dtype,
+            parts=parts,
+        )
+
+    def _parts_joined(self, plan: Plan, blocks: Sequence[np.ndarray], out: None) -> np.ndarray:
+        mine = plan.parts[self.rank]
+        return np.concatenate([block[mine] for block in blocks], axis=plan.header.concat_axis, dtype=plan.dtype)
+
+    def _all_to_all(self, plan: Plan, number: int, x: Array, out: None) -> Steps:
         own, home = self._ready(x)
-
-        def steps(call: Call, tag: int) -> Steps:
-            xp = backend_of(own).xp
-            meeting = yield from self._meet(call, own, tag, always=True)
-            incoming: list[Array] = []
-            missing: list[Array | None] = [None] * self.size
-            for r, (theirs, block) in enumerate(zip(meeting.headers, meeting.blocks, strict=True)):
-                shape = list(theirs.shape)
-                cut = span(shape[axis], self.size, self.rank)
-                if theirs.sizes:
-                    cut = slice(sum(theirs.sizes[: self.rank]), sum(theirs.sizes[: self.rank + 1]))
-                shape[axis] = cut.stop - cut.start
-                if r == self.rank:
-                    incoming.append(own[parts[r]])
-                elif block is not None:
-                    incoming.append(block[(slice(None),) * axis + (cut,)])
-                else:
-                    missing[r] = xp.empty(shape, own.dtype)
-                    incoming.append(missing[r])
-            if not meeting.readable:
-                sends = meeting.blocks[self.rank] is None
-                outgoing = [xp.ascontiguousarray(own[part]) if sends else None for part in parts]
-                yield from algorithms.exchange(self.comm, outgoing, missing, tag + 1)
-            result = xp.concatenate(incoming, axis=concat, dtype=own.dtype)
+        axis, xp = plan.header.axis, backend_of(own).xp
+        meeting = yield from self._meet(plan, number, own, always=True)
+        incoming: list[Array] = []
+        missing: list[Array | None] = [None] * self.size
+        for r, (theirs, block) in enumerate(zip(meeting.headers, meeting.blocks, strict=True)):
+            cut = span(theirs.shape[axis], self.size, self.rank)
+            if theirs.sizes:
+                cut = slice(sum(theirs.sizes[: self.rank]), sum(theirs.sizes[: self.rank + 1]))
+            if r == self.rank:
+                incoming.append(own[plan.parts[r]])
+            elif block is not None:
+                incoming.append(block[(slice(None),) * axis + (cut,)])
+            else:
+                shape = (*theirs.shape[:axis], cut.stop - cut.start, *theirs.shape[axis + 1 :])
+                missing[r] = xp.empty(shape, own.dtype)
+                incoming.append(missing[r])
+        if not meeting.readable:
+            sends = meeting.blocks[self.rank] is None
+            outgoing = [xp.ascontiguousarray(own[part]) if sends else None for part in plan.parts]
+            yield from algorithms.exchange(self.comm, outgoing, missing, self._tag(number) + 1)
+        result = xp.concatenate(incoming, axis=plan.header.concat_axis, dtype=own.dtype)
+        if meeting.exposed:
             yield from meeting.end()
-            return home(result)
+        return home(result)
 
-        sent = own.nbytes - own[parts[self.rank]].nbytes
-        call = self._call("all_to_all", own, axis=axis, concat_axis=concat, sizes=ints(splits), always=True)
-        return self._begin(steps, call, label, payload=own.nbytes, sent=sent)
+
+def _joined(plan: Plan, blocks: Sequence[np.ndarray], out: np.ndarray | None) -> np.ndarray:
+    if out is None:
+        out = np.empty(plan.shape, plan.dtype)
+    return np.concatenate(blocks, axis=plan.header.axis, out=out)

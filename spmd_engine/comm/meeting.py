@@ -29,18 +29,18 @@ class Meeting:
     where this rank can read it already, None where it must be sent.
     """
 
-    __slots__ = ("headers", "blocks", "board", "number", "exposed")
+    __slots__ = ("headers", "blocks", "readable", "board", "number", "exposed")
 
     def __init__(self, headers: Sequence[Header], blocks: Sequence[np.ndarray | None]) -> None:
         self.headers, self.blocks = headers, blocks
+        #: whether this rank can read all data already; then so can the others, if all said the same
+        self.readable = bool(blocks)
+        for block in blocks:
+            if block is None:
+                self.readable = False
         self.board: Board | None = None  # where the meeting was, if not by messages
         self.number = 0
         self.exposed = False  # whether others read the caller's own memory
-
-    @property
-    def readable(self) -> bool:
-        """Whether this rank can read all data already. Then so can the others, if all said the same."""
-        return bool(self.blocks) and all(block is not None for block in self.blocks)
 
     def end(self) -> Steps:
         """Go on when nobody reads the caller's memory any more."""
@@ -52,7 +52,8 @@ class Meeting:
 def on_board(board: Board, call: Call, data: np.ndarray | None, axes: str, check: bool, copy: bool = False) -> Steps:
     """Meet in shared memory, where contiguous ``data`` are shown. Returns the Meeting.
 
-    None, and what is too large to copy and does not lie in the arena, is not shown. With ``copy`` the others get to
+    None, and what is too large to copy and does not lie in the arena, is not shown; who shows None for an array, as it
+    is on a device, reads none. With ``copy`` the others get to
     read a copy in any case, because this rank is going to change its data.
     """
     number, own = call
@@ -69,11 +70,10 @@ def on_board(board: Board, call: Call, data: np.ndarray | None, axes: str, check
     board.say(number, SAID)
     if not board.reached(number, SAID):
         yield partial(board.reached, number, SAID)
-    headers = board.headers(number, own)
-    blocks = board.blocks(number, headers)
-    if any(each is not own for each in headers):
+    headers, blocks, same = board.hear(number, own)
+    if not same:
         _agree([Call(number, each) for each in headers], blocks, own, axes, check)
-    meeting = Meeting(headers, blocks)
+    meeting = Meeting(headers, blocks if data is not None or own.shape is None else [None] * board.size)
     meeting.board, meeting.number, meeting.exposed = board, number, exposed
     return meeting
 
@@ -101,6 +101,8 @@ def by_messages(comm: Communicator, call: Call, data: np.ndarray | None, axes: s
         shown = theirs.inline or (theirs.shape is not None and 0 in shape)
         blocks.append(np.ndarray(shape, dtype, row, begin) if shown else None)
     _agree(calls, blocks, own, axes, check)
+    if data is None and own.shape is not None:
+        blocks = [None] * comm.size
     return Meeting([each.header for each in calls], blocks)
 
 

@@ -6,11 +6,12 @@ import numpy as np
 
 from spmd_engine.arrays.backend import CPU, Array, Backend, backend_of
 from spmd_engine.comm import header
-from spmd_engine.comm.door import COLLECTIVE_TAGS, Door
-from spmd_engine.comm.header import Call, Header
+from spmd_engine.comm.door import COLLECTIVE_TAGS, Door, Operation, Plan
+from spmd_engine.comm.header import Header
 from spmd_engine.comm.pending import Pending, Steps
 from spmd_engine.errors import UsageError
 
+_UNKNOWN = Header("send")  # what comes is known when it comes
 _NUMBERED, _CHANNELS = 4096, 4094  # messages of a pair that can be told apart while they are under way
 
 
@@ -26,15 +27,19 @@ class Messages(Door):
         self._peer("send", to)
         own, _ = self._ready(x)
         tag = self._message_tag("to", to, channel)
+        key = "send", own.dtype, own.shape, label
+        plan = self._plans.get(key)
+        if plan is None:
+            where = "send", self.axes, label
+            plan = Plan(self._header("send", own), where, self._send, payload=own.nbytes, sent=own.nbytes)
+            self._keep(key, plan)
+        return self.comm.progress.begin(Operation(self, plan, 0, self._send(plan, own, to, tag)))
 
-        def steps(call: Call, tag: int) -> Steps:
-            said = np.frombuffer(call.header.packed, np.uint8)
-            backend_of(own).synchronize()
-            requests = self.comm.start_send(said, to, tag)
-            yield requests + (self.comm.start_send(own, to, tag + 1) if own.size else [])
-
-        call = self._call("send", own)
-        return self._begin(steps, call, label, payload=own.nbytes, sent=own.nbytes, tag=tag)
+    def _send(self, plan: Plan, own: Array, to: int, tag: int) -> Steps:
+        said = np.frombuffer(plan.header.packed, np.uint8)
+        backend_of(own).synchronize()
+        requests = self.comm.start_send(said, to, tag)
+        yield requests + (self.comm.start_send(own, to, tag + 1) if own.size else [])
 
     def receive(self, source: int, *, like: Backend = CPU, channel: int | None = None, label: str = "") -> Array:
         """The next array that rank ``source`` sends here; shape and dtype come with it. ``like``: where to."""
@@ -46,18 +51,19 @@ class Messages(Door):
         self._peer("receive", source)
         tag = self._message_tag("from", source, channel)
 
-        def steps(call: Call, tag: int) -> Steps:
-            said = np.empty(header.SIZE, np.uint8)
-            yield self.comm.start_receive(said, source, tag)
-            theirs = Header.unpack(said.tobytes())
-            where = like if self.comm.device_aware else CPU
-            data = where.empty(*theirs.array_type)
-            if data.size:
-                where.synchronize()
-                yield self.comm.start_receive(data, source, tag + 1)
-            return like.asarray(data)
+        plan = Plan(_UNKNOWN, ("receive", self.axes, label), self._receive)
+        return self.comm.progress.begin(Operation(self, plan, 0, self._receive(source, like, tag)))
 
-        return self._begin(steps, self._call("send"), label, tag=tag, operation="receive")
+    def _receive(self, source: int, like: Backend, tag: int) -> Steps:
+        said = np.empty(header.SIZE, np.uint8)
+        yield self.comm.start_receive(said, source, tag)
+        theirs = Header.unpack(said.tobytes())
+        where = like if self.comm.device_aware else CPU
+        data = where.empty(*theirs.array_type)
+        if data.size:
+            where.synchronize()
+            yield self.comm.start_receive(data, source, tag + 1)
+        return like.asarray(data)
 
     def _peer(self, operation: str, rank: int) -> None:
         if not 0 <= rank < self.size:

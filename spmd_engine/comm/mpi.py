@@ -45,7 +45,8 @@ class MPICommunicator(Communicator):
         """``members``: the ranks, in ``world``, of a sub-communicator; only this class gives the last four."""
         self._comm = comm
         self._world = world if world is not None else self
-        self._node: Node | None = world._node if world is not None else None
+        self._node: Node | None = None
+        self._yields = _YIELDS
         self._members = list(members) if members is not None else list(range(comm.size))
         self._ended: set[int] = set()
         self.rank, self.size = comm.rank, comm.size
@@ -55,11 +56,14 @@ class MPICommunicator(Communicator):
 
     def open_node(self, ranks: Sequence[int], cores: int, tell: Callable[[str], list[str]]) -> None:
         """Share memory with ``ranks``, those of this node; for the world, once. ``tell``: see ``node``."""
-        self._node = open_node(self._comm, ranks, len(ranks) > cores, tell)
-        if self._node is not None:
-            self.neighbours = self._node.neighbours
-            if len(ranks) == self.size:
-                self.board = self._node.board(ranks, self.rank, calls=self.calls)
+        node = open_node(self._comm, ranks, tell)
+        self._live_on(node, crowded=len(ranks) > cores)
+        if node is not None and len(ranks) == self.size:
+            self.board = node.board(ranks, self.rank, calls=self.calls)
+
+    def _live_on(self, node: Node | None, crowded: bool) -> None:
+        self._node, self.neighbours = node, node.neighbours if node is not None else None
+        self.looks, self._yields = (0, _CROWDED) if crowded else (_LOOKS, _YIELDS)
 
     def start_send(self, data: Array, to: int, tag: int) -> list:
         return [self._comm.Isend([piece, MPI.BYTE], to, tag) for piece in _pieces(data)]
@@ -71,8 +75,7 @@ class MPICommunicator(Communicator):
         return not requests or MPI.Request.Testall(requests)
 
     def subset(self, ranks: Sequence[int]) -> MPICommunicator:
-        describe = f"for ranks {list(ranks)}, to make a communicator of them".format
-        offset = self.progress.begin(Pending(self, self._meet(ranks), describe, TIMEOUT)).wait()
+        offset = self.progress.begin(_Founding(self, self._meet(ranks), TIMEOUT, ranks)).wait()
         everyone = self._comm.Get_group()
         group = everyone.Incl(ranks)
         try:
@@ -87,7 +90,7 @@ class MPICommunicator(Communicator):
             everyone.Free()
         members = [self._members[rank] for rank in ranks]
         made = MPICommunicator(comm, self.progress, self.node, self._world, members)
-        made.neighbours = self.neighbours
+        made._live_on(self._node, crowded=self.looks == 0)
         if offset >= 0:
             made.board = self._node.board(members, made.rank, offset)
         return made
@@ -131,29 +134,32 @@ class MPICommunicator(Communicator):
         return [rank for rank, member in enumerate(self._members) if member in ended]
 
     def activity(self, idle: int) -> int:
-        if self._node is not None and idle >= self._patience():
+        if self._node is not None and idle >= self._yields:
             self._node.bell.lie_down()
         return 0
 
-    def pause(
-        self, idle: int, activity: int, messages: bool = True, is_there: Callable[[], bool] = lambda: False
-    ) -> None:
-        patience = self._patience()
-        if idle == 1 and patience == _YIELDS:
-            for _ in range(_LOOKS):
-                if is_there():
-                    return
-        if idle <= patience:
+    def pause(self, idle: int, activity: int, messages: bool = True) -> None:
+        if idle <= self._yields:
             os.sched_yield()
             return
-        seconds = min(_LONGEST if messages else _RUNG, _SHORTEST * 1.1 ** min(idle - patience, 99))
+        seconds = min(_LONGEST if messages else _RUNG, _SHORTEST * 1.1 ** min(idle - self._yields, 99))
         if self._node is not None:
             self._node.bell.sleep(seconds)
         else:
             time.sleep(seconds)
 
-    def _patience(self) -> int:
-        return _CROWDED if self._node is not None and self._node.crowded else _YIELDS
+
+class _Founding(Pending):
+    """The meeting of those who make a communicator."""
+
+    __slots__ = ("_ranks",)
+
+    def __init__(self, communicator: Communicator, steps: Steps, timeout: float, ranks: Sequence[int]) -> None:
+        super().__init__(communicator, steps, timeout)
+        self._ranks = ranks
+
+    def describe(self) -> str:
+        return f"for ranks {list(self._ranks)}, to make a communicator of them"
 
 
 def _pieces(data: Array) -> list[Array]:

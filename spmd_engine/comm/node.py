@@ -31,11 +31,11 @@ logger = logging.getLogger(__name__)
 class Node:
     """What a rank shares with the others of its node: memory, the bell, and the board of all its ranks.
 
-    ``ranks`` are the node's by their ranks in the world; ``crowded``: there are more of them than cores.
+    ``ranks`` are the node's by their ranks in the world.
     """
 
-    def __init__(self, memories: Sequence, ranks: Sequence[int], rank: int, crowded: bool) -> None:
-        self.ranks, self.crowded = list(ranks), crowded
+    def __init__(self, memories: Sequence, ranks: Sequence[int], rank: int) -> None:
+        self.ranks = list(ranks)
         local_rank = self.ranks.index(rank)
         self.neighbours = Neighbours(memories, local_rank)
         self.bell = Bell(memoryview(memories[0])[_BELLS : _BELLS + 4 * len(ranks)], local_rank)
@@ -62,7 +62,7 @@ class Node:
         return set(members) <= set(self.ranks)
 
 
-def open_node(comm: MPI.Comm, ranks: Sequence[int], crowded: bool, tell: Callable[[str], list[str]]) -> Node | None:
+def open_node(comm: MPI.Comm, ranks: Sequence[int], tell: Callable[[str], list[str]]) -> Node | None:
     """Map the memory of all ``ranks`` of this node, or None. Every rank of the world comes here.
 
     ``tell`` tells all ranks of the world a text, and returns theirs.
@@ -85,7 +85,7 @@ def open_node(comm: MPI.Comm, ranks: Sequence[int], crowded: bool, tell: Callabl
         if wanted and comm.rank == ranks[0]:
             instead = "windows of MPI's" if fine else "messages"
             logger.warning("ranks of this node cannot open each other's memory (memfd): they use %s instead", instead)
-    return Node(memories, ranks, comm.rank, crowded) if wanted and fine and memories else None
+    return Node(memories, ranks, comm.rank) if wanted and fine and memories else None
 
 
 class _Own:

@@ -33,27 +33,15 @@ class Pending:
     """A started operation. ``wait()`` returns its result, and may be called again."""
 
     __slots__ = (
-        *("_communicator", "_steps", "_awaited", "_timeout", "_on_result", "_on_end", "_on_wait"),
-        *("describe", "until_the_end", "done", "result", "error"),
+        *("_communicator", "_steps", "_awaited", "_timeout"),
+        *("until_the_end", "done", "result", "error"),
     )
 
-    def __init__(
-        self,
-        communicator: Communicator | None,
-        steps: Steps,
-        describe: Callable[[], str] = str,
-        timeout: float | None = None,
-        on_result: Callable[[Any], None] | None = None,
-        on_end: Callable[[], None] | None = None,
-        on_wait: Callable[[float], None] | None = None,
-    ) -> None:
-        """``on_end`` is called after a result and after an error, ``on_wait`` with the seconds a wait took."""
+    def __init__(self, communicator: Communicator | None, steps: Steps | None, timeout: float | None = None) -> None:
         self._communicator = communicator
         self._steps = steps
         self._awaited: list | Callable[[], bool] = []
         self._timeout = timeout
-        self._on_result, self._on_end, self._on_wait = on_result, on_end, on_wait
-        self.describe = describe
         self.until_the_end = False  #: whether this is the meeting in which programs end
         self.done = False
         self.result: Any = None
@@ -61,14 +49,34 @@ class Pending:
 
     @classmethod
     def completed(cls, result: Any) -> Pending:
-        pending = cls(None, iter(()))  # type: ignore[arg-type]
+        pending = Pending(None, None)
         pending.result, pending.done = result, True
         return pending
+
+    # What kinds of operations add.
+
+    def describe(self) -> str:
+        """What is waited for."""
+        return "an operation"
+
+    def on_result(self) -> None:
+        """Called once the result is here."""
+
+    def on_end(self) -> None:
+        """Called after the result, or the error."""
+
+    def on_wait(self, seconds: float) -> None:
+        """Called after each wait for it, with the time that took."""
 
     @property
     def sends_messages(self) -> bool:
         """Whether it waits for messages, which come only to those who look."""
         return isinstance(self._awaited, list)
+
+    def is_there(self) -> bool:
+        """Whether what it waits for has come."""
+        awaited = self._awaited
+        return self._communicator.done(awaited) if isinstance(awaited, list) else awaited()
 
     def advance(self) -> bool:
         """Go on as far as possible without waiting. Returns whether anything moved."""
@@ -80,18 +88,11 @@ class Pending:
             return moved
         except StopIteration as stop:
             self.result, self.done, self._awaited = stop.value, True, []
-            if self._on_result:
-                self._on_result(self.result)
+            self.on_result()
         except Exception as error:
             self.error = error
-        if self._on_end:
-            self._on_end()
+        self.on_end()
         return True
-
-    def is_there(self) -> bool:
-        """Whether what it waits for has come."""
-        awaited = self._awaited
-        return self._communicator.done(awaited) if isinstance(awaited, list) else awaited()
 
     def wait(self) -> Any:
         """Block, without spinning, until the result is there.
@@ -104,8 +105,7 @@ class Pending:
                 self._communicator.progress.wait_for(self, self._timeout)
             except SpmdError as error:
                 raise error.with_traceback(None) from None  # the caller's line matters, not this machinery's
-            if self._on_wait:
-                self._on_wait(perf_counter() - began)
+            self.on_wait(perf_counter() - began)
         return self.result
 
 
@@ -123,13 +123,38 @@ class Progress:
         return pending
 
     def wait_for(self, wanted: Pending, timeout: float | None) -> None:
+        """Return when ``wanted`` is done; raise its error, or CommunicationTimeout."""
+        while not (wanted.done or wanted.error):
+            if self.look(wanted.is_there, wanted._communicator.looks):
+                self._advance(wanted)
+            else:
+                self._wait_long_for(wanted, timeout)
+        if wanted.error is not None:
+            raise wanted.error
+
+    def look(self, is_there: Callable[[], bool], looks: int) -> bool:
+        """Whether it is there, within that many looks.
+
+        Others are seldom far, where each has a core: by the time this rank had slept, they would have come.
+        """
+        if is_there():
+            return True
+        began = perf_counter()
+        for _ in range(looks):
+            if is_there():
+                break
+        else:
+            looks = 0
+        self.idle_seconds += perf_counter() - began
+        return looks > 0
+
+    def _wait_long_for(self, wanted: Pending, timeout: float | None) -> None:
+        """Move all operations on until ``wanted`` is done, leaving the processor to others in between."""
         communicator = wanted._communicator
         began = perf_counter()
         warn_after, look_after = WARN_AFTER, LOOK_AFTER
         idle = 0
-        while not wanted.done:
-            if wanted.error is not None:
-                raise wanted.error
+        while not (wanted.done or wanted.error):
             activity = communicator.activity(idle)
             if any([self._advance(pending) for pending in tuple(self._pending)]):
                 idle, look_after = 0, perf_counter() - began + LOOK_AFTER
@@ -137,7 +162,7 @@ class Progress:
             idle += 1
             messages = any([pending.sends_messages for pending in self._pending])
             paused = perf_counter()
-            communicator.pause(idle, activity, messages, wanted.is_there)
+            communicator.pause(idle, activity, messages)
             now = perf_counter()
             self.idle_seconds += now - paused
             waited = now - began

@@ -9,7 +9,7 @@ import numpy as np
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.comm import algorithms, shared
 from spmd_engine.comm.algorithms import span
-from spmd_engine.comm.header import Call
+from spmd_engine.comm.door import Plan, suits
 from spmd_engine.comm.messages import Messages
 from spmd_engine.comm.pending import Pending, Steps
 from spmd_engine.errors import UsageError
@@ -24,41 +24,55 @@ class Reductions(Messages):
         ``out`` (contiguous, may be ``x`` itself) receives the result. bool is counted as int64; the mean of
         integers is float64; float16 and bfloat16 are accumulated in float32.
         """
+        plan = self._plans.get(("all_reduce", type(x), x.dtype, x.shape, op, label))
+        if plan is not None and plan.at_once and suits(plan, out):
+            return self._at_once(plan, x, out)
         return self.start_all_reduce(x, op, out=out, label=label).wait()
 
     def start_all_reduce(
         self, x: Array, op: str = "sum", *, out: Array | None = None, label: str = ""
     ) -> Pending:
-        x = algorithms.reducible("all_reduce", x, op)
+        key = "all_reduce", type(x), x.dtype, x.shape, op, label
+        plan = self._plans.get(key) or self._keep(key, self._plan_all_reduce(x, op, label), x)
+        x = x if x.dtype == plan.dtype else x.astype(plan.dtype)
         check_out("all_reduce", x, out)
         if self.size == 1:
             return Pending.completed(x.copy() if out is None else copied(x, out))
-        own, home = self._ready(x)
-        in_place = out is not None and self._host_memory_or_aware(out)
-        target = out if in_place else None
-        small = own.nbytes <= self._inline
+        return self._begin(plan, x, out)
 
-        def steps(call: Call, tag: int) -> Steps:
-            shown = own
-            if self._board and not small and self._shown(own) is not None:
-                shown = shared.workspace(self._board, own, target)
-            meeting = yield from self._meet(call, shown, tag, always=small)
-            if meeting.readable and not small:
-                yield from shared.reduce_in_place(meeting, op)
-                result = shown if target is None else copied(shown, target)
-            else:
-                result = target if target is not None else backend_of(own).empty(own.shape, own.dtype)
-                if meeting.readable:
-                    algorithms.reduce_apart(result, meeting.blocks, op)
-                elif own.size:
-                    yield from algorithms.all_reduce(self.comm, own.reshape(-1), result.reshape(-1), op, tag + 1)
-            return home(result) if out is None else copied(home(result), out)
-
+    def _plan_all_reduce(self, x: Array, op: str, label: str) -> Plan:
+        own = algorithms.reducible("all_reduce", x, op)
         mine = span(own.size, self.size, self.rank)
         part = (mine.stop - mine.start) * own.itemsize
-        sent = own.nbytes - part + part * (self.size - 1)
-        call = self._call("all_reduce", own, reduction=op, always=small)
-        return self._begin(steps, call, label, payload=own.nbytes, sent=sent)
+        return Plan(
+            self._header("all_reduce", own, reduction=op, always=own.nbytes <= self._inline),
+            ("all_reduce", self.axes, label),
+            self._all_reduce,
+            _reduced,
+            payload=own.nbytes,
+            sent=own.nbytes - part + part * (self.size - 1),
+            shape=own.shape,
+            dtype=own.dtype,
+            reduce=algorithms.reducer(op, own.dtype, backend_of(own).xp if self._reachable(own) else np),
+        )
+
+    def _all_reduce(self, plan: Plan, number: int, x: Array, out: Array | None) -> Steps:
+        own, home = self._ready(x)
+        target = out if out is not None and self._reachable(out) else None
+        small = own.nbytes <= self._inline
+        in_place = not small and self._board is not None and isinstance(own, np.ndarray)
+        shown = shared.workspace(self._board, own, target) if in_place else own
+        meeting = yield from self._meet(plan, number, shown, always=small)
+        if meeting.readable and in_place:
+            yield from shared.reduce_in_place(meeting, plan.reduce)
+            result = shown if target is None else copied(shown, target)
+        elif meeting.readable:
+            result = _reduced(plan, meeting.blocks, target)
+        else:
+            result = target if target is not None else backend_of(own).empty(own.shape, own.dtype)
+            flat, tag = (own.reshape(-1), result.reshape(-1)), self._tag(number) + 1
+            yield from algorithms.all_reduce(self.comm, *flat, plan.header.reduction, tag)
+        return home(result) if out is None else copied(home(result), out)
 
     def reduce_scatter(
         self,
@@ -75,6 +89,9 @@ class Reductions(Messages):
         The parts are even, the first ranks getting one more where they cannot be, or as ``sizes`` says. ``out``
         (contiguous; may be this rank's part of ``x``) receives the result.
         """
+        plan = self._plans.get(("reduce_scatter", type(x), x.dtype, x.shape, axis, op, ints(sizes), label))
+        if plan is not None and plan.at_once and suits(plan, out):
+            return self._at_once(plan, x, out)
         return self.start_reduce_scatter(x, axis, op, sizes=sizes, out=out, label=label).wait()
 
     def start_reduce_scatter(
@@ -87,33 +104,53 @@ class Reductions(Messages):
         out: Array | None = None,
         label: str = "",
     ) -> Pending:
-        x = algorithms.reducible("reduce_scatter", x, op)
-        axis = self._axis("reduce_scatter", x, axis)
-        parts = self._parts("reduce_scatter", x, axis, sizes)
-        mine = x[parts[self.rank]]
-        check_out("reduce_scatter", mine, out)
+        sizes = ints(sizes)
+        key = "reduce_scatter", type(x), x.dtype, x.shape, axis, op, sizes, label
+        plan = self._plans.get(key) or self._keep(key, self._plan_reduce_scatter(x, axis, op, sizes, label), x)
+        x = x if x.dtype == plan.dtype else x.astype(plan.dtype)
+        check_out("reduce_scatter", x[plan.parts[self.rank]], out)
         if self.size == 1:
             return Pending.completed(x.copy() if out is None else copied(x, out))
+        return self._begin(plan, x, out)
+
+    def _plan_reduce_scatter(self, x: Array, axis: int, op: str, sizes: tuple[int, ...] | None, label: str) -> Plan:
+        own = algorithms.reducible("reduce_scatter", x, op)
+        axis = self._axis("reduce_scatter", own, axis)
+        parts = self._parts("reduce_scatter", own, axis, sizes)
+        mine, small = own[parts[self.rank]], own.nbytes <= self._inline
+        return Plan(
+            self._header("reduce_scatter", own, reduction=op, axis=axis, sizes=sizes or (), always=small),
+            ("reduce_scatter", self.axes, label),
+            self._reduce_scatter,
+            self._reduced_part,
+            payload=own.nbytes,
+            sent=own.nbytes - mine.nbytes,
+            shape=mine.shape,
+            dtype=own.dtype,
+            parts=parts,
+            reduce=algorithms.reducer(op, own.dtype, backend_of(own).xp if self._reachable(own) else np),
+        )
+
+    def _reduced_part(self, plan: Plan, blocks: Sequence[np.ndarray], out: np.ndarray | None) -> np.ndarray:
+        mine = plan.parts[self.rank]
+        return _reduced(plan, [block[mine] for block in blocks], out)
+
+    def _reduce_scatter(self, plan: Plan, number: int, x: Array, out: Array | None) -> Steps:
         own, home = self._ready(x)
-        target = out if out is not None and self._host_memory_or_aware(out) else None
+        target = out if out is not None and self._reachable(out) else None
         small = own.nbytes <= self._inline
-
-        def steps(call: Call, tag: int) -> Steps:
-            copy = target is not None and self._board and not shared.keeps_apart(target, own, parts[self.rank])
-            meeting = yield from self._meet(call, own, tag, always=small, copy=copy)
-            xp = backend_of(own).xp
-            reduced = target if target is not None else xp.empty(mine.shape, own.dtype)
-            if meeting.readable:
-                shared.reduce_parts(reduced, [block[parts[self.rank]] for block in meeting.blocks], op)
-            else:
-                blocks = [xp.ascontiguousarray(own[part]) for part in parts]
-                yield from algorithms.reduce_scatter(self.comm, blocks, reduced, op, tag + 1)
-            yield from meeting.end()
-            return home(reduced) if out is None else copied(home(reduced), out)
-
-        sent = own.nbytes - own[parts[self.rank]].nbytes
-        call = self._call("reduce_scatter", own, reduction=op, axis=axis, sizes=ints(sizes), always=small)
-        return self._begin(steps, call, label, payload=own.nbytes, sent=sent)
+        copy = target is not None and not small and not shared.keeps_apart(target, own, plan.parts[self.rank])
+        meeting = yield from self._meet(plan, number, own, always=small, copy=copy)
+        if meeting.readable:
+            result = self._reduced_part(plan, meeting.blocks, target)
+            if meeting.exposed:
+                yield from meeting.end()
+        else:
+            result = target if target is not None else backend_of(own).empty(plan.shape, own.dtype)
+            blocks = [backend_of(own).xp.ascontiguousarray(own[part]) for part in plan.parts]
+            tag = self._tag(number) + 1
+            yield from algorithms.reduce_scatter(self.comm, blocks, result, plan.header.reduction, tag)
+        return home(result) if out is None else copied(home(result), out)
 
     def _axis(self, operation: str, x: Array, axis: int) -> int:
         if not -x.ndim <= axis < x.ndim:
@@ -135,9 +172,17 @@ class Reductions(Messages):
         return [(slice(None),) * axis + (cut,) for cut in cuts]
 
 
-def ints(sizes: Sequence[int] | None) -> tuple[int, ...]:
+def _reduced(plan: Plan, blocks: Sequence[np.ndarray], out: np.ndarray | None) -> np.ndarray:
+    """The reduction of blocks that are shaped as the result is; ``out`` may be one of them, else it overlaps none."""
+    if out is None:
+        out = np.empty(plan.shape, plan.dtype)
+    shared.reduce_in_pieces(out, blocks, plan.reduce)
+    return out
+
+
+def ints(sizes: Sequence[int] | None) -> tuple[int, ...] | None:
     """Sizes as a header carries them."""
-    return () if sizes is None else tuple(map(int, sizes))
+    return None if sizes is None else tuple(map(int, sizes))
 
 
 def copied(x: Array, out: Array) -> Array:

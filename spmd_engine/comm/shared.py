@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -14,6 +14,7 @@ from spmd_engine.comm.meeting import Meeting
 from spmd_engine.comm.pending import Steps
 
 CACHE = 1 << 19  # bytes of all ranks' blocks together that are worked on at a time: they stay in the second-level cache
+Reducer = Callable[[np.ndarray, Sequence[np.ndarray]], None]  # of algorithms.reducer
 LINE = 64  # bytes that ranks do not share, as they would have to pass them to and fro
 
 
@@ -25,7 +26,7 @@ def workspace(board: Board, x: np.ndarray, out: np.ndarray | None) -> np.ndarray
     return work
 
 
-def reduce_in_place(meeting: Meeting, reduction: str) -> Steps:
+def reduce_in_place(meeting: Meeting, reduce: Reducer) -> Steps:
     """Everyone's block becomes the reduction of all: each rank reduces a part, and writes it into all blocks."""
     blocks = [block.reshape(-1) for block in meeting.blocks]
     board = meeting.board
@@ -33,19 +34,21 @@ def reduce_in_place(meeting: Meeting, reduction: str) -> Steps:
     own, others = blocks[board.rank], [block for r, block in enumerate(blocks) if r != board.rank]
     for piece in _pieces(own[mine], board.size):
         piece = slice(mine.start + piece.start, mine.start + piece.stop)
-        algorithms.reduce_apart(own[piece], [block[piece] for block in blocks], reduction)
+        reduce(own[piece], [block[piece] for block in blocks])
         for block in others:
             block[piece] = own[piece]
     board.say(meeting.number, REDUCED)
     yield partial(board.reached, meeting.number, REDUCED)
 
 
-def reduce_parts(out: np.ndarray, blocks: Sequence[np.ndarray], reduction: str) -> None:
+def reduce_in_pieces(out: np.ndarray, blocks: Sequence[np.ndarray], reduce: Reducer) -> None:
     """``out`` = the reduction of ``blocks``. It may be one of them, else it overlaps none."""
+    if out.nbytes <= CACHE // len(blocks):
+        return reduce(out, blocks)
     if out.flags.c_contiguous and all(block.flags.c_contiguous for block in blocks):
         out, blocks = out.reshape(-1), [block.reshape(-1) for block in blocks]
     for piece in _pieces(out, len(blocks)):
-        algorithms.reduce_apart(out[piece], [block[piece] for block in blocks], reduction)
+        reduce(out[piece], [block[piece] for block in blocks])
 
 
 def keeps_apart(out: np.ndarray, x: np.ndarray, part: tuple[slice, ...]) -> bool:

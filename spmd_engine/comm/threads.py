@@ -114,10 +114,10 @@ class _Fabric:
 
     # A board's waker. One interpreter runs one thread at a time, in an order on which all agree.
 
-    def full(self) -> None:
-        pass
+    weak = False
 
-    order = full
+    def order(self) -> None:
+        pass
 
     def anyone_sleeps(self) -> bool:
         return True
@@ -227,9 +227,7 @@ class ThreadCommunicator(Communicator):
     def activity(self, idle: int) -> int:
         return self._fabric.boxes[self._me].arrivals
 
-    def pause(
-        self, idle: int, activity: int, messages: bool = True, is_there: Callable[[], bool] = lambda: False
-    ) -> None:
+    def pause(self, idle: int, activity: int, messages: bool = True) -> None:
         if self._fabric.failure:
             raise RankAborted(f"rank {self._fabric.failure[0]} failed")
         box = self._fabric.boxes[self._me]
