@@ -11,7 +11,6 @@ from spmd_engine.comm.header import Header
 from spmd_engine.comm.pending import Pending, Steps
 from spmd_engine.errors import UsageError
 
-_UNKNOWN = Header("send")  # what comes is known when it comes
 _NUMBERED, _CHANNELS = 4096, 4094  # messages of a pair that can be told apart while they are under way
 
 
@@ -51,7 +50,10 @@ class Messages(Door):
         self._peer("receive", source)
         tag = self._message_tag("from", source, channel)
 
-        plan = Plan(_UNKNOWN, ("receive", self.axes, label), self._receive)
+        key = "receive", label
+        plan = self._plans.get(key)
+        if plan is None:  # what comes is known when it comes
+            plan = self._keep(key, Plan(Header("send"), ("receive", self.axes, label), self._receive))
         return self.comm.progress.begin(Operation(self, plan, 0, self._receive(source, like, tag)))
 
     def _receive(self, source: int, like: Backend, tag: int) -> Steps:
