@@ -85,8 +85,10 @@ class Door:
 
     def _begin(self, plan: Plan, x: Array | None, out: Any = None) -> Pending:
         """Start the next call; write to the ledger when it ends."""
-        number = self.comm.next_call()
-        return self.comm.progress.begin(Operation(self, plan, number, plan.steps(plan, number, x, out)))
+        number, began = self.comm.next_call(), perf_counter()
+        pending = self.comm.progress.begin(Operation(self, plan, number, plan.steps(plan, number, x, out)))
+        pending.on_wait(perf_counter() - began)
+        return pending
 
     def _at_once(self, plan: Plan, x: np.ndarray | None, out: np.ndarray | None) -> Array:
         """The whole of a small call; where the others are far away, or do not agree, by its steps."""

@@ -66,7 +66,7 @@ class Pending:
         """Called after the result, or the error."""
 
     def on_wait(self, seconds: float) -> None:
-        """Called after each wait for it, with the time that took."""
+        """Called after its start and each wait for it, with the time that took."""
 
     @property
     def sends_messages(self) -> bool:
