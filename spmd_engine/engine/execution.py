@@ -23,6 +23,12 @@ class Neighbours:
         self._pipe, self.chunks, self._backend = pipe, chunks, backend
         self.stages = pipe.size if pipe else 1
         self.stage = pipe.rank if pipe else 0
+        self._first_channel = self._used = 0
+
+    def begin(self, micro_batches: int) -> None:
+        """Use other channels than the step before: what one that broke off has sent is not for this one."""
+        self._first_channel += self._used
+        self._used = 2 * micro_batches * self.chunks
 
     def is_last(self, chunk: int) -> bool:
         return chunk == self.chunks - 1
@@ -45,7 +51,7 @@ class Neighbours:
 
     def _channel(self, m: int, source: int, to: int) -> int:
         """Chunks of several micro-batches send in another order than they are waited for."""
-        return 2 * (m * self.chunks + source) + (to < source)
+        return self._first_channel + 2 * (m * self.chunks + source) + (to < source)
 
 
 class Execution:

@@ -77,6 +77,7 @@ class LayeredEngine(GroupedHoldings, ShardedEngine):
         )
         self._store(dict(model.parameters()), plan, self.mesh, storage, self.dtype, backend)
         self._neighbours = Neighbours(pipe, len(plan.chunks), backend)
+        self.schedule.program(self._neighbours.stages, 1, self._neighbours.stage)  # raises if it has no such stages
         self._open = OpenParameters(self._storages, plan.uses)
         passes = [plan.chunks[number] for number in plan.mine]
         self._reducer = Reducer(self._storages, plan.uses, passes)
@@ -134,6 +135,7 @@ class LayeredEngine(GroupedHoldings, ShardedEngine):
         """
         self.model.check_inputs(x)
         at = at or self._plain_at(x)
+        self._neighbours.begin(1)
         execution = Execution(self._chunks, self._neighbours, [at], [self.backend.asarray(x)], lambda m, y: y)
         execution.run(self._one_pass(schedules.Forward, self.plan.mine))
         self.tape.push(execution)
@@ -143,8 +145,11 @@ class LayeredEngine(GroupedHoldings, ShardedEngine):
         """Gradients by name, like ``owned``, summed over the batch: of this one micro-batch alone."""
         self._reducer.begin(1)
         execution = self.tape.pop()
-        if grads is not None:
-            execution.output_gradients[0, len(self.plan.chunks) - 1] = grads
+        last = len(self.plan.chunks) - 1
+        if last in self._chunks:
+            if grads is None:
+                raise UsageError("backward needs the gradient of the outputs on the ranks that have outputs")
+            execution.output_gradients[0, last] = grads
         execution.run(self._one_pass(schedules.Backward, reversed(self.plan.mine)))
         self.input_gradient = execution.input_gradients.get((0, 0))
         self._reducer.finish()
@@ -209,6 +214,7 @@ class LayeredEngine(GroupedHoldings, ShardedEngine):
         for micro in batch.micro_batches:
             self.model.check_inputs(micro.inputs)
         inputs = [self.backend.asarray(micro.inputs) for micro in batch.micro_batches]
+        self._neighbours.begin(micro_batches)
         execution = Execution(self._chunks, self._neighbours, self._ats(batch), inputs, lose)
         execution.run(self.schedule.program(self._neighbours.stages, micro_batches, self._neighbours.stage))
         self._reducer.finish()
