@@ -32,7 +32,7 @@ def ok(spmd):
     return run
 
 
-STEPS = 10
+STEPS = 6
 EXACT = ["--model", "gpt-nano", "--dtype", "float64", "--steps", str(STEPS), "--warmup", "3", "--dropout", "0.1"]
 EXACT += ["--grad-clip", "1", "--batch-size", "8", *QUIET]
 
@@ -91,7 +91,8 @@ def test_train_resume_generate_infer(ok, tmp_path):
     for line, other in zip(ours[:1], theirs[:1], strict=True):  # later rates follow from --steps
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-5)
     assert set(ours[0]) == {
-        "step", "loss", "grad_norm", "learning_rate", "tokens", "seconds", "tokens_per_second", "bytes_sent"
+        *("step", "loss", "grad_norm", "learning_rate", "tokens", "seconds", "tokens_per_second", "bytes_sent"),
+        *("exposed_communication", "gigabytes_per_second", "shares"),
     }
     assert "validation loss" in result.stderr
 
