@@ -29,6 +29,7 @@ def cli() -> None:
     \b
       mpiexec -n 8 python -m spmd_engine train                          data parallel on 8 ranks
       mpiexec -n 8 python -m spmd_engine train --mesh data=4,model=2    and tensor parallel in pairs
+      mpiexec -n 8 python -m spmd_engine verify --mesh data=4,model=2   the same, beside one device
       python -m spmd_engine inspect --mesh data=4,model=2               what each rank would hold
       python -m spmd_engine show schedule 1f1b --stages 4               a picture of a schedule
       python -m spmd_engine generate --run runs/gpt-nano-1 --prompt "def "

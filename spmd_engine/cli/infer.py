@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 
 import click
 import numpy as np
 
 from spmd_engine.cli.composition import build_engine
+from spmd_engine.cli.engine_by_name import engine_by_name
 from spmd_engine.cli.options import (
     check_option,
     device_option,
@@ -96,14 +96,7 @@ def _pieces(inputs: np.ndarray, size: int | None):
 
 
 def _own_engine(name: str, mesh: Mesh) -> ShardedEngine:
-    module, colon, attribute = name.partition(":")
-    if not (module and colon and attribute):
-        raise UsageError(f"--engine {name}: write MODULE:NAME")
-    try:
-        make = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, TypeError) as error:
-        raise UsageError(f"--engine {name}: {error}") from error
-    made = make()
+    made = engine_by_name(name, "--engine")()
     if not isinstance(made, ShardedEngine):
         raise UsageError(f"--engine {name} made a {type(made).__name__}; it must make a ShardedEngine")
     if "_mesh" not in made.__dict__:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import importlib
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +11,7 @@ import click
 from click.core import ParameterSource
 
 from spmd_engine.cli.composition import COMPOSITION, build_engine, check_composition, composition_options
+from spmd_engine.cli.engine_by_name import engine_by_name
 from spmd_engine.cli.options import check_option, device_option, mesh_option, open_mesh
 from spmd_engine.comm.agreement import on_rank_zero
 from spmd_engine.comm.mesh import Mesh
@@ -123,7 +122,7 @@ def _verify_model(options: dict[str, Any], mesh: Mesh) -> Report:
 def _verify_own(name: str, options: dict[str, Any], mesh: Mesh) -> Report:
     if not options["input_shape"]:
         raise UsageError(f"verify {name} needs --input-shape N,N,...: of whole inputs, the batch first")
-    return _verify_made(name, _find(name), _parse_shape(options["input_shape"]), options, mesh)
+    return _verify_made(name, engine_by_name(name, "verify"), _parse_shape(options["input_shape"]), options, mesh)
 
 
 def _verify_page(name: str, options: dict[str, Any], mesh: Mesh) -> Report:
@@ -179,20 +178,3 @@ def _parse_shape(text: str) -> tuple[int, ...]:
     if min(shape) < 1:
         raise UsageError(f"--input-shape {text}: sizes are from 1")
     return shape
-
-
-def _find(name: str) -> Callable[..., Any]:
-    """What ``MODULE:NAME`` or ``MODULE:NAME(6, hidden=11)`` is, with the values it is to be called with."""
-    module, colon, call = name.partition(":")
-    attribute, parenthesis, _ = call.partition("(")
-    if not (module and colon and attribute):
-        raise UsageError(f"verify {name}: write MODULE:NAME")
-    arguments, keywords = [], {}
-    try:
-        if parenthesis:
-            parsed = ast.parse(call.strip(), mode="eval").body
-            arguments = [ast.literal_eval(each) for each in parsed.args]
-            keywords = {each.arg: ast.literal_eval(each.value) for each in parsed.keywords}
-        return partial(getattr(importlib.import_module(module), attribute), *arguments, **keywords)
-    except (ImportError, AttributeError, TypeError, ValueError, SyntaxError) as error:
-        raise UsageError(f"verify {name}: {error}") from error

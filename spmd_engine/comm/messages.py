@@ -16,7 +16,8 @@ _NUMBERED, _CHANNELS = 4096, 4094  # messages of a pair that can be told apart w
 
 class Messages(Door):
     """Messages of one (sender, receiver) arrive in the order sent; those of different *channels*, numbers that both
-    sides agree on, may overtake each other. No check can find a missing partner: the timeout does."""
+    sides agree on, may overtake each other, and on one channel one message at a time may be under way. No check can
+    find a missing partner: the timeout does."""
 
     def send(self, to: int, x: Array, *, channel: int | None = None, label: str = "") -> None:
         """Send ``x``, with its shape and dtype, to rank ``to`` of the group."""
