@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import prod
+from typing import NamedTuple
 
 from spmd_engine.arrays.backend import Array, backend_of
 
-BLOCK_ELEMENTS = 1 << 17  # scores held at a time: 512 KiB of float32
+ROWS = 64  # queries of a block: fewer make thin matrix products, more compute scores that the mask hides
+BLOCK_ELEMENTS = 1 << 17  # scores held at a time, of as many heads as that allows: 512 KiB of float32
 
 
 def causal_attention(q: Array, k: Array, v: Array, positions: Array, key_positions: Array) -> tuple[Array, Array]:
@@ -25,18 +27,20 @@ def causal_attention(q: Array, k: Array, v: Array, positions: Array, key_positio
     xp = backend_of(q).xp
     y = xp.empty(q.shape, q.dtype)
     log_sums = xp.empty((q.shape[0], *q.shape[2:-1], q.shape[1]), q.dtype)
-    for rows, keys, mask in _blocks(q, positions, key_positions, xp):
-        for b in range(q.shape[0]):
-            scores = _scores(_by_head(q[b, rows]), k[b, :keys], mask, xp)
-            top = scores.max(axis=1)
-            scores -= top[:, None]
-            xp.exp(scores, out=scores)
-            sums = scores.sum(axis=1)
-            block = xp.matmul(scores.transpose(0, 2, 1), v[b, :keys].transpose(1, 0, 2))
-            block /= sums[:, :, None]
-            y[b, rows] = _by_row(block, q[b, rows].shape)
-            top += xp.log(sums, out=sums)
-            log_sums[b, ..., rows] = top.reshape(log_sums[b, ..., rows].shape)
+    scale = q.shape[-1] ** -0.5
+    for b, heads, rows, keys, mask, (scores,) in _blocks(q, positions, key_positions, buffers=1):
+        k_block, v_block = (x[b, :keys, heads].transpose(1, 0, 2) for x in (k, v))
+        xp.matmul(k_block, (_by_head(q[b, rows, heads]) * scale).transpose(0, 2, 1), out=scores)
+        _hide(scores, mask)
+        top = scores.max(axis=1)
+        scores -= top[:, None]
+        xp.exp(scores, out=scores)
+        sums = scores.sum(axis=1)
+        block = xp.matmul(scores.transpose(0, 2, 1), v_block)
+        block /= sums[:, :, None]
+        y[b, rows, heads] = _by_row(block, y[b, rows, heads].shape)
+        top += xp.log(sums, out=sums)
+        log_sums[b, heads, ..., rows] = top.reshape(log_sums[b, heads, ..., rows].shape)
     return y, log_sums
 
 
@@ -50,19 +54,21 @@ def causal_attention_backward(dy, q, k, v, y, log_sums, positions, key_positions
     dq, dk, dv = xp.empty(q.shape, q.dtype), xp.zeros(k.shape, k.dtype), xp.zeros(v.shape, v.dtype)
     scale = q.shape[-1] ** -0.5
     projection = xp.einsum("bs...k,bs...k->b...s", dy, y)
-    for rows, keys, mask in _blocks(q, positions, key_positions, xp):
-        for b in range(q.shape[0]):
-            dy_block, q_block = _by_head(dy[b, rows]), _by_head(q[b, rows])
-            p = _scores(q_block, k[b, :keys], mask, xp)
-            p -= log_sums[b, ..., rows].reshape(p.shape[0], 1, p.shape[2])
-            xp.exp(p, out=p)
-            dv[b, :keys] += xp.matmul(p, dy_block).transpose(1, 0, 2)
-            ds = xp.matmul(v[b, :keys].transpose(1, 0, 2), dy_block.transpose(0, 2, 1))
-            ds -= projection[b, ..., rows].reshape(p.shape[0], 1, p.shape[2])
-            ds *= p
-            ds *= scale
-            dq[b, rows] = _by_row(xp.matmul(ds.transpose(0, 2, 1), k[b, :keys].transpose(1, 0, 2)), q[b, rows].shape)
-            dk[b, :keys] += xp.matmul(ds, q_block).transpose(1, 0, 2)
+    for b, heads, rows, keys, mask, (p, ds) in _blocks(q, positions, key_positions, buffers=2):
+        k_block, v_block = (x[b, :keys, heads].transpose(1, 0, 2) for x in (k, v))
+        dy_block, q_block = _by_head(dy[b, rows, heads]), _by_head(q[b, rows, heads]) * scale
+        xp.matmul(k_block, q_block.transpose(0, 2, 1), out=p)
+        _hide(p, mask)
+        p -= log_sums[b, heads, ..., rows].reshape(len(p), 1, -1)
+        xp.exp(p, out=p)
+        dv[b, :keys, heads] += xp.matmul(p, dy_block).transpose(1, 0, 2)
+        xp.matmul(v_block, dy_block.transpose(0, 2, 1), out=ds)
+        ds -= projection[b, heads, ..., rows].reshape(len(p), 1, -1)
+        ds *= p
+        dk[b, :keys, heads] += xp.matmul(ds, q_block).transpose(1, 0, 2)
+        dq_block = xp.matmul(ds.transpose(0, 2, 1), k_block)
+        dq_block *= scale
+        dq[b, rows, heads] = _by_row(dq_block, dq[b, rows, heads].shape)
     return dq, dk, dv
 
 
@@ -82,34 +88,47 @@ def _by_row(block: Array, shape: tuple[int, ...]) -> Array:
     return block.reshape(h, r, s, k).transpose(2, 0, 1, 3)
 
 
-def _scores(queries: Array, keys: Array, mask, xp) -> Array:
-    """scores[h t s] of some queries[h s k] and keys[t h k], -inf where the mask hides a key; rs rows repeat it.
-
-    Keys come before queries, so that maxima and sums over keys run along whole rows at a time, which NumPy
-    does several times faster than within rows.
-    """
-    scaled = queries.transpose(0, 2, 1) * queries.dtype.type(queries.shape[2] ** -0.5)
-    scores = xp.matmul(keys.transpose(1, 0, 2), scaled)
+def _hide(scores: Array, mask: tuple[int, Array] | None) -> None:
+    """-inf in scores[h t s] where the mask hides a key from a query; rs rows repeat the mask of s."""
     if mask is not None:
         first, hide = mask
         rows = scores.reshape(*scores.shape[:2], -1, hide.shape[1])
+        # Added: many times faster than an assignment through a boolean index.
         rows[:, first:] += hide[:, None]
-    return scores
 
 
-def _blocks(q: Array, positions, key_positions, xp) -> Iterator[tuple[slice, int, tuple[int, Array] | None]]:
-    """Blocks of rows; how many keys the last row sees; from which key on rows see less, and -inf where."""
-    length, heads, count = q.shape[1], prod(q.shape[2:-1]), int(key_positions.shape[0])
+class _Block(NamedTuple):
+    """Queries of a few heads of one sample, with the keys that they see."""
+
+    b: int
+    heads: slice
+    rows: slice
+    keys: int  # how many the last row sees
+    mask: tuple[int, Array] | None  # from which key on rows see less, and -inf where
+    #: Memory for scores[h t s], the same for all blocks, so that it stays in cache. Keys come before queries, so
+    #: that maxima and sums over keys run along whole rows at a time, which NumPy does faster than within rows.
+    scores: list[Array]
+
+
+def _blocks(q: Array, positions: Array, key_positions: Array, buffers: int) -> Iterator[_Block]:
+    batch, length, heads, *shared = q.shape[:-1]
     if q.size == 0:
         return
-    step = max(1, min(128, BLOCK_ELEMENTS // (heads * count)))
+    xp, count = backend_of(q).xp, key_positions.shape[0]
+    step = min(ROWS, length)
+    wide = step * prod(shared)  # rows of a head's matrix
+    several = min(heads, max(1, BLOCK_ELEMENTS // (wide * count)))  # heads at a time
+    memory = [xp.empty(several * wide * count, q.dtype) for _ in range(buffers)]
     for start in range(0, length, step):
         rows = slice(start, min(start + step, length))
         keys = int(xp.searchsorted(key_positions, positions[rows.stop - 1], side="right"))
         seen_by_all = int(xp.searchsorted(key_positions, positions[start], side="right"))
-        if seen_by_all == keys:
-            yield rows, keys, None
-        else:
+        mask = None
+        if seen_by_all < keys:
             hidden = key_positions[seen_by_all:keys, None] > positions[rows]
-            # Added to the scores: many times faster than an assignment through a boolean index.
-            yield rows, keys, (seen_by_all, xp.where(hidden, q.dtype.type(-xp.inf), q.dtype.type(0)))
+            mask = seen_by_all, xp.where(hidden, q.dtype.type(-xp.inf), q.dtype.type(0))
+        for b in range(batch):
+            for first in range(0, heads, several):
+                some = slice(first, min(first + several, heads))
+                shape = some.stop - first, keys, (rows.stop - start) * prod(shared)
+                yield _Block(b, some, rows, keys, mask, [each[: prod(shape)].reshape(shape) for each in memory])

@@ -7,6 +7,7 @@ pinned host memory; the communication floor needs both, since MPI does neither.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -29,6 +30,10 @@ class Backend:
 
     def owns(self, x: Array) -> bool:
         return isinstance(x, np.ndarray)
+
+    def errstate(self, **kinds: str) -> AbstractContextManager:
+        """``with backend.errstate(over="ignore"): ...``, as NumPy's; devices never warn."""
+        return np.errstate(**kinds)
 
     def empty(self, shape, dtype) -> Array:
         return self.xp.empty(shape, dtype)
@@ -74,6 +79,9 @@ class CudaBackend(Backend):
 
     def owns(self, x: Array) -> bool:
         return isinstance(x, self.xp.ndarray)
+
+    def errstate(self, **kinds: str) -> AbstractContextManager:
+        return nullcontext()
 
     def asarray(self, x: Array) -> Array:
         return self.xp.asarray(x)

@@ -1,7 +1,7 @@
 """einsum of one or two operands, lowered to BLAS.
 
 ``numpy.einsum`` of two operands runs its own loops, many times slower than a matrix product. Here each
-pattern is planned once: its letters fall into four kinds,
+pattern is planned once for the shapes of its operands. Letters fall into four kinds,
 
     batch        in both operands and in the result
     contracted   in both operands, not in the result
@@ -14,12 +14,15 @@ side; otherwise one copy is made. A letter of one operand alone is summed first.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from math import prod
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.errors import NotationError
+
+Shape = tuple[int, ...]
 
 
 def einsum(pattern: str, *operands: Array, out: Array | None = None, accumulate: bool = False) -> Array:
@@ -29,12 +32,10 @@ def einsum(pattern: str, *operands: Array, out: Array | None = None, accumulate:
     naming pattern and shapes where a letter has two sizes, an operand too many or too few dimensions, or
     ``out`` another shape than the result.
     """
-    plan = _plan(pattern)
-    sizes = _sizes(pattern, plan.inputs, operands)
-    shape = tuple(sizes[c] for c in plan.output)
-    if out is not None and out.shape != shape:
-        raise NotationError(f'einsum "{pattern}": the result has shape {shape}, out has {out.shape}')
-    result = _contract(plan, operands, sizes, None if accumulate else out)
+    plan = _plan(pattern, *[x.shape for x in operands])
+    if out is not None and out.shape != plan.shape:
+        raise NotationError(f'einsum "{pattern}": the result has shape {plan.shape}, out has {out.shape}')
+    result = plan.contract(operands, None if accumulate else out)
     if out is None:
         return result
     if accumulate:
@@ -45,19 +46,59 @@ def einsum(pattern: str, *operands: Array, out: Array | None = None, accumulate:
 
 
 @dataclass(frozen=True)
+class _View:
+    """How an array is summed, transposed and reshaped, in this order; None: not at all."""
+
+    summed: Shape | None
+    axes: Shape | None
+    shape: Shape | None
+
+    @classmethod
+    def plan(cls, term: str, kinds: Sequence[str], sizes: Mapping[str, int]) -> _View:
+        """An array of the letters ``term`` as one whose dimensions are the ``kinds``: a few letters each, merged."""
+        order = "".join(kinds)
+        kept = "".join(c for c in term if c in order)
+        return cls(
+            tuple(i for i, c in enumerate(term) if c not in order) if kept != term else None,
+            tuple(kept.index(c) for c in order) if kept != order else None,
+            tuple(prod(sizes[c] for c in kind) for kind in kinds) if any(len(kind) != 1 for kind in kinds) else None,
+        )
+
+    def of(self, x: Array) -> Array:
+        if self.summed is not None:
+            x = x.sum(axis=self.summed, dtype=x.dtype)
+        if self.axes is not None:
+            x = x.transpose(self.axes)
+        return x if self.shape is None else x.reshape(self.shape)
+
+
+@dataclass(frozen=True)
 class _Plan:
-    inputs: tuple[str, ...]
-    kept: tuple[str, ...]  # each operand's letters, without those that only it has and the result lacks
-    output: str
-    batch: str = ""
-    left: str = ""
-    contracted: str = ""
-    right: str = ""
+    """The view of one operand is the result already; those of two are multiplied."""
+
+    shape: Shape  # of the result
+    views: tuple[_View, ...]
     swap: bool = False  # compute (b x a) instead of (a x b): then the result needs no transposition
+    product: Shape = ()  # (batch..., left, right)
+    letters: Shape = ()  # the same, each letter apart
+    axes: Shape | None = None  # in which order of those the result is, if in another
+
+    def contract(self, operands: tuple[Array, ...], out: Array | None) -> Array:
+        """The result, in ``out`` where the product can be written straight into it."""
+        matrices = [view.of(x) for view, x in zip(self.views, operands, strict=True)]
+        if len(matrices) == 1:
+            return matrices[0]
+        a, b = reversed(matrices) if self.swap else matrices
+        matmul = backend_of(a).xp.matmul
+        if out is not None and self.axes is None and out.flags.c_contiguous and out.dtype == a.dtype == b.dtype:
+            matmul(a, b, out=out.reshape(self.product))
+            return out
+        result = matmul(a, b).reshape(self.letters)
+        return result if self.axes is None else result.transpose(self.axes)
 
 
-@cache
-def _plan(pattern: str) -> _Plan:
+@lru_cache(maxsize=4096)  # a sequence that grows has ever new shapes
+def _plan(pattern: str, *shapes: Shape) -> _Plan:
     inputs, arrow, output = pattern.replace(" ", "").partition("->")
     terms = tuple(inputs.split(","))
     if not arrow or len(terms) not in (1, 2):
@@ -67,66 +108,45 @@ def _plan(pattern: str) -> _Plan:
             raise NotationError(f'einsum "{pattern}": "{term}" must be distinct letters')
     if missing := set(output) - set("".join(terms)):
         raise NotationError(f'einsum "{pattern}": "{min(missing)}" of the result is in no operand')
-    others = ["".join(terms[:i] + terms[i + 1 :]) + output for i in range(len(terms))]
-    kept = tuple("".join(c for c in term if c in other) for term, other in zip(terms, others, strict=True))
+    sizes = _sizes(pattern, terms, shapes)
+    shape = tuple(sizes[c] for c in output)
     if len(terms) == 1:
-        return _Plan(terms, kept, output)
+        return _Plan(shape, (_View.plan(terms[0], output, sizes),))
     a, b = terms
     batch = "".join(c for c in output if c in a and c in b)
     left = "".join(c for c in output if c in a and c not in b)
     right = "".join(c for c in output if c in b and c not in a)
-    contracted = "".join(c for c in a if c in b and c not in output)
+    # The contracted letters in the order of the larger operand, which then need not be copied.
+    larger = max(terms, key=lambda term: prod(sizes[c] for c in term if c in output or (c in a and c in b)))
+    contracted = "".join(c for c in larger if c in a and c in b and c not in output)
     swap = output == batch + right + left
-    return _Plan(terms, kept, output, batch, left, contracted, right, swap)
+    if swap:
+        views = _View.plan(a, (*batch, contracted, left), sizes), _View.plan(b, (*batch, right, contracted), sizes)
+        left, right = right, left
+    else:
+        views = _View.plan(a, (*batch, left, contracted), sizes), _View.plan(b, (*batch, contracted, right), sizes)
+    order = batch + left + right
+    return _Plan(
+        shape,
+        views,
+        swap,
+        product=tuple(prod(sizes[c] for c in kind) for kind in (*batch, left, right)),
+        letters=tuple(sizes[c] for c in order),
+        axes=tuple(order.index(c) for c in output) if order != output else None,
+    )
 
 
-def _sizes(pattern: str, inputs: tuple[str, ...], operands: tuple[Array, ...]) -> dict[str, int]:
-    shapes = [operand.shape for operand in operands]
-    if len(operands) != len(inputs):
-        raise NotationError(f'einsum "{pattern}": {len(inputs)} operands expected, got {len(operands)}')
+def _sizes(pattern: str, inputs: tuple[str, ...], shapes: tuple[Shape, ...]) -> dict[str, int]:
+    if len(shapes) != len(inputs):
+        raise NotationError(f'einsum "{pattern}": {len(inputs)} operands expected, got {len(shapes)}')
     sizes: dict[str, int] = {}
     for term, shape in zip(inputs, shapes, strict=True):
         if len(term) != len(shape):
-            raise NotationError(f'einsum "{pattern}": "{term}" does not fit shape {shape} (all shapes: {shapes})')
+            raise NotationError(f'einsum "{pattern}": "{term}" does not fit shape {shape} (all shapes: {list(shapes)})')
         for letter, size in zip(term, shape, strict=True):
             if sizes.setdefault(letter, size) != size:
                 raise NotationError(
                     f'einsum "{pattern}": "{letter}" is {sizes[letter]} in one operand and {size} in the '
-                    f"other (shapes {shapes}). Is it cut on a mesh axis in only one of them?"
+                    f"other (shapes {list(shapes)}). Is it cut on a mesh axis in only one of them?"
                 )
     return sizes
-
-
-def _contract(plan: _Plan, operands, sizes, out):
-    operands = [_sum_lonely(*each) for each in zip(operands, plan.inputs, plan.kept, strict=True)]
-    if len(operands) == 1:
-        return operands[0].transpose([plan.kept[0].index(c) for c in plan.output])
-    (a, b), (a_term, b_term) = operands, plan.kept
-    rows, columns = plan.left, plan.right
-    if plan.swap:
-        a, b, a_term, b_term, rows, columns = b, a, b_term, a_term, columns, rows
-    # The contracted letters in the order of the larger operand, which then need not be copied.
-    contracted = "".join(c for c in (a_term if a.size >= b.size else b_term) if c in plan.contracted)
-    xa = _matrix(a, a_term, plan.batch, rows, contracted, sizes)
-    xb = _matrix(b, b_term, plan.batch, contracted, columns, sizes)
-    order = plan.batch + rows + columns
-    matmul = backend_of(a).xp.matmul
-    if order == plan.output and out is not None and out.flags.c_contiguous and out.dtype == xa.dtype == xb.dtype:
-        matmul(xa, xb, out=out.reshape(xa.shape[:-1] + xb.shape[-1:]))
-        return out
-    result = matmul(xa, xb).reshape([sizes[c] for c in order])
-    return result if order == plan.output else result.transpose([order.index(c) for c in plan.output])
-
-
-def _sum_lonely(x: Array, term: str, kept: str) -> Array:
-    if term == kept:
-        return x
-    return x.sum(axis=tuple(i for i, c in enumerate(term) if c not in kept), dtype=x.dtype)
-
-
-def _matrix(x: Array, term: str, batch: str, rows: str, columns: str, sizes: dict[str, int]) -> Array:
-    """``x`` viewed as (batch..., rows, columns), the letters of each kind merged into one dimension."""
-    order = batch + rows + columns
-    if order != term:
-        x = x.transpose([term.index(c) for c in order])
-    return x.reshape([sizes[c] for c in batch] + [prod(sizes[c] for c in kind) for kind in (rows, columns)])

@@ -14,14 +14,14 @@ def layer_norm(x: Array, scale: Array, shift: Array, epsilon: float) -> tuple[Ar
     rows = x.reshape(-1, width)
     y, normal = xp.empty_like(rows), xp.empty_like(rows)
     inverse = xp.empty(rows.shape[0], rows.dtype)
+    average = _average(rows, xp)
     for part in chunks(rows):
-        centred = normal[part]
-        xp.subtract(rows[part], rows[part].mean(axis=1, keepdims=True), out=centred)
+        centred = xp.subtract(rows[part], (rows[part] @ average)[:, None], out=normal[part])
         variance = xp.einsum("nd,nd->n", centred, centred) / width
         inverse[part] = 1.0 / xp.sqrt(variance + epsilon)
         centred *= inverse[part, None]
-        xp.multiply(centred, scale, out=y[part])
-        y[part] += shift
+        scaled = xp.multiply(centred, scale, out=y[part])
+        scaled += shift
     return y.reshape(x.shape), normal.reshape(x.shape), inverse.reshape(x.shape[:-1])
 
 
@@ -31,13 +31,13 @@ def layer_norm_backward(dy: Array, normal: Array, inverse: Array, scale: Array) 
     width = dy.shape[-1]
     dy_rows, normal_rows, inverse_rows = dy.reshape(-1, width), normal.reshape(-1, width), inverse.reshape(-1)
     dx = xp.empty_like(dy_rows)
+    average = _average(dy_rows, xp)
     for part in chunks(dy_rows):
-        g, n = dx[part], normal_rows[part]
-        xp.multiply(dy_rows[part], scale, out=g)
-        mean = g.mean(axis=1, keepdims=True)
+        n = normal_rows[part]
+        g = xp.multiply(dy_rows[part], scale, out=dx[part])
         projection = xp.einsum("nd,nd->n", g, n) / width
+        g -= (g @ average)[:, None]
         g -= n * projection[:, None]
-        g -= mean
         g *= inverse_rows[part, None]
     return dx.reshape(dy.shape)
 
@@ -49,6 +49,12 @@ def layer_norm_backward_parameters(dy: Array, normal: Array) -> tuple[Array, Arr
     rows, normal_rows = dy.reshape(-1, width), normal.reshape(-1, width)
     dscale, dshift = xp.zeros(width, dy.dtype), xp.zeros(width, dy.dtype)
     for part in chunks(rows):
-        dscale += (rows[part] * normal_rows[part]).sum(axis=0)
+        dscale += xp.einsum("nd,nd->d", rows[part], normal_rows[part])
         dshift += rows[part].sum(axis=0)
     return dscale, dshift
+
+
+def _average(rows: Array, xp) -> Array:
+    """``rows @ average`` is the mean of each row, at half the price of ``mean``: BLAS reads several rows at once."""
+    width = rows.shape[1]
+    return xp.full(width, 1.0 / width if width else 0.0, rows.dtype)

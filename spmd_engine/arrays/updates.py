@@ -20,12 +20,12 @@ def adamw(p, g, mean, square, *, step, rate, betas, epsilon, decay, scale=1.0) -
         p_part, m, v = p[part], mean[part], square[part]
         grad = g[part] * scale
         m *= beta1
-        v *= beta2
         work = grad * (1.0 - beta1)
         m += work
-        work *= grad
-        work *= (1.0 - beta2) / (1.0 - beta1)
-        v += work
+        grad *= grad
+        grad *= 1.0 - beta2
+        v *= beta2
+        v += grad
         # rate / (1 - beta1^step) · m / (sqrt(v) / correction + epsilon), with one division
         xp.sqrt(v, out=work)
         work += epsilon * correction

@@ -1,5 +1,8 @@
 """Causal multi-head self-attention: heads are cut, so each rank attends with its own."""
 
+from functools import reduce
+from operator import iadd
+
 from spmd_engine.arrays import einsum
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.context import ContextMethod
@@ -77,7 +80,8 @@ class Attention(Layer):
         dy_whole = sh.all_gather(dy, "b s d", "s", across=self.across)
         dmixed = einsum(f"bsd,{self.across}kd->bs{self.across}k", dy_whole, p["output"])
         gradients = dict(zip(PROJECTIONS, self.context.backward(sh, attended, dmixed), strict=True))
-        dx = sum(einsum(f"bs{h}k,d{h}k->bsd", gradients[name], p[name]) for name, h in self.heads.items())
+        parts = (einsum(f"bs{h}k,d{h}k->bsd", gradients[name], p[name]) for name, h in self.heads.items())
+        dx = reduce(iadd, parts)
         return sh.reduce_scatter(dx, "b s d", over=self.across, onto="s"), (x, gradients, mixed, dy_whole, dy)
 
     def backward_weight(self, sh, rest, g):
