@@ -21,6 +21,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from spmd_engine.comm.board import Board
+    from spmd_engine.comm.lending import Lender
 
 ALIGNMENT = 64  # bytes: a cache line
 HEAD = 4096  # bytes at the beginning of every arena that are not allocated, but the ranks' own
@@ -106,10 +107,13 @@ class _Lease(weakref.ref):
 
 
 class Neighbours:
-    """All arenas of a node, as one of its ranks sees them: ``memories`` by local rank, ``own`` to allocate from."""
+    """All arenas of a node, as one of its ranks sees them: ``memories`` by local rank, ``own`` to allocate from.
 
-    def __init__(self, memories: Sequence, local_rank: int) -> None:
-        self.memories, self.local_rank = list(memories), local_rank
+    ``lender`` reads what is not in an arena, where the system allows it.
+    """
+
+    def __init__(self, memories: Sequence, local_rank: int, lender: Lender | None = None) -> None:
+        self.memories, self.local_rank, self.lender = list(memories), local_rank, lender
         self.own = Arena(self.memories[local_rank])
         self._address = address_of(np.frombuffer(self.own.memory, np.uint8))
         self._retired: list[Board] = []

@@ -4,6 +4,8 @@ A group's calls take the table's pages in turn. Call number 9 writes its header,
 this rank's row of page 9 % PAGES, then says SAID in the word beside it; once everyone's words of that page say so,
 everyone's rows can be read. A rank that needs nobody's row any more says LEFT; a page is used again when all have
 left it. Every word and row is written by one rank alone and words only grow, so there is nothing to lock.
+
+Data of medium size have fewer places to lie in than there are pages, so that the caches hold them.
 """
 
 from __future__ import annotations
@@ -15,18 +17,26 @@ from typing import Protocol
 
 import numpy as np
 
-from spmd_engine.comm.arena import ALIGNMENT, Neighbours
+from spmd_engine.comm.arena import ALIGNMENT, Neighbours, address_of
 from spmd_engine.comm.header import SIZE, Header
+from spmd_engine.comm.lending import Block, Lent
 from spmd_engine.comm.pending import Progress
 
 PAGES = 8  # calls of a group that can be under way at once; more wait for their turn
-ROOM = 1 << 16  # bytes of data that fit into a row
+SMALL = 1 << 12  # bytes of data that lie in a row
+DESKS = 2  # places for larger data of each rank, used in turn as pages are; PAGES is a multiple
+ROOM = 1 << 18  # bytes of data that fit into one, where ranks are few
 SAID, REDUCED, LEFT = 1, 2, 3  # what a rank says of a call, one after the other
 
 _STEPS = 4  # words count in steps of a call's phases
-_PLACE = struct.Struct("<qq")  # whose arena, offset in it; -1: not in shared memory
+_PLACE = struct.Struct("<qq")  # whose arena and the offset in it; or -2 - r and the address in rank r's own memory
+_NOWHERE = (-1, 0)  # not shown
+_DATA, _RESULT = 0, _PLACE.size  # where in a row it says where data lie, and where their result is to come
 _HEADER = 64  # where in a row the header begins, behind the place
 _VIEWS = 512  # views into rows that are kept at most
+
+
+Place = tuple[int, int]
 
 
 class Waker(Protocol):
@@ -55,7 +65,7 @@ def room_for_board(neighbours: Neighbours, ranks: int) -> int | None:
 
 def size_of_board(ranks: int) -> int:
     """Bytes of a board for that many ranks."""
-    return _words(ranks) + PAGES * ranks * _row(ranks)
+    return _words(ranks) + PAGES * ranks * _row(ranks) + DESKS * ranks * _room(ranks)
 
 
 class Board:
@@ -77,15 +87,17 @@ class Board:
         home: int | None = None,
     ) -> None:
         n, self._calls, self._home = len(local_ranks), calls, home
+        self.room = _room(n)  #: bytes of data that a call can bring along
         self.rank, self.size, self.neighbours, self.local_ranks = rank, n, neighbours, list(local_ranks)
         self._others = [local for r, local in enumerate(local_ranks) if r != rank]
         self._waker, self._weak = waker, waker.weak
         words = memory[: 8 * n * PAGES].cast("q")
         self._pages = [words[n * page : n * (page + 1)] for page in range(PAGES)]
         self._closed = memory[8 * n * PAGES : 8 * n * (PAGES + 1)].cast("q")
-        rows = memory[_words(n) : size_of_board(n)]
-        step = _row(n)
-        self._rows = [[rows[i * step : (i + 1) * step] for i in range(page * n, page * n + n)] for page in range(PAGES)]
+        rows = _Cut(memory[_words(n) :], _row(n))
+        desks = _Cut(memory[_words(n) + PAGES * n * _row(n) :], self.room)
+        self._rows = [[rows[page * n + r] for r in range(n)] for page in range(PAGES)]
+        self._desks = [[desks[desk * n + r] for r in range(n)] for desk in range(DESKS)]
         self._headers = [[row[_HEADER : _data(n)] for row in page] for page in self._rows]
         self._views: dict[tuple, list[np.ndarray]] = {}
         self._staged: list[tuple[int, int, int]] = []  # (call, offset, bytes) of copies that others may still read
@@ -100,9 +112,13 @@ class Board:
             self._waker.order()
         return True
 
-    def has_page(self, number: int) -> bool:
-        """Whether the page of call ``number`` is free to write on."""
-        return number <= self._calls + PAGES or self.reached(number - PAGES, LEFT)
+    def has_page(self, number: int, inline: int) -> bool:
+        """Whether the page of call ``number`` is free to write on, and the desk if it brings that many bytes along."""
+        step = DESKS if inline > SMALL else PAGES
+        return all([self._is_left(earlier) for earlier in range(number - PAGES, number, step)])
+
+    def _is_left(self, number: int) -> bool:
+        return number <= self._calls or self.reached(number, LEFT)
 
     def say(self, number: int, phase: int) -> None:
         """This rank has come as far as ``phase``. Who comes last wakes those who sleep."""
@@ -115,20 +131,24 @@ class Board:
         if waker.anyone_sleeps() and self.reached(number, phase):
             waker.ring(self._others)
 
-    def write(self, number: int, header: Header, data: np.ndarray | None, place: tuple[int, int]) -> None:
-        """Fill this rank's row: with ``data`` if they are to be inline, else with the ``place`` where they lie."""
+    def write(
+        self, number: int, header: Header, data: np.ndarray | None, place: Place | None, result: Place | None = None
+    ) -> None:
+        """Fill this rank's row: with ``data`` if they are to be inline, else with the ``place`` where they lie.
+
+        ``result``: where the others may put, or find, the part of a result that is theirs or this rank's.
+        """
         page, packed = number % PAGES, header.packed
         self._headers[page][self.rank][: len(packed)] = packed
         if header.inline:
             self._inline(page, header)[self.rank][...] = data
         else:
-            self._rows[page][self.rank][: _PLACE.size] = _PLACE.pack(*place)
+            row = self._rows[page][self.rank]
+            row[:_RESULT] = _PLACE.pack(*(place or _NOWHERE))
+            row[_RESULT : _RESULT + _PLACE.size] = _PLACE.pack(*(result or _NOWHERE))
 
-    def hear(self, number: int, own: Header) -> tuple[list[Header], list[np.ndarray | None], bool]:
-        """What all ranks said, their data where they lie, and whether they said the same.
-
-        None stands for data that are not in shared memory.
-        """
+    def hear(self, number: int, own: Header) -> tuple[list[Header], list[Block | None], bool]:
+        """What all ranks said, their data where they lie (None: not shown), and whether they said the same."""
         page, packed, same = number % PAGES, own.packed, True
         end, headers = len(packed), []
         for said in self._headers[page]:
@@ -148,7 +168,7 @@ class Board:
 
         None: not so, or not within so many looks. Then the call is to be begun again, as if this had not been.
         """
-        if not self.has_page(number):
+        if not self.has_page(number, header.inline):
             return None
         page, packed = number % PAGES, header.packed
         said, end, blocks = self._headers[page], len(packed), []
@@ -164,16 +184,24 @@ class Board:
                 return None
         return blocks
 
-    def _block(self, page: int, rank: int, header: Header) -> np.ndarray | None:
+    def results(self, number: int, header: Header) -> list[Block | None]:
+        """Where everyone's result is to come."""
+        return [self._place(number % PAGES, rank, header, _RESULT) for rank in range(self.size)]
+
+    def _block(self, page: int, rank: int, header: Header) -> Block | None:
         if header.inline:
             return self._view(page, rank, header)
         if header.shape is None:
             return None
-        shape, dtype = header.array_type
-        if 0 in shape:
-            return np.empty(shape, dtype)
-        local, offset = _PLACE.unpack_from(self._rows[page][rank])
-        return None if local < 0 else self.neighbours.view(local, offset, shape, dtype)
+        if 0 in header.shape:
+            return np.empty(*header.array_type)
+        return self._place(page, rank, header, _DATA)
+
+    def _place(self, page: int, rank: int, header: Header, where: int) -> Block | None:
+        local, offset = _PLACE.unpack_from(self._rows[page][rank], where)
+        if local >= 0:
+            return self.neighbours.view(local, offset, *header.array_type)
+        return None if local == -1 else Lent(self.neighbours.lender, -2 - local, offset, *header.array_type)
 
     def _inline(self, page: int, header: Header) -> list[np.ndarray]:
         """Views of all rows' data, if all headers are like this one."""
@@ -187,16 +215,20 @@ class Board:
 
     def _view(self, page: int, rank: int, header: Header) -> np.ndarray:
         shape, dtype = header.array_type
+        if header.inline > SMALL:
+            return np.ndarray(shape, dtype, self._desks[page % DESKS][rank])
         return np.ndarray(shape, dtype, self._rows[page][rank], _data(self.size))
 
     # --- data that do not fit into a row -----------------------------------------------------------------
 
-    def place_of(self, x: np.ndarray) -> tuple[int, int] | None:
-        """Where contiguous ``x`` lies in this rank's arena; None if it is ordinary memory."""
+    def place_of(self, x: np.ndarray, lend: bool = False) -> Place | None:
+        """Where the others find contiguous ``x``: in this rank's arena, or if it may ``lend`` it, in its own memory."""
         offset = self.neighbours.offset(x)
-        return None if offset is None else (self.neighbours.local_rank, offset)
+        if offset is not None:
+            return self.neighbours.local_rank, offset
+        return (-2 - self.neighbours.local_rank, address_of(x)) if lend and self.neighbours.lender else None
 
-    def stage(self, number: int, x: np.ndarray) -> tuple[int, int] | None:
+    def stage(self, number: int, x: np.ndarray) -> Place | None:
         """Copy ``x`` to where the others can read it until all have left this call; None if there is no room."""
         self.tidy()
         if (offset := self.neighbours.own.allocate(x.nbytes)) is None:
@@ -236,8 +268,22 @@ def _data(ranks: int) -> int:
 
 
 def _row(ranks: int) -> int:
-    return _data(ranks) + ROOM
+    return _data(ranks) + SMALL
+
+
+def _room(ranks: int) -> int:
+    return max(min(ROOM, (1 << 22) // ranks // ALIGNMENT * ALIGNMENT), SMALL)
 
 
 def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+class _Cut:
+    """Memory in pieces of one size."""
+
+    def __init__(self, memory: memoryview, size: int) -> None:
+        self._memory, self._size = memory, size
+
+    def __getitem__(self, index: int) -> memoryview:
+        return self._memory[index * self._size : (index + 1) * self._size]

@@ -11,7 +11,7 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.comm import header, meeting
-from spmd_engine.comm.board import LEFT, ROOM
+from spmd_engine.comm.board import LEFT
 from spmd_engine.comm.communicator import Communicator
 from spmd_engine.comm.header import Call, Header
 from spmd_engine.comm.ledger import Ledger
@@ -60,7 +60,7 @@ class Door:
         self.comm, self.axes, self.ledger, self.check, self.timeout = comm, axes, ledger, check, timeout
         self.rank, self.size = comm.rank, comm.size
         self._board = comm.board
-        self._inline = ROOM if comm.board else meeting.INLINE  #: bytes of data that travel with a header
+        self._inline = comm.board.room if comm.board else meeting.INLINE  #: bytes of data that a header brings along
         self._plans: dict[tuple, Plan] = {}
 
     def _keep(self, key: tuple, plan: Plan, x: Array | None = None) -> Plan:
@@ -72,14 +72,16 @@ class Door:
             plan.at_once = x is None or (plan.header.inline > 0 and plan.dtype == x.dtype)
         return plan
 
-    def _header(self, operation: str, x: Array | None, *, always: bool = False, **fields: Any) -> Header:
-        """What to tell the others. ``always``: they meet even with checks switched off."""
+    def _header(
+        self, operation: str, x: Array | None, *, limit: int | None = None, always: bool = False, **fields: Any
+    ) -> Header:
+        """What to tell the others, with at most ``limit`` bytes of data. ``always``: even with checks switched off."""
         if x is None:
             return Header(operation, **fields)
         if x.ndim > header.MAX_DIMS:
             raise UsageError(f"{operation}: {x.ndim} dimensions; at most {header.MAX_DIMS} can be told to others")
-        small = x.nbytes <= self._inline and isinstance(x, np.ndarray)
-        small = small and operation != "send" and self._meets(always)
+        small = x.nbytes <= (self._inline if limit is None else limit) and isinstance(x, np.ndarray)
+        small = small and self._meets(always)
         name = header.dtype_name(x.dtype)
         return Header(operation, dtype=name, shape=x.shape, inline=x.nbytes if small else 0, **fields)
 
@@ -106,12 +108,12 @@ class Door:
     def _meets(self, always: bool) -> bool:
         return always or self.check or self._board is not None
 
-    def _meet(self, plan: Plan, number: int, x: Array | None, *, always: bool = False, copy: bool = False) -> Steps:
-        """Tell the others of this call, show them ``x``, and hear them: steps to a Meeting."""
+    def _meet(self, plan: Plan, number: int, x: Array | None, *, always: bool = False, **how: Any) -> Steps:
+        """Tell the others of this call, show them ``x``, and hear them: steps to a Meeting. ``how``: see on_board."""
         shown = x if isinstance(x, np.ndarray) else None  # device memory goes by messages
         call = Call(number, plan.header)
         if self._board is not None:
-            return meeting.on_board(self._board, call, shown, self.axes, self.check, copy)
+            return meeting.on_board(self._board, call, shown, self.axes, self.check, **how)
         if not self._meets(always):
             return meeting.not_at_all()
         return meeting.by_messages(self.comm, call, shown, self.axes, self.check, self._tag(number))

@@ -15,6 +15,7 @@ from spmd_engine.comm import algorithms
 from spmd_engine.comm.algorithms import span
 from spmd_engine.comm.door import Plan, suits
 from spmd_engine.comm.header import Header
+from spmd_engine.comm.lending import fill
 from spmd_engine.comm.meeting import INLINE
 from spmd_engine.comm.pending import Pending, Steps
 from spmd_engine.comm.reductions import Reductions, check_out, copied, ints
@@ -86,14 +87,14 @@ class Group(Reductions):
 
     def _broadcast(self, plan: Plan, number: int, mine: Array | None, home: Backend) -> Steps:
         root = plan.header.root
-        meeting = yield from self._meet(plan, number, mine, always=True)
+        meeting = yield from self._meet(plan, number, mine, always=True, lend=True)
         block = meeting.blocks[root]
         where = home if self.comm.device_aware and block is None else CPU
         data = mine.copy() if mine is not None else where.empty(*meeting.headers[root].array_type)
         if block is None:
             yield from algorithms.broadcast(self.comm, data.reshape(-1), root, self._tag(number) + 1)
         elif mine is None:
-            data[...] = block
+            fill(data, block)
         if meeting.exposed:
             yield from meeting.end()
         return home.asarray(data)
@@ -157,23 +158,20 @@ class Group(Reductions):
     def _all_gather(self, plan: Plan, number: int, x: Array, out: Array | None) -> Steps:
         own, home = self._ready(x)
         axis, xp = plan.header.axis, backend_of(own).xp
-        meeting = yield from self._meet(plan, number, own, always=plan.sizes is None)
+        meeting = yield from self._meet(plan, number, own, always=plan.sizes is None, lend=True)
         lengths = [header.shape[axis] for header in meeting.headers] if meeting.headers else plan.sizes
         shape = (*own.shape[:axis], sum(lengths), *own.shape[axis + 1 :])
         result = out if out is not None and self._reachable(out) else xp.empty(shape, own.dtype)
         if result.shape != shape:
             raise UsageError(f"all_gather: out has shape {result.shape}, the result {shape}")
-        if meeting.readable:
-            _joined(plan, meeting.blocks, result)
-        else:
-            blocks = meeting.blocks or [None] * self.size
-            yield from self._gather_messages(own, blocks, lengths, result, axis, self._tag(number) + 1)
+        blocks = meeting.blocks or [None] * self.size
+        yield from self._gather(own, blocks, lengths, result, axis, self._tag(number) + 1)
         if meeting.exposed:
             yield from meeting.end()
         result = home(result)
         return result if out is None or result is out else copied(result, out)
 
-    def _gather_messages(
+    def _gather(
         self, own: Array, blocks: Sequence[Array | None], lengths: Sequence[int], out: Array, axis: int, tag: int
     ) -> Steps:
         """Fill ``out`` with ``own``, the others' ``blocks`` that can be read, and in place of None what they send."""
@@ -185,7 +183,7 @@ class Group(Reductions):
             if block is None:  # received straight into the result, if it lies there in one piece
                 missing[r] = space if axis == 0 else backend_of(own).empty(space.shape, own.dtype)
             elif r != self.rank and space.size:
-                space[...] = block
+                fill(space, block)
         outgoing = own if blocks[self.rank] is None else None
         yield from algorithms.exchange(self.comm, [outgoing] * self.size, missing, tag)
         for r, each in enumerate(missing):
@@ -249,30 +247,37 @@ class Group(Reductions):
 
     def _all_to_all(self, plan: Plan, number: int, x: Array, out: None) -> Steps:
         own, home = self._ready(x)
-        axis, xp = plan.header.axis, backend_of(own).xp
-        meeting = yield from self._meet(plan, number, own, always=True)
-        incoming: list[Array] = []
+        axis, concat, xp = plan.header.axis, plan.header.concat_axis, backend_of(own).xp
+        meeting = yield from self._meet(plan, number, own, always=True, lend=axis == 0)
+        cuts = [self._part_for_me(header) for header in meeting.headers]
+        shapes = [(*h.shape[:axis], c.stop - c.start, *h.shape[axis + 1 :]) for h, c in zip(meeting.headers, cuts)]
+        ends = np.cumsum([0, *(shape[concat] for shape in shapes)]).tolist()
+        result = xp.empty((*shapes[0][:concat], ends[-1], *shapes[0][concat + 1 :]), own.dtype)
         missing: list[Array | None] = [None] * self.size
-        for r, (theirs, block) in enumerate(zip(meeting.headers, meeting.blocks, strict=True)):
-            cut = span(theirs.shape[axis], self.size, self.rank)
-            if theirs.sizes:
-                cut = slice(sum(theirs.sizes[: self.rank]), sum(theirs.sizes[: self.rank + 1]))
+        for r, block in enumerate(meeting.blocks):
+            space = result[(slice(None),) * concat + (slice(ends[r], ends[r + 1]),)]
             if r == self.rank:
-                incoming.append(own[plan.parts[r]])
-            elif block is not None:
-                incoming.append(block[(slice(None),) * axis + (cut,)])
-            else:
-                shape = (*theirs.shape[:axis], cut.stop - cut.start, *theirs.shape[axis + 1 :])
-                missing[r] = xp.empty(shape, own.dtype)
-                incoming.append(missing[r])
+                copied(own[plan.parts[r]], space)
+            elif block is None:
+                missing[r] = space if concat == 0 else xp.empty(shapes[r], own.dtype)
+            elif space.size:
+                fill(space, block[(slice(None),) * axis + (cuts[r],)])
         if not meeting.readable:
             sends = meeting.blocks[self.rank] is None
             outgoing = [xp.ascontiguousarray(own[part]) if sends else None for part in plan.parts]
             yield from algorithms.exchange(self.comm, outgoing, missing, self._tag(number) + 1)
-        result = xp.concatenate(incoming, axis=plan.header.concat_axis, dtype=own.dtype)
+            for r, each in enumerate(missing):
+                if concat and each is not None:
+                    result[(slice(None),) * concat + (slice(ends[r], ends[r + 1]),)] = each
         if meeting.exposed:
             yield from meeting.end()
         return home(result)
+
+    def _part_for_me(self, header: Header) -> slice:
+        """What of a rank's array, along the axis it is split, is for this rank."""
+        if header.sizes:
+            return slice(sum(header.sizes[: self.rank]), sum(header.sizes[: self.rank + 1]))
+        return span(header.shape[header.axis], self.size, self.rank)
 
 
 def _joined(plan: Plan, blocks: Sequence[np.ndarray], out: np.ndarray | None) -> np.ndarray:

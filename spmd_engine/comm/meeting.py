@@ -12,6 +12,7 @@ from spmd_engine.comm import algorithms, header
 from spmd_engine.comm.board import LEFT, SAID, Board
 from spmd_engine.comm.communicator import Communicator
 from spmd_engine.comm.header import Call, Header
+from spmd_engine.comm.lending import Block
 from spmd_engine.comm.pending import Steps
 from spmd_engine.errors import RankAborted
 
@@ -19,7 +20,6 @@ INLINE = 4096  # bytes that travel with a header's message: small collectives th
 STAGED = 4 << 20  # bytes of ordinary memory that are copied for neighbours; more goes by messages
 
 _NUMBER = struct.Struct("<q")
-_NOWHERE = (-1, 0)
 
 
 class Meeting:
@@ -31,7 +31,7 @@ class Meeting:
 
     __slots__ = ("headers", "blocks", "readable", "board", "number", "exposed")
 
-    def __init__(self, headers: Sequence[Header], blocks: Sequence[np.ndarray | None]) -> None:
+    def __init__(self, headers: Sequence[Header], blocks: Sequence[Block | None]) -> None:
         self.headers, self.blocks = headers, blocks
         #: whether this rank can read all data already; then so can the others, if all said the same
         self.readable = bool(blocks)
@@ -49,31 +49,44 @@ class Meeting:
             yield partial(self.board.reached, self.number, LEFT)
 
 
-def on_board(board: Board, call: Call, data: np.ndarray | None, axes: str, check: bool, copy: bool = False) -> Steps:
-    """Meet in shared memory, where contiguous ``data`` are shown. Returns the Meeting.
+def on_board(
+    board: Board,
+    call: Call,
+    data: np.ndarray | None,
+    axes: str,
+    check: bool,
+    *,
+    lend: bool = False,
+    copy: bool = False,
+    result: np.ndarray | None = None,
+) -> Steps:
+    """Meet in shared memory, where contiguous ``data`` are shown, and ``result``, where it is to come to.
 
-    None, and what is too large to copy and does not lie in the arena, is not shown; who shows None for an array, as it
-    is on a device, reads none. With ``copy`` the others get to
-    read a copy in any case, because this rank is going to change its data.
+    What does not lie in the arena is shown where it is, if this rank may ``lend`` it, else as a copy if it is not too
+    large; with ``copy`` it always is a copy, because this rank is going to change its data. Who shows None for an
+    array, as it is on a device, reads none. Returns the Meeting.
     """
     number, own = call
-    if not board.has_page(number):
-        yield partial(board.has_page, number)
-    place, exposed = _NOWHERE, False
+    if not board.has_page(number, own.inline):
+        yield partial(board.has_page, number, own.inline)
+    place, exposed = None, False
     if data is not None and not own.inline and data.size:
-        found = None if copy else board.place_of(data)
-        exposed = found is not None
+        place = None if copy else board.place_of(data, lend)
+        exposed = place is not None
         if not exposed and data.nbytes <= STAGED:
-            found = board.stage(number, data)
-        place = found or _NOWHERE
-    board.write(number, own, data, place)
+            place = board.stage(number, data)
+    board.write(number, own, data, place, board.place_of(result, lend) if result is not None else None)
     board.say(number, SAID)
     if not board.reached(number, SAID):
         yield partial(board.reached, number, SAID)
     headers, blocks, same = board.hear(number, own)
     if not same:
         _agree([Call(number, each) for each in headers], blocks, own, axes, check)
-    meeting = Meeting(headers, blocks if data is not None or own.shape is None else [None] * board.size)
+    if data is None and own.shape is not None:
+        blocks = [None] * board.size
+    elif exposed:
+        blocks[board.rank] = data
+    meeting = Meeting(headers, blocks)
     meeting.board, meeting.number, meeting.exposed = board, number, exposed
     return meeting
 

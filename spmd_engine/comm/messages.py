@@ -31,7 +31,7 @@ class Messages(Door):
         plan = self._plans.get(key)
         if plan is None:
             where = "send", self.axes, label
-            plan = Plan(self._header("send", own), where, self._send, payload=own.nbytes, sent=own.nbytes)
+            plan = Plan(self._header("send", own, limit=0), where, self._send, payload=own.nbytes, sent=own.nbytes)
             self._keep(key, plan)
         return self.comm.progress.begin(Operation(self, plan, 0, self._send(plan, own, to, tag)))
 

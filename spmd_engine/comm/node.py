@@ -14,11 +14,13 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+import numpy as np
 from mpi4py import MPI
 
-from spmd_engine.comm.arena import HEAD, Neighbours, bound
+from spmd_engine.comm.arena import HEAD, Neighbours, address_of, bound
 from spmd_engine.comm.bell import Bell
 from spmd_engine.comm.board import Board, size_of_board
+from spmd_engine.comm.lending import Lender
 
 _TOKEN = 16  # bytes at the beginning of an arena, by which the others know that it is the right one
 _BELLS = 64  # where the words of the ranks' bells begin, in the arena of the node's first rank
@@ -34,10 +36,10 @@ class Node:
     ``ranks`` are the node's by their ranks in the world.
     """
 
-    def __init__(self, memories: Sequence, ranks: Sequence[int], rank: int) -> None:
+    def __init__(self, memories: Sequence, ranks: Sequence[int], rank: int, lender: Lender | None) -> None:
         self.ranks = list(ranks)
         local_rank = self.ranks.index(rank)
-        self.neighbours = Neighbours(memories, local_rank)
+        self.neighbours = Neighbours(memories, local_rank, lender)
         self.bell = Bell(memoryview(memories[0])[_BELLS : _BELLS + 4 * len(ranks)], local_rank)
         self._ended = memoryview(memories[0])[_ENDS : _ENDS + len(ranks)]
         if local_rank == 0:
@@ -72,12 +74,15 @@ def open_node(comm: MPI.Comm, ranks: Sequence[int], tell: Callable[[str], list[s
         size = 0
     wanted = size > 0
     own = _Own(size if os.environ.get("SPMD_ARENA", "memfd") == "memfd" else 0)
-    said = tell(own.told)
-    memories = _mapped([said[rank] for rank in ranks])
-    answers = tell("yes" if memories or not wanted else "no")  # and now all have opened what they could
-    own.close()
-    fine = all(answers[rank] == "yes" for rank in ranks)
-    if "no" in answers:
+    said = [text for rank, text in enumerate(tell(own.told)) if rank in ranks]
+    memories = _mapped(said)
+    lender = _lender(said) if memories else None
+    answers = tell(f"{'yes' if memories or not wanted else 'no'} {'lends' if lender else ''}")
+    own.close()  # all have opened what they could
+    fine = all(answers[rank].startswith("yes") for rank in ranks)
+    if not all(answers[rank].endswith("lends") for rank in ranks):
+        lender = None
+    if any(answer.startswith("no") for answer in answers):
         if wanted and not fine:
             memories = _windows(comm, ranks, size)
         answers = tell("yes" if memories or not wanted else "no")
@@ -85,7 +90,7 @@ def open_node(comm: MPI.Comm, ranks: Sequence[int], tell: Callable[[str], list[s
         if wanted and comm.rank == ranks[0]:
             instead = "windows of MPI's" if fine else "messages"
             logger.warning("ranks of this node cannot open each other's memory (memfd): they use %s instead", instead)
-    return Node(memories, ranks, comm.rank) if wanted and fine and memories else None
+    return Node(memories, ranks, comm.rank, lender) if wanted and fine and memories else None
 
 
 class _Own:
@@ -93,13 +98,15 @@ class _Own:
 
     def __init__(self, size: int) -> None:
         self.told, self._descriptor = "", None
+        self._probe = np.frombuffer(os.urandom(_TOKEN), np.uint8)  # to try whether others can read this process
         with suppress(OSError, AttributeError):
             if size:
                 self._descriptor = os.memfd_create("spmd_engine", os.MFD_CLOEXEC)
                 os.ftruncate(self._descriptor, size)
                 token = os.urandom(_TOKEN)
                 os.pwrite(self._descriptor, token, 0)
-                self.told = f"{os.getpid()} {self._descriptor} {size} {token.hex()}"
+                probe = f"{address_of(self._probe)} {self._probe.tobytes().hex()}"
+                self.told = f"{os.getpid()} {self._descriptor} {size} {token.hex()} {probe}"
 
     def close(self) -> None:
         if self._descriptor is not None:
@@ -111,7 +118,7 @@ def _mapped(texts: Sequence[str]) -> list | None:
     memories = []
     for text in texts:
         try:
-            process, descriptor, size, token = text.split()
+            process, descriptor, size, token, *_ = text.split()
             opened = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
             try:
                 memories.append(mmap.mmap(opened, int(size)))
@@ -122,6 +129,14 @@ def _mapped(texts: Sequence[str]) -> list | None:
         if memories[-1][:_TOKEN].hex() != token:  # another process of that number: we live in different containers
             return None
     return memories
+
+
+def _lender(texts: Sequence[str]) -> Lender | None:
+    """What reads the memory of the ranks that told these texts, if the system lets it."""
+    told = [text.split() for text in texts]
+    lender = Lender([int(process) for process, *_ in told])
+    can = [lender.can_read(i, int(at), bytes.fromhex(probe)) for i, (*_, at, probe) in enumerate(told)]
+    return lender if all(can) else None
 
 
 def _windows(comm: MPI.Comm, ranks: Sequence[int], size: int) -> list | None:

@@ -40,12 +40,17 @@ class Reductions(Messages):
             return Pending.completed(x.copy() if out is None else copied(x, out))
         return self._begin(plan, x, out)
 
+    @property
+    def _whole(self) -> int:
+        """Bytes of an array of which every rank reduces all, rather than a part that it then tells the others."""
+        return min(self._inline, shared.WHOLE // self.size) if self._board is not None else self._inline
+
     def _plan_all_reduce(self, x: Array, op: str, label: str) -> Plan:
         own = algorithms.reducible("all_reduce", x, op)
         mine = span(own.size, self.size, self.rank)
         part = (mine.stop - mine.start) * own.itemsize
         return Plan(
-            self._header("all_reduce", own, reduction=op, always=own.nbytes <= self._inline),
+            self._header("all_reduce", own, reduction=op, limit=self._whole, always=own.nbytes <= self._whole),
             ("all_reduce", self.axes, label),
             self._all_reduce,
             _reduced,
@@ -59,13 +64,17 @@ class Reductions(Messages):
     def _all_reduce(self, plan: Plan, number: int, x: Array, out: Array | None) -> Steps:
         own, home = self._ready(x)
         target = out if out is not None and self._reachable(out) else None
-        small = own.nbytes <= self._inline
-        in_place = not small and self._board is not None and isinstance(own, np.ndarray)
-        shown = shared.workspace(self._board, own, target) if in_place else own
-        meeting = yield from self._meet(plan, number, shown, always=small)
-        if meeting.readable and in_place:
-            yield from shared.reduce_in_place(meeting, plan.reduce)
-            result = shown if target is None else copied(shown, target)
+        small = own.nbytes <= self._whole
+        prepared = None
+        if not small and self._board is not None and isinstance(own, np.ndarray):
+            prepared = shared.prepare(self._board, own, target)
+            shown, result = prepared or (None, None)
+            meeting = yield from self._meet(plan, number, shown, lend=True, result=result)
+        else:
+            meeting = yield from self._meet(plan, number, own, always=small)
+        if meeting.readable and prepared:
+            yield from shared.all_reduce(meeting, result, plan.reduce)
+            result = result if target is None else copied(result, target)
         elif meeting.readable:
             result = _reduced(plan, meeting.blocks, target)
         else:
@@ -140,7 +149,8 @@ class Reductions(Messages):
         target = out if out is not None and self._reachable(out) else None
         small = own.nbytes <= self._inline
         copy = target is not None and not small and not shared.keeps_apart(target, own, plan.parts[self.rank])
-        meeting = yield from self._meet(plan, number, own, always=small, copy=copy)
+        lend = plan.header.axis == 0  # else a part lies in too many pieces
+        meeting = yield from self._meet(plan, number, own, always=small, lend=lend, copy=copy)
         if meeting.readable:
             result = self._reduced_part(plan, meeting.blocks, target)
             if meeting.exposed:

@@ -10,45 +10,70 @@ import numpy as np
 from spmd_engine.comm import algorithms
 from spmd_engine.comm.arena import address_of
 from spmd_engine.comm.board import REDUCED, Board
+from spmd_engine.comm.lending import Block, Lent, fill, flat, here
 from spmd_engine.comm.meeting import Meeting
 from spmd_engine.comm.pending import Steps
 
 CACHE = 1 << 19  # bytes of all ranks' blocks together that are worked on at a time: they stay in the second-level cache
+WHOLE = 1 << 19  # bytes of all ranks' blocks up to which every rank reduces all of them, rather than meet twice
 Reducer = Callable[[np.ndarray, Sequence[np.ndarray]], None]  # of algorithms.reducer
 LINE = 64  # bytes that ranks do not share, as they would have to pass them to and fro
 
 
-def workspace(board: Board, x: np.ndarray, out: np.ndarray | None) -> np.ndarray | None:
-    """Memory of the arena, filled with ``x``, to be reduced in place: ``out`` if it lies there. None: no room."""
-    work = out if out is not None and board.place_of(out) else board.neighbours.own.empty(x.shape, x.dtype)
-    if work is not None and work is not x:
-        np.copyto(work, x)
-    return work
+def prepare(board: Board, x: np.ndarray, out: np.ndarray | None) -> tuple[np.ndarray, np.ndarray] | None:
+    """What to show for an all_reduce of ``x``: data, and where their result is to come to; None if there is no room.
+
+    The others can read both, and both are one or lie apart.
+    """
+    lend = board.neighbours.lender is not None
+    result = out if out is not None and board.place_of(out, lend) else board.neighbours.own.empty(x.shape, x.dtype)
+    if result is None and lend:
+        result = np.empty_like(x)
+    if result is None:
+        return None
+    if not board.place_of(x, lend):
+        np.copyto(result, x)
+        return result, result
+    same = address_of(x) == address_of(result)
+    return x.copy() if not same and np.may_share_memory(x, result) else x, result
 
 
-def reduce_in_place(meeting: Meeting, reduce: Reducer) -> Steps:
-    """Everyone's block becomes the reduction of all: each rank reduces a part, and writes it into all blocks."""
-    blocks = [block.reshape(-1) for block in meeting.blocks]
+def all_reduce(meeting: Meeting, result: np.ndarray, reduce: Reducer) -> Steps:
+    """Reduce everyone's block into everyone's result, of which this rank's is ``result``.
+
+    Each rank reduces a part, and writes it to where it can. The rest then fetch it from there.
+    """
     board = meeting.board
-    mine = _part(blocks[0], board.size, board.rank)
-    own, others = blocks[board.rank], [block for r, block in enumerate(blocks) if r != board.rank]
+    blocks = [flat(block) for block in meeting.blocks]
+    results = [flat(each) for each in board.results(meeting.number, meeting.headers[board.rank])]
+    results[board.rank] = own = result.reshape(-1)
+    others = [r for r in range(board.size) if r != board.rank]
+    reachable = [results[r] for r in others if isinstance(results[r], np.ndarray)]
+    mine = _part(own, board.size, board.rank)
     for piece in _pieces(own[mine], board.size):
         piece = slice(mine.start + piece.start, mine.start + piece.stop)
-        reduce(own[piece], [block[piece] for block in blocks])
-        for block in others:
-            block[piece] = own[piece]
+        reduce(own[piece], [here(block[piece]) for block in blocks])
+        for each in reachable:
+            each[piece] = own[piece]
     board.say(meeting.number, REDUCED)
     yield partial(board.reached, meeting.number, REDUCED)
+    if not board.place_of(result):
+        for r in others:
+            part = _part(own, board.size, r)
+            fill(own[part], results[r][part])
+    meeting.exposed = len(reachable) < len(others) or not board.place_of(result)  # somebody fetches
+    if meeting.exposed:
+        yield from meeting.end()
 
 
-def reduce_in_pieces(out: np.ndarray, blocks: Sequence[np.ndarray], reduce: Reducer) -> None:
+def reduce_in_pieces(out: np.ndarray, blocks: Sequence[Block], reduce: Reducer) -> None:
     """``out`` = the reduction of ``blocks``. It may be one of them, else it overlaps none."""
     if out.nbytes <= CACHE // len(blocks):
-        return reduce(out, blocks)
-    if out.flags.c_contiguous and all(block.flags.c_contiguous for block in blocks):
-        out, blocks = out.reshape(-1), [block.reshape(-1) for block in blocks]
+        return reduce(out, [here(block) for block in blocks])
+    if out.flags.c_contiguous and all(isinstance(block, Lent) or block.flags.c_contiguous for block in blocks):
+        out, blocks = out.reshape(-1), [flat(block) for block in blocks]
     for piece in _pieces(out, len(blocks)):
-        reduce(out[piece], [block[piece] for block in blocks])
+        reduce(out[piece], [here(block[piece]) for block in blocks])
 
 
 def keeps_apart(out: np.ndarray, x: np.ndarray, part: tuple[slice, ...]) -> bool:

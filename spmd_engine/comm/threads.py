@@ -14,11 +14,12 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.comm.arena import Neighbours, bound
+from spmd_engine.comm.arena import Neighbours, address_of, bound
 from spmd_engine.comm.board import Board, size_of_board
 from spmd_engine.comm.communicator import Communicator
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
+from spmd_engine.comm.lending import Lender
 from spmd_engine.comm.pending import Progress
 from spmd_engine.errors import RankAborted, UsageError
 
@@ -97,7 +98,11 @@ class _Fabric:
         self._memories = [mmap.mmap(-1, size, flags=_PRIVATE) for _ in range(ranks)] if size else []
 
     def neighbours(self, rank: int) -> Neighbours | None:
-        return Neighbours(self._memories, rank) if self._memories else None
+        if not self._memories:
+            return None
+        lender, probe = Lender([os.getpid()] * len(self.nodes)), np.full(8, rank, np.uint8)
+        lends = lender.can_read(rank, address_of(probe), probe.tobytes())
+        return Neighbours(self._memories, rank, lender if lends else None)
 
     def board(self, name: tuple, rank: int, members: Sequence[int], neighbours: Neighbours | None) -> Board | None:
         """The board of a communicator of several ranks on one node; the first to ask makes it."""

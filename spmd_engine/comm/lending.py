@@ -1,0 +1,100 @@
+"""Ordinary memory of a neighbour, read where it is by one copy, on Linux (process_vm_readv)."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+
+from spmd_engine.comm.arena import address_of
+from spmd_engine.errors import SpmdError
+
+_AT_ONCE = 1 << 30  # bytes a system call moves at most
+
+
+class _Range(ctypes.Structure):
+    _fields_ = [("address", ctypes.c_void_p), ("size", ctypes.c_size_t)]
+
+
+class Lender:
+    """Reads what ranks of this node lend: ``processes`` by local rank. The system may refuse it: ask ``can_read``."""
+
+    def __init__(self, processes: Sequence[int]) -> None:
+        self._processes = list(processes)
+        self._here, self._there = _Range(), _Range()
+        self._ranges = ctypes.addressof(self._here), 1, ctypes.addressof(self._there), 1, 0
+        self._call = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
+        if self._call is not None:
+            number, pointer = ctypes.c_ulong, ctypes.c_void_p
+            self._call.argtypes = [ctypes.c_int, pointer, number, pointer, number, number]
+            self._call.restype = ctypes.c_ssize_t
+
+    def can_read(self, local_rank: int, address: int, expected: bytes) -> bool:
+        """Whether these bytes can be read there."""
+        found = np.empty(len(expected), np.uint8)
+        try:
+            self.read(local_rank, address, found)
+        except SpmdError:
+            return False
+        return found.tobytes() == expected
+
+    def read(self, local_rank: int, address: int, out: np.ndarray) -> None:
+        """Fill contiguous ``out`` with what a neighbour has at ``address``."""
+        here, done = address_of(out), 0
+        while done < out.nbytes:
+            self._here.address, self._there.address = here + done, address + done
+            self._here.size = self._there.size = min(out.nbytes - done, _AT_ONCE)
+            moved = self._call(self._processes[local_rank], *self._ranges) if self._call is not None else 0
+            if moved <= 0:
+                raise SpmdError(f"cannot read a neighbour's memory: {os.strerror(ctypes.get_errno())}")
+            done += moved
+
+
+class Lent:
+    """A contiguous array in a neighbour's memory. It is read when it is asked for, part by part."""
+
+    __slots__ = ("lender", "local_rank", "address", "shape", "dtype")
+
+    def __init__(self, lender: Lender, local_rank: int, address: int, shape: Sequence[int], dtype: np.dtype) -> None:
+        self.lender, self.local_rank, self.address = lender, local_rank, address
+        self.shape, self.dtype = tuple(shape), dtype
+
+    def flat(self) -> Lent:
+        return Lent(self.lender, self.local_rank, self.address, (prod(self.shape),), self.dtype)
+
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> Lent:
+        """A part along the first axis."""
+        part = index[0] if isinstance(index, tuple) else index
+        start, stop, _ = part.indices(self.shape[0])
+        row = prod(self.shape[1:]) * self.dtype.itemsize
+        shape = (max(stop - start, 0), *self.shape[1:])
+        return Lent(self.lender, self.local_rank, self.address + start * row, shape, self.dtype)
+
+    def read(self, out: np.ndarray | None = None) -> np.ndarray:
+        """Its values, in ``out`` if that is contiguous memory for them."""
+        here = out if out is not None and out.flags.c_contiguous else np.empty(self.shape, self.dtype)
+        self.lender.read(self.local_rank, self.address, here)
+        return here
+
+
+Block = np.ndarray | Lent  #: everyone's data, where this rank can read them
+
+
+def here(block: Block) -> np.ndarray:
+    """``block`` as an array to compute with."""
+    return block.read() if isinstance(block, Lent) else block
+
+
+def flat(block: Block) -> Block:
+    return block.flat() if isinstance(block, Lent) else block.reshape(-1)
+
+
+def fill(out: np.ndarray, block: Block) -> None:
+    """``out`` = ``block``, which may be ``out`` itself."""
+    if isinstance(block, Lent):
+        block = block.read(out)
+    if block is not out:
+        out[...] = block

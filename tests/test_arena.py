@@ -1,0 +1,334 @@
+"""Memory that ranks of a node share: what is given out and given back, and what collectives do with it."""
+
+import gc
+import logging
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from on_ranks import DTYPES, OPS, assert_alike, assert_same, everywhere, on_ranks, reduced, values
+from spmd_engine import Mesh, run, world
+from spmd_engine.comm import board, meeting, shared, threads
+from spmd_engine.comm.arena import ALIGNMENT, HEAD, Arena, address_of, bound
+from spmd_engine.comm.lending import Lender
+from spmd_engine.errors import MismatchError
+
+MIB = 1 << 20
+
+
+# --- allocation
+
+
+def test_arrays_lie_side_by_side_in_whole_cache_lines():
+    arena = Arena(bytearray(MIB))
+    arrays = [arena.empty((size,), np.dtype(np.uint8)) for size in (1, 64, 65, 1000)]
+    begin = address_of(np.frombuffer(arena.memory, np.uint8))
+    assert [address_of(x) - begin - HEAD for x in arrays] == [0, 64, 128, 256]
+
+
+def test_memory_comes_back_with_the_last_view():
+    arena = Arena(bytearray(MIB))
+    whole = arena.free
+    x = arena.empty((10, 100), np.dtype(float))
+    view = x[3:, ::2].T.view(np.int64)
+    del x
+    gc.collect()
+    assert arena.free == whole - 8000
+    view[...] = 1
+    del view
+    assert arena.free == whole
+    assert arena.empty((10, 100), np.dtype(float)) is not None
+    assert address_of(arena.empty((1,), np.dtype(float))) == address_of(np.frombuffer(arena.memory, np.uint8)) + HEAD
+
+
+def test_what_finds_no_room_is_ordinary_memory_and_one_line(caplog):
+    arena = Arena(bytearray(MIB))
+    with caplog.at_level(logging.WARNING):
+        assert arena.empty((2 * MIB,), np.dtype(np.uint8)) is None
+        assert arena.empty((2 * MIB,), np.dtype(np.uint8)) is None
+    assert len(caplog.records) == 1 and "SPMD_ARENA_MIB" in caplog.text
+    assert arena.empty((MIB // 2,), np.dtype(np.uint8)) is not None  # what fits is still to be had
+
+
+@given(st.lists(st.one_of(st.integers(1, 3000), st.integers(-20, -1)), max_size=60))
+def test_blocks_never_overlap_and_all_comes_back(steps):
+    """Positive: allocate so many bytes. Negative: give one of the blocks back."""
+    arena = Arena(bytearray(HEAD + 20 * 1024))
+    whole, blocks = arena.free, []
+    for step in steps:
+        if step > 0:
+            if (start := arena.allocate(step)) is not None:
+                assert start % ALIGNMENT == 0 and start >= HEAD and start + step <= arena.size
+                assert all(start + step <= other or other + size <= start for other, size in blocks)
+                blocks.append((start, step))
+        elif blocks:
+            arena.release(*blocks.pop(step % len(blocks)))
+    for block in blocks:
+        arena.release(*block)
+    assert arena.free == whole
+    assert arena.allocate(20 * 1024) == HEAD  # in one piece again
+
+
+def test_its_size_can_be_said(monkeypatch):
+    monkeypatch.setenv("SPMD_ARENA_MIB", "3")
+    assert bound(2) == 3 * MIB
+    monkeypatch.delenv("SPMD_ARENA_MIB")
+    assert 0 < bound(8) <= bound(1) // 8 and bound(8) % MIB == 0
+
+
+# --- arrays of a mesh
+
+
+@everywhere(1, 2, 4)
+def test_empty(ranks):
+    def program():
+        mesh = Mesh()
+        x = mesh.empty((3, 5), np.int16)
+        assert (x.shape, x.dtype, x.flags.c_contiguous, x.flags.writeable) == ((3, 5), np.int16, True, True)
+        assert mesh.empty(7).shape == (7,) and mesh.empty(7).dtype == np.float32
+        assert not mesh.empty((2, 100), float, zero=True).any()
+        assert mesh.empty((0, 3)).shape == (0, 3)
+        assert mesh.empty(2, object).tolist() == [None, None]
+        if mesh.size > 1:
+            assert world().neighbours.offset(x) is not None
+            assert world().neighbours.offset(np.empty(3)) is None
+
+    on_ranks(program, ranks)
+
+
+@everywhere(2, 3)
+def test_neighbours_see_what_is_written(ranks):
+    def program():
+        mesh = Mesh()
+        x = mesh.empty(1000, np.int64)
+        x[...] = mesh.rank
+        neighbours = world().neighbours
+        offsets = mesh.all_gather(np.array([neighbours.offset(x)]))
+        for rank, offset in enumerate(offsets):
+            theirs = neighbours.view(rank, int(offset), (1000,), np.dtype(np.int64))
+            assert (theirs == rank).all()
+        mesh.barrier()
+
+    on_ranks(program, ranks)
+
+
+def test_an_array_outlives_the_run_it_was_made_in():
+    arrays = run(lambda: Mesh().empty(1000, zero=True), 3)
+    gc.collect()
+    for i, x in enumerate(arrays):
+        x += i
+    assert [x.sum() for x in arrays] == [0, 1000, 2000]
+
+
+# --- collectives, by every way that data can take
+
+LENGTH = 5000
+
+#: Bytes that go into a row, or onto a desk; that every rank reduces whole; and that are copied for neighbours.
+WAYS = {
+    "in-rows": (1 << 18, 1 << 18, 1 << 30, 1 << 30),
+    "on-desks": (64, 1 << 18, 1 << 30, 1 << 30),
+    "in-arenas": (64, 64, 64, 0),
+    "lent": (64, 64, 64, 0),
+    "as-copies": (64, 64, 64, 1 << 30),
+    "by-messages": (64, 64, 64, 0),
+}
+
+
+@pytest.fixture(params=WAYS)
+def way(request, monkeypatch):
+    """How large data come to others; they are to become the same by all ways."""
+    small, room, whole, staged = WAYS[request.param]
+    monkeypatch.setattr(board, "SMALL", small)
+    monkeypatch.setattr(board, "ROOM", room)
+    monkeypatch.setattr(shared, "WHOLE", whole)
+    monkeypatch.setattr(shared, "CACHE", 4096)
+    monkeypatch.setattr(meeting, "STAGED", staged)
+    if request.param != "lent":
+        monkeypatch.setattr(Lender, "can_read", lambda *args: False)
+    if request.param == "by-messages":
+        monkeypatch.setattr(threads, "bound", lambda ranks: HEAD + 1024)  # no room for anything
+    return request.param
+
+
+def placed(mesh, way, x):
+    """A copy of ``x``, where this way has it."""
+    y = mesh.empty(x.shape, x.dtype) if way == "in-arenas" else np.empty_like(x)
+    y[...] = x
+    return y
+
+
+@pytest.mark.parametrize("dtype", [DTYPES[1], *DTYPES[4:]], ids=str)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_reductions(ranks, dtype, way):
+    arrays = [values((LENGTH, 2), dtype, rank) for rank in range(ranks)]
+
+    def program():
+        mesh = Mesh()
+        group = mesh.group()
+        for op in OPS:
+            expected = reduced(arrays, op)
+            x = placed(mesh, way, arrays[group.rank])
+            result = group.all_reduce(x, op)
+            assert_same(result, expected, op)
+            assert_alike(group, result)
+            assert_same(group.reduce_scatter(x, op=op), np.array_split(expected, ranks)[group.rank], op)
+            assert_same(group.reduce_scatter(x, 1, op), np.array_split(expected, ranks, 1)[group.rank], op)
+            assert_same(x, arrays[group.rank])
+            if x.dtype == expected.dtype:
+                out = placed(mesh, way, np.zeros_like(x))
+                assert group.all_reduce(x, op, out=out) is out
+                assert_same(out, expected, op)
+                assert group.all_reduce(x, op, out=x) is x
+                assert_same(x, expected, op)
+
+    run(program, ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_moves(ranks, way):
+    arrays = [values((LENGTH + 4 * rank, 4), np.dtype(float), rank) for rank in range(ranks)]
+    alike = [values((LENGTH, 4), np.dtype(float), rank) for rank in range(ranks)]
+
+    def program():
+        mesh = Mesh()
+        group = mesh.group()
+        x, y = placed(mesh, way, arrays[group.rank]), placed(mesh, way, alike[group.rank])
+        for i in range(12):  # more often than there are places to lie in
+            assert_same(group.all_gather(x), np.concatenate([a + i for a in arrays]))
+            assert_same(group.all_gather(y, 1), np.concatenate([a + i for a in alike], 1))
+            assert_same(group.broadcast(x, i % ranks), arrays[i % ranks] + i)
+            parts = [np.array_split(a + i, ranks, 1)[group.rank] for a in arrays]
+            assert_same(group.all_to_all(x, 1, 0), np.concatenate(parts))
+            for each, before in (x, arrays), (y, alike):  # as soon as a rank has its result, it may write
+                each[...] = before[group.rank] + (i + 1)
+
+    run(program, ranks)
+
+
+@pytest.mark.parametrize("lends", [True, False])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_one_rank_has_no_room(ranks, lends, monkeypatch):
+    monkeypatch.setattr(Lender, "can_read", lambda *args: lends)
+
+    def program():
+        mesh = Mesh()
+        group = mesh.group()
+        arena = world().neighbours.own
+        hog = mesh.empty(arena.free - 10_000, np.uint8) if mesh.rank == 1 else None
+        for length in 100, 100_000:
+            arrays = [values((length,), np.dtype(float), rank) for rank in range(group.size)]
+            for x in arrays[mesh.rank].copy(), placed(mesh, "in-arenas", arrays[mesh.rank]):
+                assert_same(group.all_reduce(x), reduced(arrays, "sum"))
+                assert_same(group.all_gather(x), np.concatenate(arrays))
+                parts = np.array_split(reduced(arrays, "max"), group.size)
+                assert_same(group.reduce_scatter(x, op="max"), parts[mesh.rank])
+                assert_same(group.broadcast(x, 1), arrays[1])
+                assert group.all_reduce(x, out=x) is x
+                assert_same(x, reduced(arrays, "sum"))
+        del hog
+
+    run(program, ranks)
+
+
+@everywhere(2)
+def test_ranks_need_not_have_their_arrays_in_the_same_kind_of_memory(ranks):
+    def program():
+        mesh = Mesh()
+        group = mesh.group()
+        arrays = [values((200_000,), np.dtype(float), rank) for rank in range(group.size)]
+        x = placed(mesh, "in-arenas" if mesh.rank else "ordinary", arrays[mesh.rank])
+        for out in None, x:
+            assert_same(group.all_reduce(x, out=out), reduced(arrays, "sum"))
+            x[...] = arrays[mesh.rank]
+        assert_same(group.all_gather(x), np.concatenate(arrays))
+        assert_same(group.all_to_all(x), np.concatenate([np.array_split(a, group.size)[mesh.rank] for a in arrays]))
+
+    on_ranks(program, ranks)
+
+
+# --- many calls
+
+
+@everywhere(2, 3)
+@pytest.mark.parametrize("length", [1, 2000, 100_000])
+def test_more_calls_under_way_than_pages(length, ranks):
+    def program():
+        group = Mesh().group()
+        many = 3 * board.PAGES + 1
+        started = [group.start_all_reduce(np.full(length, i + group.rank)) for i in range(many)]
+        order = np.random.default_rng(group.rank).permutation(many).tolist()  # another one on every rank
+        for i in order:
+            result = started[i].wait()
+            assert (result == sum(i + rank for rank in range(group.size))).all()
+
+    on_ranks(program, ranks)
+
+
+@everywhere(2, 3)
+@pytest.mark.parametrize("slow", [0, 1])
+def test_who_is_late_still_reads_what_was_said(slow, ranks):
+    """Ranks that are fast go on as far as they can, and then wait; the slow one meets every call as it was made."""
+
+    def program():
+        mesh = Mesh()
+        group = mesh.group()
+        started = [group.start_all_gather(np.full(length, i)) for i, length in enumerate([1, 3000, 30_000] * 8)]
+        if mesh.rank == slow:
+            for _ in range(2):
+                world().pause(1, world().activity(0))
+        for i, pending in enumerate(started):
+            assert (pending.wait() == i).all()
+
+    on_ranks(program, ranks)
+
+
+def test_a_mismatch_uses_up_its_page_alone():
+    def program():
+        group = Mesh(timeout=20).group()
+        for i in range(3 * board.PAGES):
+            with pytest.raises(MismatchError):
+                group.all_reduce(np.ones(1 + group.rank))
+            assert group.all_reduce(np.full(10, i))[0] == 2 * i
+
+    run(program, 2)
+
+
+@everywhere(2, 3)
+def test_copies_are_given_back(ranks):
+    def program():
+        mesh = Mesh()
+        group, arena = mesh.group(), world().neighbours.own
+        x = np.ones(300_000)
+        for _ in range(2 * board.PAGES):
+            group.reduce_scatter(x)
+            group.all_gather(x)
+        mesh.barrier()
+        mesh.barrier()
+        before = arena.free
+        for _ in range(2 * board.PAGES):
+            group.reduce_scatter(x)
+            group.all_gather(x)
+        mesh.barrier()
+        group.reduce_scatter(x)  # and with it the last of what went before
+        assert before - arena.free <= x.nbytes + ALIGNMENT
+
+    on_ranks(program, ranks)
+
+
+@everywhere(2, 4)
+def test_boards_of_closed_meshes_are_given_back(ranks):
+    def program():
+        free = []
+        for _ in range(30):
+            with Mesh(a=world().size, b=1) as mesh:
+                mesh.all_reduce(np.ones(3), over="b")
+                mesh.all_reduce(np.ones(3), over=("b", "a"))
+            world().neighbours.retire()
+            free.append(world().neighbours.own.free)
+            Mesh().barrier()
+        assert min(free[10:]) >= min(free[:10])
+
+    on_ranks(program, ranks)
