@@ -89,6 +89,7 @@ def here(block: Block) -> np.ndarray:
 
 
 def flat(block: Block) -> Block:
+    """``block`` with one dimension."""
     return block.flat() if isinstance(block, Lent) else block.reshape(-1)
 
 
