@@ -219,6 +219,12 @@ def test_sum_of_squares(size):
     assert sum_of_squares(x) == pytest.approx(math.fsum(x * x), rel=1e-13)
 
 
+@pytest.mark.parametrize("size", [1e-30, 1e25])
+def test_sum_of_squares_that_float32_cannot_hold(size):
+    x = np.full(LONG, size, np.float32)
+    assert sum_of_squares(x) == pytest.approx(LONG * size**2, rel=1e-6)
+
+
 def test_sum_of_squares_loses_nothing_small_in_float32():
     x = np.full(64 * CACHE_ELEMENTS, 1e-3, np.float32)
     x[0] = 1e3

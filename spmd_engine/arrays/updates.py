@@ -1,9 +1,11 @@
 """Optimizer updates, fused over flat arrays in cache-sized pieces."""
 
-from math import sqrt
+from math import inf, sqrt
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.chunks import chunks
+
+_SMALL = 1e-25  # sums of squares in float32 below this have lost terms
 
 
 def adamw(p, g, mean, square, *, step, rate, betas, epsilon, decay, scale=1.0) -> None:
@@ -54,9 +56,15 @@ def momentum_sgd(p, g, velocity, *, rate, momentum, decay, scale=1.0) -> None:
 
 def sum_of_squares(x: Array) -> float:
     """The sum of squares of flat x[n], accumulated in float64 across pieces."""
-    xp = backend_of(x).xp
-    total = 0.0
+    backend, total = backend_of(x), 0.0
     for part in chunks(x):
-        wide = x[part].astype(xp.float64)  # the squares of large float32 numbers are not finite
-        total += float(xp.dot(wide, wide))
+        piece = x[part]
+        squares = 0.0
+        if piece.itemsize >= 4:
+            with backend.errstate(over="ignore"):
+                squares = float(backend.xp.dot(piece, piece))
+        if not _SMALL < squares < inf:  # squares of large float32 numbers are not finite, of small ones are 0
+            wide = piece.astype(backend.xp.float64)
+            squares = float(backend.xp.dot(wide, wide))
+        total += squares
     return total

@@ -67,6 +67,8 @@ def make_batch(
 
 def batch_of(inputs: Array, targets: Array, engine: ShardedEngine, micro_batches: int = 1, step: int = 0) -> Batch:
     """A Batch from whole arrays that every rank has: each takes its part."""
-    return make_batch(
-        lambda samples: (inputs[samples], targets[samples]), len(inputs), micro_batches, engine, step=step
-    )
+
+    def load(samples: np.ndarray) -> tuple[Array, Array]:
+        return inputs[samples], targets[samples]
+
+    return make_batch(load, len(inputs), micro_batches, engine, step=step, count=targets.size)

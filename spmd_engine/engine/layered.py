@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -77,7 +78,8 @@ class LayeredEngine(GroupedHoldings, ShardedEngine):
         )
         self._store(dict(model.parameters()), plan, self.mesh, storage, self.dtype, backend)
         self._neighbours = Neighbours(pipe, len(plan.chunks), backend)
-        self.schedule.program(self._neighbours.stages, 1, self._neighbours.stage)  # raises if it has no such stages
+        self._program = lru_cache(partial(self.schedule.program, self._neighbours.stages, stage=self._neighbours.stage))
+        self._program(1)  # raises if the schedule has no such stages
         self._open = OpenParameters(self._storages, plan.uses)
         passes = [plan.chunks[number] for number in plan.mine]
         self._reducer = Reducer(self._storages, plan.uses, passes)
@@ -86,6 +88,7 @@ class LayeredEngine(GroupedHoldings, ShardedEngine):
             number: Chunk(segments(model, layers, recompute), model.layers, shards, self._open, self._reducer)
             for number, layers in zip(plan.mine, passes, strict=True)
         }
+        self._positions = lru_cache(maxsize=8)(self._find_positions)
         self.initialize()
 
     def initialize(self) -> None:
@@ -183,9 +186,13 @@ class LayeredEngine(GroupedHoldings, ShardedEngine):
 
     def _at(self, length: int, samples: Array | None, step: int = 0) -> At:
         xp = self.backend.xp
-        inside, residual = (xp.asarray(self.layout.positions(length, self.mesh, w)) for w in ("inside", "residual"))
+        inside, residual = self._positions(length)
         samples = xp.asarray(samples) if samples is not None else None
         return At(inside, residual, samples, step, self.seed, training=self.is_training, length=length)
+
+    def _find_positions(self, length: int) -> tuple[Array, Array]:
+        where = "inside", "residual"
+        return tuple(self.backend.xp.asarray(self.layout.positions(length, self.mesh, w)) for w in where)
 
     # --- training ----------------------------------------------------------------------------------------
 
@@ -216,7 +223,7 @@ class LayeredEngine(GroupedHoldings, ShardedEngine):
         inputs = [self.backend.asarray(micro.inputs) for micro in batch.micro_batches]
         self._neighbours.begin(micro_batches)
         execution = Execution(self._chunks, self._neighbours, self._ats(batch), inputs, lose)
-        execution.run(self.schedule.program(self._neighbours.stages, micro_batches, self._neighbours.stage))
+        execution.run(self._program(micro_batches))
         self._reducer.finish()
         self.gradients = self._gradients
         return self._sum_loss(total)

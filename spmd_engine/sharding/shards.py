@@ -17,14 +17,18 @@ class Shards:
 
     def __init__(self, mesh: Mesh, layout: Layout, label: str = "") -> None:
         self.mesh, self.layout, self.label = mesh, layout, label
+        self._axes: dict[tuple[str, str], tuple[str, ...]] = {}
 
     def labelled(self, label: str) -> Shards:
         return Shards(self.mesh, self.layout, label)
 
     def axes(self, letters: Iterable[str], where: str = "inside") -> tuple[str, ...]:
         """The mesh axes that cut any of these letters, in the mesh's order, without those of size 1."""
-        wanted = {axis for letter in letters for axis in self.layout.axes(letter, where)}
-        return tuple(axis for axis, size in self.mesh.axes.items() if axis in wanted and size > 1)
+        key = "".join(letters), where
+        if key not in self._axes:
+            wanted = {axis for letter in key[0] for axis in self.layout.axes(letter, where)}
+            self._axes[key] = tuple(axis for axis, size in self.mesh.axes.items() if axis in wanted and size > 1)
+        return self._axes[key]
 
     def is_cut(self, letter: str, where: str = "inside") -> bool:
         return bool(self.axes(letter, where))

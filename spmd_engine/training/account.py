@@ -22,20 +22,24 @@ class Account:
         A rank is *idle* where it stands in a collective with nothing to do, since others have not come or their
         messages are under way; it *communicates* for the rest of the time it stands there.
         """
-        mine = np.append(_state(self._mesh) - self._before, perf_counter() - self._began)
+        seconds = perf_counter() - self._began
+        if self._mesh.size == 1:
+            return seconds, {"bytes_sent": 0}
+        mine = np.append(_state(self._mesh) - self._before, seconds)
         axes = list(self._mesh.axes)
         ranks = self._mesh.all_gather(mine[None], label="metrics")
         idle, seconds = ranks[:, 0], ranks[:, -1]
         sent, waited = ranks[:, 1 : 1 + len(axes)], ranks[:, 1 + len(axes) : -1]
-        facts: dict[str, Any] = {"bytes_sent": int(sent.sum())}
-        if len(ranks) > 1:
-            stood = waited.sum(axis=1)
-            idle = np.minimum(idle, stood)
-            parts = np.stack([seconds - stood, stood - idle, idle], axis=1) / seconds[:, None]
-            facts["exposed_communication"] = float(stood.mean())
-            speeds = zip(axes, sent.sum(axis=0), waited.sum(axis=0), strict=True)
-            facts["gigabytes_per_second"] = {axis: round(n / t / 1e9, 3) for axis, n, t in speeds if n and t}
-            facts["shares"] = parts.round(3).tolist()
+        stood = waited.sum(axis=1)
+        idle = np.minimum(idle, stood)
+        parts = np.stack([seconds - stood, stood - idle, idle], axis=1) / seconds[:, None]
+        speeds = zip(axes, sent.sum(axis=0), waited.sum(axis=0), strict=True)
+        facts = {
+            "bytes_sent": int(sent.sum()),
+            "exposed_communication": float(stood.mean()),
+            "gigabytes_per_second": {axis: round(n / t / 1e9, 3) for axis, n, t in speeds if n and t},
+            "shares": parts.round(3).tolist(),
+        }
         return perf_counter() - self._began, facts
 
 

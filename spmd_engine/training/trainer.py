@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
@@ -62,6 +62,8 @@ class Trainer:
         engine, step = self.engine, self.steps_done
         account = Account(engine.mesh)
         batch = self.batches(step)
+        if batch.count is None:
+            batch = replace(batch, count=engine.count(batch))
         with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is told below, once
             loss = engine.step(batch, self.loss)
         if not np.isfinite(loss):
@@ -74,7 +76,7 @@ class Trainer:
         self.optimizer.update(engine, engine.gradients, step=step + 1, rate=rate, scale=scale)
         self.steps_done += 1
         seconds, account = account.close()
-        tokens = int(engine.count(batch))
+        tokens = int(batch.count)
         return StepReport(step + 1, loss, norm, rate, tokens, seconds, tokens / seconds, **account)
 
     def run(self, steps: int) -> Iterator[StepReport]:
