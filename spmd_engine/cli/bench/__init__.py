@@ -2,22 +2,26 @@
 
 import click
 
+from spmd_engine.cli.bench.collectives import collectives
+from spmd_engine.cli.bench.layers import layers
 from spmd_engine.cli.bench.strategies import strategies
 from spmd_engine.cli.bench.train import train
 
 
 @click.group(short_help="Measure speed, bytes and memory.")
 def bench() -> None:
-    """Measure training and strategies on this machine.
+    """Measure training, layers, strategies and collectives on this machine.
 
     These commands start ranks themselves: run them without mpiexec. Comparisons alternate within one run, so that a
     machine's moods meet all alike; figures are medians, with the range over rounds.
 
     \b
       python -m spmd_engine bench train --model gpt-mini --ranks 2
+      python -m spmd_engine bench layers --model gpt-mini
       python -m spmd_engine bench strategies --model gpt-nano --ranks 8
+      python -m spmd_engine bench collectives --ranks 2
     """
 
 
-for command in (train, strategies):
+for command in (train, layers, strategies, collectives):
     bench.add_command(command)
