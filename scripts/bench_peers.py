@@ -1,70 +1,167 @@
-"""Training speed of the engine against eager PyTorch, one thread each, in alternating processes.
+"""Training speed of the engine against PyTorch and JAX: same model, batch, dtype and cores, in alternating processes.
 
     python scripts/bench_peers.py --peer-python PATH/TO/python --json peers.json
+    python scripts/bench_peers.py --only "data parallel" --rounds 3
 
-The parent needs only the standard library and click. In every round it runs both workers, one after
-the other, and swaps their order from round to round, so that a machine that slows down or speeds up
-meets both sides alike.
+In every round of a comparison each side runs once, in processes of its own, and the order is reversed from round to
+round, so that a machine that slows down or speeds up meets all sides alike. Ratios are taken within a round. All sides
+are kept to the same cores, one a rank and two at most, and have one thread a rank.
 
-A worker is `WORKER.py CONFIG` where CONFIG is a JSON object: vocabulary, context, layers, width, heads,
-batch_size, warmup, steps, seed, threads, learning_rate, betas, epsilon, weight_decay, clip_norm. It
-trains a tied-head GPT-2 in float32 without dropout, GPT-2's init, AdamW (decay on tables and matrices
-only) and global-norm clipping, on the batches
-
-    numpy.random.default_rng(seed).integers(0, vocabulary, (warmup + steps, batch_size, context + 1))
-
-one per step, tokens [:, :-1] and targets [:, 1:]. A step is timed from before zeroing the gradients until
-the loss is a Python float and the parameters are updated. The last line the worker prints is a JSON object:
-step_seconds (the timed steps, without warm-up) and peak_rss_bytes, and for the report, if it likes,
-first_loss, last_loss and version. Random tokens cannot be learned, so both losses stay near ln(vocabulary).
+Of several settings of one peer the fastest counts; it is marked with *. How a step is timed, and what the models and
+batches are, `peers_protocol.py` says; the settings of a peer, its worker: `peers_*.py`. The parent needs only the
+standard library and click. Peers that `--peer-python` cannot import are left out, with one line.
 """
 
 import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
 import click
+from bench import mpiexec
 
 HERE = Path(__file__).resolve().parent
-WORKERS = {"ours": HERE / "bench_worker_ours.py", "torch": HERE / "torch_gpt.py"}
 MODELS = {
     "gpt-mini": {"vocabulary": 257, "context": 256, "layers": 6, "width": 384, "heads": 6},
     "gpt-nano": {"vocabulary": 257, "context": 128, "layers": 8, "width": 96, "heads": 6},
 }
-TRAINING = {"threads": 1, "learning_rate": 3e-4, "betas": [0.9, 0.95], "epsilon": 1e-8, "weight_decay": 0.1,
-            "clip_norm": 1.0}
+ADAMW = {"learning_rate": 3e-4, "betas": [0.9, 0.95], "epsilon": 1e-8, "weight_decay": 0.1, "clip_norm": 1.0}
+MLP = {"sizes": [784, 128, 127, 10], "batch_size": 128, "learning_rate": 0.01, "clip_norm": 0.0, "block": 40}
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS",
                     "VECLIB_MAXIMUM_THREADS", "NUMEXPR_NUM_THREADS")
-INSTALL = "{} lacks torch or numpy: pip install torch==2.13.0 numpy (or choose another --peer-python)"
+CORES = 2
+TIMEOUT = 1800  # seconds, of a worker
 
 
-def has_torch(python):
-    """Whether `python` can import torch and NumPy."""
-    probe = "import sys, importlib.util as u; sys.exit(not all(map(u.find_spec, ('torch', 'numpy'))))"
+@dataclass(frozen=True)
+class Side:
+    """One side of a comparison."""
+
+    name: str  #: of the peer; after a comma, of its setting
+    worker: str
+    options: dict = field(default_factory=dict)  #: beside the comparison's own configuration
+
+    @property
+    def peer(self):
+        return self.name.partition(",")[0]
+
+    @property
+    def package(self):
+        """What its worker imports, of the peers; None: it is ours."""
+        return {"peers_torch": "torch", "peers_jax": "jax"}.get("_".join(self.worker.split("_")[:2]))
+
+    def command(self, ranks, peer_python, config):
+        """How its ranks are started."""
+        arguments = [str(HERE / f"{self.worker}.py"), json.dumps(config | self.options)]
+        if self.package == "torch" and ranks > 1:
+            starter = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+            return [peer_python, *starter, *arguments]
+        if self.package:
+            return [peer_python, *arguments]
+        return [*([mpiexec(), "-n", str(ranks)] if ranks > 1 else []), sys.executable, *arguments]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Sides that do the same work on as many ranks; ratios are those of the first to the others."""
+
+    name: str
+    ranks: int
+    config: dict
+    sides: list
+
+    @property
+    def unit(self):
+        return "steps/s" if "sizes" in self.config else "tokens/s"
+
+    @property
+    def amount(self):
+        """How many units a step is."""
+        return 1 if "sizes" in self.config else self.config["batch_size"] * self.config["context"]
+
+
+def ours(name="ours", **options):
+    return Side(name, "bench_worker_ours", options)
+
+
+def comparisons(model, batch_size, compiled):
+    """All there are."""
+    gpt = MODELS[model] | ADAMW | {"batch_size": batch_size}
+    eager = Side("PyTorch", "peers_torch_eager")
+    compile_too = [Side("PyTorch compiled", "peers_torch_eager", {"compile": True})] if compiled else []
+    ddp = [Side(f"PyTorch DDP, buckets of {size} MiB", "peers_torch_ddp", {"bucket_cap_mb": size})
+           for size in (25, 200)]
+    fsdp = Side("PyTorch FSDP2", "peers_torch_fsdp")
+    jax = [Side("JAX, a thread a device", "peers_jax"),
+           Side("JAX, shared threads", "peers_jax", {"multi_threaded": True})]
+    pipe = {"mesh": {"pipe": 2}, "micro_batches": 8, "stages": "cost"}
+    strategies = [
+        ours("data parallel"),
+        ours("zero 3", zero=3),
+        ours("model=2", mesh={"model": 2}),
+        ours("pipe=2, 1f1b", **pipe, schedule="1f1b"),
+        ours("pipe=2, zero-bubble", **pipe, schedule="zero-bubble"),
+    ]
+    return [
+        Comparison(f"{model}, 1 rank", 1, gpt, [ours(), eager, *compile_too]),
+        Comparison(f"{model}, 2 ranks, data parallel", 2, gpt, [ours(), *ddp, *jax]),
+        Comparison(f"{model}, 2 ranks, sharded", 2, gpt, [ours("ours, zero 3", zero=3), fsdp]),
+        Comparison(f"{model}, 2 ranks, strategies", 2, gpt, strategies),
+        Comparison("mlp, 1 rank", 1, MLP, [ours(), eager]),
+        Comparison("mlp, 2 ranks, data parallel", 2, MLP, [ours(), ddp[0]]),
+        Comparison("mlp, 4 ranks, data parallel", 4, MLP, [ours(), ddp[0]]),
+    ]
+
+
+def can_import(python, *modules):
+    """Whether `python` can import them."""
+    probe = f"import sys, importlib.util as u; sys.exit(not all(map(u.find_spec, {modules!r})))"
     try:
         return subprocess.run([python, "-c", probe], check=False).returncode == 0
     except OSError:
         return False
 
 
-def run_worker(side, python, config):
-    """Run one worker process to its end and return its result."""
-    environment = os.environ | dict.fromkeys(THREAD_VARIABLES, str(config["threads"]))
-    done = subprocess.run([python, str(WORKERS[side]), json.dumps(config)], env=environment,
-                          stdout=subprocess.PIPE, text=True, check=False)
+def run_worker(side, comparison, peer_python, config):
+    """Run a side to its end and return its result; raises ClickException if there is none."""
+    command = side.command(comparison.ranks, peer_python, config)
+    environment = os.environ | dict.fromkeys(THREAD_VARIABLES, "1")
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False,
+                              stdin=subprocess.DEVNULL, timeout=TIMEOUT)
+    except subprocess.TimeoutExpired as error:
+        raise click.ClickException(f"{side.name} took more than {TIMEOUT} s") from error
+    except OSError as error:
+        raise click.ClickException(f"{side.name} did not start: {error}") from error
     if done.returncode:
-        raise click.ClickException(f"the {side} worker failed with status {done.returncode}")
+        said = done.stderr if len(done.stderr) < 4000 else f"{done.stderr[:2000]}\n...\n{done.stderr[-2000:]}"
+        raise click.ClickException(f"{side.name} failed with status {done.returncode}:\n{said}")
     try:
         result = json.loads(done.stdout.strip().rpartition("\n")[2])
     except json.JSONDecodeError as error:
-        raise click.ClickException(f"the {side} worker printed no JSON: {done.stdout[-200:]!r}") from error
+        raise click.ClickException(f"{side.name} printed no JSON: {done.stdout[-200:]!r}") from error
     if len(result["step_seconds"]) != config["steps"]:
-        raise click.ClickException(f"the {side} worker timed {len(result['step_seconds'])} steps, "
-                                   f"not {config['steps']}")
+        raise click.ClickException(f"{side.name} timed {len(result['step_seconds'])} times, not {config['steps']}")
     return result
+
+
+def run_rounds(comparison, rounds, peer_python, config):
+    """The results of each round by the names of sides."""
+    results = []
+    for index in range(rounds):
+        order = comparison.sides if index % 2 == 0 else comparison.sides[::-1]
+        done = {side.name: run_worker(side, comparison, peer_python, config) for side in order}
+        results.append({side.name: done[side.name] for side in comparison.sides})
+        speeds = "; ".join(f"{name} {speed_of(result, comparison):,.0f}" for name, result in results[-1].items())
+        click.echo(f"{comparison.name}, round {index + 1} of {rounds}, {comparison.unit}: {speeds}", err=True)
+    return results
+
+
+def speed_of(result, comparison):
+    return comparison.amount / median(result["step_seconds"])
 
 
 def spread(values):
@@ -72,72 +169,104 @@ def spread(values):
     return {"median": median(values), "min": min(values), "max": max(values)}
 
 
-def summarize(rounds, config):
-    """Per side the tokens/s over the rounds' medians, and the paired ratios ours / torch."""
-    tokens = config["batch_size"] * config["context"]
-    speeds = {side: [tokens / median(one[side]["step_seconds"]) for one in rounds] for side in WORKERS}
-    sides = {
-        side: {
-            "tokens_per_second": spread(speeds[side]),
-            "step_seconds": spread([second for one in rounds for second in one[side]["step_seconds"]]),
-            "peak_rss_bytes": max(one[side]["peak_rss_bytes"] for one in rounds),
-            "version": rounds[0][side].get("version"),
-            "first_loss": rounds[0][side].get("first_loss"),
-            "last_loss": rounds[0][side].get("last_loss"),
-        } for side in WORKERS}
-    ratios = [ours / peer for ours, peer in zip(speeds["ours"], speeds["torch"], strict=True)]
-    return {"sides": sides, "ratio": spread(ratios)}
+def summarize(comparison, rounds):
+    """For each side its speed over the rounds, and the ratios of the first side's to it."""
+    first, sides = comparison.sides[0].name, {}
+    for side in comparison.sides:
+        results = [one[side.name] for one in rounds]
+        memory = median(result["peak_rss_bytes"] for result in results)
+        ratios = [speed_of(one[first], comparison) / speed_of(one[side.name], comparison) for one in rounds]
+        sides[side.name] = {
+            "version": results[0]["version"],
+            "speed": spread([speed_of(result, comparison) for result in results]),
+            "step_seconds": spread([median(result["step_seconds"]) for result in results]),
+            "peak_rss_bytes": memory,
+            "first_loss": results[0]["first_loss"],
+            "last_loss": results[0]["last_loss"],
+            "ratio": spread(ratios),
+            "memory_ratio": median(one[first]["peak_rss_bytes"] for one in rounds) / memory,
+        }
+    for side in comparison.sides:
+        rivals = [sides[each.name]["ratio"]["median"] for each in comparison.sides if each.peer == side.peer]
+        best = side.package and len(rivals) > 1 and sides[side.name]["ratio"]["median"] == min(rivals)
+        sides[side.name]["fastest_setting"] = bool(best)
+    return {"name": comparison.name, "ranks": comparison.ranks, "unit": comparison.unit, "sides": sides}
 
 
-def show(summary):
-    """Print the table; min - max is over the rounds."""
-    rows = [("side", "version", "tokens/s", "min - max", "s/step", "peak MiB", "first loss", "last loss")]
-    for side, result in summary["sides"].items():
-        speed = result["tokens_per_second"]
-        losses = ["-" if result[key] is None else f"{result[key]:.3f}" for key in ("first_loss", "last_loss")]
-        rows.append((side, result["version"] or "-", f"{speed['median']:.0f}",
-                     f"{speed['min']:.0f} - {speed['max']:.0f}", f"{result['step_seconds']['median']:.4f}",
-                     f"{result['peak_rss_bytes'] / 2**20:.0f}", *losses))
+def show(summaries):
+    """Print the table; ranges are over the rounds, and the last columns are the first side's speed and memory over
+    this side's."""
+    rows = [("", "version", "speed", "min - max", "", "MiB a rank", "losses", "first / this", "min - max", "memory")]
+    for summary in summaries:
+        rows.append((summary["name"], *[""] * 9))
+        for index, (name, side) in enumerate(summary["sides"].items()):
+            speed, ratio, mark = side["speed"], side["ratio"], "*" if side["fastest_setting"] else ""
+            compared = ("", "", "") if index == 0 else (
+                f"{ratio['median']:.2f}x", f"{ratio['min']:.2f} - {ratio['max']:.2f}", f"{side['memory_ratio']:.2f}x")
+            rows.append((f"  {name}{mark}", side["version"], f"{speed['median']:,.0f}",
+                         f"{speed['min']:,.0f} - {speed['max']:,.0f}", summary["unit"],
+                         f"{side['peak_rss_bytes'] / 2**20:,.0f}",
+                         f"{side['first_loss']:.3f}, {side['last_loss']:.3f}", *compared))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        click.echo("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
-    ratio = summary["ratio"]
-    click.echo(f"ours / torch in tokens/s: {ratio['median']:.3f} ({ratio['min']:.3f} - {ratio['max']:.3f})")
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        click.echo("  ".join(cells).rstrip())
+
+
+def available(chosen, peer_python):
+    """The comparisons with the sides that can run; says once what is left out."""
+    packages = {side.package for comparison in chosen for side in comparison.sides if side.package}
+    missing = {package for package in sorted(packages) if not can_import(peer_python, package, "numpy")}
+    for package in sorted(missing):
+        click.echo(f"{peer_python} lacks {package} or numpy, its rows are left out: pip install {package} numpy, or "
+                   "choose another --peer-python", err=True)
+    left = []
+    for comparison in chosen:
+        sides = [side for side in comparison.sides if side.package not in missing]
+        if len(sides) > 1:
+            left.append(Comparison(comparison.name, comparison.ranks, comparison.config, sides))
+    return left
 
 
 POSITIVE = click.IntRange(min=1)
 
 
-@click.command(context_settings={"show_default": True})
-@click.option("--peer-python", default=sys.executable, show_default="this one", help="Has torch and numpy.")
+@click.command(context_settings={"show_default": True}, help=__doc__.partition("\n")[0])
+@click.option("--peer-python", default=sys.executable, show_default="this one", help="Has torch, jax or both.")
+@click.option("--only", metavar="TEXT", default="", help="Comparisons whose names contain this.")
 @click.option("--model", type=click.Choice(list(MODELS)), default="gpt-mini")
-@click.option("--batch-size", type=POSITIVE, default=8, help="Sequences a step.")
-@click.option("--steps", type=POSITIVE, default=5, help="Timed steps of every worker.")
-@click.option("--warmup", type=click.IntRange(min=0), default=2, help="Untimed steps before them.")
-@click.option("--rounds", type=POSITIVE, default=5, help="How often both sides run.")
+@click.option("--batch-size", type=click.IntRange(min=8), default=8, help="Sequences a step, over all ranks.")
+@click.option("--compile", "compiled", is_flag=True, help="Compare with torch.compile, too.")
+@click.option("--steps", type=POSITIVE, default=5, help=f"Timed, of every worker; mlp: blocks of {MLP['block']} steps.")
+@click.option("--warmup", type=click.IntRange(min=0), default=2, help="Steps (mlp: blocks) before them.")
+@click.option("--rounds", type=POSITIVE, default=5, help="How often all sides run.")
 @click.option("--seed", default=0, help="Of the batches and the parameters.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path),
-              help="Also write the configuration, the summary and every timed step here.")
-def main(peer_python, model, rounds, json_path, **options):
-    """Measure training tokens/s of the engine and of eager PyTorch, one thread each."""
-    if not has_torch(peer_python):
-        click.echo(INSTALL.format(peer_python), err=True)
-        sys.exit(2)
-    config = MODELS[model] | TRAINING | options
-    pythons = {"ours": sys.executable, "torch": peer_python}
-    results = []
-    for index in range(rounds):
-        order = list(WORKERS) if index % 2 == 0 else list(reversed(WORKERS))
-        results.append({side: run_worker(side, pythons[side], config) for side in order})
-        medians = (f"{side} {median(results[-1][side]['step_seconds']):.4f} s/step" for side in WORKERS)
-        click.echo(f"round {index + 1} of {rounds}: {', '.join(medians)}", err=True)
-    summary = summarize(results, config)
-    click.echo(f"{model}, {config['batch_size']} x {config['context']} tokens a step, one thread, "
-               f"{rounds} rounds of {config['steps']} steps")
-    show(summary)
-    if json_path:
-        report = {"model": model, "config": config} | summary | {"rounds": results}
-        json_path.write_text(json.dumps(report, indent=1) + "\n")
+              help="Also write the configurations, the summaries and every timed step here.")
+def main(peer_python, only, model, batch_size, compiled, rounds, json_path, **options):
+    every = comparisons(model, batch_size, compiled)
+    chosen = [comparison for comparison in every if only in comparison.name]
+    if not chosen:
+        raise click.ClickException(f"--only {only!r}: there are {'; '.join(each.name for each in every)}")
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    summaries, reports, failed = [], [], False
+    for comparison in available(chosen, peer_python):
+        config = comparison.config | options | {"ranks": comparison.ranks, "threads": 1}
+        if cores:
+            os.sched_setaffinity(0, cores[: min(comparison.ranks, CORES)])  # workers inherit it
+        try:
+            results = run_rounds(comparison, rounds, peer_python, config)
+        except click.ClickException as error:
+            click.echo(f"{comparison.name} is left out: {error.message}", err=True)
+            failed = True
+            continue
+        summaries.append(summarize(comparison, results))
+        reports.append(summaries[-1] | {"config": config, "rounds": results})
+        if json_path:
+            json_path.write_text(json.dumps(reports, indent=1) + "\n")
+    if summaries:
+        show(summaries)
+    sys.exit(int(failed or not summaries))
 
 
 if __name__ == "__main__":

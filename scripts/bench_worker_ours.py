@@ -1,46 +1,63 @@
-"""Times our own training steps: the worker that ``bench_peers.py`` and ``bench.py`` start.
+"""Times our own training steps, those of the trainer: the worker that `bench_peers.py` and `bench.py` start.
 
-``argv[1]`` is the JSON configuration; the last line of output is the JSON result.
+`argv[1]` is a configuration as `peers_protocol.py` describes it, which also may have: `mesh` (sizes by axis; all ranks
+along `data` by default), `zero`, `micro_batches`, `schedule` and `stages`, as `train` has them.
 """
 
-import json
-import resource
-import sys
-from time import perf_counter
-
 import numpy as np
+from peers_protocol import make_batches, print_result, read_config, time_steps
 
 from spmd_engine import Mesh
-from spmd_engine.engine import AdamW, LayeredEngine
-from spmd_engine.engine.batch import batch_of
+from spmd_engine.engine import SGD, AdamW, LayeredEngine, schedules
+from spmd_engine.engine.batch import make_batch
+from spmd_engine.engine.plan import Storage
 from spmd_engine.models import GPTSize, gpt
+from spmd_engine.models.mlp import mlp
+from spmd_engine.training.trainer import Trainer
 
 
 def main() -> None:
-    config = json.loads(sys.argv[1])
-    size = GPTSize(config["layers"], config["width"], config["heads"], config["context"], config["vocabulary"])
-    steps, warmup, rows = config["steps"], config["warmup"], config["batch_size"]
-    shape = (warmup + steps, rows, config["context"] + 1)
-    tokens = np.random.default_rng(config["seed"]).integers(0, config["vocabulary"], shape)
-    seconds, losses = [], []
+    config = read_config()
     with Mesh(**config.get("mesh", {})) as mesh:
-        engine = LayeredEngine(gpt(size), mesh, dtype=np.float32)
-        optimizer = AdamW(tuple(config["betas"]), config["epsilon"], config["weight_decay"])
-        for step in range(warmup + steps):
-            batch = batch_of(tokens[step, :, :-1], tokens[step, :, 1:], engine, step=step)
-            mesh.barrier()
-            began = perf_counter()
-            losses.append(engine.step(batch))
-            scale = min(1.0, config["clip_norm"] / (engine.gradient_norm() + 1e-6))
-            optimizer.update(
-                engine, engine.gradients, step=step + 1, rate=config["learning_rate"], scale=scale
-            )
-            mesh.barrier()
-            seconds.append(perf_counter() - began)
+        engine = LayeredEngine(
+            build_model(config),
+            mesh,
+            storage=Storage(config.get("zero")),
+            schedule=schedules.named(config["schedule"]) if "schedule" in config else None,
+            stages=config.get("stages", "even"),
+        )
+        batches = [cut(config, engine, *batch) for batch in make_batches(config)]
+        trainer = Trainer(
+            engine,
+            make_optimizer(config),
+            lambda step: batches[step % len(batches)],
+            lambda step: config["learning_rate"],
+            grad_clip=config["clip_norm"],
+        )
+        row = time_steps(config, lambda step: trainer.step().loss, mesh.barrier)
+        rows = mesh.all_gather(row[None])
         if mesh.rank == 0:
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-            result = {"step_seconds": seconds[warmup:], "peak_rss_bytes": peak}
-            print(json.dumps({**result, "first_loss": losses[0], "last_loss": losses[-1], "version": np.__version__}))
+            print_result(config, rows, f"NumPy {np.__version__}")
+        mesh.barrier()
+
+
+def build_model(config):
+    if "sizes" in config:
+        return mlp(config["sizes"])
+    return gpt(GPTSize(config["layers"], config["width"], config["heads"], config["context"], config["vocabulary"]))
+
+
+def make_optimizer(config):
+    if "sizes" in config:
+        return SGD()
+    return AdamW(tuple(config["betas"]), config["epsilon"], config["weight_decay"])
+
+
+def cut(config, engine, inputs, targets):
+    """This rank's part of a batch that all have, as `train` makes it: with the number of targets, not counted again."""
+    parts = config.get("micro_batches", 1)
+    load = lambda samples: (inputs[samples], targets[samples])
+    return make_batch(load, len(inputs), parts, engine, count=targets.size)
 
 
 if __name__ == "__main__":

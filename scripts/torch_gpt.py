@@ -1,19 +1,14 @@
-"""A GPT-2 in plain eager PyTorch: the independent oracle and the peer of the speed benchmark.
+"""A GPT-2 in plain eager PyTorch: the independent oracle, and the model of the speed benchmark's PyTorch peers.
 
-Nothing here comes from the engine. `make_golden.py` uses the model to write golden vectors, and
-`bench_peers.py` runs this file as a program to time it against the engine.
+Nothing here comes from the engine. `make_golden.py` uses the model to write golden vectors, and the
+workers of `bench_peers.py` train it to time it against the engine.
 
 Letters in shapes: b batch, s sequence, d width, h heads, k head width, f hidden, v vocabulary,
 p positions.
 """
 
-import json
 import math
-import resource
-import sys
-import time
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -168,38 +163,3 @@ def load_by_name(model, values):
         if value.shape != view.shape:
             raise ValueError(f"{name}: shape {tuple(value.shape)}, expected {tuple(view.shape)}")
         view.copy_(value)
-
-
-def peak_rss_bytes():
-    """The largest resident set this process has had."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def run_torch(config):
-    """Train as `bench_peers.py` asks in `config`; return the JSON-able result of its protocol."""
-    torch.set_num_threads(config["threads"])
-    torch.manual_seed(config["seed"])
-    model = GPT(config["vocabulary"], config["context"], config["layers"], config["width"], config["heads"])
-    optimizer = torch.optim.AdamW(adamw_groups(model, config["weight_decay"]), lr=config["learning_rate"],
-                                  betas=tuple(config["betas"]), eps=config["epsilon"], fused=True)
-    count = config["warmup"] + config["steps"]
-    batches = torch.from_numpy(np.random.default_rng(config["seed"]).integers(
-        0, config["vocabulary"], (count, config["batch_size"], config["context"] + 1)))
-    seconds, losses = [], []
-    for batch in batches:
-        tokens, targets = batch[:, :-1], batch[:, 1:]  # b s
-        start = time.perf_counter()
-        optimizer.zero_grad(set_to_none=True)
-        loss = cross_entropy(model(tokens), targets)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), config["clip_norm"])
-        optimizer.step()
-        losses.append(loss.item())
-        seconds.append(time.perf_counter() - start)
-    return {"step_seconds": seconds[config["warmup"]:], "peak_rss_bytes": peak_rss_bytes(),
-            "first_loss": losses[0], "last_loss": losses[-1], "version": torch.__version__}
-
-
-if __name__ == "__main__":
-    print(json.dumps(run_torch(json.loads(sys.argv[1]))))
