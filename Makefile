@@ -32,8 +32,8 @@ soak: $(VENV)/installed-mpich-test  ## run the tests that take minutes
 lint: $(VENV)/installed-mpich-test  ## check the code with ruff
 	$(BIN)/python -m ruff check .
 
-bench: $(VENV)/installed-mpich  ## measure speed: ARGS=collectives, oversubscribed or start
-	$(BIN)/python scripts/bench.py $(ARGS)
+bench: $(VENV)/installed-mpich  ## measure speed: ARGS=train, layers, strategies, collectives, oversubscribed or start
+	$(BIN)/python -m spmd_engine bench $(ARGS)
 
 clean:  ## remove what was built and cached; keep runs/ and the virtual environment
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .bench

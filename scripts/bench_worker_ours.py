@@ -1,4 +1,4 @@
-"""Times our own training steps, those of the trainer: the worker that `bench_peers.py` and `bench.py` start.
+"""Times our own training steps, those of the trainer: a worker that `bench_peers.py` starts.
 
 `argv[1]` is a configuration as `peers_protocol.py` describes it, which also may have: `mesh` (sizes by axis; all ranks
 along `data` by default), `zero`, `micro_batches`, `schedule` and `stages`, as `train` has them.

@@ -4,6 +4,8 @@ import click
 
 from spmd_engine.cli.bench.collectives import collectives
 from spmd_engine.cli.bench.layers import layers
+from spmd_engine.cli.bench.oversubscribed import oversubscribed
+from spmd_engine.cli.bench.start import start
 from spmd_engine.cli.bench.strategies import strategies
 from spmd_engine.cli.bench.train import train
 
@@ -23,5 +25,5 @@ def bench() -> None:
     """
 
 
-for command in (train, layers, strategies, collectives):
+for command in (train, layers, strategies, collectives, oversubscribed, start):
     bench.add_command(command)
