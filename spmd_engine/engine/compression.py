@@ -80,15 +80,18 @@ class HalfPrecision(Compression):
 
 
 class TopK(Compression):
-    """Each rank sends the entries that are largest in magnitude, a fraction of all, with their places.
+    """Each rank sends the entries that are largest in magnitude, a fraction of each parameter's, with their places.
+
+    Of each parameter, not of the group: a parameter that is whole on ranks of ``model`` shares its group with others of
+    which these ranks have different blocks. Its places must not depend on those, or its copies part ways.
 
     After Aji and Heafield, "Sparse Communication for Distributed Gradient Descent" (2017).
     """
 
-    def __init__(self, fraction: float) -> None:
+    def __init__(self, fraction: float, group: ParameterGroup) -> None:
         if not 0.0 < fraction <= 1.0:
             raise UsageError(f"top-k keeps a fraction of the gradient above 0 and up to 1, not {fraction}")
-        self._fraction = fraction
+        self._fraction, self._group = fraction, group
         self._left_out: Array | None = None
 
     def start_all_reduce(self, gradients, over):
@@ -96,9 +99,8 @@ class TopK(Compression):
         if self._left_out is None:
             self._left_out = xp.zeros_like(gradients)
         self._left_out += gradients
-        count = max(1, ceil(gradients.size * self._fraction))
-        largest = xp.argpartition(abs(self._left_out), gradients.size - count)[gradients.size - count :]
-        places = xp.sort(largest).astype(np.uint32 if gradients.size < 1 << 32 else np.uint64)
+        places = xp.concatenate([self._largest(span) for span in self._group.spans.values()])
+        places = places.astype(np.uint32 if gradients.size < 1 << 32 else np.uint64)
         all_values = over.start_all_gather(self._left_out[places][None], label="gradients")
         all_places = over.start_all_gather(places[None], label="gradients")
         self._left_out[places] = 0
@@ -110,6 +112,13 @@ class TopK(Compression):
             return gradients
 
         return Reduction(finish)
+
+    def _largest(self, span: slice) -> Array:
+        """Places of the largest entries in a part of what is to be sent, ascending."""
+        sizes = abs(self._left_out[span])
+        rest = sizes.size - ceil(sizes.size * self._fraction)
+        xp = backend_of(sizes).xp
+        return span.start + xp.sort(xp.argpartition(sizes, rest)[rest:] if rest else xp.arange(sizes.size))
 
 
 class PowerSGD(Compression):
@@ -180,7 +189,7 @@ def compression(text: str, group: ParameterGroup) -> Compression:
         if name in ("bfloat16", "float16") and not number:
             return HalfPrecision(np.dtype(getattr(ml_dtypes, name, name)))
         if name == "top-k":
-            return TopK(float(number or 0.01))
+            return TopK(float(number or 0.01), group)
         if name == "powersgd":
             return PowerSGD(int(number or 4), group)
     except ValueError:
