@@ -330,6 +330,30 @@ def test_chunks_of_one_stage_hand_over_without_messages():
     assert {key: dx.tolist() for key, dx in execution.input_gradients.items()} == {(0, 0): [16.0], (1, 0): [16.0]}
 
 
+def test_the_loss_s_gradient_is_gone_when_the_next_layer_begins():
+    """It may be larger than all that the layers save: of every token, a number for each word."""
+    stand, given, alive = Stand(3), [], []
+
+    class Watchful(Toy):
+        def forward(self, *args):
+            alive.append(sum(ref() is not None for ref in given))
+            return super().forward(*args)
+
+        def backward_input(self, *args):
+            alive.append(sum(ref() is not None for ref in given))
+            return super().backward_input(*args)
+
+    def lose(m, y):
+        given.append(weakref.ref(gradient := np.ones(1)))
+        return gradient
+
+    stand.layers = [(name, Watchful(layer.number, stand)) for name, layer in stand.layers]
+    chunks = {0: stand.chunk(Segment(range(3)))}
+    execution = execution_of(stand, Bystander(stand, chunks=1, here={0}), chunks, 2, lose)
+    execution.run([Forward(0), Backward(0), Forward(1), Backward(1)])
+    assert alive == [0, 0, 0, 1, 0, 0] * 2
+
+
 def test_a_stage_that_is_not_first_takes_no_inputs():
     stand = Stand(2)
     execution = execution_of(stand, Bystander(stand, chunks=2, here={1}), {1: stand.chunk(Segment(range(1, 2)))})

@@ -79,7 +79,9 @@ class Chunk:
         ``on_input_gradient`` is told the input's gradient as soon as it is known, since somebody may be waiting
         for it, while nobody waits for the first layer's weights.
         """
-        for number, dx, rest in self._backward_input(saved, dy):
+        layers = self._backward_input(saved, dy)
+        del dy  # only they need it, and not for long
+        for number, dx, rest in layers:
             if number == self._numbers[0]:
                 on_input_gradient(dx)
             self._backward_weight(number, rest)

@@ -90,13 +90,16 @@ class Execution:
                 case schedules.Forward():
                     self._forward(m, c)
                 case schedules.Backward():
-                    dy = self.output_gradients.pop(key)
-                    self._chunks[c].backward(self.saved.pop(key), dy, lambda dx, m=m, c=c: self._leaves(m, c, dx))
+                    # No name for the gradient here: that of the logits is large, and would outlive its use.
+                    self._chunks[c].backward(
+                        self.saved.pop(key), self.output_gradients.pop(key), lambda dx, m=m, c=c: self._leaves(m, c, dx)
+                    )
                 case schedules.BackwardInput():
                     dx, self._rests[key] = self._chunks[c].backward_input(
                         self.saved.pop(key), self.output_gradients.pop(key)
                     )
                     self._leaves(m, c, dx)
+                    del dx
                 case schedules.BackwardWeight():
                     self._chunks[c].backward_weight(self._rests.pop(key))
                 case schedules.StartReceiveInput():
