@@ -1,6 +1,7 @@
 """as_distributed: what one device computes, on all ranks, in one line."""
 
 from functools import cache
+from math import prod
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from spmd_engine.arrays import einsum
 from spmd_engine.engine import SGD, AdamW
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.errors import UsageError
-from spmd_engine.layers import Linear
+from spmd_engine.layers import Attention, LayerNorm, Linear, Positions, Residual
 from spmd_engine.models import two_layers
 from spmd_engine.training import Trainer
 
@@ -120,6 +121,30 @@ def test_the_engine_itself_has_what_was_trained():
             np.testing.assert_allclose(outputs[0], data(0)[0] @ inner.parameters["w"] + inner.parameters["bias"])
 
     run(program, 3)
+
+
+SEQUENCES = np.random.default_rng(1).standard_normal((4, 9, WIDTH + 1))
+
+
+@pytest.mark.parametrize("axes", [{"data": 2}, {"context": 3}, {"model": 2}], ids=str)
+def test_layers_that_attend_take_sequences_of_any_length(axes):
+    def program(axes):
+        with Mesh(**axes) as mesh:
+            attention = Residual(LayerNorm(WIDTH + 1), Attention(WIDTH + 1, heads=2))
+            engine = as_distributed([attention], mesh, inputs="b s d", outputs="b s d", dtype=np.float64)
+            return engine.step(batch_of(SEQUENCES, 2 * SEQUENCES, engine))
+
+    ranks = prod(axes.values())
+    assert run(program, ranks, args=(axes,)) == pytest.approx(run(program, 1, args=({},)) * ranks, rel=1e-12)
+
+
+def test_a_table_of_positions_says_how_long_they_may_be():
+    def program():
+        engine = as_distributed([Positions(8, WIDTH + 1)], inputs="b s d", outputs="b s d")
+        with pytest.raises(UsageError, match="a sequence of 9, but the context is 8"):
+            engine.step(batch_of(SEQUENCES, SEQUENCES, engine))
+
+    run(program, 1)
 
 
 class Cut(OneDevice):

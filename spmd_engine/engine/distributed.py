@@ -45,7 +45,8 @@ def as_distributed(
         return DistributedEngine(model, mesh, zero=2 if zero is None else zero, **options)
     if not isinstance(model, Model):
         named = tuple(each if isinstance(each, tuple) else (f"layer{i}", each) for i, each in enumerate(model))
-        model = Model("model", named, inputs, outputs, outputs, _without_shards(loss))
+        tables = [layer.sizes["p"] for _, layer in named if "p" in layer.sizes]  # of positions: they end somewhere
+        model = Model("model", named, inputs, outputs, outputs, _without_shards(loss), min(tables, default=0))
     return LayeredEngine(model, mesh, storage=Storage(3 if zero is None else zero), **options)
 
 

@@ -21,7 +21,7 @@ class Model:
     outputs: str
     targets: str
     loss: Callable  #: loss(sh, outputs, targets, *, count, mask) -> (value, gradient)
-    context: int = 1  #: longest s
+    context: int = 1  #: longest s; 0: any
     vocabulary: int = 0  #: tokens, inputs and targets, are whole numbers below it; 0: inputs are no tokens
 
     def __post_init__(self) -> None:
@@ -43,7 +43,7 @@ class Model:
         """Raise UsageError for tokens, or sequences, that this model cannot take. Host arrays only."""
         if len(self.inputs.split()) != x.ndim:
             raise UsageError(f"{self.name}: inputs [{self.inputs}] have shape {x.shape}")
-        if "s" in self.inputs and x.shape[1] > self.context:
+        if "s" in self.inputs and 0 < self.context < x.shape[1]:
             raise UsageError(f"{self.name}: a sequence of {x.shape[1]}, but the context is {self.context}")
         self._check_tokens("inputs", x)
 
