@@ -109,6 +109,20 @@ def test_train_resume_generate_infer(ok, tmp_path):
     np.testing.assert_allclose(a, b, atol=1e-4)
 
 
+def test_runs_that_cannot_answer_say_why(ok, spmd, tmp_path):
+    few = ["--steps", "1", "--batch-size", "2", *QUIET]
+    ok(1, "train", "--model", "mlp", "--run", "scores", *few)
+    ok(1, "train", "--strategy", "data-parallel", "--run", "page", *few)
+    np.save(tmp_path / "x.npy", np.zeros((2, 64)))
+    for run, why, command in (
+        ("scores", "mlp is no model of text", ["generate"]),
+        ("page", "a run of --strategy data-parallel", ["generate"]),
+        ("page", "a run of --strategy data-parallel", ["infer", "--input", "x.npy", "--output", "y.npy"]),
+    ):
+        result = spmd(1, *command, "--run", run)
+        assert result.returncode == 2 and why in result.stderr
+
+
 def test_resume_takes_over_the_run_s_own_options(ok, tmp_path):
     ok(1, "train", "--steps", "1", "--seed", "3", "--batch-size", "2", "--run", "r", *QUIET)
     ok(1, "train", "--steps", "2", "--resume", "--run", "r")

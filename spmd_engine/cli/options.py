@@ -56,7 +56,12 @@ def read_config(run: str | Path) -> dict[str, Any]:
 
 
 def what_it_computes(config: dict[str, Any]) -> dict[str, Any]:
-    """A run's configuration without how it was computed: to be served on another mesh."""
+    """A run's configuration without how it was computed: to be served on another mesh.
+
+    Raises UsageError for a run of a page of ``strategies/``, which has no model to be built anew.
+    """
+    if config.get("strategy"):
+        raise UsageError(f"this is a run of --strategy {config['strategy']}: only 'train --resume' goes on from those")
     return {k: config[k] for k in ("model", "seed", "dtype")}
 
 

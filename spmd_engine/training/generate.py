@@ -24,10 +24,13 @@ def generate(
     """``count`` tokens that follow ``prompt``, the same on every rank. Collective.
 
     Temperature 0 takes the likeliest token; otherwise the draw is a function of the seed and of the token's
-    number. Only the last ``context`` tokens are looked at. One rank draws, so that ranks cannot part ways.
+    number. Only the last ``context`` tokens are looked at. One rank draws, so that ranks cannot part ways. Raises
+    UsageError for an empty prompt and for a model that takes no tokens.
     """
     if not prompt:
         raise UsageError("generate: the prompt is empty; give at least one character")
+    if not engine.model.vocabulary:
+        raise UsageError(f"generate: {engine.model.name} is no model of text, it takes no tokens")
     tokens = list(prompt)
     group = engine.group()
     with engine.inference():
