@@ -14,6 +14,7 @@ from spmd_engine.comm.pending import Pending
 from spmd_engine.engine import schedules
 from spmd_engine.engine.chunk import Chunk, Segment
 from spmd_engine.engine.execution import Execution, Neighbours
+from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.recompute import Recompute, segments
 from spmd_engine.engine.schedules import (
     Backward,
@@ -28,7 +29,7 @@ from spmd_engine.engine.schedules import (
 )
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.layer import At, Layer
-from spmd_engine.models import gpt
+from spmd_engine.models import deep_mlp, gpt, mlp
 
 TRAINING, SERVING = (At(positions=None, residual_positions=None, training=training) for training in (True, False))
 
@@ -227,6 +228,20 @@ def test_of_a_layer_s_backward_nothing_is_left_when_the_next_one_begins():
 
 
 # --- which layers are recomputed together
+
+
+@pytest.mark.parametrize(
+    ("recompute", "model", "nearest"),
+    [
+        (Recompute.BLOCK, mlp(), "mlp has no block; choose none"),
+        (Recompute.ATTENTION, mlp(), "mlp has no attention; choose none"),
+        (Recompute.ATTENTION, deep_mlp(2, 4), "deep-mlp has no attention; choose block or none"),
+    ],
+)
+def test_what_a_model_does_not_have_is_not_recomputed(recompute, model, nearest):
+    with pytest.raises(UsageError, match=nearest):
+        run(lambda: LayeredEngine(model, Mesh(), recompute=recompute), 1)
+
 
 MODEL = gpt(tiny.GPTSize(layers=2, width=4, heads=1, context=4, vocabulary=5))
 # embedding, positions, block0/attention, block0/mlp, block1/attention, block1/mlp, norm, head

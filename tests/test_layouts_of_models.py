@@ -7,7 +7,7 @@ import pytest
 from spmd_engine.errors import MeshError, UsageError
 from spmd_engine.layers import LayerNorm, Residual
 from spmd_engine.layers.ring_attention import RingAttention
-from spmd_engine.models import GPTSize, Model, gpt
+from spmd_engine.models import GPTSize, Model, gpt, mlp
 from spmd_engine.models.layouts import layout_for
 from spmd_engine.sharding import Layout
 
@@ -51,6 +51,11 @@ def test_a_model_without_a_sequence_has_no_context():
     assert layout_for(model, mesh_of(data=2, context=1)).axes("b") == ("data",)
     with pytest.raises(MeshError, match=r"axis 'context' cuts sequences, but dense takes \[b d\]"):
         layout_for(model, mesh_of(context=2))
+
+
+def test_a_model_without_a_sequence_is_not_sequence_parallel():
+    with pytest.raises(MeshError, match=r"sequence parallel cuts sequences, but mlp takes \[b d\]"):
+        layout_for(mlp(), mesh_of(model=2), sequence_parallel=True)
 
 
 def test_a_model_with_shared_key_heads():

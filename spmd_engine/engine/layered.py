@@ -20,7 +20,7 @@ from spmd_engine.engine.execution import Execution, Neighbours
 from spmd_engine.engine.gathering import OpenParameters
 from spmd_engine.engine.grouped import GroupedHoldings
 from spmd_engine.engine.plan import PIPE, Storage, make_plan
-from spmd_engine.engine.recompute import Recompute, segments
+from spmd_engine.engine.recompute import Recompute, check, segments
 from spmd_engine.engine.reducer import Reducer
 from spmd_engine.engine.stages import Division
 from spmd_engine.errors import UsageError
@@ -62,6 +62,7 @@ class LayeredEngine(GroupedHoldings, ShardedEngine):
         self.layout = layout if layout is not None else layout_for(model, self.mesh)
         for name, layer in model.layers:
             self.layout.check(name, {"b", "s", *layer.sizes}, layer.may_cut, layer.across)
+        check(model, recompute)
         self.input_sharding = str(self.layout.spec(model.inputs))
         self.output_sharding = str(self.layout.spec(model.outputs))
         self._target_sharding = str(self.layout.spec(model.targets))

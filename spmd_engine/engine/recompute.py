@@ -7,6 +7,7 @@ from enum import Enum
 from itertools import groupby
 
 from spmd_engine.engine.chunk import Segment
+from spmd_engine.errors import UsageError
 from spmd_engine.layers.attention import Attention
 from spmd_engine.layers.layer import Layer
 from spmd_engine.models.model import Model
@@ -21,6 +22,15 @@ class Recompute(Enum):
     BLOCK = "block"
     #: of attention only its input: Korthikanti et al., "Reducing Activation Recomputation" (2022)
     ATTENTION = "attention"
+
+
+def check(model: Model, recompute: Recompute) -> None:
+    """Raise UsageError if a model has nothing of what is to be recomputed."""
+    everything = segments(model, range(len(model.layers)), recompute)
+    if recompute is not Recompute.NONE and not any(segment.recomputed for segment in everything):
+        has_blocks = any("/" in name for name, _ in model.layers)
+        nearest = "block or none" if has_blocks else "none"
+        raise UsageError(f"recompute {recompute.value}: {model.name} has no {recompute.value}; choose {nearest}")
 
 
 def segments(model: Model, layers: Iterable[int], recompute: Recompute) -> list[Segment]:

@@ -14,13 +14,18 @@ def layout_for(model: Model, mesh: Mesh, *, sequence_parallel: bool = False, bal
     """``Layout.for_mesh``, with ``model`` cutting what the model's attention has enough of.
 
     It cuts key heads; where there are fewer than ranks, the queries that share one, if that leaves less to the
-    rank that has most. Raises MeshError for an axis without a customary name, and for a ``context`` axis if the
-    model has no sequence.
+    rank that has most. Raises MeshError for an axis without a customary name, and for a ``context`` axis, or
+    ``sequence_parallel``, if the model has no sequence.
     """
     if mesh.axes.get("context", 1) > 1 and "s" not in model.inputs.split():
         raise MeshError(
             f"mesh {mesh}: axis 'context' cuts sequences, but {model.name} takes [{model.inputs}]; "
             "give its ranks to 'data'"
+        )
+    if sequence_parallel and "s" not in model.inputs.split():
+        raise MeshError(
+            f"sequence parallel cuts sequences, but {model.name} takes [{model.inputs}]; "
+            "with 'model' alone it is tensor parallel"
         )
     ranks = mesh.axes.get("model", 1)
     attentions = [layer.sizes for _, layer in model.layers if "h" in layer.sizes]
