@@ -1,5 +1,7 @@
 """The layered engine computes on every mesh what one device computes."""
 
+import gc
+import weakref
 from dataclasses import replace
 from functools import cache, partial
 
@@ -235,3 +237,22 @@ def test_samples_that_are_not_numbered_are_counted():
         return program
 
     np.testing.assert_allclose(run(norm(False), 2), run(norm(True), 1)[0], rtol=1e-12)
+
+
+@pytest.mark.parametrize("axes", [{"data": 2}, {"pipe": 2}], ids=tiny.mesh_id)
+def test_an_engine_s_memory_goes_with_it(axes):
+    """Without the collector of cycles, which comes when it likes: the next engine would be made beside this one."""
+
+    def program():
+        with Mesh(**axes) as mesh:
+            engine = tiny.make_engine(mesh)
+            engine.step(tiny.batch(engine, 0))
+            ours = [weakref.ref(array.base if array.base is not None else array) for array in engine.owned.values()]
+            del engine
+            return sum(ref() is not None for ref in ours)
+
+    gc.disable()
+    try:
+        assert run(program, 2) == [0, 0]
+    finally:
+        gc.enable()

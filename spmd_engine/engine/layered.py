@@ -89,7 +89,8 @@ class LayeredEngine(GroupedHoldings, ShardedEngine):
             number: Chunk(segments(model, layers, recompute), model.layers, shards, self._open, self._reducer)
             for number, layers in zip(plan.mine, passes, strict=True)
         }
-        self._positions = lru_cache(maxsize=8)(self._find_positions)
+        # Not of a method: the engine would refer to itself, and its arrays outlive it until a collection.
+        self._positions = lru_cache(maxsize=8)(partial(_positions, self.layout, self.mesh, backend))
         self.initialize()
 
     def initialize(self) -> None:
@@ -191,10 +192,6 @@ class LayeredEngine(GroupedHoldings, ShardedEngine):
         samples = xp.asarray(samples) if samples is not None else None
         return At(inside, residual, samples, step, self.seed, training=self.is_training, length=length)
 
-    def _find_positions(self, length: int) -> tuple[Array, Array]:
-        where = "inside", "residual"
-        return tuple(self.backend.xp.asarray(self.layout.positions(length, self.mesh, w)) for w in where)
-
     # --- training ----------------------------------------------------------------------------------------
 
     @contextmanager
@@ -260,3 +257,9 @@ class LayeredEngine(GroupedHoldings, ShardedEngine):
         self.model.check_targets(targets)
         targets = self.backend.asarray(targets)
         return self.model.loss(Shards(self.mesh, self.layout, "loss"), outputs, targets, **options)
+
+
+def _positions(layout: Layout, mesh: Mesh, backend: Backend, length: int) -> tuple[Array, Array]:
+    """This rank's positions of a sequence, inside layers and on the residual stream."""
+    inside, residual = (layout.positions(length, mesh, where) for where in ("inside", "residual"))
+    return backend.xp.asarray(inside), backend.xp.asarray(residual)
