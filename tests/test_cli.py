@@ -159,6 +159,20 @@ def test_inspect_needs_no_ranks(ok):
     assert f"{931872 * 4:,}" in ok(1, "inspect").stdout
 
 
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--mesh", "row=2"], 'd is cut over mesh axis "row" inside'),
+        (["--compress", "zip"], "unknown compression 'zip'"),
+        (["--mesh", "data=2", "--zero", "2", "--compress", "top-k"], "Choose float16 or bfloat16"),
+    ],
+    ids=lambda x: x[-1] if isinstance(x, list) else "",
+)
+def test_inspect_shows_nothing_that_train_refuses(spmd, options, why):
+    result = spmd(1, "inspect", *options)
+    assert result.returncode == 2 and why in result.stderr and not result.stdout
+
+
 MISTAKES = {
     "unknown model 'huge'": ["--model", "huge"],
     "no such file or folder": ["--data", "/nowhere/at/all"],

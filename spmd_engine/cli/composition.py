@@ -11,6 +11,7 @@ import numpy as np
 from spmd_engine.arrays.backend import get_backend
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine import schedules
+from spmd_engine.engine.compression import compression
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.plan import Storage
 from spmd_engine.engine.recompute import Recompute
@@ -102,6 +103,9 @@ def check_composition(options: Mapping[str, Any], axes: Mapping[str, int]) -> No
         refuse(f"--chunks {options['chunks']}", "several chunks a stage are interleaved", "Add --schedule interleaved")
     if "replicate" in axes and "shard" not in axes and not options.get("zero"):
         refuse("axis 'replicate'", "it says that state is in parts over another axis", "Name it data, or add shard=N")
+    compress, zero = options.get("compress") or "none", Storage(options.get("zero")).stage(axes)
+    if not compression(compress).in_parts and zero:
+        refuse(f"--compress {compress}", "state in parts (ZeRO) needs parts of sums", "Choose float16 or bfloat16")
     if options.get("zero") and not {"data", "shard", "context"} & set(axes):
         refuse(
             f"--zero {options['zero']}", "there are no copies to store in parts", "Add an axis data, shard or context"

@@ -48,6 +48,8 @@ def inspect(model: str, mesh: str | None, dtype: str, **options: Any) -> None:
     places = all_places(axes)
     built = build_model(model)
     layout = layout_for(built, places[0], sequence_parallel=bool(options["sequence_parallel"]))
+    for name, layer in built.layers:
+        layout.check(name, {"b", "s", *layer.sizes}, layer.may_cut, layer.across)
     itemsize = np.dtype(dtype).itemsize
     stages = parse_division(options["stages"] or "even")
     chunks = schedules.named(options["schedule"] or "1f1b", options["chunks"]).chunks if axes.get(PIPE, 1) > 1 else 1

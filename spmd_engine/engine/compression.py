@@ -88,7 +88,7 @@ class TopK(Compression):
     After Aji and Heafield, "Sparse Communication for Distributed Gradient Descent" (2017).
     """
 
-    def __init__(self, fraction: float, group: ParameterGroup) -> None:
+    def __init__(self, fraction: float, group: ParameterGroup | None) -> None:
         if not 0.0 < fraction <= 1.0:
             raise UsageError(f"top-k keeps a fraction of the gradient above 0 and up to 1, not {fraction}")
         self._fraction, self._group = fraction, group
@@ -128,7 +128,7 @@ class PowerSGD(Compression):
     matrices that would not be smaller so, are sent as they are. After Vogels et al., "PowerSGD" (2019).
     """
 
-    def __init__(self, rank: int, group: ParameterGroup) -> None:
+    def __init__(self, rank: int, group: ParameterGroup | None) -> None:
         if rank < 1:
             raise UsageError(f"PowerSGD needs a rank of at least 1, not {rank}")
         self._rank, self._group = rank, group
@@ -177,8 +177,8 @@ class PowerSGD(Compression):
         return Reduction(finish)
 
 
-def compression(text: str, group: ParameterGroup) -> Compression:
-    """``"none"``, ``"bfloat16"``, ``"float16"``, ``"top-k:0.01"`` or ``"powersgd:4"``, for a group.
+def compression(text: str, group: ParameterGroup | None = None) -> Compression:
+    """``"none"``, ``"bfloat16"``, ``"float16"``, ``"top-k:0.01"`` or ``"powersgd:4"``, for a group (None: to be asked).
 
     Raises UsageError for anything else.
     """
