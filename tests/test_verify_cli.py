@@ -140,6 +140,7 @@ MISTAKES = {
     "unknown strategy 'magic'": ["--strategy", "magic"],
     "unknown model 'huge'": ["--model", "huge"],
     "it needs an axis 'model'": ["--sequence-parallel"],
+    "it changes sums on purpose": ["--compress", "float16"],
     "Invalid value for '--steps'": ["--steps", "0"],
 }
 

@@ -100,6 +100,11 @@ def _open_mesh(options: dict[str, Any]) -> Mesh:
 
 def _verify_model(options: dict[str, Any], mesh: Mesh) -> Report:
     check_composition(options, mesh.axes)
+    if options["compress"] != "none" and not options["tolerance"]:
+        raise UsageError(
+            f"verify --compress {options['compress']}: it changes sums on purpose, which one device does not. Leave it "
+            "out, or say by --tolerance how much is fine"
+        )
     config = {**options, "dtype": "float64"}
     engine = build_engine(config, mesh, device=options["device"])
     alone = {name: config[name] for name in ("model", "dropout", "seed", "dtype")}
