@@ -588,6 +588,25 @@ def test_evaluation_gathers_once_a_forward():
     assert run(program, 2) == [12, 12]
 
 
+def test_nothing_stays_whole_between_steps():
+    """It would take memory, and hide that somebody has changed the parameters meanwhile."""
+
+    def program():
+        with Mesh(data=2) as mesh:
+            engine = engine_on(mesh, deep_mlp(12, 4), storage=Storage(3, pair_bytes(4)))
+            batch = batch_for(engine, 2)
+            for compute in (engine.step, engine.evaluate):
+                compute(batch)
+                assert all(storage.whole_parameters is None for storage in engine._storages)
+                for parameter in engine.parameters.values():
+                    parameter *= 1.5
+            changed = engine.evaluate(batch)
+            engine.after_update()
+            assert engine.evaluate(batch) == changed
+
+    run(program, 2)
+
+
 @every_stage_of_zero
 def test_a_step_after_one_that_broke_off_is_right(zero, monkeypatch):
     monkeypatch.setattr(algorithms, "PIECE", 256)

@@ -144,6 +144,8 @@ class LayeredEngine(GroupedHoldings, ShardedEngine):
         execution = Execution(self._chunks, self._neighbours, [at], [self.backend.asarray(x)], lambda m, y: y)
         execution.run(self._one_pass(schedules.Forward, self.plan.mine))
         self.tape.push(execution)
+        if not self.is_training:  # else the backward begins with what is here
+            self._open.close()
         return execution.output_gradients.pop((0, len(self.plan.chunks) - 1), None)
 
     def backward(self, grads: Array | None) -> dict[str, Array]:
@@ -158,6 +160,7 @@ class LayeredEngine(GroupedHoldings, ShardedEngine):
         execution.run(self._one_pass(schedules.Backward, reversed(self.plan.mine)))
         self.input_gradient = execution.input_gradients.get((0, 0))
         self._reducer.finish()
+        self._open.close()
         return {name: gradient.copy() for name, gradient in self.named(self._gradients).items()}
 
     def _one_pass(self, kind: type[schedules.Compute], chunks: Iterable[int]) -> schedules.Program:
@@ -223,6 +226,7 @@ class LayeredEngine(GroupedHoldings, ShardedEngine):
         execution = Execution(self._chunks, self._neighbours, self._ats(batch), inputs, lose)
         execution.run(self._program(micro_batches))
         self._reducer.finish()
+        self._open.close()
         self.gradients = self._gradients
         return self._sum_loss(total)
 
