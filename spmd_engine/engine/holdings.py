@@ -78,7 +78,12 @@ class Holdings(Collectives):
         return self.owned_sharding(name).block(self.global_shape(name), self.mesh)
 
     def addressable_shard(self, name: str) -> Shard | None:
-        """The part of a parameter that is stored here, and where it lies in the whole."""
+        """The part of a parameter that is stored here, and where it lies in the whole; None if nothing is.
+
+        Raises UsageError if the model has no such parameter.
+        """
+        if name not in self.names:
+            raise UsageError(f"no parameter {name!r}; this engine has: {', '.join(self.names)}")
         index = self.index(name)
         return None if index is None else Shard(index, self.parameters[name])
 
