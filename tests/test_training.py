@@ -8,6 +8,7 @@ import tiny
 from spmd_engine import Mesh, run
 from spmd_engine.arrays.updates import sum_of_squares
 from spmd_engine.engine import SGD, AdamW
+from spmd_engine.engine.batch import make_batch
 from spmd_engine.engine.optimizers import WarmupCosine
 from spmd_engine.errors import NotFiniteError, UsageError
 from spmd_engine.training import Checkpoint, Trainer, generate, load_checkpoint, save_checkpoint
@@ -115,6 +116,20 @@ def test_a_loss_that_is_not_finite_stops_before_the_update():
         with np.errstate(all="ignore"), pytest.raises(NotFiniteError, match="step 1: the loss is nan"):
             trainer.step()
         assert np.array_equal(trainer.engine.parameters["embedding/table"], before)
+
+
+def test_evaluation_of_nothing_but_hidden_targets_is_0():
+    def program():
+        with Mesh(data=2) as mesh:
+            trainer = make_trainer(mesh)
+            tokens = tiny.tokens(0)[0]
+
+            def load(samples):
+                return tokens[samples], tokens[samples], np.zeros_like(tokens[samples])
+
+            return trainer.evaluate([make_batch(load, len(tokens), 1, trainer.engine)])
+
+    assert run(program, 2) == [0.0, 0.0]
 
 
 def test_evaluation_weighs_batches_by_their_terms():

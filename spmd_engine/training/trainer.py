@@ -88,7 +88,7 @@ class Trainer:
         """The mean loss over whole batches. Collective."""
         counts = [self.engine.count(batch) for batch in batches]
         losses = [self.engine.evaluate(batch, self.loss) for batch in batches]
-        loss = sum(c * x for c, x in zip(counts, losses, strict=True)) / sum(counts)
+        loss = sum(c * x for c, x in zip(counts, losses, strict=True)) / (sum(counts) or 1.0)
         if not np.isfinite(loss):
             raise NotFiniteError(f"the validation loss is {loss} after step {self.steps_done}; lower the learning rate")
         return loss
