@@ -41,30 +41,27 @@ def adamw(p, g, mean, square, *, step, rate, betas, epsilon, decay, scale=1.0) -
 def momentum_sgd(p, g, velocity, *, rate, momentum, decay, scale=1.0) -> None:
     """One step of SGD with momentum (Sutskever et al., 2013, as PyTorch writes it) and decoupled decay."""
     for part in chunks(p):
-        grad = g[part] * scale
         p_part = p[part]
         if velocity is not None:
             velocity[part] *= momentum
-            velocity[part] += grad
+            velocity[part] += g[part] * scale
             grad = velocity[part] * rate
         else:
-            grad *= rate
+            grad = g[part] * (scale * rate)
         if decay:
             p_part *= 1.0 - rate * decay
         p_part -= grad
 
 
 def sum_of_squares(x: Array) -> float:
-    """The sum of squares of flat x[n], accumulated in float64 across pieces."""
-    backend, total = backend_of(x), 0.0
+    """The sum of squares of flat x[n], accumulated in float64 across pieces. NumPy may warn of an overflow, which is
+    made good."""
+    xp, total = backend_of(x).xp, 0.0
     for part in chunks(x):
         piece = x[part]
-        squares = 0.0
-        if piece.itemsize >= 4:
-            with backend.errstate(over="ignore"):
-                squares = float(backend.xp.dot(piece, piece))
+        squares = float(xp.dot(piece, piece)) if piece.itemsize >= 4 else 0.0
         if not _SMALL < squares < inf:  # squares of large float32 numbers are not finite, of small ones are 0
-            wide = piece.astype(backend.xp.float64)
-            squares = float(backend.xp.dot(wide, wide))
+            wide = piece.astype(xp.float64)
+            squares = float(xp.dot(wide, wide))
         total += squares
     return total

@@ -14,7 +14,8 @@ class Account:
     """Opened when a step begins; ``close`` tells what the ledger and the waits gained since."""
 
     def __init__(self, mesh: Mesh) -> None:
-        self._mesh, self._began, self._before = mesh, perf_counter(), _state(mesh)
+        self._mesh, self._began = mesh, perf_counter()
+        self._before = _state(mesh) if mesh.size > 1 else None
 
     def close(self) -> tuple[float, dict[str, Any]]:
         """The step's seconds on this rank, and facts about all ranks. Collective over the world.

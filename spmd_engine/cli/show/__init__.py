@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from spmd_engine.cli.show.collective import collective
+from spmd_engine.cli.show.communication import communication
 from spmd_engine.cli.show.memory import memory
 from spmd_engine.cli.show.mesh import mesh
 from spmd_engine.cli.show.schedule import schedule
@@ -12,7 +13,7 @@ from spmd_engine.cli.show.sharding import sharding
 from spmd_engine.comm.world import launcher_rank
 
 
-@click.group(short_help="Draw a mesh, a sharding, a schedule, memory or a collective.")
+@click.group(short_help="Draw a mesh, a sharding, a schedule, communication, memory or a collective.")
 @click.pass_context
 def show(context: click.Context) -> None:
     """Draw what the engine does. No rank is started: any mesh can be drawn anywhere.
@@ -24,5 +25,5 @@ def show(context: click.Context) -> None:
         context.exit()
 
 
-for command in (mesh, sharding, schedule, memory, collective):
+for command in (mesh, sharding, schedule, communication, memory, collective):
     show.add_command(command)
