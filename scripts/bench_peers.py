@@ -21,7 +21,8 @@ from pathlib import Path
 from statistics import median
 
 import click
-from bench import mpiexec
+
+from spmd_engine.cli.bench.launch import mpiexec
 
 HERE = Path(__file__).resolve().parent
 MODELS = {
