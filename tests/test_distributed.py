@@ -11,7 +11,8 @@ from spmd_engine.arrays import einsum
 from spmd_engine.engine import SGD, AdamW
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.errors import UsageError
-from spmd_engine.layers import Attention, LayerNorm, Linear, Positions, Residual
+from spmd_engine.layers import Attention, Embedding, Head, LayerNorm, Linear, Positions, Residual
+from spmd_engine.layers.loss import cross_entropy
 from spmd_engine.models import two_layers
 from spmd_engine.training import Trainer
 
@@ -136,6 +137,41 @@ def test_layers_that_attend_take_sequences_of_any_length(axes):
 
     ranks = prod(axes.values())
     assert run(program, ranks, args=(axes,)) == pytest.approx(run(program, 1, args=({},)) * ranks, rel=1e-12)
+
+
+@pytest.mark.parametrize("axes", [{"data": 2}, {"model": 2}, {"data": 2, "model": 3}], ids=str)
+def test_layers_that_end_in_classes(axes):
+    tokens = np.random.default_rng(2).integers(0, 11, (4, 9))
+
+    def program(axes):
+        with Mesh(**axes) as mesh:
+            layers = [("embedding", Embedding(11, WIDTH)), ("head", Head(11, WIDTH, tied="embedding/table"))]
+            letters = {"inputs": "b s", "outputs": "b s v", "loss": cross_entropy}
+            engine = as_distributed(layers, mesh, **letters, dtype=np.float64)
+            loss = engine.step(batch_of(tokens, tokens[:, ::-1], engine))
+            return loss, engine.gather_owned("embedding/table", engine.gradients)
+
+    (expected, gradient), *_ = run(program, 1, args=({},))
+    for loss, found in run(program, prod(axes.values()), args=(axes,)):
+        assert loss == pytest.approx(expected, rel=1e-12)
+        np.testing.assert_allclose(found, gradient, rtol=1e-10, atol=1e-14)
+
+
+def test_a_loss_that_does_not_know_of_cuts_is_refused_where_there_are():
+    def program():
+        layers = [Linear(("d", WIDTH), ("f", HIDDEN))]
+        engine = as_distributed(layers, Mesh(model=2), outputs="b f", loss=lambda y, targets, count: (0.0, y))
+        x = np.ones((2, WIDTH), np.float32)
+        with pytest.raises(UsageError, match="'b f' are cut over model, of which this loss knows nothing"):
+            engine.step(batch_of(x, np.ones((2, HIDDEN), np.float32), engine))
+
+    run(program, 2)
+
+
+@pytest.mark.parametrize("make", [OneDevice, lambda: two_layers(WIDTH, HIDDEN)])
+def test_letters_and_loss_are_said_of_layers_alone(make):
+    with pytest.raises(UsageError, match="has its own outputs, loss"):
+        as_distributed(make(), Mesh(), outputs="b d", loss=cross_entropy)
 
 
 def test_a_table_of_positions_says_how_long_they_may_be():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,10 +16,12 @@ from spmd_engine.engine.plan import Plan, Storage
 from spmd_engine.engine.reducer import Reducer
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.layer import Layer, Parameter
-from spmd_engine.layers.loss import mean_squared_error
+from spmd_engine.layers.loss import cross_entropy, mean_squared_error
+from spmd_engine.models.mlp import class_loss
 from spmd_engine.models.model import Model
 from spmd_engine.sharding.groups import Member, Sum, make_groups
 from spmd_engine.sharding.layout import Layout
+from spmd_engine.sharding.shards import Shards
 
 Layers = Sequence[Layer | tuple[str, Layer]]
 
@@ -29,30 +31,57 @@ def as_distributed(
     mesh: Mesh | None = None,
     *,
     zero: int | None = None,
-    inputs: str = "b d",
-    outputs: str = "b d",
-    loss: Loss = mean_squared_error,
+    inputs: str | None = None,
+    outputs: str | None = None,
+    targets: str | None = None,
+    loss: Loss | None = None,
     **options: Any,
 ) -> ShardedEngine:
     """An engine that trains ``model`` on all ranks, each with a part of the batch and of the model.
 
-    A ``Model``, or a list of layers (with names or without) whose input and output have the letters ``inputs`` and
-    ``outputs``, becomes a ``LayeredEngine``, fully sharded (``zero=3``) unless told otherwise; ``options`` are its.
+    A ``Model`` or a list of layers (with names or without) becomes a ``LayeredEngine``, fully sharded (``zero=3``)
+    unless told otherwise; ``options`` are its. Of layers, say the letters of what goes in and comes out ("b d" each,
+    by default) and the loss: ``mean_squared_error`` (the default), ``cross_entropy`` of outputs whose last letter is
+    the classes, or any other of whole samples. Targets have the letters of the outputs, without the classes.
     A ShardedEngine written for one device keeps its own arrays, so gradients and optimizer state are what is stored
     in parts (``zero=2``; 1: the optimizer's state alone). Raises UsageError for one that is cut already.
     """
-    if isinstance(model, ShardedEngine):
-        return DistributedEngine(model, mesh, zero=2 if zero is None else zero, **options)
-    if not isinstance(model, Model):
-        named = tuple(each if isinstance(each, tuple) else (f"layer{i}", each) for i, each in enumerate(model))
-        tables = [layer.sizes["p"] for _, layer in named if "p" in layer.sizes]  # of positions: they end somewhere
-        model = Model("model", named, inputs, outputs, outputs, _without_shards(loss), min(tables, default=0))
+    of_layers = {"inputs": inputs, "outputs": outputs, "targets": targets, "loss": loss}
+    if isinstance(model, (Model, ShardedEngine)):
+        if given := [name for name, value in of_layers.items() if value is not None]:
+            raise UsageError(f"as_distributed: a {type(model).__name__} has its own {', '.join(given)}")
+        if isinstance(model, ShardedEngine):
+            return DistributedEngine(model, mesh, zero=2 if zero is None else zero, **options)
+    else:
+        model = _model_of(model, inputs or "b d", outputs or "b d", targets, loss or mean_squared_error)
     return LayeredEngine(model, mesh, storage=Storage(3 if zero is None else zero), **options)
 
 
-def _without_shards(loss: Loss):
-    def of_blocks(sh, outputs, targets, **options):
-        return loss(outputs, targets, **options)
+def _model_of(layers: Layers, inputs: str, outputs: str, targets: str | None, loss: Loss) -> Model:
+    named = tuple(each if isinstance(each, tuple) else (f"layer{i}", each) for i, each in enumerate(layers))
+    tables = [layer.sizes["p"] for _, layer in named if "p" in layer.sizes]  # of positions: they end somewhere
+    if loss is cross_entropy:
+        *others, classes = outputs.split()
+        sizes = [layer.sizes[classes] for _, layer in named if classes in layer.sizes]
+        if not sizes:
+            raise UsageError(f"as_distributed: outputs {outputs!r} end with the classes, but no layer has {classes!r}")
+        targets, known = targets or " ".join(others), class_loss(classes, sizes[-1])
+    else:
+        targets, known = targets or outputs, _of_whole_samples(loss, outputs)
+    return Model("model", named, inputs, outputs, targets, known, min(tables, default=0))
+
+
+def _of_whole_samples(loss: Loss, outputs: str) -> Callable[..., tuple[float, Array]]:
+    """A loss that knows of no cuts, and the mean squared error, to which they are all one."""
+
+    def of_blocks(sh: Shards, y: Array, targets: Array, **options: Any) -> tuple[float, Array]:
+        cut = sh.axes(letter for letter in outputs.split() if letter not in "bs")
+        if cut and loss is not mean_squared_error:
+            raise UsageError(
+                f"as_distributed: the outputs {outputs!r} are cut over {', '.join(cut)}, of which this loss knows "
+                "nothing; use cross_entropy, or a Model whose loss does"
+            )
+        return loss(y, targets, **options)
 
     return of_blocks
 
