@@ -13,14 +13,15 @@ from types import ModuleType
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.comm.communicator import Communicator
+from spmd_engine.comm.communicator import Communicator, Part
 from spmd_engine.comm.pending import Steps
 from spmd_engine.errors import UsageError
 
+Ranks = Communicator | Part
 PIECE = 4 << 20  # bytes of each rank's block that are received before they are reduced
 
 
-def exchange(comm: Communicator, outgoing: Sequence[Array | None], incoming: Sequence[Array | None], tag: int) -> Steps:
+def exchange(comm: Ranks, outgoing: Sequence[Array | None], incoming: Sequence[Array | None], tag: int) -> Steps:
     """Send ``outgoing[r]`` to each other rank r and fill ``incoming[r]`` from it; None or empty: nothing."""
     backends = {id(b): b for b in (backend_of(x) for x in (*outgoing, *incoming) if x is not None)}
     for backend in backends.values():
@@ -37,12 +38,12 @@ def exchange(comm: Communicator, outgoing: Sequence[Array | None], incoming: Seq
     yield requests
 
 
-def all_gather(comm: Communicator, own: Array, blocks: Sequence[Array], tag: int) -> Steps:
+def all_gather(comm: Ranks, own: Array, blocks: Sequence[Array], tag: int) -> Steps:
     """Fill every other rank's block of ``blocks`` with what that rank has as ``own``."""
     yield from exchange(comm, [own] * comm.size, blocks, tag)
 
 
-def reduce_scatter(comm: Communicator, blocks: Sequence[Array], out: Array, reduction: str, tag: int) -> Steps:
+def reduce_scatter(comm: Ranks, blocks: Sequence[Array], out: Array, reduction: str, tag: int) -> Steps:
     """``out`` = the reduction over ranks, in rank order, of everyone's ``blocks[rank]``."""
     backend = backend_of(out)
     flat_blocks, flat_out = [block.reshape(-1) for block in blocks], out.reshape(-1)
@@ -122,7 +123,7 @@ def reducer(reduction: str, dtype: np.dtype, xp: ModuleType) -> Callable[[Array,
 
     It may be one of them, though: only the last operation writes to it.
     """
-    ufunc, mean, half = getattr(xp, _UFUNCS[reduction]), reduction == "mean", _is_half(dtype)
+    ufunc, mean, half = getattr(xp, _UFUNCS[reduction]), reduction == "mean", accumulated_in(dtype) != dtype
 
     def reduce(out: Array, blocks: Sequence[Array]) -> None:
         if half:
@@ -140,5 +141,7 @@ def reducer(reduction: str, dtype: np.dtype, xp: ModuleType) -> Callable[[Array,
     return reduce
 
 
-def _is_half(dtype: np.dtype) -> bool:
-    return dtype.itemsize == 2 and dtype.kind not in "iub" and dtype.fields is None
+def accumulated_in(dtype: np.dtype) -> np.dtype:
+    """The dtype in which arrays of ``dtype`` are added up: float32 for float16 and bfloat16, else their own."""
+    half = dtype.itemsize == 2 and dtype.kind not in "iub" and dtype.fields is None
+    return np.dtype(np.float32) if half else dtype

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,6 +16,9 @@ from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.arena import Neighbours
 from spmd_engine.comm.board import Board
 from spmd_engine.comm.pending import Progress
+
+if TYPE_CHECKING:
+    from spmd_engine.comm.lanes import Lanes
 
 
 class Communicator(ABC):
@@ -29,6 +33,7 @@ class Communicator(ABC):
     looks = 0  #: how often to look for what is waited for before giving way, where every rank has a core
     neighbours: Neighbours | None = None  #: memory shared with ranks of this node, where it can be had
     board: Board | None = None  #: where this communicator's ranks meet, if all are on one node and share memory
+    lanes: Lanes | None = None  #: the ways between its nodes, if there are several, with as many ranks each
 
     def next_call(self) -> int:
         self.calls += 1
@@ -85,3 +90,18 @@ class Communicator(ABC):
         ``messages``: whether some are waited for. Those must be looked for; who writes on a board wakes others.
         Raises RankAborted if another rank has failed meanwhile.
         """
+
+
+class Part:
+    """Some ranks of a communicator, this one among them, in an order of their own: enough to exchange messages."""
+
+    def __init__(self, communicator: Communicator, members: Sequence[int]) -> None:
+        self.members = list(members)  #: ranks of the communicator
+        self.rank, self.size = self.members.index(communicator.rank), len(self.members)
+        self._communicator = communicator
+
+    def start_send(self, data: Array, to: int, tag: int) -> list:
+        return self._communicator.start_send(data, self.members[to], tag)
+
+    def start_receive(self, data: Array, source: int, tag: int) -> list:
+        return self._communicator.start_receive(data, self.members[source], tag)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.comm import header, meeting
+from spmd_engine.comm import header, lanes, meeting
 from spmd_engine.comm.board import LEFT
 from spmd_engine.comm.communicator import Communicator
 from spmd_engine.comm.header import Call, Header
@@ -59,7 +59,8 @@ class Door:
     ) -> None:
         self.comm, self.axes, self.ledger, self.check, self.timeout = comm, axes, ledger, check, timeout
         self.rank, self.size = comm.rank, comm.size
-        self._board = comm.board
+        self._board, self._lanes = comm.board, comm.lanes
+        self._pages = comm.lanes.board if comm.lanes else comm.board  #: whose pages calls take in turn, if any
         self._inline = comm.board.room if comm.board else meeting.INLINE  #: bytes of data that a header brings along
         self._plans: dict[tuple, Plan] = {}
 
@@ -88,7 +89,10 @@ class Door:
     def _begin(self, plan: Plan, x: Array | None, out: Any = None) -> Pending:
         """Start the next call; write to the ledger when it ends."""
         number, began = self.comm.next_call(), perf_counter()
-        pending = self.comm.progress.begin(Operation(self, plan, number, plan.steps(plan, number, x, out)))
+        steps = plan.steps(plan, number, x, out)
+        if self._lanes is not None:
+            steps = self._lanes.in_turn(number, steps)
+        pending = self.comm.progress.begin(Operation(self, plan, number, steps))
         pending.on_wait(perf_counter() - began)
         return pending
 
@@ -104,6 +108,10 @@ class Door:
         self.ledger.record(*plan.where, payload=plan.payload, sent=plan.sent)
         self.ledger.record_wait(*plan.where, perf_counter() - began)
         return result
+
+    def _in_lanes(self, size: int) -> bool:
+        """Whether an array of that many bytes, of all ranks together or of each, goes within nodes, then between."""
+        return self._lanes is not None and size >= lanes.LARGE
 
     def _meets(self, always: bool) -> bool:
         return always or self.check or self._board is not None
@@ -168,8 +176,8 @@ class Operation(Pending):
         )
 
     def on_end(self) -> None:
-        if self._number and self._door._board is not None:
-            self._door._board.say(self._number, LEFT)
+        if self._number and self._door._pages is not None:
+            self._door._pages.say(self._number, LEFT)
 
     def on_wait(self, seconds: float) -> None:
         self._door.ledger.record_wait(*self._plan.where, seconds)

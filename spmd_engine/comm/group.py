@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from spmd_engine.arrays.backend import CPU, Array, Backend, backend_of
-from spmd_engine.comm import algorithms
+from spmd_engine.comm import algorithms, lanes
 from spmd_engine.comm.algorithms import span
 from spmd_engine.comm.door import Plan, suits
-from spmd_engine.comm.header import Header
+from spmd_engine.comm.header import Call, Header
 from spmd_engine.comm.lending import fill
 from spmd_engine.comm.meeting import INLINE
 from spmd_engine.comm.pending import Pending, Steps
@@ -164,8 +164,14 @@ class Group(Reductions):
         result = out if out is not None and self._reachable(out) else xp.empty(shape, own.dtype)
         if result.shape != shape:
             raise UsageError(f"all_gather: out has shape {result.shape}, the result {shape}")
-        blocks = meeting.blocks or [None] * self.size
-        yield from self._gather(own, blocks, lengths, result, axis, self._tag(number) + 1)
+        if axis == 0 and self._in_lanes(result.nbytes):
+            ends = np.cumsum([0, *lengths]).tolist()
+            parts = [slice(*pair) for pair in zip(ends, ends[1:], strict=False)]
+            copied(own, result[parts[self.rank]])
+            yield from lanes.all_gather(self._lanes, Call(number, plan.header), result, parts, self._tag(number) + 1)
+        else:
+            blocks = meeting.blocks or [None] * self.size
+            yield from self._gather(own, blocks, lengths, result, axis, self._tag(number) + 1)
         if meeting.exposed:
             yield from meeting.end()
         result = home(result)

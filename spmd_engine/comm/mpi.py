@@ -11,8 +11,9 @@ import numpy as np
 from mpi4py import MPI
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.comm.board import room_for_board
+from spmd_engine.comm.board import room_for_board, size_of_board
 from spmd_engine.comm.communicator import Communicator
+from spmd_engine.comm.lanes import Lanes, even_nodes
 from spmd_engine.comm.node import Node, open_node
 from spmd_engine.comm.pending import TIMEOUT, Pending, Progress, Steps
 from spmd_engine.errors import MeshError
@@ -58,7 +59,11 @@ class MPICommunicator(Communicator):
         """Share memory with ``ranks``, those of this node; for the world, once. ``tell``: see ``node``."""
         node = open_node(self._comm, ranks, tell)
         self._live_on(node, crowded=len(ranks) > cores)
-        if node is not None and len(ranks) == self.size:
+        if len(ranks) < self.size:
+            hosts = tell(self.node if node is not None else "")
+            if "" not in hosts and (nodes := even_nodes(hosts)):
+                self.lanes = Lanes(self, nodes, node.board(ranks, ranks.index(self.rank), calls=self.calls))
+        elif node is not None:
             self.board = node.board(ranks, self.rank, calls=self.calls)
 
     def _live_on(self, node: Node | None, crowded: bool) -> None:
@@ -75,7 +80,7 @@ class MPICommunicator(Communicator):
         return not requests or MPI.Request.Testall(requests)
 
     def subset(self, ranks: Sequence[int]) -> MPICommunicator:
-        offset = self.progress.begin(_Founding(self, self._meet(ranks), TIMEOUT, ranks)).wait()
+        offset, nodes = self.progress.begin(_Founding(self, self._meet(ranks), TIMEOUT, ranks)).wait()
         everyone = self._comm.Get_group()
         group = everyone.Incl(ranks)
         try:
@@ -91,29 +96,43 @@ class MPICommunicator(Communicator):
         members = [self._members[rank] for rank in ranks]
         made = MPICommunicator(comm, self.progress, self.node, self._world, members)
         made._live_on(self._node, crowded=self.looks == 0)
-        if offset >= 0:
-            made.board = self._node.board(members, made.rank, offset)
+        if nodes is not None:
+            own = next(node for node in nodes if made.rank in node)
+            board = self._node.board([members[rank] for rank in own], own.index(made.rank), offset)
+            if len(nodes) == 1:
+                made.board = board
+            else:
+                made.lanes = Lanes(made, nodes, board)
         return made
 
     def _meet(self, ranks: Sequence[int]) -> Steps:
         """Wait here for those who do not come yet: inside MPI this rank would spin, and its operations rest.
 
-        Returns where the first rank has made room for a board, -1 if nowhere.
+        Returns where the first of this node's ranks has made room for a board, and the ranks by nodes, counted in
+        ``ranks``; None for these if boards cannot be had on all nodes, or would be of no use.
         """
         others = [rank for rank in ranks if rank != self.rank]
-        said = {rank: np.full(1, -1, np.int64) for rank in ranks}
-        share = self._node is not None and self._node.holds([self._members[rank] for rank in ranks])
-        if share and others and self.rank == ranks[0]:
-            offset = room_for_board(self.neighbours, len(ranks))
-            said[self.rank][0] = -1 if offset is None else offset
+        said = {rank: np.full(2, -1, np.int64) for rank in ranks}  # the node's first rank, and where its room is
+        near = [rank for rank in ranks if self._node is not None and self._members[rank] in self._node.ranks]
+        if len(near) > 1:
+            offset = room_for_board(self.neighbours, len(near)) if self.rank == near[0] else None
+            said[self.rank][:] = near[0], -1 if offset is None else offset
         receives = [self.start_receive(said[rank], rank, _MEETING) for rank in others]
         sends = [self.start_send(said[self.rank], rank, _MEETING) for rank in others]
         yield sum(receives + sends, [])
-        return int(said[ranks[0]][0])
+        firsts = [int(said[rank][0]) for rank in ranks]
+        nodes = None
+        if all(first >= 0 and said[first][1] >= 0 for first in firsts):
+            nodes = [list(range(len(ranks)))] if len(set(firsts)) == 1 else even_nodes(firsts)
+        offset = int(said[near[0]][1]) if near else -1
+        if nodes is None and offset >= 0 and self.rank == near[0]:
+            self.neighbours.own.release(offset, size_of_board(len(near)))
+        return offset, nodes
 
     def free(self) -> None:
-        if self.board is not None:
-            self.neighbours.retire(self.board)
+        for board in (self.board, self.lanes and self.lanes.board):
+            if board is not None:
+                self.neighbours.retire(board)
         if not MPI.Is_finalized():
             self._comm.Free()
 

@@ -59,10 +59,6 @@ class Node:
         """Ranks of the node whose programs have ended."""
         return [rank for rank, ended in zip(self.ranks, self._ended, strict=True) if ended]
 
-    def holds(self, members: Sequence[int]) -> bool:
-        """Whether all these ranks of the world are on this node."""
-        return set(members) <= set(self.ranks)
-
 
 def open_node(comm: MPI.Comm, ranks: Sequence[int], tell: Callable[[str], list[str]]) -> Node | None:
     """Map the memory of all ``ranks`` of this node, or None. Every rank of the world comes here.

@@ -7,19 +7,24 @@ from collections.abc import Sequence
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.comm import algorithms, shared
+from spmd_engine.comm import algorithms, lanes, shared
 from spmd_engine.comm.algorithms import span
 from spmd_engine.comm.door import Plan, suits
+from spmd_engine.comm.header import Call
 from spmd_engine.comm.messages import Messages
 from spmd_engine.comm.pending import Pending, Steps
 from spmd_engine.errors import UsageError
 
 
 class Reductions(Messages):
-    """Sums and their kin over a group of ranks, always made in rank order."""
+    """Sums and their kin over a group of ranks, always made in the same order and once, so equal on all ranks.
+
+    That is the order of ranks; but large arrays of a group that has several ranks on each of several nodes are first
+    combined within nodes, in rank order, and then node by node, in the order of the nodes' first ranks (see ``lanes``).
+    """
 
     def all_reduce(self, x: Array, op: str = "sum", *, out: Array | None = None, label: str = "") -> Array:
-        """The sum, mean, max, min or prod over ranks, element by element, in rank order: equal on all ranks.
+        """The sum, mean, max, min or prod over ranks, element by element, in a fixed order: equal on all ranks.
 
         ``out`` (contiguous, may be ``x`` itself) receives the result. bool is counted as int64; the mean of
         integers is float64; float16 and bfloat16 are accumulated in float32.
@@ -52,7 +57,7 @@ class Reductions(Messages):
         return Plan(
             self._header("all_reduce", own, reduction=op, limit=self._whole, always=own.nbytes <= self._whole),
             ("all_reduce", self.axes, label),
-            self._all_reduce,
+            self._all_reduce_in_lanes if self._in_lanes(own.nbytes) else self._all_reduce,
             _reduced,
             payload=own.nbytes,
             sent=own.nbytes - part + part * (self.size - 1),
@@ -81,6 +86,14 @@ class Reductions(Messages):
             result = target if target is not None else backend_of(own).empty(own.shape, own.dtype)
             flat, tag = (own.reshape(-1), result.reshape(-1)), self._tag(number) + 1
             yield from algorithms.all_reduce(self.comm, *flat, plan.header.reduction, tag)
+        return home(result) if out is None else copied(home(result), out)
+
+    def _all_reduce_in_lanes(self, plan: Plan, number: int, x: Array, out: Array | None) -> Steps:
+        own, home = self._ready(x)
+        target = out if out is not None and self._reachable(out) else None
+        yield from self._meet(plan, number, own)
+        call = Call(number, plan.header)
+        result = yield from lanes.all_reduce(self._lanes, call, own, target, self._tag(number) + 1)
         return home(result) if out is None else copied(home(result), out)
 
     def reduce_scatter(
@@ -130,7 +143,7 @@ class Reductions(Messages):
         return Plan(
             self._header("reduce_scatter", own, reduction=op, axis=axis, sizes=sizes or (), always=small),
             ("reduce_scatter", self.axes, label),
-            self._reduce_scatter,
+            self._reduce_scatter_in_lanes if self._in_lanes(own.nbytes) else self._reduce_scatter,
             self._reduced_part,
             payload=own.nbytes,
             sent=own.nbytes - mine.nbytes,
@@ -160,6 +173,15 @@ class Reductions(Messages):
             blocks = [backend_of(own).xp.ascontiguousarray(own[part]) for part in plan.parts]
             tag = self._tag(number) + 1
             yield from algorithms.reduce_scatter(self.comm, blocks, result, plan.header.reduction, tag)
+        return home(result) if out is None else copied(home(result), out)
+
+    def _reduce_scatter_in_lanes(self, plan: Plan, number: int, x: Array, out: Array | None) -> Steps:
+        own, home = self._ready(x)
+        result = out if out is not None and self._reachable(out) else backend_of(own).empty(plan.shape, own.dtype)
+        how = {"lend": plan.header.axis == 0, "copy": not shared.keeps_apart(result, own, plan.parts[self.rank])}
+        yield from self._meet(plan, number, own)
+        call, tag = Call(number, plan.header), self._tag(number) + 1
+        yield from lanes.reduce_scatter(self._lanes, call, own, plan.parts, result, tag, **how)
         return home(result) if out is None else copied(home(result), out)
 
     def _axis(self, operation: str, x: Array, axis: int) -> int:

@@ -18,6 +18,7 @@ from spmd_engine.comm.arena import Neighbours, address_of, bound
 from spmd_engine.comm.board import Board, size_of_board
 from spmd_engine.comm.communicator import Communicator
 from spmd_engine.comm.group import Group
+from spmd_engine.comm.lanes import Lanes, even_nodes
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.lending import Lender
 from spmd_engine.comm.pending import Progress
@@ -117,6 +118,16 @@ class _Fabric:
                 del self._boards[name]
         return Board(entry[0], rank, members, neighbours, self)
 
+    def lanes(self, comm: ThreadCommunicator, name: tuple, members: Sequence[int]) -> Lanes | None:
+        """The ways between nodes of a communicator's ranks."""
+        hosts = [self.nodes[member] for member in members]
+        nodes = even_nodes(hosts)
+        if nodes is None or comm.neighbours is None:
+            return None
+        own = [rank for rank, host in enumerate(hosts) if host == comm.node]
+        local = [members[rank] for rank in own]
+        return Lanes(comm, nodes, self.board((*name, comm.node), own.index(comm.rank), local, comm.neighbours))
+
     # A board's waker. One interpreter runs one thread at a time, in an order on which all agree.
 
     weak = False
@@ -200,6 +211,7 @@ class ThreadCommunicator(Communicator):
         self.node = fabric.nodes[self._me]
         self._subsets: defaultdict[tuple[int, ...], int] = defaultdict(int)
         self.board = fabric.board(name, rank, self._members, neighbours)
+        self.lanes = fabric.lanes(self, name, self._members)
 
     def start_send(self, data: Array, to: int, tag: int) -> list:
         self._fabric.boxes[self._members[to]].put((self._name, self._me, tag), _bytes(data).copy())
@@ -220,8 +232,9 @@ class ThreadCommunicator(Communicator):
         return ThreadCommunicator(self._fabric, members, rank, self.progress, self.neighbours, name)
 
     def free(self) -> None:
-        if self.board is not None:
-            self.neighbours.retire(self.board)
+        for board in (self.board, self.lanes and self.lanes.board):
+            if board is not None:
+                self.neighbours.retire(board)
 
     def announce_end(self) -> None:
         self._fabric.ended.add(self._me)

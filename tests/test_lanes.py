@@ -1,0 +1,327 @@
+"""Large collectives of ranks on several nodes: within nodes by memory, between them in lanes."""
+
+import itertools
+import os
+import time
+from collections import Counter
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from on_ranks import DTYPES, FORMS, OPS, assert_alike, assert_same, reduced, values
+from spmd_engine import Mesh, run, world
+from spmd_engine.comm import Group, Ledger
+from spmd_engine.comm.arena import Arena
+from spmd_engine.comm.lanes import LARGE, even_nodes
+from spmd_engine.comm.lending import Lender
+from spmd_engine.comm.threads import ThreadCommunicator
+from spmd_engine.errors import MismatchError
+
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+placements = pytest.mark.parametrize(
+    "hosts, memory",
+    [("abab", "shared"), ("aaabbb", "shared"), ("aabb", "sent"), ("abccba", "sent")],
+    indirect=["memory"],
+)
+HALF = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
+
+
+@pytest.fixture
+def memory(request, monkeypatch):
+    """What the ranks of a node have: memory that they share, or none to speak of, so that they send each other all."""
+    if request.param == "sent":
+        monkeypatch.setattr(Arena, "allocate", lambda *_: None)
+        monkeypatch.setattr(Lender, "can_read", lambda *_: False)
+    return request.param
+
+
+def everyone(check=True):
+    """All ranks, as the hosts are given: a mesh would put those of a node side by side."""
+    return Group(world(), "world", Ledger(), check=check, timeout=20)
+
+
+def shapes(dtype):
+    """Arrays that are large, but cannot be cut evenly."""
+    rows = LARGE // dtype.itemsize
+    return [(rows + 5,), (7, rows // 7 + 1), (3, 1, rows // 3 + 2)]
+
+
+def expected(arrays, op, hosts):
+    """The nodes' own reductions, in the order of the nodes; 16-bit floats are rounded once, at the end."""
+    dtype, between = arrays[0].dtype, "sum" if op == "mean" else op
+    wide = [x.astype(np.float32) if dtype in HALF else x for x in arrays]
+    if op == "mean" and dtype.kind in "biu":
+        wide = [x.astype(np.float64) for x in wide]
+    nodes = [[x for x, host in zip(wide, hosts, strict=True) if host == node] for node in dict.fromkeys(hosts)]
+    total = reduced([reduced(node, between) for node in nodes], between)
+    if op == "mean":
+        total = total / total.dtype.type(len(arrays))
+    return total.astype(dtype) if dtype in HALF else total
+
+
+# --- the values
+
+
+@placements
+@each_dtype
+def test_all_reduce(dtype, hosts, memory):
+    def program():
+        form, groups = itertools.cycle(FORMS), itertools.cycle([everyone(), everyone(check=False)])
+        for shape, op in itertools.product(shapes(dtype), OPS):
+            group = next(groups)
+            total = expected([values(shape, dtype, r) for r in range(len(hosts))], op, hosts)
+            mine = values(shape, dtype, group.rank)
+            about = shape, op
+            result = group.all_reduce(next(form)(mine), op)
+            assert_same(result, total, *about)
+            assert_alike(group, result.reshape(-1)[:1000].view(np.uint8))
+            out = group.comm.empty(total.shape, total.dtype)
+            assert group.all_reduce(mine, op, out=out) is out
+            assert_same(out, total, *about)
+            if total.dtype == dtype:
+                x = (np if op == "sum" else group.comm).empty(shape, dtype)
+                x[...] = mine
+                assert group.all_reduce(x, op, out=x) is x
+                assert_same(x, total, *about)
+
+    run(program, len(hosts), nodes=list(hosts))
+
+
+@placements
+@each_dtype
+def test_reduce_scatter(dtype, hosts, memory):
+    ranks = len(hosts)
+
+    def program():
+        group, form, ops = everyone(), itertools.cycle(FORMS), itertools.cycle(OPS)
+        for shape in shapes(dtype):
+            for axis in range(len(shape)):
+                last = [0] * (ranks - 1) + [shape[axis]]
+                for sizes, op in itertools.product([None, last], [next(ops), next(ops)]):
+                    total = expected([values(shape, dtype, r) for r in range(ranks)], op, hosts)
+                    parts = np.array_split(total, np.cumsum(sizes)[:-1] if sizes else ranks, axis)
+                    x = next(form)(values(shape, dtype, group.rank))
+                    result = group.reduce_scatter(x, axis, op, sizes=sizes)
+                    assert_same(result, parts[group.rank], shape, axis, sizes, op)
+
+    run(program, ranks, nodes=list(hosts))
+
+
+@placements
+@pytest.mark.parametrize("arena", [True, False], ids=["arena", "ordinary memory"])
+def test_results_that_are_parts_of_what_is_given(arena, hosts, memory):
+    """As the gradients and parameters of ZeRO are; and a result that lies across the parts of others."""
+    ranks, n = len(hosts), LARGE // 8 + 5
+
+    def program():
+        group = everyone()
+        place = group.comm if arena else np
+        sizes = [0, n - 4000, *[1000] * (ranks - 3), 4000 - 1000 * (ranks - 3)]
+        total = expected([values((n,), np.dtype(float), r) for r in range(ranks)], "sum", hosts)
+        ends = np.cumsum([0, *sizes])
+        parts = [slice(*pair) for pair in itertools.pairwise(ends)]
+        x = place.empty((n,), float)
+        x[...] = values((n,), np.dtype(float), group.rank)
+        mine = x[parts[group.rank]]
+        assert group.reduce_scatter(x, sizes=sizes, out=mine) is mine
+        assert_same(mine, total[parts[group.rank]])
+        whole = place.empty((n,), float)
+        whole[parts[group.rank]] = mine
+        assert group.all_gather(whole[parts[group.rank]], sizes=sizes, out=whole) is whole
+        assert_same(whole, total)
+        x[...] = values((n,), np.dtype(float), group.rank)
+        across = x[n // 2 - 2000 : n // 2 - 2000 + sizes[group.rank]]
+        assert_same(group.reduce_scatter(x, sizes=sizes, out=across), total[parts[group.rank]])
+
+    run(program, ranks, nodes=list(hosts))
+
+
+@placements
+@each_dtype
+def test_all_gather(dtype, hosts, memory):
+    """Shards of all lengths: none, few enough to come with a header, many."""
+    ranks, many = len(hosts), LARGE // dtype.itemsize
+
+    def program():
+        form, groups = itertools.cycle(FORMS), itertools.cycle([everyone(), everyone(check=False)])
+        uneven = [many // 3 * (r % 3) + r % 2 for r in range(ranks)]
+        for lengths, rest in itertools.product([[many] * ranks, uneven], [(), (2, 3)]):
+            arrays = [values((n, *rest), dtype, r) for r, n in enumerate(lengths)]
+            for sizes in (None, None, lengths):
+                group = next(groups)
+                result = group.all_gather(next(form)(arrays[group.rank]), sizes=sizes)
+                assert_same(result, np.concatenate(arrays), lengths, sizes)
+
+    run(program, ranks, nodes=list(hosts))
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_half_precision_is_rounded_once(dtype):
+    """On each node 1 + 2**-12 would be 1, and all of it 4."""
+
+    def program():
+        group = Mesh().group()
+        x = np.full(LARGE, 1 if group.rank % 2 == 0 else 3 * 2.0**-12, dtype)
+        total = group.all_reduce(np.concatenate([x, np.full(5, -1 if group.rank == 2 else 0, dtype)]))
+        shifted = group.all_reduce(x - (group.rank == 2) * np.ones(LARGE, dtype))
+        assert (total[:LARGE] == dtype.type(np.float32(2 + 6 * 2.0**-12))).all()
+        assert (shifted == dtype.type(np.float32(1 + 6 * 2.0**-12))).all()
+        return float(shifted[0])
+
+    results = run(program, 4, nodes=list("aabb"))
+    assert dtype.name == "bfloat16" or results[0] > 1
+
+
+# --- what passes between nodes
+
+
+@placements
+def test_every_byte_leaves_a_node_once(hosts, memory, monkeypatch):
+    """2 S (M-1)/M out of each of M nodes for an all_reduce, and half of it for the others, headers aside.
+
+    Where a node's ranks send each other all, everyone sends what the ledger says.
+    """
+    sent, start_send = Counter(), ThreadCommunicator.start_send
+    ranks, nodes = len(hosts), len(set(hosts))
+
+    def counted(self, data, to, tag):
+        here, there = hosts[self._me], hosts[self._members[to]]
+        sent[here if here != there else "within"] += data.nbytes if data.nbytes > 4000 else 0  # no headers
+        return start_send(self, data, to, tag)
+
+    monkeypatch.setattr(ThreadCommunicator, "start_send", counted)
+    size = 9 * LARGE  # of all ranks together
+    x = np.ones(size // 8)
+    for call, times in [
+        (lambda group: group.all_reduce(x), 2),
+        (lambda group: group.reduce_scatter(x), 1),
+        (lambda group: group.all_gather(x[: len(x) // ranks]), 1),
+    ]:
+        sent.clear()
+        ledger = run(lambda: everyone_s_bytes(call), ranks, nodes=list(hosts))  # noqa: B023 (it is called now)
+        within = sent.pop("within")
+        assert dict(sent) == {host: times * size * (nodes - 1) // nodes for host in set(hosts)}
+        assert within == (sum(ledger) - sum(sent.values()) if memory == "sent" else 0)
+        assert sum(ledger) == times * size * (ranks - 1)
+
+
+def everyone_s_bytes(call):
+    group = everyone()
+    call(group)
+    return group.ledger.total().sent
+
+
+@pytest.mark.parametrize("hosts", [None, "aabb", "aaab", "abcd"])
+def test_the_ledger_says_the_same_on_any_nodes(hosts):
+    """Sums over ranks: 2 S (n-1) for an all_reduce, S (n-1) for the others."""
+
+    def program():
+        mesh = Mesh()
+        x = np.ones(LARGE + 3)
+        part = mesh.reduce_scatter(mesh.all_reduce(x))
+        mesh.all_gather(part)
+        return [mesh.ledger.total(each).sent for each in ("all_reduce", "reduce_scatter", "all_gather")]
+
+    totals = np.sum(run(program, 4, nodes=hosts and list(hosts)), axis=0)
+    assert totals.tolist() == [3 * 8 * (LARGE + 3) * n for n in (2, 1, 1)]
+
+
+def test_nodes_with_different_numbers_of_ranks_add_up_in_rank_order():
+    def program():
+        group = everyone()
+        x = values((LARGE,), np.dtype(np.float32), group.rank)
+        assert group.comm.lanes is None
+        assert_same(group.all_reduce(x), reduced([values(x.shape, x.dtype, r) for r in range(3)], "sum"))
+
+    run(program, 3, nodes=["a", "b", "a"])
+
+
+@pytest.mark.parametrize(
+    "hosts, nodes",
+    [
+        ("aabb", [[0, 1], [2, 3]]),
+        ("baab", [[0, 3], [1, 2]]),
+        ("abcabc", [[0, 3], [1, 4], [2, 5]]),
+        ("aaab", None),
+        ("ab", None),
+        ("aa", None),
+    ],
+)
+def test_even_nodes(hosts, nodes):
+    assert even_nodes(hosts) == nodes
+
+
+# --- many at a time, and errors
+
+
+@pytest.mark.parametrize("hosts", ["aabb", "abccba"])
+def test_many_calls_under_way(hosts):
+    """More than a board has pages, large and small in turn, waited for in another order on every rank."""
+    ranks = len(hosts)
+
+    def program():
+        with Mesh(rows=2, columns=ranks // 2) as mesh:
+            whole, column = mesh.group(), mesh.group("rows")
+            x = values((LARGE // 8 + 3,), np.dtype(float), 0)
+            pending = []
+            for i in range(24):
+                group = column if i % 3 == 1 else whole
+                mine = (x if i % 5 else x[:5]) * i
+                pending.append((group.start_all_reduce(mine), mine * group.size))
+                pending.append((group.start_all_gather(mine), np.tile(mine, group.size)))
+                pending.append((group.start_barrier(), None))
+            for i in np.random.default_rng(mesh.rank).permutation(len(pending)):
+                result, right = pending[i][0].wait(), pending[i][1]
+                assert right is None or np.allclose(result, right, rtol=1e-14)
+
+    run(program, ranks, nodes=list(hosts))
+
+
+def test_groups_come_and_go():
+    """Their boards are given back."""
+
+    def program():
+        free = None
+        for _ in range(6):
+            with Mesh(data=4) as mesh, Mesh(rows=2, columns=2) as other:
+                mesh.barrier()
+                comm = mesh.comm.subset([2, 3, 0, 1])
+                assert comm.lanes.nodes == [[0, 2], [1, 3]]
+                comm.free()
+                other.all_reduce(np.ones(LARGE), over="rows")
+            free = free or mesh.comm.neighbours.own.free
+        assert mesh.comm.neighbours.own.free >= free
+
+    run(program, 4, nodes=list("abab"))
+
+
+BIG = np.ones((5, LARGE // 8))
+ODD_CALLS = {
+    "operation": (lambda group: group.reduce_scatter(BIG), "reduce_scatter"),
+    "small": (lambda group: group.all_reduce(BIG[0, :3]), "all_reduce(sum, float64[3])"),
+    "dtype": (lambda group: group.all_reduce(BIG.astype(np.float32)), "float32"),
+    "reduction": (lambda group: group.all_reduce(BIG, "max"), "max"),
+    "none": (lambda group: group.barrier(), "barrier()"),
+}
+
+
+@pytest.mark.parametrize("name", ODD_CALLS)
+@pytest.mark.parametrize("odd", [0, 1, 3])
+def test_a_mismatch_is_everyone_s_at_once(odd, name):
+    """Also of ranks on other nodes, with a right call under way before; and the group goes on afterwards."""
+
+    def program():
+        group = everyone()
+        before = group.start_all_reduce(BIG)
+        call, text = ODD_CALLS[name]
+        began = time.monotonic()
+        with pytest.raises(MismatchError) as caught:
+            call(group) if group.rank == odd else group.all_reduce(BIG)
+        assert time.monotonic() - began < 1 + (os.getloadavg()[0] > 2) * 5
+        assert text in str(caught.value) and f"rank {odd} called" in str(caught.value)
+        assert (before.wait() == 4).all()
+        for _ in range(10):
+            assert (group.all_reduce(BIG) == 4).all()
+
+    run(program, 4, nodes=list("aabb"))
