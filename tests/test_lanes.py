@@ -9,8 +9,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from fake_device import DeviceArray, FakeDevice, watch
 from on_ranks import DTYPES, FORMS, OPS, assert_alike, assert_same, reduced, values
 from spmd_engine import Mesh, run, world
+from spmd_engine.arrays.backend import register_backend, unregister_backend
 from spmd_engine.comm import Group, Ledger
 from spmd_engine.comm.arena import Arena
 from spmd_engine.comm.lanes import LARGE, even_nodes
@@ -171,6 +173,33 @@ def test_half_precision_is_rounded_once(dtype):
 
     results = run(program, 4, nodes=list("aabb"))
     assert dtype.name == "bfloat16" or results[0] > 1
+
+
+@pytest.mark.parametrize("aware", [False, True])
+@pytest.mark.parametrize("some", [[0, 1, 2, 3], [2]], ids=["all", "one"])
+def test_device_memory(some, aware):
+    """Ranks of a node that do not all show their arrays send them; where nodes differ, too."""
+    device = FakeDevice()
+    register_backend(device)
+
+    def program():
+        comm = watch(world().subset(range(4)), device, aware=aware)
+        group = Group(comm, "world", Ledger())
+        arrays = [values((LARGE // 4 + 3,), np.dtype(np.float16), r) for r in range(4)]
+        total = expected(arrays, "mean", "abab")
+        x = arrays[group.rank] if group.rank not in some else device.asarray(arrays[group.rank])
+        for result, right in [
+            (group.all_reduce(x, "mean"), total),
+            (group.reduce_scatter(x, op="mean"), np.array_split(total, 4)[group.rank]),
+            (group.all_gather(x), np.concatenate(arrays)),
+        ]:
+            assert isinstance(result, DeviceArray) == (group.rank in some)
+            assert_same(getattr(result, "memory", result), right)
+
+    try:
+        run(program, 4, nodes=list("abab"))
+    finally:
+        unregister_backend(device)
 
 
 # --- what passes between nodes

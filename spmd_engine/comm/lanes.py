@@ -120,7 +120,8 @@ def _scatter(
             reduce = algorithms.reducer(between, out.dtype, np)
             shared.reduce_in_pieces(its, [block[parts[r]] for block in blocks], reduce)
         else:
-            own = [xp.ascontiguousarray(x[parts[each]].astype(wide, copy=False)) for each in node]
+            own = [x[parts[each]] for each in node]
+            own = [xp.ascontiguousarray(part if part.dtype == wide else part.astype(wide)) for part in own]
             yield from algorithms.reduce_scatter(lanes.local, own, its, between, tag)
     total = out if out.dtype == wide else xp.empty(out.shape, wide)
     yield from algorithms.reduce_scatter(lanes.lane, sums, total, between, tag)
