@@ -48,7 +48,10 @@ class Communicator(ABC):
     def empty(self, shape: Sequence[int], dtype) -> np.ndarray:
         """An array of any values, in memory that the node's ranks share if there is some left."""
         dtype = np.dtype(dtype)
-        x = self.neighbours.own.empty(shape, dtype) if self.neighbours and not dtype.hasobject else None
+        x = None
+        if self.neighbours and not dtype.hasobject:
+            with self.progress.lock:
+                x = self.neighbours.own.empty(shape, dtype)
         return x if x is not None else np.empty(shape, dtype)
 
     @abstractmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import time
@@ -14,6 +15,7 @@ from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.comm.board import room_for_board, size_of_board
 from spmd_engine.comm.communicator import Communicator
 from spmd_engine.comm.lanes import Lanes, even_nodes
+from spmd_engine.comm.mover import Mover
 from spmd_engine.comm.node import Node, open_node
 from spmd_engine.comm.pending import TIMEOUT, Pending, Progress, Steps
 from spmd_engine.errors import MeshError
@@ -60,6 +62,9 @@ class MPICommunicator(Communicator):
         node = open_node(self._comm, ranks, tell)
         self._live_on(node, crowded=len(ranks) > cores)
         if len(ranks) < self.size:
+            if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+                self.progress.mover = Mover(self.progress)
+                atexit.register(self.progress.mover.stop)
             hosts = tell(self.node if node is not None else "")
             if "" not in hosts and (nodes := even_nodes(hosts)):
                 self.lanes = Lanes(self, nodes, node.board(ranks, ranks.index(self.rank), calls=self.calls))
@@ -132,7 +137,8 @@ class MPICommunicator(Communicator):
     def free(self) -> None:
         for board in (self.board, self.lanes and self.lanes.board):
             if board is not None:
-                self.neighbours.retire(board)
+                with self.progress.lock:
+                    self.neighbours.retire(board)
         if not MPI.Is_finalized():
             self._comm.Free()
 

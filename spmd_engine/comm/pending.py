@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator
+from threading import RLock
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from spmd_engine.errors import CommunicationTimeout, MismatchError, SpmdError
 
 if TYPE_CHECKING:
     from spmd_engine.comm.communicator import Communicator
+    from spmd_engine.comm.mover import Mover
 
 TIMEOUT = 1800.0  #: seconds a rank waits for others, unless it is told another number
 WARN_AFTER = 60.0  #: seconds after which a rank that waits says so; then after four times as long, and so on
@@ -115,20 +117,33 @@ class Progress:
     def __init__(self) -> None:
         self._pending: list[Pending] = []
         self.idle_seconds = 0.0  #: spent in waits with nothing to do: for others to come, not for data to move
+        self.lock = RLock()  #: held by whoever starts operations, moves them on, or uses the memory that ranks share
+        self.mover: Mover | None = None  #: what moves them on while this rank computes, if somebody does
 
     def begin(self, pending: Pending) -> Pending:
         """Start an operation: its first messages leave now."""
-        self._pending.append(pending)
-        self._advance(pending)
+        with self.lock:
+            self._pending.append(pending)
+            self._advance(pending)
+        if self.mover is not None and self._pending:
+            self.mover.wake()
         return pending
+
+    def move_on(self) -> bool:
+        """Take all operations as far as they go without waiting. Returns whether some are still under way."""
+        with self.lock:
+            for pending in tuple(self._pending):
+                self._advance(pending)
+            return bool(self._pending)
 
     def wait_for(self, wanted: Pending, timeout: float | None) -> None:
         """Return when ``wanted`` is done; raise its error, or CommunicationTimeout."""
-        while not (wanted.done or wanted.error):
-            if self.look(wanted.is_there, wanted._communicator.looks):
-                self._advance(wanted)
-            else:
-                self._wait_long_for(wanted, timeout)
+        with self.lock:
+            while not (wanted.done or wanted.error):
+                if self.look(wanted.is_there, wanted._communicator.looks):
+                    self._advance(wanted)
+                else:
+                    self._wait_long_for(wanted, timeout)
         if wanted.error is not None:
             raise wanted.error
 
