@@ -99,13 +99,14 @@ class Door:
     def _at_once(self, plan: Plan, x: np.ndarray | None, out: np.ndarray | None) -> Array:
         """The whole of a small call; where the others are far away, or do not agree, by its steps."""
         number, began = self.comm.next_call(), perf_counter()
-        blocks = self._board.meet_at_once(number, plan.header, x, self.comm.progress, self.comm.looks)
-        if blocks is None:
-            steps = plan.steps(plan, number, x, out)
-            return self.comm.progress.begin(Operation(self, plan, number, steps)).wait()
-        result = plan.finish(plan, blocks, out)
-        self._board.say(number, LEFT)
-        self.ledger.record(*plan.where, payload=plan.payload, sent=plan.sent)
+        with self.comm.progress.lock:
+            blocks = self._board.meet_at_once(number, plan.header, x, self.comm.progress, self.comm.looks)
+            if blocks is None:
+                steps = plan.steps(plan, number, x, out)
+                return self.comm.progress.begin(Operation(self, plan, number, steps)).wait()
+            result = plan.finish(plan, blocks, out)
+            self._board.say(number, LEFT)
+            self.ledger.record(*plan.where, payload=plan.payload, sent=plan.sent)
         self.ledger.record_wait(*plan.where, perf_counter() - began)
         return result
 
@@ -162,6 +163,7 @@ class Operation(Pending):
     def __init__(self, door: Door, plan: Plan, number: int, steps: Steps) -> None:
         super().__init__(door.comm, steps, door.timeout)
         self._door, self._plan, self._number = door, plan, number
+        door.ledger.open(*plan.where)  # now: others may be reading the ledger when this ends
 
     def describe(self) -> str:
         operation, axes, label = self._plan.where

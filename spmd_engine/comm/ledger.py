@@ -36,6 +36,10 @@ class Ledger:
         #: told of each wait as it ends: operation, axes, label and seconds
         self.observer: Callable[[str, str, str, float], None] | None = None
 
+    def open(self, operation: str, axes: str, label: str) -> None:
+        """Have a line for such calls."""
+        self.entries[operation, axes, label]
+
     def record(self, operation: str, axes: str, label: str, *, payload: int, sent: int) -> None:
         """One more call."""
         entry = self.entries[operation, axes, label]

@@ -36,10 +36,8 @@ class Mover:
 
     def _run(self) -> None:
         progress = self._progress
-        while True:
+        while not self._stopped:
             self._work.wait()
-            if self._stopped:
-                return
             time.sleep(PERIOD)
             if progress.lock.acquire(blocking=False):  # else the rank moves its operations on itself, or soon will
                 try:
