@@ -61,7 +61,7 @@ class Uncompressed(Compression):
 
 
 class HalfPrecision(Compression):
-    """Sent as 16-bit floats; summed in float32, in rank order, then rounded once more."""
+    """Sent as 16-bit floats; summed in float32, in a fixed order, then rounded once more."""
 
     in_parts = True
 
