@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from on_ranks import DTYPES, OPS, assert_alike, assert_same, everywhere, on_ranks, reduced, values
 from spmd_engine import Mesh, run, world
+from spmd_engine.arrays.memory import address_of
 from spmd_engine.comm import board, meeting, shared, threads
-from spmd_engine.comm.arena import ALIGNMENT, HEAD, Arena, address_of, bound
+from spmd_engine.comm.arena import ALIGNMENT, HEAD, Arena, bound
 from spmd_engine.comm.lending import Lender
 from spmd_engine.errors import MismatchError
 

@@ -21,11 +21,12 @@ LARGE = np.ones(100_000)
 def with_mover(program):
     def moved():
         mesh = Mesh(timeout=20)
-        mesh.comm.progress.mover = Mover(mesh.comm.progress)
+        mover = Mover(mesh.comm.progress)
+        mesh.comm.progress.on_begin = mover.wake
         try:
-            return program(mesh)
+            return program(mesh, mover)
         finally:
-            mesh.comm.progress.mover.stop()
+            mover.stop()
 
     return moved
 
@@ -40,7 +41,7 @@ def until(true, seconds=20):
 def test_calls_end_while_nobody_waits():
     """Many of them, begun while the mover moves others on; their errors stay with them."""
 
-    def program(mesh):
+    def program(mesh, mover):
         for size in (1, 7, 8):
             started = [mesh.start("all_reduce", LARGE[: i % 3 * size * 1000 + 1] * i) for i in range(30)]
             wrong = mesh.start("all_reduce", LARGE[: mesh.rank + 1])
@@ -60,13 +61,13 @@ def test_calls_end_while_nobody_waits():
 def test_who_waits_moves_operations_on_alone():
     """The mover looks on while a rank waits, and rests where nothing is under way."""
 
-    def program(mesh):
+    def program(mesh, mover):
         looks = []
         progress = mesh.comm.progress
         inner, progress.move_on = progress.move_on, lambda: looks.append(1) or inner()
         for _ in range(50):
             mesh.all_reduce(LARGE)
-        assert until(lambda: not progress.mover._work.is_set())
+        assert until(lambda: not mover._work.is_set())
         before = len(looks)
         time.sleep(0.05)
         return len(looks) - before

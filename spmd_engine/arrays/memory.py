@@ -9,6 +9,8 @@ import ctypes
 import mmap
 import platform
 
+from spmd_engine.arrays.backend import Array
+
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 _NEVER = -1
 _RESERVED = 8 << 30  # bytes of addresses; memory is taken page by page, where it is written
@@ -33,3 +35,8 @@ def _advise_huge_pages(libc: ctypes.CDLL) -> None:
         first = -(-block // mmap.PAGESIZE) * mmap.PAGESIZE
         libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(_RESERVED - mmap.PAGESIZE), mmap.MADV_HUGEPAGE)
         libc.free(ctypes.c_void_p(block))
+
+
+def address_of(x: Array) -> int:
+    """Where in this process's memory ``x`` begins."""
+    return x.__array_interface__["data"][0]

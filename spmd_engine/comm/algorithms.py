@@ -9,16 +9,43 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Protocol
 
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.comm.communicator import Communicator, Part
 from spmd_engine.comm.pending import Steps
 from spmd_engine.errors import UsageError
 
-Ranks = Communicator | Part
 PIECE = 4 << 20  # bytes of each rank's block that are received before they are reduced
+
+
+class Ranks(Protocol):
+    """What an algorithm needs of a communicator."""
+
+    rank: int
+    size: int
+
+    def start_send(self, data: Array, to: int, tag: int) -> list:
+        """See ``Communicator``."""
+
+    def start_receive(self, data: Array, source: int, tag: int) -> list:
+        """See ``Communicator``."""
+
+
+class Part:
+    """Some ranks of a communicator, this one among them, in an order of their own: enough to exchange messages."""
+
+    def __init__(self, communicator: Ranks, members: Sequence[int]) -> None:
+        self.members = list(members)  #: ranks of the communicator
+        self.rank, self.size = self.members.index(communicator.rank), len(self.members)
+        self._communicator = communicator
+
+    def start_send(self, data: Array, to: int, tag: int) -> list:
+        return self._communicator.start_send(data, self.members[to], tag)
+
+    def start_receive(self, data: Array, source: int, tag: int) -> list:
+        return self._communicator.start_receive(data, self.members[source], tag)
 
 
 def exchange(comm: Ranks, outgoing: Sequence[Array | None], incoming: Sequence[Array | None], tag: int) -> Steps:
@@ -59,7 +86,7 @@ def reduce_scatter(comm: Ranks, blocks: Sequence[Array], out: Array, reduction: 
             reduce_into(ours, received, reduction)
 
 
-def all_reduce(comm: Communicator, x: Array, out: Array, reduction: str, tag: int) -> Steps:
+def all_reduce(comm: Ranks, x: Array, out: Array, reduction: str, tag: int) -> Steps:
     """``out`` = the reduction of flat ``x`` over ranks: a reduce_scatter, then an all_gather. ``out`` may be ``x``."""
     bounds = [span(x.size, comm.size, r) for r in range(comm.size)]
     ours = out[bounds[comm.rank]]
@@ -67,7 +94,7 @@ def all_reduce(comm: Communicator, x: Array, out: Array, reduction: str, tag: in
     yield from all_gather(comm, ours, [out[part] for part in bounds], tag + 1)
 
 
-def broadcast(comm: Communicator, x: Array, root: int, tag: int) -> Steps:
+def broadcast(comm: Ranks, x: Array, root: int, tag: int) -> Steps:
     """Fill ``x`` from ``root``: cut into a part a rank, then gathered, so that no one sends it n times."""
     bounds = [span(x.size, comm.size, r) for r in range(comm.size)]
     ours = x[bounds[comm.rank]]

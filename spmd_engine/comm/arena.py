@@ -15,13 +15,12 @@ from collections import deque
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from spmd_engine.comm.board import Board
-    from spmd_engine.comm.lending import Lender
+from spmd_engine.arrays.memory import address_of
+from spmd_engine.comm.lending import Lender
 
 ALIGNMENT = 64  # bytes: a cache line
 HEAD = 4096  # bytes at the beginning of every arena that are not allocated, but the ranks' own
@@ -106,6 +105,13 @@ class _Lease(weakref.ref):
         self.start, self.size = start, size
 
 
+class Closable(Protocol):
+    """Something in this rank's arena that others may still read."""
+
+    def close(self) -> bool:
+        """Give its memory back. False, and to be asked again, while others may read it."""
+
+
 class Neighbours:
     """All arenas of a node, as one of its ranks sees them: ``memories`` by local rank, ``own`` to allocate from.
 
@@ -116,7 +122,7 @@ class Neighbours:
         self.memories, self.local_rank, self.lender = list(memories), local_rank, lender
         self.own = Arena(self.memories[local_rank])
         self._address = address_of(np.frombuffer(self.own.memory, np.uint8))
-        self._retired: list[Board] = []
+        self._retired: list[Closable] = []
 
     def offset(self, x: np.ndarray) -> int | None:
         """Where in this rank's arena contiguous ``x`` begins; None if it is ordinary memory."""
@@ -127,14 +133,9 @@ class Neighbours:
         """An array in a neighbour's arena."""
         return np.ndarray(shape, dtype, self.memories[local_rank], offset)
 
-    def retire(self, board: Board | None = None) -> None:
+    def retire(self, board: Closable | None = None) -> None:
         """Close ``board``, and those retired earlier that could not be closed yet."""
         self._retired = [each for each in (*self._retired, board) if each is not None and not each.close()]
-
-
-def address_of(x: np.ndarray) -> int:
-    """Where in this process's memory ``x`` begins."""
-    return x.__array_interface__["data"][0]
 
 
 def bound(ranks: int) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spmd_engine.comm.arena import address_of
+from spmd_engine.arrays.memory import address_of
 
 _FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}  # numbers of the system call
 _WAIT, _WAKE = 0, 1

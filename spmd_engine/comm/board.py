@@ -17,7 +17,8 @@ from typing import Protocol
 
 import numpy as np
 
-from spmd_engine.comm.arena import ALIGNMENT, Neighbours, address_of
+from spmd_engine.arrays.memory import address_of
+from spmd_engine.comm.arena import ALIGNMENT, Neighbours
 from spmd_engine.comm.header import SIZE, Header
 from spmd_engine.comm.lending import Block, Lent
 from spmd_engine.comm.pending import Progress

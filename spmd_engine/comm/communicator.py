@@ -93,18 +93,3 @@ class Communicator(ABC):
         ``messages``: whether some are waited for. Those must be looked for; who writes on a board wakes others.
         Raises RankAborted if another rank has failed meanwhile.
         """
-
-
-class Part:
-    """Some ranks of a communicator, this one among them, in an order of their own: enough to exchange messages."""
-
-    def __init__(self, communicator: Communicator, members: Sequence[int]) -> None:
-        self.members = list(members)  #: ranks of the communicator
-        self.rank, self.size = self.members.index(communicator.rank), len(self.members)
-        self._communicator = communicator
-
-    def start_send(self, data: Array, to: int, tag: int) -> list:
-        return self._communicator.start_send(data, self.members[to], tag)
-
-    def start_receive(self, data: Array, source: int, tag: int) -> list:
-        return self._communicator.start_receive(data, self.members[source], tag)

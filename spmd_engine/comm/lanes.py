@@ -18,8 +18,8 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.comm import algorithms, shared
+from spmd_engine.comm.algorithms import Part, Ranks
 from spmd_engine.comm.board import REDUCED, Board
-from spmd_engine.comm.communicator import Communicator, Part
 from spmd_engine.comm.header import Call
 from spmd_engine.comm.lending import Block, fill, flat
 from spmd_engine.comm.meeting import Meeting, on_board
@@ -45,7 +45,7 @@ class Lanes:
     All calls of the group take the pages of the board in turn, also those that need none.
     """
 
-    def __init__(self, comm: Communicator, nodes: Sequence[Sequence[int]], board: Board) -> None:
+    def __init__(self, comm: Ranks, nodes: Sequence[Sequence[int]], board: Board) -> None:
         self.nodes, self.board, self.rank, self.size = nodes, board, comm.rank, comm.size
         own = next(node for node in nodes if comm.rank in node)
         self.local = Part(comm, own)

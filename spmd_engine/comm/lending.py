@@ -9,7 +9,7 @@ from math import prod
 
 import numpy as np
 
-from spmd_engine.comm.arena import address_of
+from spmd_engine.arrays.memory import address_of
 from spmd_engine.errors import SpmdError
 
 _AT_ONCE = 1 << 30  # bytes a system call moves at most

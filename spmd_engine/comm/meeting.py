@@ -10,7 +10,6 @@ import numpy as np
 
 from spmd_engine.comm import algorithms, header
 from spmd_engine.comm.board import LEFT, SAID, Board
-from spmd_engine.comm.communicator import Communicator
 from spmd_engine.comm.header import Call, Header
 from spmd_engine.comm.lending import Block
 from spmd_engine.comm.pending import Steps
@@ -97,7 +96,7 @@ def not_at_all() -> Steps:
     return Meeting([], [])
 
 
-def by_messages(comm: Communicator, call: Call, data: np.ndarray | None, axes: str, check: bool, tag: int) -> Steps:
+def by_messages(comm: algorithms.Ranks, call: Call, data: np.ndarray | None, axes: str, check: bool, tag: int) -> Steps:
     """Meet by one message to each other rank, with data of at most INLINE bytes. Returns the Meeting."""
     own = call.header
     shown = data.tobytes() if own.inline else b""

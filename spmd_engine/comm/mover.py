@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from spmd_engine.comm.pending import Progress
+from spmd_engine.comm.pending import Progress
 
 PERIOD = 1e-3  # seconds between looks: at 1 Gbit/s, 125 kB come meanwhile
 

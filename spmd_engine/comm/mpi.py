@@ -63,8 +63,9 @@ class MPICommunicator(Communicator):
         self._live_on(node, crowded=len(ranks) > cores)
         if len(ranks) < self.size:
             if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
-                self.progress.mover = Mover(self.progress)
-                atexit.register(self.progress.mover.stop)
+                mover = Mover(self.progress)
+                self.progress.on_begin = mover.wake
+                atexit.register(mover.stop)
             hosts = tell(self.node if node is not None else "")
             if "" not in hosts and (nodes := even_nodes(hosts)):
                 self.lanes = Lanes(self, nodes, node.board(ranks, ranks.index(self.rank), calls=self.calls))

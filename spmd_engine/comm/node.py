@@ -17,7 +17,8 @@ from contextlib import suppress
 import numpy as np
 from mpi4py import MPI
 
-from spmd_engine.comm.arena import HEAD, Neighbours, address_of, bound
+from spmd_engine.arrays.memory import address_of
+from spmd_engine.comm.arena import HEAD, Neighbours, bound
 from spmd_engine.comm.bell import Bell
 from spmd_engine.comm.board import Board, size_of_board
 from spmd_engine.comm.lending import Lender

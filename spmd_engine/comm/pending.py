@@ -13,13 +13,9 @@ import logging
 from collections.abc import Callable, Generator
 from threading import RLock
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from spmd_engine.errors import CommunicationTimeout, MismatchError, SpmdError
-
-if TYPE_CHECKING:
-    from spmd_engine.comm.communicator import Communicator
-    from spmd_engine.comm.mover import Mover
 
 TIMEOUT = 1800.0  #: seconds a rank waits for others, unless it is told another number
 WARN_AFTER = 60.0  #: seconds after which a rank that waits says so; then after four times as long, and so on
@@ -31,6 +27,25 @@ logger = logging.getLogger(__name__)
 Steps = Generator[list | Callable[[], bool], None, Any]  # yields what to wait for, returns the operation's result
 
 
+class Waiting(Protocol):
+    """What those who wait need of a communicator; see there."""
+
+    looks: int
+    progress: Progress
+
+    def done(self, requests: list) -> bool:
+        """Whether all requests have completed."""
+
+    def activity(self, idle: int) -> int:
+        """A number that changes when something may have come."""
+
+    def pause(self, idle: int, activity: int, messages: bool = True) -> None:
+        """Leave the processor to others for a moment."""
+
+    def ended(self) -> list[int]:
+        """Ranks whose programs have ended."""
+
+
 class Pending:
     """A started operation. ``wait()`` returns its result, and may be called again."""
 
@@ -39,7 +54,7 @@ class Pending:
         *("until_the_end", "done", "result", "error"),
     )
 
-    def __init__(self, communicator: Communicator | None, steps: Steps | None, timeout: float | None = None) -> None:
+    def __init__(self, communicator: Waiting | None, steps: Steps | None, timeout: float | None = None) -> None:
         self._communicator = communicator
         self._steps = steps
         self._awaited: list | Callable[[], bool] = []
@@ -118,15 +133,15 @@ class Progress:
         self._pending: list[Pending] = []
         self.idle_seconds = 0.0  #: spent in waits with nothing to do: for others to come, not for data to move
         self.lock = RLock()  #: held by whoever starts operations, moves them on, or uses the memory that ranks share
-        self.mover: Mover | None = None  #: what moves them on while this rank computes, if somebody does
+        self.on_begin: Callable[[], None] | None = None  #: wakes what moves them on while this rank computes
 
     def begin(self, pending: Pending) -> Pending:
         """Start an operation: its first messages leave now."""
         with self.lock:
             self._pending.append(pending)
             self._advance(pending)
-        if self.mover is not None and self._pending:
-            self.mover.wake()
+        if self.on_begin is not None and self._pending:
+            self.on_begin()
         return pending
 
     def move_on(self) -> bool:

@@ -7,8 +7,8 @@ from functools import partial
 
 import numpy as np
 
+from spmd_engine.arrays.memory import address_of
 from spmd_engine.comm import algorithms
-from spmd_engine.comm.arena import address_of
 from spmd_engine.comm.board import REDUCED, Board
 from spmd_engine.comm.lending import Block, Lent, fill, flat, here
 from spmd_engine.comm.meeting import Meeting

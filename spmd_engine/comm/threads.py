@@ -14,7 +14,8 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.comm.arena import Neighbours, address_of, bound
+from spmd_engine.arrays.memory import address_of
+from spmd_engine.comm.arena import Neighbours, bound
 from spmd_engine.comm.board import Board, size_of_board
 from spmd_engine.comm.communicator import Communicator
 from spmd_engine.comm.group import Group
