@@ -270,7 +270,7 @@ def test_meshes_by_the_thousand():
 
 
 @pytest.mark.soak
-@pytest.mark.mpi(ranks=4)
+@pytest.mark.mpi(ranks=4, timeout_s=300)
 def test_many_meshes_of_several_groups():
     open_and_close(5000, data=2, model=2)
 
