@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from statistics import median
@@ -10,6 +11,8 @@ import click
 
 from spmd_engine.cli.bench.launch import as_arguments, measure, print_table, spread
 from spmd_engine.errors import UsageError
+
+_TEXT = argparse.__file__  # something small to learn: the memory of the usual data would hide that of a strategy
 
 #: Options of ``train`` by the number of ranks that they are for.
 STRATEGIES = {
@@ -74,7 +77,7 @@ def strategies(
     results: dict[str, list[dict]] = {name: [] for name in chosen}
     for _ in range(rounds):
         for name, options in chosen.items():
-            arguments = as_arguments({"model": model, "batch_size": batch_size, **options})
+            arguments = as_arguments({"model": model, "batch_size": batch_size, "data": _TEXT, **options})
             results[name].append(measure(int(ranks), "steps", {"options": arguments, "warm": 2, "time": steps}))
     rows = []
     times = {name: [median(result["seconds"]) for result in of_name] for name, of_name in results.items()}
