@@ -18,16 +18,16 @@ def adamw(p, g, mean, square, *, step, rate, betas, epsilon, decay, scale=1.0) -
     beta1, beta2 = betas
     correction = sqrt(1.0 - beta2**step)
     size = rate / (1.0 - beta1**step)
+    fresh = 1.0 - beta1  # the weight of this gradient in the mean
     for part in chunks(p):
         p_part, m, v = p[part], mean[part], square[part]
-        grad = g[part] * scale
+        work = g[part] * (scale * fresh)
         m *= beta1
-        work = grad * (1.0 - beta1)
         m += work
-        grad *= grad
-        grad *= 1.0 - beta2
+        work *= work
+        work *= (1.0 - beta2) / fresh**2  # work was (fresh g)^2
         v *= beta2
-        v += grad
+        v += work
         # rate / (1 - beta1^step) · m / (sqrt(v) / correction + epsilon), with one division
         xp.sqrt(v, out=work)
         work += epsilon * correction
