@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import time
 
 import numpy as np
 import pytest
@@ -248,6 +249,22 @@ def test_ranks_need_not_have_their_arrays_in_the_same_kind_of_memory(ranks):
         assert_same(group.all_to_all(x), np.concatenate([np.array_split(a, group.size)[mesh.rank] for a in arrays]))
 
     on_ranks(program, ranks)
+
+
+@pytest.mark.parametrize("slow", [0.1, 1.2])
+def test_who_waits_for_a_slow_reader_is_not_told_that_another_has_ended(slow):
+    """Rank 0 has what it needs, and ends; rank 1 must wait until rank 2 has read its memory."""
+
+    def program():
+        mesh = Mesh()
+        x = placed(mesh, "in-arenas", values((200_000,), np.dtype(float), 0)) if mesh.rank == 1 else None
+        mesh.barrier()
+        time.sleep(0.0 if mesh.rank == 2 else 0.05)
+        pending = mesh.start("broadcast", x, 1)  # rank 2 is the first, and finds nothing yet
+        time.sleep(slow if mesh.rank == 2 else 0.0)
+        return pending.wait().shape
+
+    assert run(program, 3) == [(200_000,)] * 3
 
 
 # --- many calls

@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.comm.awaited import Requests
 from spmd_engine.comm.pending import Steps
 from spmd_engine.errors import UsageError
 
@@ -25,6 +26,9 @@ class Ranks(Protocol):
 
     rank: int
     size: int
+
+    def outer(self, rank: int) -> int:
+        """The number of a rank in the whole communicator."""
 
     def start_send(self, data: Array, to: int, tag: int) -> list:
         """See ``Communicator``."""
@@ -41,6 +45,9 @@ class Part:
         self.rank, self.size = self.members.index(communicator.rank), len(self.members)
         self._communicator = communicator
 
+    def outer(self, rank: int) -> int:
+        return self.members[rank]
+
     def start_send(self, data: Array, to: int, tag: int) -> list:
         return self._communicator.start_send(data, self.members[to], tag)
 
@@ -53,15 +60,15 @@ def exchange(comm: Ranks, outgoing: Sequence[Array | None], incoming: Sequence[A
     backends = {id(b): b for b in (backend_of(x) for x in (*outgoing, *incoming) if x is not None)}
     for backend in backends.values():
         backend.synchronize()  # MPI reads and writes device memory without asking the stream that uses it
-    requests: list = []
+    requests = Requests()
     for step in range(1, comm.size):  # rank r begins with r + 1: nobody is everyone's first target
         source = (comm.rank - step) % comm.size
         if incoming[source] is not None and incoming[source].size:
-            requests += comm.start_receive(incoming[source], source, tag)
+            requests.add(comm.outer(source), comm.start_receive(incoming[source], source, tag))
     for step in range(1, comm.size):
         to = (comm.rank + step) % comm.size
         if outgoing[to] is not None and outgoing[to].size:
-            requests += comm.start_send(outgoing[to], to, tag)
+            requests.add(comm.outer(to), comm.start_send(outgoing[to], to, tag))
     yield requests
 
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from spmd_engine.arrays.memory import address_of
 from spmd_engine.comm.arena import ALIGNMENT, Neighbours
+from spmd_engine.comm.awaited import Until
 from spmd_engine.comm.header import SIZE, Header
 from spmd_engine.comm.lending import Block, Lent
 from spmd_engine.comm.pending import Progress
@@ -90,13 +91,14 @@ class Board:
         n, self._calls, self._home = len(local_ranks), calls, home
         self.room = _room(n)  #: bytes of data that a call can bring along
         self.rank, self.size, self.neighbours, self.local_ranks = rank, n, neighbours, list(local_ranks)
+        self.ranks: Sequence[int] = range(n)  #: the numbers of its ranks in the communicator whose board this is
         self._others = [local for r, local in enumerate(local_ranks) if r != rank]
         self._waker, self._weak = waker, waker.weak
         words = memory[: 8 * n * PAGES].cast("q")
         self._pages = [words[n * page : n * (page + 1)] for page in range(PAGES)]
         self._closed = memory[8 * n * PAGES : 8 * n * (PAGES + 1)].cast("q")
-        rows = _Cut(memory[_words(n) :], _row(n))
-        desks = _Cut(memory[_words(n) + PAGES * n * _row(n) :], self.room)
+        rows = _pieces(memory[_words(n) :], _row(n), PAGES * n)
+        desks = _pieces(memory[_words(n) + PAGES * n * _row(n) :], self.room, DESKS * n)
         self._rows = [[rows[page * n + r] for r in range(n)] for page in range(PAGES)]
         self._desks = [[desks[desk * n + r] for r in range(n)] for desk in range(DESKS)]
         self._headers = [[row[_HEADER : _data(n)] for row in page] for page in self._rows]
@@ -112,6 +114,20 @@ class Board:
         if self._weak:
             self._waker.order()
         return True
+
+    def until(self, number: int, phase: int) -> Until:
+        """To be waited for: that all ranks have come as far as ``phase`` of call ``number``."""
+        return Until(partial(self.reached, number, phase), partial(self._has_begun, number))
+
+    def until_page(self, number: int, inline: int) -> Until:
+        """To be waited for: ``has_page``."""
+        return Until(partial(self.has_page, number, inline), partial(self._has_begun, number - PAGES))
+
+    def _has_begun(self, number: int, rank: int) -> bool:
+        """Whether ``rank``, of the communicator, takes part in call ``number``, or has, or need not."""
+        if number <= self._calls or rank not in self.ranks:
+            return True
+        return self._pages[number % PAGES][self.ranks.index(rank)] >= number * _STEPS + SAID
 
     def has_page(self, number: int, inline: int) -> bool:
         """Whether the page of call ``number`` is free to write on, and the desk if it brings that many bytes along."""
@@ -280,11 +296,5 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-class _Cut:
-    """Memory in pieces of one size."""
-
-    def __init__(self, memory: memoryview, size: int) -> None:
-        self._memory, self._size = memory, size
-
-    def __getitem__(self, index: int) -> memoryview:
-        return self._memory[index * self._size : (index + 1) * self._size]
+def _pieces(memory: memoryview, size: int, count: int) -> list[memoryview]:
+    return [memory[i * size : (i + 1) * size] for i in range(count)]

@@ -54,6 +54,10 @@ class Communicator(ABC):
                 x = self.neighbours.own.empty(shape, dtype)
         return x if x is not None else np.empty(shape, dtype)
 
+    def outer(self, rank: int) -> int:
+        """The number of ``rank`` in this communicator: the same; see ``algorithms.Part``."""
+        return rank
+
     @abstractmethod
     def start_send(self, data: Array, to: int, tag: int) -> list:
         """Begin to send contiguous ``data`` (it must not change until done); returns requests."""

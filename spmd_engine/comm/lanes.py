@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
@@ -49,12 +48,13 @@ class Lanes:
         self.nodes, self.board, self.rank, self.size = nodes, board, comm.rank, comm.size
         own = next(node for node in nodes if comm.rank in node)
         self.local = Part(comm, own)
+        board.ranks = own
         self.lane = Part(comm, [node[self.local.rank] for node in nodes])
 
     def in_turn(self, number: int, steps: Steps) -> Steps:
         """The ``steps`` of call ``number``, once there is a page for it."""
         if not self.board.has_page(number, 0):
-            yield partial(self.board.has_page, number, 0)
+            yield self.board.until_page(number, 0)
         return (yield from steps)
 
     def show(self, call: Call, x: np.ndarray | None, **how) -> Steps:
@@ -146,7 +146,7 @@ def _gather(
             yield from algorithms.all_gather(lanes.local, own, [blocks[r] for r in node], tag)
         return
     board.say(meeting.number, REDUCED)
-    yield partial(board.reached, meeting.number, REDUCED)
+    yield board.until(meeting.number, REDUCED)
     for neighbour, theirs in enumerate(results):
         if neighbour != board.rank:
             theirs = flat(theirs) if out.ndim == 1 else theirs

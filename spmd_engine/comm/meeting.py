@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from functools import partial
 
 import numpy as np
 
@@ -45,7 +44,7 @@ class Meeting:
         """Go on when nobody reads the caller's memory any more."""
         if self.exposed:
             self.board.say(self.number, LEFT)
-            yield partial(self.board.reached, self.number, LEFT)
+            yield self.board.until(self.number, LEFT)
 
 
 def on_board(
@@ -67,7 +66,7 @@ def on_board(
     """
     number, own = call
     if not board.has_page(number, own.inline):
-        yield partial(board.has_page, number, own.inline)
+        yield board.until_page(number, own.inline)
     place, exposed = None, False
     if data is not None and not own.inline and data.size:
         place = None if copy else board.place_of(data, lend)
@@ -77,7 +76,7 @@ def on_board(
     board.write(number, own, data, place, board.place_of(result, lend) if result is not None else None)
     board.say(number, SAID)
     if not board.reached(number, SAID):
-        yield partial(board.reached, number, SAID)
+        yield board.until(number, SAID)
     headers, blocks, same = board.hear(number, own)
     if not same:
         _agree([Call(number, each) for each in headers], blocks, own, axes, check)

@@ -6,6 +6,7 @@ import numpy as np
 
 from spmd_engine.arrays.backend import CPU, Array, Backend, backend_of
 from spmd_engine.comm import header
+from spmd_engine.comm.awaited import Requests
 from spmd_engine.comm.door import COLLECTIVE_TAGS, Door, Operation, Plan
 from spmd_engine.comm.header import Header
 from spmd_engine.comm.pending import Pending, Steps
@@ -38,8 +39,8 @@ class Messages(Door):
     def _send(self, plan: Plan, own: Array, to: int, tag: int) -> Steps:
         said = np.frombuffer(plan.header.packed, np.uint8)
         backend_of(own).synchronize()
-        requests = self.comm.start_send(said, to, tag)
-        yield requests + (self.comm.start_send(own, to, tag + 1) if own.size else [])
+        requests = Requests().add(to, self.comm.start_send(said, to, tag))
+        yield requests.add(to, self.comm.start_send(own, to, tag + 1) if own.size else [])
 
     def receive(self, source: int, *, like: Backend = CPU, channel: int | None = None, label: str = "") -> Array:
         """The next array that rank ``source`` sends here; shape and dtype come with it. ``like``: where to."""
@@ -59,13 +60,13 @@ class Messages(Door):
 
     def _receive(self, source: int, like: Backend, tag: int) -> Steps:
         said = np.empty(header.SIZE, np.uint8)
-        yield self.comm.start_receive(said, source, tag)
+        yield Requests().add(source, self.comm.start_receive(said, source, tag))
         theirs = Header.unpack(said.tobytes())
         where = like if self.comm.device_aware else CPU
         data = where.empty(*theirs.array_type)
         if data.size:
             where.synchronize()
-            yield self.comm.start_receive(data, source, tag + 1)
+            yield Requests().add(source, self.comm.start_receive(data, source, tag + 1))
         return like.asarray(data)
 
     def _peer(self, operation: str, rank: int) -> None:

@@ -21,6 +21,7 @@ TIMEOUT = 1800.0  #: seconds a rank waits for others, unless it is told another 
 WARN_AFTER = 60.0  #: seconds after which a rank that waits says so; then after four times as long, and so on
 
 LOOK_AFTER = 0.5  #: seconds without progress after which a rank looks whether those it waits for have ended
+MESSAGES_AFTER = 2.0  #: as many for messages, which may be on their way from a rank that has ended
 
 logger = logging.getLogger(__name__)
 
@@ -90,10 +91,20 @@ class Pending:
         """Whether it waits for messages, which come only to those who look."""
         return isinstance(self._awaited, list)
 
+    @property
+    def patience(self) -> float:
+        """Seconds without progress after which to look whether those it waits for have ended."""
+        return MESSAGES_AFTER if self.sends_messages else LOOK_AFTER
+
     def is_there(self) -> bool:
         """Whether what it waits for has come."""
         awaited = self._awaited
         return self._communicator.done(awaited) if isinstance(awaited, list) else awaited()
+
+    def waits_for(self, rank: int) -> bool:
+        """Whether it is ``rank``, maybe among others, for whom it waits."""
+        waits_for = getattr(self._awaited, "waits_for", None)
+        return waits_for(rank, self._communicator) if waits_for else True
 
     def advance(self) -> bool:
         """Go on as far as possible without waiting. Returns whether anything moved."""
@@ -182,12 +193,11 @@ class Progress:
         """Move all operations on until ``wanted`` is done, leaving the processor to others in between."""
         communicator = wanted._communicator
         began = perf_counter()
-        warn_after, look_after = WARN_AFTER, LOOK_AFTER
-        idle = 0
+        warn_after, look_after, idle = WARN_AFTER, wanted.patience, 0
         while not (wanted.done or wanted.error):
             activity = communicator.activity(idle)
             if any([self._advance(pending) for pending in tuple(self._pending)]):
-                idle, look_after = 0, perf_counter() - began + LOOK_AFTER
+                idle, look_after = 0, perf_counter() - began + wanted.patience
                 continue
             idle += 1
             messages = any([pending.sends_messages for pending in self._pending])
@@ -200,9 +210,10 @@ class Progress:
                 # It stays under way: its messages may still come, into memory that must then still be there.
                 raise CommunicationTimeout(f"waited {timeout:g} s: {wanted.describe()}")
             if waited > look_after:
-                if not wanted.until_the_end and (ended := communicator.ended()):
+                ended = [rank for rank in communicator.ended() if wanted.waits_for(rank)]
+                if ended and not wanted.until_the_end:
                     raise MismatchError(f"waits for ranks whose program has ended ({ended}): {wanted.describe()}")
-                look_after = waited + LOOK_AFTER
+                look_after = waited + wanted.patience
             if waited > warn_after:
                 logger.warning("has waited %.0f s: %s", waited, wanted.describe())
                 warn_after *= 4

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 
 import numpy as np
 
@@ -56,7 +55,7 @@ def all_reduce(meeting: Meeting, result: np.ndarray, reduce: Reducer) -> Steps:
         for each in reachable:
             each[piece] = own[piece]
     board.say(meeting.number, REDUCED)
-    yield partial(board.reached, meeting.number, REDUCED)
+    yield board.until(meeting.number, REDUCED)
     if not board.place_of(result):
         for r in others:
             part = _part(own, board.size, r)
