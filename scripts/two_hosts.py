@@ -1,6 +1,6 @@
 """Two hosts on one machine, with a slow link between them, and an MPI program on both.
 
-    python scripts/two_hosts.py -n 4 --rate 1gbit -- python -m spmd_engine train --preset gpt-nano
+    python scripts/two_hosts.py -n 4 --rate 1gbit -- python -m spmd_engine train --model gpt-nano
 
 A host is a network namespace with a host name of its own and half of the cores; the link is a pair of virtual network
 devices whose rate ``tc`` holds down. Ranks are dealt out in blocks: of four, the first two are on the first host.

@@ -38,7 +38,7 @@ def test_layers(bench):
     assert figures["multiplications"]["block*/mlp"] == 6 * 8 * 128 * 8 * 2 * 96 * 4 * 96
 
 
-@pytest.mark.parametrize("ranks", ["2", "3"])
+@pytest.mark.parametrize("ranks", ["2", pytest.param("3", marks=pytest.mark.soak)])
 def test_collectives(bench, ranks):
     operations = ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"]
     lines, figures = bench("collectives", "--ranks", ranks, "--largest", "1")
@@ -47,6 +47,7 @@ def test_collectives(bench, ranks):
     assert all(values[0] > 0 for each in figures["results"] for values in each["seconds"].values())
 
 
+@pytest.mark.soak
 def test_strategies(bench):
     lines, figures = bench("strategies", "--ranks", "2", "--steps", "1", "--only", "ZeRO-3")
     assert [line.split()[0] for line in lines[1:]] == ["data", "ZeRO-3"]
@@ -54,11 +55,13 @@ def test_strategies(bench):
     assert 1.5 * data < zero < 1.7 * data  # two gathers and a reduce_scatter, and the tied table once more
 
 
+@pytest.mark.soak
 def test_oversubscribed(bench):
     lines, figures = bench("oversubscribed", "--ranks", "3", "--steps", "1", "--model", "gpt-nano")
     assert "3" in figures and lines[-1].startswith("ratio")
 
 
+@pytest.mark.soak
 def test_start(bench):
     lines, _ = bench("start", "--ranks", "1", file=False)
     assert lines[-1].startswith("1 ranks, from the launch")

@@ -51,6 +51,11 @@ class GroupedHoldings(Holdings):
         self._cut = {member.name: member.summed.cut for member in plan.members}
 
     @property
+    def storages(self) -> list[GroupStorage]:
+        """Where each parameter group lives on this rank."""
+        return self._storages
+
+    @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._described)
 

@@ -1,0 +1,80 @@
+"""How much of the communication of gradients hides behind the backward: for ranks that an MPI launcher starts.
+
+    python scripts/two_hosts.py -n 2 -- python -m spmd_engine.cli.bench.overlap --model gpt-mini
+
+A step of a rank alone, the sums of all gradients alone, and the step of all ranks, alternating. What is hidden is the
+part of the communication by which the step is not longer than alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+from time import perf_counter
+
+import click
+import numpy as np
+
+from spmd_engine import Mesh, world
+from spmd_engine.cli.bench.launch import print_table, spread
+from spmd_engine.engine import LayeredEngine
+from spmd_engine.engine.batch import batch_of
+from spmd_engine.engine.plan import Storage
+from spmd_engine.models.names import GPT_SIZES, build_model
+
+
+@click.command()
+@click.option("--model", type=click.Choice(list(GPT_SIZES)), default="gpt-mini", show_default=True)
+@click.option("--samples", type=click.IntRange(min=1), default=2, show_default=True, help="Of each rank, in a step.")
+@click.option("--rounds", type=click.IntRange(min=2), default=5, show_default=True)
+@click.option("--compress", multiple=True, help="How gradients travel, as in 'train'; may be repeated. [default: none]")
+def overlap(model: str, samples: int, rounds: int, compress: tuple[str, ...]) -> None:
+    """Print milliseconds of the mean rank by way of compression; medians and ranges of rounds."""
+    comm = world()
+    with Mesh(comm.subset([comm.rank])) as one, Mesh(data=comm.size) as mesh:
+        rows = []
+        for way in compress or ("none",):
+            alone = LayeredEngine(build_model(model), one)
+            together = LayeredEngine(build_model(model), mesh, storage=Storage(compress=way))
+            ways = {
+                "alone": _step(alone, samples),
+                "communication": lambda engine=together: _communicate(engine),
+                "step": _step(together, samples * mesh.size),
+            }
+            seconds: dict[str, list[float]] = {name: [] for name in ways}
+            for _ in range(rounds + 1):
+                for name, call in ways.items():
+                    seconds[name].append(_timed(mesh, call))
+            times = {name: values[1:] for name, values in seconds.items()}  # the first is for warming up
+            triples = zip(*times.values(), strict=True)
+            hidden = [1 - (step - before) / moved for before, moved, step in triples]
+            rows.append((way, *(spread(values, 1e3, " ms") for values in times.values()), f"{median(hidden):.0%}"))
+        if comm.rank == 0:
+            print_table((f"{model}, {comm.size} ranks", "alone", "communication", "step", "hidden"), rows)
+
+
+def _step(engine: LayeredEngine, samples: int) -> Callable[[], object]:
+    """A step of the engine, over so many whole samples."""
+    size = engine.model.context + 1
+    tokens = np.random.default_rng(0).integers(0, engine.model.vocabulary, (samples, size))
+    batch = batch_of(tokens[:, :-1], tokens[:, 1:], engine)
+    return lambda: engine.step(batch)
+
+
+def _communicate(engine: LayeredEngine) -> None:
+    """What a step sends, and nothing else."""
+    for pending in [storage.start_reduce() for storage in engine.storages]:
+        if pending is not None:
+            pending.wait()
+
+
+def _timed(mesh: Mesh, call: Callable[[], object]) -> float:
+    """Seconds of one call, the mean over ranks, which begin together."""
+    mesh.barrier()
+    began = perf_counter()
+    call()
+    return float(mesh.all_reduce(np.array(perf_counter() - began), "mean"))
+
+
+if __name__ == "__main__":
+    overlap()
