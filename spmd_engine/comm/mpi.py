@@ -22,7 +22,7 @@ from spmd_engine.errors import MeshError
 
 PIECE = 1 << 30  # bytes a message: some MPI libraries refuse counts of 2^31 and more
 _MEETING, _END = 32766, 32765  # tags that no other message has
-_LOOKS = 100  # look again this often before giving way at all, some 20 microseconds
+_LOOKS = 1000  # look again this often before giving way at all, some 200 microseconds
 _YIELDS = 100  # give way this often before sleeping: a peer that is nearly there needs no sleep
 _CROWDED = 5  # and this often where ranks wait for a core
 _SHORTEST, _LONGEST = 50e-6, 1e-3  # seconds of sleep
