@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,10 @@ def measure(ranks: int, worker: str, config: Mapping[str, Any]) -> dict[str, Any
     """
     command = [mpiexec(), "-n", str(ranks), sys.executable, "-m", f"spmd_engine.cli.bench.{worker}", json.dumps(config)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, stdin=subprocess.DEVNULL)
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}  # a core for each rank, as the share of the peak has it
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMEOUT, stdin=subprocess.DEVNULL, env=environment
+        )
     except subprocess.TimeoutExpired as error:
         raise UsageError(f"bench: {ranks} ranks took more than {TIMEOUT:g} s for {dict(config)}") from error
     if done.returncode:

@@ -10,6 +10,7 @@ from time import perf_counter
 import click
 
 from spmd_engine.cli.bench.launch import TIMEOUT, mpiexec, spread
+from spmd_engine.errors import UsageError
 
 
 @click.command(short_help="Seconds from the launch of ranks to the end of a run of one step.")
@@ -23,11 +24,9 @@ def start(ranks: int, rounds: int) -> None:
             options = ["--steps", "1", "--eval-every", "0", "--eval-samples", "1", "--sample", "0"]
             command = [mpiexec(), "-n", str(ranks), sys.executable, "-m", "spmd_engine", "train", *options]
             began = perf_counter()
-            subprocess.run(
-                [*command, "--batch-size", str(ranks), "--run", f"{folder}/run"],
-                stdout=subprocess.DEVNULL,
-                check=True,
-                timeout=TIMEOUT,
-            )
+            options = ["--batch-size", str(ranks), "--run", f"{folder}/run"]
+            done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=TIMEOUT)
             seconds.append(perf_counter() - began)
+            if done.returncode:
+                raise UsageError(f"bench start: {ranks} ranks failed:\n{done.stderr.strip()}")
     click.echo(f"{ranks} ranks, from the launch to the end of a run of one step: {spread(seconds, unit=' s')}")
