@@ -106,7 +106,7 @@ def test_a_picture(capsys):
     table = next(i for i, line in enumerate(lines) if line.startswith("transfer"))
     row = "all_gather group1 data 1,155,072 0 embedding forward 6 block2/attention forward 6"
     assert lines[table + 2].split() == row.split()
-    assert lines[-2].startswith("61 computations, 13 transfers of 12,262,656 bytes")
+    assert lines[-3].startswith("61 computations, 13 transfers of 12,262,656 bytes")
 
 
 def test_what_cannot_be_drawn_is_refused(capsys):

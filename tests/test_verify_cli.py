@@ -39,6 +39,11 @@ class Forgetful(DataParallel):
 def make(mesh, dtype):
     return TensorParallel(4, 6, mesh, dtype)
 
+def empty():
+    engine = Table()
+    engine.parameters = {}
+    return engine
+
 def fixed():
     return DataParallel(4, 6, Mesh(data=2))
 
@@ -134,6 +139,7 @@ MISTAKES = {
     "the first argument must be callable": ["mine:nothing", "--input-shape", "5,4"],
     "Forgetful needs model_dim, hidden_dim": ["mine:Forgetful", "--input-shape", "5,4"],
     "malformed node or string": ["mine:Forgetful(4, six)", "--input-shape", "5,4"],
+    "made an engine without parameters": ["mine:empty", "--input-shape", "5,4"],
     "without --zero": ["mine:make", "--zero", "1", "--input-shape", "5,4"],
     "one of them": ["mine:make", "--strategy", "pipeline"],
     "it needs the axes model, too": ["--strategy", "tensor-parallel", "--mesh", "data=1"],

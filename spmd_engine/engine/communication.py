@@ -34,7 +34,7 @@ class Transfer:
     """
 
     operation: str  #: all_gather, reduce_scatter, all_reduce, send or receive
-    what: str  #: a parameter group, or what a pipeline's neighbours exchange
+    what: str  #: a parameter group, or what a pipeline's neighbours exchange of a micro-batch
     over: tuple[str, ...]  #: mesh axes
     elements: int  #: of the whole group; 0 where only the samples know it
     begins: int
@@ -181,8 +181,8 @@ class _Neighbours:
 
     def start_send(self, x: np.ndarray, m: int, chunk: int, to: int) -> _Promise:
         what = "outputs" if to > chunk else "gradients"
-        return self._step.begin("send", f"{what} of micro-batch {m} to stage {to % self.stages}", ("pipe",))
+        return self._step.begin("send", f"{what} {m} to stage {to % self.stages}", ("pipe",))
 
     def start_receive(self, m: int, chunk: int, source: int) -> _Promise:
         what = "outputs" if source < chunk else "gradients"
-        return self._step.begin("receive", f"{what} of micro-batch {m} from stage {source % self.stages}", ("pipe",))
+        return self._step.begin("receive", f"{what} {m} from stage {source % self.stages}", ("pipe",))

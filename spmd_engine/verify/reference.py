@@ -87,6 +87,11 @@ def _made(make: Callable[..., Any], mesh: Mesh) -> ShardedEngine:
     made = make(**{name: value for name, value in given.items() if name in wanted})
     if not isinstance(made, ShardedEngine):
         raise UsageError(f"{_name(make)} made a {type(made).__name__}; it must make a ShardedEngine")
+    if not made.names:
+        raise UsageError(
+            f"{_name(make)} made an engine without parameters: load some in its constructor, or name a function that "
+            "makes it and loads them"
+        )
     if "_mesh" not in made.__dict__:
         made.mesh = mesh
     return made

@@ -31,7 +31,7 @@ FILLS = {
     "send": GREEN,
     "receive": PURPLE,
 }
-LABEL = 28  # columns for the names of transfers
+LABEL = 34  # columns for the names of transfers
 MOST = 400  # transfers
 
 
@@ -109,6 +109,7 @@ def draw_communication(step: Step, title: str, itemsize: int) -> Picture:
     notes = [
         f"{len(step.computations)} computations, {len(step.transfers)} transfers of {moved:,} bytes of whole groups; "
         f"{len(exposed)} have nothing to hide behind.",
+        "What layers exchange among themselves is part of their computations; a pipeline's bytes depend on samples.",
         "Hidden by: computations between where a transfer begins and where it is waited for. Fewer are more urgent.",
     ]
     rows = [("transfer", "over", "bytes", "begins before", "is waited for before", "hidden by")]
