@@ -54,14 +54,14 @@ def momentum_sgd(p, g, velocity, *, rate, momentum, decay, scale=1.0) -> None:
 
 
 def sum_of_squares(x: Array) -> float:
-    """The sum of squares of flat x[n], accumulated in float64 across pieces. NumPy may warn of an overflow, which is
-    made good."""
-    xp, total = backend_of(x).xp, 0.0
-    for part in chunks(x):
-        piece = x[part]
-        squares = float(xp.dot(piece, piece)) if piece.itemsize >= 4 else 0.0
-        if not _SMALL < squares < inf:  # squares of large float32 numbers are not finite, of small ones are 0
-            wide = piece.astype(xp.float64)
-            squares = float(xp.dot(wide, wide))
-        total += squares
+    """The sum of squares of flat x[n], accumulated in float64 across pieces."""
+    backend, total = backend_of(x), 0.0
+    with backend.errstate(over="ignore"):  # of float32, which is made good
+        for part in chunks(x):
+            piece = x[part]
+            squares = float(backend.xp.dot(piece, piece)) if piece.itemsize >= 4 else 0.0
+            if not _SMALL < squares < inf:  # squares of large float32 numbers are not finite, of small ones are 0
+                wide = piece.astype(backend.xp.float64)
+                squares = float(backend.xp.dot(wide, wide))
+            total += squares
     return total

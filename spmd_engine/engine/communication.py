@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from spmd_engine.engine.chunk import Chunk, Segment
-from spmd_engine.engine.execution import Execution
+from spmd_engine.engine.execution import Execution, Neighbours
 from spmd_engine.engine.gathering import OpenParameters
 from spmd_engine.engine.plan import Plan
 from spmd_engine.engine.reducer import Reducer
@@ -167,17 +167,11 @@ class _Storage:
         return self._step.begin(operation, self.group.name, over, self.group.size)
 
 
-class _Neighbours:
-    """What ``execution.Neighbours`` does, but for the messages."""
+class _Neighbours(Neighbours):
+    """The same neighbours, but no messages."""
 
     def __init__(self, step: Step, stages: int, stage: int, chunks: int) -> None:
         self._step, self.stages, self.stage, self.chunks = step, stages, stage, chunks
-
-    def is_last(self, chunk: int) -> bool:
-        return chunk == self.chunks - 1
-
-    def here(self, chunk: int) -> bool:
-        return chunk % self.stages == self.stage
 
     def start_send(self, x: np.ndarray, m: int, chunk: int, to: int) -> _Promise:
         what = "outputs" if to > chunk else "gradients"

@@ -125,8 +125,7 @@ class Holdings(Collectives):
 
     def gradient_norm(self) -> float:
         """The 2-norm of the whole gradient, each element counted once. Collective over the world."""
-        with np.errstate(over="ignore"):  # of float32; then it is computed in float64
-            total = sum(sum_of_squares(g) for g in self._counted_gradients())
+        total = sum(sum_of_squares(g) for g in self._counted_gradients())
         return float(self.all_reduce(np.array(total, np.float64), label="gradient norm")) ** 0.5
 
     def _counted_gradients(self) -> Iterable[Array]:

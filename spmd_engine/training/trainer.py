@@ -65,9 +65,10 @@ class Trainer:
         if batch.count is None:
             batch = replace(batch, count=engine.count(batch))
         with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is told below, once
-            loss, norm = engine.step(batch, self.loss), engine.gradient_norm()
+            loss = engine.step(batch, self.loss)
         if not np.isfinite(loss):
             raise NotFiniteError(f"step {step + 1}: the loss is {loss}; lower the learning rate, or clip gradients")
+        norm = engine.gradient_norm()
         if not np.isfinite(norm):
             raise NotFiniteError(f"step {step + 1}: the gradient's norm is {norm}; lower the learning rate")
         scale = min(1.0, self.grad_clip / (norm + 1e-6)) if self.grad_clip else 1.0
