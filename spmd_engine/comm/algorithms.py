@@ -8,6 +8,7 @@ the same on every rank, for every transport, and for the 16-bit floats that MPI 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from types import ModuleType
 from typing import Protocol
 
@@ -121,6 +122,12 @@ def span(length: int, parts: int, index: int) -> slice:
     q, r = divmod(length, parts)
     start = index * q + min(index, r)
     return slice(start, start + q + (index < r))
+
+
+def spans(lengths: Sequence[int]) -> list[slice]:
+    """Parts of these lengths, one after the other."""
+    ends = list(accumulate(lengths))
+    return [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
 
 
 _UFUNCS = {"sum": "add", "mean": "add", "max": "maximum", "min": "minimum", "prod": "multiply"}

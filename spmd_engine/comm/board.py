@@ -20,7 +20,7 @@ import numpy as np
 from spmd_engine.arrays.memory import address_of
 from spmd_engine.comm.arena import ALIGNMENT, Neighbours
 from spmd_engine.comm.awaited import Until
-from spmd_engine.comm.header import SIZE, Header
+from spmd_engine.comm.header import SIZE, Header, Said
 from spmd_engine.comm.lending import Block, Lent
 from spmd_engine.comm.pending import Progress
 
@@ -32,10 +32,11 @@ SAID, REDUCED, LEFT = 1, 2, 3  # what a rank says of a call, one after the other
 
 _STEPS = 4  # words count in steps of a call's phases
 _PLACE = struct.Struct("<qq")  # whose arena and the offset in it; or -2 - r and the address in rank r's own memory
+_PLACES = struct.Struct("<qqqq")  # of the data, and of the result
 _NOWHERE = (-1, 0)  # not shown
+_UNSHOWN = _PLACES.pack(*_NOWHERE, *_NOWHERE)
 _DATA, _RESULT = 0, _PLACE.size  # where in a row it says where data lie, and where their result is to come
 _HEADER = 64  # where in a row the header begins, behind the place
-_VIEWS = 512  # views into rows that are kept at most
 
 
 Place = tuple[int, int]
@@ -94,15 +95,13 @@ class Board:
         self.ranks: Sequence[int] = range(n)  #: the numbers of its ranks in the communicator whose board this is
         self._others = [local for r, local in enumerate(local_ranks) if r != rank]
         self._waker, self._weak = waker, waker.weak
-        words = memory[: 8 * n * PAGES].cast("q")
-        self._pages = [words[n * page : n * (page + 1)] for page in range(PAGES)]
-        self._closed = memory[8 * n * PAGES : 8 * n * (PAGES + 1)].cast("q")
+        words = _pieces(memory[: 8 * n * (2 * PAGES + 1)].cast("q"), n, 2 * PAGES + 1)
+        self._pages, self._digests, self._closed = words[:PAGES], words[PAGES:-1], words[-1]
         rows = _pieces(memory[_words(n) :], _row(n), PAGES * n)
         desks = _pieces(memory[_words(n) + PAGES * n * _row(n) :], self.room, DESKS * n)
         self._rows = [[rows[page * n + r] for r in range(n)] for page in range(PAGES)]
         self._desks = [[desks[desk * n + r] for r in range(n)] for desk in range(DESKS)]
         self._headers = [[row[_HEADER : _data(n)] for row in page] for page in self._rows]
-        self._views: dict[tuple, list[np.ndarray]] = {}
         self._staged: list[tuple[int, int, int]] = []  # (call, offset, bytes) of copies that others may still read
 
     # --- saying and hearing ------------------------------------------------------------------------------
@@ -132,10 +131,10 @@ class Board:
     def has_page(self, number: int, inline: int) -> bool:
         """Whether the page of call ``number`` is free to write on, and the desk if it brings that many bytes along."""
         step = DESKS if inline > SMALL else PAGES
-        return all([self._is_left(earlier) for earlier in range(number - PAGES, number, step)])
-
-    def _is_left(self, number: int) -> bool:
-        return number <= self._calls or self.reached(number, LEFT)
+        for earlier in range(number - PAGES, number, step):
+            if earlier > self._calls and not self.reached(earlier, LEFT):
+                return False
+        return True
 
     def say(self, number: int, phase: int) -> None:
         """This rank has come as far as ``phase``. Who comes last wakes those who sleep."""
@@ -155,61 +154,65 @@ class Board:
 
         ``result``: where the others may put, or find, the part of a result that is theirs or this rank's.
         """
-        page, packed = number % PAGES, header.packed
-        self._headers[page][self.rank][: len(packed)] = packed
+        page = number % PAGES
+        self._head(page, header)
         if header.inline:
-            self._inline(page, header)[self.rank][...] = data
+            self._view(page, self.rank, header)[...] = data
         else:
-            row = self._rows[page][self.rank]
-            row[:_RESULT] = _PLACE.pack(*(place or _NOWHERE))
-            row[_RESULT : _RESULT + _PLACE.size] = _PLACE.pack(*(result or _NOWHERE))
+            self._rows[page][self.rank][: _PLACES.size] = _PLACES.pack(*(place or _NOWHERE), *(result or _NOWHERE))
 
-    def hear(self, number: int, own: Header) -> tuple[list[Header], list[Block | None], bool]:
-        """What all ranks said, their data where they lie (None: not shown), and whether they said the same."""
-        page, packed, same = number % PAGES, own.packed, True
-        end, headers = len(packed), []
-        for said in self._headers[page]:
-            if said[:end].tobytes() == packed:
-                headers.append(own)
-            else:
-                headers.append(Header.unpack(said.tobytes()))
-                same = False
-        if same and own.inline:
-            return headers, self._inline(page, own), True
-        return headers, [self._block(page, rank, header) for rank, header in enumerate(headers)], same
+    def hear(self, number: int, expected: Said) -> tuple[Said, list[Block | None]]:
+        """What all ranks said, ``expected`` itself if that is it, and their data where they lie (None: not shown)."""
+        page, said = number % PAGES, expected
+        if self._digests[page].tolist() != expected.digests:
+            said = Said([Header.unpack(header.tobytes()) for header in self._headers[page]])
+        blocks: list[Block | None] = list(said.inline.get(page) or self._lay_out(page, said))
+        for rank, header in enumerate(said.headers):
+            if not header.inline and header.shape is not None:
+                blocks[rank] = self._block(page, rank, header)
+        return said, blocks
 
     def meet_at_once(
-        self, number: int, header: Header, data: np.ndarray | None, progress: Progress, looks: int
-    ) -> list[np.ndarray] | None:
-        """Write, say and hear, if the others are not far: everyone's inline data, if all say the same.
+        self, number: int, expected: Said, data: np.ndarray | None, progress: Progress, looks: int
+    ) -> list[np.ndarray | None] | None:
+        """Write, say and hear, if the others are not far and say what is ``expected``: everyone's inline data.
 
         None: not so, or not within so many looks. Then the call is to be begun again, as if this had not been.
         """
+        header, page = expected.headers[self.rank], number % PAGES
         if not self.has_page(number, header.inline):
             return None
-        page, packed = number % PAGES, header.packed
-        said, end, blocks = self._headers[page], len(packed), []
-        said[self.rank][:end] = packed
-        if data is not None:
-            blocks = self._inline(page, header)
+        blocks = expected.inline.get(page) or self._lay_out(page, expected)
+        self._head(page, header)
+        if header.inline:
             blocks[self.rank][...] = data
+        elif header.shape is not None:
+            self._rows[page][self.rank][: _PLACES.size] = _UNSHOWN
         self.say(number, SAID)
-        if not self.reached(number, SAID) and not progress.look(partial(self.reached, number, SAID), looks):
+        words, word = self._pages[page], number * _STEPS + SAID
+        if min(words.tolist()) < word and not progress.look(lambda: min(words.tolist()) >= word, looks):
             return None
-        for each in said:
-            if each[:end].tobytes() != packed:
-                return None
-        return blocks
+        if self._weak:
+            self._waker.order()
+        return blocks if self._digests[page].tolist() == expected.digests else None
+
+    def _head(self, page: int, header: Header) -> None:
+        """Write this rank's header, unless it is there from an earlier call."""
+        digests = self._digests[page]
+        if digests[self.rank] != header.digest:
+            self._headers[page][self.rank][: len(header.packed)] = header.packed
+            digests[self.rank] = header.digest
+
+    def _lay_out(self, page: int, said: Said) -> list[np.ndarray | None]:
+        views = [self._view(page, rank, header) if header.inline else None for rank, header in enumerate(said.headers)]
+        said.inline[page] = views
+        return views
 
     def results(self, number: int, header: Header) -> list[Block | None]:
         """Where everyone's result is to come."""
         return [self._place(number % PAGES, rank, header, _RESULT) for rank in range(self.size)]
 
     def _block(self, page: int, rank: int, header: Header) -> Block | None:
-        if header.inline:
-            return self._view(page, rank, header)
-        if header.shape is None:
-            return None
         if 0 in header.shape:
             return np.empty(*header.array_type)
         return self._place(page, rank, header, _DATA)
@@ -219,16 +222,6 @@ class Board:
         if local >= 0:
             return self.neighbours.view(local, offset, *header.array_type)
         return None if local == -1 else Lent(self.neighbours.lender, -2 - local, offset, *header.array_type)
-
-    def _inline(self, page: int, header: Header) -> list[np.ndarray]:
-        """Views of all rows' data, if all headers are like this one."""
-        key = page, header.packed
-        views = self._views.get(key)
-        if views is None:
-            if len(self._views) >= _VIEWS:
-                self._views.clear()
-            views = self._views[key] = [self._view(page, rank, header) for rank in range(self.size)]
-        return views
 
     def _view(self, page: int, rank: int, header: Header) -> np.ndarray:
         shape, dtype = header.array_type
@@ -277,7 +270,7 @@ class Board:
 
 
 def _words(ranks: int) -> int:
-    return _aligned(8 * ranks * (PAGES + 1))
+    return _aligned(8 * ranks * (2 * PAGES + 1))
 
 
 def _data(ranks: int) -> int:

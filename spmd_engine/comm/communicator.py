@@ -18,6 +18,7 @@ from spmd_engine.comm.board import Board
 from spmd_engine.comm.pending import Progress
 
 if TYPE_CHECKING:
+    from spmd_engine.comm.by_library import Library
     from spmd_engine.comm.lanes import Lanes
 
 
@@ -34,6 +35,7 @@ class Communicator(ABC):
     neighbours: Neighbours | None = None  #: memory shared with ranks of this node, where it can be had
     board: Board | None = None  #: where this communicator's ranks meet, if all are on one node and share memory
     lanes: Lanes | None = None  #: the ways between its nodes, if there are several, with as many ranks each
+    library: Library | None = None  #: faster at some calls of ranks that have all come, and have a core each
 
     def next_call(self) -> int:
         self.calls += 1

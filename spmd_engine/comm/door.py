@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.comm import header, lanes, meeting
+from spmd_engine.comm import by_library, header, lanes, meeting
 from spmd_engine.comm.board import LEFT
 from spmd_engine.comm.communicator import Communicator
-from spmd_engine.comm.header import Call, Header
+from spmd_engine.comm.header import Call, Header, Said
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.pending import TIMEOUT, Pending, Steps
 from spmd_engine.errors import UsageError
@@ -30,7 +30,9 @@ class Plan:
     header: Header
     where: tuple[str, str, str]  # operation, axes and label, as the ledger has them
     steps: Callable[[Plan, int, Array | None, Any], Steps]  # of plan, number, array and out: the whole of it
-    finish: Callable[[Plan, Sequence[Array], Array | None], Array] | None = None  # of plan, everyone's blocks, and out
+    #: Of plan, array, everyone's inline blocks, and out: the result, of a call that needs no more than these.
+    finish: Callable[[Plan, Array | None, Sequence[Array | None], Any], Array | None] | None = None
+    library: Callable[[Plan, Array, Sequence[None], Any], Array] | None = None  # as finish: where MPI's moves the data
     payload: int = 0  # bytes
     sent: int | Callable[[Array], int] = 0  # bytes; a function of the result, where that must be known
     shape: tuple[int, ...] = ()  # of the result, if all ranks call the same
@@ -39,6 +41,9 @@ class Plan:
     sizes: Sequence[int] | None = None  # lengths by rank, as the caller says
     reduce: Callable[[Array, Sequence[Array]], None] | None = None  # of out and blocks
     at_once: bool = False  # whether a blocking call may be made without the machinery for those under way
+    said: Said | None = None  # by everyone on the board, last time
+    by_library: Plan | None = None  # for blocking calls, if the MPI library is to move the data
+    quick: bool = False  # whether this rank needs no more than the others say to finish
 
 
 class Door:
@@ -69,9 +74,39 @@ class Door:
         if len(self._plans) >= _PLANS:
             self._plans.clear()
         self._plans[key] = plan
-        if plan.finish is not None and self._board is not None and self.comm.looks > 0:
-            plan.at_once = x is None or (plan.header.inline > 0 and plan.dtype == x.dtype)
+        if self._board is not None and self.comm.looks > 0:
+            if self._is_for_the_library(plan, x):
+                told = replace(plan.header, by_library=True)
+                plan.by_library = replace(plan, header=told, finish=plan.library, quick=True)
+                self._expect(plan.by_library, Said([told] * self.size))
+            elif plan.finish is not None and (x is None or plan.header.inline) and (x is None or plan.dtype == x.dtype):
+                plan.quick = True
+                self._expect(plan, Said([plan.header] * self.size))
         return plan
+
+    def _is_for_the_library(self, plan: Plan, x: Array | None) -> bool:
+        """Whether the MPI library is to move the data of a blocking call."""
+        if plan.library is None or self.comm.library is None or type(x) is not np.ndarray or plan.dtype != x.dtype:
+            return False
+        return not plan.header.inline and 0 < plan.payload <= by_library.MOST[plan.header.operation]
+
+    def _expect(self, plan: Plan, said: Said) -> None:
+        """The next call of this plan will probably find ``said`` on the board."""
+        plan.said, plan.at_once = said, plan.quick and said.at_once
+
+    def _quick(self, plan: Plan, x: Array | None, out: Array | None) -> Plan | None:
+        """The plan by which a blocking call can be made at once; None if by none."""
+        if plan.at_once:
+            return plan if suits(plan, out) else None
+        chosen = self._for_blocking(plan, x, out)
+        return chosen if chosen.at_once and suits(chosen, out) else None
+
+    def _for_blocking(self, plan: Plan, x: Array | None, out: Array | None) -> Plan:
+        """The plan for a call whose caller waits. Memory that ranks share is faster read where it is."""
+        if plan.by_library is None:
+            return plan
+        shared = any([self._board.neighbours.offset(each) is not None for each in (x, out) if each is not None])
+        return plan if shared else plan.by_library
 
     def _header(
         self, operation: str, x: Array | None, *, limit: int | None = None, always: bool = False, **fields: Any
@@ -98,16 +133,16 @@ class Door:
 
     def _at_once(self, plan: Plan, x: np.ndarray | None, out: np.ndarray | None) -> Array:
         """The whole of a small call; where the others are far away, or do not agree, by its steps."""
-        number, began = self.comm.next_call(), perf_counter()
+        began, number = perf_counter(), self.comm.next_call()
         with self.comm.progress.lock:
-            blocks = self._board.meet_at_once(number, plan.header, x, self.comm.progress, self.comm.looks)
+            blocks = self._board.meet_at_once(number, plan.said, x, self.comm.progress, self.comm.looks)
             if blocks is None:
                 steps = plan.steps(plan, number, x, out)
                 return self.comm.progress.begin(Operation(self, plan, number, steps)).wait()
-            result = plan.finish(plan, blocks, out)
+            result = plan.finish(plan, x, blocks, out)
             self._board.say(number, LEFT)
-            self.ledger.record(*plan.where, payload=plan.payload, sent=plan.sent)
-        self.ledger.record_wait(*plan.where, perf_counter() - began)
+            sent = plan.sent(result) if callable(plan.sent) else plan.sent
+        self.ledger.record(*plan.where, payload=plan.payload, sent=sent, seconds=perf_counter() - began)
         return result
 
     def _in_lanes(self, size: int) -> bool:
@@ -119,13 +154,18 @@ class Door:
 
     def _meet(self, plan: Plan, number: int, x: Array | None, *, always: bool = False, **how: Any) -> Steps:
         """Tell the others of this call, show them ``x``, and hear them: steps to a Meeting. ``how``: see on_board."""
-        shown = x if isinstance(x, np.ndarray) else None  # device memory goes by messages
+        # device memory goes by messages
+        shown = x if isinstance(x, np.ndarray) and not plan.header.by_library else None
         call = Call(number, plan.header)
         if self._board is not None:
-            return meeting.on_board(self._board, call, shown, self.axes, self.check, **how)
+            how["expected"] = plan.said
+            met = yield from meeting.on_board(self._board, call, shown, self.axes, self.check, **how)
+            if met.said is not plan.said:
+                self._expect(plan, met.said)
+            return met
         if not self._meets(always):
-            return meeting.not_at_all()
-        return meeting.by_messages(self.comm, call, shown, self.axes, self.check, self._tag(number))
+            return meeting.Meeting([], [])
+        return (yield from meeting.by_messages(self.comm, call, shown, self.axes, self.check, self._tag(number)))
 
     def _meet_only(self, plan: Plan, number: int, text: np.ndarray | None, _: None) -> Steps:
         yield from self._meet(plan, number, text, always=True)
@@ -188,7 +228,11 @@ class Operation(Pending):
 def suits(plan: Plan, out: Array | None) -> bool:
     """Whether ``out`` can receive the result of this call at once."""
     return out is None or (
-        type(out) is np.ndarray and out.shape == plan.shape and out.dtype is plan.dtype and out.flags.c_contiguous
+        plan.said.same
+        and type(out) is np.ndarray
+        and out.shape == plan.shape
+        and out.dtype is plan.dtype
+        and out.flags.c_contiguous
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import NamedTuple
 
 import numpy as np
@@ -32,8 +33,10 @@ class Header:
     root: int = 0
     sizes: tuple[int, ...] = ()  # the parts of reduce_scatter and all_to_all, if the caller gave them
     inline: int = 0  # bytes of data that travel with the header
+    by_library: bool = False  # whether the MPI library may move the data: the caller waits, so it comes at once
 
     packed: bytes = field(init=False, repr=False, compare=False)  # all of it as bytes, ``sizes`` at the end
+    digest: int = field(init=False, repr=False, compare=False)  # by which it is recognized
 
     def __post_init__(self) -> None:
         shape = self.shape if self.shape is not None else ()
@@ -41,7 +44,7 @@ class Header:
             OPERATIONS.index(self.operation),
             REDUCTIONS.index(self.reduction),
             len(shape) if self.shape is not None else 255,
-            0,
+            self.by_library,
             self.axis,
             self.concat_axis,
             self.root,
@@ -51,22 +54,27 @@ class Header:
             *shape,
             *(0,) * (MAX_DIMS - len(shape)),
         )
-        object.__setattr__(self, "packed", fixed + struct.pack(f"<{len(self.sizes)}q", *self.sizes))
+        packed = fixed + struct.pack(f"<{len(self.sizes)}q", *self.sizes)
+        object.__setattr__(self, "packed", packed)
+        digest = blake2b(packed, digest_size=8).digest()
+        object.__setattr__(self, "digest", int.from_bytes(digest, "little", signed=True))
 
     @classmethod
     def unpack(cls, data: bytes) -> Header:
         """The header that ``data`` begins with."""
-        operation, reduction, ndim, _, axis, concat_axis, root, inline, count, dtype, *dims = _LAYOUT.unpack_from(data)
+        fields = _LAYOUT.unpack_from(data)
+        operation, reduction, ndim, by_library, axis, concat_axis, root, inline, count, dtype = fields[:-MAX_DIMS]
         return cls(
             OPERATIONS[operation],
             REDUCTIONS[reduction],
             dtype.rstrip(b"\0").decode(),
-            None if ndim == 255 else tuple(dims[:ndim]),
+            None if ndim == 255 else fields[-MAX_DIMS:][:ndim],
             axis,
             concat_axis,
             root,
             struct.unpack_from(f"<{count}q", data, SIZE),
             inline,
+            bool(by_library),
         )
 
     @property
@@ -116,6 +124,20 @@ class Call(NamedTuple):
         if self.header.operation == "leave":
             return str(self.header)
         return f"{self.header} as its call number {self.number}"
+
+
+class Said:
+    """What all ranks say in a call: kept, so that it is recognized, and need not be read, when they say it again."""
+
+    __slots__ = ("headers", "digests", "same", "by_library", "at_once", "inline")
+
+    def __init__(self, headers: Sequence[Header]) -> None:
+        self.headers, self.digests = list(headers), [header.digest for header in headers]
+        self.same = len(set(self.digests)) == 1  #: whether all say the same
+        self.by_library = all(header.by_library for header in headers)  #: whether the MPI library moves the data
+        #: whether nothing else has to be shown or heard
+        self.at_once = self.by_library or all(header.inline or header.shape is None for header in headers)
+        self.inline: dict[int, list[np.ndarray | None]] = {}  #: by page: where everyone's data lie, None: no data
 
 
 def check(calls: Sequence[Call], group: str) -> None:

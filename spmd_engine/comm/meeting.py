@@ -9,7 +9,7 @@ import numpy as np
 
 from spmd_engine.comm import algorithms, header
 from spmd_engine.comm.board import LEFT, SAID, Board
-from spmd_engine.comm.header import Call, Header
+from spmd_engine.comm.header import Call, Header, Said
 from spmd_engine.comm.lending import Block
 from spmd_engine.comm.pending import Steps
 from spmd_engine.errors import RankAborted
@@ -27,7 +27,7 @@ class Meeting:
     where this rank can read it already, None where it must be sent.
     """
 
-    __slots__ = ("headers", "blocks", "readable", "board", "number", "exposed")
+    __slots__ = ("headers", "blocks", "readable", "board", "said", "number", "exposed")
 
     def __init__(self, headers: Sequence[Header], blocks: Sequence[Block | None]) -> None:
         self.headers, self.blocks = headers, blocks
@@ -37,8 +37,14 @@ class Meeting:
             if block is None:
                 self.readable = False
         self.board: Board | None = None  # where the meeting was, if not by messages
+        self.said: Said | None = None  # what to expect there next time
         self.number = 0
         self.exposed = False  # whether others read the caller's own memory
+
+    @property
+    def by_library(self) -> bool:
+        """Whether all said that the MPI library may move the data."""
+        return self.said is not None and self.said.by_library
 
     def end(self) -> Steps:
         """Go on when nobody reads the caller's memory any more."""
@@ -57,14 +63,17 @@ def on_board(
     lend: bool = False,
     copy: bool = False,
     result: np.ndarray | None = None,
+    expected: Said | None = None,
 ) -> Steps:
     """Meet in shared memory, where contiguous ``data`` are shown, and ``result``, where it is to come to.
 
     What does not lie in the arena is shown where it is, if this rank may ``lend`` it, else as a copy if it is not too
     large; with ``copy`` it always is a copy, because this rank is going to change its data. Who shows None for an
-    array, as it is on a device, reads none. Returns the Meeting.
+    array, as it is on a device, reads none; what the MPI library may move is not shown. ``expected``: what was said,
+    and agreed to, last time. Returns the Meeting.
     """
     number, own = call
+    expected = expected or Said([own] * board.size)
     if not board.has_page(number, own.inline):
         yield board.until_page(number, own.inline)
     place, exposed = None, False
@@ -77,22 +86,16 @@ def on_board(
     board.say(number, SAID)
     if not board.reached(number, SAID):
         yield board.until(number, SAID)
-    headers, blocks, same = board.hear(number, own)
-    if not same:
-        _agree([Call(number, each) for each in headers], blocks, own, axes, check)
-    if data is None and own.shape is not None:
+    said, blocks = board.hear(number, expected)
+    if said is not expected:
+        _agree([Call(number, each) for each in said.headers], blocks, own, axes, check)
+    if data is None and own.shape is not None and not own.by_library:
         blocks = [None] * board.size
     elif exposed:
         blocks[board.rank] = data
-    meeting = Meeting(headers, blocks)
-    meeting.board, meeting.number, meeting.exposed = board, number, exposed
+    meeting = Meeting(said.headers, blocks)
+    meeting.board, meeting.said, meeting.number, meeting.exposed = board, said, number, exposed
     return meeting
-
-
-def not_at_all() -> Steps:
-    """Trust the others to call the same, and send them everything later."""
-    yield from ()
-    return Meeting([], [])
 
 
 def by_messages(comm: algorithms.Ranks, call: Call, data: np.ndarray | None, axes: str, check: bool, tag: int) -> Steps:

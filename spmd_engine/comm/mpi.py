@@ -16,6 +16,7 @@ from spmd_engine.comm.board import room_for_board, size_of_board
 from spmd_engine.comm.communicator import Communicator
 from spmd_engine.comm.lanes import Lanes, even_nodes
 from spmd_engine.comm.mover import Mover
+from spmd_engine.comm.mpi_library import MPILibrary
 from spmd_engine.comm.node import Node, open_node
 from spmd_engine.comm.pending import TIMEOUT, Pending, Progress, Steps
 from spmd_engine.errors import MeshError
@@ -75,6 +76,7 @@ class MPICommunicator(Communicator):
     def _live_on(self, node: Node | None, crowded: bool) -> None:
         self._node, self.neighbours = node, node.neighbours if node is not None else None
         self.looks, self._yields = (0, _CROWDED) if crowded else (_LOOKS, _YIELDS)
+        self.library = MPILibrary(self._comm) if not crowded else None
 
     def start_send(self, data: Array, to: int, tag: int) -> list:
         return [self._comm.Isend([piece, MPI.BYTE], to, tag) for piece in _pieces(data)]

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.comm import algorithms, lanes, shared
+from spmd_engine.comm import algorithms, by_library, lanes, shared
 from spmd_engine.comm.algorithms import span
-from spmd_engine.comm.door import Plan, suits
+from spmd_engine.comm.door import Plan
 from spmd_engine.comm.header import Call
 from spmd_engine.comm.messages import Messages
 from spmd_engine.comm.pending import Pending, Steps
@@ -30,20 +30,23 @@ class Reductions(Messages):
         integers is float64; float16 and bfloat16 are accumulated in float32.
         """
         plan = self._plans.get(("all_reduce", type(x), x.dtype, x.shape, op, label))
-        if plan is not None and plan.at_once and suits(plan, out):
+        if plan is not None and (plan := self._quick(plan, x, out)):
             return self._at_once(plan, x, out)
-        return self.start_all_reduce(x, op, out=out, label=label).wait()
+        return self._start_all_reduce(x, op, out, label, waits=True).wait()
 
     def start_all_reduce(
         self, x: Array, op: str = "sum", *, out: Array | None = None, label: str = ""
     ) -> Pending:
+        return self._start_all_reduce(x, op, out, label, waits=False)
+
+    def _start_all_reduce(self, x: Array, op: str, out: Array | None, label: str, waits: bool) -> Pending:
         key = "all_reduce", type(x), x.dtype, x.shape, op, label
         plan = self._plans.get(key) or self._keep(key, self._plan_all_reduce(x, op, label), x)
         x = x if x.dtype == plan.dtype else x.astype(plan.dtype)
         check_out("all_reduce", x, out)
         if self.size == 1:
             return Pending.completed(x.copy() if out is None else copied(x, out))
-        return self._begin(plan, x, out)
+        return self._begin(self._for_blocking(plan, x, out) if waits else plan, x, out)
 
     @property
     def _whole(self) -> int:
@@ -59,6 +62,7 @@ class Reductions(Messages):
             ("all_reduce", self.axes, label),
             self._all_reduce_in_lanes if self._in_lanes(own.nbytes) else self._all_reduce,
             _reduced,
+            self._reduced_by_library,
             payload=own.nbytes,
             sent=own.nbytes - part + part * (self.size - 1),
             shape=own.shape,
@@ -66,22 +70,29 @@ class Reductions(Messages):
             reduce=algorithms.reducer(op, own.dtype, backend_of(own).xp if self._reachable(own) else np),
         )
 
+    def _reduced_by_library(self, plan: Plan, x: np.ndarray, _: Sequence[None], out: np.ndarray | None) -> np.ndarray:
+        own = self._ready(x)[0]
+        return by_library.all_reduce(self.comm.library, own, self.size, self.rank, plan.reduce, out)
+
     def _all_reduce(self, plan: Plan, number: int, x: Array, out: Array | None) -> Steps:
         own, home = self._ready(x)
         target = out if out is not None and self._reachable(out) else None
         small = own.nbytes <= self._whole
         prepared = None
-        if not small and self._board is not None and isinstance(own, np.ndarray):
+        shows = self._board is not None and isinstance(own, np.ndarray) and not plan.header.by_library
+        if shows and not small:
             prepared = shared.prepare(self._board, own, target)
             shown, result = prepared or (None, None)
             meeting = yield from self._meet(plan, number, shown, lend=True, result=result)
         else:
             meeting = yield from self._meet(plan, number, own, always=small)
+        if meeting.by_library:
+            return self._reduced_by_library(plan, own, meeting.blocks, out)
         if meeting.readable and prepared:
             yield from shared.all_reduce(meeting, result, plan.reduce)
             result = result if target is None else copied(result, target)
         elif meeting.readable:
-            result = _reduced(plan, meeting.blocks, target)
+            result = _reduced(plan, own, meeting.blocks, target)
         else:
             result = target if target is not None else backend_of(own).empty(own.shape, own.dtype)
             flat, tag = (own.reshape(-1), result.reshape(-1)), self._tag(number) + 1
@@ -112,9 +123,9 @@ class Reductions(Messages):
         (contiguous; may be this rank's part of ``x``) receives the result.
         """
         plan = self._plans.get(("reduce_scatter", type(x), x.dtype, x.shape, axis, op, ints(sizes), label))
-        if plan is not None and plan.at_once and suits(plan, out):
+        if plan is not None and (plan := self._quick(plan, x, out)):
             return self._at_once(plan, x, out)
-        return self.start_reduce_scatter(x, axis, op, sizes=sizes, out=out, label=label).wait()
+        return self._start_reduce_scatter(x, axis, op, sizes, out, label, waits=True).wait()
 
     def start_reduce_scatter(
         self,
@@ -126,6 +137,11 @@ class Reductions(Messages):
         out: Array | None = None,
         label: str = "",
     ) -> Pending:
+        return self._start_reduce_scatter(x, axis, op, sizes, out, label, waits=False)
+
+    def _start_reduce_scatter(
+        self, x: Array, axis: int, op: str, sizes: Sequence[int] | None, out: Array | None, label: str, waits: bool
+    ) -> Pending:
         sizes = ints(sizes)
         key = "reduce_scatter", type(x), x.dtype, x.shape, axis, op, sizes, label
         plan = self._plans.get(key) or self._keep(key, self._plan_reduce_scatter(x, axis, op, sizes, label), x)
@@ -133,7 +149,7 @@ class Reductions(Messages):
         check_out("reduce_scatter", x[plan.parts[self.rank]], out)
         if self.size == 1:
             return Pending.completed(x.copy() if out is None else copied(x, out))
-        return self._begin(plan, x, out)
+        return self._begin(self._for_blocking(plan, x, out) if waits else plan, x, out)
 
     def _plan_reduce_scatter(self, x: Array, axis: int, op: str, sizes: tuple[int, ...] | None, label: str) -> Plan:
         own = algorithms.reducible("reduce_scatter", x, op)
@@ -145,6 +161,7 @@ class Reductions(Messages):
             ("reduce_scatter", self.axes, label),
             self._reduce_scatter_in_lanes if self._in_lanes(own.nbytes) else self._reduce_scatter,
             self._reduced_part,
+            self._reduced_part_by_library,
             payload=own.nbytes,
             sent=own.nbytes - mine.nbytes,
             shape=mine.shape,
@@ -153,9 +170,17 @@ class Reductions(Messages):
             reduce=algorithms.reducer(op, own.dtype, backend_of(own).xp if self._reachable(own) else np),
         )
 
-    def _reduced_part(self, plan: Plan, blocks: Sequence[np.ndarray], out: np.ndarray | None) -> np.ndarray:
+    def _reduced_part(
+        self, plan: Plan, x: np.ndarray, blocks: Sequence[np.ndarray], out: np.ndarray | None
+    ) -> np.ndarray:
         mine = plan.parts[self.rank]
-        return _reduced(plan, [block[mine] for block in blocks], out)
+        return _reduced(plan, x, [block[mine] for block in blocks], out)
+
+    def _reduced_part_by_library(
+        self, plan: Plan, x: np.ndarray, _: Sequence[None], out: np.ndarray | None
+    ) -> np.ndarray:
+        own = self._ready(x)[0]
+        return by_library.reduce_scatter(self.comm.library, own, plan.parts, plan.shape, plan.reduce, out)
 
     def _reduce_scatter(self, plan: Plan, number: int, x: Array, out: Array | None) -> Steps:
         own, home = self._ready(x)
@@ -164,8 +189,10 @@ class Reductions(Messages):
         copy = target is not None and not small and not shared.keeps_apart(target, own, plan.parts[self.rank])
         lend = plan.header.axis == 0  # else a part lies in too many pieces
         meeting = yield from self._meet(plan, number, own, always=small, lend=lend, copy=copy)
+        if meeting.by_library:
+            return self._reduced_part_by_library(plan, own, meeting.blocks, out)
         if meeting.readable:
-            result = self._reduced_part(plan, meeting.blocks, target)
+            result = self._reduced_part(plan, own, meeting.blocks, target)
             if meeting.exposed:
                 yield from meeting.end()
         else:
@@ -194,17 +221,16 @@ class Reductions(Messages):
         if sizes is None:
             cuts = [span(x.shape[axis], self.size, r) for r in range(self.size)]
         else:
-            ends = np.cumsum([0, *sizes]).tolist()
-            if len(sizes) != self.size or ends[-1] != x.shape[axis] or min(sizes) < 0:
+            if len(sizes) != self.size or sum(sizes) != x.shape[axis] or min(sizes) < 0:
                 raise UsageError(
                     f"{operation} over {self.axes!r}: sizes {list(sizes)} must be {self.size} numbers that "
                     f"add up to {x.shape[axis]}, the array's length along axis {axis}"
                 )
-            cuts = [slice(*pair) for pair in zip(ends, ends[1:], strict=False)]
+            cuts = algorithms.spans(sizes)
         return [(slice(None),) * axis + (cut,) for cut in cuts]
 
 
-def _reduced(plan: Plan, blocks: Sequence[np.ndarray], out: np.ndarray | None) -> np.ndarray:
+def _reduced(plan: Plan, _: np.ndarray, blocks: Sequence[np.ndarray], out: np.ndarray | None) -> np.ndarray:
     """The reduction of blocks that are shaped as the result is; ``out`` may be one of them, else it overlaps none."""
     if out is None:
         out = np.empty(plan.shape, plan.dtype)

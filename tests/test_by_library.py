@@ -1,0 +1,201 @@
+"""Blocking calls made at once, and those whose data the MPI library moves: against NumPy, mixed with all other ways."""
+
+import itertools
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from on_ranks import assert_same, everywhere, on_ranks, reduced, values
+from spmd_engine import world
+from spmd_engine.comm.group import Group
+from spmd_engine.comm.ledger import Ledger
+from spmd_engine.comm.mpi import MPICommunicator
+from spmd_engine.comm.mpi_library import MPILibrary
+from spmd_engine.comm.pending import Progress
+
+ROOM = 256  # bytes that come along with a call here: few, so that small arrays take the ways of large ones
+TIMES = 3  # that a call is made: what the others said is known only after the first
+DTYPES = [np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)]
+
+
+@pytest.fixture(autouse=True)
+def _quick_threads():
+    """Threads that look for each other take turns often."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+class Counted:
+    """A library that counts its calls; on threads, made of the collectives of another group."""
+
+    def __init__(self, comm):
+        self.calls = 0
+        if isinstance(comm, MPICommunicator):
+            self._made = MPILibrary(comm._comm)
+        else:
+            comm.progress = Progress()  # the library knows nothing of what else this rank has under way
+            self._made = _OfThreads(Group(comm, "library", Ledger()))
+
+    def all_gather(self, *how):
+        self.calls += 1
+        self._made.all_gather(*how)
+
+    def all_to_all(self, *how):
+        self.calls += 1
+        self._made.all_to_all(*how)
+
+
+class _OfThreads:
+    def __init__(self, group):
+        self._group = group
+
+    def all_gather(self, own, out, sizes):
+        _bytes(out)[...] = self._group.all_gather(_bytes(own).copy(), sizes=sizes)
+
+    def all_to_all(self, x, sizes, out, out_sizes):
+        came = self._group.all_to_all(_bytes(x).copy(), splits=sizes)
+        assert came.size == sum(out_sizes)
+        _bytes(out)[...] = came
+
+
+def _bytes(x):
+    return x.reshape(-1).view(np.uint8)
+
+
+def group_with_short_ways():
+    """A group of all ranks, each of which acts as if it had a core; and its library."""
+    everyone = range(world().size)
+    comm = world().subset(everyone)
+    comm.looks, comm.board.room, comm.library = 100_000, ROOM, Counted(world().subset(everyone))
+    return Group(comm, "all", Ledger()), comm.library
+
+
+def of_rank(r, n, dtype, shape, axis, uneven):
+    """An array of rank r; ``uneven`` ranks differ along ``axis``."""
+    shape = list(shape)
+    if uneven:
+        shape[axis] += r
+    return values(tuple(shape), dtype, r)
+
+
+def outputs(group, like):
+    """Where results may go: a new array, ordinary memory, or memory that ranks share."""
+    return [None, np.empty_like(like), group.comm.empty(like.shape, like.dtype)]
+
+
+# --- programs: what every rank runs
+
+
+def all_gather(dtype):
+    group, library = group_with_short_ways()
+    n, rank = group.size, group.rank
+    for shape, axis, uneven in [((50,), 0, False), ((40, 6), 0, True), ((6, 40), 1, False), ((5, 40, 2), 1, True)]:
+        arrays = [of_rank(r, n, dtype, shape, axis, uneven) for r in range(n)]
+        whole = np.concatenate(arrays, axis)
+        for form in (np.ascontiguousarray, np.asfortranarray):
+            for _ in range(TIMES):
+                assert_same(group.all_gather(form(arrays[rank]), axis), whole, shape, uneven)
+        for out in outputs(group, whole) if axis == 0 else []:
+            for _ in range(TIMES):
+                result = group.all_gather(arrays[rank], out=out)
+                assert_same(result, whole, shape, uneven)
+                assert out is None or result is out
+        if axis == 0:  # its own part of the result
+            starts = np.cumsum([0, *(len(each) for each in arrays)])
+            for _ in range(TIMES):
+                out = np.zeros_like(whole)
+                out[starts[rank] : starts[rank + 1]] = arrays[rank]
+                assert_same(group.all_gather(out[starts[rank] : starts[rank + 1]], out=out), whole, "in place")
+    assert library.calls > 10
+    return group.ledger.total().calls
+
+
+def all_to_all(dtype):
+    group, library = group_with_short_ways()
+    n, rank = group.size, group.rank
+    for shape, axis, concat in [((60, 5), 0, 0), ((60, 4), 0, 1), ((3, 61), 1, 0), ((2, 7, 40), 2, 1)]:
+        arrays = [values(shape, dtype, r) for r in range(n)]
+        for splits in (False, True):
+            cut = [*range(n - 1), shape[axis] - sum(range(n - 1))]
+            cuts = [np.roll(cut, r).tolist() if axis == concat else cut for r in range(n)]
+            parts = [
+                np.split(x, np.cumsum(cuts[r])[:-1], axis) if splits else np.array_split(x, n, axis)
+                for r, x in enumerate(arrays)
+            ]
+            whole = np.concatenate([parts[r][rank] for r in range(n)], concat)
+            for _ in range(TIMES):
+                result = group.all_to_all(arrays[rank], axis, concat, splits=cuts[rank] if splits else None)
+                assert_same(result, whole, shape, splits)
+    assert library.calls > 10
+    return group.ledger.total().calls
+
+
+def reductions(dtype):
+    group, library = group_with_short_ways()
+    n, rank = group.size, group.rank
+    for shape, op in itertools.product([(300,), (48, 7)], ["sum", "mean", "max"]):
+        arrays = [values(shape, dtype, r) for r in range(n)]
+        whole = reduced(arrays, op)
+        for out in outputs(group, whole):
+            for _ in range(TIMES):
+                assert_same(group.all_reduce(arrays[rank], op, out=out), whole, shape, op)
+        if whole.dtype == dtype:
+            for _ in range(TIMES):
+                x = arrays[rank].copy()
+                assert_same(group.all_reduce(x, op, out=x), whole, "in place")
+        for axis in range(len(shape)):
+            part = np.array_split(whole, n, axis)[rank]
+            for out in outputs(group, part):
+                for _ in range(TIMES):
+                    assert_same(group.reduce_scatter(arrays[rank], axis, op, out=out), np.ascontiguousarray(part), op)
+    assert library.calls > 10
+    return group.ledger.total().calls
+
+
+def broadcasts(dtype):
+    """Roots, sizes and callers' arrays that change from call to call."""
+    group, _ = group_with_short_ways()
+    for root, size, times in itertools.product(range(group.size), [1, 0, 20, 500], range(TIMES)):
+        x = values((size,), dtype, root + times)
+        given = x if group.rank == root else (None, values((3,), dtype, 0))[times % 2]
+        assert_same(group.broadcast(given, root), x, root, size)
+    return group.ledger.total().calls
+
+
+def some_wait_and_some_start(dtype):
+    """Ranks that call the same in different ways: blocking or begun, with ordinary memory or shared."""
+    group, _ = group_with_short_ways()
+    n, rank = group.size, group.rank
+    for turn in range(4 * n):
+        odd = turn % n == rank
+        x = values((200,), dtype, rank)
+        if odd and turn % 2:
+            shared = group.comm.empty(x.shape, x.dtype)
+            shared[...] = x
+            x = shared
+        arrays = [values((200,), dtype, r) for r in range(n)]
+        starts = odd and turn % 4 < 2
+        calls = {
+            "all_gather": np.concatenate(arrays),
+            "all_reduce": reduced(arrays, "sum"),
+            "reduce_scatter": np.array_split(reduced(arrays, "sum"), n)[rank],
+            "all_to_all": np.concatenate([np.array_split(each, n)[rank] for each in arrays]),
+        }
+        for name, expected in calls.items():
+            result = getattr(group, f"start_{name}")(x).wait() if starts else getattr(group, name)(x)
+            assert_same(result, expected, name, turn)
+    return group.ledger.total().calls
+
+
+# --- tests
+
+
+@everywhere(2, 3, 4, 8)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("program", [all_gather, all_to_all, reductions, broadcasts, some_wait_and_some_start])
+def test_the_short_ways_bring_what_numpy_computes(program, dtype, ranks):
+    assert all(calls > 0 for calls in on_ranks(program, ranks, dtype))
