@@ -4,16 +4,19 @@ from math import pi, sqrt
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.chunks import chunks
+from spmd_engine.arrays.fused import fused
 
 _C = sqrt(2.0 / pi)
 _A = 0.044715
 
 
+@fused
 def relu(z: Array, want_slope: bool = True) -> tuple[Array, Array | None]:
     """max(z, 0) and its slope, 0 at z = 0."""
     return backend_of(z).xp.maximum(z, 0), z > 0 if want_slope else None
 
 
+@fused
 def gelu(z: Array, want_slope: bool = True) -> tuple[Array, Array | None]:
     """GPT-2's GELU, 0.5 z (1 + tanh(u)) with u = sqrt(2/pi) (z + 0.044715 z^3), and its slope.
 

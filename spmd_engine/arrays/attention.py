@@ -12,6 +12,7 @@ from math import prod
 from typing import NamedTuple
 
 from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.softmax import exponentiate, hide, softmax_backward
 
 ROWS = 64  # queries of a block: fewer make thin matrix products, more compute scores that the mask hides
 BLOCK_ELEMENTS = 1 << 17  # scores held at a time, of as many heads as that allows: 512 KiB of float32
@@ -32,10 +33,9 @@ def causal_attention(q: Array, k: Array, v: Array, positions: Array, key_positio
     for b, heads, rows, keys, mask, (scores,) in _blocks(q, positions, key_positions, buffers=1):
         k_block, v_block = (x[b, :keys, heads].transpose(1, 0, 2) for x in (k, v))
         xp.matmul(k_block, (_by_head(q[b, rows, heads]) * scale).transpose(0, 2, 1), out=scores)
-        _hide(scores, mask)
+        hide(scores, mask)
         top = scores.max(axis=1)
-        scores -= top[:, None]
-        xp.exp(scores, out=scores)
+        exponentiate(scores, top[:, None])
         sums = xp.matmul(ones[:keys], scores)  # BLAS sums over keys at a quarter of the price of ``sum``
         block = xp.matmul(scores.transpose(0, 2, 1), v_block)
         block /= sums[:, :, None]
@@ -59,13 +59,10 @@ def causal_attention_backward(dy, q, k, v, y, log_sums, positions, key_positions
         k_block, v_block = (x[b, :keys, heads].transpose(1, 0, 2) for x in (k, v))
         dy_block, q_block = _by_head(dy[b, rows, heads]), _by_head(q[b, rows, heads]) * scale
         xp.matmul(k_block, q_block.transpose(0, 2, 1), out=p)
-        _hide(p, mask)
-        p -= log_sums[b, heads, ..., rows].reshape(len(p), 1, -1)
-        xp.exp(p, out=p)
+        exponentiate(p, log_sums[b, heads, ..., rows].reshape(len(p), 1, -1), mask)
         dv[b, :keys, heads] += xp.matmul(p, dy_block).transpose(1, 0, 2)
         xp.matmul(v_block, dy_block.transpose(0, 2, 1), out=ds)
-        ds -= projection[b, heads, ..., rows].reshape(len(p), 1, -1)
-        ds *= p
+        softmax_backward(ds, p, projection[b, heads, ..., rows].reshape(len(p), 1, -1))
         dk[b, :keys, heads] += xp.matmul(ds, q_block).transpose(1, 0, 2)
         dq_block = xp.matmul(ds.transpose(0, 2, 1), k_block)
         dq_block *= scale
@@ -87,15 +84,6 @@ def _by_row(block: Array, shape: tuple[int, ...]) -> Array:
         return block.transpose(1, 0, 2)
     s, h, r, k = shape
     return block.reshape(h, r, s, k).transpose(2, 0, 1, 3)
-
-
-def _hide(scores: Array, mask: tuple[int, Array] | None) -> None:
-    """-inf in scores[h t s] where the mask hides a key from a query; rs rows repeat the mask of s."""
-    if mask is not None:
-        first, hide = mask
-        rows = scores.reshape(*scores.shape[:2], -1, hide.shape[1])
-        # Added: many times faster than an assignment through a boolean index.
-        rows[:, first:] += hide[:, None]
 
 
 class _Block(NamedTuple):

@@ -1,8 +1,9 @@
 """Which array module holds an array, and what moving it to the host costs.
 
 Every other file writes ``xp = backend_of(x).xp`` and then NumPy's names, so that the same text runs on
-NumPy and on CuPy. A backend also knows how to wait for its device and how to stage an array through
-pinned host memory; the communication floor needs both, since MPI does neither.
+NumPy and on CuPy; for functions marked ``@fused`` a device may bring kernels of the same names instead. A
+backend also knows how to wait for its device and how to stage an array through pinned host memory; the
+communication floor needs both, since MPI does neither.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from spmd_engine.arrays.cuda_functions import CudaFunctions
 from spmd_engine.errors import UsageError
 
 Array = Any  # numpy.ndarray or cupy.ndarray; neither library offers a common base class
@@ -24,6 +26,7 @@ class Backend:
     name = "cpu"
     on_device = False
     xp: ModuleType = np
+    kernels: Any = None  # functions in place of those marked ``@fused``, where a device has better
 
     def synchronize(self) -> None:
         """Return once all work queued for arrays of this backend has finished."""
@@ -73,6 +76,7 @@ class CudaBackend(Backend):
         except cupy.cuda.runtime.CUDARuntimeError as error:
             raise UsageError(f"device 'cuda': {error}. Is there a GPU, and its driver?") from error
         self.xp = cupy
+        self.kernels = CudaFunctions(cupy)
 
     def synchronize(self) -> None:
         self.xp.cuda.get_current_stream().synchronize()

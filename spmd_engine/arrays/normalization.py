@@ -2,8 +2,10 @@
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.chunks import chunks
+from spmd_engine.arrays.fused import fused
 
 
+@fused
 def layer_norm(x: Array, scale: Array, shift: Array, epsilon: float) -> tuple[Array, Array, Array]:
     """y[... d], and for the backward the normalised x[... d] and 1/sigma[...].
 
@@ -25,6 +27,7 @@ def layer_norm(x: Array, scale: Array, shift: Array, epsilon: float) -> tuple[Ar
     return y.reshape(x.shape), normal.reshape(x.shape), inverse.reshape(x.shape[:-1])
 
 
+@fused
 def layer_norm_backward(dy: Array, normal: Array, inverse: Array, scale: Array) -> Array:
     """dx[... d] = (g - mean(g) - n mean(g n)) / sigma, with g = dy * scale and n the normalised x."""
     xp = backend_of(dy).xp
@@ -42,6 +45,7 @@ def layer_norm_backward(dy: Array, normal: Array, inverse: Array, scale: Array) 
     return dx.reshape(dy.shape)
 
 
+@fused
 def layer_norm_backward_parameters(dy: Array, normal: Array) -> tuple[Array, Array]:
     """dscale[d] = sum(dy * n) and dshift[d] = sum(dy), over every dimension but the last."""
     xp = backend_of(dy).xp

@@ -4,10 +4,12 @@ from math import inf, sqrt
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.chunks import chunks
+from spmd_engine.arrays.fused import fused
 
 _SMALL = 1e-25  # sums of squares in float32 below this have lost terms
 
 
+@fused
 def adamw(p, g, mean, square, *, step, rate, betas, epsilon, decay, scale=1.0) -> None:
     """One AdamW step on flat p[n], g[n] and state mean[n], square[n], in place; ``step`` counts from 1.
 
@@ -38,6 +40,7 @@ def adamw(p, g, mean, square, *, step, rate, betas, epsilon, decay, scale=1.0) -
         p_part -= work
 
 
+@fused
 def momentum_sgd(p, g, velocity, *, rate, momentum, decay, scale=1.0) -> None:
     """One step of SGD with momentum (Sutskever et al., 2013, as PyTorch writes it) and decoupled decay."""
     for part in chunks(p):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.chunks import chunks
+from spmd_engine.arrays.softmax import cross_entropy_gradient, exponentiate, scores_of_targets
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import UsageError
 
@@ -48,24 +49,20 @@ def cross_entropy(
     tokens, width = scores.shape
     weights = xp.ones(tokens, scores.dtype) if mask is None else mask.reshape(-1).astype(scores.dtype)
     count = float(weights.sum()) if count is None else count
-    ours = xp.flatnonzero((wanted >= 0) & (wanted < width))
-    at_targets = ours, wanted[ours]
 
     top = scores.max(axis=1) if width else xp.full(tokens, -xp.inf, scores.dtype)
     if over is not None:
         top = over.all_reduce(top, "max", label="loss")
     sums = xp.zeros((2, tokens), scores.dtype)  # of exponentials, and the targets' scores
-    sums[1, ours] = scores[at_targets] - top[ours]
+    sums[1] = scores_of_targets(scores, wanted, top)
     for part in chunks(scores):
         piece = scores[part]
-        piece -= top[part, None]
-        xp.exp(piece, out=piece)
+        exponentiate(piece, top[part, None])
         piece.sum(axis=1, out=sums[0, part])
     if over is not None:
         sums = over.all_reduce(sums, label="loss")
     value = float(((xp.log(sums[0]) - sums[1]) * weights).sum(dtype=xp.float64)) / (count or 1.0)
 
     weights /= scores.dtype.type(count or 1.0)
-    scores *= (weights / sums[0])[:, None]
-    scores[at_targets] -= weights[ours]
+    cross_entropy_gradient(scores, sums[0], weights, wanted)
     return value, scores.reshape(outputs.shape)

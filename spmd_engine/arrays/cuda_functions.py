@@ -1,0 +1,103 @@
+"""The functions marked ``@fused`` as launches of CUDA kernels: every chain of elementwise steps is one launch.
+
+Each has the name, signature and result of its NumPy text, where both are documented. Not here, since a library's
+single call serves them: matrix products, sums and maxima of rows, and ``sum_of_squares``, a dot product.
+"""
+
+from math import sqrt
+from types import ModuleType, SimpleNamespace
+
+from spmd_engine.arrays.cuda_kernels import ELEMENTWISE, REDUCTIONS
+
+
+class CudaFunctions:
+    """Kernels for ``xp``, CuPy. CuPy compiles each for the dtypes and the device at hand when it is first launched."""
+
+    def __init__(self, xp: ModuleType) -> None:
+        self._xp = xp
+        kernels = {name: xp.ElementwiseKernel(*text, name=name) for name, text in ELEMENTWISE.items()}
+        kernels |= {name: xp.ReductionKernel(**text._asdict(), name=name) for name, text in REDUCTIONS.items()}
+        self._launch = SimpleNamespace(**kernels)
+
+    # Activations
+
+    def relu(self, z, want_slope=True):
+        return self._launch.relu(z) if want_slope else (self._launch.relu_value(z), None)
+
+    def gelu(self, z, want_slope=True):
+        return self._launch.gelu(z) if want_slope else (self._launch.gelu_value(z), None)
+
+    # Layer norm: a row's sums in one kernel, what is done with them in another.
+
+    def layer_norm(self, x, scale, shift, epsilon):
+        rows = x.reshape(-1, x.shape[-1])
+        mean, inverse = self._two(rows.shape[0], rows.dtype)
+        self._launch.moments(rows, epsilon, mean, inverse, axis=1)
+        y, normal = self._launch.normalize(rows, mean[:, None], inverse[:, None], scale, shift)
+        return y.reshape(x.shape), normal.reshape(x.shape), inverse.reshape(x.shape[:-1])
+
+    def layer_norm_backward(self, dy, normal, inverse, scale):
+        width = dy.shape[-1]
+        rows, normal_rows, inverse_rows = dy.reshape(-1, width), normal.reshape(-1, width), inverse.reshape(-1, 1)
+        total, projection = self._two(rows.shape[0], rows.dtype)
+        self._launch.row_sums(rows, scale, normal_rows, total, projection, axis=1)
+        total, projection, share = total[:, None], projection[:, None], 1.0 / width if width else 0.0
+        dx = self._launch.normalize_backward(rows, normal_rows, inverse_rows, scale, total, projection, share)
+        return dx.reshape(dy.shape)
+
+    def layer_norm_backward_parameters(self, dy, normal):
+        width = dy.shape[-1]
+        dscale, dshift = self._two(width, dy.dtype)
+        self._launch.column_sums(dy.reshape(-1, width), normal.reshape(-1, width), dscale, dshift, axis=0)
+        return dscale, dshift
+
+    def _two(self, length, dtype):
+        return self._xp.empty(length, dtype), self._xp.empty(length, dtype)
+
+    # Optimizers
+
+    def adamw(self, p, g, mean, square, *, step, rate, betas, epsilon, decay, scale=1.0):
+        beta1, beta2 = betas
+        fresh, correction = 1.0 - beta1, sqrt(1.0 - beta2**step)
+        self._launch.adamw(
+            g,
+            scale * fresh,
+            beta1,
+            (1.0 - beta2) / fresh**2,  # of the square of a gradient that was multiplied by fresh
+            beta2,
+            epsilon * correction,
+            rate / (1.0 - beta1**step) * correction,
+            1.0 - rate * decay,
+            p,
+            mean,
+            square,
+        )
+
+    def momentum_sgd(self, p, g, velocity, *, rate, momentum, decay, scale=1.0):
+        kept = 1.0 - rate * decay
+        if velocity is None:
+            self._launch.sgd(g, scale * rate, kept, p)
+        else:
+            self._launch.momentum_sgd(g, scale, momentum, rate, kept, p, velocity)
+
+    # Softmax
+
+    def exponentiate(self, scores, shift, mask=None):
+        if mask is None:
+            self._launch.exponentiate(shift, scores)
+            return
+        first, hide = mask
+        rows = scores.reshape(*scores.shape[:2], -1, hide.shape[1])
+        shift = shift.reshape(len(rows), 1, *rows.shape[2:])
+        self._launch.exponentiate(shift, rows[:, :first])
+        self._launch.hide_and_exponentiate(shift, hide[:, None], rows[:, first:])
+
+    def softmax_backward(self, ds, p, projection):
+        self._launch.softmax_backward(p, projection, ds)
+
+    def scores_of_targets(self, scores, targets, top):
+        return self._launch.scores_of_targets(scores, top, targets, scores.shape[1])
+
+    def cross_entropy_gradient(self, p, sums, weights, targets):
+        rows = sums[:, None], weights[:, None], targets[:, None]
+        self._launch.cross_entropy_gradient(*rows, p.shape[1], p)

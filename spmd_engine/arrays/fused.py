@@ -1,0 +1,23 @@
+"""``@fused``: one name for a function, whether NumPy works it off in pieces or a device has a kernel for all of it."""
+
+from collections.abc import Callable
+from functools import wraps
+
+from spmd_engine.arrays.backend import Array, backend_of
+
+
+def fused(function: Callable) -> Callable:
+    """Where the first argument's backend brings ``kernels``, their function of this name runs; else ``function``.
+
+    The body below the decorator is what is computed, whoever computes it, and a backend's kernels have all the
+    functions that are so marked, with the same signatures.
+    """
+    name = function.__name__
+
+    @wraps(function)
+    def run(x: Array, *others, **options):
+        kernels = backend_of(x).kernels
+        chosen = function if kernels is None else getattr(kernels, name)
+        return chosen(x, *others, **options)
+
+    return run

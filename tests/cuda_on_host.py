@@ -1,0 +1,247 @@
+"""CUDA without a GPU: the kernels' own text, compiled by the host's C++ compiler, on arrays that count as a device's.
+
+Broadcasting, dtypes and the split into partial sums follow CuPy's ElementwiseKernel and ReductionKernel. What this
+cannot show: how threads of a GPU share memory, which is CuPy's code, and how fast it is.
+"""
+
+import ctypes
+import shutil
+import subprocess
+from typing import NamedTuple
+
+import numpy as np
+
+from spmd_engine.arrays.backend import Backend
+from spmd_engine.arrays.cuda_functions import CudaFunctions
+from spmd_engine.arrays.cuda_kernels import ELEMENTWISE, REDUCTIONS
+
+C_TYPES = {"float32": "float", "float64": "double", "int64": "int64_t", "bool": "bool"}
+COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+#: A float that silently becomes a double is no mistake in C++, but would be slow on a GPU.
+FLAGS = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wdouble-promotion", "-Werror"]
+LANES = 8  # partial results of a reduction; powers of 2, as a GPU's threads, and some get no element
+NUMBERS = {"epsilon"}  # a reduction's inputs that are numbers; what follows its sums may use them, but no array
+
+
+class Parameter(NamedTuple):
+    """One of "raw T scores, int64 width"."""
+
+    kind: str
+    name: str
+    raw: bool
+
+
+def parameters(text):
+    words = [each.split() for each in text.split(",")]
+    assert all(len(each) == 2 or (len(each) == 3 and each[0] == "raw") for each in words), text
+    return [Parameter(*each[-2:], raw=len(each) == 3) for each in words]
+
+
+# --- from text to a library
+
+
+def source():
+    """C++ of all kernels in float32 and float64; each is a function NAME_DTYPE of pointers and strides in bytes."""
+    kernels = []
+    for dtype in "float32", "float64":
+        c_types = C_TYPES | {"T": C_TYPES[dtype]}
+        kernels += [elementwise(f"{name}_{dtype}", text, c_types) for name, text in ELEMENTWISE.items()]
+        kernels += [reduction(f"{name}_{dtype}", text, c_types) for name, text in REDUCTIONS.items()]
+    head = ["#include <cmath>", "#include <cstddef>", "#include <cstdint>", "#include <vector>", "using namespace std;"]
+    return "\n".join([*head, "#define __device__", *kernels])
+
+
+def element(parameter, c_types, number, index, const=""):
+    kind = c_types[parameter.kind]
+    return f"{const}{kind} &{parameter.name} = *({const}{kind} *)(memory[{number}] + ({index}) * strides[{number}]);"
+
+
+def elementwise(name, text, c_types):
+    inputs, outputs = parameters(text.in_params), parameters(text.out_params)
+    raw, each = [], []
+    for k, p in enumerate(inputs):
+        if p.raw:
+            raw.append(f"const {c_types[p.kind]} *{p.name} = (const {c_types[p.kind]} *)memory[{k}];")
+        else:
+            each.append(element(p, c_types, k, "i", "const "))
+    each += [element(p, c_types, len(inputs) + k, "i") for k, p in enumerate(outputs)]
+    return f"""
+        namespace {name}_ {{
+            typedef {c_types["T"]} T;
+            extern "C" void {name}(ptrdiff_t size, char **memory, const ptrdiff_t *strides) {{
+                {" ".join(raw)}
+                for (ptrdiff_t i = 0; i < size; ++i) {{
+                    {" ".join(each)}
+                    {text.operation};
+                }}
+            }}
+        }}"""
+
+
+def reduction(name, text, c_types):
+    """Elements go to lanes in turn, and lanes are joined by halves: as a GPU's threads do it, one after the other."""
+    inputs, outputs = parameters(text.in_params), parameters(text.out_params)
+    numbers = [element(p, c_types, k, "0", "const ") for k, p in enumerate(inputs) if p.name in NUMBERS]
+    arrays = [element(p, c_types, k, "j", "const ") for k, p in enumerate(inputs) if p.name not in NUMBERS]
+    results = [element(p, c_types, len(inputs) + k, "row") for k, p in enumerate(outputs)]
+    return f"""
+        namespace {name}_ {{
+            typedef {c_types["T"]} T;
+            {text.preamble}
+            typedef {text.reduce_type} Sum;
+            inline Sum join(const Sum &a, const Sum &b) {{ return {text.reduce_expr}; }}
+            extern "C" void {name}(ptrdiff_t rows, ptrdiff_t length, char **memory, const ptrdiff_t *strides) {{
+                {" ".join(numbers)}
+                for (ptrdiff_t row = 0; row < rows; ++row) {{
+                    std::vector<Sum> lanes({LANES}, Sum({text.identity}));
+                    for (ptrdiff_t j = row * length; j < (row + 1) * length; ++j) {{
+                        {" ".join(arrays)}
+                        lanes[j % {LANES}] = join(lanes[j % {LANES}], static_cast<Sum>({text.map_expr}));
+                    }}
+                    for (int half = {LANES} / 2; half > 0; half /= 2)
+                        for (int k = 0; k < half; ++k) lanes[k] = join(lanes[k], lanes[k + half]);
+                    const Sum &a = lanes[0];
+                    {" ".join(results)}
+                    ({text.post_map_expr});
+                }}
+            }}
+        }}"""
+
+
+def compile_for_the_host(folder):
+    """The library of all kernels; takes a second or two."""
+    (folder / "kernels.cpp").write_text(source())
+    command = [COMPILER, *FLAGS, "kernels.cpp", "-o", "kernels.so"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return ctypes.CDLL(str(folder / "kernels.so"))
+
+
+# --- arrays of the device
+
+
+def on_host(x):
+    """The memory behind a device's array; numbers pass, arrays of the host do not."""
+    if isinstance(x, DeviceArray):
+        return x.view(np.ndarray)
+    if isinstance(x, np.ndarray) and x.ndim:
+        raise TypeError("an array of the host was taken for one of the device")
+    return x
+
+
+def on_device(x):
+    return x.view(DeviceArray) if isinstance(x, np.ndarray) else x
+
+
+class DeviceArray(np.ndarray):
+    """As CuPy's: computes with its like and with numbers only."""
+
+    def __array_ufunc__(self, ufunc, method, *inputs, out=(), **options):
+        HostCuda.launched.append(ufunc.__name__)
+        if out:
+            options["out"] = tuple(on_host(x) for x in out)
+        return on_device(getattr(ufunc, method)(*[on_host(x) for x in inputs], **options))
+
+
+class Module:
+    """What stands for CuPy: NumPy's functions, and the two kinds of kernels."""
+
+    def __init__(self, library):
+        self.library = library
+
+    def __getattr__(self, name):
+        function = getattr(np, name)
+        if isinstance(function, type) or not callable(function):
+            return function
+
+        def launch(*args, out=None, **options):
+            if out is not None:
+                options["out"] = on_host(out)
+            if not name.startswith(("empty", "zeros", "ones", "full")):
+                HostCuda.launched.append(name)
+            return on_device(function(*[on_host(x) for x in args], **options))
+
+        return launch
+
+    def ElementwiseKernel(self, in_params, out_params, operation, name):
+        assert ELEMENTWISE[name] == (in_params, out_params, operation)
+        return Kernel(self.library, name, ELEMENTWISE[name])
+
+    def ReductionKernel(self, *, name, **text):
+        assert REDUCTIONS[name]._asdict() == text
+        return Kernel(self.library, name, REDUCTIONS[name])
+
+
+class Kernel:
+    """A kernel that is called as CuPy's are, and checks shapes and dtypes as they do."""
+
+    def __init__(self, library, name, text):
+        self.library, self.name = library, name
+        self.inputs, self.outputs = parameters(text.in_params), parameters(text.out_params)
+
+    def __call__(self, *args, axis=None):
+        assert len(args) in (len(self.inputs), len(self.inputs) + len(self.outputs)), self.name
+        inputs, outputs = [on_host(x) for x in args[: len(self.inputs)]], args[len(self.inputs) :]
+        if (self.name in REDUCTIONS) is not (axis is not None):
+            raise TypeError(f"{self.name}: axis {axis}")
+        arrays = [x for x, p in zip(inputs, self.inputs) if isinstance(x, np.ndarray) and not p.raw]
+        shape = np.broadcast_shapes(*(x.shape for x in [*arrays, *(outputs if axis is None else [])]))
+        dtype = self.dtype_of([*inputs, *outputs])
+        inputs = [self.spread(x, p, shape, dtype, axis) for x, p in zip(inputs, self.inputs)]
+        result_shape = shape if axis is None else shape[:axis] + shape[axis + 1 :]
+        kinds = [dtype if p.kind == "T" else np.dtype(p.kind) for p in self.outputs]
+        outputs = outputs or [on_device(np.empty(result_shape, kind)) for kind in kinds]
+        assert all(x.shape == result_shape and x.dtype == kind for x, kind in zip(outputs, kinds)), self.name
+        if 0 not in result_shape:
+            HostCuda.launched.append(self.name)
+            self.run(inputs, outputs, dtype, [] if axis is None else [shape[axis]])
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    def dtype_of(self, args):
+        """What T is; all arrays given for a T must agree, and for another type be of it."""
+        kinds = set()
+        for x, p in zip(args, self.inputs + self.outputs):
+            if isinstance(x, np.ndarray):
+                assert p.kind == "T" or x.dtype == p.kind, f"{self.name}: {p.name} is {x.dtype}"
+                kinds |= {x.dtype} if p.kind == "T" else set()
+        assert len(kinds) == 1, f"{self.name}: T is {kinds}"
+        return kinds.pop()
+
+    def spread(self, x, parameter, shape, dtype, axis):
+        if not isinstance(x, np.ndarray):
+            return np.array(x, dtype if parameter.kind == "T" else parameter.kind)
+        assert axis is None or parameter.name not in NUMBERS
+        if not parameter.raw:
+            x = np.broadcast_to(x, shape)
+        return np.ascontiguousarray(x if axis is None else np.moveaxis(x, axis, -1))
+
+    def run(self, inputs, outputs, dtype, length):
+        results = [np.array(on_host(x), order="C") for x in outputs]
+        arrays = [*inputs, *results]
+        function = getattr(self.library, f"{self.name}_{dtype}")
+        memory = (ctypes.c_void_p * len(arrays))(*(x.ctypes.data for x in arrays))
+        # A number is an array without dimensions, and stays where it is.
+        strides = (ctypes.c_ssize_t * len(arrays))(*(x.itemsize if x.ndim else 0 for x in arrays))
+        function(*map(ctypes.c_ssize_t, [results[0].size, *length]), memory, strides)
+        for x, result in zip(outputs, results):
+            on_host(x)[...] = result
+
+
+class HostCuda(Backend):
+    """``launched``: the names of the kernels and of the array module's functions since it was last emptied."""
+
+    name, on_device = "cuda on the host", True
+    launched = []
+
+    def __init__(self, library):
+        self.xp = Module(library)
+        self.kernels = CudaFunctions(self.xp)
+
+    def owns(self, x):
+        return isinstance(x, DeviceArray)
+
+    def asarray(self, x):
+        return x if self.owns(x) else on_device(np.array(x))
+
+    def to_host(self, x):
+        return np.array(on_host(x))

@@ -1,0 +1,325 @@
+"""The CUDA kernels against the NumPy text of the same names: on the host always, on a GPU where there is one."""
+
+import ast
+import inspect
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import cuda_on_host
+from cuda_on_host import HostCuda
+from numerics import normals
+from spmd_engine.arrays import activations, get_backend, normalization, softmax, updates
+from spmd_engine.arrays.activations import gelu, relu
+from spmd_engine.arrays.attention import causal_attention, causal_attention_backward
+from spmd_engine.arrays.backend import backend_of, register_backend, unregister_backend
+from spmd_engine.arrays.cuda_functions import CudaFunctions
+from spmd_engine.arrays.cuda_kernels import ELEMENTWISE, REDUCTIONS
+from spmd_engine.arrays.normalization import layer_norm, layer_norm_backward, layer_norm_backward_parameters
+from spmd_engine.arrays.updates import adamw, momentum_sgd, sum_of_squares
+from spmd_engine.layers import cross_entropy
+
+TOLERANCE = {"float32": 2e-6, "float64": 1e-12}  # of the largest number, or of 1
+both_dtypes = pytest.mark.parametrize("dtype", TOLERANCE)
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory):
+    if cuda_on_host.COMPILER is None:
+        pytest.skip("no C++ compiler")
+    return cuda_on_host.compile_for_the_host(tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture
+def host(library):
+    backend = HostCuda(library)
+    register_backend(backend)
+    HostCuda.launched.clear()
+    yield backend
+    unregister_backend(backend)
+
+
+@pytest.fixture
+def gpu():
+    backend = get_backend("cuda")
+    yield backend
+    unregister_backend(backend)
+
+
+def a_gpu_is_here():
+    try:
+        import cupy
+
+        return cupy.cuda.runtime.getDeviceCount() > 0
+    except Exception:  # no CuPy, or no driver
+        return False
+
+
+@pytest.fixture(params=["host", "gpu"] if a_gpu_is_here() else ["host"])
+def device(request):
+    return request.getfixturevalue(request.param)
+
+
+@pytest.mark.skipif(not a_gpu_is_here(), reason="no CuPy with a GPU: the kernels' text is run on the host alone")
+def test_cuda_brings_these_kernels(gpu):
+    assert isinstance(backend_of(gpu.xp.ones(3)).kernels, CudaFunctions)
+    compare(gpu, gelu, normals(1001, dtype=np.float32))
+
+
+def compare(device, function, *args, tolerance=None, **options):
+    """Both compute the same, to rounding, and leave the same in their arguments. Returns what the device returned."""
+    dtype = next(str(x.dtype) for x in args if isinstance(x, np.ndarray))
+    here = [x.copy() if isinstance(x, np.ndarray) else x for x in args]
+    there = [device.asarray(x) if isinstance(x, np.ndarray) else x for x in args]
+    expected, results = function(*here, **options), function(*there, **options)
+    pairs = list(zip(*(x if isinstance(x, tuple) else (x,) for x in (results, expected)))) + list(zip(there, here))
+    for result, right in pairs:
+        if isinstance(right, np.ndarray):
+            assert backend_of(result) is device
+            assert (result.shape, result.dtype) == (right.shape, right.dtype)
+            close(device.to_host(result), right, tolerance or TOLERANCE[dtype])
+        elif isinstance(right, float):
+            close(result, right, tolerance or TOLERANCE[dtype])
+        else:
+            assert type(result) is type(right)
+    return results
+
+
+def close(result, right, tolerance):
+    finite = np.abs(np.where(np.isfinite(right), right, 0))
+    np.testing.assert_allclose(result, right, rtol=0, atol=tolerance * max(1.0, finite.max(initial=0.0)))
+
+
+# --- activations
+
+SHAPES = [(0,), (5,), (3, 0, 2), (2, 3, 4), (3, 1001)]
+activation = pytest.mark.parametrize("function", [gelu, relu])
+
+
+@both_dtypes
+@activation
+@pytest.mark.parametrize("want_slope", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_activations(shape, want_slope, function, dtype, device):
+    compare(device, function, 3 * normals(*shape, dtype=dtype), want_slope)
+
+
+@activation
+def test_activations_of_views(function, device):
+    z = device.asarray(normals(6, 5, 8))
+    for view in (np.s_[::2], np.s_[:, 1:4, ::3], np.s_[::-1, :, 5]):
+        for result, right in zip(function(z[view].T), function(device.to_host(z)[view].T)):
+            close(device.to_host(result), right, 1e-12)
+
+
+@both_dtypes
+@activation
+def test_activations_far_out(function, dtype, device):
+    far = np.array([-1e4, -100, -20, -0.0, 0.0, 1e-30, 20, 100, 1e4, np.nan], dtype)
+    y, slope = compare(device, function, far)
+    np.testing.assert_array_equal(device.to_host(y)[[0, -2]], np.array([0, 1e4], dtype))
+    np.testing.assert_array_equal(device.to_host(slope)[[0, -2]], [0, 1])
+
+
+# --- layer norm
+
+
+@both_dtypes
+@pytest.mark.parametrize("shape", [(4, 6), (2, 3, 33), (0, 6), (2, 0, 6), (5, 1), (1, 257), (70, 12)])
+def test_layer_norm(shape, dtype, device):
+    x, dy = 2 + 3 * normals(*shape, dtype=dtype), normals(*shape, seed=1, dtype=dtype)
+    scale, shift = normals(shape[-1], seed=2, dtype=dtype), normals(shape[-1], seed=3, dtype=dtype)
+    _, normal, inverse = layer_norm(x, scale, shift, 1e-5)
+    tolerance = 1e-5 if dtype == "float32" and shape[-1] == 1 else None  # 1/sigma is 316
+    compare(device, layer_norm, x, scale, shift, 1e-5, tolerance=tolerance)
+    compare(device, layer_norm_backward, dy, normal, inverse, scale)
+    compare(device, layer_norm_backward_parameters, dy, normal)
+
+
+def test_layer_norm_of_a_strided_array(device):
+    x, dy, scale = device.asarray(normals(6, 5, 4)), device.asarray(normals(6, 5, 4, seed=1)), normals(6, seed=2)
+    on_device = device.asarray(scale)
+    results = layer_norm(x.T, on_device, on_device, 1e-5)
+    expected = layer_norm(device.to_host(x).T, scale, scale, 1e-5)
+    dx = layer_norm_backward(dy.T, *results[1:], on_device)
+    for result, right in zip(
+        [*results, dx], [*expected, layer_norm_backward(device.to_host(dy).T, *expected[1:], scale)]
+    ):
+        close(device.to_host(result), right, 1e-12)
+
+
+def test_layer_norm_far_from_zero(device):
+    """A variance as the mean of squares less the square of the mean would be lost here."""
+    compare(device, layer_norm, 1e6 + normals(20, 32), np.ones(32), np.zeros(32), 1e-5, tolerance=1e-9)
+
+
+# --- optimizer updates
+
+
+@both_dtypes
+@pytest.mark.parametrize("size", [0, 1, 1001])
+@pytest.mark.parametrize("decay, scale", [(0.0, 1.0), (0.1, 0.25)])
+def test_adamw(size, decay, scale, dtype, device):
+    p, mean, square = normals(size, dtype=dtype), np.zeros(size, dtype), np.zeros(size, dtype)
+    for step in (1, 2, 10):
+        g = normals(size, seed=step, dtype=dtype)
+        options = {"step": step, "rate": 0.01, "betas": (0.9, 0.95), "epsilon": 1e-8, "decay": decay, "scale": scale}
+        compare(device, adamw, p, g, mean, square, **options)
+        p, mean, square = p.copy(), mean.copy(), square.copy()
+        adamw(p, g, mean, square, **options)  # the next step starts from here
+
+
+@both_dtypes
+@pytest.mark.parametrize("momentum", [None, 0.9])
+@pytest.mark.parametrize("decay, scale", [(0.0, 1.0), (0.1, 0.25)])
+def test_momentum_sgd(decay, scale, momentum, dtype, device):
+    p, g, velocity = (normals(1001, seed=seed, dtype=dtype) for seed in range(3))
+    options = {"rate": 0.1, "momentum": momentum or 0.0, "decay": decay, "scale": scale}
+    compare(device, momentum_sgd, p, g, velocity if momentum else None, **options)
+
+
+def test_updates_stay_in_place(device):
+    arrays = [device.asarray(x) for x in np.abs(normals(4, 10))]
+    before = [device.to_host(x) for x in arrays]
+    p, g, mean, square = (x[2:8] for x in arrays)
+    adamw(p, g, mean, square, step=1, rate=0.1, betas=(0.9, 0.95), epsilon=1e-8, decay=0.1)
+    momentum_sgd(p, g, None, rate=0.1, momentum=0.0, decay=0.1)
+    inside = np.arange(10) // 2 % 4 != 0
+    for k, (x, old) in enumerate(zip(arrays, before)):
+        np.testing.assert_array_equal(device.to_host(x) != old, inside & (k != 1))
+
+
+@both_dtypes
+def test_sum_of_squares(dtype, device):
+    for x in (normals(0, dtype=dtype), normals(1001, dtype=dtype), 1e-30 * normals(9, dtype=dtype)):
+        assert sum_of_squares(device.asarray(x)) == pytest.approx(float((x.astype(np.float64) ** 2).sum()), rel=1e-5)
+
+
+# --- attention
+
+
+@both_dtypes
+@pytest.mark.parametrize("shared", [(), (2,)])
+@pytest.mark.parametrize("length, earlier", [(1, 0), (7, 0), (70, 0), (70, 5), (5, 130)])
+def test_attention(length, earlier, shared, dtype, device):
+    """``earlier`` keys are seen by all; a length of 70 is two blocks, and some keys of the second are."""
+    q, dy = (normals(2, length, 3, *shared, 4, seed=seed, dtype=dtype) for seed in (0, 1))
+    k, v = (normals(2, earlier + length, 3, 4, seed=seed, dtype=dtype) for seed in (2, 3))
+    positions, key_positions = np.arange(earlier, earlier + length), np.arange(earlier + length)
+    y, log_sums = causal_attention(q, k, v, positions, key_positions)
+    compare(device, causal_attention, q, k, v, positions, key_positions)
+    compare(device, causal_attention_backward, dy, q, k, v, y, log_sums, positions, key_positions)
+
+
+def test_attention_with_large_scores(device):
+    q, k, v = (normals(1, 9, 2, 4, seed=seed) for seed in range(3))
+    compare(device, causal_attention, 1e3 * q, 1e3 * k, v, np.arange(9), np.arange(9), tolerance=1e-9)
+
+
+# --- softmax cross-entropy
+
+
+@both_dtypes
+@pytest.mark.parametrize("tokens, width", [(0, 5), (1, 1), (6, 33), (40, 1000)])
+def test_cross_entropy(tokens, width, dtype, device):
+    logits = 3 * normals(tokens, width, dtype=dtype)
+    targets = np.random.default_rng(0).integers(0, width, tokens)
+    compare(device, cross_entropy, logits, targets)
+    compare(device, cross_entropy, logits.reshape(1, tokens, width), targets[None].astype(np.uint16))
+
+
+def test_cross_entropy_of_masked_tokens_and_large_logits(device):
+    logits = np.array([[1e4, 0, -1e4], [-1e4, -1e4, -1e4], [3, 2, 1], [1e4, 1e4 - 1, 0]])
+    compare(device, cross_entropy, logits, np.array([1, 2, 0, 1]))
+    mask = np.array([1, 0, 1, 0])
+
+    def masked(logits, targets, mask):
+        return cross_entropy(logits, targets, mask=mask, count=7.0)
+
+    _, gradient = compare(device, masked, logits, np.array([1, 2, 0, 1]), mask)
+    assert not device.to_host(gradient)[mask == 0].any()
+
+
+def test_cross_entropy_of_targets_that_are_another_rank_s(device):
+    """One of three parts of the vocabulary: 4 to 8 of 12."""
+    logits, targets = normals(7, 4), np.array([0, 3, 4, 5, 7, 8, 11])
+    compare(device, cross_entropy, logits, targets, start=4)
+
+
+# --- one launch a chain
+
+X, ROWS = normals(4, 6), normals(6, seed=1)
+OPTIONS = {"rate": 0.1, "decay": 0.1}
+LAUNCHES = {
+    "gelu": (gelu, [X], {}, ["gelu"]),
+    "gelu without slope": (gelu, [X, False], {}, ["gelu_value"]),
+    "relu": (relu, [X], {}, ["relu"]),
+    "layer_norm": (layer_norm, [X, ROWS, ROWS, 1e-5], {}, ["moments", "normalize"]),
+    "layer_norm_backward": (layer_norm_backward, [X, X, X[:, 0], ROWS], {}, ["row_sums", "normalize_backward"]),
+    "layer_norm_backward_parameters": (layer_norm_backward_parameters, [X, X], {}, ["column_sums"]),
+    "adamw": (adamw, [ROWS] * 4, OPTIONS | {"step": 1, "betas": (0.9, 0.95), "epsilon": 1e-8}, ["adamw"]),
+    "sgd": (momentum_sgd, [ROWS, ROWS, None], OPTIONS | {"momentum": 0.0}, ["sgd"]),
+    "momentum_sgd": (momentum_sgd, [ROWS] * 3, OPTIONS | {"momentum": 0.9}, ["momentum_sgd"]),
+    "softmax_backward": (softmax.softmax_backward, [X, X, X[:, :1]], {}, ["softmax_backward"]),
+    "exponentiate": (softmax.exponentiate, [X, X[:, :1]], {}, ["exponentiate"]),
+}
+
+
+@pytest.mark.parametrize("case", LAUNCHES)
+def test_a_chain_is_one_launch(case, host):
+    function, args, options, launches = LAUNCHES[case]
+    args = [host.asarray(x) if isinstance(x, np.ndarray) else x for x in args]
+    HostCuda.launched.clear()
+    function(*args, **options)
+    assert HostCuda.launched == launches
+
+
+def test_what_attention_hides_is_hidden_as_it_is_exponentiated(host):
+    """The keys that all queries see are one launch, the others another."""
+    scores, shift = host.asarray(normals(2, 5, 6)), host.asarray(normals(2, 1, 6))
+    hidden = host.asarray(np.array([[0, -np.inf, -np.inf], [0, 0, -np.inf]]))
+    HostCuda.launched.clear()
+    softmax.exponentiate(scores, shift, (3, hidden))
+    assert HostCuda.launched == ["exponentiate", "hide_and_exponentiate"]
+
+
+# --- the house
+
+
+def fused_functions():
+    modules = (activations, normalization, softmax, updates)
+    own = [f for module in modules for f in vars(module).values() if getattr(f, "__module__", "") == module.__name__]
+    return {f.__name__: f for f in own if hasattr(f, "__wrapped__")}
+
+
+def test_the_kernels_have_every_function_that_is_marked_fused():
+    files = Path(inspect.getfile(activations)).parent.glob("*.py")
+    trees = [ast.parse(path.read_text()) for path in files]
+    functions = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    marked = {f.name for f in functions if "fused" in map(ast.unparse, f.decorator_list)}
+    brought = {name for name in vars(CudaFunctions) if not name.startswith("_")}
+    assert marked == brought == fused_functions().keys()
+
+
+@pytest.mark.parametrize("name", fused_functions())
+def test_signatures_agree(name):
+    own = inspect.signature(fused_functions()[name])
+    others = inspect.signature(getattr(CudaFunctions, name)).parameters.values()
+    described = [(p.name, p.kind, p.default) for p in own.parameters.values()]
+    assert [(p.name, p.kind, p.default) for p in list(others)[1:]] == described
+
+
+def test_every_kernel_is_launched_somewhere():
+    text = inspect.getsource(CudaFunctions)
+    assert all(f"_launch.{name}(" in text for name in ELEMENTWISE | REDUCTIONS)
+
+
+def test_a_host_array_among_the_device_s_is_refused(host):
+    with pytest.raises(TypeError, match="array of the host"):
+        layer_norm(host.asarray(X), host.asarray(ROWS), ROWS, 1e-5)
+
+
+def test_arrays_of_different_dtypes_are_refused(host):
+    with pytest.raises(AssertionError, match="normalize: T is"):
+        layer_norm(host.asarray(X), host.asarray(ROWS.astype(np.float32)), host.asarray(ROWS), 1e-5)
