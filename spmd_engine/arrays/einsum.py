@@ -66,7 +66,7 @@ class _View:
 
     def of(self, x: Array) -> Array:
         if self.summed is not None:
-            x = x.sum(axis=self.summed, dtype=x.dtype)
+            x = _sum(x, self.summed)
         if self.axes is not None:
             x = x.transpose(self.axes)
         return x if self.shape is None else x.reshape(self.shape)
@@ -85,16 +85,24 @@ class _Plan:
 
     def contract(self, operands: tuple[Array, ...], out: Array | None) -> Array:
         """The result, in ``out`` where the product can be written straight into it."""
-        matrices = [view.of(x) for view, x in zip(self.views, operands, strict=True)]
-        if len(matrices) == 1:
-            return matrices[0]
-        a, b = reversed(matrices) if self.swap else matrices
+        if len(operands) == 1:
+            return self.views[0].of(operands[0])
+        (x, y), (of_x, of_y) = operands, self.views
+        a, b = (of_y.of(y), of_x.of(x)) if self.swap else (of_x.of(x), of_y.of(y))
         matmul = backend_of(a).xp.matmul
         if out is not None and self.axes is None and out.flags.c_contiguous and out.dtype == a.dtype == b.dtype:
             matmul(a, b, out=out.reshape(self.product))
             return out
         result = matmul(a, b).reshape(self.letters)
         return result if self.axes is None else result.transpose(self.axes)
+
+
+def _sum(x: Array, axes: Shape) -> Array:
+    """The sum over ``axes``; over the first ones BLAS makes it, in half the time."""
+    if axes != tuple(range(len(axes))) or x.dtype.char not in "fd" or not x.flags.c_contiguous:
+        return x.sum(axis=axes, dtype=x.dtype)
+    rows, shape = prod(x.shape[: len(axes)]), x.shape[len(axes) :]
+    return (backend_of(x).xp.ones(rows, x.dtype) @ x.reshape(rows, prod(shape))).reshape(shape)
 
 
 @lru_cache(maxsize=4096)  # a sequence that grows has ever new shapes

@@ -52,5 +52,6 @@ def cross_entropy_gradient(p: Array, sums: Array, weights: Array, targets: Array
 
 def _ours(scores: Array, targets: Array) -> tuple[Array, Array]:
     """The rows n of scores[n v] whose target is one of v, and these targets."""
-    ours = backend_of(scores).xp.flatnonzero((targets >= 0) & (targets < scores.shape[1]))
+    xp = backend_of(scores).xp
+    (ours,) = (targets.astype(xp.uint64) < scores.shape[1]).nonzero()  # a negative number is a very large one there
     return ours, targets[ours]

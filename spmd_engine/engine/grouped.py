@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -116,8 +117,16 @@ class GroupedHoldings(Holdings):
         first = self.mesh.coordinates.get(PIPE, 0) == self.plan.holders[name][0]
         return first and all(place == 0 for axis, place in self.mesh.coordinates.items() if axis not in cut)
 
+    @cached_property
+    def _counts_all(self) -> bool:
+        if self.mesh.axes.get(PIPE, 1) > 1:
+            return False
+        cut = [axis for name in self._described for axis in (*self.sharding(name).axes, *self._cut[name])]
+        return all(self.mesh.axes[axis] == 1 for axis in cut)
+
     def _counted_gradients(self) -> list[Array]:
         if self._counted is None:
-            runs = (each.group.runs(each.own_gradients, self.counts_here, each.interval) for each in self._storages)
+            counts = (lambda name: True) if self._counts_all else self.counts_here
+            runs = (each.group.runs(each.own_gradients, counts, each.interval) for each in self._storages)
             self._counted = [run for of_group in runs for run in of_group]
         return self._counted

@@ -126,7 +126,14 @@ class Holdings(Collectives):
     def gradient_norm(self) -> float:
         """The 2-norm of the whole gradient, each element counted once. Collective over the world."""
         total = sum(sum_of_squares(g) for g in self._counted_gradients())
-        return float(self.all_reduce(np.array(total, np.float64), label="gradient norm")) ** 0.5
+        if not self._counts_all:
+            total = float(self.all_reduce(np.array(total, np.float64), label="gradient norm"))
+        return total**0.5
+
+    @property
+    def _counts_all(self) -> bool:
+        """Whether every rank counts the whole gradient, and so needs no other's part."""
+        return False
 
     def _counted_gradients(self) -> Iterable[Array]:
         """Flat gradients that this rank, of all that have them, counts."""

@@ -40,6 +40,7 @@ class Reducer:
         self._in_pass = [
             Counter(self._storage_of[full] for layer in layers for full in uses[layer].values()) for layers in passes
         ]
+        self._storages_of_layer = {layer: [self._storage_of[full] for full in uses[layer].values()] for layer in uses}
         self._sums: dict[int, GradientSums] = {}  # of layers all of whose gradients stay here
         self._untouched: set[str] = set()
         self._waiting: Counter = Counter()
@@ -80,8 +81,7 @@ class Reducer:
 
     def layer_done(self, layer: int) -> None:
         """One backward of a layer is over."""
-        for full in self._uses[layer].values():
-            storage = self._storage_of[full]
+        for storage in self._storages_of_layer[layer]:
             self._waiting[storage] -= 1
             if self._waiting[storage] == 0:
                 self._send(storage)

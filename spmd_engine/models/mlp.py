@@ -85,7 +85,7 @@ def _check_classes(targets: Array, classes: int) -> None:
     """Raise UsageError for what is no class: it would count for nothing, in silence. Host arrays only."""
     if backend_of(targets).on_device or not targets.size:
         return
-    if targets.dtype.kind not in "iu" or targets.min() < 0 or targets.max() >= classes:
+    if targets.dtype.kind not in "iu" or (targets.astype("uint64") >= classes).any():  # -1 is very large there
         found = f"{targets.dtype} from {targets.min()} to {targets.max()}"
         raise UsageError(f"targets must be whole numbers from 0 to {classes - 1}; they are {found}")
 

@@ -50,10 +50,10 @@ def _state(mesh: Mesh) -> np.ndarray:
     What goes over several axes at once counts for the first of them.
     """
     places = {axis: place for place, axis in enumerate(mesh.axes)}
-    sent, waited = np.zeros((2, len(places)))
+    sent, waited = [0] * len(places), [0.0] * len(places)
     for (_, over, _), entry in mesh.ledger.entries.items():
         place = places.get(over.partition(",")[0])
         if place is not None:
             sent[place] += entry.sent
             waited[place] += entry.seconds
-    return np.concatenate([[mesh.comm.progress.idle_seconds], sent, waited])
+    return np.array([mesh.comm.progress.idle_seconds, *sent, *waited])
