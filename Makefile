@@ -32,7 +32,7 @@ soak: $(VENV)/installed-mpich-test  ## run the tests that take minutes
 lint: $(VENV)/installed-mpich-test  ## check the code with ruff
 	$(BIN)/python -m ruff check .
 
-bench: $(VENV)/installed-mpich  ## measure speed: ARGS=train, layers, strategies, collectives, oversubscribed or start
+bench: $(VENV)/installed-mpich-fast  ## measure speed: ARGS=train, layers, strategies, collectives, oversubscribed or start
 	$(BIN)/python -m spmd_engine bench $(ARGS)
 
 clean:  ## remove what was built and cached; keep runs/ and the virtual environment

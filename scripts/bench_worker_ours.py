@@ -8,6 +8,7 @@ import numpy as np
 from peers_protocol import make_batches, print_result, read_config, time_steps
 
 from spmd_engine import Mesh
+from spmd_engine.arrays.backend import CPU
 from spmd_engine.engine import SGD, AdamW, LayeredEngine, schedules
 from spmd_engine.engine.batch import make_batch
 from spmd_engine.engine.plan import Storage
@@ -37,8 +38,12 @@ def main() -> None:
         row = time_steps(config, lambda step: trainer.step().loss, mesh.barrier)
         rows = mesh.all_gather(row[None])
         if mesh.rank == 0:
-            print_result(config, rows, f"NumPy {np.__version__}")
+            print_result(config, rows, version())
         mesh.barrier()
+
+
+def version():
+    return f"NumPy {np.__version__}{' and Numba' if CPU.kernels else ''}"
 
 
 def build_model(config):

@@ -1,6 +1,11 @@
 """What all tests share: the MPI harness, and property tests that draw the same examples on every rank."""
 
+import os
+
 from hypothesis import settings
+
+# Loops that Numba compiles have tests of their own; everything else is held to the NumPy text that they stand for.
+os.environ["SPMD_FAST"] = "0"
 
 pytest_plugins = ["mpi_harness.plugin"]
 

@@ -133,7 +133,7 @@ def test_layer_norm(shape, dtype, device):
     _, normal, inverse = layer_norm(x, scale, shift, 1e-5)
     tolerance = 1e-5 if dtype == "float32" and shape[-1] == 1 else None  # 1/sigma is 316
     compare(device, layer_norm, x, scale, shift, 1e-5, tolerance=tolerance)
-    compare(device, layer_norm_backward, dy, normal, inverse, scale)
+    compare(device, layer_norm_backward, dy, normal, inverse, scale, tolerance=tolerance)
     compare(device, layer_norm_backward_parameters, dy, normal)
 
 
@@ -299,7 +299,7 @@ def test_the_kernels_have_every_function_that_is_marked_fused():
     functions = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     marked = {f.name for f in functions if "fused" in map(ast.unparse, f.decorator_list)}
     brought = {name for name in vars(CudaFunctions) if not name.startswith("_")}
-    assert marked == brought == fused_functions().keys()
+    assert marked == brought - {"takes"} == fused_functions().keys()
 
 
 @pytest.mark.parametrize("name", fused_functions())

@@ -36,7 +36,7 @@ ONLY = {
 LONGEST = 300  # lines
 #: Module-level state that changes while the program runs, and why it may.
 STATE = {
-    "arrays/backend.py: CPU": "stateless: the host's backend",
+    "arrays/backend.py: CPU": "the host's backend, and its compiled loops, found once",
     "arrays/backend.py: _device_backends": "the devices that were asked for",
     "arrays/einsum.py: _plan": "the cache of a pure function",
     "sharding/notation.py: _parsed": "the cache of a pure function",
@@ -96,7 +96,7 @@ def test_imports_are_absolute(file):
 
 @pytest.mark.parametrize("file", [f for f in TREES if floor_of_file(f) in ("arrays", "layers", "models")])
 def test_kernels_and_layers_ask_the_backend_for_their_array_module(file):
-    if file not in ("arrays/backend.py", "arrays/random.py"):
+    if file not in ("arrays/backend.py", "arrays/random.py", "arrays/fast_functions.py", "arrays/fast_kernels.py"):
         assert not {"numpy", "cupy"} & {module.split(".")[0] for module in imports(TREES[file])}
 
 
@@ -171,7 +171,7 @@ def test_no_module_level_state_but_that_listed():
                 state.add(f"{file}: {name}")
         for node in ast.walk(tree):
             decorators = map(ast.unparse, getattr(node, "decorator_list", []))
-            if any("cache" in decorator for decorator in decorators):
+            if any("cache" in decorator and decorator != "cached_property" for decorator in decorators):
                 state.add(f"{file}: {node.name}")
     assert state == STATE.keys()
 

@@ -1,7 +1,7 @@
 """Which array module holds an array, and what moving it to the host costs.
 
 Every other file writes ``xp = backend_of(x).xp`` and then NumPy's names, so that the same text runs on
-NumPy and on CuPy; for functions marked ``@fused`` a device may bring kernels of the same names instead. A
+NumPy and on CuPy; for functions marked ``@fused`` a backend may have kernels of the same names instead. A
 backend also knows how to wait for its device and how to stage an array through pinned host memory; the
 communication floor needs both, since MPI does neither.
 """
@@ -9,12 +9,14 @@ communication floor needs both, since MPI does neither.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from spmd_engine.arrays.cuda_functions import CudaFunctions
+from spmd_engine.arrays.fast_functions import FastFunctions, fast_functions
 from spmd_engine.errors import UsageError
 
 Array = Any  # numpy.ndarray or cupy.ndarray; neither library offers a common base class
@@ -26,7 +28,7 @@ class Backend:
     name = "cpu"
     on_device = False
     xp: ModuleType = np
-    kernels: Any = None  # functions in place of those marked ``@fused``, where a device has better
+    kernels: Any = None  # functions in place of those marked ``@fused``, and ``takes``, for which arrays
 
     def synchronize(self) -> None:
         """Return once all work queued for arrays of this backend has finished."""
@@ -57,6 +59,14 @@ class Backend:
     def pinned_empty(self, shape, dtype) -> np.ndarray:
         """Host memory from which this backend's device copies fastest."""
         return np.empty(shape, dtype)
+
+
+class Host(Backend):
+    """NumPy, with compiled loops where Numba is installed."""
+
+    @cached_property
+    def kernels(self) -> FastFunctions | None:
+        return fast_functions()
 
 
 class CudaBackend(Backend):
@@ -105,7 +115,7 @@ class CudaBackend(Backend):
         return cupyx.empty_pinned(shape, dtype)
 
 
-CPU = Backend()
+CPU = Host()
 _device_backends: list[Backend] = []
 
 

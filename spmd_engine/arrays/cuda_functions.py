@@ -19,6 +19,9 @@ class CudaFunctions:
         kernels |= {name: xp.ReductionKernel(**text._asdict(), name=name) for name, text in REDUCTIONS.items()}
         self._launch = SimpleNamespace(**kernels)
 
+    def takes(self, x):
+        return x.dtype.char in "fd"
+
     # Activations
 
     def relu(self, z, want_slope=True):

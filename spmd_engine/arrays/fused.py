@@ -1,4 +1,4 @@
-"""``@fused``: one name for a function, whether NumPy works it off in pieces or a device has a kernel for all of it."""
+"""``@fused``: one name for a function, whether NumPy works it off in pieces or a backend has a kernel for all of it."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -7,7 +7,7 @@ from spmd_engine.arrays.backend import Array, backend_of
 
 
 def fused(function: Callable) -> Callable:
-    """Where the first argument's backend brings ``kernels``, their function of this name runs; else ``function``.
+    """Where the first argument's backend has ``kernels`` that take it, theirs of this name runs, else ``function``.
 
     The body below the decorator is what is computed, whoever computes it, and a backend's kernels have all the
     functions that are so marked, with the same signatures.
@@ -17,7 +17,8 @@ def fused(function: Callable) -> Callable:
     @wraps(function)
     def run(x: Array, *others, **options):
         kernels = backend_of(x).kernels
-        chosen = function if kernels is None else getattr(kernels, name)
-        return chosen(x, *others, **options)
+        if kernels is not None and kernels.takes(x):
+            return getattr(kernels, name)(x, *others, **options)
+        return function(x, *others, **options)
 
     return run

@@ -49,6 +49,7 @@ def train(ranks: int, steps: int, rounds: int, output: Path | None, options: tup
         ("sent a step by all ranks", f"{results[-1]['bytes_sent'] / 1e6:,.1f} MB"),
         ("memory a rank", spread([result["memory"] for result in results], 1e-6, " MB")),
         ("page faults a step", spread([result["page_faults"] for result in results])),
+        ("elementwise steps by", "compiled kernels" if results[-1]["compiled"] else "NumPy"),
     ]
     print_table((f"{ranks} rank(s): {' '.join(options)}", "median (range)"), rows)
     if output:

@@ -1,0 +1,167 @@
+"""The functions marked ``@fused`` as calls of compiled loops, for float32 arrays on the host."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import sqrt
+from pathlib import Path
+
+import numpy as np
+
+logger = logging.getLogger(__name__)
+
+
+def fast_functions() -> FastFunctions | None:
+    """The compiled functions, where Numba is installed and SPMD_FAST is not 0; else None, and NumPy does it."""
+    if os.environ.get("SPMD_FAST", "1") == "0":
+        return None
+    try:
+        from spmd_engine.arrays import fast_kernels
+    except ModuleNotFoundError:
+        return None
+    except ImportError as error:  # its releases follow NumPy's with a delay
+        logger.warning("Numba is installed, but cannot be used (%s): NumPy computes instead", error)
+        return None
+    functions = FastFunctions(fast_kernels)
+    with _one_process_at_a_time():  # the first of a node's ranks compiles, the others find what it kept
+        functions.compile()
+    return functions
+
+
+class FastFunctions:
+    """Each has the name, signature and result of its NumPy text, where both are documented."""
+
+    def __init__(self, loops) -> None:
+        self._loops = loops
+
+    def takes(self, x: np.ndarray) -> bool:
+        """Float32 is what one trains in when speed counts; what is computed in float64 is computed by NumPy."""
+        return x.dtype == np.float32
+
+    def compile(self) -> None:
+        """Call everything once."""
+        z, targets = np.zeros((2, 3), np.float32), np.zeros(2, np.int64)
+        row, rows = np.ones(3, np.float32), np.ones(2, np.float32)
+        for want_slope in (True, False):
+            self.relu(z, want_slope)
+            self.gelu(z, want_slope)
+        self.layer_norm(z, row, row, 1.0)
+        self.layer_norm_backward(z, z, rows, row)
+        self.layer_norm_backward_parameters(z, z)
+        self.adamw(*np.ones((4, 1), np.float32), step=1, rate=1.0, betas=(0.5, 0.5), epsilon=1.0, decay=0.0)
+        for velocity in (None, z):
+            self.momentum_sgd(z.copy(), z, velocity, rate=1.0, momentum=0.5, decay=0.0)
+        self.exponentiate(z.copy(), rows[:, None])
+        block = z[None].copy()
+        self.exponentiate(block, row[None, None])
+        self.softmax_backward(block, block.copy(), row[None, None])
+        self.scores_of_targets(z, targets, rows)
+        self.cross_entropy_gradient(z.copy(), rows, rows, targets)
+
+    # Activations
+
+    def relu(self, z, want_slope=True):
+        flat = np.ascontiguousarray(z).reshape(-1)
+        y = np.empty_like(flat)
+        if not want_slope:
+            self._loops.relu_value(flat, y)
+            return y.reshape(z.shape), None
+        slope = np.empty(flat.shape, np.bool_)
+        self._loops.relu(flat, y, slope)
+        return y.reshape(z.shape), slope.reshape(z.shape)
+
+    def gelu(self, z, want_slope=True):
+        flat = np.ascontiguousarray(z).reshape(-1)
+        y = np.empty_like(flat)
+        if not want_slope:
+            self._loops.gelu_value(flat, y)
+            return y.reshape(z.shape), None
+        slope = np.empty_like(flat)
+        self._loops.gelu(flat, y, slope)
+        return y.reshape(z.shape), slope.reshape(z.shape)
+
+    # Layer norm
+
+    def layer_norm(self, x, scale, shift, epsilon):
+        rows = _rows(x)
+        y, normal, inverse = np.empty_like(rows), np.empty_like(rows), np.empty(len(rows), rows.dtype)
+        self._loops.layer_norm(rows, _flat(scale), _flat(shift), np.float32(epsilon), y, normal, inverse)
+        return y.reshape(x.shape), normal.reshape(x.shape), inverse.reshape(x.shape[:-1])
+
+    def layer_norm_backward(self, dy, normal, inverse, scale):
+        rows = _rows(dy)
+        dx = np.empty_like(rows)
+        self._loops.layer_norm_backward(rows, _rows(normal), _flat(inverse), _flat(scale), dx)
+        return dx.reshape(dy.shape)
+
+    def layer_norm_backward_parameters(self, dy, normal):
+        dscale, dshift = np.zeros(dy.shape[-1], dy.dtype), np.zeros(dy.shape[-1], dy.dtype)
+        self._loops.layer_norm_backward_parameters(_rows(dy), _rows(normal), dscale, dshift)
+        return dscale, dshift
+
+    # Optimizers
+
+    def adamw(self, p, g, mean, square, *, step, rate, betas, epsilon, decay, scale=1.0):
+        beta1, beta2 = betas
+        fresh, correction = 1.0 - beta1, sqrt(1.0 - beta2**step)
+        numbers = (
+            scale * fresh,
+            beta1,
+            (1.0 - beta2) / fresh**2,  # of the square of a gradient that was multiplied by fresh
+            beta2,
+            epsilon * correction,
+            rate / (1.0 - beta1**step) * correction,
+            1.0 - rate * decay,
+        )
+        self._loops.adamw(p, _flat(g), mean, square, *map(np.float32, numbers))
+
+    def momentum_sgd(self, p, g, velocity, *, rate, momentum, decay, scale=1.0):
+        kept = np.float32(1.0 - rate * decay)
+        if velocity is None:
+            self._loops.sgd(p.reshape(-1), _flat(g), np.float32(scale * rate), kept)
+        else:
+            numbers = map(np.float32, (scale, momentum, rate))
+            self._loops.momentum_sgd(p.reshape(-1), _flat(g), velocity.reshape(-1), *numbers, kept)
+
+    # Softmax
+
+    def exponentiate(self, scores, shift, mask=None):
+        if mask is not None:
+            first, hidden = mask
+            scores.reshape(*scores.shape[:2], -1, hidden.shape[1])[:, first:] += hidden[:, None]
+        if scores.ndim == 2:
+            self._loops.exponentiate_rows(scores, _flat(shift))
+        else:
+            self._loops.exponentiate_columns(scores, _rows(shift))
+
+    def softmax_backward(self, ds, p, projection):
+        self._loops.softmax_backward(ds, p, _rows(projection))
+
+    def scores_of_targets(self, scores, targets, top):
+        found = np.empty(len(targets), scores.dtype)
+        self._loops.scores_of_targets(scores, targets, top, found)
+        return found
+
+    def cross_entropy_gradient(self, p, sums, weights, targets):
+        self._loops.cross_entropy_gradient(p, _flat(sums), _flat(weights), targets)
+
+
+def _flat(x: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(x).reshape(-1)
+
+
+def _rows(x: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(x).reshape(-1, x.shape[-1])
+
+
+@contextmanager
+def _one_process_at_a_time() -> Iterator[None]:
+    path = Path(tempfile.gettempdir()) / f"spmd_engine-{os.getuid()}.lock"
+    with open(path, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,168 @@
+"""The compiled loops against the NumPy text of the same names: what is asked of CUDA's kernels is asked of them."""
+
+import inspect
+import sys
+
+import numpy as np
+import pytest
+
+import test_cuda_kernels
+from numerics import normals
+from spmd_engine import Mesh, run
+from spmd_engine.arrays import softmax
+from spmd_engine.arrays.backend import CPU, backend_of
+from spmd_engine.arrays.fast_functions import FastFunctions, fast_functions
+from spmd_engine.engine import AdamW, LayeredEngine
+from spmd_engine.engine.batch import batch_of
+from spmd_engine.engine.plan import Storage
+from spmd_engine.models.gpt import GPTSize, gpt
+from test_cuda_kernels import (  # noqa: F401 (they are run here again, on another device)
+    TOLERANCE,
+    close,
+    fused_functions,
+    test_activations,
+    test_activations_far_out,
+    test_adamw,
+    test_attention,
+    test_cross_entropy,
+    test_cross_entropy_of_masked_tokens_and_large_logits,
+    test_cross_entropy_of_targets_that_are_another_rank_s,
+    test_layer_norm,
+    test_momentum_sgd,
+)
+
+pytest.importorskip("numba")
+
+
+@pytest.fixture(scope="module")
+def loops():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPMD_FAST", "1")
+        found = fast_functions()
+    assert isinstance(found, FastFunctions)
+    return found
+
+
+@pytest.fixture
+def device(loops, monkeypatch):
+    """Where the other tests' calls go: to the host with its compiled loops, compared with the host without."""
+
+    def compare(_, function, *args, tolerance=None, **options):
+        dtype = next(str(x.dtype) for x in args if isinstance(x, np.ndarray))
+        copies = [[x.copy() if isinstance(x, np.ndarray) else x for x in args] for _ in range(2)]
+        results = []
+        for kernels, given in zip((None, loops), copies):
+            monkeypatch.setitem(CPU.__dict__, "kernels", kernels)
+            returned = function(*given, **options)
+            results.append([*(returned if isinstance(returned, tuple) else (returned,)), *given])
+        for expected, found in zip(*results):
+            if isinstance(expected, np.ndarray):
+                assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+            if isinstance(expected, (np.ndarray, float)):
+                close(found, expected, tolerance or TOLERANCE[dtype])
+        return returned
+
+    monkeypatch.setattr(test_cuda_kernels, "compare", compare)
+    return CPU
+
+
+def test_the_exponential_is_exact_to_two_units_in_the_last_place(loops):
+    x = np.linspace(-87, 88.3, 1_000_001, dtype=np.float32)
+    scores = x[None].copy()
+    loops.exponentiate(scores, np.zeros((1, 1), np.float32))
+    expected = np.exp(x.astype(np.float64))
+    assert (np.abs(scores[0] - expected) <= 2 * np.spacing(expected.astype(np.float32))).all()
+
+
+def test_the_exponential_far_out(loops):
+    scores = np.array([[-np.inf, -1e30, -200, 0, 90, 1e30, np.inf, np.nan]], np.float32)
+    loops.exponentiate(scores, np.zeros((1, 1), np.float32))
+    np.testing.assert_array_equal(scores, [[0, 0, 0, 1, np.inf, np.inf, np.inf, np.nan]])
+
+
+@pytest.mark.parametrize("function", fused_functions().values(), ids=lambda f: f.__name__)
+def test_they_have_every_function_with_its_signature(function):
+    own = inspect.signature(function).parameters.values()
+    others = list(inspect.signature(getattr(FastFunctions, function.__name__)).parameters.values())[1:]
+    assert [(p.name, p.kind, p.default) for p in others] == [(p.name, p.kind, p.default) for p in own]
+
+
+def test_what_is_no_number_stays_so(loops):
+    spoiled = normals(3, 40, dtype=np.float32).copy()
+    spoiled[1, 7] = np.nan
+    ones = np.ones(40, np.float32)
+    y, slope = loops.gelu(spoiled)
+    assert np.isnan(y[1, 7]) and np.isnan(slope[1, 7]) and np.isfinite(y[0]).all()
+    assert np.isnan(loops.relu(spoiled)[0][1, 7])
+    assert np.isnan(loops.layer_norm(spoiled, ones, ones, 1e-5)[0][1]).all()
+    block = spoiled[None].copy()
+    loops.exponentiate(block, ones[None, None])
+    assert np.isnan(block).sum() == 1
+
+
+def test_float64_is_left_to_numpy(loops):
+    assert loops.takes(normals(3, dtype=np.float32)) and not loops.takes(normals(3))
+
+
+def train():
+    """Losses of some steps, on virtual ranks, in float32."""
+    model = gpt(GPTSize(layers=2, width=24, heads=2, context=20, vocabulary=31), dropout=0.1)
+    tokens = np.random.default_rng(0).integers(0, 31, (6, 8, 21))
+
+    def body():
+        engine, optimizer = LayeredEngine(model, Mesh(data=2), storage=Storage(zero=1), dtype=np.float32), AdamW()
+        losses = []
+        for step, batch in enumerate(tokens):
+            losses.append(engine.step(batch_of(batch[:, :-1], batch[:, 1:], engine, step=step)))
+            optimizer.update(engine, engine.gradients, step=step + 1, rate=1e-2)
+        return losses
+
+    return run(body, 2)[0]
+
+
+def test_a_model_trains_alike(loops, monkeypatch):
+    monkeypatch.setitem(CPU.__dict__, "kernels", None)
+    expected = train()
+    monkeypatch.setitem(CPU.__dict__, "kernels", loops)
+    np.testing.assert_allclose(train(), expected, rtol=1e-5)
+
+
+# --- whether they are used
+
+
+def test_arrays_of_the_host_go_there(loops, monkeypatch):
+    monkeypatch.setitem(CPU.__dict__, "kernels", loops)
+    scores = normals(2, 3, dtype=np.float32).copy()
+    expected = scores.copy()
+    loops.exponentiate(expected, scores[:, :1].copy())
+    softmax.exponentiate(scores, scores[:, :1].copy())
+    np.testing.assert_array_equal(scores, expected)
+    assert backend_of(scores).kernels is loops
+
+
+def test_they_can_be_switched_off(monkeypatch):
+    monkeypatch.setenv("SPMD_FAST", "0")
+    assert fast_functions() is None
+
+
+def without_module(monkeypatch, error):
+    class Refusing:
+        def find_spec(self, name, path=None, target=None):
+            if name == "spmd_engine.arrays.fast_kernels":
+                raise error
+
+    monkeypatch.setenv("SPMD_FAST", "1")
+    monkeypatch.delitem(sys.modules, "spmd_engine.arrays.fast_kernels", raising=False)
+    monkeypatch.delattr("spmd_engine.arrays.fast_kernels", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Refusing(), *sys.meta_path])
+
+
+def test_without_numba_numpy_computes(monkeypatch, caplog):
+    without_module(monkeypatch, ModuleNotFoundError("No module named 'numba'"))
+    assert fast_functions() is None and not caplog.records
+
+
+def test_a_numba_that_refuses_is_named(monkeypatch, caplog):
+    without_module(monkeypatch, ImportError("Numba needs NumPy 2.3 or less"))
+    assert fast_functions() is None
+    assert "Numba needs NumPy 2.3 or less" in caplog.text
