@@ -25,7 +25,7 @@ def bench(capsys, tmp_path):
 
 def test_train(bench):
     lines, figures = bench("train", "--ranks", "1", "--steps", "1", *NANO)
-    assert lines[1].startswith("targets a second") and len(lines) == 10
+    assert lines[1].startswith("targets a second") and len(lines) == 11
     (result,) = figures["results"]
     assert result["tokens"] == 8 * 128 and result["bytes_sent"] == 0 and result["memory"] > 4 * 4 * 931_872
 
