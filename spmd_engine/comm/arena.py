@@ -126,6 +126,8 @@ class Neighbours:
 
     def offset(self, x: np.ndarray) -> int | None:
         """Where in this rank's arena contiguous ``x`` begins; None if it is ordinary memory."""
+        if x.base is None:  # its memory is its own
+            return None
         offset = address_of(x) - self._address
         return offset if 0 <= offset < self.own.size else None
 

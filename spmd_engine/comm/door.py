@@ -94,19 +94,17 @@ class Door:
         """The next call of this plan will probably find ``said`` on the board."""
         plan.said, plan.at_once = said, plan.quick and said.at_once
 
-    def _quick(self, plan: Plan, x: Array | None, out: Array | None) -> Plan | None:
-        """The plan by which a blocking call can be made at once; None if by none."""
-        if plan.at_once:
-            return plan if suits(plan, out) else None
-        chosen = self._for_blocking(plan, x, out)
-        return chosen if chosen.at_once and suits(chosen, out) else None
+    def _begin_blocking(self, plan: Plan, x: Array, out: Array | None = None) -> Pending:
+        """Start the next call, of one who will wait for it. Memory that ranks share is faster read where it is."""
+        if plan.by_library is None or self._is_shared(x) or (out is not None and self._is_shared(out)):
+            return self._begin(plan, x, out)
+        plan = plan.by_library
+        if plan.at_once and suits(plan, out):
+            return Pending.completed(self._at_once(plan, x, out))
+        return self._begin(plan, x, out)
 
-    def _for_blocking(self, plan: Plan, x: Array | None, out: Array | None) -> Plan:
-        """The plan for a call whose caller waits. Memory that ranks share is faster read where it is."""
-        if plan.by_library is None:
-            return plan
-        shared = any([self._board.neighbours.offset(each) is not None for each in (x, out) if each is not None])
-        return plan if shared else plan.by_library
+    def _is_shared(self, x: Array) -> bool:
+        return self._board.neighbours.offset(x) is not None
 
     def _header(
         self, operation: str, x: Array | None, *, limit: int | None = None, always: bool = False, **fields: Any

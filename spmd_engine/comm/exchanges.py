@@ -9,7 +9,7 @@ import numpy as np
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.comm import algorithms, by_library, lanes
 from spmd_engine.comm.algorithms import span
-from spmd_engine.comm.door import Plan
+from spmd_engine.comm.door import Plan, suits
 from spmd_engine.comm.header import Call, Header
 from spmd_engine.comm.lending import fill
 from spmd_engine.comm.pending import Pending, Steps
@@ -35,7 +35,7 @@ class Exchanges(Reductions):
         off. ``out``, contiguous, with axis 0, receives the result; ``x`` may be this rank's part of it.
         """
         plan = self._plans.get(("all_gather", type(x), x.dtype, x.shape, axis, ints(sizes), label))
-        if plan is not None and (plan := self._quick(plan, x, out)):
+        if plan is not None and plan.at_once and suits(plan, out):
             return self._at_once(plan, x, out)
         return self._start_all_gather(x, axis, sizes, out, label, waits=True).wait()
 
@@ -60,7 +60,7 @@ class Exchanges(Reductions):
         if self.size == 1:
             check_out("all_gather", x, out)
             return Pending.completed(x.copy() if out is None else copied(x, out))
-        return self._begin(self._for_blocking(plan, x, out) if waits else plan, x, out)
+        return (self._begin_blocking if waits else self._begin)(plan, x, out)
 
     def _plan_all_gather(self, x: Array, axis: int, sizes: Sequence[int] | None, label: str) -> Plan:
         axis = self._axis("all_gather", x, axis)
@@ -142,7 +142,7 @@ class Exchanges(Reductions):
         ``splits`` gives the length of each part, of any sum and different on every rank; else they are even.
         """
         plan = self._plans.get(("all_to_all", type(x), x.dtype, x.shape, axis, concat_axis, ints(splits), label))
-        if plan is not None and (plan := self._quick(plan, x, None)):
+        if plan is not None and plan.at_once:
             return self._at_once(plan, x, None)
         return self._start_all_to_all(x, axis, concat_axis, splits, label, waits=True).wait()
 
@@ -165,7 +165,7 @@ class Exchanges(Reductions):
         plan = self._plans.get(key) or self._keep(key, self._plan_all_to_all(x, axis, concat_axis, splits, label), x)
         if self.size == 1:
             return Pending.completed(x.copy())
-        return self._begin(self._for_blocking(plan, x, None) if waits else plan, x)
+        return (self._begin_blocking if waits else self._begin)(plan, x)
 
     def _plan_all_to_all(
         self, x: Array, axis: int, concat_axis: int | None, splits: tuple[int, ...] | None, label: str

@@ -9,7 +9,7 @@ import numpy as np
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.comm import algorithms, by_library, lanes, shared
 from spmd_engine.comm.algorithms import span
-from spmd_engine.comm.door import Plan
+from spmd_engine.comm.door import Plan, suits
 from spmd_engine.comm.header import Call
 from spmd_engine.comm.messages import Messages
 from spmd_engine.comm.pending import Pending, Steps
@@ -30,7 +30,7 @@ class Reductions(Messages):
         integers is float64; float16 and bfloat16 are accumulated in float32.
         """
         plan = self._plans.get(("all_reduce", type(x), x.dtype, x.shape, op, label))
-        if plan is not None and (plan := self._quick(plan, x, out)):
+        if plan is not None and plan.at_once and suits(plan, out):
             return self._at_once(plan, x, out)
         return self._start_all_reduce(x, op, out, label, waits=True).wait()
 
@@ -46,7 +46,7 @@ class Reductions(Messages):
         check_out("all_reduce", x, out)
         if self.size == 1:
             return Pending.completed(x.copy() if out is None else copied(x, out))
-        return self._begin(self._for_blocking(plan, x, out) if waits else plan, x, out)
+        return (self._begin_blocking if waits else self._begin)(plan, x, out)
 
     @property
     def _whole(self) -> int:
@@ -123,7 +123,7 @@ class Reductions(Messages):
         (contiguous; may be this rank's part of ``x``) receives the result.
         """
         plan = self._plans.get(("reduce_scatter", type(x), x.dtype, x.shape, axis, op, ints(sizes), label))
-        if plan is not None and (plan := self._quick(plan, x, out)):
+        if plan is not None and plan.at_once and suits(plan, out):
             return self._at_once(plan, x, out)
         return self._start_reduce_scatter(x, axis, op, sizes, out, label, waits=True).wait()
 
@@ -149,7 +149,7 @@ class Reductions(Messages):
         check_out("reduce_scatter", x[plan.parts[self.rank]], out)
         if self.size == 1:
             return Pending.completed(x.copy() if out is None else copied(x, out))
-        return self._begin(self._for_blocking(plan, x, out) if waits else plan, x, out)
+        return (self._begin_blocking if waits else self._begin)(plan, x, out)
 
     def _plan_reduce_scatter(self, x: Array, axis: int, op: str, sizes: tuple[int, ...] | None, label: str) -> Plan:
         own = algorithms.reducible("reduce_scatter", x, op)
