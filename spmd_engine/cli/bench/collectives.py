@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from statistics import median
 
 import click
 
-from spmd_engine.cli.bench.launch import measure, print_table
+from spmd_engine.cli.bench.figures import output_option, ranks_option, report, rounds_option
+from spmd_engine.cli.bench.launch import measure
 
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
 
 
 @click.command(short_help="Collectives, beside the MPI library's own.")
-@click.option("--ranks", type=click.IntRange(min=2), default=2, show_default=True)
-@click.option("--rounds", type=click.IntRange(min=1), default=15, show_default=True)
+@ranks_option(2, least=2)
+@rounds_option(15)
 @click.option("--only", type=click.Choice(OPERATIONS), multiple=True, help="Only this operation; may be repeated.")
 @click.option("--largest", type=click.IntRange(min=1), default=64, show_default=True, help="MiB of the largest arrays.")
-@click.option("--output", type=click.Path(path_type=Path), help="A JSON file for all figures.")
+@output_option()
 def collectives(ranks: int, rounds: int, only: tuple[str, ...], largest: int, output: Path | None) -> None:
     """Time calls of 8 bytes and more, four ways in turn: the whole array counts, float32.
 
@@ -39,9 +39,7 @@ def collectives(ranks: int, rounds: int, only: tuple[str, ...], largest: int, ou
         ratios = [_times_as_fast(seconds, way) for way in ("shared", "ordinary")]
         rows.append((each["operation"], f"{each['size']:,}", *times, *ratios))
     columns = ("operation", "bytes", "shared us", "ordinary us", "unchecked us", "library us", "shared", "ordinary")
-    print_table(columns, rows)
-    if output:
-        output.write_text(json.dumps({"ranks": ranks, "results": found}, indent=1) + "\n")
+    report(columns, rows, {"ranks": ranks, "results": found}, output)
 
 
 def _times_as_fast(seconds: dict[str, list[float]], way: str) -> str:

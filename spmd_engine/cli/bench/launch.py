@@ -9,11 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from shutil import which
-from statistics import median
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from spmd_engine.errors import UsageError
 
@@ -21,22 +17,28 @@ TIMEOUT = 1200.0  # seconds
 
 
 def measure(ranks: int, worker: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``python -m spmd_engine.cli.bench.WORKER`` prints as its last line, on so many ranks.
+    """What ``python -m spmd_engine.cli.bench.WORKER`` prints as its last line, on so many ranks."""
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}  # a core for each rank, as the share of the peak has it
+    output = launch(ranks, [f"spmd_engine.cli.bench.{worker}", json.dumps(config)], environment)
+    return json.loads(output.splitlines()[-1])
+
+
+def launch(ranks: int, module: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
+    """What ``python -m MODULE``, with its arguments, prints on so many ranks.
 
     Raises UsageError, with the end of what it wrote, if it fails or takes too long.
     """
-    command = [mpiexec(), "-n", str(ranks), sys.executable, "-m", f"spmd_engine.cli.bench.{worker}", json.dumps(config)]
+    command = [mpiexec(), "-n", str(ranks), sys.executable, "-m", *module]
     try:
-        environment = {"OMP_NUM_THREADS": "1", **os.environ}  # a core for each rank, as the share of the peak has it
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=TIMEOUT, stdin=subprocess.DEVNULL, env=environment
         )
     except subprocess.TimeoutExpired as error:
-        raise UsageError(f"bench: {ranks} ranks took more than {TIMEOUT:g} s for {dict(config)}") from error
+        raise UsageError(f"bench: {ranks} ranks took more than {TIMEOUT:g} s for {' '.join(module)}") from error
     if done.returncode:
         tail = "\n".join(done.stderr.strip().splitlines()[-5:])
-        raise UsageError(f"bench: {ranks} ranks failed ({done.returncode}) with {dict(config)}:\n{tail}")
-    return json.loads(done.stdout.splitlines()[-1])
+        raise UsageError(f"bench: {ranks} ranks failed ({done.returncode}) with {' '.join(module)}:\n{tail}")
+    return done.stdout
 
 
 def as_arguments(options: Mapping[str, Any]) -> list[str]:
@@ -47,18 +49,6 @@ def as_arguments(options: Mapping[str, Any]) -> list[str]:
     return arguments
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table that reads well in a pipe, too: numbers to the right."""
-    table = Table(*columns, box=None, header_style="bold", pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for row in rows:
-        table.add_row(*row)
-    console = Console(highlight=False)
-    console.width = max(console.width, 140)
-    console.print(table)
-
-
 def mpiexec() -> str:
     """The mpiexec beside this Python, else the one on the PATH; raises UsageError if there is none."""
     beside = Path(sys.executable).with_name("mpiexec")
@@ -66,9 +56,3 @@ def mpiexec() -> str:
     if not found:
         raise UsageError("bench starts ranks with mpiexec, and there is none: pip install 'spmd_engine[mpich]'")
     return found
-
-
-def spread(values: Sequence[float], scale: float = 1.0, unit: str = "") -> str:
-    """The median, and the range."""
-    low, high = min(values) * scale, max(values) * scale
-    return f"{median(values) * scale:,.4g}{unit} ({low:,.4g}-{high:,.4g})"

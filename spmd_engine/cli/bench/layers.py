@@ -12,7 +12,7 @@ from time import perf_counter
 import click
 from threadpoolctl import threadpool_limits
 
-from spmd_engine.cli.bench.launch import print_table, spread
+from spmd_engine.cli.bench.figures import output_option, report, rounds_option, spread, steps_option
 from spmd_engine.cli.bench.peak import sgemm_peak
 from spmd_engine.cli.job import make_trainer, open_job
 from spmd_engine.comm.mesh import Mesh
@@ -29,9 +29,9 @@ REST = "loss, optimizer and data"
     short_help="Time of each layer's forward and backward.",
     context_settings={"ignore_unknown_options": True},
 )
-@click.option("--steps", type=click.IntRange(min=1), default=5, show_default=True, help="Timed, in each round.")
-@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
-@click.option("--output", type=click.Path(path_type=Path), help="A JSON file for all figures.")
+@steps_option(5)
+@rounds_option()
+@output_option()
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 def layers(steps: int, rounds: int, output: Path | None, options: tuple[str, ...]) -> None:
     """Train on one core and tell the milliseconds of a step by layer; whatever else is given goes to 'train'.
@@ -73,9 +73,8 @@ def layers(steps: int, rounds: int, output: Path | None, options: tuple[str, ...
     rows = [_row(name, numbers[name], of_name, costs[name], whole, peaks) for name, of_name in found.items()]
     of_peak = _share(sum(costs.values()), whole, peaks)
     rows.append(("a step", "", "", "", "", spread(whole, 1e3, " ms"), "100%", of_peak))
-    print_table(("layer", "times", "forward", "dx", "dw", "together", "of a step", "of the peak"), rows)
-    if output:
-        output.write_text(json.dumps({"peaks": peaks, "seconds": found, "multiplications": costs}, indent=1) + "\n")
+    columns = ("layer", "times", "forward", "dx", "dw", "together", "of a step", "of the peak")
+    report(columns, rows, {"peaks": peaks, "seconds": found, "multiplications": costs}, output)
 
 
 def _by_layer(events: list[dict]) -> dict[str, list[float]]:

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from statistics import median
 
 import click
 
-from spmd_engine.cli.bench.launch import measure, print_table, spread
+from spmd_engine.cli.bench.figures import output_option, ranks_option, report, rounds_option, spread, steps_option
+from spmd_engine.cli.bench.launch import measure
 
 
 @click.command(
     short_help="More ranks than cores against as many as cores.",
     context_settings={"ignore_unknown_options": True},
 )
-@click.option("--ranks", type=click.IntRange(min=2), default=8, show_default=True)
-@click.option("--steps", type=click.IntRange(min=1), default=12, show_default=True, help="Timed, in each round.")
-@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
-@click.option("--output", type=click.Path(path_type=Path), help="A JSON file for all figures.")
+@ranks_option(8, least=2)
+@steps_option(12)
+@rounds_option()
+@output_option()
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 def oversubscribed(ranks: int, steps: int, rounds: int, output: Path | None, options: tuple[str, ...]) -> None:
     """Ranks that wait must not spin: tokens a second on one rank a core and on more; options go to 'train'."""
@@ -32,6 +32,5 @@ def oversubscribed(ranks: int, steps: int, rounds: int, output: Path | None, opt
             values.append(result["tokens"] / median(result["seconds"]))
     ratios = [many / few for few, many in zip(*speeds.values(), strict=True)]
     rows = [(f"{number} ranks, targets a second", spread(values)) for number, values in speeds.items()]
-    print_table((f"on {cores} cores", "median (range)"), [*rows, ("ratio", spread(ratios))])
-    if output:
-        output.write_text(json.dumps(speeds, indent=1) + "\n")
+    rows.append(("ratio", spread(ratios)))
+    report((f"on {cores} cores", "median (range)"), rows, speeds, output)

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tempfile
 from time import perf_counter
 
 import click
 
-from spmd_engine.cli.bench.launch import TIMEOUT, mpiexec, spread
-from spmd_engine.errors import UsageError
+from spmd_engine.cli.bench.figures import ranks_option, rounds_option, spread
+from spmd_engine.cli.bench.launch import as_arguments, launch
 
 
 @click.command(short_help="Seconds from the launch of ranks to the end of a run of one step.")
-@click.option("--ranks", type=click.IntRange(min=1), default=8, show_default=True)
-@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
+@ranks_option(8)
+@rounds_option()
 def start(ranks: int, rounds: int) -> None:
     """Time the whole of 'train --steps 1', the reading of its data and the writing of its checkpoint included."""
     seconds = []
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as folder:
-            options = ["--steps", "1", "--eval-every", "0", "--eval-samples", "1", "--sample", "0"]
-            command = [mpiexec(), "-n", str(ranks), sys.executable, "-m", "spmd_engine", "train", *options]
+            options = {"steps": 1, "eval_every": 0, "eval_samples": 1, "sample": 0, "batch_size": ranks}
             began = perf_counter()
-            options = ["--batch-size", str(ranks), "--run", f"{folder}/run"]
-            done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=TIMEOUT)
+            launch(ranks, ["spmd_engine", "train", *as_arguments({**options, "run": f"{folder}/run"})])
             seconds.append(perf_counter() - began)
-            if done.returncode:
-                raise UsageError(f"bench start: {ranks} ranks failed:\n{done.stderr.strip()}")
     click.echo(f"{ranks} ranks, from the launch to the end of a run of one step: {spread(seconds, unit=' s')}")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from statistics import median
 
 import click
 
-from spmd_engine.cli.bench.launch import as_arguments, measure, print_table, spread
-from spmd_engine.errors import UsageError
+from spmd_engine.cli.bench.figures import output_option, report, rounds_option, spread, steps_option
+from spmd_engine.cli.bench.launch import as_arguments, measure
 
 _TEXT = argparse.__file__  # something small to learn: the memory of the usual data would hide that of a strategy
 
@@ -57,10 +56,10 @@ STRATEGIES = {
 @click.option("--model", default="gpt-nano", show_default=True)
 @click.option("--ranks", type=click.Choice(["2", "8"]), default="8", show_default=True)
 @click.option("--batch-size", type=click.IntRange(min=8), default=32, show_default=True)
-@click.option("--steps", type=click.IntRange(min=1), default=5, show_default=True, help="Timed, in each round.")
-@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
+@steps_option(5)
+@rounds_option()
 @click.option("--only", metavar="TEXT", help="Strategies whose names contain this; the first is always run.")
-@click.option("--output", type=click.Path(path_type=Path), help="A JSON file for all figures.")
+@output_option()
 def strategies(
     model: str, ranks: str, batch_size: int, steps: int, rounds: int, only: str | None, output: Path | None
 ) -> None:
@@ -72,8 +71,6 @@ def strategies(
     chosen = dict(STRATEGIES[int(ranks)])
     first = next(iter(chosen))
     chosen = {name: options for name, options in chosen.items() if not only or only in name or name == first}
-    if output and not output.parent.is_dir():
-        raise UsageError(f"--output {output}: there is no such folder")
     results: dict[str, list[dict]] = {name: [] for name in chosen}
     for _ in range(rounds):
         for name, options in chosen.items():
@@ -95,6 +92,4 @@ def strategies(
             )
         )
     columns = ("strategy", "sent a step", "calls", "memory a rank", "step", f"times {first}")
-    print_table(columns, rows)
-    if output:
-        output.write_text(json.dumps(results, indent=1) + "\n")
+    report(columns, rows, results, output)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from statistics import median
 
 import click
 import numpy as np
 
-from spmd_engine.cli.bench.launch import measure, print_table, spread
+from spmd_engine.cli.bench.figures import output_option, ranks_option, report, rounds_option, spread, steps_option
+from spmd_engine.cli.bench.launch import measure
 from spmd_engine.cli.bench.peak import sgemm_peak
 
 
@@ -17,10 +17,10 @@ from spmd_engine.cli.bench.peak import sgemm_peak
     short_help="Tokens a second, and the share of the machine's peak.",
     context_settings={"ignore_unknown_options": True},
 )
-@click.option("--ranks", type=click.IntRange(min=1), default=2, show_default=True)
-@click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Timed, in each round.")
-@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
-@click.option("--output", type=click.Path(path_type=Path), help="A JSON file for all figures.")
+@ranks_option(2)
+@steps_option(10)
+@rounds_option()
+@output_option()
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 def train(ranks: int, steps: int, rounds: int, output: Path | None, options: tuple[str, ...]) -> None:
     """Time training steps; whatever else is given goes to 'train'.
@@ -51,6 +51,5 @@ def train(ranks: int, steps: int, rounds: int, output: Path | None, options: tup
         ("page faults a step", spread([result["page_faults"] for result in results])),
         ("elementwise steps by", "compiled kernels" if results[-1]["compiled"] else "NumPy"),
     ]
-    print_table((f"{ranks} rank(s): {' '.join(options)}", "median (range)"), rows)
-    if output:
-        output.write_text(json.dumps({"peaks": peaks, "results": results}, indent=1) + "\n")
+    columns = f"{ranks} rank(s): {' '.join(options)}", "median (range)"
+    report(columns, rows, {"peaks": peaks, "results": results}, output)
