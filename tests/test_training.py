@@ -90,6 +90,18 @@ def test_clipping_scales_the_step_to_the_limit():
     np.testing.assert_allclose(moved(norm * 2)[1], norm, rtol=1e-9)
 
 
+def test_a_report_without_an_account_costs_no_collective():
+    def program():
+        with Mesh(data=2) as mesh:
+            trainer = make_trainer(mesh, account=False)
+            report = trainer.step().as_dict()
+            return list(report), mesh.ledger.total(label="metrics").calls
+
+    keys, calls = run(program, 2)[0]
+    assert keys == ["step", "loss", "grad_norm", "learning_rate", "tokens", "seconds", "tokens_per_second"]
+    assert calls == 0
+
+
 def test_reports_hold_what_metrics_need():
     def program():
         with Mesh(data=2) as mesh:

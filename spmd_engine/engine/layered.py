@@ -12,6 +12,7 @@ import numpy as np
 from spmd_engine.arrays import random
 from spmd_engine.arrays.backend import CPU, Array, Backend
 from spmd_engine.comm.mesh import Mesh
+from spmd_engine.comm.pending import Pending
 from spmd_engine.engine import schedules
 from spmd_engine.engine.base import Loss, ShardedEngine
 from spmd_engine.engine.batch import Batch
@@ -225,10 +226,11 @@ class LayeredEngine(GroupedHoldings, ShardedEngine):
         self._neighbours.begin(micro_batches)
         execution = Execution(self._chunks, self._neighbours, self._ats(batch), inputs, lose)
         execution.run(self._program(micro_batches))
+        whole = self._start_sum_loss(total)  # under way while the last gradients are
         self._reducer.finish()
         self._open.close()
         self.gradients = self._gradients
-        return self._sum_loss(total)
+        return float(whole.wait())
 
     def _ats(self, batch: Batch) -> list[At]:
         """Where each micro-batch is; samples are counted, and lengths summed, where the batch does not say."""
@@ -250,9 +252,14 @@ class LayeredEngine(GroupedHoldings, ShardedEngine):
         return int(self.all_reduce(np.array(len(x)), over=axes, label="samples")) if axes else len(x)
 
     def _sum_loss(self, value: float) -> float:
+        return float(self._start_sum_loss(value).wait())
+
+    def _start_sum_loss(self, value: float) -> Pending:
         """Over the batch, and from the last stage to all."""
         over = tuple(axis for axis in self.mesh.axes if axis in (*self.batch_axes, PIPE))
-        return float(self.all_reduce(np.array(value, np.float64), over=over, label="loss")) if over else value
+        if not over:
+            return Pending.completed(value)
+        return self.mesh.group(over).start_all_reduce(np.array(value, np.float64), label="loss")
 
     def loss(self, outputs: Array, targets: Array, **options: Any) -> tuple[float, Array]:
         """The model's own loss of this rank's blocks."""

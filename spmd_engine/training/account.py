@@ -11,19 +11,21 @@ from spmd_engine.comm.mesh import Mesh
 
 
 class Account:
-    """Opened when a step begins; ``close`` tells what the ledger and the waits gained since."""
+    """Opened when a step begins; ``close`` tells what the ledger and the waits gained since, unless ``brief``."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh, self._began = mesh, perf_counter()
-        self._before = _state(mesh) if mesh.size > 1 else None
+    def __init__(self, mesh: Mesh, brief: bool = False) -> None:
+        self._mesh, self._brief, self._began = mesh, brief, perf_counter()
+        self._before = _state(mesh) if mesh.size > 1 and not brief else None
 
     def close(self) -> tuple[float, dict[str, Any]]:
-        """The step's seconds on this rank, and facts about all ranks. Collective over the world.
+        """The step's seconds on this rank, and facts about all ranks. Collective over the world, unless brief.
 
         A rank is *idle* where it stands in a collective with nothing to do, since others have not come or their
         messages are under way; it *communicates* for the rest of the time it stands there.
         """
         seconds = perf_counter() - self._began
+        if self._brief:
+            return seconds, {}
         if self._mesh.size == 1:
             return seconds, {"bytes_sent": 0}
         mine = np.append(_state(self._mesh) - self._before, seconds)

@@ -25,7 +25,7 @@ class StepReport:
     tokens: int  #: targets of the global batch that count
     seconds: float
     tokens_per_second: float
-    bytes_sent: int  #: by all ranks, by the ledger
+    bytes_sent: int | None = None  #: by all ranks, by the ledger
     exposed_communication: float | None = None  #: seconds that a rank stood in collectives, the mean over ranks
     gigabytes_per_second: dict[str, float] | None = None  #: by mesh axis: sent by all, by those seconds
     shares: list[list[float]] | None = None  #: of the step, by rank: computing, communicating, and idle
@@ -40,7 +40,8 @@ class Trainer:
 
     ``batches(step)`` gives this rank's Batch of step ``step`` (from 0), ``rate(step)`` its learning rate.
     Gradients whose whole norm exceeds ``grad_clip`` are scaled down to it; 0 switches that off. A loss or a
-    norm that is not finite raises NotFiniteError, on every rank alike, before the parameters are touched.
+    norm that is not finite raises NotFiniteError, on every rank alike, before the parameters are touched. ``account``
+    tells in every report what all ranks sent and waited for, which takes a small collective.
     """
 
     def __init__(
@@ -53,14 +54,15 @@ class Trainer:
         grad_clip: float = 0.0,
         loss: Loss | None = None,
         first_step: int = 0,
+        account: bool = True,
     ) -> None:
         self.engine, self.optimizer, self.batches, self.rate = engine, optimizer, batches, rate
-        self.grad_clip, self.loss, self.steps_done = grad_clip, loss, first_step
+        self.grad_clip, self.loss, self.steps_done, self.account = grad_clip, loss, first_step, account
 
     def step(self) -> StepReport:
         """One optimizer step. Collective."""
         engine, step = self.engine, self.steps_done
-        account = Account(engine.mesh)
+        account = Account(engine.mesh, brief=not self.account)
         batch = self.batches(step)
         if batch.count is None:
             batch = replace(batch, count=engine.count(batch))
@@ -75,9 +77,9 @@ class Trainer:
         rate = self.rate(step)
         self.optimizer.update(engine, engine.gradients, step=step + 1, rate=rate, scale=scale)
         self.steps_done += 1
-        seconds, account = account.close()
+        seconds, facts = account.close()
         tokens = int(batch.count)
-        return StepReport(step + 1, loss, norm, rate, tokens, seconds, tokens / seconds, **account)
+        return StepReport(step + 1, loss, norm, rate, tokens, seconds, tokens / seconds, **facts)
 
     def run(self, steps: int) -> Iterator[StepReport]:
         """Steps until ``steps`` have been made in all."""
