@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+from contextlib import nullcontext
 
 import ml_dtypes
 import numpy as np
@@ -9,14 +10,17 @@ import pytest
 
 from on_ranks import assert_same, everywhere, on_ranks, reduced, values
 from spmd_engine import world
+from spmd_engine.comm.board import PAGES
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.mpi import MPICommunicator
 from spmd_engine.comm.mpi_library import MPILibrary
 from spmd_engine.comm.pending import Progress
+from spmd_engine.errors import UsageError
 
 ROOM = 256  # bytes that come along with a call here: few, so that small arrays take the ways of large ones
 TIMES = 3  # that a call is made: what the others said is known only after the first
+TIMEOUT = 20.0  # seconds, of what would else wait for ever
 DTYPES = [np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)]
 
 
@@ -38,7 +42,7 @@ class Counted:
             self._made = MPILibrary(comm._comm)
         else:
             comm.progress = Progress()  # the library knows nothing of what else this rank has under way
-            self._made = _OfThreads(Group(comm, "library", Ledger()))
+            self._made = _OfThreads(Group(comm, "library", Ledger(), timeout=TIMEOUT))
 
     def all_gather(self, *how):
         self.calls += 1
@@ -56,7 +60,8 @@ class _OfThreads:
     def all_gather(self, own, out, sizes):
         _bytes(out)[...] = self._group.all_gather(_bytes(own).copy(), sizes=sizes)
 
-    def all_to_all(self, x, sizes, out, out_sizes):
+    def all_to_all(self, x, sizes, out, out_sizes, even):
+        assert len(set(self._group.all_gather(np.array([even])))) == 1  # MPI has a function for either
         came = self._group.all_to_all(_bytes(x).copy(), splits=sizes)
         assert came.size == sum(out_sizes)
         _bytes(out)[...] = came
@@ -71,7 +76,7 @@ def group_with_short_ways():
     everyone = range(world().size)
     comm = world().subset(everyone)
     comm.looks, comm.board.room, comm.library = 100_000, ROOM, Counted(world().subset(everyone))
-    return Group(comm, "all", Ledger()), comm.library
+    return Group(comm, "all", Ledger(), timeout=TIMEOUT), comm.library
 
 
 def of_rank(r, n, dtype, shape, axis, uneven):
@@ -134,6 +139,19 @@ def all_to_all(dtype):
     return group.ledger.total().calls
 
 
+def parts_that_are_even_on_some_ranks(dtype):
+    """What most ranks send and receive is all of one length; only the last has a longer part, for itself."""
+    group, library = group_with_short_ways()
+    n, rank = group.size, group.rank
+    cuts = [[90 if r == part == n - 1 else 70 for part in range(n)] for r in range(n)]
+    arrays = [values((sum(cuts[r]),), dtype, r) for r in range(n)]
+    whole = np.concatenate([np.split(x, np.cumsum(cuts[r])[:-1])[rank] for r, x in enumerate(arrays)])
+    for _ in range(TIMES):
+        assert_same(group.all_to_all(arrays[rank], splits=cuts[rank]), whole)
+    assert library.calls == TIMES
+    return group.ledger.total().calls
+
+
 def reductions(dtype):
     group, library = group_with_short_ways()
     n, rank = group.size, group.rank
@@ -191,11 +209,61 @@ def some_wait_and_some_start(dtype):
     return group.ledger.total().calls
 
 
+def one_fails(dtype):
+    """A rank that cannot have its result leaves the others theirs, and goes on with them."""
+    group, _ = group_with_short_ways()
+    n, rank = group.size, group.rank
+    for size in (20, 500):
+        arrays = [values((size,), dtype, r) for r in range(n)]
+        for _ in range(TIMES):
+            assert_same(group.all_gather(arrays[rank]), np.concatenate(arrays))
+        if rank == 0:
+            with pytest.raises(UsageError, match="out has shape"):
+                group.all_gather(arrays[rank], out=np.empty(n * size + 1, dtype))
+        else:
+            assert_same(group.all_gather(arrays[rank]), np.concatenate(arrays))
+    large = np.full(3, 3e38, np.float32)
+    for turn in range(TIMES):
+        fails = rank == 0 and turn == TIMES - 1
+        error = pytest.raises(FloatingPointError) if fails else nullcontext()
+        with error, np.errstate(over="raise" if fails else "ignore"):
+            assert np.isinf(group.all_reduce(large)).all()
+    for _ in range(2 * PAGES):
+        group.barrier()
+    return group.ledger.total().calls
+
+
+def where_no_result_can_go(dtype):
+    """Said before anyone waits, whichever way the call would take."""
+    group, _ = group_with_short_ways()
+    for size in (20, 500):
+        x = values((size,), dtype, group.rank)
+        for operation, length in (("all_gather", size * group.size), ("all_reduce", size)):
+            for _ in range(TIMES):
+                getattr(group, operation)(x)
+            out = np.empty(length, dtype)
+            out.flags.writeable = False
+            with pytest.raises(UsageError, match="writable"):
+                getattr(group, operation)(x, out=out)
+    x = values((2, 3), dtype, group.rank)
+    for _ in range(TIMES):
+        group.all_gather(x, 1)
+    with pytest.raises(UsageError, match="axis 0"):
+        group.all_gather(x, 1, out=np.empty((2, 3 * group.size), dtype))
+    return group.ledger.total().calls
+
+
 # --- tests
 
 
 @everywhere(2, 3, 4, 8)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("program", [all_gather, all_to_all, reductions, broadcasts, some_wait_and_some_start])
+@pytest.mark.parametrize(
+    "program",
+    [
+        *(all_gather, all_to_all, parts_that_are_even_on_some_ranks, reductions, broadcasts),
+        *(some_wait_and_some_start, one_fails, where_no_result_can_go),
+    ],
+)
 def test_the_short_ways_bring_what_numpy_computes(program, dtype, ranks):
     assert all(calls > 0 for calls in on_ranks(program, ranks, dtype))

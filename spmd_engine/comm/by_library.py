@@ -25,8 +25,13 @@ class Library(Protocol):
     def all_gather(self, own: np.ndarray, out: np.ndarray, sizes: Sequence[int]) -> None:
         """Fill ``out`` with everyone's ``own``, which may be its part of ``out``."""
 
-    def all_to_all(self, x: np.ndarray, sizes: Sequence[int], out: np.ndarray, out_sizes: Sequence[int]) -> None:
-        """Send part r of ``x`` to rank r, and fill part r of ``out`` with what comes from there."""
+    def all_to_all(
+        self, x: np.ndarray, sizes: Sequence[int], out: np.ndarray, out_sizes: Sequence[int], even: bool
+    ) -> None:
+        """Send part r of ``x`` to rank r, and fill part r of ``out`` with what comes from there.
+
+        ``even``: whether the parts of all ranks are equally long, as all of them know: one rank's may be by chance.
+        """
 
 
 def all_gather(
@@ -42,11 +47,16 @@ def all_to_all(
     parts: Sequence[tuple[slice, ...]],
     shapes: Sequence[Sequence[int]],
     concat_axis: int,
+    same: bool,
 ) -> np.ndarray:
-    """What comes for the ``parts`` of ``own``: arrays of these ``shapes``, joined along ``concat_axis``."""
+    """What comes for the ``parts`` of ``own``: arrays of these ``shapes``, joined along ``concat_axis``.
+
+    ``same``: whether all ranks cut arrays of the same shape into the same parts.
+    """
     sent, sizes = _one_after_the_other(own, parts)
+    even = same and len(set(sizes)) == 1
     return _joined(
-        shapes, concat_axis, own.dtype, None, lambda space, comes: library.all_to_all(sent, sizes, space, comes)
+        shapes, concat_axis, own.dtype, None, lambda space, comes: library.all_to_all(sent, sizes, space, comes, even)
     )
 
 
@@ -61,7 +71,7 @@ def reduce_scatter(
     """This rank's part, of that ``shape``, of the reduction of everyone's ``own``."""
     sent, sizes = _one_after_the_other(own, parts)
     blocks = np.empty((len(parts), *shape), own.dtype)
-    library.all_to_all(sent, sizes, blocks, [blocks[0].nbytes] * len(parts))
+    library.all_to_all(sent, sizes, blocks, [blocks[0].nbytes] * len(parts), len(set(sizes)) == 1)
     result = out if out is not None else np.empty(shape, own.dtype)
     reduce(result, list(blocks))
     return result

@@ -96,7 +96,7 @@ class Door:
 
     def _begin_blocking(self, plan: Plan, x: Array, out: Array | None = None) -> Pending:
         """Start the next call, of one who will wait for it. Memory that ranks share is faster read where it is."""
-        if plan.by_library is None or self._is_shared(x) or (out is not None and self._is_shared(out)):
+        if plan.by_library is None or self._is_shared(x) or (out is not None and not self._is_ordinary(out)):
             return self._begin(plan, x, out)
         plan = plan.by_library
         if plan.at_once and suits(plan, out):
@@ -105,6 +105,9 @@ class Door:
 
     def _is_shared(self, x: Array) -> bool:
         return self._board.neighbours.offset(x) is not None
+
+    def _is_ordinary(self, out: Array) -> bool:
+        return type(out) is np.ndarray and not self._is_shared(out)
 
     def _header(
         self, operation: str, x: Array | None, *, limit: int | None = None, always: bool = False, **fields: Any
@@ -137,8 +140,10 @@ class Door:
             if blocks is None:
                 steps = plan.steps(plan, number, x, out)
                 return self.comm.progress.begin(Operation(self, plan, number, steps)).wait()
-            result = plan.finish(plan, x, blocks, out)
-            self._board.say(number, LEFT)
+            try:
+                result = plan.finish(plan, x, blocks, out)
+            finally:
+                self._board.say(number, LEFT)
             sent = plan.sent(result) if callable(plan.sent) else plan.sent
         self.ledger.record(*plan.where, payload=plan.payload, sent=sent, seconds=perf_counter() - began)
         return result
@@ -230,7 +235,7 @@ def suits(plan: Plan, out: Array | None) -> bool:
         and type(out) is np.ndarray
         and out.shape == plan.shape
         and out.dtype is plan.dtype
-        and out.flags.c_contiguous
+        and out.flags.carray  # contiguous, and can be written to
     )
 
 

@@ -13,7 +13,7 @@ from spmd_engine.comm.door import Plan, suits
 from spmd_engine.comm.header import Call, Header
 from spmd_engine.comm.lending import fill
 from spmd_engine.comm.pending import Pending, Steps
-from spmd_engine.comm.reductions import Reductions, check_out, copied, ints
+from spmd_engine.comm.reductions import Reductions, check_out, copied, ints, takes_results
 from spmd_engine.errors import UsageError
 
 
@@ -55,8 +55,8 @@ class Exchanges(Reductions):
     ) -> Pending:
         key = "all_gather", type(x), x.dtype, x.shape, axis, ints(sizes), label
         plan = self._plans.get(key) or self._keep(key, self._plan_all_gather(x, axis, sizes, label), x)
-        if out is not None and (plan.header.axis or out.dtype != x.dtype or not out.flags.c_contiguous):
-            raise UsageError(f"all_gather: out must be a contiguous array of {x.dtype}, and axis 0")
+        if out is not None and (plan.header.axis or out.dtype != x.dtype or not takes_results(out)):
+            raise UsageError(f"all_gather: out must be a contiguous, writable array of {x.dtype}, and axis 0")
         if self.size == 1:
             check_out("all_gather", x, out)
             return Pending.completed(x.copy() if out is None else copied(x, out))
@@ -77,7 +77,7 @@ class Exchanges(Reductions):
             self._gathered_by_library,
             payload=x.nbytes,
             sent=x.nbytes * (self.size - 1),
-            shape=(*x.shape[:axis], x.shape[axis] * self.size, *x.shape[axis + 1 :]),
+            shape=(x.shape[0] * self.size, *x.shape[1:]) if axis == 0 else (),  # elsewhere, no out will do
             dtype=x.dtype,
             sizes=sizes,
         )
@@ -93,10 +93,13 @@ class Exchanges(Reductions):
         lengths = [header.shape[axis] for header in meeting.headers] if meeting.headers else plan.sizes
         shape = (*own.shape[:axis], sum(lengths), *own.shape[axis + 1 :])
         result = out if out is not None and self._reachable(out) else xp.empty(shape, own.dtype)
-        if result.shape != shape:
+        fits = result.shape == shape
+        if meeting.by_library:  # the others are inside MPI now, and so this rank goes there whatever it was given
+            gathered = self._gathered_by_library(plan, own, meeting.blocks, result if fits else None)
+        if not fits:
             raise UsageError(f"all_gather: out has shape {result.shape}, the result {shape}")
         if meeting.by_library:
-            return self._gathered_by_library(plan, own, meeting.blocks, result)
+            return gathered
         parts = algorithms.spans(lengths)
         spaces = [result[(slice(None),) * axis + (part,)] for part in parts]
         copied(own, spaces[self.rank])
@@ -196,7 +199,7 @@ class Exchanges(Reductions):
     def _exchanged_by_library(self, plan: Plan, x: np.ndarray, _: Sequence[None], out: None) -> np.ndarray:
         shapes = [self._shape_for_me(header) for header in plan.said.headers]
         own, concat_axis = self._ready(x)[0], plan.header.concat_axis
-        return by_library.all_to_all(self.comm.library, own, plan.parts, shapes, concat_axis)
+        return by_library.all_to_all(self.comm.library, own, plan.parts, shapes, concat_axis, plan.said.same)
 
     def _all_to_all(self, plan: Plan, number: int, x: Array, out: None) -> Steps:
         own, home = self._ready(x)

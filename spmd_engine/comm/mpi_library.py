@@ -25,8 +25,10 @@ class MPILibrary:
         else:
             self._comm.Allgatherv(sent, [_bytes(out), sizes, _starts(sizes), MPI.BYTE])
 
-    def all_to_all(self, x: np.ndarray, sizes: Sequence[int], out: np.ndarray, out_sizes: Sequence[int]) -> None:
-        if len({*sizes, *out_sizes}) == 1:
+    def all_to_all(
+        self, x: np.ndarray, sizes: Sequence[int], out: np.ndarray, out_sizes: Sequence[int], even: bool
+    ) -> None:
+        if even:
             self._comm.Alltoall([_bytes(x), sizes[0], MPI.BYTE], [_bytes(out), sizes[0], MPI.BYTE])
             return
         self._comm.Alltoallv(

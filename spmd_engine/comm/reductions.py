@@ -252,6 +252,11 @@ def copied(x: Array, out: Array) -> Array:
 
 def check_out(operation: str, result: Array, out: Array | None) -> None:
     """Raise UsageError unless ``out`` (None: there is none) can receive an array like ``result``."""
-    if out is not None and (out.shape != result.shape or out.dtype != result.dtype or not out.flags.c_contiguous):
+    if out is not None and (out.shape != result.shape or out.dtype != result.dtype or not takes_results(out)):
         wanted, given = (f"{a.dtype}{list(a.shape)}" for a in (result, out))
-        raise UsageError(f"{operation}: out must be contiguous {wanted}, is {given}")
+        raise UsageError(f"{operation}: out must be contiguous, writable {wanted}, is {given}")
+
+
+def takes_results(out: Array) -> bool:
+    """Whether ``out`` is contiguous and can be written to."""
+    return out.flags.c_contiguous and getattr(out.flags, "writeable", True)  # CuPy's arrays always are
