@@ -58,7 +58,10 @@ class _OfThreads:
         self._group = group
 
     def all_gather(self, own, out, sizes):
-        _bytes(out)[...] = self._group.all_gather(_bytes(own).copy(), sizes=sizes)
+        assert len(set(self._group.all_gather(np.array([own is None])))) == 1  # as MPI wants it
+        assert own is None or not np.shares_memory(own, out)
+        own = _bytes(own) if own is not None else np.split(_bytes(out), np.cumsum(sizes)[:-1])[self._group.rank]
+        _bytes(out)[...] = self._group.all_gather(own.copy(), sizes=sizes)
 
     def all_to_all(self, x, sizes, out, out_sizes, even):
         assert len(set(self._group.all_gather(np.array([even])))) == 1  # MPI has a function for either
@@ -109,12 +112,14 @@ def all_gather(dtype):
                 result = group.all_gather(arrays[rank], out=out)
                 assert_same(result, whole, shape, uneven)
                 assert out is None or result is out
-        if axis == 0:  # its own part of the result
+        if axis == 0:  # where it lies in the result, or elsewhere in that, on all ranks or some
             starts = np.cumsum([0, *(len(each) for each in arrays)])
-            for _ in range(TIMES):
+            for turn in range(2 * TIMES):
                 out = np.zeros_like(whole)
-                out[starts[rank] : starts[rank + 1]] = arrays[rank]
-                assert_same(group.all_gather(out[starts[rank] : starts[rank + 1]], out=out), whole, "in place")
+                begin = starts[rank] if turn % 3 != rank else starts[-1] - len(arrays[rank])
+                own = out[begin : begin + len(arrays[rank])]
+                own[...] = arrays[rank]
+                assert_same(group.all_gather(own if turn % 2 or rank else own.copy(), out=out), whole, "in place", turn)
     assert library.calls > 10
     return group.ledger.total().calls
 

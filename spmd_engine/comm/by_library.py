@@ -22,8 +22,8 @@ MOST = {"all_gather": 1 << 22, "all_to_all": 1 << 23, "reduce_scatter": 1 << 21,
 class Library(Protocol):
     """What is asked of it: calls that block, with contiguous arrays, and sizes in bytes of each rank's part."""
 
-    def all_gather(self, own: np.ndarray, out: np.ndarray, sizes: Sequence[int]) -> None:
-        """Fill ``out`` with everyone's ``own``, which may be its part of ``out``."""
+    def all_gather(self, own: np.ndarray | None, out: np.ndarray, sizes: Sequence[int]) -> None:
+        """Fill ``out`` with everyone's ``own``, which lies apart; None, and then on all ranks: it is there already."""
 
     def all_to_all(
         self, x: np.ndarray, sizes: Sequence[int], out: np.ndarray, out_sizes: Sequence[int], even: bool
@@ -38,6 +38,8 @@ def all_gather(
     library: Library, own: np.ndarray, shapes: Sequence[Sequence[int]], axis: int, out: np.ndarray | None
 ) -> np.ndarray:
     """Everyone's ``own``, of these ``shapes``, joined along ``axis``."""
+    if out is not None and np.may_share_memory(own, out):  # on this rank; MPI wants to know of all
+        own = own.copy()
     return _joined(shapes, axis, own.dtype, out, lambda space, sizes: library.all_gather(own, space, sizes))
 
 
@@ -86,7 +88,7 @@ def all_reduce(
     parts = [span(flat.size, ranks, r) for r in range(ranks)]
     part = total[parts[rank]]
     reduce_scatter(library, flat, [(each,) for each in parts], part.shape, reduce, part)
-    library.all_gather(part, total, [(each.stop - each.start) * own.itemsize for each in parts])
+    library.all_gather(None, total, [(each.stop - each.start) * own.itemsize for each in parts])
     return result
 
 
