@@ -176,3 +176,9 @@ def test_errors_name_what_is_wrong(pattern, operands, words):
 def test_out_must_have_the_shape_of_the_result(shape, accumulate):
     with pytest.raises(NotationError, match=r"the result has shape \(2, 3\), out has"):
         einsum("bd,df->bf", np.ones((2, 4)), np.ones((4, 3)), out=np.zeros(shape), accumulate=accumulate)
+
+
+def test_a_sum_of_all_numbers_keeps_its_digits():
+    x = np.full((1000, 1000, 1), 0.1, np.float32)
+    for pattern in ("abc->", "abc->c"):
+        np.testing.assert_allclose(einsum(pattern, x), 1e6 * np.float64(x[0, 0, 0]), rtol=1e-6)

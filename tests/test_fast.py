@@ -3,6 +3,7 @@
 import inspect
 import sys
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -31,7 +32,8 @@ from test_cuda_kernels import (  # noqa: F401 (they are run here again, on anoth
     test_momentum_sgd,
 )
 
-pytest.importorskip("numba")
+numba = pytest.importorskip("numba")
+fast_kernels = pytest.importorskip("spmd_engine.arrays.fast_kernels")
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +164,104 @@ def test_without_numba_numpy_computes(monkeypatch, caplog):
     assert fast_functions() is None and not caplog.records
 
 
-def test_a_numba_that_refuses_is_named(monkeypatch, caplog):
-    without_module(monkeypatch, ImportError("Numba needs NumPy 2.3 or less"))
+@pytest.mark.parametrize("kind", [ImportError, SystemError])
+def test_a_numba_that_refuses_is_named(monkeypatch, caplog, kind):
+    without_module(monkeypatch, kind("Numba needs NumPy 2.3 or less"))
     assert fast_functions() is None
     assert "Numba needs NumPy 2.3 or less" in caplog.text
+
+
+def test_no_lock_is_no_reason_to_stop(monkeypatch, tmp_path):
+    monkeypatch.setenv("SPMD_FAST", "1")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
+    assert isinstance(fast_functions(), FastFunctions)
+
+
+def test_what_cannot_be_kept_on_disk_is_compiled_each_time(monkeypatch):
+    def njit(cache=False, **options):
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return numba.njit(**options)
+
+    monkeypatch.setattr(fast_kernels, "njit", njit)
+    x = np.arange(3, dtype=np.float32)
+    fast_kernels.compiled(_double)(x)
+    np.testing.assert_array_equal(x, [0, 2, 4])
+
+
+def _double(x):
+    for i in range(x.size):
+        x[i] *= 2
+
+
+# --- arrays of other shapes and types than the loops have
+
+
+HOW = {"step": 2, "rate": 0.1, "betas": (0.9, 0.99), "epsilon": 1e-8, "decay": 0.1}
+
+
+def misfits():
+    x, row, rows = (normals(*shape, dtype=np.float32) for shape in ((4, 6), (6,), (4,)))
+    block, other = normals(2, 4, 6, dtype=np.float32), normals(2, 4, 5, dtype=np.float32)
+    targets = np.zeros(3, np.int64)
+    return {
+        "layer_norm": (x, row[:5], row, 1e-5),
+        "layer_norm_backward": (x, x[:3], rows, row),
+        "layer_norm_backward_parameters": (x, x[:3]),
+        "softmax_backward": (block, other, block[:, :1]),
+        "exponentiate": (x.copy(), rows[:3, None]),
+        "scores_of_targets": (x, targets, rows),
+        "cross_entropy_gradient": (x.copy(), rows, rows, targets),
+    }
+
+
+@pytest.mark.parametrize(("name", "arrays"), misfits().items(), ids=misfits())
+def test_nothing_is_read_beyond_an_array_s_end(loops, name, arrays):
+    with pytest.raises(ValueError, match="broadcast"):
+        getattr(loops, name)(*arrays)
+
+
+@pytest.mark.parametrize("place", [1, 2, 3])
+def test_nor_is_an_optimizer_s(loops, place):
+    arrays = [normals(8, dtype=np.float32).copy() for _ in range(4)]
+    arrays[place] = arrays[place][:5]
+    with pytest.raises(ValueError, match="broadcast|shape"):
+        loops.adamw(*arrays, **HOW)
+
+
+def test_one_number_for_all_of_a_row(loops):
+    x, one = normals(4, 6, dtype=np.float32), np.full(1, 2, np.float32)
+    spread = np.full(6, 2, np.float32)
+    for found, expected in zip(loops.layer_norm(x, one, one, 1e-5), loops.layer_norm(x, spread, spread, 1e-5)):
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64], ids=lambda d: np.dtype(d).name)
+def test_gradients_of_another_type(loops, dtype):
+    p, g, mean, square = (np.abs(normals(4, 9, dtype=np.float32)).copy())
+    g = g.astype(dtype)
+    arrays = [[x.copy() for x in (p, each, mean, square)] for each in (g, g.astype(np.float32))]
+    for each in arrays:
+        loops.adamw(*each, **HOW)
+        loops.momentum_sgd(each[0], each[1], each[2], rate=0.1, momentum=0.9, decay=0.1)
+    np.testing.assert_array_equal(arrays[0][0], arrays[1][0])
+
+
+def test_parameters_of_two_dimensions(loops):
+    flat = np.abs(normals(4, 12, dtype=np.float32)).copy()
+    tables = flat.reshape(4, 3, 4).copy()
+    loops.adamw(*flat, **HOW)
+    loops.adamw(*tables, **HOW)
+    np.testing.assert_array_equal(tables.reshape(4, 12), flat)
+
+
+def test_no_update_is_lost_in_a_copy(loops):
+    p, g = normals(4, 6, dtype=np.float32).copy(), normals(4, 3, dtype=np.float32)
+    with pytest.raises(ValueError, match="not contiguous"):
+        loops.momentum_sgd(p[:, ::2], g, None, rate=0.1, momentum=0.0, decay=0.0)
+
+
+def test_sums_over_a_million_rows_keep_their_digits(loops):
+    rows = np.full((1_000_000, 2), 0.1, np.float32)
+    for found, of_a_row in zip(loops.layer_norm_backward_parameters(rows, rows), (rows[0] * rows[0], rows[0])):
+        np.testing.assert_allclose(found, 1e6 * of_a_row.astype(np.float64), rtol=1e-4)

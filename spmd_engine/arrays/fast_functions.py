@@ -7,11 +7,13 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from math import sqrt
 from pathlib import Path
 
 import numpy as np
+
+_SUMMED = 1024  # rows whose sum is made one by one: a sum of a million would have lost two digits more
 
 logger = logging.getLogger(__name__)
 
@@ -24,11 +26,12 @@ def fast_functions() -> FastFunctions | None:
         from spmd_engine.arrays import fast_kernels
     except ModuleNotFoundError:
         return None
-    except ImportError as error:  # its releases follow NumPy's with a delay
+    except (ImportError, SystemError) as error:  # its releases follow NumPy's with a delay
         logger.warning("Numba is installed, but cannot be used (%s): NumPy computes instead", error)
         return None
     functions = FastFunctions(fast_kernels)
-    with _one_process_at_a_time():  # the first of a node's ranks compiles, the others find what it kept
+    kept = fast_kernels.relu.stats.cache_path is not None
+    with _one_process_at_a_time() if kept else nullcontext():  # the first compiles, the others find what it kept
         functions.compile()
     return functions
 
@@ -90,19 +93,25 @@ class FastFunctions:
     def layer_norm(self, x, scale, shift, epsilon):
         rows = _rows(x)
         y, normal, inverse = np.empty_like(rows), np.empty_like(rows), np.empty(len(rows), rows.dtype)
-        self._loops.layer_norm(rows, _flat(scale), _flat(shift), np.float32(epsilon), y, normal, inverse)
+        scale, shift = _spread(scale, x.shape[-1:]), _spread(shift, x.shape[-1:])
+        self._loops.layer_norm(rows, scale, shift, np.float32(epsilon), y, normal, inverse)
         return y.reshape(x.shape), normal.reshape(x.shape), inverse.reshape(x.shape[:-1])
 
     def layer_norm_backward(self, dy, normal, inverse, scale):
         rows = _rows(dy)
         dx = np.empty_like(rows)
-        self._loops.layer_norm_backward(rows, _rows(normal), _flat(inverse), _flat(scale), dx)
+        normal, inverse = _rows(_spread(normal, dy.shape)), _spread(inverse, dy.shape[:-1]).reshape(-1)
+        self._loops.layer_norm_backward(rows, normal, inverse, _spread(scale, dy.shape[-1:]), dx)
         return dx.reshape(dy.shape)
 
     def layer_norm_backward_parameters(self, dy, normal):
-        dscale, dshift = np.zeros(dy.shape[-1], dy.dtype), np.zeros(dy.shape[-1], dy.dtype)
-        self._loops.layer_norm_backward_parameters(_rows(dy), _rows(normal), dscale, dshift)
-        return dscale, dshift
+        rows, normal_rows = _rows(dy), _rows(_spread(normal, dy.shape))
+        sums = np.zeros((2, dy.shape[-1]), dy.dtype)
+        for start in range(0, len(rows), _SUMMED):
+            part, some = slice(start, start + _SUMMED), np.zeros_like(sums)
+            self._loops.layer_norm_backward_parameters(rows[part], normal_rows[part], *some)
+            sums += some
+        return sums[0], sums[1]
 
     # Optimizers
 
@@ -118,15 +127,16 @@ class FastFunctions:
             rate / (1.0 - beta1**step) * correction,
             1.0 - rate * decay,
         )
-        self._loops.adamw(p, _flat(g), mean, square, *map(np.float32, numbers))
+        mean, square = _state(mean, p), _state(square, p)
+        self._loops.adamw(_flat(p), _gradient(g, p), mean, square, *map(np.float32, numbers))
 
     def momentum_sgd(self, p, g, velocity, *, rate, momentum, decay, scale=1.0):
         kept = np.float32(1.0 - rate * decay)
         if velocity is None:
-            self._loops.sgd(p.reshape(-1), _flat(g), np.float32(scale * rate), kept)
+            self._loops.sgd(_flat(p), _gradient(g, p), np.float32(scale * rate), kept)
         else:
             numbers = map(np.float32, (scale, momentum, rate))
-            self._loops.momentum_sgd(p.reshape(-1), _flat(g), velocity.reshape(-1), *numbers, kept)
+            self._loops.momentum_sgd(_flat(p), _gradient(g, p), _state(velocity, p), *numbers, kept)
 
     # Softmax
 
@@ -135,24 +145,50 @@ class FastFunctions:
             first, hidden = mask
             scores.reshape(*scores.shape[:2], -1, hidden.shape[1])[:, first:] += hidden[:, None]
         if scores.ndim == 2:
-            self._loops.exponentiate_rows(scores, _flat(shift))
+            self._loops.exponentiate_rows(scores, _spread(shift, (len(scores), 1))[:, 0])
         else:
-            self._loops.exponentiate_columns(scores, _rows(shift))
+            self._loops.exponentiate_columns(scores, _of_columns(shift, scores))
 
     def softmax_backward(self, ds, p, projection):
-        self._loops.softmax_backward(ds, p, _rows(projection))
+        self._loops.softmax_backward(ds, _spread(p, ds.shape), _of_columns(projection, ds))
 
     def scores_of_targets(self, scores, targets, top):
         found = np.empty(len(targets), scores.dtype)
-        self._loops.scores_of_targets(scores, targets, top, found)
+        rows = scores.shape[:1]
+        self._loops.scores_of_targets(scores, _spread(targets, rows), _spread(top, rows), found)
         return found
 
     def cross_entropy_gradient(self, p, sums, weights, targets):
-        self._loops.cross_entropy_gradient(p, _flat(sums), _flat(weights), targets)
+        rows = p.shape[:1]
+        self._loops.cross_entropy_gradient(p, _spread(sums, rows), _spread(weights, rows), _spread(targets, rows))
+
+
+def _spread(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Contiguous ``x`` of this shape, as NumPy broadcasts; ValueError if it cannot. The loops look at no bounds."""
+    return np.ascontiguousarray(x if x.shape == shape else np.broadcast_to(x, shape))
+
+
+def _of_columns(x: np.ndarray, scores: np.ndarray) -> np.ndarray:
+    """x[h 1 s] of scores[h t s], as [h s]."""
+    return _spread(x, (len(scores), 1, scores.shape[2]))[:, 0]
 
 
 def _flat(x: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(x).reshape(-1)
+    """``x`` with one dimension, in its own memory, to be written to."""
+    if x.ndim > 1 and not x.flags.c_contiguous:
+        raise ValueError(f"an array of shape {x.shape} that is not contiguous cannot be updated in place")
+    return x.reshape(-1)
+
+
+def _state(x: np.ndarray, p: np.ndarray) -> np.ndarray:
+    if x.shape != p.shape:
+        raise ValueError(f"optimizer state of shape {x.shape} for a parameter of shape {p.shape}")
+    return _flat(x)
+
+
+def _gradient(g: np.ndarray, p: np.ndarray) -> np.ndarray:
+    """As p[n] is, whatever it came as: the loops know none of the short floats."""
+    return _spread(g, p.shape).astype(p.dtype, copy=False).reshape(-1)
 
 
 def _rows(x: np.ndarray) -> np.ndarray:
@@ -161,7 +197,8 @@ def _rows(x: np.ndarray) -> np.ndarray:
 
 @contextmanager
 def _one_process_at_a_time() -> Iterator[None]:
-    path = Path(tempfile.gettempdir()) / f"spmd_engine-{os.getuid()}.lock"
-    with open(path, "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with ExitStack() as stack:
+        with suppress(OSError):  # without the lock, several may compile the same
+            path = Path(tempfile.gettempdir()) / f"spmd_engine-{os.getuid()}.lock"
+            fcntl.flock(stack.enter_context(open(path, "a")), fcntl.LOCK_EX)
         yield

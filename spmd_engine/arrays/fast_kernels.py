@@ -24,12 +24,20 @@ _A = 0.044715
 
 def compiled(loop: Callable) -> Callable:
     """Compile ``loop`` as it is written, but for products and sums that the processor makes in one."""
-    return njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract", "arcp", "nsz"})(loop)
+    return _compiled(loop, {"contract", "arcp", "nsz"})
 
 
 def compiled_sums(loop: Callable) -> Callable:
     """Compile ``loop`` with its sums made in another order, several numbers at a time."""
-    return njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract", "arcp", "nsz", "reassoc"})(loop)
+    return _compiled(loop, {"contract", "arcp", "nsz", "reassoc"})
+
+
+def _compiled(loop: Callable, fastmath: set[str]) -> Callable:
+    options = {"nogil": True, "error_model": "numpy", "fastmath": fastmath}
+    try:
+        return njit(cache=True, **options)(loop)
+    except RuntimeError:  # no folder to keep it in: nobody may write to this package's, nor has the user a home
+        return njit(**options)(loop)
 
 
 @intrinsic
