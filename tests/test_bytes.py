@@ -217,6 +217,18 @@ def test_micro_batches_do_not_multiply_the_gradients():
     assert run(partial(program, 1), 2) == run(partial(program, 4), 2)
 
 
+@pytest.mark.parametrize(("nodes", "calls"), [(["a", "a"], 0), (["a", "b"], 1)])
+def test_replicas_on_one_node_each_take_the_norm_of_the_gradients_that_all_have(nodes, calls):
+    def program():
+        with Mesh(data=2) as mesh:
+            engine = tiny.make_engine(mesh)
+            engine.step(tiny.batch(engine, 0))
+            return engine.gradient_norm(), mesh.ledger.total(label="gradient norm").calls
+
+    (norm, _), (other, _) = results = run(program, 2, nodes=nodes)
+    assert norm == other and [found for _, found in results] == [calls] * 2
+
+
 def test_one_rank_sends_nothing():
     def program():
         with Mesh(data=1, model=1) as mesh:

@@ -119,7 +119,8 @@ class GroupedHoldings(Holdings):
 
     @cached_property
     def _counts_all(self) -> bool:
-        if self.mesh.axes.get(PIPE, 1) > 1:
+        # Processors of other kinds add up in another order, and replicas must be scaled by one number.
+        if self.mesh.axes.get(PIPE, 1) > 1 or len(set(self.mesh.nodes)) > 1:
             return False
         cut = [axis for name in self._described for axis in (*self.sharding(name).axes, *self._cut[name])]
         return all(self.mesh.axes[axis] == 1 for axis in cut)
