@@ -180,7 +180,8 @@ class Board:
         None: not so, or not within so many looks. Then the call is to be begun again, as if this had not been.
         """
         header, page = expected.headers[self.rank], number % PAGES
-        if not self.has_page(number, header.inline):
+        inline = header.inline
+        if not self.has_page(number, inline) and not progress.look(lambda: self.has_page(number, inline), looks):
             return None
         blocks = expected.inline.get(page) or self._lay_out(page, expected)
         self._head(page, header)
