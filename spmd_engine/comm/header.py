@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -36,7 +37,6 @@ class Header:
     by_library: bool = False  # whether the MPI library may move the data: the caller waits, so it comes at once
 
     packed: bytes = field(init=False, repr=False, compare=False)  # all of it as bytes, ``sizes`` at the end
-    digest: int = field(init=False, repr=False, compare=False)  # by which it is recognized
 
     def __post_init__(self) -> None:
         shape = self.shape if self.shape is not None else ()
@@ -54,10 +54,12 @@ class Header:
             *shape,
             *(0,) * (MAX_DIMS - len(shape)),
         )
-        packed = fixed + struct.pack(f"<{len(self.sizes)}q", *self.sizes)
-        object.__setattr__(self, "packed", packed)
-        digest = blake2b(packed, digest_size=8).digest()
-        object.__setattr__(self, "digest", int.from_bytes(digest, "little", signed=True))
+        object.__setattr__(self, "packed", fixed + struct.pack(f"<{len(self.sizes)}q", *self.sizes))
+
+    @cached_property
+    def digest(self) -> int:
+        """A number by which it is recognized."""
+        return int.from_bytes(blake2b(self.packed, digest_size=8).digest(), "little", signed=True)
 
     @classmethod
     def unpack(cls, data: bytes) -> Header:
