@@ -1,13 +1,9 @@
 """Activations: each returns its value and, for the backward, its slope dy/dz; dz = dy * slope."""
 
-from math import pi, sqrt
-
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.chunks import chunks
+from spmd_engine.arrays.factors import GELU_A, GELU_C
 from spmd_engine.arrays.fused import fused
-
-_C = sqrt(2.0 / pi)
-_A = 0.044715
 
 
 @fused
@@ -33,8 +29,8 @@ def gelu(z: Array, want_slope: bool = True) -> tuple[Array, Array | None]:
         for part in chunks(flat):
             x, out = flat[part], y[part]
             square = x * x
-            gate = square * (-2.0 * _C * _A)
-            gate -= 2.0 * _C
+            gate = square * (-2.0 * GELU_C * GELU_A)
+            gate -= 2.0 * GELU_C
             gate *= x
             xp.exp(gate, out=gate)
             gate += 1.0
@@ -42,8 +38,8 @@ def gelu(z: Array, want_slope: bool = True) -> tuple[Array, Array | None]:
             xp.multiply(x, gate, out=out)
             if want_slope:
                 # d/dz = g + z g (1 - g) 2u', with 2u' = 2c + 6 c a z^2
-                square *= 6.0 * _C * _A
-                square += 2.0 * _C
+                square *= 6.0 * GELU_C * GELU_A
+                square += 2.0 * GELU_C
                 square *= out
                 rest = xp.subtract(1.0, gate, out=slope[part])
                 rest *= square

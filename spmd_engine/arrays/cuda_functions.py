@@ -4,10 +4,10 @@ Each has the name, signature and result of its NumPy text, where both are docume
 single call serves them: matrix products, sums and maxima of rows, and ``sum_of_squares``, a dot product.
 """
 
-from math import sqrt
 from types import ModuleType, SimpleNamespace
 
 from spmd_engine.arrays.cuda_kernels import ELEMENTWISE, REDUCTIONS
+from spmd_engine.arrays.factors import adamw_factors
 
 
 class CudaFunctions:
@@ -60,21 +60,8 @@ class CudaFunctions:
     # Optimizers
 
     def adamw(self, p, g, mean, square, *, step, rate, betas, epsilon, decay, scale=1.0):
-        beta1, beta2 = betas
-        fresh, correction = 1.0 - beta1, sqrt(1.0 - beta2**step)
-        self._launch.adamw(
-            g,
-            scale * fresh,
-            beta1,
-            (1.0 - beta2) / fresh**2,  # of the square of a gradient that was multiplied by fresh
-            beta2,
-            epsilon * correction,
-            rate / (1.0 - beta1**step) * correction,
-            1.0 - rate * decay,
-            p,
-            mean,
-            square,
-        )
+        factors = adamw_factors(step=step, rate=rate, betas=betas, epsilon=epsilon, decay=decay, scale=scale)
+        self._launch.adamw(g, *factors, p, mean, square)
 
     def momentum_sgd(self, p, g, velocity, *, rate, momentum, decay, scale=1.0):
         kept = 1.0 - rate * decay

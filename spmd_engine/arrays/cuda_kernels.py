@@ -5,8 +5,9 @@ number. An output that an operation reads is updated in place. Literals are inte
 turn a float's arithmetic into double's. Text needs neither CuPy nor a GPU, so that any C++ compiler can check it.
 """
 
-from math import pi, sqrt
 from typing import NamedTuple
+
+from spmd_engine.arrays.factors import GELU_A, GELU_C
 
 
 class Elementwise(NamedTuple):
@@ -32,17 +33,14 @@ class Reduction(NamedTuple):
 
 # --- activations
 
-_C = sqrt(2.0 / pi)
-_A = 0.044715
-
 _GELU = f"""
     const T square = z * z;
-    const T gate = 1 / (1 + exp(z * (square * T({-2.0 * _C * _A!r}) - T({2.0 * _C!r}))));
+    const T gate = 1 / (1 + exp(z * (square * T({-2.0 * GELU_C * GELU_A!r}) - T({2.0 * GELU_C!r}))));
     const T value = z * gate;
     y = value;
 """
 _GELU_SLOPE = f"""
-    slope = gate + (1 - gate) * value * (square * T({6.0 * _C * _A!r}) + T({2.0 * _C!r}));
+    slope = gate + (1 - gate) * value * (square * T({6.0 * GELU_C * GELU_A!r}) + T({2.0 * GELU_C!r}));
 """
 
 # --- layer norm

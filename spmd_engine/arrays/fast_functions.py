@@ -8,10 +8,12 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from math import sqrt
 from pathlib import Path
 
 import numpy as np
+
+from spmd_engine.arrays.factors import adamw_factors
+from spmd_engine.arrays.mask import hide
 
 _SUMMED = 1024  # rows whose sum is made one by one: a sum of a million would have lost two digits more
 
@@ -116,19 +118,9 @@ class FastFunctions:
     # Optimizers
 
     def adamw(self, p, g, mean, square, *, step, rate, betas, epsilon, decay, scale=1.0):
-        beta1, beta2 = betas
-        fresh, correction = 1.0 - beta1, sqrt(1.0 - beta2**step)
-        numbers = (
-            scale * fresh,
-            beta1,
-            (1.0 - beta2) / fresh**2,  # of the square of a gradient that was multiplied by fresh
-            beta2,
-            epsilon * correction,
-            rate / (1.0 - beta1**step) * correction,
-            1.0 - rate * decay,
-        )
+        factors = adamw_factors(step=step, rate=rate, betas=betas, epsilon=epsilon, decay=decay, scale=scale)
         mean, square = _state(mean, p), _state(square, p)
-        self._loops.adamw(_flat(p), _gradient(g, p), mean, square, *map(np.float32, numbers))
+        self._loops.adamw(_flat(p), _gradient(g, p), mean, square, *map(np.float32, factors))
 
     def momentum_sgd(self, p, g, velocity, *, rate, momentum, decay, scale=1.0):
         kept = np.float32(1.0 - rate * decay)
@@ -141,9 +133,7 @@ class FastFunctions:
     # Softmax
 
     def exponentiate(self, scores, shift, mask=None):
-        if mask is not None:
-            first, hidden = mask
-            scores.reshape(*scores.shape[:2], -1, hidden.shape[1])[:, first:] += hidden[:, None]
+        hide(scores, mask)
         if scores.ndim == 2:
             self._loops.exponentiate_rows(scores, _spread(shift, (len(scores), 1))[:, 0])
         else:

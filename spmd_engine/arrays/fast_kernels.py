@@ -7,7 +7,6 @@ a number stays so. Numbers of Python count as float64 in a loop, hence ``f32`` a
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import pi, sqrt
 
 import numpy as np
 from llvmlite import ir
@@ -15,11 +14,11 @@ from numba import int32, njit
 from numba.core import types
 from numba.extending import intrinsic
 
+from spmd_engine.arrays.factors import GELU_A, GELU_C
+
 f32 = np.float32
 
 _LOWEST, _HIGHEST = -87.33, 89.0  # exp is 0 below, where float32 has no normal numbers, and infinite from 88.4 on
-_C = sqrt(2.0 / pi)
-_A = 0.044715
 
 
 def compiled(loop: Callable) -> Callable:
@@ -91,10 +90,10 @@ def gelu(z, y, slope):
     for i in range(z.size):
         x = z[i]
         square = x * x
-        gate = f32(1) / (f32(1) + exponential(-x * (f32(2 * _C) + f32(2 * _C * _A) * square)))
+        gate = f32(1) / (f32(1) + exponential(-x * (f32(2 * GELU_C) + f32(2 * GELU_C * GELU_A) * square)))
         value = x * gate
         y[i] = value
-        slope[i] = gate + value * (f32(1) - gate) * (f32(2 * _C) + f32(6 * _C * _A) * square)
+        slope[i] = gate + value * (f32(1) - gate) * (f32(2 * GELU_C) + f32(6 * GELU_C * GELU_A) * square)
 
 
 @compiled
@@ -102,7 +101,7 @@ def gelu_value(z, y):
     """y[n] of z[n]."""
     for i in range(z.size):
         x = z[i]
-        y[i] = x / (f32(1) + exponential(-x * (f32(2 * _C) + f32(2 * _C * _A) * x * x)))
+        y[i] = x / (f32(1) + exponential(-x * (f32(2 * GELU_C) + f32(2 * GELU_C * GELU_A) * x * x)))
 
 
 # --- layer norm of rows[n d]

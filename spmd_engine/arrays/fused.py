@@ -6,6 +6,12 @@ from functools import wraps
 from spmd_engine.arrays.backend import Array, backend_of
 
 
+def kernels_for(x: Array):
+    """The kernels that take ``x``; None if NumPy's calls, or CuPy's, compute with it."""
+    kernels = backend_of(x).kernels
+    return kernels if kernels is not None and kernels.takes(x) else None
+
+
 def fused(function: Callable) -> Callable:
     """Where the first argument's backend has ``kernels`` that take it, theirs of this name runs, else ``function``.
 
@@ -16,9 +22,8 @@ def fused(function: Callable) -> Callable:
 
     @wraps(function)
     def run(x: Array, *others, **options):
-        kernels = backend_of(x).kernels
-        if kernels is not None and kernels.takes(x):
-            return getattr(kernels, name)(x, *others, **options)
-        return function(x, *others, **options)
+        kernels = kernels_for(x)
+        chosen = function if kernels is None else getattr(kernels, name)
+        return chosen(x, *others, **options)
 
     return run

@@ -1,9 +1,10 @@
 """Optimizer updates, fused over flat arrays in cache-sized pieces."""
 
-from math import inf, sqrt
+from math import inf
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.chunks import chunks
+from spmd_engine.arrays.factors import adamw_factors
 from spmd_engine.arrays.fused import fused
 
 _SMALL = 1e-25  # sums of squares in float32 below this have lost terms
@@ -17,26 +18,22 @@ def adamw(p, g, mean, square, *, step, rate, betas, epsilon, decay, scale=1.0) -
     ``scale`` (clipping) on the way; ``decay`` is decoupled: p shrinks by rate * decay first.
     """
     xp = backend_of(p).xp
-    beta1, beta2 = betas
-    correction = sqrt(1.0 - beta2**step)
-    size = rate / (1.0 - beta1**step)
-    fresh = 1.0 - beta1  # the weight of this gradient in the mean
+    by = adamw_factors(step=step, rate=rate, betas=betas, epsilon=epsilon, decay=decay, scale=scale)
     for part in chunks(p):
         p_part, m, v = p[part], mean[part], square[part]
-        work = g[part] * (scale * fresh)
-        m *= beta1
+        work = g[part] * by.fresh
+        m *= by.beta1
         m += work
         work *= work
-        work *= (1.0 - beta2) / fresh**2  # work was (fresh g)^2
-        v *= beta2
+        work *= by.weight
+        v *= by.beta2
         v += work
-        # rate / (1 - beta1^step) · m / (sqrt(v) / correction + epsilon), with one division
         xp.sqrt(v, out=work)
-        work += epsilon * correction
+        work += by.epsilon
         xp.divide(m, work, out=work)
-        work *= size * correction
+        work *= by.size
         if decay:
-            p_part *= 1.0 - rate * decay
+            p_part *= by.kept
         p_part -= work
 
 

@@ -14,7 +14,7 @@ from time import perf_counter
 
 import numpy as np
 
-from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.fused import kernels_for
 from spmd_engine.cli.job import Job, make_trainer, open_job
 from spmd_engine.cli.options import open_mesh
 from spmd_engine.cli.train import train
@@ -56,15 +56,9 @@ def main() -> None:
             "waiting": by_rank[:, 2].mean() / steps,  # seconds of a rank in collectives, a step
             "page_faults": by_rank[:, 3].max(),
             "memory": by_rank[:, 4].max(),  # bytes of one rank
-            "compiled": is_compiled(next(iter(job.engine.owned.values()))),
+            "compiled": kernels_for(next(iter(job.engine.owned.values()))) is not None,
         }
         print(json.dumps(result))
-
-
-def is_compiled(x: Array) -> bool:
-    """Whether elementwise steps on arrays like ``x`` run as kernels, not as NumPy's calls."""
-    kernels = backend_of(x).kernels
-    return kernels is not None and kernels.takes(x)
 
 
 def multiplications(job: Job) -> float:
