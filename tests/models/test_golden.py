@@ -9,7 +9,7 @@ from spmd_engine import Mesh, run
 from spmd_engine.engine import AdamW, Batch, LayeredEngine, MicroBatch
 from spmd_engine.models import GPTSize, gpt
 
-GOLDEN = dict(np.load(Path(__file__).parent / "golden" / "gpt2_tiny.npz"))
+GOLDEN = dict(np.load(Path(__file__).parents[1] / "golden" / "gpt2_tiny.npz"))
 HYPER = {name.removeprefix("hyper/"): value.item() for name, value in GOLDEN.items() if name.startswith("hyper/")}
 MESHES = [{"data": 1}, {"data": 3}, {"model": 3}, {"data": 2, "model": 2}]
 

@@ -14,7 +14,7 @@ from spmd_engine.comm import pending
 from spmd_engine.comm.mover import Mover
 from spmd_engine.errors import MismatchError
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "two_hosts.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "two_hosts.py"
 LARGE = np.ones(100_000)
 
 
