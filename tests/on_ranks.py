@@ -40,6 +40,11 @@ def values(shape, dtype, seed):
     return x
 
 
+def split(x, lengths, axis):
+    """Parts of these lengths along an axis."""
+    return np.split(x, np.cumsum(lengths)[:-1], axis)
+
+
 def reduced(arrays, op):
     """All ranks' arrays as NumPy combines them in rank order, with the dtypes that ``Group`` promises."""
     dtype = arrays[0].dtype

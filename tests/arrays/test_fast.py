@@ -6,11 +6,20 @@ import sys
 import ml_dtypes
 import numpy as np
 import pytest
+
 import test_cuda_kernels
+from numerics import normals
+from spmd_engine import Mesh, run
+from spmd_engine.arrays import softmax
+from spmd_engine.arrays.backend import CPU, backend_of
+from spmd_engine.arrays.fast_functions import FastFunctions, fast_functions
+from spmd_engine.engine import AdamW, LayeredEngine
+from spmd_engine.engine.batch import batch_of
+from spmd_engine.engine.plan import Storage
+from spmd_engine.models.gpt import GPTSize, gpt
 from test_cuda_kernels import (  # noqa: F401 (they are run here again, on another device)
     TOLERANCE,
     close,
-    fused_functions,
     test_activations,
     test_activations_far_out,
     test_adamw,
@@ -21,16 +30,7 @@ from test_cuda_kernels import (  # noqa: F401 (they are run here again, on anoth
     test_layer_norm,
     test_momentum_sgd,
 )
-
-from numerics import normals
-from spmd_engine import Mesh, run
-from spmd_engine.arrays import softmax
-from spmd_engine.arrays.backend import CPU, backend_of
-from spmd_engine.arrays.fast_functions import FastFunctions, fast_functions
-from spmd_engine.engine import AdamW, LayeredEngine
-from spmd_engine.engine.batch import batch_of
-from spmd_engine.engine.plan import Storage
-from spmd_engine.models.gpt import GPTSize, gpt
+from test_cuda_launches import fused_functions
 
 numba = pytest.importorskip("numba")
 fast_kernels = pytest.importorskip("spmd_engine.arrays.fast_kernels")

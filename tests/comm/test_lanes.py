@@ -1,8 +1,6 @@
-"""Large collectives of ranks on several nodes: within nodes by memory, between them in lanes."""
+"""Large collectives of ranks on several nodes: their values, and that every byte leaves a node once."""
 
 import itertools
-import os
-import time
 from collections import Counter
 
 import ml_dtypes
@@ -10,15 +8,15 @@ import numpy as np
 import pytest
 
 from fake_device import DeviceArray, FakeDevice, watch
+from nodes import everyone
 from on_ranks import DTYPES, FORMS, OPS, assert_alike, assert_same, reduced, values
 from spmd_engine import Mesh, run, world
 from spmd_engine.arrays.backend import register_backend, unregister_backend
 from spmd_engine.comm import Group, Ledger
 from spmd_engine.comm.arena import Arena
-from spmd_engine.comm.lanes import LARGE, even_nodes
+from spmd_engine.comm.lanes import LARGE
 from spmd_engine.comm.lending import Lender
 from spmd_engine.comm.threads import ThreadCommunicator
-from spmd_engine.errors import MismatchError
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 placements = pytest.mark.parametrize(
@@ -36,11 +34,6 @@ def memory(request, monkeypatch):
         monkeypatch.setattr(Arena, "allocate", lambda *_: None)
         monkeypatch.setattr(Lender, "can_read", lambda *_: False)
     return request.param
-
-
-def everyone(check=True):
-    """All ranks, as the hosts are given: a mesh would put those of a node side by side."""
-    return Group(world(), "world", Ledger(), check=check, timeout=20)
 
 
 def shapes(dtype):
@@ -239,118 +232,3 @@ def everyone_s_bytes(call):
     group = everyone()
     call(group)
     return group.ledger.total().sent
-
-
-@pytest.mark.parametrize("hosts", [None, "aabb", "aaab", "abcd"])
-def test_the_ledger_says_the_same_on_any_nodes(hosts):
-    """Sums over ranks: 2 S (n-1) for an all_reduce, S (n-1) for the others."""
-
-    def program():
-        mesh = Mesh()
-        x = np.ones(LARGE + 3)
-        part = mesh.reduce_scatter(mesh.all_reduce(x))
-        mesh.all_gather(part)
-        return [mesh.ledger.total(each).sent for each in ("all_reduce", "reduce_scatter", "all_gather")]
-
-    totals = np.sum(run(program, 4, nodes=hosts and list(hosts)), axis=0)
-    assert totals.tolist() == [3 * 8 * (LARGE + 3) * n for n in (2, 1, 1)]
-
-
-def test_nodes_with_different_numbers_of_ranks_add_up_in_rank_order():
-    def program():
-        group = everyone()
-        x = values((LARGE,), np.dtype(np.float32), group.rank)
-        assert group.comm.lanes is None
-        assert_same(group.all_reduce(x), reduced([values(x.shape, x.dtype, r) for r in range(3)], "sum"))
-
-    run(program, 3, nodes=["a", "b", "a"])
-
-
-@pytest.mark.parametrize(
-    "hosts, nodes",
-    [
-        ("aabb", [[0, 1], [2, 3]]),
-        ("baab", [[0, 3], [1, 2]]),
-        ("abcabc", [[0, 3], [1, 4], [2, 5]]),
-        ("aaab", None),
-        ("ab", None),
-        ("aa", None),
-    ],
-)
-def test_even_nodes(hosts, nodes):
-    assert even_nodes(hosts) == nodes
-
-
-# --- many at a time, and errors
-
-
-@pytest.mark.parametrize("hosts", ["aabb", "abccba"])
-def test_many_calls_under_way(hosts):
-    """More than a board has pages, large and small in turn, waited for in another order on every rank."""
-    ranks = len(hosts)
-
-    def program():
-        with Mesh(rows=2, columns=ranks // 2) as mesh:
-            whole, column = mesh.group(), mesh.group("rows")
-            x = values((LARGE // 8 + 3,), np.dtype(float), 0)
-            pending = []
-            for i in range(24):
-                group = column if i % 3 == 1 else whole
-                mine = (x if i % 5 else x[:5]) * i
-                pending.append((group.start_all_reduce(mine), mine * group.size))
-                pending.append((group.start_all_gather(mine), np.tile(mine, group.size)))
-                pending.append((group.start_barrier(), None))
-            for i in np.random.default_rng(mesh.rank).permutation(len(pending)):
-                result, right = pending[i][0].wait(), pending[i][1]
-                assert right is None or np.allclose(result, right, rtol=1e-14)
-
-    run(program, ranks, nodes=list(hosts))
-
-
-def test_groups_come_and_go():
-    """Their boards are given back."""
-
-    def program():
-        free = None
-        for _ in range(6):
-            with Mesh(data=4) as mesh, Mesh(rows=2, columns=2) as other:
-                mesh.barrier()
-                comm = mesh.comm.subset([2, 3, 0, 1])
-                assert comm.lanes.nodes == [[0, 2], [1, 3]]
-                comm.free()
-                other.all_reduce(np.ones(LARGE), over="rows")
-            free = free or mesh.comm.neighbours.own.free
-        assert mesh.comm.neighbours.own.free >= free
-
-    run(program, 4, nodes=list("abab"))
-
-
-BIG = np.ones((5, LARGE // 8))
-ODD_CALLS = {
-    "operation": (lambda group: group.reduce_scatter(BIG), "reduce_scatter"),
-    "small": (lambda group: group.all_reduce(BIG[0, :3]), "all_reduce(sum, float64[3])"),
-    "dtype": (lambda group: group.all_reduce(BIG.astype(np.float32)), "float32"),
-    "reduction": (lambda group: group.all_reduce(BIG, "max"), "max"),
-    "none": (lambda group: group.barrier(), "barrier()"),
-}
-
-
-@pytest.mark.parametrize("name", ODD_CALLS)
-@pytest.mark.parametrize("odd", [0, 1, 3])
-def test_a_mismatch_is_everyone_s_at_once(odd, name):
-    """Also of ranks on other nodes, with a right call under way before; and the group goes on afterwards."""
-
-    def program():
-        group = everyone()
-        before = group.start_all_reduce(BIG)
-        call, text = ODD_CALLS[name]
-        began = time.monotonic()
-        with pytest.raises(MismatchError) as caught:
-            call(group) if group.rank == odd else group.all_reduce(BIG)
-        assert time.monotonic() - began < 1 + (os.getloadavg()[0] > 2) * 5
-        assert text in str(caught.value) and f"rank {odd} called" in str(caught.value)
-        assert (before.wait() == 4).all()
-        for _ in range(10):
-            assert (group.all_reduce(BIG) == 4).all()
-
-    run(program, 4, nodes=list("aabb"))

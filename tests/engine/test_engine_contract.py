@@ -6,31 +6,11 @@ import numpy as np
 import pytest
 
 from spmd_engine import Mesh, run
-from spmd_engine.engine import SGD, ShardedEngine
-from spmd_engine.engine.batch import batch_of
+from spmd_engine.engine import ShardedEngine
 from spmd_engine.errors import MismatchError, UsageError
 from spmd_engine.strategies import DataParallel, SingleDevice, TensorParallel
 from spmd_engine.strategies.two_layers import initial_parameters
-
-D, F = 4, 10
-
-
-class Bare(ShardedEngine):
-    """The least a stranger writes: no super().__init__(), nothing but the three methods."""
-
-    def __init__(self):
-        self.w = np.zeros((3, 2))
-
-    def load_checkpoint(self, params):
-        self.w[...] = params["w"][...]
-
-    def forward(self, x):
-        self.tape.push(x)
-        return x @ self.w
-
-    def backward(self, grads):
-        x = self.tape.pop()
-        return {"w": self.all_reduce(x.T @ grads)}
+from strangers import Bare, D, F
 
 
 def test_abstract_methods_are_those_three():
@@ -126,17 +106,6 @@ def test_micro_batches_in_flight(strategy):
                 np.testing.assert_array_equal(gradient, expected[m][name])
 
 
-def test_inference_mode_keeps_no_tape():
-    engine = SingleDevice(D, F)
-    with engine.inference():
-        for _ in range(3):
-            engine.forward(np.ones((2, D), np.float32))
-        assert not engine.is_training
-    assert engine.is_training and len(engine.tape) == 0
-    with pytest.raises(UsageError, match="backward without a forward"):
-        engine.backward(np.ones((2, D), np.float32))
-
-
 def test_gather_is_whole_on_every_rank_and_knows_its_names():
     def program():
         with Mesh(model=3) as mesh:
@@ -162,70 +131,6 @@ def test_a_gather_that_only_one_rank_calls_is_an_error(others):
         run(program, 3)
 
 
-class Sink:
-    def __init__(self):
-        self.arrays = []
-
-    def write(self, array):
-        self.arrays.append(array)
-
-
-PAGES = [(SingleDevice, "data"), (DataParallel, "data"), (TensorParallel, "model")]
-
-
-@pytest.mark.parametrize(("strategy", "axis"), PAGES)
-@pytest.mark.parametrize("ranks", [1, 3, 4])
-def test_inference_loop_serves_whole_arrays(strategy, axis, ranks):
-    inputs = [np.random.default_rng(n).standard_normal((n, D)) for n in (5, 1, 8)]
-    whole = initial_parameters(D, F, dtype=np.float64)
-    w0, w1 = whole.values()
-
-    def program():
-        with Mesh(**{axis: ranks}) as mesh:
-            engine = strategy(D, F, mesh, np.float64)
-            engine.load_checkpoint(whole)
-            sink = Sink()
-            engine.inference_loop(iter(inputs) if mesh.rank == 0 else None, sink if mesh.rank == 0 else None)
-            assert len(engine.tape) == 0
-            return sink.arrays
-
-    outputs = run(program, ranks)
-    assert [len(arrays) for arrays in outputs] == [3] + [0] * (ranks - 1)
-    for x, y in zip(inputs, outputs[0], strict=True):
-        np.testing.assert_allclose(y, np.maximum(x @ w0, 0) @ w1, atol=1e-12)
-
-
-def test_an_input_stream_that_fails_ends_the_loop_on_every_rank():
-    def broken():
-        yield np.ones((2, D))
-        raise OSError("the disk is gone")
-
-    def program():
-        engine = DataParallel(D, F, dtype=np.float64)
-        engine.inference_loop(broken(), Sink())
-
-    with pytest.raises(OSError, match="the disk is gone"):
-        run(program, 3)
-
-
-class LastRankOnly(Bare):
-    """Its output is on the last rank alone, as in a pipeline."""
-
-    def forward(self, x):
-        y = super().forward(x)
-        return y if self.device_id == self.num_devices - 1 else None
-
-
-def test_an_output_that_another_rank_has_reaches_the_stream():
-    def program():
-        engine, sink = LastRankOnly(), Sink()
-        engine.load_checkpoint({"w": np.ones((3, 2))})
-        engine.inference_loop([np.ones((1, 3)), np.zeros((1, 3))], sink)
-        return [a.tolist() for a in sink.arrays]
-
-    assert run(program, 3)[0] == [[[3.0, 3.0]], [[0.0, 0.0]]]
-
-
 def test_the_norm_counts_every_element_once():
     whole = initial_parameters(D, F, dtype=np.float64)
     expected = np.sqrt(sum((array**2).sum() for array in whole.values()))
@@ -249,66 +154,6 @@ def test_gathers_of_different_names_are_an_error():
             TensorParallel(D, D, mesh).gather(f"layer_{mesh.rank}/weights")
 
     with pytest.raises(MismatchError, match=r"ranks \[1\] ask for another parameter"):
-        run(program, 2)
-
-
-class Careless(Bare):
-    """A stranger's mistakes, one at a time."""
-
-    wrong: dict = {}
-
-    @property
-    def parameters(self):
-        return {"w": self.w}
-
-    def backward(self, grads):
-        return self.wrong or super().backward(grads)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"w": np.ones((2, 3))}, r"w: gradient of shape \(2, 3\), parameter of \(3, 2\)"),
-        ({"v": np.ones((3, 2))}, "differ in names: v, w"),
-    ],
-)
-def test_gradients_that_do_not_fit_are_refused(wrong, message):
-    engine = Careless()
-    engine.wrong = wrong
-    engine.step(batch_of(np.ones((4, 3)), np.ones((4, 2)), engine))
-    with pytest.raises(UsageError, match=message):
-        SGD().update(engine, engine.gradients, step=1, rate=0.1)
-
-
-def test_a_batch_cut_in_inputs_alone_is_refused():
-    engine = Careless()
-    engine.input_sharding = "b/data d"
-    with pytest.raises(UsageError, match="say by output_sharding"):
-        engine.step(batch_of(np.ones((4, 3)), np.ones((4, 2)), engine))
-
-
-def test_parameters_must_be_contiguous():
-    engine = Careless()
-    engine.w = np.zeros((3, 2), order="F")
-    engine.step(batch_of(np.ones((4, 3)), np.ones((4, 2)), engine))
-    with pytest.raises(UsageError, match="not contiguous"):
-        SGD().update(engine, engine.gradients, step=1, rate=0.1)
-
-
-def test_a_forgotten_all_reduce_is_found_in_the_first_step():
-    class Forgetful(Careless):
-        input_sharding = output_sharding = "b/data d"
-
-        def backward(self, grads):
-            return {"w": self.tape.pop().T @ grads}
-
-    x = np.random.default_rng(0).standard_normal((4, 3))
-
-    def program():
-        engine = Forgetful()
-        engine.step(batch_of(x, x[:, :2], engine))
-
-    with pytest.raises(UsageError, match="gradient of 'w' differs between ranks of data"):
         run(program, 2)
 
 

@@ -1,6 +1,5 @@
 """What ranks hold of arrays: rectangles, put together to the whole and counted once."""
 
-from functools import cache
 from math import prod
 
 import numpy as np
@@ -8,15 +7,8 @@ import pytest
 
 import tiny
 from spmd_engine import Mesh, run
-from spmd_engine.engine import AdamW, LayeredEngine, schedules
-from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.holdings import Holdings
-from spmd_engine.engine.plan import Storage
 from spmd_engine.errors import MismatchError, UsageError
-from spmd_engine.layers import Linear
-from spmd_engine.layers.layer import Layer, Parameter
-from spmd_engine.models import Model
-from spmd_engine.models.mlp import squared_loss
 
 WHOLE = {
     "uneven": np.arange(7 * 5).reshape(7, 5),
@@ -212,157 +204,3 @@ def test_blocks_of_what_is_whole_are_copies():
 
     for name, shared in zip(WHOLE, on_shelves(program)[0]):
         assert shared == (name in SHARDINGS and name != "nothing")
-
-
-# --- of an engine, in groups and parts
-
-ENGINES = [
-    ({"data": 3}, {}),
-    *[({"data": 3}, {"zero": zero}) for zero in (1, 2, 3)],
-    ({"data": 2, "shard": 2}, {}),
-    ({"replicate": 2, "shard": 2}, {"group_threshold": 0}),
-    ({"model": 4, "data": 2}, {"zero": 3, "sequence_parallel": True}),  # of 6 heads, 13 words: uneven, some on none
-    ({"pipe": 3}, {}),
-    ({"pipe": 2, "data": 2}, {"zero": 1, "schedule": schedules.named("interleaved")}),
-    ({"data": 2, "pipe": 2, "model": 2}, {"zero": 3, "tied": False}),
-    ({"context": 2, "pipe": 2}, {"zero": 2}),
-]
-every_engine = pytest.mark.parametrize("axes, options", ENGINES, ids=[f"{tiny.mesh_id(a)}-{o}" for a, o in ENGINES])
-
-
-@cache
-def initial(tied):
-    """The whole initial parameters."""
-
-    def program():
-        with Mesh() as mesh:
-            engine = tiny.make_engine(mesh, tied=tied)
-            return {name: array.copy() for name, array in engine.parameters.items()}
-
-    return run(program, 1)[0]
-
-
-@every_engine
-def test_an_engine_s_parts_are_those_of_the_whole(axes, options):
-    whole = initial(options.get("tied", True))
-
-    def program():
-        with Mesh(**axes) as mesh:
-            engine = tiny.make_engine(mesh, **options)
-            assert engine.names == tuple(whole)
-            with pytest.raises(UsageError, match="no parameter 'w'; this engine has: embedding/table"):
-                engine.addressable_shard("w")
-            held = {name: engine.index(name) for name in engine.names}
-            for name, index in held.items():
-                shard = engine.addressable_shard(name)
-                assert (shard is None) == (index is None) == (name not in engine.parameters)
-                assert engine.global_shape(name) == whole[name].shape
-                if index is not None:
-                    np.testing.assert_array_equal(shard.data, whole[name][index], strict=True)
-                    np.testing.assert_array_equal(engine.block(name, whole[name]), shard.data, strict=True)
-            for name in engine.names:
-                np.testing.assert_array_equal(engine.gather(name), whole[name], strict=True)
-            return held, {name: engine.owned_index(name) for name in engine.names}
-
-    results = run(program, tiny.ranks_of(axes))
-    for name, array in whole.items():
-        for indices in ([held[name] for held, _ in results], [owned[name] for _, owned in results]):
-            covered = np.zeros(array.shape, int)
-            for index in indices:
-                if index is not None:
-                    covered[index] += 1
-            assert covered.min() == covered.max() > 0, name  # as often everywhere: once a replica
-
-
-@every_engine
-def test_gradients_and_state_are_gathered_and_counted_as_owned(axes, options):
-    """From arrays like ``owned`` that hold each element's place in the whole."""
-    whole = initial(options.get("tied", True))
-    places = {name: np.arange(1.0, array.size + 1).reshape(array.shape) for name, array in whole.items()}
-
-    def program():
-        with Mesh(**axes) as mesh:
-            engine = tiny.make_engine(mesh, **options)
-            like = {key: np.zeros_like(array) for key, array in engine.owned.items()}
-            for name, part in engine.named(like).items():
-                part[...] = places[name][engine.owned_index(name)]
-            for name in engine.names:
-                np.testing.assert_array_equal(engine.gather_owned(name, like), places[name])
-                at_root = engine.gather_owned(name, like, root=mesh.size - 1)
-                assert (at_root is None) == (mesh.rank != mesh.size - 1)
-            engine.step(tiny.batch(engine, 0))
-            for own, array in zip(engine.gradients.values(), like.values()):
-                own[...] = array
-            return engine.gradient_norm()
-
-    expected = sum((array**2).sum() for array in places.values()) ** 0.5
-    np.testing.assert_allclose(run(program, tiny.ranks_of(axes)), expected, rtol=1e-13)
-
-
-@cache
-def doubled(tied):
-    """A checkpoint, and the loss that one device has with it."""
-    whole = {name: 2 * array + 0.1 for name, array in initial(tied).items()}
-
-    def program():
-        with Mesh() as mesh:
-            engine = tiny.make_engine(mesh, tied=tied)
-            engine.load_checkpoint(whole)
-            return engine.evaluate(tiny.batch(engine, 0))
-
-    return whole, run(program, 1)[0]
-
-
-@every_engine
-def test_a_checkpoint_is_taken_by_the_parts_and_used_at_once(axes, options):
-    whole, expected = doubled(options.get("tied", True))
-
-    def program():
-        with Mesh(**axes) as mesh:
-            engine = tiny.make_engine(mesh, **options)
-            assert abs(engine.evaluate(tiny.batch(engine, 0)) - expected) > 1e-3  # opens what is in parts
-            engine.load_checkpoint(whole)
-            for name in engine.names:
-                np.testing.assert_array_equal(engine.gather(name), whole[name], strict=True)
-            np.testing.assert_allclose(engine.evaluate(tiny.batch(engine, 0)), expected, rtol=1e-12)
-
-    run(program, tiny.ranks_of(axes))
-
-
-class Scale(Layer):
-    """y[b d] = scale x[b d]: a parameter without dims."""
-
-    parameters = {"scale": Parameter("", mean=2.0, decay=False, summed="b")}
-    may_cut, sizes = "bd", {"d": 5}
-
-    def forward(self, sh, p, x, at):
-        return p["scale"] * x, x
-
-    def backward_input(self, sh, p, saved, dy):
-        return p["scale"] * dy, saved * dy
-
-    def backward_weight(self, sh, rest, g):
-        g.add("scale", rest.sum())
-
-
-@pytest.mark.parametrize("zero", [1, 2, 3])
-def test_a_number_has_one_owner(zero):
-    """It has no rows to be cut."""
-    layers = ("up", Linear(("d", 5), ("f", 7))), ("down", Linear(("f", 7), ("d", 5))), ("scale", Scale())
-    model = Model("scaled", layers, "b d", "b d", "b d", squared_loss)
-    x = np.random.default_rng(0).standard_normal((8, 5))
-
-    def program():
-        with Mesh() as mesh:
-            engine = LayeredEngine(model, mesh, dtype=np.float64, storage=Storage(zero))
-            loss = engine.step(batch_of(x, x[::-1].copy(), engine, 2))
-            gradient, norm = engine.gather_owned("scale/scale", engine.gradients), engine.gradient_norm()
-            AdamW().update(engine, engine.gradients, step=1, rate=0.1)
-            after = engine.gather("scale/scale")
-            engine.load_checkpoint({name: np.full(engine.global_shape(name), 3.0) for name in engine.names})
-            assert engine.gather("scale/scale") == 3.0
-            return loss, norm, gradient, after
-
-    expected = run(program, 1)[0]
-    for result in run(program, 3):
-        np.testing.assert_allclose(result, expected, rtol=1e-12)

@@ -1,4 +1,4 @@
-"""verify names each kind of mistake: what is off, where, and the reduction that is missing or made twice."""
+"""verify names the mistakes of an engine of one's own: what is off, where, and the reduction behind it."""
 
 from functools import partial
 
@@ -6,24 +6,15 @@ import numpy as np
 import pytest
 
 import tiny
+from faults import HOW, every_how
 from spmd_engine import Mesh, run, world
-from spmd_engine.arrays import einsum
 from spmd_engine.comm.pending import Pending
 from spmd_engine.engine import SGD, AdamW
-from spmd_engine.layers import MLP
 from spmd_engine.strategies import DataParallel, TensorParallel
-from spmd_engine.verify import Cause, engine_and_reference, fill_zeros, mesh_of_one, verify
-from spmd_engine.verify.blocks import Block
-from spmd_engine.verify.diagnosis import diagnose
+from spmd_engine.verify import Cause, engine_and_reference, fill_zeros, verify
 from spmd_engine.verify.samples import batches_of_shape
 
 D, F = 5, 7
-HOW = {
-    Cause.MISSING_SUM: lambda reduce, x: x,
-    Cause.REPEATED_SUM: lambda reduce, x: reduce(reduce(x)),
-    Cause.MEAN: lambda reduce, x: reduce(x, "mean"),
-}
-every_how = pytest.mark.parametrize("cause", HOW, ids=lambda cause: cause.name)
 
 
 def disagreement(make, axes, *, optimizer=SGD, start=fill_zeros):
@@ -186,163 +177,3 @@ def test_numbers_that_are_none_are_found():
 
     found = disagreement(partial(DataParallel, D, F), {"data": 2}, optimizer=Breaking)
     assert found.first.index == (3, 3) and np.isnan(found.first.found) and found.distance == np.inf
-
-
-# --- layers and what the layered engine does around them
-
-
-class Wrong(MLP):
-    """An MLP one of whose reductions over f is made otherwise."""
-
-    how = forward_is_wrong = None
-
-    def forward(self, sh, p, x, at):
-        h, slope = self.activation(einsum("bsd,df->bsf", x, p["w0"]) + p["b0"], want_slope=True)
-        y = self._reduced(sh, einsum("bsf,fd->bsd", h, p["w1"]), self.forward_is_wrong)
-        return y + p["b1"], (x, h, slope)
-
-    def backward_input(self, sh, p, saved, dy):
-        x, h, slope = saved
-        dz = einsum("bsd,fd->bsf", dy, p["w1"]) * slope
-        dx = self._reduced(sh, einsum("bsf,df->bsd", dz, p["w0"]), not self.forward_is_wrong)
-        return dx, (x, h, dz, dy, dy)
-
-    def _reduced(self, sh, x, wrong):
-        group = sh.mesh.group("model")
-        return self.how(group.all_reduce, x) if wrong else group.all_reduce(x)
-
-
-def spoil_layer(how, forward, engine):
-    layer = dict(engine.model.layers)["block1/mlp"].inner
-    layer.__class__ = Wrong
-    layer.how, layer.forward_is_wrong = how, forward
-
-
-def gpt_disagreement(axes, spoil, *, optimizer=AdamW, **options):
-    """The first disagreement of a tiny GPT that is spoiled on the mesh, but not alone."""
-
-    def program():
-        with Mesh(**axes) as mesh:
-            engine = tiny.make_engine(mesh, **options)
-            spoil(engine)
-            reference = tiny.make_engine(mesh_of_one()) if mesh.rank == 0 else None
-            return verify(engine, reference, tiny.batch, optimizer=optimizer)
-
-    report = run(program, tiny.ranks_of(axes))[0]
-    assert not report.agrees
-    return report.disagreement
-
-
-@every_how
-@pytest.mark.parametrize("forward", [True, False], ids=["output", "input gradient"])
-@pytest.mark.parametrize("axes", [{"data": 2, "model": 3}, {"model": 3, "pipe": 2}], ids=tiny.mesh_id)
-def test_a_layer_whose_reduction_is_wrong_is_named(cause, forward, axes):
-    found = gpt_disagreement(axes, partial(spoil_layer, HOW[cause], forward))
-    assert (found.step, found.kind, found.layer) == (1, "output" if forward else "input gradient", "block1/mlp")
-    assert found.micro_batch == 0
-    assert [(finding.cause, finding.axes) for finding in found.findings] == [(cause, ("model",))]
-
-
-class OtherGroup:
-    """A group of ranks whose all_reduce is made otherwise."""
-
-    def __init__(self, group, how):
-        self.group, self.how = group, how
-
-    def start_all_reduce(self, x, *, out, label):
-        out[...] = self.how(partial(self.group.all_reduce, label=label), x)
-        return Pending.completed(out)
-
-
-def spoil_gradient(name, how, engine):
-    for storage in engine._storages:
-        if name in storage.group.spans:
-            storage.rest = OtherGroup(storage.rest, how)
-
-
-@every_how
-@pytest.mark.parametrize(
-    ("axes", "over"), [({"data": 3, "model": 2}, "data"), ({"replicate": 3, "shard": 2}, "replicate")]
-)
-def test_a_gradient_whose_reduction_is_wrong_is_named(cause, axes, over):
-    name = "block0/attention/output"
-    found = gpt_disagreement(axes, partial(spoil_gradient, name, HOW[cause]), group_threshold=0)
-    assert (found.what, found.layer) == (f"gradient of {name}", "block0/attention")
-    assert [(finding.cause, finding.axes) for finding in found.findings] == [(cause, (over,))]
-
-
-def test_a_tied_gradient_that_stages_do_not_sum_is_named():
-    spoil = partial(spoil_gradient, "embedding/table", HOW[Cause.MISSING_SUM])
-    found = gpt_disagreement({"pipe": 3, "model": 2}, spoil)
-    assert found.what == "gradient of embedding/table" and found.ranks == (0, 1, 4, 5)
-    assert [(finding.cause, finding.axes) for finding in found.findings] == [(Cause.MISSING_SUM, ("pipe",))]
-
-
-@pytest.mark.parametrize("zero", [1, 2])
-def test_parameters_that_owners_do_not_tell_are_named(zero):
-    def spoil(engine):
-        engine.after_update = lambda: None
-
-    found = gpt_disagreement({"data": 2, "model": 2}, spoil, zero=zero)
-    assert (found.step, found.kind) == (1, "parameter")
-    assert [finding.cause for finding in found.findings] == [Cause.STALE]
-
-
-# --- causes, on blocks made by hand
-
-
-def blocks(found, expected, *, axes, **more):
-    """A block of one tensor, whole on every rank, for each rank of the mesh."""
-    places = list(np.ndindex(*axes.values()))
-    index = tuple(map(np.arange, np.shape(expected)))
-    coordinates = [dict(zip(axes, place, strict=True)) for place in places]
-    return [
-        Block(rank, where, index, np.array(values, float), np.array(expected, float), **more)
-        for rank, (where, values) in enumerate(zip(coordinates, found, strict=True))
-    ]
-
-
-AXES = {"data": 2, "model": 2}
-RIGHT = np.array([1.0, -2.0, 4.0])
-
-
-def causes(found, *, axes=None, kind="gradient", micro_batches=1, **more):
-    axes = axes or AXES
-    made = blocks(found, RIGHT, axes=axes, **more)
-    return [(f.cause, f.axes) for f in diagnose(made, axes, 1e-9, kind=kind, micro_batches=micro_batches)]
-
-
-def test_a_sum_over_two_axes_needs_both():
-    parts = np.random.default_rng(0).standard_normal((3, 3))
-    assert causes([*parts, RIGHT - parts.sum(axis=0)]) == [(Cause.MISSING_SUM, ("data", "model"))]
-    assert causes([RIGHT * 4] * 4) == [(Cause.REPEATED_SUM, ("data", "model"))]
-
-
-def test_a_part_to_which_a_sum_is_added_has_no_share_in_it():
-    base, parts = np.array([5.0, 6.0, 7.0]), np.random.default_rng(0).standard_normal((2, 3))
-    parts[1] += RIGHT - base - parts.sum(axis=0)
-    found = [base + part for part in parts] * 2
-    assert causes(found, base=base) == [(Cause.MISSING_SUM, ("model",))]
-    assert causes(found) != [(Cause.MISSING_SUM, ("model",))]
-
-
-def test_multiples():
-    assert causes([RIGHT * 3] * 4, micro_batches=3) == [(Cause.REPEATED_SUM, ())]
-    assert causes([RIGHT / 3] * 4, micro_batches=3) == [(Cause.MEAN, ())]
-    assert causes([RIGHT * -0.37] * 4) == [(Cause.FACTOR, ())]
-    assert causes([RIGHT * [1, 1, 3]] * 4) == []
-
-
-def test_one_number_is_no_multiple_of_another_but_by_the_ranks():
-    for factor, expected in ((0.37, []), (0.5, [(Cause.MEAN, ("data",)), (Cause.MEAN, ("model",))])):
-        made = blocks([3.0 * factor] * 4, 3.0, axes=AXES)
-        assert [(f.cause, f.axes) for f in diagnose(made, AXES, 1e-9, kind="loss")] == expected
-
-
-def test_zeros_and_replicas_that_differ():
-    assert causes([RIGHT, RIGHT, [1, 0, 4], [0, 0, 4]]) == [(Cause.ZERO, ())]
-    assert causes([RIGHT, RIGHT + 1, RIGHT, RIGHT + 1]) == [(Cause.REPLICAS_DIFFER, ("model",))]
-    assert causes([RIGHT, RIGHT + 1, RIGHT, RIGHT], kind="parameter") == [
-        (Cause.REPLICAS_DIFFER, ("data",)),
-        (Cause.REPLICAS_DIFFER, ("model",)),
-    ]

@@ -1,0 +1,94 @@
+"""CUDA kernels are launched once a chain, have every function with its signature, and refuse other arrays."""
+
+import ast
+import inspect
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cuda_on_host import HostCuda
+from numerics import normals
+from spmd_engine.arrays import activations, normalization, softmax, updates
+from spmd_engine.arrays.activations import gelu, relu
+from spmd_engine.arrays.cuda_functions import CudaFunctions
+from spmd_engine.arrays.cuda_kernels import ELEMENTWISE, REDUCTIONS
+from spmd_engine.arrays.normalization import layer_norm, layer_norm_backward, layer_norm_backward_parameters
+from spmd_engine.arrays.updates import adamw, momentum_sgd
+
+# --- one launch a chain
+
+X, ROWS = normals(4, 6), normals(6, seed=1)
+OPTIONS = {"rate": 0.1, "decay": 0.1}
+LAUNCHES = {
+    "gelu": (gelu, [X], {}, ["gelu"]),
+    "gelu without slope": (gelu, [X, False], {}, ["gelu_value"]),
+    "relu": (relu, [X], {}, ["relu"]),
+    "layer_norm": (layer_norm, [X, ROWS, ROWS, 1e-5], {}, ["moments", "normalize"]),
+    "layer_norm_backward": (layer_norm_backward, [X, X, X[:, 0], ROWS], {}, ["row_sums", "normalize_backward"]),
+    "layer_norm_backward_parameters": (layer_norm_backward_parameters, [X, X], {}, ["column_sums"]),
+    "adamw": (adamw, [ROWS] * 4, OPTIONS | {"step": 1, "betas": (0.9, 0.95), "epsilon": 1e-8}, ["adamw"]),
+    "sgd": (momentum_sgd, [ROWS, ROWS, None], OPTIONS | {"momentum": 0.0}, ["sgd"]),
+    "momentum_sgd": (momentum_sgd, [ROWS] * 3, OPTIONS | {"momentum": 0.9}, ["momentum_sgd"]),
+    "softmax_backward": (softmax.softmax_backward, [X, X, X[:, :1]], {}, ["softmax_backward"]),
+    "exponentiate": (softmax.exponentiate, [X, X[:, :1]], {}, ["exponentiate"]),
+}
+
+
+@pytest.mark.parametrize("case", LAUNCHES)
+def test_a_chain_is_one_launch(case, host):
+    function, args, options, launches = LAUNCHES[case]
+    args = [host.asarray(x) if isinstance(x, np.ndarray) else x for x in args]
+    HostCuda.launched.clear()
+    function(*args, **options)
+    assert HostCuda.launched == launches
+
+
+def test_what_attention_hides_is_hidden_as_it_is_exponentiated(host):
+    """The keys that all queries see are one launch, the others another."""
+    scores, shift = host.asarray(normals(2, 5, 6)), host.asarray(normals(2, 1, 6))
+    hidden = host.asarray(np.array([[0, -np.inf, -np.inf], [0, 0, -np.inf]]))
+    HostCuda.launched.clear()
+    softmax.exponentiate(scores, shift, (3, hidden))
+    assert HostCuda.launched == ["exponentiate", "hide_and_exponentiate"]
+
+
+# --- the house
+
+
+def fused_functions():
+    modules = (activations, normalization, softmax, updates)
+    own = [f for module in modules for f in vars(module).values() if getattr(f, "__module__", "") == module.__name__]
+    return {f.__name__: f for f in own if hasattr(f, "__wrapped__")}
+
+
+def test_the_kernels_have_every_function_that_is_marked_fused():
+    files = Path(inspect.getfile(activations)).parent.glob("*.py")
+    trees = [ast.parse(path.read_text()) for path in files]
+    functions = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    marked = {f.name for f in functions if "fused" in map(ast.unparse, f.decorator_list)}
+    brought = {name for name in vars(CudaFunctions) if not name.startswith("_")}
+    assert marked == brought - {"takes"} == fused_functions().keys()
+
+
+@pytest.mark.parametrize("name", fused_functions())
+def test_signatures_agree(name):
+    own = inspect.signature(fused_functions()[name])
+    others = inspect.signature(getattr(CudaFunctions, name)).parameters.values()
+    described = [(p.name, p.kind, p.default) for p in own.parameters.values()]
+    assert [(p.name, p.kind, p.default) for p in list(others)[1:]] == described
+
+
+def test_every_kernel_is_launched_somewhere():
+    text = inspect.getsource(CudaFunctions)
+    assert all(f"_launch.{name}(" in text for name in ELEMENTWISE | REDUCTIONS)
+
+
+def test_a_host_array_among_the_device_s_is_refused(host):
+    with pytest.raises(TypeError, match="array of the host"):
+        layer_norm(host.asarray(X), host.asarray(ROWS), ROWS, 1e-5)
+
+
+def test_arrays_of_different_dtypes_are_refused(host):
+    with pytest.raises(AssertionError, match="normalize: T is"):
+        layer_norm(host.asarray(X), host.asarray(ROWS.astype(np.float32)), host.asarray(ROWS), 1e-5)

@@ -1,0 +1,84 @@
+"""Cases of training on meshes, and what one device computes in their place."""
+
+from functools import cache
+from math import prod
+
+import numpy as np
+
+import tiny
+from spmd_engine import Mesh, run
+from spmd_engine.engine import AdamW
+from spmd_engine.engine.recompute import Recompute
+from spmd_engine.engine.schedules import named
+from spmd_engine.training import Trainer
+
+#: What changes what is computed; all else is where and when.
+COMPUTED = {"dropout", "tied", "micro_batches", "steps", "optimizer", "layers"}
+
+
+class Case:
+    """A mesh, and how the small GPT is trained on it."""
+
+    def __init__(self, mesh, *, context_method=None, schedule=None, chunks=None, **options):
+        self.axes = {axis: int(size) for axis, size in (part.split("=") for part in mesh.split(","))}
+        self.said = {"schedule": schedule, "chunks": chunks, "method": context_method, **options}
+        self.options = {"dropout": 0.1, **options}
+        if context_method:
+            self.options["model_options"] = (("context_method", context_method),)
+        if schedule:
+            self.options["schedule"] = named(schedule, chunks)
+
+    def __str__(self):
+        said = {**self.said, "recompute": getattr(self.said.get("recompute"), "value", None)}
+        if "optimizer" in said:
+            said["optimizer"] = "SGD"
+        words = (f"{key}={value}" for key, value in said.items() if value is not None)
+        return " ".join((tiny.mesh_id(self.axes), *words)).replace("=True", "")
+
+
+def train(engine, batches, *, optimizer=AdamW, steps=tiny.STEPS):
+    """Losses and norms of clipped steps; final gradients and parameters that are here, each with where it lies."""
+    trainer = Trainer(engine, optimizer(), batches, lambda step: 0.05, grad_clip=0.3)
+    reports = list(trainer.run(steps))
+    gradients = engine.named(engine.gradients)
+    return (
+        [[report.loss, report.grad_norm] for report in reports],
+        {name: (engine.owned_index(name), gradient.copy()) for name, gradient in gradients.items()},
+        {name: (engine.index(name), parameter.copy()) for name, parameter in engine.parameters.items()},
+    )
+
+
+def assert_same(results, expected):
+    """Every rank's part is one device's, replicas included, and nothing is missing."""
+    for numbers, *_ in results:
+        np.testing.assert_allclose(numbers, expected[0], rtol=1e-9)
+    for kind in (1, 2):
+        for name, (_, whole) in expected[kind].items():
+            covered = np.zeros(whole.shape, bool)
+            for index, part in (result[kind][name] for result in results if name in result[kind]):
+                np.testing.assert_allclose(part, whole[index], rtol=0, atol=1e-8, err_msg=name)
+                covered[index] = True
+            assert covered.all() or len(results) == 1, name  # of an MPI job, each process sees its own part
+
+
+def train_gpt(axes, *, launch=run, micro_batches=2, optimizer=AdamW, steps=tiny.STEPS, **options):
+    def program():
+        with Mesh(**axes) as mesh:
+            engine = tiny.make_engine(mesh, **options)
+            return train(engine, lambda step: tiny.batch(engine, step, micro_batches), optimizer=optimizer, steps=steps)
+
+    return launch(program, prod(axes.values()))
+
+
+@cache
+def one_device(**options):
+    return train_gpt({"data": 1}, **options)[0]
+
+
+def assert_as_one_device(case, launch=run):
+    expected = one_device(**{key: value for key, value in case.options.items() if key in COMPUTED})
+    assert_same(train_gpt(case.axes, launch=launch, **case.options), expected)
+
+
+BLOCK, ATTENTION = Recompute.BLOCK, Recompute.ATTENTION
+PARALLEL = {"sequence_parallel": True}

@@ -1,0 +1,239 @@
+"""What collectives do with memory that ranks share, by every way that data can take."""
+
+import time
+
+import numpy as np
+import pytest
+
+from on_ranks import DTYPES, OPS, assert_alike, assert_same, everywhere, on_ranks, reduced, values
+from spmd_engine import Mesh, run, world
+from spmd_engine.comm import board, meeting, shared, threads
+from spmd_engine.comm.arena import ALIGNMENT, HEAD
+from spmd_engine.comm.lending import Lender
+from spmd_engine.errors import MismatchError
+
+# --- collectives, by every way that data can take
+
+LENGTH = 5000
+#: Bytes that go into a row, or onto a desk; that every rank reduces whole; and that are copied for neighbours.
+WAYS = {
+    "in-rows": (1 << 18, 1 << 18, 1 << 30, 1 << 30),
+    "on-desks": (64, 1 << 18, 1 << 30, 1 << 30),
+    "in-arenas": (64, 64, 64, 0),
+    "lent": (64, 64, 64, 0),
+    "as-copies": (64, 64, 64, 1 << 30),
+    "by-messages": (64, 64, 64, 0),
+}
+
+
+@pytest.fixture(params=WAYS)
+def way(request, monkeypatch):
+    """How large data come to others; they are to become the same by all ways."""
+    small, room, whole, staged = WAYS[request.param]
+    monkeypatch.setattr(board, "SMALL", small)
+    monkeypatch.setattr(board, "ROOM", room)
+    monkeypatch.setattr(shared, "WHOLE", whole)
+    monkeypatch.setattr(shared, "CACHE", 4096)
+    monkeypatch.setattr(meeting, "STAGED", staged)
+    if request.param != "lent":
+        monkeypatch.setattr(Lender, "can_read", lambda *args: False)
+    if request.param == "by-messages":
+        monkeypatch.setattr(threads, "bound", lambda ranks: HEAD + 1024)  # no room for anything
+    return request.param
+
+
+def placed(mesh, way, x):
+    """A copy of ``x``, where this way has it."""
+    y = mesh.empty(x.shape, x.dtype) if way == "in-arenas" else np.empty_like(x)
+    y[...] = x
+    return y
+
+
+@pytest.mark.parametrize("dtype", [DTYPES[1], *DTYPES[4:]], ids=str)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_reductions(ranks, dtype, way):
+    arrays = [values((LENGTH, 2), dtype, rank) for rank in range(ranks)]
+
+    def program():
+        mesh = Mesh()
+        group = mesh.group()
+        for op in OPS:
+            expected = reduced(arrays, op)
+            x = placed(mesh, way, arrays[group.rank])
+            result = group.all_reduce(x, op)
+            assert_same(result, expected, op)
+            assert_alike(group, result)
+            assert_same(group.reduce_scatter(x, op=op), np.array_split(expected, ranks)[group.rank], op)
+            assert_same(group.reduce_scatter(x, 1, op), np.array_split(expected, ranks, 1)[group.rank], op)
+            assert_same(x, arrays[group.rank])
+            if x.dtype == expected.dtype:
+                out = placed(mesh, way, np.zeros_like(x))
+                assert group.all_reduce(x, op, out=out) is out
+                assert_same(out, expected, op)
+                assert group.all_reduce(x, op, out=x) is x
+                assert_same(x, expected, op)
+
+    run(program, ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_moves(ranks, way):
+    arrays = [values((LENGTH + 4 * rank, 4), np.dtype(float), rank) for rank in range(ranks)]
+    alike = [values((LENGTH, 4), np.dtype(float), rank) for rank in range(ranks)]
+
+    def program():
+        mesh = Mesh()
+        group = mesh.group()
+        x, y = placed(mesh, way, arrays[group.rank]), placed(mesh, way, alike[group.rank])
+        for i in range(12):  # more often than there are places to lie in
+            assert_same(group.all_gather(x), np.concatenate([a + i for a in arrays]))
+            assert_same(group.all_gather(y, 1), np.concatenate([a + i for a in alike], 1))
+            assert_same(group.broadcast(x, i % ranks), arrays[i % ranks] + i)
+            parts = [np.array_split(a + i, ranks, 1)[group.rank] for a in arrays]
+            assert_same(group.all_to_all(x, 1, 0), np.concatenate(parts))
+            for each, before in (x, arrays), (y, alike):  # as soon as a rank has its result, it may write
+                each[...] = before[group.rank] + (i + 1)
+
+    run(program, ranks)
+
+
+@pytest.mark.parametrize("lends", [True, False])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_one_rank_has_no_room(ranks, lends, monkeypatch):
+    monkeypatch.setattr(Lender, "can_read", lambda *args: lends)
+
+    def program():
+        mesh = Mesh()
+        group = mesh.group()
+        arena = world().neighbours.own
+        hog = mesh.empty(arena.free - 10_000, np.uint8) if mesh.rank == 1 else None
+        for length in 100, 100_000:
+            arrays = [values((length,), np.dtype(float), rank) for rank in range(group.size)]
+            for x in arrays[mesh.rank].copy(), placed(mesh, "in-arenas", arrays[mesh.rank]):
+                assert_same(group.all_reduce(x), reduced(arrays, "sum"))
+                assert_same(group.all_gather(x), np.concatenate(arrays))
+                parts = np.array_split(reduced(arrays, "max"), group.size)
+                assert_same(group.reduce_scatter(x, op="max"), parts[mesh.rank])
+                assert_same(group.broadcast(x, 1), arrays[1])
+                assert group.all_reduce(x, out=x) is x
+                assert_same(x, reduced(arrays, "sum"))
+        del hog
+
+    run(program, ranks)
+
+
+@everywhere(2)
+def test_ranks_need_not_have_their_arrays_in_the_same_kind_of_memory(ranks):
+    def program():
+        mesh = Mesh()
+        group = mesh.group()
+        arrays = [values((200_000,), np.dtype(float), rank) for rank in range(group.size)]
+        x = placed(mesh, "in-arenas" if mesh.rank else "ordinary", arrays[mesh.rank])
+        for out in None, x:
+            assert_same(group.all_reduce(x, out=out), reduced(arrays, "sum"))
+            x[...] = arrays[mesh.rank]
+        assert_same(group.all_gather(x), np.concatenate(arrays))
+        assert_same(group.all_to_all(x), np.concatenate([np.array_split(a, group.size)[mesh.rank] for a in arrays]))
+
+    on_ranks(program, ranks)
+
+
+@pytest.mark.parametrize("slow", [0.1, 1.2])
+def test_who_waits_for_a_slow_reader_is_not_told_that_another_has_ended(slow):
+    """Rank 0 has what it needs, and ends; rank 1 must wait until rank 2 has read its memory."""
+
+    def program():
+        mesh = Mesh()
+        x = placed(mesh, "in-arenas", values((200_000,), np.dtype(float), 0)) if mesh.rank == 1 else None
+        mesh.barrier()
+        time.sleep(0.0 if mesh.rank == 2 else 0.05)
+        pending = mesh.start("broadcast", x, 1)  # rank 2 is the first, and finds nothing yet
+        time.sleep(slow if mesh.rank == 2 else 0.0)
+        return pending.wait().shape
+
+    assert run(program, 3) == [(200_000,)] * 3
+
+
+# --- many calls
+
+
+@everywhere(2, 3)
+@pytest.mark.parametrize("length", [1, 2000, 100_000])
+def test_more_calls_under_way_than_pages(length, ranks):
+    def program():
+        group = Mesh().group()
+        many = 3 * board.PAGES + 1
+        started = [group.start_all_reduce(np.full(length, i + group.rank)) for i in range(many)]
+        order = np.random.default_rng(group.rank).permutation(many).tolist()  # another one on every rank
+        for i in order:
+            result = started[i].wait()
+            assert (result == sum(i + rank for rank in range(group.size))).all()
+
+    on_ranks(program, ranks)
+
+
+@everywhere(2, 3)
+@pytest.mark.parametrize("slow", [0, 1])
+def test_who_is_late_still_reads_what_was_said(slow, ranks):
+    """Ranks that are fast go on as far as they can, and then wait; the slow one meets every call as it was made."""
+
+    def program():
+        mesh = Mesh()
+        group = mesh.group()
+        started = [group.start_all_gather(np.full(length, i)) for i, length in enumerate([1, 3000, 30_000] * 8)]
+        if mesh.rank == slow:
+            for _ in range(2):
+                world().pause(1, world().activity(0))
+        for i, pending in enumerate(started):
+            assert (pending.wait() == i).all()
+
+    on_ranks(program, ranks)
+
+
+def test_a_mismatch_uses_up_its_page_alone():
+    def program():
+        group = Mesh(timeout=20).group()
+        for i in range(3 * board.PAGES):
+            with pytest.raises(MismatchError):
+                group.all_reduce(np.ones(1 + group.rank))
+            assert group.all_reduce(np.full(10, i))[0] == 2 * i
+
+    run(program, 2)
+
+
+@everywhere(2, 3)
+def test_copies_are_given_back(ranks):
+    def program():
+        mesh = Mesh()
+        group, arena = mesh.group(), world().neighbours.own
+        x = np.ones(300_000)
+        for _ in range(2 * board.PAGES):
+            group.reduce_scatter(x)
+            group.all_gather(x)
+        mesh.barrier()
+        mesh.barrier()
+        before = arena.free
+        for _ in range(2 * board.PAGES):
+            group.reduce_scatter(x)
+            group.all_gather(x)
+        mesh.barrier()
+        group.reduce_scatter(x)  # and with it the last of what went before
+        assert before - arena.free <= x.nbytes + ALIGNMENT
+
+    on_ranks(program, ranks)
+
+
+@everywhere(2, 4)
+def test_boards_of_closed_meshes_are_given_back(ranks):
+    def program():
+        free = []
+        for _ in range(30):
+            with Mesh(a=world().size, b=1) as mesh:
+                mesh.all_reduce(np.ones(3), over="b")
+                mesh.all_reduce(np.ones(3), over=("b", "a"))
+            world().neighbours.retire()
+            free.append(world().neighbours.own.free)
+            Mesh().barrier()
+        assert min(free[10:]) >= min(free[:10])
+
+    on_ranks(program, ranks)

@@ -1,0 +1,54 @@
+"""Pipelines of all small sizes, executed on paper."""
+
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from typing import ClassVar
+
+import pytest
+
+from spmd_engine.engine.schedules import (
+    GPipe,
+    Interleaved,
+    Naive,
+    OneForwardOneBackward,
+    Schedule,
+    StartReceiveInput,
+    StartSendOutput,
+    ZeroBubble,
+    ZeroBubbleH2,
+    timeline,
+)
+
+INTERLEAVED = [Interleaved(2), Interleaved(3)]
+ZERO_BUBBLE = [ZeroBubble(), ZeroBubbleH2()]
+PIPELINES = [Naive(), GPipe(), OneForwardOneBackward(), *INTERLEAVED, *ZERO_BUBBLE]
+CASES = list(product(range(1, 9), range(1, 17)))
+every_pipeline = pytest.mark.parametrize("schedule", PIPELINES, ids=str)
+equal = pytest.approx
+
+
+@cache
+def executed(schedule, stages, micro_batches):
+    """Also the proof that it does not deadlock: transfers are synchronous."""
+    return timeline(schedule, stages, micro_batches)
+
+
+@dataclass(frozen=True)
+class Written(Schedule):
+    """Programs written by hand."""
+
+    name: ClassVar[str] = "written"
+    programs: tuple = ()
+
+    def __post_init__(self):
+        """Any number of chunks."""
+
+    def order(self, stages, micro_batches, stage):
+        raise NotImplementedError
+
+    def program(self, stages, micro_batches, stage):
+        return list(self.programs[stage])
+
+
+SEND, RECEIVE = StartSendOutput(0, 0), StartReceiveInput(0, 1)

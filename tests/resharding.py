@@ -1,0 +1,45 @@
+"""Meshes, shardings and whole arrays: what the tests of reshard share."""
+
+from math import prod
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from numerics import frozen
+from spmd_engine import Mesh, run
+from spmd_engine.sharding import Spec
+
+DATA_MODEL = ["b s f", "b/data s f", "b s f/data", "b/data s f/model", "b/model s f/data", "b/data s/model f"]
+DATA_MODEL += ["b s/data,model f", "b s/model,data f", "b/model,data s f", "b s f/model", "b s/model f"]
+DATA_MODEL += ["b/model s/data f"]
+CUBE = ["b s f", "b/a s f", "b/a,b s f", "b/b,a s f", "b/a,b,c s f", "b/c s/a f/b", "b s/a,b f", "b s/a,b f/c"]
+CUBE += ["b/a s/b f/c", "b/c,b s f/a", "b s f/a,b,c", "b/b s f/c,a"]
+MESHES = [({"data": 2, "model": 2}, DATA_MODEL), ({"data": 3, "model": 2}, DATA_MODEL)]
+MESHES += [({"a": 2, "b": 2, "c": 2}, CUBE)]
+each_mesh = pytest.mark.parametrize("axes, names", MESHES, ids=["2x2", "3x2", "2x2x2"])
+
+
+def numbered(shape, dtype=np.int64):
+    """A whole array in which every element can be told from the others."""
+    return frozen(np.arange(prod(shape)).reshape(shape).astype(dtype))
+
+
+def on_mesh(axes, body):
+    """What ``body(mesh)`` returns on each rank."""
+
+    def rank():
+        with Mesh(**axes) as mesh:
+            return body(mesh)
+
+    return run(rank, prod(axes.values()))
+
+
+@st.composite
+def specs(draw, letters="bsf", axes=("x", "y", "z")):
+    """Any sharding of three dims over three axes."""
+    cuts = {letter: [] for letter in letters}
+    for axis in draw(st.permutations(axes)):
+        if letter := draw(st.sampled_from(["", *letters])):
+            cuts[letter].append(axis)
+    return Spec(tuple((letter, tuple(names)) for letter, names in cuts.items()))

@@ -1,0 +1,95 @@
+"""Layers that write down what they are asked for, and what plays parameters and reducer for them."""
+
+import weakref
+
+import numpy as np
+
+from spmd_engine.engine.chunk import Chunk
+from spmd_engine.engine.execution import Execution
+from spmd_engine.layers.layer import At, Layer
+
+TRAINING, SERVING = (At(positions=None, residual_positions=None, training=training) for training in (True, False))
+
+
+class Box:
+    """What a layer keeps of a micro-batch; weak references to it tell how long it is kept."""
+
+    def __init__(self, number, x):
+        self.number, self.x = number, x
+
+
+class Toy(Layer):
+    """y = 2 x + its number. Writes down what it is asked for."""
+
+    def __init__(self, number, stand):
+        self.number, self.stand = number, stand
+
+    def forward(self, sh, p, x, at):
+        assert p == f"parameters {self.number}" and sh == f"shards {self.number}"
+        self.stand.say("forward" if at.saving else "forward without saving", self.number)
+        return 2 * x + self.number, self.stand.keep(Box(self.number, x))
+
+    def backward_input(self, sh, p, saved, dy):
+        assert p == f"parameters {self.number}" and sh == f"shards {self.number}" and saved.number == self.number
+        self.stand.say("input", self.number)
+        return 2 * dy, saved
+
+    def backward_weight(self, sh, rest, g):
+        assert g == f"sums {self.number}" and rest.number == self.number
+        self.stand.say("weight", self.number)
+
+
+class Stand:
+    """Toy layers, and what plays the parameters and the reducer for them."""
+
+    def __init__(self, count):
+        self.log, self.opened, self._kept = [], [], []
+        self.layers = [(f"layer{n}", Toy(n, self)) for n in range(count)]
+        self.shards = [f"shards {n}" for n in range(count)]
+
+    def chunk(self, *parts):
+        return Chunk(parts, self.layers, self.shards, self, self)
+
+    def say(self, what, number):
+        self.log.append(f"{what} {number}")
+
+    def keep(self, box):
+        self._kept.append(weakref.ref(box))
+        return box
+
+    @property
+    def kept(self):
+        return sum(ref() is not None for ref in self._kept)
+
+    def take_log(self):
+        log, self.log = self.log, []
+        return log
+
+    # as OpenParameters
+
+    def open(self, number, *, keep=(), ahead=()):
+        self.opened.append((number, list(keep), list(ahead)))
+        return f"parameters {number}"
+
+    # as Reducer
+
+    def sums(self, number):
+        return f"sums {number}"
+
+    def layer_done(self, number):
+        self.say("done", number)
+
+
+def words(text):
+    return [event.strip() for event in text.split(",")]
+
+
+def through(layers, x):
+    for number in layers:
+        x = 2 * x + number
+    return x
+
+
+def execution_of(stand, neighbours, chunks, micro_batches=1, lose=lambda m, y: y):
+    inputs = [np.full(1, 1.0 + m) for m in range(micro_batches)]
+    return Execution(chunks, neighbours, [TRAINING] * micro_batches, inputs, lose)
