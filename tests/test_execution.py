@@ -28,10 +28,10 @@ from spmd_engine.engine.schedules import (
     Wait,
 )
 from spmd_engine.errors import UsageError
-from spmd_engine.layers.layer import At, Layer
+from spmd_engine.layers.layer import ForwardContext, Layer
 from spmd_engine.models import deep_mlp, gpt, mlp
 
-TRAINING, SERVING = (At(positions=None, residual_positions=None, training=training) for training in (True, False))
+TRAINING, SERVING = (ForwardContext(None, None, training=training) for training in (True, False))
 
 
 class Box:
@@ -47,9 +47,9 @@ class Toy(Layer):
     def __init__(self, number, stand):
         self.number, self.stand = number, stand
 
-    def forward(self, sh, p, x, at):
+    def forward(self, sh, p, x, ctx):
         assert p == f"parameters {self.number}" and sh == f"shards {self.number}"
-        self.stand.say("forward" if at.saving else "forward without saving", self.number)
+        self.stand.say("forward" if ctx.saving else "forward without saving", self.number)
         return 2 * x + self.number, self.stand.keep(Box(self.number, x))
 
     def backward_input(self, sh, p, saved, dy):
@@ -191,11 +191,11 @@ def test_a_segment_s_input_is_given_up_once_it_has_been_used_again():
     class Frugal(Toy):
         """Saves nothing of its input."""
 
-        def forward(self, sh, p, x, at):
-            assert not at.saving or not any(ref() is not None for ref in inputs)
-            if at.saving:
+        def forward(self, sh, p, x, ctx):
+            assert not ctx.saving or not any(ref() is not None for ref in inputs)
+            if ctx.saving:
                 inputs.append(weakref.ref(x))
-            y, _ = super().forward(sh, p, x, at)
+            y, _ = super().forward(sh, p, x, ctx)
             return y, Box(self.number, None)
 
     stand.layers = [(name, Frugal(layer.number, stand)) for name, layer in stand.layers]

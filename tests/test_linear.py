@@ -10,7 +10,8 @@ import pytest
 from numerics import assert_gradient, frozen, normals
 from spmd_engine import Mesh, run
 from spmd_engine.errors import NotationError, UsageError
-from spmd_engine.layers import At, GradientSums, Linear, Skip
+from spmd_engine.layers import ForwardContext, GradientSums, Linear, Skip
+from spmd_engine.layers.later import wait_for
 from spmd_engine.sharding import Layout, Shards
 
 BATCH, INPUTS, OUTPUTS = 4, 5, 7
@@ -111,7 +112,7 @@ class Local:
 
     def forward(self, training=True):
         none = np.arange(0)  # positions mean nothing to these layers
-        return self.layer.forward(self.sh, tree(self.p), self.x, At(none, none, training=training))
+        return self.layer.forward(self.sh, tree(self.p), self.x, ForwardContext(none, none, training=training))
 
     def backward_input(self, saved):
         return self.layer.backward_input(self.sh, tree(self.p), saved, self.dy)
@@ -134,6 +135,7 @@ class Local:
         y, saved = self.forward()
         dx, rest = self.backward_input(saved)
         self.backward_weight(rest)
+        dx = wait_for(dx)
         results = {"y": self.outputs.gather(y, self.mesh), **self.gradients()}
         return results | ({} if dx is None else {"dx": self.inputs.gather(dx, self.mesh)})
 
@@ -281,7 +283,9 @@ def test_bytes_of_a_layer(name):
 
         _, saved = local.forward()
         forward = account()
-        local.backward_weight(local.backward_input(saved)[1])
+        dx, rest = local.backward_input(saved)
+        local.backward_weight(rest)
+        wait_for(dx)
         return forward, account()
 
     for ours, theirs in zip(zip(*on_mesh(problem_of(linear(*whole)), cut, sent)), expected):

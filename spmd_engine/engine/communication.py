@@ -18,7 +18,7 @@ from spmd_engine.engine.gathering import OpenParameters
 from spmd_engine.engine.plan import Plan
 from spmd_engine.engine.reducer import Reducer
 from spmd_engine.engine.schedules.instructions import Program
-from spmd_engine.layers.layer import At, Layer
+from spmd_engine.layers.layer import ForwardContext, Layer
 from spmd_engine.sharding.groups import ParameterGroup
 
 NOTHING = np.empty(0)
@@ -80,11 +80,11 @@ def rehearse(
     reducer = Reducer(storages, plan.uses, [plan.chunks[number] for number in plan.mine])
     layers = [(name, _Layer(name, step)) for name in names]
     chunks = {number: Chunk(segments[number], layers, layers, opened, reducer) for number in plan.mine}
-    at = At(NOTHING, NOTHING, training=True)
+    ctx = ForwardContext(NOTHING, NOTHING, training=True)
     reducer.begin(micro_batches)
     neighbours = _Neighbours(step, stages, stage, len(plan.chunks))
     inputs = [NOTHING] * micro_batches
-    Execution(chunks, neighbours, [at] * micro_batches, inputs, lambda m, y: y).run(program)
+    Execution(chunks, neighbours, [ctx] * micro_batches, inputs, lambda m, y: y).run(program)
     reducer.finish()
     opened.close()
     step.computations.append("update")
@@ -111,7 +111,7 @@ class _Layer(Layer):
     def __init__(self, name: str, step: Step) -> None:
         self._name, self._step = name, step
 
-    def forward(self, sh, p, x, at):
+    def forward(self, sh, p, x, ctx):
         self._step.computations.append(f"{self._name} forward")
         return x, None
 

@@ -8,7 +8,8 @@ from math import prod
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.errors import UsageError
-from spmd_engine.layers.layer import Layer, Parameter
+from spmd_engine.layers.declarations import Parameter
+from spmd_engine.layers.layer import Layer
 
 
 @dataclass(frozen=True)
