@@ -28,10 +28,10 @@ from spmd_engine.models import Model
 from spmd_engine.models.gpt import token_loss
 from spmd_engine.models.mlp import squared_loss
 from spmd_engine.sharding import Layout
-from spmd_engine.training import Trainer
+from spmd_engine.training import Trainer, load_checkpoint, save_checkpoint
 from spmd_engine.verify import mesh_of_one, verify
 
-D, F, V, LENGTH, BATCH, STEPS = 6, 10, 13, 7, 9, 3
+D, F, V, LENGTH, BATCH, MICRO_BATCHES, STEPS = 6, 10, 13, 7, 9, 4, 3
 
 
 class Centred(Layer):
@@ -85,7 +85,7 @@ def tokens(step):
     return rows[:, :-1], rows[:, 1:]
 
 
-def numbers(model, axes, batch, *, sequence_parallel=False, layout=None, schedule=None, zero=None, micro_batches=4, **how):
+def numbers(model, axes, batch, *, sequence_parallel=False, layout=None, schedule=None, zero=None, **how):
     """Losses, side outputs, buffers and parameters, whole, after a few steps, as rank 0 has them; and an evaluation."""
 
     def program():
@@ -94,7 +94,7 @@ def numbers(model, axes, batch, *, sequence_parallel=False, layout=None, schedul
             if schedule:
                 how["schedule"] = schedules.named(schedule)
             engine = LayeredEngine(model, mesh, chosen, dtype=np.float64, seed=5, storage=Storage(zero), **how)
-            batches = lambda step: batch_of(*batch(step), engine, micro_batches, step)
+            batches = lambda step: batch_of(*batch(step), engine, MICRO_BATCHES, step)
             trainer = Trainer(engine, AdamW(), batches, lambda step: 0.05, grad_clip=0.3)
             losses, side = [], []
             for report in trainer.run(STEPS):
@@ -205,6 +205,24 @@ def test_a_step_that_is_skipped_changes_no_buffer():
         spoilt.step()
     for name, buffer in engine.buffers.items():
         np.testing.assert_array_equal(buffer, before[name])
+
+
+def test_buffers_are_saved_and_loaded_on_any_mesh(tmp_path):
+    def program(folder, save):
+        with Mesh(**({"pipe": 2, "data": 2} if save else {"model": 2})) as mesh:
+            engine = LayeredEngine(text_model(), mesh, Layout.for_mesh(mesh), dtype=np.float64, seed=5)
+            if save:
+                batches = lambda step: batch_of(*tokens(step), engine, MICRO_BATCHES, step)
+                Trainer(engine, AdamW(), batches, lambda step: 0.05).step()
+                save_checkpoint(folder, engine)
+            else:
+                load_checkpoint(folder, engine)
+            return {name: engine.gather_buffer(name) for name in engine.buffer_names}
+
+    saved, loaded = (run(program, ranks, args=(tmp_path, ranks == 4)) for ranks in (4, 2))
+    assert len(saved[0]) == 4 and all(abs(buffer).max() > 0 for buffer in saved[0].values())
+    for name, buffer in saved[0].items():
+        np.testing.assert_array_equal(loaded[1][name], buffer)
 
 
 # --- choices that a recomputation may not make anew

@@ -22,6 +22,7 @@ from spmd_engine.engine.execution import Execution, Neighbours
 from spmd_engine.engine.extras import Buffers, Extras, SideOutputs
 from spmd_engine.engine.gathering import OpenParameters
 from spmd_engine.engine.grouped import GroupedHoldings
+from spmd_engine.engine.holdings import Index
 from spmd_engine.engine.plan import PIPE, Plan, Storage, make_plan
 from spmd_engine.engine.recompute import Recompute, check, segments
 from spmd_engine.engine.reducer import Reducer
@@ -110,9 +111,19 @@ class LayeredEngine(GroupedHoldings, ShardedEngine):
         return Extras(buffers, SideOutputs(self.model, self.mesh, self.layout))
 
     @property
-    def buffers(self) -> Mapping[str, Array]:
+    def buffers(self) -> Mapping[str, Array]:  # type: ignore[override]
         """The buffers of the layers on this rank: its blocks, by name."""
         return self._extras.buffers.arrays
+
+    @property
+    def buffer_names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.model.buffers())
+
+    def buffer_index(self, name: str) -> Index | None:
+        if name not in self.buffers:
+            return None
+        buffer, shape = dict(self.model.buffers())[name]
+        return self.layout.spec(buffer.dims).block(shape, self.mesh)
 
     def initialize(self) -> None:
         """Fill the parameters with initial values: functions of seed, name and global index alone."""
@@ -124,13 +135,16 @@ class LayeredEngine(GroupedHoldings, ShardedEngine):
                 target += parameter.std * random.normal(key, shape, self.dtype, self.index(name), self.backend)
 
     def load_checkpoint(self, params: Mapping[str, Any]) -> None:
-        for name, (_, shape) in self._described.items():
+        for name, (_, shape) in {**self._described, **dict(self.model.buffers())}.items():
             if name not in params:
                 raise UsageError(f"the checkpoint has no {name!r}; it has: {', '.join(sorted(params))}")
             if tuple(params[name].shape) != shape:
                 raise UsageError(f"{name}: the checkpoint has shape {tuple(params[name].shape)}, the model {shape}")
             if name in self.parameters:
                 self.parameters[name][...] = self.block(name, params[name])
+            if name in self.buffers:
+                self.buffers[name][...] = self.backend.asarray(np.asarray(params[name][self.buffer_index(name)]))
+        self._extras.begin()
         self._open.close()
 
     def after_update(self) -> None:
