@@ -7,7 +7,8 @@ import numpy as np
 
 from numerics import frozen, normals
 from spmd_engine import Mesh, run
-from spmd_engine.layers import At, GradientSums, Linear, Skip
+from spmd_engine.layers import ForwardContext, GradientSums, Linear, Skip
+from spmd_engine.layers.later import wait_for
 from spmd_engine.sharding import Layout, Shards
 
 BATCH, INPUTS, OUTPUTS = 4, 5, 7
@@ -78,7 +79,7 @@ class Local:
 
     def forward(self, training=True):
         none = np.arange(0)  # positions mean nothing to these layers
-        return self.layer.forward(self.sh, tree(self.p), self.x, At(none, none, training=training))
+        return self.layer.forward(self.sh, tree(self.p), self.x, ForwardContext(none, none, training=training))
 
     def backward_input(self, saved):
         return self.layer.backward_input(self.sh, tree(self.p), saved, self.dy)
@@ -101,6 +102,7 @@ class Local:
         y, saved = self.forward()
         dx, rest = self.backward_input(saved)
         self.backward_weight(rest)
+        dx = wait_for(dx)
         results = {"y": self.outputs.gather(y, self.mesh), **self.gradients()}
         return results | ({} if dx is None else {"dx": self.inputs.gather(dx, self.mesh)})
 

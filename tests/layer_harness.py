@@ -12,7 +12,19 @@ import pytest
 
 from numerics import frozen, normals
 from spmd_engine import Mesh, run
-from spmd_engine.layers import MLP, At, Attention, Embedding, GradientSums, Head, Layer, LayerNorm, Positions, Residual
+from spmd_engine.layers import (
+    MLP,
+    Attention,
+    Embedding,
+    ForwardContext,
+    GradientSums,
+    Head,
+    Layer,
+    LayerNorm,
+    Positions,
+    Residual,
+)
+from spmd_engine.layers.later import wait_for
 from spmd_engine.sharding import Layout, Shards
 
 BATCH, LENGTH, WIDTH, VOCABULARY = 3, 7, 6, 13
@@ -26,14 +38,14 @@ class TiedEnds(Layer):
         self.head = Head(VOCABULARY, WIDTH, tied="embedding/table")
         self.sizes, self.parameters = self.head.sizes, self.head.parameters
 
-    def forward(self, sh, p, x, at):
-        x, first = self.embedding.forward(sh, p, x, at)
-        y, last = self.head.forward(sh, p, x, at)
+    def forward(self, sh, p, x, ctx):
+        x, first = self.embedding.forward(sh, p, x, ctx)
+        y, last = self.head.forward(sh, p, x, ctx)
         return y, (first, last)
 
     def backward_input(self, sh, p, saved, dy):
         dx, last = self.head.backward_input(sh, p, saved[1], dy)
-        return None, (self.embedding.backward_input(sh, p, saved[0], dx)[1], last)
+        return None, (self.embedding.backward_input(sh, p, saved[0], wait_for(dx))[1], last)
 
     def backward_weight(self, sh, rest, g):
         self.head.backward_weight(sh, rest[1], g)
@@ -121,7 +133,7 @@ def where_and_when(sh, batch, length, training=True):
     """At the third position of samples 100, 101, ...: nothing may depend on counting from 0."""
     positions = np.arange(2, 2 + length)
     samples = np.arange(100, 100 + batch)[sh.span("b", batch)]
-    return At(
+    return ForwardContext(
         frozen(positions[sh.layout.positions(length, sh.mesh)]),
         frozen(positions[sh.layout.positions(length, sh.mesh, "residual")]),
         frozen(samples),
@@ -137,7 +149,7 @@ class Local:
     """A problem as one rank has it."""
 
     sh: Shards
-    at: At
+    ctx: ForwardContext
     x: np.ndarray
     dy: np.ndarray
     p: dict
@@ -165,10 +177,10 @@ def cut(problem, mesh, training=True, layout=None, **options):
 
     order = in_rank_order(sh, problem.x.shape[1])
     x, dy = block(problem.x[:, order], *problem.inputs), block(problem.dy[:, order], *problem.outputs)
-    at = where_and_when(sh, *problem.x.shape[:2], training)
+    ctx = where_and_when(sh, *problem.x.shape[:2], training)
     p = {name: block(array, problem.layer.parameters[name].dims) for name, array in problem.p.items()}
     g = {name: np.ones(array.shape) for name, array in p.items()}  # not zero: gradients are added
-    return Local(sh, at, x, dy, p, g)
+    return Local(sh, ctx, x, dy, p, g)
 
 
 def in_rank_order(sh, length):
@@ -185,11 +197,12 @@ def solve(problem, axes, training=True, **options):
         local = cut(problem, mesh, training, **options)
         sh, p = local.sh, tree(local.p)
         by_position = np.argsort(in_rank_order(sh, problem.x.shape[1]))
-        y, saved = layer.forward(sh, p, local.x, local.at)
+        y, saved = layer.forward(sh, p, local.x, local.ctx)
         results = {"y": sh.layout.spec(*problem.outputs).gather(y, mesh)[:, by_position]}
         if training:
             dx, rest = layer.backward_input(sh, p, saved, local.dy)
             layer.backward_weight(sh, rest, GradientSums(local.g))
+            dx = wait_for(dx)
             results |= {f"d{name}": gradient for name, gradient in local.gradients(layer.parameters).items()}
             if dx is not None:
                 results["dx"] = sh.layout.spec(*problem.inputs).gather(dx, mesh)[:, by_position]

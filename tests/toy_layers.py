@@ -6,9 +6,9 @@ import numpy as np
 
 from spmd_engine.engine.chunk import Chunk
 from spmd_engine.engine.execution import Execution
-from spmd_engine.layers.layer import At, Layer
+from spmd_engine.layers.layer import ForwardContext, Layer
 
-TRAINING, SERVING = (At(positions=None, residual_positions=None, training=training) for training in (True, False))
+TRAINING, SERVING = (ForwardContext(None, None, training=training) for training in (True, False))
 
 
 class Box:
@@ -24,9 +24,9 @@ class Toy(Layer):
     def __init__(self, number, stand):
         self.number, self.stand = number, stand
 
-    def forward(self, sh, p, x, at):
+    def forward(self, sh, p, x, ctx):
         assert p == f"parameters {self.number}" and sh == f"shards {self.number}"
-        self.stand.say("forward" if at.saving else "forward without saving", self.number)
+        self.stand.say("forward" if ctx.saving else "forward without saving", self.number)
         return 2 * x + self.number, self.stand.keep(Box(self.number, x))
 
     def backward_input(self, sh, p, saved, dy):

@@ -26,8 +26,8 @@ def assemble(
     Of several ranks that hold the same rectangle, the first sends it. Collective over the world. Raises
     UsageError if nobody holds some of it, MismatchError if ranks ask for different names.
     """
-    if name not in engine.names:
-        raise UsageError(f"no parameter {name!r}; there are: {', '.join(engine.names)}")
+    if name not in engine.names and name not in engine.buffer_names:
+        raise UsageError(f"no parameter {name!r}; there are: {', '.join((*engine.names, *engine.buffer_names))}")
     world = engine.group()
     # Over the world, and before anything else, so that any rank's mistake meets the others.
     asked = world.all_gather(np.array([crc32(name.encode())], np.uint32), label="gather")

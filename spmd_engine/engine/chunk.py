@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from spmd_engine.arrays.backend import Array
+from spmd_engine.engine.extras import Extras
 from spmd_engine.engine.gathering import OpenParameters
 from spmd_engine.engine.reducer import Reducer
-from spmd_engine.layers.layer import At, Layer
+from spmd_engine.layers.later import wait_for
+from spmd_engine.layers.layer import Extra, ForwardContext, Layer
 from spmd_engine.sharding.shards import Shards
 
 
@@ -26,9 +28,10 @@ class Segment:
 class Saved:
     """What a forward of a segment leaves for its backward."""
 
-    at: At
+    ctx: ForwardContext
     x: Array | None  #: what went in, if the forward is to be repeated
-    of_layers: list[Any]  #: what each layer saved, if not
+    of_layers: list[Any] = field(default_factory=list)  #: what each layer saved, if not
+    decided: dict[int, Any] = field(default_factory=dict)  #: by layer: what a repetition must not decide anew
 
 
 class Chunk:
@@ -41,10 +44,13 @@ class Chunk:
         shards: Sequence[Shards],
         parameters: OpenParameters,
         reducer: Reducer,
+        extras: Extras | None = None,
     ) -> None:
+        """``extras`` takes what forwards tell beside their outputs; without it, that is lost."""
         self._segments, self._layers, self._shards = segments, layers, shards
-        self._parameters, self._reducer = parameters, reducer
+        self._parameters, self._reducer, self._extras = parameters, reducer, extras
         self._numbers = [number for segment in segments for number in segment.layers]
+        self._losses = {number: losses for number in self._numbers if (losses := _losses_of(layers[number][1]))}
 
     @contextmanager
     def watched(self, watch: Callable[[str, Layer], Layer]) -> Iterator[None]:
@@ -55,23 +61,32 @@ class Chunk:
         finally:
             self._layers = layers
 
-    def forward(self, x: Array, at: At) -> tuple[Array, list[Saved]]:
+    def forward(self, x: Array, ctx: ForwardContext) -> tuple[Array, list[Saved]]:
         """The output, and what the backward needs."""
         saved = []
         for segment in self._segments:
-            again = segment.recomputed and at.training
-            kept = Saved(at, x if again else None, [])
-            x = self._forward(segment, x, replace(at, saving=False) if again else at, None if again else kept)
+            again = segment.recomputed and ctx.training
+            kept = Saved(ctx, x if again else None)
+            x = self._forward(segment, x, replace(ctx, saving=False) if again else ctx, kept)
             saved.append(kept)
         return x, saved
 
-    def _forward(self, segment: Segment, x: Array, at: At, kept: Saved | None) -> Array:
+    def _forward(self, segment: Segment, x: Array, ctx: ForwardContext, kept: Saved) -> Array:
         for number in segment.layers:
             p = self._parameters.open(number, ahead=self._after(number))
-            x, saved = self._layers[number][1].forward(self._shards[number], p, x, at)
-            if kept is not None and at.training:
-                kept.of_layers.append(saved)
+            x, saved, *extra = self._layers[number][1].forward(self._shards[number], p, x, ctx)
+            if ctx.training:
+                if ctx.saving:
+                    kept.of_layers.append(saved)
+                if extra:
+                    self._take(number, ctx, extra[0], kept)
         return x
+
+    def _take(self, number: int, ctx: ForwardContext, extra: Extra, kept: Saved) -> None:
+        if self._extras is not None:
+            self._extras.take(number, ctx, extra)
+        if not ctx.saving and extra.decided is not None:
+            kept.decided[number] = extra.decided
 
     def backward(self, saved: list[Saved], dy: Array, on_input_gradient: Callable[[Any], None]) -> None:
         """Both parts of the backward, layer by layer: the weights' gradients while what they need is at hand.
@@ -79,49 +94,56 @@ class Chunk:
         ``on_input_gradient`` is told the input's gradient as soon as it is known, since somebody may be waiting
         for it, while nobody waits for the first layer's weights.
         """
-        layers = self._backward_input(saved, dy)
+        layers = self._backward_input(saved, dy, on_input_gradient)
         del dy  # only they need it, and not for long
-        for number, dx, rest in layers:
-            if number == self._numbers[0]:
-                on_input_gradient(dx)
+        for number, rest in layers:
             self._backward_weight(number, rest)
             del rest  # before the next layer makes its own
 
     def backward_input(self, saved: list[Saved], dy: Array) -> tuple[Any, list[tuple[int, Any]]]:
         """The input's gradient, and what ``backward_weight`` needs."""
-        rests, dx = [], None
-        for number, dx, rest in self._backward_input(saved, dy):  # noqa: B007 (the last one is the input's)
-            rests.append((number, rest))
-        return dx, rests
+        gradients: list[Any] = []
+        rests = list(self._backward_input(saved, dy, gradients.append))
+        return gradients[0], rests
 
     def backward_weight(self, rests: list[tuple[int, Any]]) -> None:
         """The gradients of the weights, in the order of the backward."""
         while rests:
             self._backward_weight(*rests.pop(0))
 
-    def _backward_input(self, saved: list[Saved], dy: Array) -> Iterator[tuple[int, Any, Any]]:
+    def _backward_input(
+        self, saved: list[Saved], dy: Array, on_input_gradient: Callable[[Any], None]
+    ) -> Iterator[tuple[int, Any]]:
         for segment in reversed(self._segments):
             kept = saved.pop()
             keep: Sequence[int] = ()
             if kept.x is not None:
                 keep = segment.layers  # what the forward gathers now, the backward uses at once
-                again = Saved(kept.at, None, [])
-                self._repeat(segment, kept, again)
-                kept = again
+                self._repeat(segment, kept)
             for number in reversed(segment.layers):
                 p = self._parameters.open(number, keep=keep, ahead=self._before(number))
+                side = self._side_gradients(number, kept.ctx)
                 dy, rest = self._layers[number][1].backward_input(
-                    self._shards[number], p, kept.of_layers.pop(), dy
+                    self._shards[number], p, kept.of_layers.pop(), dy, *side
                 )
-                yield number, dy, rest
+                if number == self._numbers[0]:
+                    on_input_gradient(wait_for(dy))
+                    dy = None
+                yield number, rest
                 del rest
+                dy = wait_for(dy)  # only now: it may have travelled while the weights got their gradients
 
-    def _repeat(self, segment: Segment, kept: Saved, again: Saved) -> None:
+    def _repeat(self, segment: Segment, kept: Saved) -> None:
         x, kept.x = kept.x, None
         for number in segment.layers:
             p = self._parameters.open(number, keep=segment.layers, ahead=self._before(segment.layers[0]))
-            x, saved = self._layers[number][1].forward(self._shards[number], p, x, kept.at)
-            again.of_layers.append(saved)
+            ctx = replace(kept.ctx, decided=kept.decided[number]) if number in kept.decided else kept.ctx
+            x, saved, *_ = self._layers[number][1].forward(self._shards[number], p, x, ctx)
+            kept.of_layers.append(saved)
+
+    def _side_gradients(self, number: int, ctx: ForwardContext) -> tuple[dict[str, float], ...]:
+        """The gradients of a layer's own losses, if it has any: each is so much of the step's loss."""
+        return (dict.fromkeys(self._losses[number], ctx.share),) if number in self._losses else ()
 
     def _backward_weight(self, number: int, rest: Any) -> None:
         self._layers[number][1].backward_weight(self._shards[number], rest, self._reducer.sums(number))
@@ -132,3 +154,7 @@ class Chunk:
 
     def _before(self, number: int) -> range:
         return range(number - 1, self._numbers[0] - 1, -1)
+
+
+def _losses_of(layer: Layer) -> list[str]:
+    return [name for name, output in layer.side_outputs.items() if output.loss]

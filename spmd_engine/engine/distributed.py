@@ -15,7 +15,8 @@ from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.plan import Plan, Storage
 from spmd_engine.engine.reducer import Reducer
 from spmd_engine.errors import UsageError
-from spmd_engine.layers.layer import Layer, Parameter
+from spmd_engine.layers.declarations import Parameter
+from spmd_engine.layers.layer import Layer
 from spmd_engine.layers.loss import cross_entropy, mean_squared_error
 from spmd_engine.models.mlp import class_loss
 from spmd_engine.models.model import Model

@@ -11,7 +11,7 @@ from spmd_engine.comm.pending import Pending
 from spmd_engine.engine import schedules
 from spmd_engine.engine.chunk import Chunk
 from spmd_engine.errors import UsageError
-from spmd_engine.layers.layer import At
+from spmd_engine.layers.layer import ForwardContext
 
 Key = tuple[int, int]  # micro-batch and chunk
 
@@ -57,7 +57,7 @@ class Neighbours:
 class Execution:
     """One step, or one evaluation, of this rank: takes instructions, keeps what is between them.
 
-    ``ats`` and ``inputs`` tell where each micro-batch is and what goes into the first chunk; ``lose`` gives the
+    ``contexts`` and ``inputs`` tell where each micro-batch is and what goes into the first chunk; ``lose`` gives the
     gradient of a micro-batch's outputs, from the last one.
     """
 
@@ -65,12 +65,12 @@ class Execution:
         self,
         chunks: Mapping[int, Chunk],
         neighbours: Neighbours,
-        ats: Sequence[At],
+        contexts: Sequence[ForwardContext],
         inputs: Sequence[Array],
         lose: Callable[[int, Array], Any],
     ) -> None:
         self._chunks, self._neighbours = chunks, neighbours
-        self._ats, self._lose = ats, lose
+        self._contexts, self._lose = contexts, lose
         self.inputs: dict[Key, Array] = {(m, 0): x for m, x in enumerate(inputs)} if 0 in chunks else {}
         self.outputs: dict[Key, Array] = {}  # until they are sent
         self.saved: dict[Key, Any] = {}
@@ -114,8 +114,8 @@ class Execution:
                     raise UsageError(f"this engine cannot execute {instruction}")
 
     def _forward(self, m: int, c: int) -> None:
-        y, saved = self._chunks[c].forward(self.inputs.pop((m, c)), self._ats[m])
-        if self._ats[m].training:
+        y, saved = self._chunks[c].forward(self.inputs.pop((m, c)), self._contexts[m])
+        if self._contexts[m].training:
             self.saved[m, c] = saved
         if self._neighbours.is_last(c):
             self.output_gradients[m, c] = self._lose(m, y)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from spmd_engine.arrays.backend import Array
@@ -12,11 +13,17 @@ from spmd_engine.engine.storage import GroupStorage
 class OpenParameters:
     """Parameters by layer. A group that is stored in parts is whole only from its gather to its release.
 
-    ``uses`` holds, for each layer of this rank, its own names of its parameters and their full names.
+    ``uses`` holds, for each layer of this rank, its own names of its parameters and their full names; ``buffers`` its
+    buffers, which are always here, by its own names.
     """
 
-    def __init__(self, storages: Sequence[GroupStorage], uses: Mapping[int, Mapping[str, str]]) -> None:
-        self._uses = uses
+    def __init__(
+        self,
+        storages: Sequence[GroupStorage],
+        uses: Mapping[int, Mapping[str, str]],
+        buffers: Mapping[int, Mapping[str, Array]] = MappingProxyType({}),
+    ) -> None:
+        self._uses, self._buffers = uses, buffers
         self._storage_of = {name: storage for storage in storages for name in storage.group.spans}
         self._storages = {
             layer: list(dict.fromkeys(map(self._storage_of.__getitem__, names.values())))
@@ -41,7 +48,7 @@ class OpenParameters:
         if layer not in self._trees:
             names = self._uses[layer]
             arrays = {own: self._storage_of[full].parameters[full] for own, full in names.items()}
-            self._trees[layer] = _tree(arrays)
+            self._trees[layer] = _tree({**arrays, **self._buffers.get(layer, {})})
         return self._trees[layer]
 
     def _gather(self, layer: int, keep: Iterable[int], ahead: Iterable[int]) -> None:

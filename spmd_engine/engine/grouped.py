@@ -14,7 +14,7 @@ from spmd_engine.engine.holdings import Holdings, Index
 from spmd_engine.engine.plan import PIPE, Plan, Storage
 from spmd_engine.engine.storage import GroupStorage
 from spmd_engine.errors import UsageError
-from spmd_engine.layers.layer import Parameter
+from spmd_engine.layers.declarations import Parameter
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.sharding.notation import Spec
 

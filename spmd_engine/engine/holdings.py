@@ -33,8 +33,22 @@ class Holdings(Collectives):
     parameters: Mapping[str, Array] = MappingProxyType({})
     shardings: Mapping[str, str] = MappingProxyType({})
     gradients: Mapping[str, Array] = MappingProxyType({})  #: of the last step, like ``owned``
+    buffers: Mapping[str, Array] = MappingProxyType({})  #: this rank's blocks of state without a gradient
     backend: Backend = CPU
     mesh: Mesh
+
+    @property
+    def buffer_names(self) -> Sequence[str]:
+        """All buffers of the model, in the same order on every rank, whether a part is here or not."""
+        return tuple(self.buffers)
+
+    def buffer_index(self, name: str) -> Index | None:
+        """Which part of a whole buffer is stored here; None if nothing is. By default, all of it."""
+        return tuple(slice(0, n) for n in self.buffers[name].shape) if name in self.buffers else None
+
+    def gather_buffer(self, name: str, *, root: int | None = None) -> Array | None:
+        """As ``gather``, of a buffer."""
+        return assemble(self, name, self.buffers.get(name), self.buffer_index, root)
 
     @property
     def names(self) -> Sequence[str]:

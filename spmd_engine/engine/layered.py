@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -18,14 +19,16 @@ from spmd_engine.engine.base import Loss, ShardedEngine
 from spmd_engine.engine.batch import Batch
 from spmd_engine.engine.chunk import Chunk
 from spmd_engine.engine.execution import Execution, Neighbours
+from spmd_engine.engine.extras import Buffers, Extras, SideOutputs
 from spmd_engine.engine.gathering import OpenParameters
 from spmd_engine.engine.grouped import GroupedHoldings
-from spmd_engine.engine.plan import PIPE, Storage, make_plan
+from spmd_engine.engine.holdings import Index
+from spmd_engine.engine.plan import PIPE, Plan, Storage, make_plan
 from spmd_engine.engine.recompute import Recompute, check, segments
 from spmd_engine.engine.reducer import Reducer
 from spmd_engine.engine.stages import Division
 from spmd_engine.errors import UsageError
-from spmd_engine.layers.layer import At, Layer
+from spmd_engine.layers.layer import ForwardContext, Layer
 from spmd_engine.models import Model, layout_for
 from spmd_engine.sharding.dealing import deal, undeal
 from spmd_engine.sharding.layout import Layout
@@ -62,7 +65,7 @@ class LayeredEngine(GroupedHoldings, ShardedEngine):
         self.mesh = mesh if mesh is not None else Mesh()
         self.layout = layout if layout is not None else layout_for(model, self.mesh)
         for name, layer in model.layers:
-            self.layout.check(name, {"b", "s", *layer.sizes}, layer.may_cut, layer.across)
+            self._check_layout(name, layer)
         check(model, recompute)
         self.input_sharding = str(self.layout.spec(model.inputs))
         self.output_sharding = str(self.layout.spec(model.outputs))
@@ -82,17 +85,45 @@ class LayeredEngine(GroupedHoldings, ShardedEngine):
         self._neighbours = Neighbours(pipe, len(plan.chunks), backend)
         self._program = lru_cache(partial(self.schedule.program, self._neighbours.stages, stage=self._neighbours.stage))
         self._program(1)  # raises if the schedule has no such stages
-        self._open = OpenParameters(self._storages, plan.uses)
+        self._extras = self._make_extras(plan)
+        buffers = {layer: self._extras.buffers.of_layer(layer, model.layers[layer][1].buffers) for layer in plan.uses}
+        self._open = OpenParameters(self._storages, plan.uses, buffers)
         passes = [plan.chunks[number] for number in plan.mine]
         self._reducer = Reducer(self._storages, plan.uses, passes)
         shards = [Shards(self.mesh, self.layout, name) for name, _ in model.layers]
         self._chunks = {
-            number: Chunk(segments(model, layers, recompute), model.layers, shards, self._open, self._reducer)
+            number: Chunk(
+                segments(model, layers, recompute), model.layers, shards, self._open, self._reducer, self._extras
+            )
             for number, layers in zip(plan.mine, passes, strict=True)
         }
         # Not of a method: the engine would refer to itself, and its arrays outlive it until a collection.
         self._positions = lru_cache(maxsize=8)(partial(_positions, self.layout, self.mesh, backend))
         self.initialize()
+
+    def _check_layout(self, name: str, layer: Layer) -> None:
+        stream = dict.fromkeys((*layer.inputs.dims.split(), *layer.outputs.dims.split()))
+        between = [letter for letter in stream if letter not in layer.inputs.whole + layer.outputs.whole]
+        self.layout.check(name, {*stream, *layer.sizes}, layer.may_cut, layer.across, "".join(between))
+
+    def _make_extras(self, plan: Plan) -> Extras:
+        buffers = Buffers(self.model, sorted(plan.uses), self.mesh, self.layout, self.dtype, self.backend)
+        return Extras(buffers, SideOutputs(self.model, self.mesh, self.layout))
+
+    @property
+    def buffers(self) -> Mapping[str, Array]:  # type: ignore[override]
+        """The buffers of the layers on this rank: its blocks, by name."""
+        return self._extras.buffers.arrays
+
+    @property
+    def buffer_names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.model.buffers())
+
+    def buffer_index(self, name: str) -> Index | None:
+        if name not in self.buffers:
+            return None
+        buffer, shape = dict(self.model.buffers())[name]
+        return self.layout.spec(buffer.dims).block(shape, self.mesh)
 
     def initialize(self) -> None:
         """Fill the parameters with initial values: functions of seed, name and global index alone."""
@@ -104,18 +135,22 @@ class LayeredEngine(GroupedHoldings, ShardedEngine):
                 target += parameter.std * random.normal(key, shape, self.dtype, self.index(name), self.backend)
 
     def load_checkpoint(self, params: Mapping[str, Any]) -> None:
-        for name, (_, shape) in self._described.items():
+        for name, (_, shape) in {**self._described, **dict(self.model.buffers())}.items():
             if name not in params:
                 raise UsageError(f"the checkpoint has no {name!r}; it has: {', '.join(sorted(params))}")
             if tuple(params[name].shape) != shape:
                 raise UsageError(f"{name}: the checkpoint has shape {tuple(params[name].shape)}, the model {shape}")
             if name in self.parameters:
                 self.parameters[name][...] = self.block(name, params[name])
+            if name in self.buffers:
+                self.buffers[name][...] = self.backend.asarray(np.asarray(params[name][self.buffer_index(name)]))
+        self._extras.begin()
         self._open.close()
 
     def after_update(self) -> None:
         self._open.close()
         super().after_update()
+        self._extras.buffers.apply()
 
     # --- inputs and outputs ------------------------------------------------------------------------------
 
@@ -133,16 +168,18 @@ class LayeredEngine(GroupedHoldings, ShardedEngine):
 
     # --- forward and backward ----------------------------------------------------------------------------
 
-    def forward(self, x: Array, at: At | None = None) -> Array | None:
-        """Outputs of this rank's block of inputs, at the model's first positions unless ``at`` says else.
+    def forward(self, x: Array, ctx: ForwardContext | None = None) -> Array | None:
+        """Outputs of this rank's block of inputs, at the model's first positions unless ``ctx`` says else.
 
         In a pipeline every stage is given inputs, only the first one uses more of them than their shape, and only
         the last has outputs; the others return None.
         """
         self.model.check_inputs(x)
-        at = at or self._plain_at(x)
+        ctx = ctx or self._plain_context(x)
+        if ctx.training:
+            self._extras.begin()
         self._neighbours.begin(1)
-        execution = Execution(self._chunks, self._neighbours, [at], [self.backend.asarray(x)], lambda m, y: y)
+        execution = Execution(self._chunks, self._neighbours, [ctx], [self.backend.asarray(x)], lambda m, y: y)
         execution.run(self._one_pass(schedules.Forward, self.plan.mine))
         self.tape.push(execution)
         if not self.is_training:  # else the backward begins with what is here
@@ -171,12 +208,12 @@ class LayeredEngine(GroupedHoldings, ShardedEngine):
             return order
         return schedules.with_transfers(order, self._neighbours.chunks - 1, sends_unfinished=len(order))
 
-    def _plain_at(self, x: Array) -> At:
+    def _plain_context(self, x: Array) -> ForwardContext:
         length = self._summed_length(x)
         samples = None
         if self.is_training:
             samples = self._samples(self._whole(x))
-        return self._at(length, samples)
+        return self._context(length, samples)
 
     def _summed_length(self, x: Array) -> int:
         """The whole sequence's length, of which this rank's inputs may have a part."""
@@ -190,11 +227,11 @@ class LayeredEngine(GroupedHoldings, ShardedEngine):
         part = self.batch_span(whole)
         return np.arange(first + part.start, first + part.stop)
 
-    def _at(self, length: int, samples: Array | None, step: int = 0) -> At:
+    def _context(self, length: int, samples: Array | None, step: int = 0) -> ForwardContext:
         xp = self.backend.xp
         inside, residual = self._positions(length)
         samples = xp.asarray(samples) if samples is not None else None
-        return At(inside, residual, samples, step, self.seed, training=self.is_training, length=length)
+        return ForwardContext(inside, residual, samples, step, self.seed, training=self.is_training, length=length)
 
     # --- training ----------------------------------------------------------------------------------------
 
@@ -211,6 +248,7 @@ class LayeredEngine(GroupedHoldings, ShardedEngine):
         count = self.count(batch)
         micro_batches = len(batch.micro_batches)
         self._reducer.begin(micro_batches)
+        self._extras.begin()
         total = 0.0
 
         def lose(m: int, outputs: Array) -> Array:
@@ -224,18 +262,21 @@ class LayeredEngine(GroupedHoldings, ShardedEngine):
             self.model.check_inputs(micro.inputs)
         inputs = [self.backend.asarray(micro.inputs) for micro in batch.micro_batches]
         self._neighbours.begin(micro_batches)
-        execution = Execution(self._chunks, self._neighbours, self._ats(batch), inputs, lose)
+        execution = Execution(self._chunks, self._neighbours, self._contexts(batch), inputs, lose)
         execution.run(self._program(micro_batches))
         whole = self._start_sum_loss(total)  # under way while the last gradients are
+        beside = self._extras.side_outputs.start_sum()
         self._reducer.finish()
         self._open.close()
         self.gradients = self._gradients
-        return float(whole.wait())
+        sums = beside.wait()
+        self.side_outputs = self._extras.side_outputs.by_name(sums)
+        return float(whole.wait()) + self._extras.side_outputs.loss(sums)
 
-    def _ats(self, batch: Batch) -> list[At]:
+    def _contexts(self, batch: Batch) -> list[ForwardContext]:
         """Where each micro-batch is; samples are counted, and lengths summed, where the batch does not say."""
-        ats, first = [], 0
-        for micro in batch.micro_batches:
+        contexts, first = [], 0
+        for m, micro in enumerate(batch.micro_batches):
             samples = micro.samples
             if samples is None:
                 whole = self._whole(micro.inputs)
@@ -243,8 +284,9 @@ class LayeredEngine(GroupedHoldings, ShardedEngine):
                 first += whole
             known = micro.length if "s" in self.model.inputs else 1
             length = known if known is not None else self._summed_length(micro.inputs)
-            ats.append(self._at(length, samples, batch.step))
-        return ats
+            ctx = self._context(length, samples, batch.step)
+            contexts.append(replace(ctx, micro_batch=m, share=1 / len(batch.micro_batches), mask=micro.mask))
+        return contexts
 
     def _whole(self, x: Array) -> int:
         """How many samples all ranks have together, of which those of ``x`` are this rank's."""

@@ -8,8 +8,6 @@ from itertools import groupby
 
 from spmd_engine.engine.chunk import Segment
 from spmd_engine.errors import UsageError
-from spmd_engine.layers.attention import Attention
-from spmd_engine.layers.layer import Layer
 from spmd_engine.models.model import Model
 
 
@@ -41,12 +39,8 @@ def segments(model: Model, layers: Iterable[int], recompute: Recompute) -> list[
         block, slash, _ = name.partition("/")
         if recompute is Recompute.BLOCK and slash:
             return block, True
-        if recompute is Recompute.ATTENTION and _attends(layer):
+        if recompute is Recompute.ATTENTION and layer.attends:
             return name, True
         return "", False
 
     return [Segment(range((n := list(numbers))[0], n[-1] + 1), key[1]) for key, numbers in groupby(layers, part)]
-
-
-def _attends(layer: Layer) -> bool:
-    return isinstance(getattr(layer, "inner", layer), Attention)

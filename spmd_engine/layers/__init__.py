@@ -2,11 +2,12 @@
 
 from spmd_engine.layers.attention import Attention
 from spmd_engine.layers.context import ContextMethod
+from spmd_engine.layers.declarations import Activation, Buffer, Parameter, SideOutput
 from spmd_engine.layers.embedding import Embedding, Positions
 from spmd_engine.layers.gather_keys import GatherKeys
 from spmd_engine.layers.gradients import GradientSums
 from spmd_engine.layers.head import Head
-from spmd_engine.layers.layer import At, Layer, Parameter
+from spmd_engine.layers.layer import Extra, ForwardContext, Layer
 from spmd_engine.layers.linear import Linear
 from spmd_engine.layers.loss import cross_entropy, mean_squared_error
 from spmd_engine.layers.mlp import MLP
@@ -18,10 +19,13 @@ from spmd_engine.layers.skip import Skip
 from spmd_engine.layers.ulysses import Ulysses
 
 __all__ = [
-    "At",
+    "Activation",
     "Attention",
+    "Buffer",
     "ContextMethod",
     "Embedding",
+    "Extra",
+    "ForwardContext",
     "GatherKeys",
     "GradientSums",
     "Head",
@@ -33,6 +37,7 @@ __all__ = [
     "Positions",
     "Residual",
     "RingAttention",
+    "SideOutput",
     "Skip",
     "Ulysses",
     "context_method",

@@ -6,8 +6,9 @@ from operator import iadd
 from spmd_engine.arrays import einsum
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.context import ContextMethod
+from spmd_engine.layers.declarations import Parameter
 from spmd_engine.layers.gather_keys import GatherKeys
-from spmd_engine.layers.layer import Layer, Parameter
+from spmd_engine.layers.layer import Layer
 
 PROJECTIONS = ("query", "key", "value")
 
@@ -25,6 +26,8 @@ class Attention(Layer):
     values are computed alike on all its ranks, but each rank's queries give only a part of their gradients,
     which are unreduced over r: for x as those of the queries are, for the weights as over b and s.
     """
+
+    attends = True
 
     def __init__(
         self,
@@ -63,13 +66,13 @@ class Attention(Layer):
     def cost(self, length):
         return super().cost(length) + self.sizes["d"] * length  # on average, half the keys twice: scores and values
 
-    def forward(self, sh, p, x, at):
+    def forward(self, sh, p, x, ctx):
         x = sh.all_gather(x, "b s d", "s", across=self.across)
         q, k, v = (einsum(f"bsd,d{h}k->bs{h}k", x, p[name]) for name, h in self.heads.items())
         q += p["query_bias"]
         k += p["key_bias"]
         v += p["value_bias"]
-        mixed, attended = self.context.forward(sh, q, k, v, at)
+        mixed, attended = self.context.forward(sh, q, k, v, ctx)
         y = einsum(f"bs{self.across}k,{self.across}kd->bsd", mixed, p["output"])
         y = sh.reduce_scatter(y, "b s d", over=self.across, onto="s")
         y += p["output_bias"]
@@ -82,7 +85,8 @@ class Attention(Layer):
         gradients = dict(zip(PROJECTIONS, self.context.backward(sh, attended, dmixed), strict=True))
         parts = (einsum(f"bs{h}k,d{h}k->bsd", gradients[name], p[name]) for name, h in self.heads.items())
         dx = reduce(iadd, parts)
-        return sh.reduce_scatter(dx, "b s d", over=self.across, onto="s"), (x, gradients, mixed, dy_whole, dy)
+        dx = sh.start_reduce_scatter(dx, "b s d", over=self.across, onto="s")
+        return dx, (x, gradients, mixed, dy_whole, dy)
 
     def backward_weight(self, sh, rest, g):
         x, gradients, mixed, dy_whole, dy = rest

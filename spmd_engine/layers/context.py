@@ -10,7 +10,7 @@ from spmd_engine.arrays.attention import causal_attention, causal_attention_back
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import UsageError
-from spmd_engine.layers.layer import At
+from spmd_engine.layers.layer import ForwardContext
 from spmd_engine.sharding.shards import Shards
 
 
@@ -21,15 +21,15 @@ class ContextMethod(ABC):
     kernel itself. They keep nothing: one object may serve all layers.
     """
 
-    def forward(self, sh: Shards, q: Array, k: Array, v: Array, at: At) -> tuple[Array, Any]:
+    def forward(self, sh: Shards, q: Array, k: Array, v: Array, ctx: ForwardContext) -> tuple[Array, Any]:
         """The mixed values, shaped as q, and what the backward needs. Collective over the axes that cut s.
 
-        Raises UsageError if s is cut and ``at.length`` does not fit this rank's part of it.
+        Raises UsageError if s is cut and ``ctx.length`` does not fit this rank's part of it.
         """
         if not sh.is_cut("s"):
-            mixed, log_sums = causal_attention(q, k, v, at.positions, at.positions)
-            return mixed, (None, (q, k, v, mixed, log_sums, at.positions))
-        cut = CutSequence.of(sh, at, q)
+            mixed, log_sums = causal_attention(q, k, v, ctx.positions, ctx.positions)
+            return mixed, (None, (q, k, v, mixed, log_sums, ctx.positions))
+        cut = CutSequence.of(sh, ctx, q)
         mixed, saved = self.attend(cut, q, k, v)
         return mixed, (cut, saved)
 
@@ -60,13 +60,13 @@ class CutSequence:
     consecutive: bool  #: whether those of all ranks, in rank order, ascend
 
     @classmethod
-    def of(cls, sh: Shards, at: At, q: Array) -> CutSequence:
-        dealt = sh.layout.dealt(at.length, sh.mesh)
+    def of(cls, sh: Shards, ctx: ForwardContext, q: Array) -> CutSequence:
+        dealt = sh.layout.dealt(ctx.length, sh.mesh)
         group = sh.group_of("s")
         if len(dealt[group.rank]) != q.shape[1]:
             raise UsageError(
-                f"{sh.label}: s is cut over {group.axes}: of a sequence of {at.length} (At.length) this rank has "
-                f"{len(dealt[group.rank])} positions, but its queries are {q.shape[1]}"
+                f"{sh.label}: s is cut over {group.axes}: of a sequence of {ctx.length} (ForwardContext.length) this "
+                f"rank has {len(dealt[group.rank])} positions, but its queries are {q.shape[1]}"
             )
         return cls(group, sh.label, dealt, consecutive="s" not in sh.layout.balanced)
 

@@ -10,13 +10,13 @@ class Dropout:
     def __init__(self, rate: float) -> None:
         self.rate = rate
 
-    def forward(self, sh, x, at):
-        if not (self.rate and at.training):
+    def forward(self, sh, x, ctx):
+        if not (self.rate and ctx.training):
             return x, None
         backend = backend_of(x)
         # A row's number must be the same on every mesh, so it may not depend on this micro-batch's length.
-        rows = at.samples[:, None] * (1 << 24) + at.residual_positions[None, :]
-        key = key_of(at.seed, "dropout", at.step, sh.label)
+        rows = ctx.samples[:, None] * (1 << 24) + ctx.residual_positions[None, :]
+        key = key_of(ctx.seed, "dropout", ctx.step, sh.label)
         mask = bernoulli(key, 1.0 - self.rate, rows, x.shape[-1], backend)
         return self.backward(mask, x), mask
 

@@ -2,8 +2,9 @@
 
 from spmd_engine.arrays.backend import backend_of
 from spmd_engine.arrays.scatter import add_rows
+from spmd_engine.layers.declarations import Activation, Parameter
 from spmd_engine.layers.dropout import Dropout
-from spmd_engine.layers.layer import Layer, Parameter
+from spmd_engine.layers.layer import Layer
 
 
 class Embedding(Layer):
@@ -14,6 +15,7 @@ class Embedding(Layer):
     """
 
     may_cut, across = "bsv", "v"
+    inputs = Activation("b s", where="inside")
 
     def __init__(self, vocabulary: int, width: int, *, std: float = 0.02):
         self.sizes = {"v": vocabulary, "d": width}
@@ -22,7 +24,7 @@ class Embedding(Layer):
     def cost(self, length):
         return 0.0  # rows are looked up, not multiplied
 
-    def forward(self, sh, p, x, at):
+    def forward(self, sh, p, x, ctx):
         table = p["table"]
         if not sh.is_cut("v"):
             y = table[x]
@@ -58,9 +60,9 @@ class Positions(Layer):
     def cost(self, length):
         return 0.0
 
-    def forward(self, sh, p, x, at):
-        positions = at.residual_positions
-        y, mask = self.dropout.forward(sh, x + p["table"][positions], at)
+    def forward(self, sh, p, x, ctx):
+        positions = ctx.residual_positions
+        y, mask = self.dropout.forward(sh, x + p["table"][positions], ctx)
         return y, (positions, mask)
 
     def backward_input(self, sh, p, saved, dy):

@@ -1,7 +1,8 @@
 """The output head: a score for each word of the vocabulary."""
 
 from spmd_engine.arrays import einsum
-from spmd_engine.layers.layer import Layer, Parameter
+from spmd_engine.layers.declarations import Activation, Parameter
+from spmd_engine.layers.layer import Layer
 
 
 class Head(Layer):
@@ -12,18 +13,19 @@ class Head(Layer):
     """
 
     may_cut, across = "bsv", "v"
+    outputs = Activation("b s v", where="inside")
 
     def __init__(self, vocabulary: int, width: int, *, tied: str | None = None, std: float = 0.02):
         self.sizes = {"v": vocabulary, "d": width}
         self.parameters = {"table": Parameter("v d", std=std)}
         self.tied = {"table": tied} if tied else {}
 
-    def forward(self, sh, p, x, at):
+    def forward(self, sh, p, x, ctx):
         x = sh.all_gather(x, "b s d", "s", across="v")
         return einsum("bsd,vd->bsv", x, p["table"]), x
 
     def backward_input(self, sh, p, saved, dy):
-        dx = sh.reduce_scatter(einsum("bsv,vd->bsd", dy, p["table"]), "b s d", over="v", onto="s")
+        dx = sh.start_reduce_scatter(einsum("bsv,vd->bsd", dy, p["table"]), "b s d", over="v", onto="s")
         return dx, (saved, dy)
 
     def backward_weight(self, sh, rest, g):

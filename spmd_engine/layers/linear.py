@@ -6,7 +6,9 @@ from math import sqrt
 
 from spmd_engine.arrays import einsum
 from spmd_engine.errors import UsageError
-from spmd_engine.layers.layer import Layer, Parameter
+from spmd_engine.layers.declarations import Activation, Parameter
+from spmd_engine.layers.later import then
+from spmd_engine.layers.layer import Layer
 from spmd_engine.layers.mlp import ACTIVATIONS
 
 
@@ -63,13 +65,15 @@ class Linear(Layer):
         self.may_cut = "b" + i + o
         self.activation = ACTIVATIONS[activation] if activation else None
         self.slice_input, self.gather_output, self.input_gradient = slice_input, gather_output, input_gradient
+        self.inputs = Activation(f"b {i}", whole=i if slice_input else "")
+        self.outputs = Activation(f"b {o}", whole=o if gather_output else "")
         if std is None:
             std = sqrt((1.0 if activation is None else 2.0) / inputs[1])
         self.parameters = {"weights": Parameter(f"{i} {o}", std=std, summed="b")}
         if bias:
             self.parameters["bias"] = Parameter(o, decay=False, summed="b")
 
-    def forward(self, sh, p, x, at):
+    def forward(self, sh, p, x, ctx):
         i, o = self.letters
         if self.slice_input:
             x = x[:, sh.span(i, self.sizes[i])]
@@ -78,7 +82,7 @@ class Linear(Layer):
             y += p["bias"]
         slope = None
         if self.activation:
-            y, slope = self.activation(y, want_slope=at.training and at.saving)
+            y, slope = self.activation(y, want_slope=ctx.training and ctx.saving)
         if self.gather_output:
             y = sh.gather_whole(y, f"b {o}", o)
         return y, (x, slope)
@@ -91,9 +95,9 @@ class Linear(Layer):
         dz = dy if slope is None else dy * slope
         if not self.input_gradient:
             return None, (x, dz)
-        dx = sh.all_reduce(einsum(f"b{o},{i}{o}->b{i}", dz, p["weights"]), over=o)
+        dx = sh.start_all_reduce(einsum(f"b{o},{i}{o}->b{i}", dz, p["weights"]), over=o)
         if self.slice_input:
-            dx = sh.gather_whole(dx, f"b {i}", i)
+            dx = then(dx, lambda dx: sh.gather_whole(dx, f"b {i}", i))
         return dx, (x, dz)
 
     def backward_weight(self, sh, rest, g):

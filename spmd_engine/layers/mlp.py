@@ -2,7 +2,8 @@
 
 from spmd_engine.arrays import einsum
 from spmd_engine.arrays.activations import gelu, relu
-from spmd_engine.layers.layer import Layer, Parameter
+from spmd_engine.layers.declarations import Parameter
+from spmd_engine.layers.layer import Layer
 
 ACTIVATIONS = {"gelu": gelu, "relu": relu}
 
@@ -26,11 +27,11 @@ class MLP(Layer):
             "b1": Parameter("d", decay=False, where="residual"),
         }
 
-    def forward(self, sh, p, x, at):
+    def forward(self, sh, p, x, ctx):
         x = sh.all_gather(x, "b s d", "s", across="f")
         z = einsum("bsd,df->bsf", x, p["w0"])
         z += p["b0"]
-        h, slope = self.activation(z, want_slope=at.training and at.saving)
+        h, slope = self.activation(z, want_slope=ctx.training and ctx.saving)
         y = sh.reduce_scatter(einsum("bsf,fd->bsd", h, p["w1"]), "b s d", over="f", onto="s")
         y += p["b1"]
         return y, (x, h, slope)
@@ -40,7 +41,7 @@ class MLP(Layer):
         dy_whole = sh.all_gather(dy, "b s d", "s", across="f")
         dz = einsum("bsd,fd->bsf", dy_whole, p["w1"])
         dz *= slope
-        dx = sh.reduce_scatter(einsum("bsf,df->bsd", dz, p["w0"]), "b s d", over="f", onto="s")
+        dx = sh.start_reduce_scatter(einsum("bsf,df->bsd", dz, p["w0"]), "b s d", over="f", onto="s")
         return dx, (x, h, dz, dy_whole, dy)
 
     def backward_weight(self, sh, rest, g):

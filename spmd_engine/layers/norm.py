@@ -1,7 +1,8 @@
 """Layer normalisation of the residual stream."""
 
 from spmd_engine.arrays.normalization import layer_norm, layer_norm_backward, layer_norm_backward_parameters
-from spmd_engine.layers.layer import Layer, Parameter
+from spmd_engine.layers.declarations import Parameter
+from spmd_engine.layers.layer import Layer
 
 
 class LayerNorm(Layer):
@@ -18,7 +19,7 @@ class LayerNorm(Layer):
             "shift": Parameter("d", decay=False, where="residual"),
         }
 
-    def forward(self, sh, p, x, at):
+    def forward(self, sh, p, x, ctx):
         y, normal, inverse = layer_norm(x, p["scale"], p["shift"], self.epsilon)
         return y, (normal, inverse)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from spmd_engine.errors import UsageError
+from spmd_engine.layers.later import then, wait_for
 from spmd_engine.layers.layer import Layer
 from spmd_engine.layers.linear import Linear
 
@@ -24,20 +25,21 @@ class Skip(Layer):
                 meet = f"output (letter, size, gathered) {left} meets input (letter, size, sliced) {right}"
                 raise UsageError(f"Skip: {meet}; they must be alike")
         self.up, self.down = up, down
+        self.inputs, self.outputs = up.inputs, down.outputs
         self.sizes, self.may_cut = up.sizes, up.may_cut
         self.parameters = {f"up/{name}": parameter for name, parameter in up.parameters.items()}
         self.parameters |= {f"down/{name}": parameter for name, parameter in down.parameters.items()}
 
-    def forward(self, sh, p, x, at):
-        z, from_up = self.up.forward(sh, p["up"], x, at)
-        y, from_down = self.down.forward(sh, p["down"], z, at)
+    def forward(self, sh, p, x, ctx):
+        z, from_up = self.up.forward(sh, p["up"], x, ctx)
+        y, from_down = self.down.forward(sh, p["down"], z, ctx)
         return x + y, (from_up, from_down)
 
     def backward_input(self, sh, p, saved, dy):
         from_up, from_down = saved
         dz, down_rest = self.down.backward_input(sh, p["down"], from_down, dy)
-        dx, up_rest = self.up.backward_input(sh, p["up"], from_up, dz)
-        return dx + dy, (up_rest, down_rest)
+        dx, up_rest = self.up.backward_input(sh, p["up"], from_up, wait_for(dz))
+        return then(dx, lambda dx: dx + dy), (up_rest, down_rest)
 
     def backward_weight(self, sh, rest, g):
         up_rest, down_rest = rest

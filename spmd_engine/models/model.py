@@ -8,7 +8,8 @@ from math import prod
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.errors import UsageError
-from spmd_engine.layers.layer import Layer, Parameter
+from spmd_engine.layers.declarations import Buffer, Parameter
+from spmd_engine.layers.layer import Layer
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,12 @@ class Model:
                 if own not in layer.tied:
                     shape = tuple(layer.sizes[letter] for letter in parameter.dims.split())
                     yield f"{name}/{own}", (parameter, shape)
+
+    def buffers(self) -> Iterator[tuple[str, tuple[Buffer, tuple[int, ...]]]]:
+        """Full name, description and whole shape of each buffer."""
+        for name, layer in self.layers:
+            for own, buffer in layer.buffers.items():
+                yield f"{name}/{own}", (buffer, tuple(layer.sizes[letter] for letter in buffer.dims.split()))
 
     def check_inputs(self, x: Array) -> None:
         """Raise UsageError for tokens, or sequences, that this model cannot take. Host arrays only."""

@@ -90,23 +90,24 @@ class Layout:
             early, late = early + front, late - back
         return ranges
 
-    def positions(self, length: int, mesh: Mesh, where: str = "inside") -> np.ndarray:
-        """The positions, ascending, that this rank has of a sequence of ``length`` tokens.
+    def positions(self, length: int, mesh: Mesh, where: str = "inside", letter: str = "s") -> np.ndarray:
+        """The indices, ascending, that this rank has of a letter, ``length`` long in all: of a sequence, by default.
 
         On the ``residual`` stream they are those inside, cut further by the axes that the stream adds.
         """
-        inside = self.axes("s")
-        positions = self.dealt(length, mesh)[mesh.index(inside)]
+        inside = self.axes(letter)
+        positions = self.dealt(length, mesh, letter)[mesh.index(inside)]
         if where == "residual":
-            further = self.axes("s", where)[len(inside) :]
+            further = self.axes(letter, where)[len(inside) :]
             positions = positions[nested_span(len(positions), further, mesh.axes, mesh.coordinates)]
         return positions
 
-    def check(self, name: str, letters: Iterable[str], may_cut: str, across: str) -> None:
+    def check(self, name: str, letters: Iterable[str], may_cut: str, across: str, stream: str = "bs") -> None:
         """Raise NotationError if a layer cannot work under this layout.
 
-        ``letters`` are those of its arrays, ``may_cut`` those that may be cut inside it; ``across`` are the letters
-        over whose axes it gathers from the residual stream, which may cut ``s`` further over those axes and no others.
+        ``letters`` are those of its arrays, ``may_cut`` those that may be cut inside it, ``stream`` those of what
+        comes in and goes out. ``across`` are the letters over whose axes it gathers from the residual stream, which
+        may cut the stream's letters further over those axes and no others.
         """
         try:
             self.spec(" ".join(dict.fromkeys("bs" + across)))  # an activation has all of these letters
@@ -119,7 +120,7 @@ class Layout:
                     f'{name}: {letter} is cut over mesh axis "{",".join(axes)}" inside, but this layer needs it whole; '
                     f"it can be cut along {', '.join(may_cut)}"
                 )
-        for letter in "bs":
+        for letter in stream:
             inside, stream = self.axes(letter), self.axes(letter, "residual")
             borrowed = stream[len(inside) :]
             if stream[: len(inside)] != inside:

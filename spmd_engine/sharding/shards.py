@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
+from spmd_engine.comm.pending import Pending
 from spmd_engine.errors import NotationError
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.sharding.notation import nested_span
@@ -18,9 +21,6 @@ class Shards:
     def __init__(self, mesh: Mesh, layout: Layout, label: str = "") -> None:
         self.mesh, self.layout, self.label = mesh, layout, label
         self._axes: dict[tuple[str, str], tuple[str, ...]] = {}
-
-    def labelled(self, label: str) -> Shards:
-        return Shards(self.mesh, self.layout, label)
 
     def axes(self, letters: Iterable[str], where: str = "inside") -> tuple[str, ...]:
         """The mesh axes that cut any of these letters, in the mesh's order, without those of size 1."""
@@ -42,12 +42,21 @@ class Shards:
         axes = self._order(letter, where, self.axes(letter, where))
         return self.mesh.group(axes) if axes else None
 
-    def all_reduce(self, x: Array, over: Iterable[str], op: str = "sum") -> Array:
+    def all_reduce(self, x: Array, over: Iterable[str], op: str = "sum", where: str = "inside") -> Array:
         """``x``, unreduced over the axes of the letters ``over``, reduced. ``x`` must be contiguous: it is reused."""
-        axes = self.axes(over)
+        axes = self.axes(over, where)
         if not axes:
             return x
         return self.mesh.group(axes).all_reduce(x, op, out=x, label=self.label)
+
+    def start_all_reduce(
+        self, x: Array, over: Iterable[str], op: str = "sum", where: str = "inside"
+    ) -> Array | Pending:
+        """As ``all_reduce``, to be waited for later; ``x`` itself where there is nothing to reduce."""
+        axes = self.axes(over, where)
+        if not axes:
+            return x
+        return self.mesh.group(axes).start_all_reduce(x, op, out=x, label=self.label)
 
     def all_gather(self, x: Array, dims: str, letter: str, *, across: str) -> Array:
         """``x[dims]`` of the residual stream with ``letter`` whole along the axes of ``across``.
@@ -64,23 +73,59 @@ class Shards:
 
         Where the stream cuts ``onto`` over those axes each rank keeps its part; else this is an all_reduce.
         """
-        borrowed = self._borrowed(onto, over)
+        borrowed = self._scattered(dims, over, onto)
         if not borrowed:
             return self.all_reduce(x, over)
-        if set(borrowed) != set(self.axes(over)):
-            raise NotationError(
-                f"reduce_scatter of {dims!r}: {over} is cut over {self.axes(over)}, but the residual stream cuts "
-                f"{onto} only over {borrowed}; cut both over the same axes"
-            )
         for axis in borrowed:
             x = self.mesh.group(axis).reduce_scatter(x, dims.split().index(onto), label=self.label)
         return x
+
+    def start_reduce_scatter(self, x: Array, dims: str, *, over: str, onto: str) -> Array | Pending:
+        """As ``reduce_scatter``, to be waited for later; ``x`` itself where there is nothing to reduce."""
+        borrowed = self._scattered(dims, over, onto)
+        if not borrowed:
+            return self.start_all_reduce(x, over)
+        dim = dims.split().index(onto)
+        for axis in borrowed[:-1]:
+            x = self.mesh.group(axis).reduce_scatter(x, dim, label=self.label)
+        return self.mesh.group(borrowed[-1]).start_reduce_scatter(x, dim, label=self.label)
+
+    def all_to_all(
+        self, x: Array, splits: Sequence[int], *, over: str, received: Sequence[int] | None = None
+    ) -> tuple[Array, list[int]]:
+        """Rows of ``x`` sent to the ranks among which the letter ``over`` is cut: ``splits[i]`` of them to the i-th.
+
+        Returns the rows that came, in rank order, and how many came from whom: the ``splits`` of the way back, in the
+        backward. Who knows that number says it (``received``), and it need not be asked for. Any number may be 0.
+        Where the letter is whole, all rows stay here.
+        """
+        group = self.group_of(over)
+        if group is None:
+            return x, list(splits)
+        if received is None:
+            received = group.all_to_all(np.array(splits, np.int64), label=self.label).tolist()
+        return group.all_to_all(x, splits=splits, label=self.label), list(received)
+
+    def start_all_to_all(self, x: Array, splits: Sequence[int], *, over: str) -> Array | Pending:
+        """As ``all_to_all`` of rows whose way is known, to be waited for later."""
+        group = self.group_of(over)
+        return x if group is None else group.start_all_to_all(x, splits=splits, label=self.label)
 
     def gather_whole(self, x: Array, dims: str, letter: str) -> Array:
         """``x[dims]``, as it is inside a layer, with ``letter`` whole on every rank."""
         for axis in reversed(self._order(letter, "inside", self.axes(letter))):
             x = self.mesh.group(axis).all_gather(x, dims.split().index(letter), label=self.label)
         return x
+
+    def _scattered(self, dims: str, over: str, onto: str) -> tuple[str, ...]:
+        """The axes of ``over`` over which the residual stream cuts ``onto``: all of them, or none."""
+        borrowed = self._borrowed(onto, over)
+        if borrowed and set(borrowed) != set(self.axes(over)):
+            raise NotationError(
+                f"reduce_scatter of {dims!r}: {over} is cut over {self.axes(over)}, but the residual stream cuts "
+                f"{onto} only over {borrowed}; cut both over the same axes"
+            )
+        return borrowed
 
     def _borrowed(self, letter: str, from_letter: str) -> tuple[str, ...]:
         """Axes that cut ``letter`` on the residual stream and ``from_letter`` inside."""

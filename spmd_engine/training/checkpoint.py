@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,8 @@ def save_checkpoint(
     ``facts`` (JSON) are kept with the parameters. Each file appears under its name only once it is complete.
     """
     arrays = ((name, engine.gather(name, root=0)) for name in sorted(engine.names))
-    _save(Path(folder) / PARAMETERS, engine, arrays, facts)
+    buffers = ((name, engine.gather_buffer(name, root=0)) for name in sorted(engine.buffer_names))
+    _save(Path(folder) / PARAMETERS, engine, chain(arrays, buffers), facts)
     if optimizer is not None:
         optimizer.prepare(engine)
         states = (

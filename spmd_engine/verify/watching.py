@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.backend import Array
 from spmd_engine.engine.base import Loss, ShardedEngine
 from spmd_engine.engine.batch import Batch
 from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.layers import Layer, Linear, Skip
-from spmd_engine.sharding.notation import Spec, nested_span
+from spmd_engine.errors import UsageError
+from spmd_engine.layers import Activation, Layer
+from spmd_engine.layers.later import wait_for
+from spmd_engine.sharding.notation import Spec
 from spmd_engine.verify.comparison import Index, Part
 
 OUTPUT, OUTPUT_GRADIENT, INPUT_GRADIENT = "output", "gradient of the outputs", "input gradient"
@@ -98,37 +100,36 @@ class LayeredWatch(Watch):
         return next(layer for layer in _beginnings(parameter) if layer in self._known)
 
     def step(self, batch: Batch, loss: Loss | None = None) -> float:
-        self._batch = batch
         with self.engine.watched(partial(_WatchedLayer, self)):
             return self._watched_step(batch, loss)
 
-    def number(self, samples: Array) -> int | None:
-        """Which micro-batch has these samples; None if the batch does not number them."""
-        samples = backend_of(samples).to_host(samples)
-        numbers = enumerate(self._batch.micro_batches)
-        return next((m for m, micro in numbers if np.array_equal(micro.samples, samples)), None)
-
-    def take(self, moment: Moment, array: Array, letter: str, base: Array) -> None:
-        """Keep what a layer that was given ``base`` gives to the next one; its last dim has that letter."""
+    def take(self, moment: Moment, array: Array, declared: Activation, base: Array) -> None:
+        """Keep what a layer that was given ``base`` gives to the next one, with the letters that it declares."""
         if (moment.kind, moment.layer) == (OUTPUT, self.layers[-1]):
             return  # the loss is given those, and may write over them
-        letters = ("b", "s", letter) if array.ndim == 3 else ("b", letter)
-        place = partial(self._dealt, letters, "residual")
-        taken = Taken(array, place, base if base.shape == array.shape else None)
+        if len(declared.dims.split()) != array.ndim:
+            raise UsageError(
+                f"layer {moment.layer}: the {moment.kind} has shape {array.shape}, but the layer declares "
+                f'[{declared.dims}]; say inputs = Activation("...") and outputs = Activation("...") in its class'
+            )
+        taken = Taken(array, partial(self._dealt, declared), base if base.shape == array.shape else None)
         self.taken.setdefault(moment, taken)  # where it is recomputed, it comes again
 
     def _place_of_outputs(self) -> Place:
-        return partial(self._dealt, self.engine.model.outputs.split(), "inside")
+        return partial(self._dealt, Activation(self.engine.model.outputs, where="inside"))
 
-    def _dealt(self, letters: Sequence[str], where: str, shape: tuple[int, ...]) -> Index:
+    def _dealt(self, declared: Activation, shape: tuple[int, ...]) -> Index:
         layout, mesh = self.engine.layout, self.engine.mesh
 
         def places(letter: str, length: int) -> slice | np.ndarray:
-            if letter == "s":  # the only letter that is another on the residual stream, and need not be consecutive
-                return layout.positions(length, mesh, where)
-            return nested_span(length, layout.axes(letter), mesh.axes, mesh.coordinates)
+            if letter in declared.whole:
+                return slice(0, length)
+            mine = layout.positions(length, mesh, declared.where, letter)
+            if letter in layout.balanced:
+                return mine
+            return slice(int(mine[0]), int(mine[-1]) + 1) if mine.size else slice(0, 0)  # consecutive: no list of them
 
-        return tuple(map(places, letters, shape))
+        return tuple(map(places, declared.dims.split(), shape))
 
 
 class _WatchedLayer(Layer):
@@ -136,20 +137,17 @@ class _WatchedLayer(Layer):
 
     def __init__(self, watch: LayeredWatch, name: str, layer: Layer) -> None:
         self._watch, self._name, self._layer = watch, name, layer
-        self._into, self._out = _stream_letters(layer)
 
-    def forward(self, sh, p, x, at):
-        y, saved = self._layer.forward(sh, p, x, at)
-        m = self._watch.number(at.samples)
-        if m is not None:
-            self._watch.take(Moment(OUTPUT, self._name, m), y, self._out, x)
-        return y, (m, saved)
+    def forward(self, sh, p, x, ctx):
+        y, saved, *extra = self._layer.forward(sh, p, x, ctx)
+        self._watch.take(Moment(OUTPUT, self._name, ctx.micro_batch), y, self._layer.outputs, x)
+        return y, (ctx.micro_batch, saved), *extra
 
-    def backward_input(self, sh, p, saved, dy):
+    def backward_input(self, sh, p, saved, dy, *side):
         m, saved = saved
-        dx, rest = self._layer.backward_input(sh, p, saved, dy)
-        if m is not None and dx is not None:
-            self._watch.take(Moment(INPUT_GRADIENT, self._name, m), dx, self._into, dy)
+        dx, rest = self._layer.backward_input(sh, p, saved, dy, *side)
+        if (dx := wait_for(dx)) is not None:
+            self._watch.take(Moment(INPUT_GRADIENT, self._name, m), dx, self._layer.inputs, dy)
         return dx, rest
 
     def backward_weight(self, sh, rest, g):
@@ -160,14 +158,6 @@ def _beginnings(name: str) -> Iterator[str]:
     """"a/b" and "a" of "a/b/c": what may be the name of its layer."""
     while name := name.rpartition("/")[0]:
         yield name
-
-
-def _stream_letters(layer: Layer) -> tuple[str, str]:
-    """The letters of the last dims of what goes into a layer and comes out of it; none where that is whole."""
-    if not isinstance(layer, (Linear, Skip)):
-        return "", ""
-    first, last = (layer.up, layer.down) if isinstance(layer, Skip) else (layer, layer)
-    return "" if first.slice_input else first.letters[0], "" if last.gather_output else last.letters[1]
 
 
 def _cut(engine: ShardedEngine, sharding: str, shape: tuple[int, ...]) -> Index:

@@ -92,11 +92,11 @@ def test_a_segment_s_input_is_given_up_once_it_has_been_used_again():
     class Frugal(Toy):
         """Saves nothing of its input."""
 
-        def forward(self, sh, p, x, at):
-            assert not at.saving or not any(ref() is not None for ref in inputs)
-            if at.saving:
+        def forward(self, sh, p, x, ctx):
+            assert not ctx.saving or not any(ref() is not None for ref in inputs)
+            if ctx.saving:
                 inputs.append(weakref.ref(x))
-            y, _ = super().forward(sh, p, x, at)
+            y, _ = super().forward(sh, p, x, ctx)
             return y, Box(self.number, None)
 
     stand.layers = [(name, Frugal(layer.number, stand)) for name, layer in stand.layers]

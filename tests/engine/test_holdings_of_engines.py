@@ -12,7 +12,8 @@ from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.plan import Storage
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import Linear
-from spmd_engine.layers.layer import Layer, Parameter
+from spmd_engine.layers.declarations import Parameter
+from spmd_engine.layers.layer import Layer
 from spmd_engine.models import Model
 from spmd_engine.models.mlp import squared_loss
 
@@ -135,7 +136,7 @@ class Scale(Layer):
     parameters = {"scale": Parameter("", mean=2.0, decay=False, summed="b")}
     may_cut, sizes = "bd", {"d": 5}
 
-    def forward(self, sh, p, x, at):
+    def forward(self, sh, p, x, ctx):
         return p["scale"] * x, x
 
     def backward_input(self, sh, p, saved, dy):

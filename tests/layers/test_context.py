@@ -13,6 +13,7 @@ from spmd_engine import Mesh, run
 from spmd_engine.arrays.attention import causal_attention
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import Attention, LayerNorm, Residual, ring_attention
+from spmd_engine.layers.later import wait_for
 from spmd_engine.layers.names import CONTEXT_METHODS, context_method
 from spmd_engine.sharding import Layout
 
@@ -92,8 +93,8 @@ def test_float32_stays(method):
 
     def rank():
         local = cut(problem, Mesh(context=2))
-        y, saved = problem.layer.forward(local.sh, local.p, local.x, local.at)
-        dx, _ = problem.layer.backward_input(local.sh, local.p, saved, local.dy)
+        y, saved = problem.layer.forward(local.sh, local.p, local.x, local.ctx)
+        dx = wait_for(problem.layer.backward_input(local.sh, local.p, saved, local.dy)[0])
         return y.dtype, dx.dtype
 
     assert run(rank, ranks=2) == [(np.dtype(np.float32),) * 2] * 2
@@ -108,8 +109,8 @@ def test_over_mpi(method, balanced):
     layer = problem.layer
     with Mesh(context=3) as mesh:
         local = cut(problem, mesh, balanced=balanced)
-        y, saved = layer.forward(local.sh, local.p, local.x, local.at)
-        dx, _ = layer.backward_input(local.sh, local.p, saved, local.dy)
+        y, saved = layer.forward(local.sh, local.p, local.x, local.ctx)
+        dx = wait_for(layer.backward_input(local.sh, local.p, saved, local.dy)[0])
         own = local.sh.layout.positions(200, mesh)
     expected = single(problem)
     np.testing.assert_allclose(y, expected["y"][:, own], rtol=0, atol=1e-11)
@@ -177,7 +178,7 @@ def sent(layer, axes, length=LENGTH, **options):
     def rank():
         mesh = Mesh(**axes)
         local = cut(problem, mesh, **options)
-        _, saved = layer.forward(local.sh, local.p, local.x, local.at)
+        _, saved = layer.forward(local.sh, local.p, local.x, local.ctx)
         forward = {key: entry.sent for key, entry in mesh.ledger.entries.items()}
         mesh.ledger.clear()
         layer.backward_input(local.sh, local.p, saved, local.dy)
@@ -252,7 +253,7 @@ def test_only_queries_that_see_a_key_are_compared(monkeypatch, ranks):
         def rank():
             local = cut(problem, Mesh(context=ranks), balanced=balanced)
             calls[get_ident()] = []
-            problem.layer.forward(local.sh, local.p, local.x, local.at)
+            problem.layer.forward(local.sh, local.p, local.x, local.ctx)
             return calls[get_ident()]
 
         return run(rank, ranks=ranks)
@@ -277,7 +278,7 @@ def test_positions_that_do_not_fit_are_an_error(length):
 
     def rank():
         local = cut(problem, Mesh(context=2))
-        return problem.layer.forward(local.sh, local.p, local.x, replace(local.at, length=length))
+        return problem.layer.forward(local.sh, local.p, local.x, replace(local.ctx, length=length))
 
     with pytest.raises(UsageError, match=f"s is cut over context: of a sequence of {length} "):
         run(rank, ranks=2)

@@ -23,6 +23,7 @@ from layer_harness import (
 from numerics import assert_gradient, frozen, normals
 from spmd_engine import Mesh, run
 from spmd_engine.layers import Embedding, GradientSums
+from spmd_engine.layers.later import wait_for
 
 # --- one device: the backward is the derivative of the forward
 
@@ -118,7 +119,7 @@ def calls(name, axes, sequence_parallel):
     def rank():
         mesh = Mesh(**axes)
         local = cut(problem, mesh, sequence_parallel=sequence_parallel)
-        _, saved = layer.forward(local.sh, tree(local.p), local.x, local.at)
+        _, saved = layer.forward(local.sh, tree(local.p), local.x, local.ctx)
         forward = list(mesh.ledger.entries)
         mesh.ledger.clear()
         _, rest = layer.backward_input(local.sh, tree(local.p), saved, local.dy)
@@ -156,14 +157,14 @@ def test_micro_batches_in_flight(name):
         inputs, outputs = [], []
 
         def forward(local):
-            y, saved = layer.forward(sh, p, local.x, local.at)
+            y, saved = layer.forward(sh, p, local.x, local.ctx)
             outputs.append(y.copy())
             return saved
 
         def backward(local, saved, g):
             dx, rest = layer.backward_input(sh, p, saved, local.dy)
-            inputs.append(dx)
             layer.backward_weight(sh, rest, GradientSums(g))
+            inputs.append(wait_for(dx))
 
         saved = [forward(local) for local in (first, second)]
         for local, one in zip((first, second), saved):
@@ -190,7 +191,7 @@ def test_weights_may_wait(name):
         local = cut(problem, Mesh())
         p, rests = tree(local.p), []
         for _ in range(2):
-            _, saved = layer.forward(local.sh, p, local.x, local.at)
+            _, saved = layer.forward(local.sh, p, local.x, local.ctx)
             rests.append(layer.backward_input(local.sh, p, saved, local.dy)[1])
         for rest in rests:
             layer.backward_weight(local.sh, rest, GradientSums(local.g))

@@ -7,6 +7,7 @@ import pytest
 
 from dense import BATCH, INPUTS, ONE, OUTPUTS, Local, Problem, assert_same, linear, on_mesh, problem_of, skip
 from spmd_engine import Mesh, run
+from spmd_engine.layers.later import wait_for
 
 WHOLE = [(), ("slice_input",), ("gather_output",), ("slice_input", "gather_output")]
 #: Meshes, and which axes cut which letter.
@@ -127,7 +128,9 @@ def test_bytes_of_a_layer(name):
 
         _, saved = local.forward()
         forward = account()
-        local.backward_weight(local.backward_input(saved)[1])
+        dx, rest = local.backward_input(saved)
+        local.backward_weight(rest)
+        wait_for(dx)
         return forward, account()
 
     for ours, theirs in zip(zip(*on_mesh(problem_of(linear(*whole)), cut, sent)), expected):

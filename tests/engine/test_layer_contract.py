@@ -1,0 +1,362 @@
+"""What a layer may have beside parameters: buffers, side outputs, choices, and letters of its own, under everything."""
+
+import numpy as np
+import pytest
+
+import tiny
+from spmd_engine import Mesh, run
+from spmd_engine.arrays import einsum
+from spmd_engine.engine import AdamW, LayeredEngine, schedules
+from spmd_engine.engine.batch import batch_of
+from spmd_engine.engine.plan import Storage
+from spmd_engine.engine.recompute import Recompute
+from spmd_engine.errors import NotFiniteError, UsageError
+from spmd_engine.layers import (
+    MLP,
+    Activation,
+    Buffer,
+    Embedding,
+    Extra,
+    Head,
+    Layer,
+    LayerNorm,
+    Parameter,
+    Residual,
+    SideOutput,
+)
+from spmd_engine.models import Model
+from spmd_engine.models.gpt import token_loss
+from spmd_engine.models.mlp import squared_loss
+from spmd_engine.sharding import Layout
+from spmd_engine.training import Trainer, load_checkpoint, save_checkpoint
+from spmd_engine.verify import mesh_of_one, verify
+
+D, F, V, LENGTH, BATCH, MICRO_BATCHES, STEPS = 6, 10, 13, 7, 9, 4, 3
+
+
+class Centred(Layer):
+    """y[b s d] = (x - mean) · scale[d], the mean over the whole micro-batch; in evaluation, the running one.
+
+    A loss: the mean's square. A count: how often each d was positive.
+    """
+
+    def __init__(self):
+        self.sizes = {"d": D}
+        self.parameters = {"scale": Parameter("d", mean=1.0, where="residual")}
+        self.buffers = {
+            "running": Buffer("d", lambda old, mean: 0.9 * old + 0.1 * mean),
+            "seen": Buffer("d", lambda old, new: old / 2 + new, per_step=True, summed="bs", where="residual"),
+        }
+        self.side_outputs = {
+            "size": SideOutput(loss=True),
+            "positive": SideOutput("d", summed="bs", where="residual"),
+        }
+
+    def forward(self, sh, p, x, ctx):
+        if not ctx.training:
+            return (x - p["running"]) * p["scale"], None
+        sums = sh.all_reduce(np.append(x.sum((0, 1)), x.shape[0] * x.shape[1]), over="bs", where="residual")
+        mean, count = sums[:-1] / sums[-1], sums[-1]
+        positive = (x > 0).sum((0, 1)).astype(x.dtype)
+        told = Extra({"running": mean, "seen": positive}, {"size": (mean**2).sum(), "positive": positive})
+        return (x - mean) * p["scale"], (x - mean, mean, count), told
+
+    def backward_input(self, sh, p, saved, dy, side):
+        centred, mean, count = saved
+        dx = dy * p["scale"]
+        dmean = -sh.all_reduce(dx.sum((0, 1)), over="bs", where="residual") + 2 * side["size"] * mean
+        return dx + dmean / count, (centred, dy)
+
+    def backward_weight(self, sh, rest, g):
+        g.einsum("scale", "bsd,bsd->d", *rest)
+
+
+def text_model():
+    layers = [("embedding", Embedding(V, D, std=0.5))]
+    for i in range(2):
+        layers.append((f"block{i}/centred", Residual(LayerNorm(D), Centred())))
+        layers.append((f"block{i}/mlp", Residual(LayerNorm(D), MLP(D, F, std=0.3))))
+    layers.append(("head", Head(V, D, std=0.5)))
+    return Model("toy", tuple(layers), "b s", "b s v", "b s", token_loss(V), LENGTH, V)
+
+
+def tokens(step):
+    rows = np.random.default_rng(step).integers(0, V, (BATCH, LENGTH + 1))
+    return rows[:, :-1], rows[:, 1:]
+
+
+def numbers(model, axes, batch, *, sequence_parallel=False, layout=None, schedule=None, zero=None, **how):
+    """Losses, side outputs, buffers and parameters, whole, after a few steps, as rank 0 has them; and an evaluation."""
+
+    def program():
+        with Mesh(**axes) as mesh:
+            chosen = layout or Layout.for_mesh(mesh, sequence_parallel=sequence_parallel)
+            if schedule:
+                how["schedule"] = schedules.named(schedule)
+            engine = LayeredEngine(model, mesh, chosen, dtype=np.float64, seed=5, storage=Storage(zero), **how)
+            batches = lambda step: batch_of(*batch(step), engine, MICRO_BATCHES, step)
+            trainer = Trainer(engine, AdamW(), batches, lambda step: 0.05, grad_clip=0.3)
+            losses, side = [], []
+            for report in trainer.run(STEPS):
+                losses.append(report.loss)
+                side.append({name: value.copy() for name, value in engine.side_outputs.items()})
+            buffers = {name: engine.gather_buffer(name) for name in engine.buffer_names}
+            parameters = {name: engine.gather(name) for name in engine.names}
+            return losses, side, buffers, parameters, trainer.evaluate([batches(99)])
+
+    return run(program, ranks=int(np.prod(list(axes.values()))))
+
+
+def assert_same(found, expected):
+    for rank in found:
+        np.testing.assert_allclose(rank[0], expected[0], rtol=1e-11)
+        for ours, theirs in zip([*rank[1], *rank[2:4]], [*expected[1], *expected[2:4]], strict=True):
+            assert ours.keys() == theirs.keys()
+            for name, value in theirs.items():
+                np.testing.assert_allclose(ours[name], value, rtol=0, atol=1e-10, err_msg=name)
+        np.testing.assert_allclose(rank[4], expected[4], rtol=1e-11)
+
+
+WAYS = {
+    "data": ({"data": 3}, {}),
+    "tensor": ({"model": 2}, {}),
+    "sequence": ({"data": 2, "model": 2}, {"sequence_parallel": True}),
+    "context": ({"context": 2}, {}),
+    "zero 1": ({"data": 2}, {"zero": 1}),
+    "zero 2": ({"data": 3}, {"zero": 2}),
+    "zero 3": ({"data": 2}, {"zero": 3, "recompute": Recompute.BLOCK}),
+    "recompute": ({"data": 1}, {"recompute": Recompute.BLOCK}),
+    "pipe and all": ({"pipe": 2, "data": 2, "model": 2}, {"zero": 2, "sequence_parallel": True}),
+    **{
+        schedule: ({"pipe": 2, "data": 2}, {"schedule": schedule, "recompute": recompute})
+        for schedule, recompute in zip(
+            (name for name in schedules.SCHEDULES if name != "sequential"),
+            [Recompute.NONE, Recompute.BLOCK] * len(schedules.SCHEDULES),
+            strict=False,
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_buffers_and_side_outputs_are_those_of_one_device(way):
+    axes, how = WAYS[way]
+    assert_same(numbers(text_model(), axes, tokens, **how), numbers(text_model(), {"data": 1}, tokens)[0])
+
+
+def test_auxiliary_losses_and_gradients_fit_each_other():
+    """The directional derivative of the step's loss, along a random direction in all parameters."""
+    engine = LayeredEngine(text_model(), mesh_of_one(), Layout(), dtype=np.float64, seed=5)
+    batch = batch_of(*tokens(0), engine, 3)
+    rng = np.random.default_rng(0)
+    along = {name: rng.standard_normal(p.shape) for name, p in engine.parameters.items()}
+    engine.step(batch)
+    slope = sum((engine.named(engine.gradients)[name] * along[name]).sum() for name in along)
+
+    def at(distance):
+        for name, p in engine.parameters.items():
+            p += distance * along[name]
+        loss = engine.step(batch)
+        for name, p in engine.parameters.items():
+            p -= distance * along[name]
+        return loss
+
+    assert sum(engine.side_outputs[f"block{i}/centred/size"] for i in range(2)) > 0
+    np.testing.assert_allclose((at(1e-6) - at(-1e-6)) / 2e-6, slope, rtol=1e-6)
+
+
+def test_buffers_are_folded_in_the_order_of_micro_batches():
+    """And once a step: with what was put by before, halved, and the sum of the step's counts."""
+    engine = LayeredEngine(text_model(), mesh_of_one(), Layout(), dtype=np.float64, seed=5)
+    seen = []
+    name = "block0/centred"
+
+    class Spy(Centred):
+        def forward(self, sh, p, x, ctx):
+            y, saved, extra = super().forward(sh, p, x, ctx)
+            seen.append((ctx.micro_batch, extra))
+            return y, saved, extra
+
+    engine.model.layers[1][1].inner.__class__ = Spy
+    trainer = Trainer(engine, AdamW(), lambda step: batch_of(*tokens(step), engine, 3, step), lambda step: 0.05)
+    running, counts = np.zeros(D), np.zeros(D)
+    for _ in range(2):
+        seen.clear()
+        trainer.step()
+        for _, extra in sorted(seen, key=lambda each: each[0]):
+            running = 0.9 * running + 0.1 * extra.updates["running"]
+        counts = counts / 2 + sum(extra.updates["seen"] for _, extra in seen)
+        np.testing.assert_allclose(engine.buffers[f"{name}/running"], running, rtol=1e-12)
+        np.testing.assert_array_equal(engine.buffers[f"{name}/seen"], counts)
+
+
+def test_a_step_that_is_skipped_changes_no_buffer():
+    engine = LayeredEngine(text_model(), mesh_of_one(), Layout(), dtype=np.float64, seed=5)
+
+    def nothing_finite(outputs, targets, **options):
+        return np.inf, np.zeros_like(outputs)
+
+    Trainer(engine, AdamW(), lambda step: batch_of(*tokens(step), engine), lambda step: 0.05).step()
+    before = {name: buffer.copy() for name, buffer in engine.buffers.items()}
+    spoilt = Trainer(
+        engine, AdamW(), lambda step: batch_of(*tokens(step), engine), lambda step: 0.05, loss=nothing_finite
+    )
+    with pytest.raises(NotFiniteError):
+        spoilt.step()
+    for name, buffer in engine.buffers.items():
+        np.testing.assert_array_equal(buffer, before[name])
+
+
+def test_buffers_are_saved_and_loaded_on_any_mesh(tmp_path):
+    def program(folder, save):
+        with Mesh(**({"pipe": 2, "data": 2} if save else {"model": 2})) as mesh:
+            engine = LayeredEngine(text_model(), mesh, Layout.for_mesh(mesh), dtype=np.float64, seed=5)
+            if save:
+                batches = lambda step: batch_of(*tokens(step), engine, MICRO_BATCHES, step)
+                Trainer(engine, AdamW(), batches, lambda step: 0.05).step()
+                save_checkpoint(folder, engine)
+            else:
+                load_checkpoint(folder, engine)
+            return {name: engine.gather_buffer(name) for name in engine.buffer_names}
+
+    saved, loaded = (run(program, ranks, args=(tmp_path, ranks == 4)) for ranks in (4, 2))
+    assert len(saved[0]) == 4 and all(abs(buffer).max() > 0 for buffer in saved[0].values())
+    for name, buffer in saved[0].items():
+        np.testing.assert_array_equal(loaded[1][name], buffer)
+
+
+# --- choices that a recomputation may not make anew
+
+
+class Fickle(Layer):
+    """y[b s d] = x · w[d] where it so decides: otherwise with every call, as rounding could have it."""
+
+    def __init__(self):
+        self.sizes, self.parameters = {"d": D}, {"w": Parameter("d", mean=1.0, where="residual")}
+        self.calls = 0
+
+    def forward(self, sh, p, x, ctx):
+        kept = ctx.decided
+        if kept is None:
+            self.calls += 1
+            kept = np.arange(D) % 2 == self.calls % 2
+        return x * kept * p["w"], (x, kept), Extra(decided=kept)
+
+    def backward_input(self, sh, p, saved, dy):
+        x, kept = saved
+        return dy * kept * p["w"], (x * kept, dy)
+
+    def backward_weight(self, sh, rest, g):
+        g.einsum("w", "bsd,bsd->d", *rest)
+
+
+def test_a_recomputation_decides_nothing_anew():
+    def gradients(recompute):
+        layers = (("embedding", Embedding(V, D, std=0.5)), ("block0/fickle", Fickle()), ("head", Head(V, D, std=0.5)))
+        model = Model("fickle", layers, "b s", "b s v", "b s", token_loss(V), LENGTH, V)
+        engine = LayeredEngine(model, mesh_of_one(), Layout(), dtype=np.float64, seed=5, recompute=recompute)
+        engine.step(batch_of(*tokens(0), engine, 3))
+        return engine.named(engine.gradients)
+
+    kept, again = gradients(Recompute.NONE), gradients(Recompute.BLOCK)
+    for name, gradient in kept.items():
+        np.testing.assert_allclose(again[name], gradient, rtol=1e-12, atol=1e-15)
+
+
+# --- other letters
+
+
+class Pointwise(Layer):
+    """y[b h w o] = x[b h w c] · weights[c o]: a 1 x 1 convolution, with any of its letters cut."""
+
+    may_cut = "bhwco"
+    inputs, outputs = Activation("b h w c"), Activation("b h w o")
+
+    def __init__(self, into, out, turned=False):
+        if turned:
+            self.inputs, self.outputs = self.outputs, self.inputs
+        self.i, self.o = ("o", "c") if turned else ("c", "o")
+        self.sizes = {self.i: into, self.o: out}
+        self.parameters = {"weights": Parameter(f"{self.i} {self.o}", std=0.5, summed="bhw")}
+
+    def forward(self, sh, p, x, ctx):
+        y = einsum(f"bhw{self.i},{self.i}{self.o}->bhw{self.o}", x, p["weights"])
+        return sh.all_reduce(y, over=self.i), x
+
+    def backward_input(self, sh, p, x, dy):
+        dx = einsum(f"bhw{self.o},{self.i}{self.o}->bhw{self.i}", dy, p["weights"])
+        return sh.start_all_reduce(dx, over=self.o), (x, dy)
+
+    def backward_weight(self, sh, rest, g):
+        g.einsum("weights", f"bhw{self.i},bhw{self.o}->{self.i}{self.o}", *rest)
+
+
+HEIGHT, WIDTH, CHANNELS = 5, 4, 6
+
+
+def image_model():
+    sizes = [(CHANNELS, 8), (8, CHANNELS), (CHANNELS, 5), (5, CHANNELS)]
+    layers = [(f"block{k // 2}/layer{k}", Pointwise(*size, turned=k % 2 == 1)) for k, size in enumerate(sizes)]
+    return Model("images", tuple(layers), "b h w c", "b h w c", "b h w c", squared_loss)
+
+
+def images(step):
+    rng = np.random.default_rng(step)
+    return tuple(rng.standard_normal((BATCH, HEIGHT, WIDTH, CHANNELS)) for _ in range(2))
+
+
+IMAGE_WAYS = {
+    "rows": ({"rows": 2}, {"h": ("rows",)}, {}),
+    "rows and columns": ({"rows": 2, "columns": 3}, {"h": ("rows",), "w": ("columns",)}, {"zero": 2}),
+    "channels": ({"model": 3}, {"o": ("model",)}, {}),
+    "channels both ways": ({"row": 2, "col": 2}, {"c": ("row",), "o": ("col",)}, {"recompute": Recompute.BLOCK}),
+    "data, rows and channels": (
+        {"data": 2, "rows": 2, "model": 2},
+        {"b": ("data",), "h": ("rows",), "o": ("model",)},
+        {"zero": 3},
+    ),
+    "pipe and rows": ({"pipe": 2, "rows": 2}, {"h": ("rows",)}, {"schedule": "zero-bubble"}),
+    "pipe and channels": ({"pipe": 2, "model": 2}, {"o": ("model",)}, {"recompute": Recompute.BLOCK}),
+}
+
+
+@pytest.mark.parametrize("way", IMAGE_WAYS)
+def test_layers_may_have_any_letters(way):
+    axes, cuts, how = IMAGE_WAYS[way]
+    layout = Layout(cuts, cuts)
+    expected = numbers(image_model(), {"data": 1}, images, layout=Layout())[0]
+    assert_same(numbers(image_model(), axes, images, layout=layout, **how), expected)
+
+
+def test_a_letter_that_a_layer_needs_whole_may_not_be_cut():
+    def program():
+        with Mesh(rows=2) as mesh:
+            LayeredEngine(text_model(), mesh, Layout({"d": ("rows",)}, {"d": ("rows",)}))
+
+    with pytest.raises(UsageError, match="d is cut over mesh axis"):
+        run(program, ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "axes", "cuts"),
+    [
+        (text_model, tokens, {"data": 2, "model": 2}, None),
+        (text_model, tokens, {"pipe": 2, "data": 2}, None),
+        (image_model, images, {"data": 2, "rows": 2}, {"b": ("data",), "h": ("rows",)}),
+        (image_model, images, {"pipe": 2, "model": 2}, {"o": ("model",)}),
+    ],
+    ids=["text", "text in stages", "images", "images in stages"],
+)
+def test_verify_knows_them(model, batch, axes, cuts):
+    def program():
+        with Mesh(**axes) as mesh:
+            layout = Layout(cuts, cuts) if cuts else Layout.for_mesh(mesh)
+            engine = LayeredEngine(model(), mesh, layout, dtype=np.float64, seed=5)
+            alone = None
+            if mesh.rank == 0:
+                alone = LayeredEngine(model(), mesh_of_one(), Layout(), dtype=np.float64, seed=5)
+            batches = lambda engine, step: batch_of(*batch(step), engine, 2, step)
+            return verify(engine, alone, batches, steps=2)
+
+    for report in run(program, ranks=tiny.ranks_of(axes)):
+        assert report.agrees, str(report)
