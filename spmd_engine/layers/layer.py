@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from spmd_engine.arrays.backend import Array
+from spmd_engine.errors import NotationError
 from spmd_engine.layers.gradients import GradientSums
 from spmd_engine.sharding.shards import Shards
 
@@ -31,6 +32,11 @@ class Parameter:
     decay: bool = True
     where: str = "inside"
     summed: str = "bs"
+
+    def __post_init__(self) -> None:
+        if any(len(letter) != 1 for letter in self.dims.split()):
+            apart = " ".join(letter for letter in self.dims if not letter.isspace())
+            raise NotationError(f'Parameter("{self.dims}"): dims are letters with blanks between them, as in "{apart}"')
 
 
 @dataclass(frozen=True)
