@@ -35,7 +35,7 @@ class Bigram(ShardedEngine):
         self.load_checkpoint(whole)
 
     def load_checkpoint(self, params):
-        self.parameters = {name: np.ascontiguousarray(self.block(name, params[name])) for name in self.shardings}
+        self.parameters = {name: self.block(name, params[name]) for name in self.shardings}
 
     def forward(self, tokens):
         x = self.parameters["first"][tokens]

@@ -17,6 +17,17 @@ class MeshError(UsageError):
     """A mesh does not fit the ranks there are, or an axis is unknown."""
 
 
+class WrongNumberOfRanks(MeshError):
+    """A mesh has places for more or fewer ranks than there are."""
+
+    def __init__(self, mesh: str, ranks: int, there_are: int) -> None:
+        super().__init__(
+            f"mesh {mesh} needs {ranks} ranks, but there are {there_are}. "
+            f"Change the sizes, or start with: mpiexec -n {ranks} ..."
+        )
+        self.mesh, self.ranks = mesh, ranks  #: its axes, as in "data=2,model=2"; how many ranks it needs
+
+
 class NotationError(UsageError):
     """A pattern such as ``"b/data d"`` or an einsum cannot be read or does not fit its array."""
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from spmd_engine.comm.mesh import Mesh
+from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.errors import UsageError
 
 
@@ -30,3 +32,12 @@ def engine_by_name(name: str, option: str) -> Callable[..., Any]:
         return partial(getattr(importlib.import_module(module), attribute), *arguments, **keywords)
     except (ImportError, AttributeError, TypeError, ValueError, SyntaxError) as error:
         raise UsageError(f"{option} {name}: {error}") from error
+
+
+def check_mesh(name: str, engine: ShardedEngine, mesh: Mesh, asked: str | None) -> None:
+    """Raise UsageError if ``--mesh`` was ``asked`` for, and the engine has made another one itself."""
+    if asked and str(engine.mesh) != str(mesh):
+        raise UsageError(
+            f"{name} makes a mesh of its own, {engine.mesh}, instead of --mesh {asked}: let it take the mesh, "
+            "def __init__(self, mesh), or leave --mesh out"
+        )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
 import numpy as np
 
 from spmd_engine.cli.composition import build_engine
-from spmd_engine.cli.engine_by_name import engine_by_name
+from spmd_engine.cli.engine_by_name import check_mesh, engine_by_name
 from spmd_engine.cli.options import (
     check_option,
     device_option,
@@ -21,7 +23,10 @@ from spmd_engine.cli.options import (
 from spmd_engine.comm.agreement import on_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.base import ShardedEngine
-from spmd_engine.errors import UsageError
+from spmd_engine.engine.layered import LayeredEngine
+from spmd_engine.engine.made import make_engine
+from spmd_engine.errors import NotationError, SpmdError, UsageError
+from spmd_engine.sharding.notation import Spec
 from spmd_engine.training.checkpoint import Checkpoint, load_checkpoint
 
 
@@ -30,7 +35,7 @@ from spmd_engine.training.checkpoint import Checkpoint, load_checkpoint
 @click.option("--output", "target", metavar="Y.npy", required=True, help="Where whole outputs go.")
 @click.option("--run", metavar="DIR", help="Folder that 'train' wrote; inputs are tokens[b s].")
 @click.option("--engine", metavar="MODULE:NAME", help="Or your own engine, MODULE as in import: a class or function.")
-@click.option("--checkpoint", metavar="FILE", help="Its parameters, a safetensors file.")
+@click.option("--checkpoint", metavar="PATH", help="Its parameters: a safetensors file, or a saved folder.")
 @click.option("--batch-size", type=click.IntRange(min=1), help="Inputs at a time. [default: all]")
 @mesh_option
 @device_option
@@ -39,7 +44,8 @@ def infer(source, target, run, engine, checkpoint, batch_size, mesh, device, che
     """Read an array on rank 0, run the model on all ranks, write the outputs from rank 0.
 
     A run's inputs are tokens[b s], bytes or 256 for the end of a file, and its outputs logits[b s v]. An engine of
-    your own is made without arguments; its load_checkpoint is called with --checkpoint alone.
+    your own is made with mesh=... if it takes that, and nothing else; its load_checkpoint is called with --checkpoint
+    alone.
     """
     if bool(run) == bool(engine):
         raise UsageError("infer needs a model: either --run DIR or --engine MODULE:NAME")
@@ -52,11 +58,13 @@ def infer(source, target, run, engine, checkpoint, batch_size, mesh, device, che
             model: ShardedEngine = build_engine(what_it_computes(config), opened, device=device)
             load_checkpoint(run_folder(run), model)
         else:
-            model = _own_engine(engine, opened)
+            model = _own_engine(engine, opened, mesh)
             if checkpoint:
                 model.load_checkpoint(Checkpoint(checkpoint))
+        on_rank_zero(opened.group(), lambda: _check_shape(inputs, source, model))
         outputs = _Outputs()
-        model.inference_loop(_pieces(inputs, batch_size) if inputs is not None else None, outputs)
+        with _telling_shapes(inputs, source, model):
+            model.inference_loop(_pieces(inputs, batch_size) if inputs is not None else None, outputs)
         on_rank_zero(opened.group(), lambda: outputs.save(target))
 
 
@@ -95,10 +103,42 @@ def _pieces(inputs: np.ndarray, size: int | None):
     return (inputs[start : start + step] for start in range(0, len(inputs), step))
 
 
-def _own_engine(name: str, mesh: Mesh) -> ShardedEngine:
-    made = engine_by_name(name, "--engine")()
-    if not isinstance(made, ShardedEngine):
-        raise UsageError(f"--engine {name} made a {type(made).__name__}; it must make a ShardedEngine")
-    if "_mesh" not in made.__dict__:
-        made.mesh = mesh
-    return made
+def _own_engine(name: str, mesh: Mesh, asked: str | None) -> ShardedEngine:
+    engine = make_engine(engine_by_name(name, "--engine"), mesh)
+    check_mesh(name, engine, mesh, asked)
+    return engine
+
+
+def _check_shape(inputs: np.ndarray, source: str, engine: ShardedEngine) -> None:
+    """Raise UsageError if whole inputs lack dims that the engine names, or are of other sizes than its model says."""
+    letters, sizes = Spec.parse(engine.input_sharding).letters, {}
+    fits = inputs.ndim >= len(letters)  # what an engine of one's own does not name is whole
+    if isinstance(engine, LayeredEngine):
+        letters, sizes = engine.model.inputs.replace(" ", ""), engine.model.layers[0][1].sizes
+        fits = inputs.ndim == len(letters)
+    if not fits or any(sizes.get(letter, n) != n for letter, n in zip(letters, inputs.shape)):
+        expected = ", ".join(str(sizes.get(letter, letter)) for letter in letters)
+        raise UsageError(
+            f"--input {source} has shape {inputs.shape}, but inputs are [{' '.join(letters)}], the batch first: "
+            f"save an array of shape ({expected})"
+        )
+
+
+@contextmanager
+def _telling_shapes(inputs: np.ndarray | None, source: str, engine: ShardedEngine) -> Iterator[None]:
+    """An engine of one's own may find only in its forward that inputs do not fit: say what they were."""
+    letters = " ".join(Spec.parse(engine.input_sharding).letters) or "whatever its forward takes"
+    try:
+        yield
+    except Exception as error:
+        if inputs is None:  # rank 0 tells
+            raise
+        hint = (
+            f"--input {source} has shape {inputs.shape}, and the engine takes [{letters}]: if sizes do not fit, save "
+            "inputs of those that its parameters have, or load the --checkpoint that they belong to"
+        )
+        if isinstance(error, NotationError):
+            raise UsageError(f"{error}. {hint}") from error
+        if not isinstance(error, SpmdError):
+            error.add_note(hint)
+        raise

@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from spmd_engine.cli.composition import COMPOSITION, build_engine, check_composition, composition_options
-from spmd_engine.cli.engine_by_name import engine_by_name
+from spmd_engine.cli.engine_by_name import check_mesh, engine_by_name
 from spmd_engine.cli.options import check_option, device_option, mesh_option, open_mesh
 from spmd_engine.comm.agreement import on_rank_zero
 from spmd_engine.comm.mesh import Mesh
@@ -143,6 +143,7 @@ def _verify_made(
     name: str, make: Callable[..., Any], shape: tuple[int, ...], options: dict[str, Any], mesh: Mesh
 ) -> Report:
     engine, reference = engine_and_reference(make, mesh)
+    check_mesh(name, engine, mesh, options["mesh"])
     started = compare(engine, reference, lambda engine, step: None, steps=0)
     if not started.agrees:  # which the same values for all would hide
         return started

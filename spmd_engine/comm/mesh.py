@@ -14,7 +14,7 @@ from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.pending import TIMEOUT, Pending
 from spmd_engine.comm.world import gather_texts, world
-from spmd_engine.errors import MeshError, UsageError
+from spmd_engine.errors import MeshError, UsageError, WrongNumberOfRanks
 
 Over = str | Iterable[str] | None  #: one axis, several, or None for all
 
@@ -127,10 +127,7 @@ class Mesh(Collectives):
                 raise MeshError(f"mesh axis {axis!r} has size {size!r}; sizes are whole numbers from 1")
         product = prod(self.axes.values())
         if product != self.comm.size:
-            raise MeshError(
-                f"mesh {self} needs {product} ranks, but there are {self.comm.size}. "
-                f"Change the sizes, or start with: mpiexec -n {product} ..."
-            )
+            raise WrongNumberOfRanks(str(self), product, self.comm.size)
 
     def group(self, over: Over = None, *, among: Mapping[str, Sequence[int]] | None = None) -> Group:
         """The ranks that differ from this one only along ``over``, as a Group; made when first asked for.

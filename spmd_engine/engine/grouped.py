@@ -88,9 +88,11 @@ class GroupedHoldings(Holdings):
             return () if rows.stop > rows.start else None
         return (slice(block[0].start + rows.start, block[0].start + rows.stop), *block[1:])
 
-    def block(self, name: str, array: Any, owned: bool = False) -> Array:
-        block = np.asarray(array[self.owned_index(name) if owned else self.index(name)])
-        return self.backend.asarray(block)
+    def _index_in(self, name: str, array: Any, owned: bool) -> Index:
+        index = self.owned_index(name) if owned else self.index(name)
+        if index is None:
+            raise UsageError(f"rank {self.mesh.rank} holds no part of {name!r}: another stage does, or another owner")
+        return index
 
     @property
     def owned(self) -> dict[str, Array]:

@@ -102,14 +102,21 @@ class Holdings(Collectives):
         return None if index is None else Shard(index, self.parameters[name])
 
     def block(self, name: str, array: Any, owned: bool = False) -> Array:
-        """This rank's (or only its owned) part of a whole, sliceable array, read by slices alone."""
-        if name in self.shardings or owned:
-            # By the array's own shape: while loading, the engine may not know its parameters' yet.
-            spec = self.owned_sharding(name) if owned else self.sharding(name)
-            block = array[spec.block(tuple(array.shape), self.mesh)]
-        else:  # whole on every rank; a copy, since it will be updated
-            block = np.array(array[...])
-        return self.backend.asarray(np.asarray(block) if not self.backend.owns(block) else block)
+        """This rank's (or only its owned) part of a whole array, which is read by slices alone.
+
+        A contiguous copy, since it will be updated in place. An array whose slices are copies already says so by an
+        attribute ``slices_are_copies``, as those of a ``Checkpoint`` do, and is not copied twice.
+        """
+        part = array[self._index_in(name, array, owned)]
+        return _own(part, self.backend, fresh=getattr(array, "slices_are_copies", False))
+
+    def _index_in(self, name: str, array: Any, owned: bool) -> Any:
+        """Where this rank's part lies in a whole array."""
+        if name not in self.shardings and not owned:
+            return tuple(slice(0, length) for length in array.shape)
+        # By the array's own shape: while loading, the engine may not know its parameters' yet.
+        spec = self.owned_sharding(name) if owned else self.sharding(name)
+        return spec.block(tuple(array.shape), self.mesh)
 
     def global_shape(self, name: str) -> tuple[int, ...]:
         """The whole shape of a parameter. Collective over the axes that cut it."""
@@ -153,3 +160,13 @@ class Holdings(Collectives):
         """Flat gradients that this rank, of all that have them, counts."""
         named = self.named(self.gradients).items()
         return (backend_of(g).xp.ravel(g) for name, g in named if self.counts_here(name))
+
+
+def _own(part: Any, backend: Backend, fresh: bool) -> Array:
+    """``part`` as a contiguous array of the backend's own; copied unless it is ``fresh``, nobody else's, already."""
+    if backend.on_device and backend.owns(part):
+        return part if fresh and part.flags.c_contiguous else part.copy()
+    part = backend_of(part).to_host(part)
+    if backend.on_device:  # moving it is the copy
+        return backend.asarray(np.asarray(part, order="C"))
+    return np.array(part, order="C", copy=None if fresh else True)  # of a memory map, too, an ordinary array

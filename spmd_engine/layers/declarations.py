@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from spmd_engine.arrays.backend import Array
+from spmd_engine.errors import NotationError
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,11 @@ class Parameter:
     decay: bool = True
     where: str = "inside"
     summed: str = "bs"
+
+    def __post_init__(self) -> None:
+        if any(len(letter) != 1 for letter in self.dims.split()):
+            apart = " ".join(letter for letter in self.dims if not letter.isspace())
+            raise NotationError(f'Parameter("{self.dims}"): dims are letters with blanks between them, as in "{apart}"')
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -20,13 +21,28 @@ from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.errors import UsageError
 
 PARAMETERS, OPTIMIZER = "parameters.safetensors", "optimizer.safetensors"
+#: What the files call dtypes.
+DTYPES = {
+    "BOOL": np.bool_,
+    **{f"{kind}{8 * size}": np.dtype(f"{kind.lower()}{size}") for kind in "IU" for size in (1, 2, 4, 8)},
+    **{f"F{8 * size}": np.dtype(f"f{size}") for size in (2, 4, 8)},
+    "C64": np.complex64,
+    "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+}
 
 
 class Checkpoint(Mapping):
-    """A safetensors file as a mapping of names to arrays that are read only where they are sliced."""
+    """A safetensors file as a mapping of names to arrays that are read only where they are sliced.
+
+    ``path`` may also be a folder that ``save_checkpoint`` wrote: its parameters. Raises UsageError if there is none.
+    """
 
     def __init__(self, path: str | os.PathLike) -> None:
         self.path = Path(path)
+        if self.path.is_dir():
+            self.path /= PARAMETERS
         if not self.path.is_file():
             raise UsageError(f"{self.path}: no such checkpoint")
         try:
@@ -51,17 +67,50 @@ class Checkpoint(Mapping):
 
 
 class Sliceable:
-    """An array on disk: a shape, and blocks of it when sliced."""
+    """An array on disk: a shape, a dtype, and parts of it, as NumPy's basic slicing gives them but always copies."""
+
+    slices_are_copies = True
 
     def __init__(self, piece: Any) -> None:
         self._piece = piece
-        self.shape = tuple(piece.get_shape())
+        self.shape: tuple[int, ...] = tuple(piece.get_shape())
+        self.dtype = np.dtype(DTYPES[piece.get_dtype()])
 
-    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        shape = [len(range(*part.indices(size))) for part, size in zip(index, self.shape, strict=True)]
+    def __getitem__(self, index: Any) -> np.ndarray:
+        """``self[...]``, ``self[2:5]``, ``self[-1, :, ::2]``, ...; only what lies between the ends is read.
+
+        Raises IndexError as NumPy does, and for what is no basic slicing (lists, masks, None).
+        """
+        spans, wanted = [], []  # what is read, and what of that is asked for
+        for part, length in zip(self._of_every_dim(index), self.shape, strict=True):
+            if isinstance(part, slice):
+                places = range(length)[part]
+                first, last = sorted((places[0], places[-1])) if places else (0, -1)
+                spans.append(slice(first, last + 1))
+                wanted.append(slice(None, None, places.step))
+            else:
+                place = range(length)[part]  # raises IndexError
+                spans.append(slice(place, place + 1))
+                wanted.append(0)
+        return self._read(tuple(spans))[tuple(wanted)]
+
+    def _of_every_dim(self, index: Any) -> list[slice | int]:
+        """An index with ``...``, and whatever dims it leaves out, written out."""
+        parts = list(index) if isinstance(index, tuple) else [index]
+        for part in parts:
+            if part is not ... and not isinstance(part, (slice, int, np.integer)) or isinstance(part, bool):
+                raise IndexError(f"an array on disk takes slices, whole numbers and ..., not {part!r}")
+        if parts.count(...) > 1 or len(parts) - parts.count(...) > len(self.shape):
+            raise IndexError(f"[{', '.join(map(str, parts))}] of an array of shape {self.shape}: too many indices")
+        at = parts.index(...) if ... in parts else len(parts)
+        missing = len(self.shape) - (len(parts) - parts.count(...))
+        return [*parts[:at], *[slice(None)] * missing, *parts[at + 1 :]]
+
+    def _read(self, spans: tuple[slice, ...]) -> np.ndarray:
+        shape = [span.stop - span.start for span in spans]
         if 0 in shape:  # the library refuses empty slices, which ranks without a head or a word have
-            return np.empty(shape, np.float32)
-        return self._piece[index]
+            return np.empty(shape, self.dtype)
+        return self._piece[spans]
 
 
 def save_checkpoint(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from inspect import Parameter, signature
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,8 @@ from spmd_engine.comm.agreement import on_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.threads import run, solo
 from spmd_engine.engine.base import ShardedEngine
-from spmd_engine.errors import MeshError, UsageError
+from spmd_engine.engine.made import make_engine, name_of
+from spmd_engine.errors import UsageError, WrongNumberOfRanks
 
 DEVIATION = 0.1  # of the values that take the place of zeros
 
@@ -36,12 +36,7 @@ def engine_and_reference(make: Callable[..., Any], mesh: Mesh) -> tuple[ShardedE
 
     def alone() -> ShardedEngine:
         one = mesh_of_one(engine.mesh.axes)
-        try:  # a mesh that it makes itself is then one of one rank, too
-            return run(_made, 1, args=(make, one))[0]
-        except MeshError as error:
-            raise UsageError(
-                f"on one rank, {_name(make)} cannot be made: {error}. Let it take the mesh: def __init__(self, mesh)"
-            ) from error
+        return run(_made, 1, args=(make, one))[0]  # a mesh that it makes itself is then one of one rank, too
 
     reference = on_rank_zero(engine.group(), alone)
     whole = {name: engine.gather(name, root=0) for name in engine.names}
@@ -70,32 +65,23 @@ def fill_zeros(engine: ShardedEngine, reference: ShardedEngine | None, seed: int
 
 
 def _load(engine: ShardedEngine, whole: dict[str, Array]) -> None:
-    engine.load_checkpoint(whole)
+    engine.load_checkpoint({name: array.copy() for name, array in whole.items()})  # it may keep what it is given
     engine.after_update()
 
 
 def _made(make: Callable[..., Any], mesh: Mesh) -> ShardedEngine:
-    wanted = signature(make).parameters
-    given: dict[str, Any] = {"mesh": mesh, "dtype": np.float64}
-    kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-    needs = [n for n, p in wanted.items() if p.kind in kinds and p.default is p.empty and n not in given]
-    if needs:
+    try:
+        made = make_engine(make, mesh, dtype=np.float64)
+    except WrongNumberOfRanks as error:  # of a mesh that it makes itself
+        ranks = "one rank, with which verify compares" if mesh.size == 1 else f"{mesh.size} ranks"
         raise UsageError(
-            f"{_name(make)} needs {', '.join(needs)}: give values, as in MODULE:NAME(6, 11), or write a function "
-            "that makes the engine"
-        )
-    made = make(**{name: value for name, value in given.items() if name in wanted})
-    if not isinstance(made, ShardedEngine):
-        raise UsageError(f"{_name(make)} made a {type(made).__name__}; it must make a ShardedEngine")
+            f"on {ranks}, {name_of(make)} cannot be made: it makes the mesh {error.mesh}, of {error.ranks} ranks. "
+            "Let it take the mesh: def __init__(self, mesh). Then start: "
+            f"mpiexec -n {error.ranks} python -m spmd_engine verify ... --mesh {error.mesh}"
+        ) from error
     if not made.names:
         raise UsageError(
-            f"{_name(make)} made an engine without parameters: load some in its constructor, or name a function that "
+            f"{name_of(make)} made an engine without parameters: load some in its constructor, or name a function that "
             "makes it and loads them"
         )
-    if "_mesh" not in made.__dict__:
-        made.mesh = mesh
     return made
-
-
-def _name(make: Callable[..., Any]) -> str:
-    return getattr(getattr(make, "func", make), "__name__", str(make))  # of a partial, what it calls

@@ -1,10 +1,13 @@
 """The command line, as people start it."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
+
+from spmd_engine.cli import main
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # one rank alone would take every core and race the others' tests
 QUIET = ["--eval-every", "0", "--eval-samples", "2", "--sample", "0"]
@@ -152,6 +155,86 @@ def test_infer_with_an_engine_of_one_s_own(ok, tmp_path):
     ok(3, "infer", *args)
     w0, w1 = whole.values()
     np.testing.assert_allclose(np.load(tmp_path / "y.npy"), np.maximum(x @ w0, 0) @ w1, atol=1e-5)
+
+
+ENGINES_TO_SERVE = """
+import numpy as np
+from spmd_engine import Mesh
+from spmd_engine.engine import ShardedEngine
+from spmd_engine.strategies import TensorParallel
+
+class Matrix(ShardedEngine):
+    input_sharding = output_sharding = "b/data d"
+    parameters = {"w": np.ones((4, 3))}
+    def load_checkpoint(self, params):
+        self.parameters = {"w": self.block("w", params["w"])}
+    def forward(self, x):
+        return x @ self.parameters["w"]
+    backward = None
+
+def on(mesh):
+    print("mesh", mesh)
+    return TensorParallel(4, 6, mesh)
+
+def alone():
+    return TensorParallel(4, 6, Mesh(model=1))
+"""
+
+
+@pytest.fixture
+def infer_here(tmp_path, monkeypatch, capsys):
+    """'infer' on one rank, this process, of inputs of a shape: its code, output and errors."""
+    (tmp_path / "served.py").write_text(ENGINES_TO_SERVE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "served", raising=False)
+
+    def run(shape, *args, dtype=np.float64):
+        np.save(tmp_path / "x.npy", np.zeros(shape, dtype))
+        code = 0
+        try:
+            main(["infer", "--input", str(tmp_path / "x.npy"), "--output", str(tmp_path / "y.npy"), *map(str, args)])
+        except SystemExit as leave:
+            code = leave.code
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_infer_hands_an_engine_its_mesh(infer_here):
+    assert infer_here((3, 4), "--engine", "served:on", "--mesh", "data=1,model=1")[:2] == (0, "mesh data=1,model=1\n")
+
+
+def test_infer_refuses_a_mesh_that_the_engine_does_not_take(infer_here):
+    assert infer_here((3, 4), "--engine", "served:alone")[0] == 0
+    code, _, err = infer_here((3, 4), "--engine", "served:alone", "--mesh", "data=1")
+    assert code == 2 and "served:alone makes a mesh of its own, model=1, instead of --mesh data=1" in err
+
+
+@pytest.mark.parametrize("path", [".", "parameters.safetensors"])
+def test_infer_takes_a_folder_that_was_saved_or_a_file(infer_here, tmp_path, path):
+    save_file({"w": np.full((4, 3), 2.0)}, tmp_path / "parameters.safetensors")
+    code, _, err = infer_here((3, 4), "--engine", "served:Matrix", "--checkpoint", tmp_path / path)
+    assert (code, err) == (0, "") and np.load(tmp_path / "y.npy").shape == (3, 3)
+
+
+def test_infer_says_what_shape_an_engine_takes(infer_here):
+    code, _, err = infer_here((3,), "--engine", "served:Matrix")
+    assert code == 2 and "x.npy has shape (3,), but inputs are [b d], the batch first: save an array of " in err
+    code, _, err = infer_here((3, 5), "--engine", "served:alone")
+    assert code == 2 and "x.npy has shape (3, 5), and the engine takes [b d]: if sizes do not fit, save" in err
+    with pytest.raises(ValueError, match="matmul") as failure:  # with its traceback
+        infer_here((3, 5), "--engine", "served:Matrix")
+    assert "has shape (3, 5), and the engine takes [b d]" in failure.value.__notes__[0]
+
+
+def test_infer_says_what_shape_a_run_takes(infer_here, ok, tmp_path):
+    ok(1, "train", "--model", "mlp", "--run", "scores", "--steps", "1", "--batch-size", "2", *QUIET)
+    run = ["--run", tmp_path / "runs" / "scores"]
+    for shape in ((3, 65), (3, 28, 28)):
+        code, _, err = infer_here(shape, *run)
+        assert code == 2 and f"has shape {shape}, but inputs are [b d], the batch first: save an" in err
+        assert "shape (b, 784)" in err
+    assert infer_here((3, 784), *run, dtype=np.float32)[0] == 0
 
 
 def test_inspect_needs_no_ranks(ok):

@@ -47,6 +47,9 @@ def empty():
 def fixed():
     return DataParallel(4, 6, Mesh(data=2))
 
+def alone():
+    return DataParallel(4, 6, Mesh(data=1))
+
 nothing = 3
 '''
 SHORT = ["--length", "8", "--batch-size", "4"]
@@ -147,6 +150,9 @@ MISTAKES = {
     "unknown model 'huge'": ["--model", "huge"],
     "it needs an axis 'model'": ["--sequence-parallel"],
     "it changes sums on purpose": ["--compress", "float16"],
+    "it makes the mesh data=2, of 2 ranks. Let it take the mesh": ["mine:fixed", "--input-shape", "5,4"],
+    "start: mpiexec -n 2 python -m spmd_engine verify ... --mesh data=2": ["mine:fixed", "--input-shape", "5,4"],
+    "a mesh of its own, data=1, instead of --mesh x=1": ["mine:alone", "--mesh", "x=1", "--input-shape", "5,4"],
     "Invalid value for '--steps'": ["--steps", "0"],
 }
 

@@ -4,11 +4,17 @@ from math import prod
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import tiny
+from fake_device import FakeDevice
 from spmd_engine import Mesh, run
+from spmd_engine.engine import SGD, ShardedEngine
+from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.holdings import Holdings
 from spmd_engine.errors import MismatchError, UsageError
+from spmd_engine.training import Trainer
+from spmd_engine.training.checkpoint import Checkpoint
 
 WHOLE = {
     "uneven": np.arange(7 * 5).reshape(7, 5),
@@ -43,6 +49,16 @@ class Shelf(Holdings):
 
     def global_shape(self, name):
         return WHOLE[name].shape if name in WHOLE else super().global_shape(name)
+
+
+def transposed(x):
+    return np.array(x, order="F")
+
+
+def read_only(x):
+    x = x.view()
+    x.flags.writeable = False
+    return x
 
 
 def on_shelves(program, axes=AXES, kind=Shelf):
@@ -198,9 +214,95 @@ def test_the_norm_counts_each_element_once():
         assert sum(counted[name] for _, counted in results) == whole.size
 
 
-def test_blocks_of_what_is_whole_are_copies():
-    def program(shelf, mesh):
-        return [np.shares_memory(shelf.block(name, whole), whole) for name, whole in WHOLE.items()]
+@pytest.mark.parametrize("axes", [AXES, {"data": 1, "model": 1}], ids=tiny.mesh_id)
+@pytest.mark.parametrize("of", [np.asarray, transposed, read_only])
+def test_blocks_are_contiguous_copies(of, axes):
+    """Optimizers write into them, and want them flat."""
 
-    for name, shared in zip(WHOLE, on_shelves(program)[0]):
-        assert shared == (name in SHARDINGS and name != "nothing")
+    def program(shelf, mesh):
+        for name, whole in WHOLE.items():
+            source = of(whole)
+            block = shelf.block(name, source)
+            assert type(block) is np.ndarray and not np.shares_memory(block, source)
+            assert block.flags.c_contiguous and block.flags.writeable
+            np.testing.assert_array_equal(block, whole[shelf.index(name)], strict=True)
+
+    on_shelves(program, axes)
+
+
+def test_blocks_of_a_file_are_copied_once_at_most(tmp_path):
+    """A memory map's slices are views; a checkpoint's are arrays of their own, and taken over as they are."""
+    np.save(tmp_path / "x.npy", np.arange(24.0).reshape(4, 6))
+    save_file({"x": np.arange(24.0).reshape(4, 6)}, tmp_path / "x.safetensors")
+    mapped, saved = np.load(tmp_path / "x.npy", mmap_mode="r"), Checkpoint(tmp_path / "x.safetensors")["x"]
+    read = []
+
+    class Watched:
+        shape, slices_are_copies = saved.shape, True
+
+        def __getitem__(self, index):
+            read.append(saved[index])
+            return read[-1]
+
+    with Mesh(data=1, model=1) as mesh:
+        shelf = Shelf(mesh)
+        shelf.shardings = {"x": "d f/model"}
+        of_map, of_checkpoint = shelf.block("x", mapped), shelf.block("x", Watched())
+    assert type(of_map) is np.ndarray and of_map.flags.writeable and not np.shares_memory(of_map, mapped)
+    assert np.shares_memory(of_checkpoint, read[0])
+
+
+@pytest.mark.parametrize("name", ["uneven", "replicated"])
+def test_blocks_on_a_device_are_copies_too(name):
+    device = FakeDevice()
+
+    def program(shelf, mesh):
+        shelf.backend = device
+        there = device.asarray(WHOLE[name])
+        of_host, of_device = shelf.block(name, transposed(WHOLE[name])), shelf.block(name, there)
+        assert not np.shares_memory(of_device.memory, there.memory)
+        for block in (of_host, of_device):
+            assert device.owns(block) and block.flags.c_contiguous
+            np.testing.assert_array_equal(block.memory, WHOLE[name][shelf.index(name)], strict=True)
+
+    on_shelves(program)
+
+
+def test_an_engine_in_groups_copies_its_blocks_too():
+    with Mesh(data=1) as mesh:
+        engine = tiny.make_engine(mesh)
+        name = engine.names[0]
+        whole = transposed(engine.gather(name))
+        block = engine.block(name, whole)
+        assert not np.shares_memory(block, whole) and block.flags.c_contiguous
+
+
+def test_ranks_that_load_one_array_train_apart():
+    """Virtual ranks share the caller's memory; each trains its own."""
+    whole = {"w": np.zeros((5, 3))}
+    x, y = (np.random.default_rng(seed).standard_normal(shape) for seed, shape in ((0, (8, 5)), (1, (8, 3))))
+
+    class Linear(ShardedEngine):
+        shardings = {"w": "d f"}
+        input_sharding = output_sharding = "b/data d"
+
+        def load_checkpoint(self, params):
+            self.parameters = {"w": self.block("w", params["w"])}
+
+        def forward(self, x):
+            self.tape.push(x)
+            return x @ self.parameters["w"]
+
+        def backward(self, dy):
+            return {"w": self.all_reduce(self.tape.pop().T @ dy, over="data")}
+
+    def program():
+        engine = Linear()
+        engine.load_checkpoint(whole)
+        trainer = Trainer(engine, SGD(), lambda step: batch_of(x, y, engine, step=step), lambda step: 0.1)
+        return [report.loss for report in trainer.run(3)]
+
+    expected = run(program, 1)[0]
+    for ranks in (2, 4):
+        np.testing.assert_allclose(run(program, ranks)[0], expected, rtol=1e-12)
+    assert not whole["w"].any()

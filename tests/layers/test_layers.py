@@ -22,7 +22,9 @@ from layer_harness import (
 )
 from numerics import assert_gradient, frozen, normals
 from spmd_engine import Mesh, run
+from spmd_engine.errors import NotationError
 from spmd_engine.layers import Embedding, GradientSums
+from spmd_engine.layers.declarations import Parameter
 from spmd_engine.layers.later import wait_for
 
 # --- one device: the backward is the derivative of the forward
@@ -219,3 +221,9 @@ def test_norms_and_biases_do_not_decay(name):
         plain = own.endswith(("bias", "b0", "b1", "scale", "shift"))
         assert parameter.decay is not plain
         assert (parameter.std == 0) is plain
+
+
+def test_letters_of_a_parameter_stand_apart():
+    assert Parameter("d f").dims == "d f" and Parameter("").dims == ""
+    with pytest.raises(NotationError, match=r'Parameter\("d ff"\): dims are letters with blanks between .* "d f f"'):
+        Parameter("d ff")
