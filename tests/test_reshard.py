@@ -13,9 +13,9 @@ from numerics import frozen, normals
 from on_ranks import DTYPES, assert_same, on_ranks, values
 from spmd_engine import Mesh, run
 from spmd_engine.arrays.backend import register_backend, unregister_backend
+from spmd_engine.comm.place import all_places
 from spmd_engine.errors import MeshError, NotationError
 from spmd_engine.sharding import Spec, gather, reshard, reshard_plan, shard
-from spmd_engine.sharding.place import all_places
 
 DATA_MODEL = ["b s f", "b/data s f", "b s f/data", "b/data s f/model", "b/model s f/data", "b/data s/model f"]
 DATA_MODEL += ["b s/data,model f", "b s/model,data f", "b/model,data s f", "b s f/model", "b s/model f"]

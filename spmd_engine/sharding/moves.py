@@ -5,22 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, product
+from itertools import accumulate
 from math import prod
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.comm.mesh import Mesh
+from spmd_engine.comm.place import Place
 from spmd_engine.errors import NotationError
 from spmd_engine.sharding.notation import Spec, nested_span
-from spmd_engine.sharding.place import Place
 
 Block = tuple[slice, ...]  #: a rectangle of the whole array
-
-
-def peers(place: Place | Mesh, over: Sequence[str]) -> Iterator[Place]:
-    """The ranks that differ from ``place`` only along ``over``, itself among them, as ``Mesh.group`` orders them."""
-    for index in product(*(range(place.axes[axis]) for axis in over)):
-        yield Place(place.axes, {**place.coordinates, **dict(zip(over, index, strict=True))})
 
 
 def overlap(one: Block, other: Block) -> Block:
@@ -62,10 +56,10 @@ class Move(ABC):
         """Whether ``do`` must be told the shape of the whole array."""
         return False
 
-    def sent(self, shape: Sequence[int], place: Place | Mesh) -> int:
+    def sent(self, shape: Sequence[int], place: Place) -> int:
         """How many elements of an array of the whole ``shape`` the rank at ``place`` sends."""
         mine = self.source.block(shape, place)
-        others = (peer for peer in peers(place, self.over) if peer.coordinates != place.coordinates)
+        others = (peer for peer in place.peers(self.over) if peer.coordinates != place.coordinates)
         return sum(prod(shape_of(overlap(mine, self.target.block(shape, peer)))) for peer in others)
 
     @abstractmethod
@@ -130,7 +124,7 @@ class AllToAll(Move):
         _, cut, axes = self._changed(self.target, self.source)
         splits = None
         if len(axes) > 1:  # cut by the first, then each part by the next: not always as evenly as by all at once
-            parts = (nested_span(x.shape[cut], axes, mesh.axes, peer.coordinates) for peer in peers(mesh, axes))
+            parts = (nested_span(x.shape[cut], axes, mesh.axes, peer.coordinates) for peer in mesh.peers(axes))
             splits = [part.stop - part.start for part in parts]
         moved = mesh.group(axes).all_to_all(x, cut, joined, splits=splits, label=label)
         self._check_joined(joined, x, moved, mesh)
@@ -154,8 +148,8 @@ class Exchange(Move):
             raise NotationError(f'reshard "{self.source}" -> "{self.target}": the shape of the whole array is needed')
         group, backend = mesh.group(self.over), backend_of(x)
         old, new = self.source.block(shape, mesh), self.target.block(shape, mesh)
-        leaving = [overlap(old, self.target.block(shape, peer)) for peer in peers(mesh, self.over)]
-        coming = [overlap(self.source.block(shape, peer), new) for peer in peers(mesh, self.over)]
+        leaving = [overlap(old, self.target.block(shape, peer)) for peer in mesh.peers(self.over)]
+        coming = [overlap(self.source.block(shape, peer), new) for peer in mesh.peers(self.over)]
         stays = leaving[group.rank]
         leaving[group.rank] = coming[group.rank] = tuple(slice(0, 0) for _ in stays)  # not by way of the collective
 
