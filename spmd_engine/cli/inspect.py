@@ -14,6 +14,7 @@ from spmd_engine.cli.composition import check_composition, composition_options, 
 from spmd_engine.cli.options import mesh_option
 from spmd_engine.cli.show.bytes_per_rank import CLASSES, bytes_per_rank
 from spmd_engine.comm.mesh import parse_axes
+from spmd_engine.comm.place import Place, all_places
 from spmd_engine.comm.world import launcher_rank
 from spmd_engine.engine import schedules
 from spmd_engine.engine.plan import PIPE, Plan, make_plan
@@ -21,7 +22,6 @@ from spmd_engine.engine.stages import parse_division
 from spmd_engine.models import Model, layout_for
 from spmd_engine.models.names import MODELS, build_model
 from spmd_engine.sharding.layout import Layout
-from spmd_engine.sharding.place import Place, all_places
 
 _STATES = 2  # arrays of AdamW for each parameter
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -13,10 +13,9 @@ from spmd_engine.comm.communicator import Communicator
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.pending import TIMEOUT, Pending
+from spmd_engine.comm.place import Over, Place
 from spmd_engine.comm.world import gather_texts, world
 from spmd_engine.errors import MeshError, UsageError, WrongNumberOfRanks
-
-Over = str | Iterable[str] | None  #: one axis, several, or None for all
 
 
 class Collectives:
@@ -86,7 +85,7 @@ class Collectives:
         return getattr(self.group(over), f"start_{operation}")(*args, **options)
 
 
-class Mesh(Collectives):
+class Mesh(Collectives, Place):
     """All ranks of a communicator, arranged row-major on named axes; the last-named axis varies fastest.
 
     Ranks of one node are kept together, so that the last-named axes, which talk most, stay inside a node
@@ -105,7 +104,7 @@ class Mesh(Collectives):
         **axes: int,
     ) -> None:
         self.comm = comm if comm is not None else world()
-        self.axes: Mapping[str, int] = axes or {"data": self.comm.size}
+        self.axes = axes or {"data": self.comm.size}
         self.ledger = ledger if ledger is not None else Ledger()
         self._options = {"check": check, "timeout": timeout}
         self._groups: dict[tuple, Group] = {}
@@ -149,17 +148,6 @@ class Mesh(Collectives):
             self._groups[names, places] = Group(comm, ",".join(names) or "nobody", self.ledger, **self._options)
         return self._groups[names, places]
 
-    def _names(self, over: Over) -> tuple[str, ...]:
-        if over is None:
-            return tuple(self.axes)
-        names = (over,) if isinstance(over, str) else tuple(over)
-        for name in names:
-            if name not in self.axes:
-                raise MeshError(f"unknown mesh axis {name!r}; this mesh is {self}")
-        if len(set(names)) < len(names):
-            raise MeshError(f"mesh axes {', '.join(names)}: each can be named once")
-        return names
-
     def _members(self, names: tuple[str, ...], among: Mapping[str, Sequence[int]]) -> list[int]:
         def places(axis: str) -> Sequence[int]:
             if axis not in names:
@@ -177,17 +165,6 @@ class Mesh(Collectives):
         others = [axis for axis in axes if axis not in names]
         part = self.ranks[np.ix_(*(places(axis) for axis in axes))]
         return part.transpose([axes.index(axis) for axis in (*others, *names)]).reshape(-1).tolist()
-
-    def axis_size(self, over: Over) -> int:
-        """The number of ranks along one axis or several; 1 along none."""
-        return prod(self.axes[name] for name in self._names(over))
-
-    def index(self, over: Over) -> int:
-        """This rank's position along ``over``, counted as ``group`` orders its members."""
-        position = 0
-        for name in self._names(over):
-            position = position * self.axes[name] + self.coordinates[name]
-        return position
 
     @property
     def checks(self) -> bool:
@@ -215,9 +192,6 @@ class Mesh(Collectives):
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def __str__(self) -> str:
-        return ",".join(f"{axis}={size}" for axis, size in self.axes.items())
 
     def __repr__(self) -> str:
         return f"Mesh({self})"

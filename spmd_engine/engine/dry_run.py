@@ -16,6 +16,7 @@ import numpy as np
 
 from spmd_engine.arrays.backend import CPU
 from spmd_engine.arrays.shaped import ShapedArray
+from spmd_engine.comm.place import Place
 from spmd_engine.engine.chunk import Chunk, Segment
 from spmd_engine.engine.execution import Execution, Neighbours
 from spmd_engine.engine.gathering import OpenParameters
@@ -25,7 +26,6 @@ from spmd_engine.engine.schedules.instructions import Program
 from spmd_engine.engine.storage import GroupStorage
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.layer import ForwardContext, Layer
-from spmd_engine.sharding.place import Place
 
 
 @dataclass

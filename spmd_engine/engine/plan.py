@@ -10,13 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from spmd_engine.comm.mesh import Mesh
+from spmd_engine.comm.place import Place
 from spmd_engine.engine.stages import Division, divide
 from spmd_engine.errors import UsageError
 from spmd_engine.models.model import Model
 from spmd_engine.sharding.groups import CAP, THRESHOLD, Member, ParameterGroup, Sum, make_groups
 from spmd_engine.sharding.layout import Layout
-from spmd_engine.sharding.place import Place
 from spmd_engine.sharding.shards import Shards
 
 PIPE = "pipe"
@@ -70,7 +69,7 @@ class Plan:
 
 def make_plan(
     model: Model,
-    place: Mesh | Place,
+    place: Place,
     layout: Layout,
     itemsize: int,
     *,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.comm.mesh import Mesh
+from spmd_engine.comm.place import Place
 from spmd_engine.sharding.layout import Layout
 
 
-def deal(x: Array, dims: str, layout: Layout, mesh: Mesh, first: int = 0) -> Array:
+def deal(x: Array, dims: str, layout: Layout, mesh: Place, first: int = 0) -> Array:
     """This rank's block of the whole ``x[dims]``, as it is inside layers; dims before number ``first`` are left."""
     for dim, letter in enumerate(dims.split()):
         axes = layout.axes(letter)
@@ -20,7 +20,7 @@ def deal(x: Array, dims: str, layout: Layout, mesh: Mesh, first: int = 0) -> Arr
     return x
 
 
-def undeal(x: Array, dims: str, layout: Layout, mesh: Mesh) -> Array:
+def undeal(x: Array, dims: str, layout: Layout, mesh: Place) -> Array:
     """The whole ``x[dims]`` in order, from blocks that were joined rank by rank."""
     for dim, letter in enumerate(dims.split()):
         if letter in layout.balanced and layout.axes(letter):

@@ -8,7 +8,7 @@ from itertools import product
 
 import numpy as np
 
-from spmd_engine.comm.mesh import Mesh
+from spmd_engine.comm.place import Place
 from spmd_engine.errors import MeshError, NotationError
 from spmd_engine.sharding.notation import Spec, nested_span
 
@@ -42,7 +42,7 @@ class Layout:
 
     @classmethod
     def for_mesh(
-        cls, mesh: Mesh, *, sequence_parallel: bool = False, balanced: bool = False, queries_cut: bool = False
+        cls, mesh: Place, *, sequence_parallel: bool = False, balanced: bool = False, queries_cut: bool = False
     ) -> Layout:
         """The customary layout of a mesh whose axes have customary names; raises MeshError for others.
 
@@ -69,7 +69,7 @@ class Layout:
         """The axes that cut a letter ``inside`` a layer or on the ``residual`` stream."""
         return {"inside": self.inside, "residual": self.residual}[where].get(letter, ())
 
-    def dealt(self, length: int, mesh: Mesh, letter: str = "s") -> list[np.ndarray]:
+    def dealt(self, length: int, mesh: Place, letter: str = "s") -> list[np.ndarray]:
         """The indices of a letter, ``length`` long in all, that each rank of the axes that cut it has inside.
 
         Ranks come in the order of ``mesh.group(self.axes(letter))``; each one's indices ascend. Every rank has
@@ -90,7 +90,7 @@ class Layout:
             early, late = early + front, late - back
         return ranges
 
-    def positions(self, length: int, mesh: Mesh, where: str = "inside", letter: str = "s") -> np.ndarray:
+    def positions(self, length: int, mesh: Place, where: str = "inside", letter: str = "s") -> np.ndarray:
         """The indices, ascending, that this rank has of a letter, ``length`` long in all: of a sequence, by default.
 
         On the ``residual`` stream they are those inside, cut further by the axes that the stream adds.

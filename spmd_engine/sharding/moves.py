@@ -3,42 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, product
-from math import prod
+from functools import lru_cache
 
-from spmd_engine.arrays.backend import Array, backend_of
+import numpy as np
+
+from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.mesh import Mesh
+from spmd_engine.comm.place import Place
 from spmd_engine.errors import NotationError
 from spmd_engine.sharding.notation import Spec, nested_span
-from spmd_engine.sharding.place import Place
-
-Block = tuple[slice, ...]  #: a rectangle of the whole array
-
-
-def peers(place: Place | Mesh, over: Sequence[str]) -> Iterator[Place]:
-    """The ranks that differ from ``place`` only along ``over``, itself among them, as ``Mesh.group`` orders them."""
-    for index in product(*(range(place.axes[axis]) for axis in over)):
-        yield Place(place.axes, {**place.coordinates, **dict(zip(over, index, strict=True))})
-
-
-def overlap(one: Block, other: Block) -> Block:
-    """What two blocks share; empty where they share nothing."""
-    starts = [max(a.start, b.start) for a, b in zip(one, other, strict=True)]
-    stops = [min(a.stop, b.stop) for a, b in zip(one, other, strict=True)]
-    return tuple(slice(start, max(start, stop)) for start, stop in zip(starts, stops, strict=True))
-
-
-def shape_of(block: Block) -> tuple[int, ...]:
-    """The lengths of a block."""
-    return tuple(part.stop - part.start for part in block)
-
-
-def within(part: Block, block: Block) -> Block:
-    """The same part, counted from where ``block`` begins."""
-    pairs = zip(part, block, strict=True)
-    return tuple(slice(inner.start - outer.start, inner.stop - outer.start) for inner, outer in pairs)
+from spmd_engine.sharding.placement import ArrayPlacement, Placement
+from spmd_engine.sharding.rectangles import Rectangle
+from spmd_engine.sharding.transfer import TransferPlan, plan_transfer
 
 
 @dataclass(frozen=True)
@@ -62,11 +40,11 @@ class Move(ABC):
         """Whether ``do`` must be told the shape of the whole array."""
         return False
 
-    def sent(self, shape: Sequence[int], place: Place | Mesh) -> int:
+    def sent(self, shape: Sequence[int], place: Place) -> int:
         """How many elements of an array of the whole ``shape`` the rank at ``place`` sends."""
-        mine = self.source.block(shape, place)
-        others = (peer for peer in peers(place, self.over) if peer.coordinates != place.coordinates)
-        return sum(prod(shape_of(overlap(mine, self.target.block(shape, peer)))) for peer in others)
+        mine = Rectangle.of(self.source.block(shape, place))
+        others = (peer for peer in place.peers(self.over) if peer.coordinates != place.coordinates)
+        return sum((mine & Rectangle.of(self.target.block(shape, peer))).size for peer in others)
 
     @abstractmethod
     def do(self, x: Array, mesh: Mesh, shape: Sequence[int] | None, label: str) -> Array:
@@ -130,7 +108,7 @@ class AllToAll(Move):
         _, cut, axes = self._changed(self.target, self.source)
         splits = None
         if len(axes) > 1:  # cut by the first, then each part by the next: not always as evenly as by all at once
-            parts = (nested_span(x.shape[cut], axes, mesh.axes, peer.coordinates) for peer in peers(mesh, axes))
+            parts = (nested_span(x.shape[cut], axes, mesh.axes, peer.coordinates) for peer in mesh.peers(axes))
             splits = [part.stop - part.start for part in parts]
         moved = mesh.group(axes).all_to_all(x, cut, joined, splits=splits, label=label)
         self._check_joined(joined, x, moved, mesh)
@@ -152,31 +130,23 @@ class Exchange(Move):
     def do(self, x: Array, mesh: Mesh, shape: Sequence[int] | None, label: str) -> Array:
         if shape is None:
             raise NotationError(f'reshard "{self.source}" -> "{self.target}": the shape of the whole array is needed')
-        group, backend = mesh.group(self.over), backend_of(x)
-        old, new = self.source.block(shape, mesh), self.target.block(shape, mesh)
-        leaving = [overlap(old, self.target.block(shape, peer)) for peer in peers(mesh, self.over)]
-        coming = [overlap(self.source.block(shape, peer), new) for peer in peers(mesh, self.over)]
-        stays = leaving[group.rank]
-        leaving[group.rank] = coming[group.rank] = tuple(slice(0, 0) for _ in stays)  # not by way of the collective
-
-        splits = [prod(shape_of(part)) for part in leaving]
-        packed = backend.empty((sum(splits),), x.dtype)
-        for piece, part in _pieces(packed, leaving):
-            piece.reshape(shape_of(part))[...] = x[within(part, old)]
-        received = group.all_to_all(packed, splits=splits, label=label)
-        result = backend.empty(shape_of(new), x.dtype)
-        result[within(stays, new)] = x[within(stays, old)]
-        for piece, part in _pieces(received, coming):
-            result[within(part, new)] = piece.reshape(shape_of(part))
-        return result
+        where = tuple(mesh.axes.items()), tuple(mesh.coordinates.items())
+        plan = _exchange_plan(self, tuple(shape), x.dtype, *where)
+        return plan.execute(mesh.group(self.over), {"x": [x]}, label=label)["x"][0]
 
     def __str__(self) -> str:
         return f"exchange over {','.join(self.over)}"
 
 
-def _pieces(flat: Array, parts: Sequence[Block]) -> Iterator[tuple[Array, Block]]:
-    """Where each part lies in an array that holds them one behind the other; those with nothing in them left out."""
-    ends = accumulate(prod(shape_of(part)) for part in parts)
-    for part, end in zip(parts, ends, strict=True):
-        if count := prod(shape_of(part)):
-            yield flat[end - count : end], part
+@lru_cache(maxsize=256)
+def _exchange_plan(
+    move: Exchange,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    axes: tuple[tuple[str, int], ...],
+    coordinates: tuple[tuple[str, int], ...],
+) -> TransferPlan:
+    """The transfer among the ranks that differ only along the axes of an exchange: no others need each other."""
+    places = Place(dict(axes), dict(coordinates)).peers(move.over)
+    old, new = (ArrayPlacement.of_spec(spec, shape, dtype, places) for spec in (move.source, move.target))
+    return plan_transfer(Placement({"x": old}), Placement({"x": new}))

@@ -9,6 +9,7 @@ from functools import cache
 from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.algorithms import span
 from spmd_engine.comm.mesh import Mesh
+from spmd_engine.comm.place import Place
 from spmd_engine.errors import MeshError, NotationError
 
 
@@ -64,22 +65,22 @@ class Spec:
     def axes_of(self, letter: str) -> tuple[str, ...]:
         return dict(self.dims)[letter]
 
-    def block(self, shape: Sequence[int], mesh: Mesh) -> tuple[slice, ...]:
+    def block(self, shape: Sequence[int], place: Place) -> tuple[slice, ...]:
         """This rank's part of an array of the whole ``shape``, as slices."""
         if len(shape) != len(self.dims):
             raise NotationError(f'sharding "{self}" has {len(self.dims)} dims, the array has shape {tuple(shape)}')
         return tuple(
-            nested_span(size, axes, mesh.axes, mesh.coordinates)
+            nested_span(size, axes, place.axes, place.coordinates)
             for size, (_, axes) in zip(shape, self.dims, strict=True)
         )
 
-    def local_shape(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
-        return tuple(part.stop - part.start for part in self.block(shape, mesh))
+    def local_shape(self, shape: Sequence[int], place: Place) -> tuple[int, ...]:
+        return tuple(part.stop - part.start for part in self.block(shape, place))
 
-    def largest_shape(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
+    def largest_shape(self, shape: Sequence[int], place: Place) -> tuple[int, ...]:
         """The largest block that any rank has: that of the first, which gets one more where cuts are uneven."""
-        first = dict.fromkeys(mesh.axes, 0)
-        parts = (nested_span(n, axes, mesh.axes, first) for n, (_, axes) in zip(shape, self.dims, strict=True))
+        first = dict.fromkeys(place.axes, 0)
+        parts = (nested_span(n, axes, place.axes, first) for n, (_, axes) in zip(shape, self.dims, strict=True))
         return tuple(part.stop - part.start for part in parts)
 
     def gather(self, x: Array, mesh: Mesh, label: str = "") -> Array:

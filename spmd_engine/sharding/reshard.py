@@ -10,10 +10,10 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.mesh import Mesh
+from spmd_engine.comm.place import Place
 from spmd_engine.errors import MeshError, NotationError
-from spmd_engine.sharding.moves import AllGather, AllToAll, Exchange, Move, Slice, beyond, peers
+from spmd_engine.sharding.moves import AllGather, AllToAll, Exchange, Move, Slice, beyond
 from spmd_engine.sharding.notation import Spec
-from spmd_engine.sharding.place import Place
 
 
 def shard(x: Array, sharding: str | Spec, mesh: Mesh) -> Array:
@@ -143,11 +143,11 @@ class ReshardPlan:
         for dim, (_, names) in enumerate(self.source):
             along = tuple(slice(None) if axis in names else 0 for axis in axes)
             shape.append(int(table[(*along, dim)].sum()))
-        for lengths, place in zip(everyone.tolist(), peers(mesh, axes), strict=True):
+        for lengths, place in zip(everyone.tolist(), mesh.peers(axes), strict=True):
             self._check_block(lengths, shape, place)  # everybody's, so that all raise alike
         return tuple(shape)
 
-    def _check_block(self, lengths: Sequence[int], shape: Sequence[int], place: Place | Mesh) -> None:
+    def _check_block(self, lengths: Sequence[int], shape: Sequence[int], place: Place) -> None:
         expected = self.source.local_shape(shape, place)
         if tuple(lengths) != expected:
             where = ", ".join(f"{axis}={place.coordinates[axis]}" for axis in self.source.axes) or "any rank"

@@ -8,8 +8,8 @@ import pytest
 from spmd_engine.cli import main
 from spmd_engine.cli.show.collective import EXAMPLES, run_example
 from spmd_engine.cli.show.sharding import draw_sharding
+from spmd_engine.comm.place import Place, all_places
 from spmd_engine.sharding import Spec
-from spmd_engine.sharding.place import Place, all_places
 
 
 @pytest.fixture

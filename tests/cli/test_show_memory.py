@@ -6,10 +6,10 @@ from spmd_engine import Mesh, run
 from spmd_engine.cli import main
 from spmd_engine.cli.show.bytes_per_rank import CLASSES, bytes_per_rank, whole_for_a_while
 from spmd_engine.cli.show.memory import draw_memory
+from spmd_engine.comm.place import all_places
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.plan import Storage
 from spmd_engine.models import build_model, gpt
-from spmd_engine.sharding.place import all_places
 from tiny import SIZE
 
 FLOAT32, ADAMW = 4, 2

@@ -16,9 +16,9 @@ from spmd_engine.cli.show.mesh import draw_mesh
 from spmd_engine.cli.show.picture import BLUE, COLOURS, YELLOW, Cell, Picture, ink, listed, table, text, tint
 from spmd_engine.cli.show.schedule import draw_schedule
 from spmd_engine.cli.show.sharding import draw_sharding
+from spmd_engine.comm.place import all_places
 from spmd_engine.engine.schedules.names import named
 from spmd_engine.sharding import Spec
-from spmd_engine.sharding.place import all_places
 
 SPACE = "{http://www.w3.org/2000/svg}"
 PICTURES = {

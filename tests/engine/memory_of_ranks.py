@@ -8,10 +8,10 @@ import numpy as np
 from spmd_engine import Mesh
 from spmd_engine.cli.bench.steps import held_bytes
 from spmd_engine.cli.show.bytes_per_rank import bytes_per_rank
+from spmd_engine.comm.place import all_places
 from spmd_engine.engine import AdamW, LayeredEngine, Storage
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.models import deep_mlp
-from spmd_engine.sharding.place import all_places
 from spmd_engine.training import Trainer
 
 WIDTH, LAYERS, SAMPLES = 1024, 16, 8  # parameters by the megabyte, and hardly any activations

@@ -8,11 +8,11 @@ import tiny
 from spmd_engine import Mesh, run
 from spmd_engine.cli import main
 from spmd_engine.cli.show.communication import step_of
+from spmd_engine.comm.place import all_places
 from spmd_engine.engine import schedules
 from spmd_engine.engine.recompute import Recompute
 from spmd_engine.models import GPTSize, gpt
 from spmd_engine.models.names import build_model
-from spmd_engine.sharding.place import all_places
 
 OPTIONS = {
     "zero": None,

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 import tiny
 from spmd_engine import Mesh, run
+from spmd_engine.comm.place import all_places
 from spmd_engine.engine.plan import Storage, make_plan
 from spmd_engine.engine.stages import divide, parse_division
 from spmd_engine.errors import UsageError
 from spmd_engine.models import deep_mlp, gpt
 from spmd_engine.sharding import Layout
 from spmd_engine.sharding.groups import Sum
-from spmd_engine.sharding.place import all_places
 
 GPT = gpt(tiny.SIZE)
 UNTIED = gpt(tiny.GPTSize(**{**tiny.SIZE.__dict__, "tied": False}))

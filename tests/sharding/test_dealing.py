@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from spmd_engine import Mesh, run
+from spmd_engine.comm.place import all_places
 from spmd_engine.sharding import Layout
 from spmd_engine.sharding.dealing import deal, undeal
-from spmd_engine.sharding.place import all_places
 
 MESHES = [{"context": 3}, {"data": 2, "context": 2}, {"context": 2, "data": 3, "model": 2}, {"pipe": 2, "context": 4}]
 

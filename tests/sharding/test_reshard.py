@@ -21,6 +21,14 @@ SHAPES = [(5, 6, 7), (1, 3, 2)]  # uneven; with empty blocks
 # --- every pair
 
 
+def is_called(plan, move, shape, mesh):
+    """Whether a move is a collective call here: an exchange of nothing, among these ranks, is none."""
+    nothing = str(move).startswith("exchange") and not any(
+        plan.sent(shape, np.int8, peer.coordinates) for peer in mesh.peers(move.over)
+    )
+    return bool(move.over) and not nothing
+
+
 @each_mesh
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_pair_and_its_bytes(axes, names, shape):
@@ -36,7 +44,7 @@ def test_every_pair_and_its_bytes(axes, names, shape):
             assert result.flags.c_contiguous or not plan.moves
             assert mesh.ledger.total().sent == plan.sent(shape, whole.dtype, mesh.coordinates), (source, target)
             assert mesh.ledger.total() == mesh.ledger.total(label="moved")
-            assert mesh.ledger.total().calls == sum(bool(move.over) for move in plan.moves)
+            assert mesh.ledger.total().calls == sum(is_called(plan, move, shape, mesh) for move in plan.moves)
 
     on_mesh(axes, body)
 

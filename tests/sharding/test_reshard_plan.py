@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resharding import MESHES, numbered, specs
+from spmd_engine.comm.place import all_places
 from spmd_engine.sharding import Spec, reshard_plan
-from spmd_engine.sharding.place import all_places
 
 ON = {"data": 2, "model": 2, "expert": 2}
 

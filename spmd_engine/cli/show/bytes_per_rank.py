@@ -6,12 +6,12 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from spmd_engine.comm.place import Place
 from spmd_engine.engine.plan import Storage, make_plan
 from spmd_engine.engine.reducer import IN_FLIGHT
 from spmd_engine.engine.stages import Division
 from spmd_engine.models import Model, layout_for
 from spmd_engine.sharding.layout import Layout
-from spmd_engine.sharding.place import Place
 
 CLASSES = ("parameters", "gradients", "optimizer state", "largest groups")
 

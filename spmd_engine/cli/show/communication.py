@@ -14,6 +14,7 @@ from spmd_engine.cli.show.options import mesh_option, model_option, output_optio
 from spmd_engine.cli.show.output import present
 from spmd_engine.cli.show.picture import BLUE, GREEN, ORANGE, PURPLE, YELLOW, Cell, Picture, table, text
 from spmd_engine.comm.mesh import parse_axes
+from spmd_engine.comm.place import Place, all_places
 from spmd_engine.engine import schedules
 from spmd_engine.engine.dry_run import Communication, DryRun, dry_run
 from spmd_engine.engine.plan import PIPE, make_plan
@@ -22,7 +23,6 @@ from spmd_engine.engine.stages import parse_division
 from spmd_engine.errors import UsageError
 from spmd_engine.models import Model, layout_for
 from spmd_engine.models.names import build_model
-from spmd_engine.sharding.place import Place, all_places
 
 FILLS = {
     "all_gather": BLUE,

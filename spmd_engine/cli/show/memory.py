@@ -14,9 +14,9 @@ from spmd_engine.cli.show.options import mesh_option, model_option, output_optio
 from spmd_engine.cli.show.output import present
 from spmd_engine.cli.show.picture import BLUE, GREEN, ORANGE, PURPLE, Cell, Picture, listed, table, text
 from spmd_engine.comm.mesh import parse_axes
+from spmd_engine.comm.place import all_places
 from spmd_engine.engine.plan import Storage
 from spmd_engine.models.names import build_model
-from spmd_engine.sharding.place import all_places
 
 FILLS = {"parameters": BLUE, "gradients": ORANGE, "optimizer state": GREEN, "largest groups": PURPLE}
 STATES = {"adamw": 2, "sgd": 1}  # arrays like a parameter that each optimizer keeps

@@ -12,8 +12,8 @@ from spmd_engine.cli.show.options import output_option
 from spmd_engine.cli.show.output import present
 from spmd_engine.cli.show.picture import COLOURS, WIDEST, Cell, Picture, grid, listed, size, table, text
 from spmd_engine.comm.mesh import parse_axes
+from spmd_engine.comm.place import Place, all_places
 from spmd_engine.errors import UsageError
-from spmd_engine.sharding.place import Place, all_places
 
 MOST = 1024  # ranks
 

@@ -13,11 +13,11 @@ from spmd_engine.cli.show.options import mesh_option, model_option, output_optio
 from spmd_engine.cli.show.output import present
 from spmd_engine.cli.show.picture import COLOURS, Picture, grid, listed
 from spmd_engine.comm.mesh import parse_axes
+from spmd_engine.comm.place import Place, all_places
 from spmd_engine.engine.plan import PIPE, make_plan
 from spmd_engine.errors import UsageError
 from spmd_engine.models import build_model, layout_for
 from spmd_engine.sharding.notation import Spec
-from spmd_engine.sharding.place import Place, all_places
 
 MOST = 1024  # blocks
 

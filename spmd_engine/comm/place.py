@@ -1,0 +1,71 @@
+"""A rank's place on named axes, of a mesh that need not exist: what shardings are planned and drawn on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import product
+from math import prod
+
+from spmd_engine.errors import MeshError
+
+Over = str | Iterable[str] | None  #: one axis, several, or None for all
+
+MOST = 1 << 16  # ranks: beyond, listing them all takes longer than anybody waits
+
+
+class Place:
+    """The axes of a mesh, and one rank's coordinates on them: enough to cut arrays by. A Mesh is one, with ranks."""
+
+    axes: Mapping[str, int]
+    coordinates: Mapping[str, int]
+
+    def __init__(self, axes: Mapping[str, int], coordinates: Mapping[str, int]) -> None:
+        self.axes, self.coordinates = axes, coordinates
+
+    def axis_size(self, over: Over) -> int:
+        """The number of ranks along one axis or several; 1 along none."""
+        return prod(self.axes[name] for name in self._names(over))
+
+    def index(self, over: Over) -> int:
+        """This rank's position along these axes, of which the last varies fastest: its rank in ``Mesh.group``."""
+        position = 0
+        for name in self._names(over):
+            position = position * self.axes[name] + self.coordinates[name]
+        return position
+
+    def peers(self, over: Over) -> list[Place]:
+        """The ranks that differ from this one only along ``over``, itself among them, as ``Mesh.group`` orders them."""
+        names = self._names(over)
+        everywhere = product(*(range(self.axes[name]) for name in names))
+        return [Place(self.axes, {**self.coordinates, **dict(zip(names, where, strict=True))}) for where in everywhere]
+
+    def _names(self, over: Over) -> tuple[str, ...]:
+        if over is None:
+            return tuple(self.axes)
+        names = (over,) if isinstance(over, str) else tuple(over)
+        for name in names:
+            if name not in self.axes:
+                raise MeshError(f"unknown mesh axis {name!r}; this mesh is {self}")
+        if len(set(names)) < len(names):
+            raise MeshError(f"mesh axes {', '.join(names)}: each can be named once")
+        return names
+
+    def __str__(self) -> str:
+        return ",".join(f"{axis}={size}" for axis, size in self.axes.items())
+
+    def __repr__(self) -> str:
+        return f"Place({self}: {dict(self.coordinates)})"
+
+
+def all_places(axes: Mapping[str, int]) -> list[Place]:
+    """Every rank of a mesh with these axes, in rank order: the last axis varies fastest.
+
+    Raises MeshError for an axis of size 0, and for more ranks than anybody wants to see listed.
+
+    >>> [place.coordinates["model"] for place in all_places({"data": 2, "model": 2})]
+    [0, 1, 0, 1]
+    """
+    mesh = Place(axes, {})
+    if 0 in axes.values() or prod(axes.values()) > MOST:
+        raise MeshError(f"mesh {mesh}: sizes are from 1, and together at most {MOST} ranks here")
+    return mesh.peers(None)

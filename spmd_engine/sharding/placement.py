@@ -1,0 +1,241 @@
+"""Which rectangles of which global arrays each rank has: pure functions of coordinates, no communication."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+import numpy as np
+
+from spmd_engine.arrays.backend import Array
+from spmd_engine.comm.place import Place
+from spmd_engine.errors import UsageError
+from spmd_engine.sharding.layout import Layout
+from spmd_engine.sharding.notation import Spec
+from spmd_engine.sharding.rectangles import Grid, Rectangle
+
+Rectangles = tuple[Rectangle, ...]
+Interval = tuple[int, int]  # start and stop along a dim
+
+
+@dataclass(frozen=True)
+class ArrayPlacement:
+    """Who has what of one array. Ranks are numbers in the group that will communicate.
+
+    A rank stores an array for each rectangle that it *holds*; of those it *owns* some parts, or all, or none. An
+    element has one owner; whoever else holds it has a copy: a replica, or a halo. The rectangles that one rank holds
+    are disjoint. Which rank stores nothing at all has no rectangles.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    held: tuple[Rectangles, ...]  #: by rank
+    owned: tuple[Rectangles, ...]  #: by rank, each within a rectangle that it holds
+
+    @classmethod
+    def of_rectangles(
+        cls,
+        shape: Sequence[int],
+        dtype: np.dtype,
+        held: Sequence[Sequence[Rectangle]],
+        owned: Sequence[Sequence[Rectangle]] | None = None,
+    ) -> ArrayPlacement:
+        """From what every rank holds. Where it is not said who owns an element, the first who holds it does."""
+        everyone = tuple(map(tuple, held))
+        owners = tuple(map(tuple, owned)) if owned is not None else _first_holders(shape, everyone)
+        return cls(tuple(shape), np.dtype(dtype), everyone, owners)
+
+    @classmethod
+    def of_spec(
+        cls,
+        spec: Spec | str,
+        shape: Sequence[int],
+        dtype: np.dtype,
+        places: Sequence[Place],
+        *,
+        among: Mapping[str, Sequence[int]] | None = None,
+        halos: Mapping[str, Interval] | None = None,
+    ) -> ArrayPlacement:
+        """Blocks of a sharding on a mesh, of which ``places`` are the ranks in order.
+
+        ``among={"pipe": (0, 2)}``: only ranks with these coordinates hold the array at all. ``halos={"h": (1, 2)}``:
+        along h a block goes on for 1 element before and 2 behind what it owns, as far as the array goes; a block
+        that owns nothing holds nothing.
+
+        >>> ranks = all_places({"data": 2})
+        >>> placement = ArrayPlacement.of_spec("b/data", (5,), "f4", ranks, halos={"b": (1, 1)})
+        >>> [str(held) for held, in placement.held], [str(owned) for owned, in placement.owned]
+        (['[0:4]', '[2:5]'], ['[0:3]', '[3:5]'])
+        """
+        spec = Spec.parse(spec) if isinstance(spec, str) else spec
+        around = [(halos or {}).get(letter, (0, 0)) for letter in spec.letters]
+        held, owned, owners = [], [], set()
+        for place in places:
+            if any(place.coordinates[axis] not in chosen for axis, chosen in (among or {}).items()):
+                held.append(())
+                owned.append(())
+                continue
+            block = Rectangle.of(spec.block(shape, place))
+            owned.append(() if block in owners else (block,))
+            owners.add(block)
+            held.append((_with_halo(block, shape, around),))
+        return cls(tuple(shape), np.dtype(dtype), tuple(held), tuple(owned))
+
+    @classmethod
+    def of_layout(
+        cls, layout: Layout, dims: str, shape: Sequence[int], dtype: np.dtype, places: Sequence[Place]
+    ) -> ArrayPlacement:
+        """What ranks have inside layers of an array with these letters, zigzag sequences included.
+
+        A rank's array in a layer is made of several rectangles then, joined along a dim: see ``views``.
+        """
+        cuts = []
+        for letter, length in zip(dims.split(), shape, strict=True):
+            dealt = [_runs(positions) for positions in layout.dealt(length, places[0], letter)]
+            cuts.append([dealt[place.index(layout.axes(letter))] for place in places])
+        held = [[_rectangle(sides) for sides in product(*sides_by_dim)] for sides_by_dim in _by_rank(cuts, len(places))]
+        return cls.of_rectangles(shape, dtype, held)
+
+    @classmethod
+    def of_intervals(
+        cls, shape: Sequence[int], dtype: np.dtype, dim: int, intervals: Sequence[Interval], halo: Interval = (0, 0)
+    ) -> ArrayPlacement:
+        """Each rank owns an interval of one dim, uneven or empty, and holds a halo around it: see ``of_spec``."""
+        whole = Rectangle.whole(shape)
+        around = [halo if each == dim else (0, 0) for each in range(len(whole.start))]
+        owned = [_rectangle([*_sides(whole)[:dim], pair, *_sides(whole)[dim + 1 :]]) for pair in intervals]
+        held = [(_with_halo(each, shape, around),) for each in owned]
+        return cls(tuple(shape), np.dtype(dtype), tuple(held), tuple((each,) for each in owned))
+
+    def on(self, ranks: Sequence[int], size: int) -> ArrayPlacement:
+        """The same in a group of ``size`` ranks, of which number ``ranks[i]`` is this placement's rank i."""
+        held, owned = [()] * size, [()] * size
+        for number, rank in enumerate(ranks):
+            held[rank], owned[rank] = self.held[number], self.owned[number]
+        return ArrayPlacement(self.shape, self.dtype, tuple(held), tuple(owned))
+
+    def nbytes(self, rank: int) -> int:
+        """The bytes of what a rank holds."""
+        return sum(each.size for each in self.held[rank]) * self.dtype.itemsize
+
+    def check(self, name: str) -> None:
+        """Raise UsageError unless every element has one owner, who holds it."""
+        for rank, (held, owned) in enumerate(zip(self.held, self.owned, strict=True)):
+            for part in owned:
+                if not any(part in block for block in held):
+                    raise UsageError(f"{name}: rank {rank} owns {part}, which no rectangle that it holds contains")
+            if any((one & other).size for i, one in enumerate(held) for other in held[:i]):
+                raise UsageError(f"{name}: rank {rank} holds {', '.join(map(str, held))}, which overlap")
+        grid = Grid(self.shape, [part for owned in self.owned for part in owned])
+        owners = np.zeros(grid.shape, np.int64)
+        for owned in self.owned:
+            for part in owned:
+                owners[grid.cells(part)] += 1
+        for bad in grid.rectangles(owners != 1)[:1]:
+            at, one = bad.start, Rectangle(bad.start, tuple(n + 1 for n in bad.start))
+            ranks = [rank for rank, owned in enumerate(self.owned) if any(one in part for part in owned if part.size)]
+            who = f"ranks {', '.join(map(str, ranks))} all own" if ranks else "nobody owns"
+            raise UsageError(f"{name}: {who} the element at {at}; of each element there must be one owner")
+
+
+class Placement(Mapping[str, ArrayPlacement]):
+    """Who has what of several arrays, by name; the same on every rank."""
+
+    def __init__(self, arrays: Mapping[str, ArrayPlacement]) -> None:
+        self._arrays = dict(arrays)
+        if len(sizes := {len(array.held) for array in self._arrays.values()}) > 1:
+            raise UsageError(f"a placement is of one group of ranks; these arrays are placed on {sorted(sizes)} ranks")
+
+    @cached_property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return next((len(array.held) for array in self.values()), 0)
+
+    def on(self, ranks: Sequence[int], size: int) -> Placement:
+        """The same in a larger group, or in another order: see ``ArrayPlacement.on``."""
+        return Placement({name: array.on(ranks, size) for name, array in self.items()})
+
+    def nbytes(self, rank: int) -> int:
+        """The bytes of what a rank holds."""
+        return sum(array.nbytes(rank) for array in self.values())
+
+    def checked(self) -> Placement:
+        """Itself; raises UsageError unless every element of every array has one owner, who holds it."""
+        for name, array in self.items():
+            array.check(name)
+        return self
+
+    def __getitem__(self, name: str) -> ArrayPlacement:
+        return self._arrays[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+
+def views(rectangles: Sequence[Rectangle], x: Array) -> list[Array]:
+    """A rank's array ``x``, which is these rectangles joined, as a view of each.
+
+    Where they differ along a dim, they lie one behind the other along it, in the order in which they are named: as
+    the early and the late part of a zigzag sequence do.
+    """
+    places: list[dict[Interval, slice]] = []
+    for sides in zip(*map(_sides, rectangles), strict=True):
+        begun, found = 0, {}
+        for start, stop in dict.fromkeys(sides):
+            found[start, stop] = slice(begun, begun + stop - start)
+            begun += stop - start
+        places.append(found)
+    shape = tuple(max((part.stop for part in found.values()), default=0) for found in places)
+    if rectangles and x.shape != shape:
+        raise UsageError(f"the rectangles {', '.join(map(str, rectangles))} make an array of {shape}, not {x.shape}")
+    indices = ([found[side] for found, side in zip(places, _sides(each), strict=True)] for each in rectangles)
+    return [x[(..., *index)] for index in indices]
+
+
+def _first_holders(shape: Sequence[int], held: Sequence[Rectangles]) -> tuple[Rectangles, ...]:
+    """The parts of the array of which each rank is the first that holds them."""
+    grid = Grid(shape, [each for of_rank in held for each in of_rank])
+    first = np.full(grid.shape, -1)
+    for rank, of_rank in enumerate(held):
+        for each in of_rank:
+            if each.size:
+                part = first[(..., *grid.cells(each))]  # a view, also of a number
+                part[part < 0] = rank
+    owned = []
+    for rank, of_rank in enumerate(held):
+        parts = grid.rectangles(first == rank)
+        owned.append(tuple(shared for part in parts for each in of_rank if (shared := part & each).size))
+    return tuple(owned)
+
+
+def _with_halo(block: Rectangle, shape: Sequence[int], around: Sequence[Interval]) -> Rectangle:
+    if not block.size:
+        return block
+    start = tuple(max(0, a - before) for a, (before, _) in zip(block.start, around, strict=True))
+    ends = zip(block.stop, around, shape, strict=True)
+    return Rectangle(start, tuple(min(length, b + behind) for b, (_, behind), length in ends))
+
+
+def _runs(positions: np.ndarray) -> list[Interval]:
+    """Ascending positions as intervals; one empty interval where there are none."""
+    if not len(positions):
+        return [(0, 0)]
+    parts = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1)
+    return [(int(part[0]), int(part[-1]) + 1) for part in parts]
+
+
+def _by_rank(cuts: Sequence[Sequence[list[Interval]]], ranks: int) -> Iterator[list[list[Interval]]]:
+    return ([of_dim[rank] for of_dim in cuts] for rank in range(ranks))
+
+
+def _sides(rectangle: Rectangle) -> list[Interval]:
+    return list(zip(rectangle.start, rectangle.stop, strict=True))
+
+
+def _rectangle(sides: Sequence[Interval]) -> Rectangle:
+    return Rectangle(tuple(start for start, _ in sides), tuple(stop for _, stop in sides))

@@ -1,0 +1,161 @@
+"""Rectangles of a global array, and the grid that the edges of many of them cut it into."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+
+@dataclass(frozen=True, order=True)
+class Rectangle:
+    """The elements of an array from ``start`` up to, and without, ``stop``, one number a dim.
+
+    A number, an array without dims, is the rectangle ``Rectangle((), ())`` of one element. A rectangle may be empty.
+    """
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    @classmethod
+    def of(cls, index: Iterable[slice]) -> Rectangle:
+        """The rectangle of ``array[index]``, whose slices say where they begin and end."""
+        index = tuple(index)
+        return cls(tuple(int(part.start) for part in index), tuple(int(part.stop) for part in index))
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Rectangle:
+        """All of an array of this shape."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
+
+    @property
+    def size(self) -> int:
+        """The number of its elements."""
+        return prod(self.shape)
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """``array[rectangle.index]`` is this part of the array."""
+        return tuple(slice(start, stop) for start, stop in zip(self.start, self.stop, strict=True))
+
+    def __and__(self, other: Rectangle) -> Rectangle:
+        """What two rectangles share; empty where they share nothing."""
+        start = tuple(map(max, self.start, other.start))
+        return Rectangle(start, tuple(map(max, start, map(min, self.stop, other.stop))))
+
+    def __sub__(self, other: Rectangle) -> list[Rectangle]:
+        """The rest without ``other``, as disjoint rectangles."""
+        shared = self & other
+        if not shared.size:
+            return [self] if self.size else []
+        rest, left = [], self
+        for dim in range(len(self.start)):
+            before = left._with(dim, left.start[dim], shared.start[dim])
+            after = left._with(dim, shared.stop[dim], left.stop[dim])
+            rest += [part for part in (before, after) if part.size]
+            left = left._with(dim, shared.start[dim], shared.stop[dim])
+        return rest
+
+    def __contains__(self, other: Rectangle) -> bool:
+        return not other.size or self & other == other
+
+    def within(self, outer: Rectangle) -> Rectangle:
+        """The same elements, counted from where ``outer`` begins: where they are in a block that is ``outer``."""
+        start, stop = (
+            tuple(a - b for a, b in zip(ends, outer.start, strict=True)) for ends in (self.start, self.stop)
+        )
+        return Rectangle(start, stop)
+
+    def elements(self, first: int, last: int) -> Iterator[Rectangle]:
+        """Its elements ``first`` up to, and without, ``last``, counted row by row, as rectangles in that order."""
+        if first >= last:
+            return
+        if first == 0 and last == self.size:
+            yield self
+            return
+        row = self.size // self.shape[0]
+        rows, begun = divmod(first, row)  # a row of which the first elements are left out
+        if begun:
+            end = min(last, (rows + 1) * row)
+            yield from self._row(rows, begun, end - rows * row)
+            first, rows = end, rows + 1
+        if first < last:
+            whole_rows = (last - first) // row
+            if whole_rows:
+                yield self._with(0, self.start[0] + rows, self.start[0] + rows + whole_rows)
+            yield from self._row(rows + whole_rows, 0, last - first - whole_rows * row)
+
+    def _row(self, number: int, first: int, last: int) -> Iterator[Rectangle]:
+        """Some elements of one of its rows."""
+        for part in Rectangle(self.start[1:], self.stop[1:]).elements(first, last):
+            at = self.start[0] + number
+            yield Rectangle((at, *part.start), (at + 1, *part.stop))
+
+    def _with(self, dim: int, start: int, stop: int) -> Rectangle:
+        return Rectangle(
+            (*self.start[:dim], start, *self.start[dim + 1 :]), (*self.stop[:dim], stop, *self.stop[dim + 1 :])
+        )
+
+    def __str__(self) -> str:
+        return f"[{', '.join(f'{a}:{b}' for a, b in zip(self.start, self.stop, strict=True))}]"
+
+
+class Grid:
+    """An array cut along every edge of some rectangles: a cell lies inside or outside each of them, never across."""
+
+    def __init__(self, shape: Sequence[int], rectangles: Iterable[Rectangle]) -> None:
+        whole = Rectangle.whole(shape)
+        edges = [{0, length} for length in shape]
+        for rectangle in rectangles:
+            if not rectangle.size:
+                continue
+            if rectangle not in whole:
+                raise ValueError(f"{rectangle} is not a part of an array of shape {tuple(shape)}")
+            for dim, ends in enumerate(zip(rectangle.start, rectangle.stop, strict=True)):
+                edges[dim].update(ends)
+        self._edges = [sorted(each) for each in edges]
+        self.shape = tuple(len(each) - 1 for each in self._edges)  #: in cells
+
+    def cells(self, rectangle: Rectangle) -> tuple[slice, ...]:
+        """The cells that a rectangle, one of those the grid was made of, consists of."""
+        return tuple(
+            slice(bisect_left(edges, start), bisect_left(edges, stop))
+            for edges, start, stop in zip(self._edges, rectangle.start, rectangle.stop, strict=True)
+        )
+
+    def sizes(self) -> np.ndarray:
+        """How many elements each cell has: an array of the grid's shape."""
+        sizes = np.ones(self.shape, np.int64)
+        for dim, edges in enumerate(self._edges):
+            sizes *= np.diff(edges).reshape(-1, *(1,) * (len(self.shape) - dim - 1))
+        return sizes
+
+    def rectangles(self, mask: np.ndarray) -> list[Rectangle]:
+        """The cells where ``mask``, of the grid's shape, is true, neighbours joined: disjoint, in order."""
+        cells = [Rectangle(tuple(at), tuple(n + 1 for n in at)) for at in np.argwhere(mask).tolist()]
+        return [self._elements(each) for each in joined(cells)]
+
+    def _elements(self, cells: Rectangle) -> Rectangle:
+        ends = zip(self._edges, cells.start, cells.stop, strict=True)
+        start, stop = zip(*((edges[a], edges[b]) for edges, a, b in ends), strict=True) if self._edges else ((), ())
+        return Rectangle(start, stop)
+
+
+def joined(rectangles: Iterable[Rectangle]) -> list[Rectangle]:
+    """Disjoint rectangles with neighbours made one, along the last dim first: as few and long ones, in order."""
+    found = sorted(rectangles)
+    for dim in reversed(range(len(found[0].start) if found else 0)):
+        open_ended: dict[tuple, Rectangle] = {}  # by where it ends along this dim, and its ends along the others
+        for each in sorted(found, key=lambda each: each.start[dim]):
+            across = (*each.start[:dim], *each.start[dim + 1 :]), (*each.stop[:dim], *each.stop[dim + 1 :])
+            before = open_ended.pop((each.start[dim], across), each)
+            open_ended[each.stop[dim], across] = Rectangle(before.start, each.stop)
+        found = sorted(open_ended.values())
+    return found

@@ -1,0 +1,238 @@
+"""The planned exchange from one placement of arrays to another, and its adjoint, which adds.
+
+A plan is a pure function of the two placements, so that all ranks make the same. Every rank receives what its new
+placement holds and its old one had not, once; in rounds, so that beside its blocks it holds no more than a piece that
+leaves and a piece that comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from spmd_engine.arrays.backend import CPU, Array, Backend, backend_of
+from spmd_engine.comm.algorithms import reduce_into
+from spmd_engine.comm.group import Group
+from spmd_engine.errors import UsageError
+from spmd_engine.sharding.pieces import (
+    Blocks,
+    Copy,
+    Piece,
+    Segment,
+    add,
+    check_blocks,
+    given,
+    make_segment,
+    new_blocks,
+    taken,
+)
+from spmd_engine.sharding.placement import Placement
+from spmd_engine.sharding.routes import Route, count_rounds, find_routes
+
+PIECE = 32 << 20  # bytes
+
+
+def plan_transfer(
+    source: Placement,
+    target: Placement,
+    *,
+    nodes: Sequence[Hashable] | None = None,
+    piece_bytes: int = PIECE,
+    from_owners: bool = False,
+) -> TransferPlan:
+    """How the arrays of ``target`` come about from those of ``source``, placed on ranks of the same group.
+
+    A rank keeps what it has; of others it prefers those of its own node (``nodes``: of each rank, anything that
+    tells its node from others), and these share the work. ``from_owners``: only owners give, so that the adjoint
+    leaves the whole sum with the one owner of an element.
+
+    In a round, no rank sends, or receives, more than ``piece_bytes``; but of all that one rank gives to the same
+    ranks, one element at least.
+
+    Raises UsageError for names, shapes or dtypes that differ, and where somebody wants what nobody has.
+    """
+    for name, wanted in target.items():
+        if name not in source:
+            raise UsageError(f"transfer: nobody has {name!r}; there are: {', '.join(source)}")
+        held = source[name]
+        if (held.shape, held.dtype) != (wanted.shape, wanted.dtype):
+            raise UsageError(
+                f"transfer: {name} is {held.dtype}{list(held.shape)} before and {wanted.dtype}{list(wanted.shape)} "
+                "after; a transfer moves elements and changes nothing else"
+            )
+    if target and source.ranks != target.ranks:
+        raise UsageError(
+            f"transfer from {source.ranks} ranks to {target.ranks}: say by Placement.on(...) which ranks of one group "
+            "they are"
+        )
+    if from_owners:
+        source.checked()
+    routes = find_routes(source, target, nodes if nodes is not None else [0] * source.ranks, from_owners)
+    rounds = {
+        dtype: count_rounds(each, source.ranks, max(1, piece_bytes // max(1, dtype.itemsize)))
+        for dtype, each in routes.items()
+    }
+    return TransferPlan(source, target, routes, rounds)
+
+
+@dataclass(frozen=True)
+class TransferPlan:
+    """What ``plan_transfer`` found: made once, the same on every rank, and executed as often as one likes."""
+
+    source: Placement
+    target: Placement
+    routes: Mapping[np.dtype, tuple[Route, ...]]
+    rounds: Mapping[np.dtype, int]  #: collectives, in which every rank takes part
+    _made: dict[tuple, Piece | Segment] = field(default_factory=dict, repr=False, compare=False)
+
+    def bytes_sent(self, rank: int) -> int:
+        """The bytes that a rank sends, as the ledger counts them."""
+        return sum(
+            route.size * dtype.itemsize * sum(to != rank for to in route.receivers)
+            for dtype, route in self._all_routes()
+            if route.sender == rank
+        )
+
+    def bytes_received(self, rank: int) -> int:
+        """The bytes that a rank receives: all that it lacked."""
+        return sum(
+            route.size * dtype.itemsize
+            for dtype, route in self._all_routes()
+            if rank in route.receivers and route.sender != rank
+        )
+
+    def adjoint(self) -> Adjoint:
+        """The transposed operation: back by the same routes, where what several had received is added up."""
+        return Adjoint(self)
+
+    def execute(
+        self, group: Group, blocks: Blocks, *, out: Blocks | None = None, like: Backend = CPU, label: str = "transfer"
+    ) -> Blocks:
+        """This rank's blocks of ``target``, in ``out`` or new, from its ``blocks`` of ``source``. Collective.
+
+        By name, an array for each rectangle that this rank holds. Those of ``source`` may lie in ``out`` already, as
+        what is inside a halo does. ``like``: where new blocks are made by a rank that has none itself.
+        Raises UsageError for blocks that are not those of the placement.
+        """
+        backend = check_blocks(self.source, group, blocks) or like
+        result = new_blocks(self.target, group.rank, backend) if out is None else out
+        check_blocks(self.target, group, result)
+        for route in self._kept(group.rank):
+            for old, new in self._kept_copies(group.rank, route):
+                new.at(result)[...] = old.at(blocks)
+        for dtype, number in self._rounds():
+            leaving = self._piece(given, group.rank, dtype, number)
+            coming = self._piece(taken, group.rank, dtype, number)
+            received = _exchange(group, blocks, leaving, dtype, backend, label)
+            for segment in coming.segments:
+                segment.unpack(segment.of(received), result)
+        return result
+
+    def _all_routes(self) -> Iterator[tuple[np.dtype, Route]]:
+        return ((dtype, route) for dtype, routes in self.routes.items() for route in routes)
+
+    def _kept(self, rank: int) -> list[Route]:
+        """What a rank has already."""
+        return [route for _, route in self._all_routes() if route.sender == rank and rank in route.receivers]
+
+    def _rounds(self) -> Iterator[tuple[np.dtype, int]]:
+        return ((dtype, number) for dtype, rounds in self.rounds.items() for number in range(rounds))
+
+    def _piece(self, side, rank: int, dtype: np.dtype, number: int) -> Piece:
+        """What a rank gives, or takes, in a round; kept for the next time."""
+        key = side, rank, dtype, number
+        if key not in self._made:
+            placement = self.source if side is given else self.target
+            self._made[key] = side(placement, rank, self.routes[dtype], number, self.rounds[dtype])
+        return self._made[key]
+
+    def _portion(self, placement: Placement, rank: int, route: Route, number: int = 0, of: int = 1) -> Segment:
+        """A portion of a route, as it lies in a rank's blocks; kept for the next time."""
+        key = id(placement), rank, id(route), number, of
+        if key not in self._made:
+            self._made[key] = make_segment(placement, rank, route, 0, number, of)
+        return self._made[key]
+
+    def _kept_copies(self, rank: int, route: Route) -> Iterator[tuple[Copy, Copy]]:
+        """Where a rank has what it keeps in its old blocks, and where in its new ones."""
+        old, new = (self._portion(placement, rank, route) for placement in (self.source, self.target))
+        return zip(old.copies, new.copies, strict=True)
+
+
+@dataclass(frozen=True)
+class Adjoint:
+    """The transpose of a transfer: what an element was given to several ranks as, comes back from them and is added.
+
+    It is added up in the order of the ranks, and on the rank that gave it: with ``from_owners``, on its owner. Of a
+    transfer that gathers, this is a reduce_scatter; of halos, the sum of what overlaps.
+    """
+
+    plan: TransferPlan
+
+    @property
+    def source(self) -> Placement:
+        return self.plan.target
+
+    @property
+    def target(self) -> Placement:
+        return self.plan.source
+
+    def bytes_sent(self, rank: int) -> int:
+        """The bytes that a rank sends, as the ledger counts them."""
+        return self.plan.bytes_received(rank)
+
+    def adjoint(self) -> TransferPlan:
+        return self.plan
+
+    def execute(
+        self, group: Group, blocks: Blocks, *, out: Blocks | None = None, like: Backend = CPU, label: str = "transfer"
+    ) -> Blocks:
+        """This rank's blocks of the plan's source: new, or added to ``out``. As ``TransferPlan.execute`` else.
+
+        What the transfer gave to nobody is zero. 16-bit floats are added up in float32.
+        """
+        plan, rank = self.plan, group.rank
+        backend = check_blocks(self.source, group, blocks) or like
+        result = new_blocks(self.target, rank, backend, zero=True) if out is None else out
+        check_blocks(self.target, group, result)
+        for route in plan._kept(rank):
+            if len(route.receivers) == 1:  # what others have, too, is added with theirs
+                for mine, theirs in plan._kept_copies(rank, route):
+                    add(theirs.at(blocks), mine.at(result))
+        for dtype, number in plan._rounds():
+            leaving, coming = (plan._piece(side, rank, dtype, number) for side in (taken, given))
+            received = _exchange(group, blocks, leaving, dtype, backend, label)
+            by_route: dict[int, list[Segment]] = {}
+            for segment in coming.segments:
+                by_route.setdefault(id(segment.route), []).append(segment)
+            for segments in by_route.values():
+                total = self._sum(segments, received, number, rank, blocks)
+                segments[0].add(total, result)  # all of a route lie in the same places here
+        return result
+
+    def _sum(self, segments: Sequence[Segment], received: Array, number: int, rank: int, blocks: Blocks) -> Array:
+        """What comes back by one route in one round, and this rank's own share, added up in the order of ranks."""
+        route, plan = segments[0].route, self.plan
+        shares = [segment.of(received) for segment in segments]
+        if rank in route.receivers:
+            own = plan._portion(plan.target, rank, route, number, plan.rounds[received.dtype])
+            flat = backend_of(received).empty((own.size,), received.dtype)
+            own.pack(blocks, flat)
+            shares.insert(route.receivers.index(rank), flat)
+        if len(shares) == 1:
+            return shares[0]
+        total = backend_of(received).empty(shares[0].shape, received.dtype)
+        reduce_into(total, shares, "sum")
+        return total
+
+
+def _exchange(
+    group: Group, blocks: Blocks, leaving: Piece, dtype: np.dtype, backend: Backend, label: str
+) -> Array:
+    """The flat piece that comes in a round, for the one that leaves."""
+    packed = backend.empty((leaving.size,), dtype)
+    for segment in leaving.segments:
+        segment.pack(blocks, segment.of(packed))
+    return group.all_to_all(packed, splits=leaving.splits, label=label)
