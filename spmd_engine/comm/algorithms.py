@@ -130,17 +130,39 @@ def spans(lengths: Sequence[int]) -> list[slice]:
     return [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
 
 
+def joined(
+    blocks: Sequence[np.ndarray], axis: int, dtype: np.dtype, out: np.ndarray | None = None
+) -> np.ndarray:
+    """``blocks`` of this ``dtype``, one after the other along ``axis``.
+
+    NumPy alone would bring their bytes into the machine's order, and their fields into an order of its own.
+    """
+    if out is None:
+        shape = list(blocks[0].shape)
+        shape[axis] = sum([block.shape[axis] for block in blocks])
+        out = np.empty(shape, dtype)
+    return np.concatenate(blocks, axis, out)
+
+
 _UFUNCS = {"sum": "add", "mean": "add", "max": "maximum", "min": "minimum", "prod": "multiply"}
 
 
 def reducible(operation: str, x: Array, op: str) -> Array:
-    """``x`` in the dtype in which its reduction is made: bool is counted, the mean of integers is float64."""
+    """``x`` in the dtype in which its reduction is made: bool is counted, the mean of integers is float64.
+
+    Raises UsageError if there is no such reduction: later it would raise only on ranks that have something to reduce.
+    """
     if op not in _UFUNCS:
         raise UsageError(f"{operation}: unknown op {op!r}; choose one of {', '.join(_UFUNCS)}")
     if x.dtype.kind == "b" and op in ("sum", "prod", "mean"):
         x = x.astype(np.int64)
     if op == "mean" and x.dtype.kind in "iu":
         x = x.astype(np.float64)
+    nothing = np.empty(0, x.dtype)
+    try:
+        reducer(op, x.dtype, np)(nothing, [nothing, nothing])
+    except TypeError:
+        raise UsageError(f"{operation}: there is no {op} of {x.dtype}") from None
     return x
 
 
@@ -184,5 +206,5 @@ def reducer(reduction: str, dtype: np.dtype, xp: ModuleType) -> Callable[[Array,
 
 def accumulated_in(dtype: np.dtype) -> np.dtype:
     """The dtype in which arrays of ``dtype`` are added up: float32 for float16 and bfloat16, else their own."""
-    half = dtype.itemsize == 2 and dtype.kind not in "iub" and dtype.fields is None
+    half = dtype.itemsize == 2 and (dtype.kind == "f" or dtype.isbuiltin == 2)  # 2: bfloat16, of ml_dtypes
     return np.dtype(np.float32) if half else dtype

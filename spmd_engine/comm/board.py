@@ -20,7 +20,7 @@ import numpy as np
 from spmd_engine.arrays.memory import address_of
 from spmd_engine.comm.arena import ALIGNMENT, Neighbours
 from spmd_engine.comm.awaited import Until
-from spmd_engine.comm.header import SIZE, Header, Said
+from spmd_engine.comm.header import Header, Said, room
 from spmd_engine.comm.lending import Block, Lent
 from spmd_engine.comm.pending import Progress
 
@@ -275,7 +275,7 @@ def _words(ranks: int) -> int:
 
 
 def _data(ranks: int) -> int:
-    return _aligned(_HEADER + SIZE + 8 * ranks)  # a header may be followed by a size for each rank
+    return _aligned(_HEADER + room(ranks))
 
 
 def _row(ranks: int) -> int:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from spmd_engine.comm.algorithms import span, spans
+from spmd_engine.comm.algorithms import joined, span, spans
 from spmd_engine.comm.shared import Reducer
 
 #: Bytes of the array handed in up to which the library is faster than reading where the data lie.
@@ -98,7 +98,7 @@ def _one_after_the_other(x: np.ndarray, parts: Sequence[tuple[slice, ...]]) -> t
     sizes = [view.nbytes for view in views]
     if len(parts[0]) == 1:  # cut along the first axis, they are that already
         return x, sizes
-    return np.concatenate([view.reshape(-1) for view in views]), sizes
+    return joined([view.reshape(-1) for view in views], 0, x.dtype), sizes
 
 
 def _joined(

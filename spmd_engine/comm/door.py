@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.comm import by_library, header, lanes, meeting
+from spmd_engine.comm import by_library, dtypes, header, lanes, meeting
 from spmd_engine.comm.board import LEFT
 from spmd_engine.comm.communicator import Communicator
 from spmd_engine.comm.header import Call, Header, Said
@@ -119,8 +119,20 @@ class Door:
             raise UsageError(f"{operation}: {x.ndim} dimensions; at most {header.MAX_DIMS} can be told to others")
         small = x.nbytes <= (self._inline if limit is None else limit) and isinstance(x, np.ndarray)
         small = small and self._meets(always)
-        name = header.dtype_name(x.dtype)
+        name = dtypes.describe(x.dtype)
         return Header(operation, dtype=name, shape=x.shape, inline=x.nbytes if small else 0, **fields)
+
+    def _refuse(self, operation: str, label: str, error: UsageError, *, always: bool = False) -> Pending:
+        """A call that this rank cannot make. It says so in its place, and all ranks raise the same UsageError.
+
+        ``always``: whether the others hear of the call even with checks switched off; who cannot tell them raises
+        the error at once.
+        """
+        if self.size == 1 or not self._meets(always):
+            raise error
+        text = meeting.bytes_of(str(error))
+        where = operation, self.axes, label
+        return self._begin(Plan(Header("refuse", inline=text.size), where, self._meet_only), text)
 
     def _begin(self, plan: Plan, x: Array | None, out: Any = None) -> Pending:
         """Start the next call; write to the ledger when it ends."""

@@ -12,6 +12,7 @@ from spmd_engine.comm.algorithms import span
 from spmd_engine.comm.door import Plan, suits
 from spmd_engine.comm.header import Call, Header
 from spmd_engine.comm.lending import fill
+from spmd_engine.comm.meeting import Meeting
 from spmd_engine.comm.pending import Pending, Steps
 from spmd_engine.comm.reductions import Reductions, check_out, copied, ints, takes_results
 from spmd_engine.errors import UsageError
@@ -54,9 +55,12 @@ class Exchanges(Reductions):
         self, x: Array, axis: int, sizes: Sequence[int] | None, out: Array | None, label: str, waits: bool
     ) -> Pending:
         key = "all_gather", type(x), x.dtype, x.shape, axis, ints(sizes), label
-        plan = self._plans.get(key) or self._keep(key, self._plan_all_gather(x, axis, sizes, label), x)
-        if out is not None and (plan.header.axis or out.dtype != x.dtype or not takes_results(out)):
-            raise UsageError(f"all_gather: out must be a contiguous, writable array of {x.dtype}, and axis 0")
+        try:
+            plan = self._plans.get(key) or self._keep(key, self._plan_all_gather(x, axis, sizes, label), x)
+            if out is not None and (plan.header.axis or out.dtype != x.dtype or not takes_results(out)):
+                raise UsageError(f"all_gather: out must be a contiguous, writable array of {x.dtype}, and axis 0")
+        except UsageError as error:
+            return self._refuse("all_gather", label, error, always=sizes is None)
         if self.size == 1:
             check_out("all_gather", x, out)
             return Pending.completed(x.copy() if out is None else copied(x, out))
@@ -92,14 +96,22 @@ class Exchanges(Reductions):
         meeting = yield from self._meet(plan, number, own, always=plan.sizes is None, lend=True)
         lengths = [header.shape[axis] for header in meeting.headers] if meeting.headers else plan.sizes
         shape = (*own.shape[:axis], sum(lengths), *own.shape[axis + 1 :])
-        result = out if out is not None and self._reachable(out) else xp.empty(shape, own.dtype)
-        fits = result.shape == shape
-        if meeting.by_library:  # the others are inside MPI now, and so this rank goes there whatever it was given
-            gathered = self._gathered_by_library(plan, own, meeting.blocks, result if fits else None)
-        if not fits:
-            raise UsageError(f"all_gather: out has shape {result.shape}, the result {shape}")
+        fits = out is None or out.shape == shape  # if not, this rank is still to give the others what is theirs
+        result = out if out is not None and fits and self._reachable(out) else xp.empty(shape, own.dtype)
         if meeting.by_library:
-            return gathered
+            self._gathered_by_library(plan, own, meeting.blocks, result)
+        else:
+            yield from self._gather(plan, number, meeting, own, result, lengths)
+        if not fits:
+            raise UsageError(f"all_gather: out has shape {out.shape}, the result {shape}")
+        result = home(result)
+        return result if out is None or result is out else copied(result, out)
+
+    def _gather(
+        self, plan: Plan, number: int, meeting: Meeting, own: Array, result: Array, lengths: Sequence[int]
+    ) -> Steps:
+        """Fill ``result`` with everyone's array: what this rank gives is ``own``."""
+        axis = plan.header.axis
         parts = algorithms.spans(lengths)
         spaces = [result[(slice(None),) * axis + (part,)] for part in parts]
         copied(own, spaces[self.rank])
@@ -114,8 +126,6 @@ class Exchanges(Reductions):
                 yield from self._receive_missing(own, blocks, spaces, axis, self._tag(number) + 1)
         if meeting.exposed:
             yield from meeting.end()
-        result = home(result)
-        return result if out is None or result is out else copied(result, out)
 
     def _receive_missing(
         self, own: Array, blocks: Sequence[Array | None], spaces: Sequence[Array], axis: int, tag: int
@@ -165,7 +175,11 @@ class Exchanges(Reductions):
     ) -> Pending:
         splits = ints(splits)
         key = "all_to_all", type(x), x.dtype, x.shape, axis, concat_axis, splits, label
-        plan = self._plans.get(key) or self._keep(key, self._plan_all_to_all(x, axis, concat_axis, splits, label), x)
+        try:
+            plan = self._plans.get(key)
+            plan = plan or self._keep(key, self._plan_all_to_all(x, axis, concat_axis, splits, label), x)
+        except UsageError as error:
+            return self._refuse("all_to_all", label, error, always=True)
         if self.size == 1:
             return Pending.completed(x.copy())
         return (self._begin_blocking if waits else self._begin)(plan, x)
@@ -194,7 +208,7 @@ class Exchanges(Reductions):
             along = (slice(None),) * plan.header.axis
             cuts = [(*along, self._part_for_me(header)) for header in plan.said.headers]
         parts = [block[cut] for block, cut in zip(blocks, cuts, strict=True)]
-        return np.concatenate(parts, axis=plan.header.concat_axis)
+        return algorithms.joined(parts, plan.header.concat_axis, plan.dtype)
 
     def _exchanged_by_library(self, plan: Plan, x: np.ndarray, _: Sequence[None], out: None) -> np.ndarray:
         shapes = [self._shape_for_me(header) for header in plan.said.headers]
@@ -243,4 +257,4 @@ class Exchanges(Reductions):
 
 
 def _joined(plan: Plan, _: np.ndarray, blocks: Sequence[np.ndarray], out: np.ndarray | None) -> np.ndarray:
-    return np.concatenate(blocks, axis=plan.header.axis, out=out)
+    return algorithms.joined(blocks, plan.header.axis, plan.dtype, out)

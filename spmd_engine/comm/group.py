@@ -17,7 +17,7 @@ from spmd_engine.comm.door import Plan
 from spmd_engine.comm.exchanges import Exchanges
 from spmd_engine.comm.header import Header
 from spmd_engine.comm.lending import fill
-from spmd_engine.comm.meeting import INLINE
+from spmd_engine.comm.meeting import bytes_of
 from spmd_engine.comm.pending import Pending, Steps
 from spmd_engine.errors import UsageError
 
@@ -49,7 +49,7 @@ class Group(Exchanges):
         With a ``reason``, an error that this rank reports, the others get RankAborted instead.
         """
         if self.size > 1:
-            text = np.frombuffer(reason.encode(errors="replace")[:INLINE], np.uint8)
+            text = bytes_of(reason)
             if not reason:
                 self.comm.announce_end()  # for those who wait in other groups
             plan = Plan(Header("leave", inline=text.size), ("leave", self.axes, ""), self._meet_only)
@@ -68,17 +68,19 @@ class Group(Exchanges):
         return self.start_broadcast(x, root, label=label).wait()
 
     def start_broadcast(self, x: Array | None, root: int = 0, *, label: str = "") -> Pending:
-        if not 0 <= root < self.size:
-            raise UsageError(f"broadcast over {self.axes!r}: root {root} is not one of {self.size} ranks")
-        if self.rank == root and x is None:
-            raise UsageError(f"broadcast over {self.axes!r}: the root must give an array")
+        try:
+            if not 0 <= root < self.size:
+                raise UsageError(f"broadcast over {self.axes!r}: root {root} is not one of {self.size} ranks")
+            if self.rank == root and x is None:
+                raise UsageError(f"broadcast over {self.axes!r}: the root must give an array")
+            mine = self._ready(x)[0] if self.rank == root else None
+            key = _broadcast_key(mine, root, label)
+            plan = self._plans.get(key) or self._keep(key, self._plan_broadcast(mine, root, label), mine)
+        except UsageError as error:
+            return self._refuse("broadcast", label, error, always=True)
         if self.size == 1:
             return Pending.completed(np.array(x, copy=True) if isinstance(x, np.ndarray) else x.copy())
-        mine = self._ready(x)[0] if self.rank == root else None
-        home = backend_of(x) if x is not None else CPU
-        key = _broadcast_key(mine, root, label)
-        plan = self._plans.get(key) or self._keep(key, self._plan_broadcast(mine, root, label), mine)
-        return self._begin(plan, mine, home)
+        return self._begin(plan, mine, backend_of(x) if x is not None else CPU)
 
     def _plan_broadcast(self, mine: Array | None, root: int, label: str) -> Plan:
         def sent(result: Array) -> int:  # the root hands out the parts, then everyone passes its part on

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
@@ -11,14 +11,20 @@ from typing import NamedTuple
 
 import numpy as np
 
+from spmd_engine.comm import dtypes
 from spmd_engine.errors import MismatchError, UsageError
 
-OPERATIONS = ("barrier", "broadcast", "all_gather", "all_reduce", "reduce_scatter", "all_to_all", "send", "leave")
+OPERATIONS = ("barrier", "broadcast", "all_gather", "all_reduce", "reduce_scatter", "all_to_all", "send")
+OPERATIONS += ("leave", "refuse")  # instead of a call: the program ends; this rank cannot make the call
 REDUCTIONS = ("", "sum", "mean", "max", "min", "prod")
 MAX_DIMS = 16
 
-_LAYOUT = struct.Struct(f"<BBBBiiiII40s{MAX_DIMS}q")
-SIZE = _LAYOUT.size
+_LAYOUT = struct.Struct(f"<BBBBiiiIII{MAX_DIMS}q")
+
+
+def room(ranks: int) -> int:
+    """Bytes of a header at most, in a group of so many ranks."""
+    return _LAYOUT.size + 8 * ranks + dtypes.LONGEST
 
 
 @dataclass(frozen=True)
@@ -27,7 +33,7 @@ class Header:
 
     operation: str
     reduction: str = ""
-    dtype: str = ""
+    dtype: str = ""  # as ``dtypes.describe`` says it
     shape: tuple[int, ...] | None = None  # None: this rank contributes no array (broadcast)
     axis: int = 0
     concat_axis: int = 0
@@ -36,10 +42,10 @@ class Header:
     inline: int = 0  # bytes of data that travel with the header
     by_library: bool = False  # whether the MPI library may move the data: the caller waits, so it comes at once
 
-    packed: bytes = field(init=False, repr=False, compare=False)  # all of it as bytes, ``sizes`` at the end
+    packed: bytes = field(init=False, repr=False, compare=False)  # all of it as bytes, ``sizes`` and dtype at the end
 
     def __post_init__(self) -> None:
-        shape = self.shape if self.shape is not None else ()
+        shape, dtype = self.shape if self.shape is not None else (), self.dtype.encode()
         fixed = _LAYOUT.pack(
             OPERATIONS.index(self.operation),
             REDUCTIONS.index(self.reduction),
@@ -50,11 +56,11 @@ class Header:
             self.root,
             self.inline,
             len(self.sizes),
-            self.dtype.encode(),
+            len(dtype),
             *shape,
             *(0,) * (MAX_DIMS - len(shape)),
         )
-        object.__setattr__(self, "packed", fixed + struct.pack(f"<{len(self.sizes)}q", *self.sizes))
+        object.__setattr__(self, "packed", fixed + struct.pack(f"<{len(self.sizes)}q", *self.sizes) + dtype)
 
     @cached_property
     def digest(self) -> int:
@@ -65,16 +71,17 @@ class Header:
     def unpack(cls, data: bytes) -> Header:
         """The header that ``data`` begins with."""
         fields = _LAYOUT.unpack_from(data)
-        operation, reduction, ndim, by_library, axis, concat_axis, root, inline, count, dtype = fields[:-MAX_DIMS]
+        operation, reduction, ndim, by_library, axis, concat_axis, root, inline, count, letters = fields[:-MAX_DIMS]
+        end = _LAYOUT.size + 8 * count
         return cls(
             OPERATIONS[operation],
             REDUCTIONS[reduction],
-            dtype.rstrip(b"\0").decode(),
+            data[end : end + letters].decode(),
             None if ndim == 255 else fields[-MAX_DIMS:][:ndim],
             axis,
             concat_axis,
             root,
-            struct.unpack_from(f"<{count}q", data, SIZE),
+            struct.unpack_from(f"<{count}q", data, _LAYOUT.size),
             inline,
             bool(by_library),
         )
@@ -84,14 +91,16 @@ class Header:
         """Shape and dtype of the data that travel: of the array, or of the bytes of a text."""
         if self.shape is None:
             return (self.inline,), np.dtype(np.uint8)
-        return self.shape, np_dtype(self.dtype)
+        return self.shape, dtypes.described(self.dtype)
 
     def __str__(self) -> str:
         if self.operation == "leave":
             return "nothing more: its program ended"
+        if self.operation == "refuse":
+            return "what it cannot call"
         how = [self.reduction] if self.reduction else []
         if self.shape is not None:
-            how.append(f"{np_dtype(self.dtype).name}{list(self.shape)}")
+            how.append(f"{dtypes.described(self.dtype)}{list(self.shape)}")
         if self.operation in ("all_gather", "reduce_scatter", "all_to_all"):
             how.append(f"axis={self.axis}")
         if self.operation == "all_to_all":
@@ -150,39 +159,22 @@ def check(calls: Sequence[Call], group: str) -> None:
     said: dict[str, list[int]] = {}
     for rank, call in enumerate(calls):
         said.setdefault(str(call), []).append(rank)
-    text = "; ".join(f"{_ranks(ranks)} called {call}" for call, ranks in said.items())
+    text = "; ".join(f"{named(ranks)} called {call}" for call, ranks in said.items())
     raise MismatchError(
         f"collective over {group!r} does not match (ranks of that group): {text}. "
         "Every rank of a group must make the same calls in the same order."
     )
 
 
-def _ranks(ranks: list[int]) -> str:
+def refused(texts: Mapping[str, Sequence[int]], group: str, size: int) -> UsageError:
+    """The error of all ranks when some cannot make their calls: these ``texts``, each said by these ranks."""
+    first, said_by = next(iter(texts.items()))
+    if len(said_by) == size:
+        return UsageError(first)
+    return UsageError("; ".join(f"{named(ranks)} of {group!r}: {text}" for text, ranks in texts.items()))
+
+
+def named(ranks: Sequence[int]) -> str:
+    """``rank 1``, or ``ranks 0, 2``."""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
-
-def dtype_name(dtype: np.dtype) -> str:
-    """A name from which ``np_dtype`` makes the dtype again on another rank."""
-    dtype = np.dtype(dtype)
-    name = dtype.name if dtype.isbuiltin == 2 else dtype.str  # 2: ml_dtypes', whose str says too little
-    if dtype.fields is not None:
-        name = repr(dtype.descr)
-    if dtype.hasobject:
-        raise UsageError("arrays of Python objects cannot be sent; give numbers, or bytes made by pickle")
-    if len(name.encode()) > 40:
-        raise UsageError(f"dtype {dtype} is too long to describe to other ranks; send its fields one by one")
-    return name
-
-
-def np_dtype(name: str) -> np.dtype:
-    """The dtype of ``dtype_name``; knows bfloat16 and its kin from ml_dtypes."""
-    if name.startswith("["):
-        from ast import literal_eval
-
-        return np.dtype([tuple(field) for field in literal_eval(name)])
-    try:
-        return np.dtype(name)
-    except TypeError:
-        import ml_dtypes
-
-        return np.dtype(getattr(ml_dtypes, name))

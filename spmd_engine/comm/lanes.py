@@ -58,8 +58,12 @@ class Lanes:
         return (yield from steps)
 
     def show(self, call: Call, x: np.ndarray | None, **how) -> Steps:
-        """Show ``x`` to the ranks of the node, which call the same; see ``on_board``. Returns the Meeting."""
-        return on_board(self.board, call, x, "", False, **how)
+        """Show ``x`` to the ranks of the node, which call the same; see ``on_board``. Returns the Meeting.
+
+        The group has compared its calls already, so here only the array's shape and dtype are needed. ``sizes`` stay
+        out: there is one for each rank of the group, and the board has room for its own ranks' alone.
+        """
+        return on_board(self.board, call._replace(header=replace(call.header, sizes=())), x, "", False, **how)
 
 
 def all_reduce(lanes: Lanes, call: Call, x: Array, out: Array | None, tag: int) -> Steps:

@@ -87,7 +87,7 @@ def on_board(
     if not board.reached(number, SAID):
         yield board.until(number, SAID)
     said, blocks = board.hear(number, expected)
-    if said is not expected:
+    if said is not expected or own.operation == "refuse":
         _agree([Call(number, each) for each in said.headers], blocks, own, axes, check)
     if data is None and own.shape is not None and not own.by_library:
         blocks = [None] * board.size
@@ -103,7 +103,7 @@ def by_messages(comm: algorithms.Ranks, call: Call, data: np.ndarray | None, axe
     own = call.header
     shown = data.tobytes() if own.inline else b""
     said = np.frombuffer(_NUMBER.pack(call.number) + own.packed + shown, np.uint8)
-    heard = np.empty((comm.size, _NUMBER.size + header.SIZE + 8 * comm.size + INLINE), np.uint8)
+    heard = np.empty((comm.size, _NUMBER.size + header.room(comm.size) + INLINE), np.uint8)
     yield from algorithms.exchange(comm, [said] * comm.size, list(heard), tag)
     heard[comm.rank, : said.size] = said
     calls, blocks = [], []
@@ -120,10 +120,25 @@ def by_messages(comm: algorithms.Ranks, call: Call, data: np.ndarray | None, axe
     return Meeting([each.header for each in calls], blocks)
 
 
+def bytes_of(text: str) -> np.ndarray:
+    """A text, as it travels with a header: not more than its beginning."""
+    return np.frombuffer(text.encode(errors="replace")[:INLINE], np.uint8)
+
+
+def text_of(data: np.ndarray) -> str:
+    """The text of which these are the ``bytes_of``."""
+    return data.tobytes().decode(errors="replace")
+
+
 def _agree(calls: Sequence[Call], blocks: Sequence, own: Header, axes: str, check: bool) -> None:
-    """Raise what everyone has to raise, if ranks do not call the same, or one of them has failed."""
+    """Raise what everyone has to raise, if a rank has failed, cannot make its call, or does not call the same."""
+    refusals: dict[str, list[int]] = {}
     for rank, call in enumerate(calls):
         if call.header.operation == "leave" != own.operation and call.header.inline:
-            raise RankAborted(f"rank {rank} of {axes!r} failed: {blocks[rank].tobytes().decode()}")
+            raise RankAborted(f"rank {rank} of {axes!r} failed: {text_of(blocks[rank])}")
+        if call.header.operation == "refuse":
+            refusals.setdefault(text_of(blocks[rank]), []).append(rank)
+    if refusals:
+        raise header.refused(refusals, axes, len(calls))
     if check:
         header.check(calls, axes)

@@ -9,6 +9,7 @@ from spmd_engine.comm import header
 from spmd_engine.comm.awaited import Requests
 from spmd_engine.comm.door import COLLECTIVE_TAGS, Door, Operation, Plan
 from spmd_engine.comm.header import Header
+from spmd_engine.comm.meeting import INLINE, bytes_of, text_of
 from spmd_engine.comm.pending import Pending, Steps
 from spmd_engine.errors import UsageError
 
@@ -21,7 +22,8 @@ class Messages(Door):
     find a missing partner: the timeout does."""
 
     def send(self, to: int, x: Array, *, channel: int | None = None, label: str = "") -> None:
-        """Send ``x``, with its shape and dtype, to rank ``to`` of the group."""
+        """Send ``x``, with its shape and dtype, to rank ``to`` of the group. What cannot be sent, neither side gets:
+        both raise the same UsageError."""
         self.start_send(to, x, channel=channel, label=label).wait()
 
     def start_send(self, to: int, x: Array, *, channel: int | None = None, label: str = "") -> Pending:
@@ -32,8 +34,13 @@ class Messages(Door):
         plan = self._plans.get(key)
         if plan is None:
             where = "send", self.axes, label
-            plan = Plan(self._header("send", own, limit=0), where, self._send, payload=own.nbytes, sent=own.nbytes)
-            self._keep(key, plan)
+            try:
+                told = self._header("send", own, limit=0)
+            except UsageError as error:
+                text = bytes_of(str(error))
+                plan = Plan(Header("refuse", inline=text.size), where, self._refuse_to_send)
+                return self.comm.progress.begin(Operation(self, plan, 0, self._refuse_to_send(plan, text, to, tag)))
+            plan = self._keep(key, Plan(told, where, self._send, payload=own.nbytes, sent=own.nbytes))
         return self.comm.progress.begin(Operation(self, plan, 0, self._send(plan, own, to, tag)))
 
     def _send(self, plan: Plan, own: Array, to: int, tag: int) -> Steps:
@@ -41,6 +48,12 @@ class Messages(Door):
         backend_of(own).synchronize()
         requests = Requests().add(to, self.comm.start_send(said, to, tag))
         yield requests.add(to, self.comm.start_send(own, to, tag + 1) if own.size else [])
+
+    def _refuse_to_send(self, plan: Plan, text: np.ndarray, to: int, tag: int) -> Steps:
+        """Say why nothing comes, to the one who waits for it."""
+        said = np.frombuffer(plan.header.packed + text.tobytes(), np.uint8)
+        yield Requests().add(to, self.comm.start_send(said, to, tag))
+        raise header.refused({text_of(text): [self.rank]}, self.axes, self.size)
 
     def receive(self, source: int, *, like: Backend = CPU, channel: int | None = None, label: str = "") -> Array:
         """The next array that rank ``source`` sends here; shape and dtype come with it. ``like``: where to."""
@@ -59,9 +72,13 @@ class Messages(Door):
         return self.comm.progress.begin(Operation(self, plan, 0, self._receive(source, like, tag)))
 
     def _receive(self, source: int, like: Backend, tag: int) -> Steps:
-        said = np.empty(header.SIZE, np.uint8)
+        said = np.empty(header.room(0) + INLINE, np.uint8)
         yield Requests().add(source, self.comm.start_receive(said, source, tag))
         theirs = Header.unpack(said.tobytes())
+        if theirs.operation == "refuse":
+            begin = len(theirs.packed)
+            text = text_of(said[begin : begin + theirs.inline])
+            raise header.refused({text: [source]}, self.axes, self.size)
         where = like if self.comm.device_aware else CPU
         data = where.empty(*theirs.array_type)
         if data.size:

@@ -41,9 +41,12 @@ class Reductions(Messages):
 
     def _start_all_reduce(self, x: Array, op: str, out: Array | None, label: str, waits: bool) -> Pending:
         key = "all_reduce", type(x), x.dtype, x.shape, op, label
-        plan = self._plans.get(key) or self._keep(key, self._plan_all_reduce(x, op, label), x)
-        x = x if x.dtype == plan.dtype else x.astype(plan.dtype)
-        check_out("all_reduce", x, out)
+        try:
+            plan = self._plans.get(key) or self._keep(key, self._plan_all_reduce(x, op, label), x)
+            x = x if x.dtype == plan.dtype else x.astype(plan.dtype)
+            check_out("all_reduce", x, out)
+        except UsageError as error:
+            return self._refuse("all_reduce", label, error)
         if self.size == 1:
             return Pending.completed(x.copy() if out is None else copied(x, out))
         return (self._begin_blocking if waits else self._begin)(plan, x, out)
@@ -144,9 +147,12 @@ class Reductions(Messages):
     ) -> Pending:
         sizes = ints(sizes)
         key = "reduce_scatter", type(x), x.dtype, x.shape, axis, op, sizes, label
-        plan = self._plans.get(key) or self._keep(key, self._plan_reduce_scatter(x, axis, op, sizes, label), x)
-        x = x if x.dtype == plan.dtype else x.astype(plan.dtype)
-        check_out("reduce_scatter", x[plan.parts[self.rank]], out)
+        try:
+            plan = self._plans.get(key) or self._keep(key, self._plan_reduce_scatter(x, axis, op, sizes, label), x)
+            x = x if x.dtype == plan.dtype else x.astype(plan.dtype)
+            check_out("reduce_scatter", x[plan.parts[self.rank]], out)
+        except UsageError as error:
+            return self._refuse("reduce_scatter", label, error)
         if self.size == 1:
             return Pending.completed(x.copy() if out is None else copied(x, out))
         return (self._begin_blocking if waits else self._begin)(plan, x, out)

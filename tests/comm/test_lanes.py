@@ -132,6 +132,25 @@ def test_results_that_are_parts_of_what_is_given(arena, hosts, memory):
     run(program, ranks, nodes=list(hosts))
 
 
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("nodes, per_node", [(2, 8), (4, 4), (8, 2), (3, 5), (2, 17)])
+def test_sizes_of_many_ranks_on_several_nodes(nodes, per_node, check):
+    """Each rank says as many sizes as the group has ranks, however few of them share its node."""
+    ranks = nodes * per_node
+    sizes = [LARGE // 8 // ranks + r % 3 for r in range(ranks)]
+    whole = np.arange(float(sum(sizes)))
+
+    def program():
+        group = everyone(check)
+        assert group.comm.lanes is not None
+        for _ in range(2):
+            part = group.reduce_scatter(whole, sizes=sizes)
+            assert_same(part, ranks * np.split(whole, np.cumsum(sizes)[:-1])[group.rank])
+            assert_same(group.all_gather(part, sizes=sizes), ranks * whole)
+
+    run(program, ranks, nodes=[str(r // per_node) for r in range(ranks)])
+
+
 @placements
 @each_dtype
 def test_all_gather(dtype, hosts, memory):

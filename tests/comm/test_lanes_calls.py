@@ -100,6 +100,7 @@ ODD_CALLS = {
     "small": (lambda group: group.all_reduce(BIG[0, :3]), "all_reduce(sum, float64[3])"),
     "dtype": (lambda group: group.all_reduce(BIG.astype(np.float32)), "float32"),
     "reduction": (lambda group: group.all_reduce(BIG, "max"), "max"),
+    "sizes": (lambda group: group.reduce_scatter(BIG, sizes=[2, 0, 2, 1]), "sizes=[2, 0, 2, 1]"),
     "none": (lambda group: group.barrier(), "barrier()"),
 }
 

@@ -1,0 +1,190 @@
+"""Every dtype comes as it went, fields and byte order included, by every way; what cannot go, goes on no rank."""
+
+import itertools
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from on_ranks import everywhere, on_ranks
+from spmd_engine import Mesh, run
+from spmd_engine.comm import dtypes
+from spmd_engine.errors import MismatchError, UsageError
+
+INNER = np.dtype([("x", ">i2"), ("y", ml_dtypes.bfloat16, (2, 2))])
+KINDS = {
+    "big-endian": np.dtype(">f4"),
+    "big-endian-half": np.dtype(">f2"),
+    "big-endian-text": np.dtype(">U2"),
+    "two-fields": np.dtype("i4,>f8"),
+    "aligned": np.dtype([("a", "i1"), ("b", "f8")], align=True),
+    "nested": np.dtype([("a", INNER), ("b", "S3")]),
+    "nested-aligned": np.dtype([("a", [("b", [("c", "i1"), ("d", ">f8", 3)])])], align=True),
+    "out-of-order": np.dtype({"names": ["a", "b"], "formats": ["i4", ">i2"], "offsets": [4, 1], "itemsize": 11}),
+    "with-titles": np.dtype([(("the first", "a"), "f4"), ("b", "f4")]),
+}
+NUMBERS = [KINDS["big-endian"], KINDS["big-endian-half"], np.dtype(">i8"), np.dtype(">c16")]
+TIMES = 6  # the first call, calls that are known, and every place that data have on a board
+
+
+def numbered(shape, dtype, seed):
+    """An array whose every field has numbers of its own; no padding between them is ever looked at."""
+    x = np.zeros(shape, dtype)
+    for i, each in enumerate(leaves(x)):
+        each[...] = (np.arange(each.size).reshape(each.shape) % 50 + i + seed).astype(np.uint8)
+    return x
+
+
+def leaves(x):
+    """The arrays of plain numbers that a structured array is made of."""
+    return [x] if x.dtype.names is None else [leaf for name in x.dtype.names for leaf in leaves(x[name])]
+
+
+def assert_came(result, *parts, axis=0):
+    """``result`` is the ``parts``, joined along ``axis``, of the very dtype that they have."""
+    dtype = parts[0].dtype
+    assert (result.dtype, repr(result.dtype)) == (dtype, repr(dtype))
+    for found, *expected in zip(leaves(result), *map(leaves, parts), strict=True):
+        joined = np.concatenate(expected, axis)
+        assert found.shape == joined.shape and (found == joined).all()
+
+
+def exchanges(dtype):
+    """All that hands data on, of even shards and uneven ones, that go with a header, by memory, or by messages."""
+    group = Mesh(timeout=60).group()
+    n, rank = group.size, group.rank
+    for length, uneven, time in itertools.product((4, 4000), (0, 1), range(TIMES)):
+        arrays = [numbered((length + uneven * r, 3), dtype, time + r) for r in range(n)]
+        lengths = [len(x) for x in arrays]
+        mine, out = arrays[rank], np.empty((sum(lengths), 3), dtype)
+        assert_came(group.all_gather(mine), *arrays)
+        assert_came(group.all_gather(mine, sizes=lengths, out=out), *arrays)
+        if not uneven:
+            assert_came(group.all_gather(mine, 1), *arrays, axis=1)
+            parts = [np.array_split(x, n, 1)[rank] for x in arrays]
+            assert_came(group.all_to_all(mine, 1), *parts, axis=1)
+        assert_came(group.all_to_all(mine), *[np.array_split(x, n)[rank] for x in arrays])
+        assert_came(group.all_to_all(mine, splits=[0] * (n - 1) + lengths[rank : rank + 1]), *last_part(arrays, rank))
+        assert_came(group.broadcast(mine, time % n), arrays[time % n])
+        sent = group.start_send((rank + 1) % n, mine)
+        assert_came(group.receive(rank - 1 if rank else n - 1), arrays[rank - 1])
+        sent.wait()
+
+
+def last_part(arrays, rank):
+    """All of every array for the last rank, nothing for the others."""
+    return [x if rank == len(arrays) - 1 else x[:0] for x in arrays]
+
+
+def reductions(dtype):
+    group = Mesh(timeout=60).group()
+    n, rank = group.size, group.rank
+    for length, _ in itertools.product((5, 9000), range(TIMES)):
+        arrays = [numbered((length, 2), dtype, r) for r in range(n)]
+        total = sum(x.astype(dtype.newbyteorder("=")) for x in arrays).astype(dtype)
+        assert_came(group.all_reduce(arrays[rank]), total)
+        assert_came(group.all_reduce(arrays[rank], out=np.empty_like(total)), total)
+        for axis in (0, 1):
+            part = np.array_split(total, n, axis)[rank]
+            out = np.empty(part.shape, dtype)
+            assert_came(group.reduce_scatter(arrays[rank], axis), part)
+            assert_came(group.reduce_scatter(arrays[rank], axis, out=out), part)
+
+
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@everywhere(1, 2, 3)
+@each_kind
+def test_exchanges(kind, ranks):
+    on_ranks(exchanges, ranks, KINDS[kind]) if ranks != 1 else run(alone, 1, args=(KINDS[kind],))
+
+
+def alone(dtype):
+    """A group of one rank has nobody to send to."""
+    group, x = Mesh().group(), numbered((4, 3), dtype, 0)
+    for result in group.all_gather(x), group.all_gather(x, out=x.copy()), group.all_to_all(x), group.broadcast(x):
+        assert_came(result, x)
+
+
+@pytest.mark.parametrize("nodes", ["aabb", "abcd"])
+@each_kind
+def test_exchanges_between_nodes(kind, nodes):
+    run(exchanges, 4, args=(KINDS[kind],), nodes=list(nodes))
+
+
+@everywhere(1, 3)
+@pytest.mark.parametrize("dtype", NUMBERS, ids=str)
+def test_reductions(dtype, ranks):
+    on_ranks(reductions, ranks, dtype)
+
+
+@pytest.mark.parametrize("dtype", NUMBERS, ids=str)
+def test_reductions_between_nodes(dtype):
+    run(reductions, 4, args=(dtype,), nodes=list("aabb"))
+
+
+@everywhere(2)
+def test_a_dtype_of_many_fields(ranks):
+    dtype = np.dtype([(f"field{i}", ">f4") for i in range(60)])
+    x = numbered((4, 3), dtype, 0)
+    on_ranks(lambda: assert_came(Mesh().broadcast(x if Mesh().rank == 0 else None), x), ranks)
+
+
+@each_kind
+def test_a_description_makes_the_dtype_again(kind):
+    made = dtypes.described(dtypes.describe(KINDS[kind]))
+    assert made == KINDS[kind] and repr(made) == repr(KINDS[kind])
+
+
+def test_a_mismatch_of_byte_orders_names_them():
+    def program():
+        group = Mesh(timeout=20).group()
+        group.all_reduce(np.ones(3, ">f4" if group.rank else "<f4"))
+
+    with pytest.raises(MismatchError, match=r"rank 0 called .*float32\[3\].*; rank 1 called .*>f4\[3\]"):
+        run(program, 2)
+
+
+# --- what cannot go
+
+INDESCRIBABLE = {
+    "objects": (np.array([None] * 4), "arrays of Python objects cannot be sent"),
+    "objects-in-a-field": (np.zeros(4, [("a", object)]), "arrays of Python objects cannot be sent"),
+    "strings-of-any-length": (np.array(["a"] * 4, np.dtypes.StringDType()), "arrays of Python objects cannot"),
+    "too-many-fields": (np.zeros(4, [(f"field{i}", float) for i in range(200)]), "200 fields .* is too long"),
+    "no-bytes": (np.zeros(4, []), "cannot be described"),
+    "no-text-for-a-title": (np.zeros(4, [((b"1", "a"), float)]), "cannot be described"),
+}
+OPERATIONS = {
+    "all_gather": lambda group, x: group.all_gather(x),
+    "all_to_all": lambda group, x: group.all_to_all(x),
+    "all_reduce": lambda group, x: group.all_reduce(x, "max"),
+    "reduce_scatter": lambda group, x: group.reduce_scatter(x, op="max"),
+    "broadcast": lambda group, x: group.broadcast(x, 1),
+    "send": lambda group, x: group.send(0, x) if group.rank == 1 else group.receive(1),
+}
+
+
+@everywhere(2, 3)
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_what_one_rank_cannot_send_all_refuse(name, nodes, ranks):
+    def program(call):
+        group = Mesh(timeout=20).group()
+        for x, text in INDESCRIBABLE.values():
+            for _ in range(2):
+                if name == "send" and group.rank > 1:
+                    said = ""
+                else:
+                    with pytest.raises(UsageError, match=f"{text}|there is no max of") as caught:
+                        call(group, x if group.rank == 1 else np.ones(4))
+                    said = str(caught.value)
+                    assert "rank 1 of 'data'" in said
+                told = group.all_gather(np.frombuffer(f"{said}\n".encode(), np.uint8)).tobytes().decode()
+                assert len(set(told.split("\n")) - {""}) == 1  # all the same; and the group goes on
+
+    if ranks is None:
+        program(OPERATIONS[name])
+    else:
+        run(program, ranks, args=(OPERATIONS[name],), nodes=[str(r % nodes) for r in range(ranks)])
