@@ -15,8 +15,9 @@ from spmd_engine.cli.inspect import inspect
 from spmd_engine.cli.show import show
 from spmd_engine.cli.train import train
 from spmd_engine.cli.verify import verify
-from spmd_engine.comm.world import fail, launcher_rank
+from spmd_engine.comm.world import end_at_once, fail, launcher_rank
 from spmd_engine.errors import UsageError
+from spmd_engine.signals import exit_code, raise_interrupted
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -44,8 +45,11 @@ for command in (train, generate, infer, inspect, show, bench, verify):
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line; a user's mistake is one line from rank 0 and exit code 2 on every rank."""
+    arguments = list(sys.argv[1:] if args is None else args)
     try:
-        cli.main(args=args, prog_name="python -m spmd_engine", standalone_mode=False)
+        # As cli.main does it, which would print an empty line on every rank that is interrupted.
+        with raise_interrupted(), cli.make_context("python -m spmd_engine", arguments) as context:
+            cli.invoke(context)
     except click.exceptions.Exit as leave:
         sys.exit(leave.exit_code)
     except click.ClickException as error:  # found before any rank knows of others: the same on each
@@ -55,7 +59,5 @@ def main(args: Sequence[str] | None = None) -> None:
     except UsageError as error:
         fail(f"spmd_engine: {error}")
         sys.exit(2)
-    except click.Abort:
-        if launcher_rank() == 0:
-            click.echo("spmd_engine: interrupted", err=True)
-        sys.exit(130)
+    except KeyboardInterrupt as error:
+        end_at_once(f"spmd_engine: {str(error) or 'interrupted'}", exit_code(error))

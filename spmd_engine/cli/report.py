@@ -6,6 +6,7 @@ import json
 import os
 from contextlib import nullcontext
 from pathlib import Path
+from signal import Signals
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -21,7 +22,7 @@ class Reporter:
         self.speaks = job.engine.device_id == 0
         self.unit, self.each = (" nats per byte", "tokens") if job.writes else ("", "targets")
         count = job.parameter_count
-        self.folder, self.done, self.stop = folder, done, stop
+        self.folder, self.done, self.stop, self.last = folder, done, stop, done
         self.console = console() if self.speaks else None
         self.bar: Progress | None = None
         if self.speaks:
@@ -54,6 +55,7 @@ class Reporter:
             self._say(f"step {step:>5}  validation loss {loss:.4f}{self.unit}")
 
     def stepped(self, report: StepReport) -> None:
+        self.last = report.step
         if not self.speaks:
             return
         self.metrics.write(json.dumps(report.as_dict()) + "\n")
@@ -65,6 +67,14 @@ class Reporter:
             self._say(f"step {report.step:>5}  {text}")
         if report.validation_loss is not None:
             self.evaluated(report.step, report.validation_loss)
+
+    def interrupted(self, number: int) -> None:
+        """The run ends for a signal, and is saved."""
+        if self.speaks:
+            self._say(
+                f"spmd_engine: {Signals(number).name}: saved after step {self.last} in {self.folder}; go on with: "
+                f"python -m spmd_engine train --resume --run {self.folder}"
+            )
 
     def finished(self, text: str, loss: float) -> None:
         if not self.speaks:

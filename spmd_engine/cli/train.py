@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from spmd_engine.comm.world import world
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.errors import UsageError
 from spmd_engine.models.names import MODELS
+from spmd_engine.signals import StopFlag
 from spmd_engine.strategies import STRATEGIES, default_axes, strategy_named
 from spmd_engine.training.checkpoint import PARAMETERS, load_checkpoint, save_checkpoint
 from spmd_engine.training.data import Corpus, decode, encode
@@ -123,17 +125,20 @@ def _train(options: dict[str, Any], mesh: Mesh) -> None:
     validation = job.data.validation_batches(
         engine, samples=options["eval_samples"], size=options["batch_size"], context=job.context
     )
-    with Reporter(options, job, folder, trainer.steps_done, stop) as reporter:
+    with Reporter(options, job, folder, trainer.steps_done, stop) as reporter, StopFlag() as trainer.stop:
         loss = trainer.evaluate(validation)
         reporter.evaluated(trainer.steps_done, loss)
         for report in _traced(trainer, stop, options["trace"], folder):
-            last = report.step == stop
-            if last or options["eval_every"] and report.step % options["eval_every"] == 0:
+            last, signal = report.step == stop, trainer.stop.taken
+            if last or not signal and options["eval_every"] and report.step % options["eval_every"] == 0:
                 loss = trainer.evaluate(validation)
                 report = replace(report, validation_loss=loss)
             reporter.stepped(report)
-            if last or options["save_every"] and report.step % options["save_every"] == 0:
+            if last or signal or options["save_every"] and report.step % options["save_every"] == 0:
                 save()
+        if trainer.stop.taken:
+            reporter.interrupted(trainer.stop.taken)
+            sys.exit(128 + trainer.stop.taken)
         if stop == 0:
             save()
         text = ""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import sys
 import time
 import traceback
+from contextlib import suppress
 from functools import lru_cache, partial
 
 import numpy as np
@@ -18,9 +20,11 @@ from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.threads import current_thread_communicator, solo
 from spmd_engine.errors import RankAborted, SpmdError, UsageError
+from spmd_engine.signals import exit_code
 
 RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
+JOIN = 10  #: seconds within which other ranks should come, too, when one joins MPI only to leave
 _FAILED = 32767  # the largest tag that every MPI allows
 
 
@@ -93,25 +97,49 @@ def _end_all_ranks_on_error(comm) -> None:
     Of ranks that fail together (a mismatch is the same error everywhere) only the lowest speaks, so that
     there is one traceback.
     """
-    previous = sys.excepthook
-
     def hook(kind, error, trace):
-        if issubclass(kind, KeyboardInterrupt):
-            return previous(kind, error, trace)
         if issubclass(kind, RankAborted):
             time.sleep(5)  # the rank that failed says why, and ends the job
-        atexit.unregister(_leave)  # Abort may return: then this must not look like an end in good order
-        if not _speaks(comm):
-            time.sleep(5)  # the rank that does ends the job meanwhile
-            comm.Abort(1)
+        who = f"rank {comm.rank} of {comm.size}"
+        if issubclass(kind, KeyboardInterrupt):
+            _end_job(comm, f"{who}: {str(error) or 'interrupted'}; it ends the job\n", exit_code(error), patience=1.0)
         text = "".join(traceback.format_exception(kind, error, trace))
-        sys.stderr.write(f"rank {comm.rank} of {comm.size} failed and ends the job:\n{text}")
+        _end_job(comm, f"{who} failed and ends the job:\n{text}", 1)
+
+    sys.excepthook = hook
+
+
+def _end_job(comm, text: str, code: int, patience: float = 0.3) -> None:
+    """End all ranks with exit code ``code``; of ranks that come here together, only the lowest prints its text."""
+    atexit.unregister(_leave)  # Abort may return: then this must not look like an end in good order
+    if _speaks(comm, patience):
+        sys.stderr.write(text)
         sys.stderr.flush()
         sys.stdout.flush()
         time.sleep(0.1)  # the launcher passes on what was printed before it hears of the end
-        comm.Abort(1)
+    else:
+        time.sleep(5)  # the rank that speaks ends the job meanwhile
+    comm.Abort(code)
 
-    sys.excepthook = hook
+
+def end_at_once(message: str, code: int) -> None:
+    """Say why in one line and end the program, all its ranks, without waiting for any of them."""
+    comm = None
+    if any(name in os.environ for name in RANK_VARIABLES):
+        # A rank that leaves before it has joined MPI has the others wait for it there for ever. So it joins; should
+        # they never come, the alarm ends this process, and the launcher then the job.
+        signal.alarm(JOIN)
+        with suppress(ImportError, RuntimeError):
+            from mpi4py import MPI
+
+            comm = MPI.COMM_WORLD if not MPI.Is_finalized() else None
+        signal.alarm(0)
+    if comm is None or comm.size == 1:
+        if launcher_rank() == 0:
+            sys.stderr.write(f"{message}\n")
+        sys.exit(code)
+    who = f"rank {comm.rank} of {comm.size}: " if comm.rank else ""
+    _end_job(comm, f"{who}{message}\n", code, patience=1.0)
 
 
 def fail(message: str) -> None:
@@ -138,11 +166,11 @@ def fail(message: str) -> None:
         comm._comm.recv(tag=_FAILED)
 
 
-def _speaks(comm) -> bool:
-    """Tell all others that this rank failed; whether no lower rank says so in the next moment."""
+def _speaks(comm, patience: float = 0.3) -> bool:
+    """Tell all others that this rank failed; whether no lower rank says so in the next ``patience`` seconds."""
     for to in set(range(comm.size)) - {comm.rank}:
         comm.Isend(b"", to, _FAILED)
-    deadline = time.monotonic() + 0.3
+    deadline = time.monotonic() + patience
     while comm.rank > 0 and time.monotonic() < deadline:
         if any(comm.Iprobe(lower, _FAILED) for lower in range(comm.rank)):
             return False

@@ -17,22 +17,23 @@ class Account:
         self._mesh, self._brief, self._began = mesh, brief, perf_counter()
         self._before = _state(mesh) if mesh.size > 1 and not brief else None
 
-    def close(self) -> tuple[float, dict[str, Any]]:
-        """The step's seconds on this rank, and facts about all ranks. Collective over the world, unless brief.
+    def close(self, signal: int | None = None) -> tuple[float, dict[str, Any], int]:
+        """The step's seconds on this rank, facts about all ranks, and the largest ``signal`` that one of them says.
 
+        Collective over the world; if it is brief, only where there are signals to be told.
         A rank is *idle* where it stands in a collective with nothing to do, since others have not come or their
         messages are under way; it *communicates* for the rest of the time it stands there.
         """
         seconds = perf_counter() - self._began
         if self._brief:
-            return seconds, {}
+            return seconds, {}, self._largest(signal)
         if self._mesh.size == 1:
-            return seconds, {"bytes_sent": 0}
-        mine = np.append(_state(self._mesh) - self._before, seconds)
+            return seconds, {"bytes_sent": 0}, signal or 0
+        mine = np.concatenate([_state(self._mesh) - self._before, [seconds, signal or 0]])
         axes = list(self._mesh.axes)
         ranks = self._mesh.all_gather(mine[None], label="metrics")
-        idle, seconds = ranks[:, 0], ranks[:, -1]
-        sent, waited = ranks[:, 1 : 1 + len(axes)], ranks[:, 1 + len(axes) : -1]
+        idle, seconds, signals = ranks[:, 0], ranks[:, -2], ranks[:, -1]
+        sent, waited = ranks[:, 1 : 1 + len(axes)], ranks[:, 1 + len(axes) : -2]
         stood = waited.sum(axis=1)
         idle = np.minimum(idle, stood)
         parts = np.stack([seconds - stood, stood - idle, idle], axis=1) / seconds[:, None]
@@ -43,7 +44,12 @@ class Account:
             "gigabytes_per_second": {axis: round(n / t / 1e9, 3) for axis, n, t in speeds if n and t},
             "shares": parts.round(3).tolist(),
         }
-        return perf_counter() - self._began, facts
+        return perf_counter() - self._began, facts, int(signals.max())
+
+    def _largest(self, signal: int | None) -> int:
+        if signal is None or self._mesh.size == 1:
+            return signal or 0
+        return int(self._mesh.all_reduce(np.array(signal), "max", label="metrics"))
 
 
 def _state(mesh: Mesh) -> np.ndarray:

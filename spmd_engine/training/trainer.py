@@ -11,6 +11,7 @@ from spmd_engine.engine.base import Loss, ShardedEngine
 from spmd_engine.engine.batch import Batch
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.errors import NotFiniteError
+from spmd_engine.signals import StopFlag
 from spmd_engine.training.account import Account
 
 
@@ -41,7 +42,8 @@ class Trainer:
     ``batches(step)`` gives this rank's Batch of step ``step`` (from 0), ``rate(step)`` its learning rate.
     Gradients whose whole norm exceeds ``grad_clip`` are scaled down to it; 0 switches that off. A loss or a
     norm that is not finite raises NotFiniteError, on every rank alike, before the parameters are touched. ``account``
-    tells in every report what all ranks sent and waited for, which takes a small collective.
+    tells in every report what all ranks sent and waited for, which takes a small collective. ``run`` ends after a step
+    at whose end any rank had a signal in its ``stop`` flag: all ranks' flags are then taken.
     """
 
     def __init__(
@@ -55,9 +57,11 @@ class Trainer:
         loss: Loss | None = None,
         first_step: int = 0,
         account: bool = True,
+        stop: StopFlag | None = None,
     ) -> None:
         self.engine, self.optimizer, self.batches, self.rate = engine, optimizer, batches, rate
         self.grad_clip, self.loss, self.steps_done, self.account = grad_clip, loss, first_step, account
+        self.stop = stop
 
     def step(self) -> StepReport:
         """One optimizer step. Collective."""
@@ -77,13 +81,15 @@ class Trainer:
         rate = self.rate(step)
         self.optimizer.update(engine, engine.gradients, step=step + 1, rate=rate, scale=scale)
         self.steps_done += 1
-        seconds, facts = account.close()
+        seconds, facts, signal = account.close(self.stop.received if self.stop else None)
+        if self.stop:
+            self.stop.take(signal)
         tokens = int(batch.count)
         return StepReport(step + 1, loss, norm, rate, tokens, seconds, tokens / seconds, **facts)
 
     def run(self, steps: int) -> Iterator[StepReport]:
-        """Steps until ``steps`` have been made in all."""
-        while self.steps_done < steps:
+        """Steps until ``steps`` have been made in all, or a signal ends the work."""
+        while self.steps_done < steps and not (self.stop and self.stop.taken):
             yield self.step()
 
     def evaluate(self, batches: Sequence[Batch]) -> float:

@@ -1,0 +1,217 @@
+"""Ctrl-C and SIGTERM: work in steps ends after one, saved; everything else ends at once; always in one line."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+import tiny
+from mpi_harness.launch import Job, mpiexec
+from spmd_engine import Mesh
+from spmd_engine.engine import SGD
+from spmd_engine.signals import Interrupted, StopFlag, raise_interrupted
+from spmd_engine.training import Trainer
+
+needs_mpi = pytest.mark.skipif(mpiexec() is None, reason="needs an MPI library and its mpiexec")
+
+
+@pytest.fixture(autouse=True)
+def heard():
+    """A job in the background starts with SIGINT ignored, and so does its Python: the tests here want to hear it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def send(number=signal.SIGINT):
+    signal.raise_signal(number)
+
+
+# --- the flag
+
+
+def test_a_signal_is_noted_and_its_echo_too():
+    with StopFlag() as flag:
+        send(signal.SIGTERM)
+        send(signal.SIGINT)  # a moment later: the same one, sent twice
+        assert flag.received == signal.SIGTERM
+        flag.take(flag.received)
+    assert flag.taken == signal.SIGTERM
+
+
+@pytest.mark.parametrize("first", ["received", "told by another rank"])
+def test_a_second_signal_ends_at_once(monkeypatch, first):
+    monkeypatch.setattr("spmd_engine.signals.AGAIN", -1.0)
+    with pytest.raises(Interrupted, match="SIGTERM"), StopFlag() as flag:
+        send() if first == "received" else flag.take(signal.SIGINT)
+        send(signal.SIGTERM)
+
+
+def test_a_signal_that_nobody_took_is_not_lost():
+    with pytest.raises(Interrupted, match="SIGINT"), StopFlag():
+        send()
+
+
+def test_an_ignored_signal_stays_ignored_and_handlers_come_back():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = signal.getsignal(signal.SIGTERM)
+    with StopFlag() as flag, raise_interrupted():
+        send()
+    assert flag.received == 0 and signal.getsignal(signal.SIGTERM) is before
+
+
+def test_on_another_thread_handlers_stay_as_they_are():
+    def body():
+        with StopFlag():
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            done.append(True)
+
+    done = []
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert done
+
+
+# --- the trainer
+
+
+@pytest.mark.parametrize("account", [True, False])
+def test_on_one_rank_the_step_is_finished_and_no_other_begun(account):
+    with Mesh() as mesh, StopFlag() as flag:
+        engine = tiny.make_engine(mesh)
+
+        def batches(step):
+            if step == 1:
+                send()
+            return tiny.batch(engine, step)
+
+        trainer = Trainer(engine, SGD(), batches, lambda step: 0.1, account=account, stop=flag)
+        assert [report.step for report in trainer.run(5)] == [1, 2]
+        assert flag.taken == signal.SIGINT
+
+
+@pytest.mark.mpi(ranks=3)
+@pytest.mark.parametrize("account", [True, False])
+def test_all_ranks_end_after_the_same_step(account):
+    with Mesh() as mesh, StopFlag() as flag:
+        engine = tiny.make_engine(mesh)
+
+        def batches(step):
+            if step == 1 and mesh.rank == 2:
+                send(signal.SIGTERM)
+            return tiny.batch(engine, step)
+
+        trainer = Trainer(engine, SGD(), batches, lambda step: 0.1, account=account, stop=flag)
+        assert [report.step for report in trainer.run(5)] == [1, 2]
+        assert flag.taken == signal.SIGTERM
+
+
+# --- programs
+
+HEAD = """
+import os, signal, sys, threading, time
+from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from spmd_engine.comm.world import launcher_rank
+"""
+
+TRAIN = HEAD + """
+from spmd_engine.cli import main
+
+def send(metrics, number):
+    while not (metrics.exists() and metrics.stat().st_size):
+        time.sleep(0.01)
+    os.kill(os.getpid(), number)
+
+if launcher_rank() in {ranks}:
+    threading.Thread(target=send, args=(Path("runs/r/metrics.jsonl"), signal.{signal}), daemon=True).start()
+main("train --model mlp --steps 1000000 --batch-size 8 --eval-samples 2 --run r".split())
+"""
+
+
+def own_lines(text):
+    return [line for line in text.splitlines() if "SIG" in line or "interrupt" in line or "Traceback" in line]
+
+
+@needs_mpi
+@pytest.mark.parametrize(
+    "signal_name, ranks, code", [("SIGINT", "[1]", 130), ("SIGTERM", "[0, 1, 2]", 143)], ids=["one rank", "all ranks"]
+)
+def test_training_saves_and_can_go_on(mpi_run, tmp_path, signal_name, ranks, code):
+    (tmp_path / "train.py").write_text(TRAIN.replace("{ranks}", ranks).replace("{signal}", signal_name))
+    result = mpi_run(3, "train.py", cwd=tmp_path, timeout=200)
+    assert result.returncode == code, result.stderr
+    (line,) = own_lines(result.stderr)
+    assert f"{signal_name}: saved after step" in line and "--resume --run runs/r" in line
+    steps = len((tmp_path / "runs" / "r" / "metrics.jsonl").read_text().splitlines())
+    assert f"step {steps} " in line
+    resumed = mpi_run(
+        2, "-m", "spmd_engine", "train", "--resume", "--run", "r", "--stop-at", steps + 1, cwd=tmp_path, timeout=200
+    )
+    assert resumed.returncode == 0, resumed.stderr
+
+
+@needs_mpi
+def test_ctrl_c_to_the_launcher_saves(tmp_path):
+    if len(mpiexec()) > 1:
+        pytest.skip("Open MPI's launcher forwards no signals")
+    (tmp_path / "train.py").write_text(TRAIN.replace("{ranks}", "[]").replace("{signal}", "SIGINT"))
+    errors, metrics = (tmp_path / "errors").open("w+"), tmp_path / "runs" / "r" / "metrics.jsonl"
+    with Job(2, ["train.py"], cwd=tmp_path, stderr=errors, env={"PYTHONPATH": os.getcwd()}) as job:
+        while not (metrics.exists() and metrics.stat().st_size) and job.process.poll() is None:
+            pass
+        os.kill(job.process.pid, signal.SIGINT)
+        assert job.process.wait(100) == 130
+    errors.seek(0)
+    (line,) = own_lines(errors.read())
+    assert "SIGINT: saved after step" in line
+    assert (tmp_path / "runs" / "r" / "optimizer.safetensors").exists()
+
+
+WAITING = HEAD + """
+import numpy as np
+from spmd_engine import Mesh
+mesh = Mesh()
+mesh.barrier()
+processes = mesh.all_gather(np.array([os.getpid()])).tolist()
+if mesh.rank == 2:
+    for rank in {ranks}:
+        os.kill(processes[rank], signal.SIGINT)
+    time.sleep(30)
+mesh.all_gather(np.ones(3))
+"""
+
+
+@needs_mpi
+@pytest.mark.parametrize("ranks", ["[1]", "[0, 1, 2]"], ids=["one rank", "all ranks"])
+def test_any_program_ends_at_once_in_one_line(mpi_run, tmp_path, ranks):
+    (tmp_path / "program.py").write_text(WAITING.replace("{ranks}", ranks))
+    result = mpi_run(3, "program.py", cwd=tmp_path, timeout=60)
+    assert result.returncode == 130, result.stderr
+    (line,) = own_lines(result.stderr)
+    assert "interrupted; it ends the job" in line
+
+
+COMMAND = HEAD + """
+from spmd_engine.cli import main
+
+def send():
+    while signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+if launcher_rank() == 0:
+    threading.Thread(target=send, daemon=True).start()
+main("verify --steps 1000".split())
+"""
+
+
+@needs_mpi
+def test_a_command_ends_at_once_in_one_line(mpi_run, tmp_path):
+    (tmp_path / "command.py").write_text(COMMAND)
+    result = mpi_run(2, "command.py", cwd=tmp_path, timeout=60)
+    assert result.returncode == 143, result.stderr
+    (line,) = own_lines(result.stderr)
+    assert line == "spmd_engine: interrupted by SIGTERM"
