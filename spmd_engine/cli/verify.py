@@ -21,13 +21,14 @@ from spmd_engine.engine.optimizers import SGD, AdamW
 from spmd_engine.errors import UsageError
 from spmd_engine.models.names import MODELS
 from spmd_engine.strategies import STRATEGIES, default_axes, strategy_named
-from spmd_engine.verify import Report, engine_and_reference, fill_zeros, mesh_of_one
+from spmd_engine.verify import Distances, GradientCheck, Report, engine_and_reference, fill_zeros, mesh_of_one
 from spmd_engine.verify import verify as compare
 from spmd_engine.verify.report import HEADING
 from spmd_engine.verify.samples import batches_for_model, batches_of_shape
 
 POSITIVE = click.IntRange(min=1)
 OF_MODELS = ("model", "dropout", "device", *COMPOSITION)  # options that mean nothing to an engine of one's own
+OF_OWN = ("input_shape", "tokens", "classes")  # and to nothing else
 WIDTH, HIDDEN, HEADS = 24, 54, 6  # of the small models of strategies/
 
 
@@ -51,6 +52,12 @@ WIDTH, HIDDEN, HEADS = 24, 54, 6  # of the small models of strategies/
 @click.option("--strategy", metavar="NAME", help=f"Verify a page of strategies/ instead: {', '.join(STRATEGIES)}.")
 @click.option("--input-shape", metavar="N,N,...", help="Of an engine of your own: of whole inputs, the batch first.")
 @click.option("--tokens", type=POSITIVE, help="Of an engine of your own: inputs are whole numbers below this.")
+@click.option("--classes", type=POSITIVE, help="Of an engine of your own: targets are whole numbers below this.")
+@click.option(
+    "--finite-differences/--no-finite-differences",
+    default=None,
+    help="Compare one device's gradients with finite differences of its loss first. [default: of engines of one's own]",
+)
 @composition_options
 @device_option
 @check_option
@@ -68,8 +75,9 @@ def verify(context: click.Context, engine: str | None, **options: Any) -> None:
 
     An engine of your own, a class or a function in a MODULE as in import, is made with mesh=... and dtype=... if it
     takes these; further values stand behind its name, 'mine:Engine(6, hidden=11)'. It is compared with itself on one
-    rank, so what is wrong there, too, is not found. Inputs and targets are random, and parameters that are all 0 are
-    filled, since zeros hide mistakes.
+    rank, whose gradients are first compared with finite differences of its loss. Inputs and targets are random, and
+    parameters that are all 0 are filled, since zeros hide mistakes. Targets are like the outputs or, with --classes,
+    whole numbers, one for each row of outputs.
     """
     strategy = options["strategy"]
     given = [each for each in OF_MODELS if context.get_parameter_source(each) is not ParameterSource.DEFAULT]
@@ -78,6 +86,9 @@ def verify(context: click.Context, engine: str | None, **options: Any) -> None:
     if (engine or strategy) and given:
         listed = ", ".join("--" + each.replace("_", "-") for each in given)
         raise UsageError(f"verify {engine or strategy}: it is a strategy and a model of its own, without {listed}")
+    for each in OF_OWN:
+        if options[each] and not engine:
+            raise UsageError(f"--{each.replace('_', '-')} says what an engine of your own takes: verify MODULE:NAME")
     with _open_mesh(options) as mesh:
         if strategy:
             report = _verify_page(strategy, options, mesh)
@@ -121,7 +132,7 @@ def _verify_model(options: dict[str, Any], mesh: Mesh) -> Report:
         micro_batches=options["micro_batches"],
         seed=options["seed"],
     )
-    return _compare(options["model"], engine, reference, batches, options)
+    return _compare(options["model"], engine, reference, batches, options, own=False)
 
 
 def _verify_own(name: str, options: dict[str, Any], mesh: Mesh) -> Report:
@@ -155,15 +166,30 @@ def _verify_made(
         micro_batches=options["micro_batches"],
         seed=options["seed"],
         below=options["tokens"],
+        classes=options["classes"],
     )
-    return _compare(name, engine, reference, batches, options)
+    return _compare(name, engine, reference, batches, options, own=True)
 
 
 def _compare(
-    name: str, engine: ShardedEngine, reference: ShardedEngine | None, batches: Callable, options: dict[str, Any]
+    name: str,
+    engine: ShardedEngine,
+    reference: ShardedEngine | None,
+    batches: Callable,
+    options: dict[str, Any],
+    own: bool,
 ) -> Report:
-    say = click.echo if engine.device_id == 0 else lambda text: None
-    say(f"{name} on mesh {engine.mesh}, beside one device\n\n{HEADING}")
+    def say(text: object) -> None:
+        if engine.device_id == 0:
+            click.echo(text)
+
+    def say_gradients(check: GradientCheck) -> None:
+        say(f"{check}\n")
+
+    def say_step(distances: Distances) -> None:
+        say(f"{HEADING}\n{distances}" if distances.step == 1 else distances)
+
+    say(f"{name} on mesh {engine.mesh}, beside one device\n")
     return compare(
         engine,
         reference,
@@ -172,7 +198,9 @@ def _compare(
         optimizer=AdamW if options["optimizer"] == "adamw" else partial(SGD, 0.9),
         rate=options["learning_rate"],
         tolerance=options["tolerance"],
-        on_step=say,
+        finite_differences=own if options["finite_differences"] is None else options["finite_differences"],
+        on_gradients=say_gradients,
+        on_step=say_step,
     )
 
 

@@ -2,7 +2,7 @@
 
 from spmd_engine.verify.lockstep import verify
 from spmd_engine.verify.reference import engine_and_reference, fill_zeros, mesh_of_one
-from spmd_engine.verify.report import Cause, Disagreement, Distances, Element, Finding, Report
+from spmd_engine.verify.report import Cause, Disagreement, Distances, Element, Finding, GradientCheck, Report, Slope
 
 __all__ = [
     "Cause",
@@ -10,7 +10,9 @@ __all__ = [
     "Distances",
     "Element",
     "Finding",
+    "GradientCheck",
     "Report",
+    "Slope",
     "engine_and_reference",
     "fill_zeros",
     "mesh_of_one",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -11,11 +12,14 @@ from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.agreement import on_rank_zero
 from spmd_engine.engine.base import Loss, ShardedEngine
 from spmd_engine.engine.batch import Batch
+from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.optimizers import AdamW, Optimizer
 from spmd_engine.errors import NotFiniteError, UsageError
 from spmd_engine.verify.comparison import Measured, Part, Tensor, examine, from_first, measure
 from spmd_engine.verify.diagnosis import INITIAL, PARAMETER
-from spmd_engine.verify.report import Disagreement, Distances, Report
+from spmd_engine.verify.finite_differences import check_gradients
+from spmd_engine.verify.missing_sums import missing_sums
+from spmd_engine.verify.report import Cause, Disagreement, Distances, GradientCheck, Report
 from spmd_engine.verify.watching import INPUT_GRADIENT, OUTPUT, OUTPUT_GRADIENT, Moment, watch
 
 GRADIENT, LOSS, NORM = "gradient", "loss", "squared norm of the gradient"
@@ -35,6 +39,8 @@ def verify(
     rate: float = 1e-3,
     tolerance: float | None = None,
     loss: Callable[[ShardedEngine], Loss | None] = lambda engine: None,
+    finite_differences: bool = True,
+    on_gradients: Callable[[GradientCheck], None] = lambda check: None,
     on_step: Callable[[Distances], None] = lambda distances: None,
 ) -> Report:
     """Train ``engine`` on all ranks and ``reference`` on rank 0 alone, and compare everything they compute.
@@ -43,8 +49,10 @@ def verify(
     (``mesh_of_one``); only rank 0 needs it. ``batches(engine, step)`` gives the same global batch to either, cut as
     it wants it (``make_batch``), for steps from 0; ``loss(engine)`` is the loss function for each, if not its own.
 
-    Compared are first all ranks' copies of the parameters; in every step outputs, the loss, gradients and their
-    norm; and after the update the parameters again. A tensor disagrees if an element is off by more than
+    Compared are first all ranks' copies of the parameters; then, unless ``finite_differences`` is False, the
+    reference's gradients with finite differences of its loss (``check_gradients``), which alone finds what is wrong on
+    one device, too; in every step outputs, the loss, gradients and their norm; and after the update the parameters
+    again. A tensor disagrees if an element is off by more than
     ``tolerance`` times the largest one (1e-9 in float64, 1e-4 in float32). That ends the verification, and the
     report then tells the first such tensor in the order in which things are computed (forwards layer by layer, then
     backwards) and what would explain it. Both engines are trained by it. Collective; the report is the same on every
@@ -56,6 +64,12 @@ def verify(
     optimizers = optimizer(), optimizer()
     agreed: list[Distances] = []
     _, disagreement = pair.compare(pair.parameters(INITIAL), step=0)
+    check = None
+    if finite_differences and steps and disagreement is None:
+        check = pair.check_gradients()
+        if check.wrong:
+            return Report(agreed, pair.tolerance, gradients=check)
+        on_gradients(check)
     for step in range(1, steps + 1):
         if disagreement is not None:
             break
@@ -68,7 +82,7 @@ def verify(
         if disagreement is None:
             agreed.append(_distances(step, pair.expected_loss, computed, updated))
             on_step(agreed[-1])
-    return Report(agreed, pair.tolerance, disagreement)
+    return Report(agreed, pair.tolerance, disagreement, check)
 
 
 def _distances(step: int, loss: float, computed: Sequence[Measured], updated: Sequence[Measured]) -> Distances:
@@ -102,6 +116,15 @@ class Pair:
         return on_rank_zero(self.world, do)
 
     # --- what they do ------------------------------------------------------------------------------------
+
+    def check_gradients(self) -> GradientCheck:
+        """Whether the reference's gradients are those of its loss. Its parameters are afterwards as before."""
+
+        def alone() -> GradientCheck:
+            reference = self.reference
+            return check_gradients(reference, lambda: self.batches(reference, 0), self.loss_of(reference))
+
+        return from_first(self.world, self._on_first(alone))
 
     def forward_and_backward(self, step: int) -> None:
         """Step number ``step``, from 1, of both up to the gradients."""
@@ -141,7 +164,26 @@ class Pair:
         known = dict(zip(map(id, at_once), measured, strict=True))
         one_by_one = (known.get(id(tensor)) or measure(self.world, [tensor])[0] for tensor in tensors)
         first = next(each for each in one_by_one if each.is_off(self.tolerance))
-        return measured, examine(self.engine, first, self.tolerance, step=step, micro_batches=self.micro_batches)
+        found = examine(self.engine, first, self.tolerance, step=step, micro_batches=self.micro_batches)
+        return measured, self._with_missing_sums(found, [each for each in measured if each.is_off(self.tolerance)])
+
+    def _with_missing_sums(self, found: Disagreement, wrong: Sequence[Measured]) -> Disagreement:
+        """A disagreement of an engine of one's own that nothing explains: is a sum missing on the way to it?
+
+        Layers are watched one by one, so that what they pass to each other explains itself.
+        """
+        method = {OUTPUT: "forward", LOSS: "forward", GRADIENT: "backward"}.get(found.kind)
+        told = {finding.cause for finding in found.findings} - {Cause.REPLICAS_DIFFER}
+        if method is None or told or isinstance(self.engine, LayeredEngine):
+            return found
+
+        def repeat() -> list[str]:
+            self.loss = self.watch.step(self.batches(self.engine, found.step - 1), self.loss_of(self.engine))
+            again = measure(self.world, self.computed())
+            return [_key(each.tensor) for each in again if each.is_off(self.tolerance)]
+
+        sums = missing_sums(self.engine, method, repeat, [_key(each.tensor) for each in wrong])
+        return replace(found, findings=sums or found.findings)
 
     def parameters(self, kind: str) -> list[Tensor]:
         """All parameters, in the model's order."""
@@ -209,6 +251,10 @@ class Pair:
 def _number(kind: str, expected: float | None, found: float, power: int = 1) -> Tensor:
     """A number that every rank should have."""
     return Tensor(kind, lambda: np.array(expected**power), lambda shape: Part(np.array(found**power), ()))
+
+
+def _key(tensor: Tensor) -> str:
+    return f"{tensor.kind} {tensor.name} {tensor.micro_batch}"
 
 
 def _is_between_layers(tensor: Tensor) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -62,6 +64,18 @@ def fill_zeros(engine: ShardedEngine, reference: ShardedEngine | None, seed: int
     _load(engine, whole)
     if reference is not None:
         _load(reference, whole)
+
+
+@contextmanager
+def put_back(engine: ShardedEngine) -> Iterator[None]:
+    """Afterwards the engine's attributes are those that it had, and its random generators where they were."""
+    generators = np.random.Generator, np.random.RandomState
+    before = {name: deepcopy(x) if isinstance(x, generators) else x for name, x in engine.__dict__.items()}
+    try:
+        yield
+    finally:
+        engine.__dict__.clear()
+        engine.__dict__.update(before)
 
 
 def _load(engine: ShardedEngine, whole: dict[str, Array]) -> None:

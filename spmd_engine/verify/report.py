@@ -104,16 +104,59 @@ HEADING = f"{'step':>4}  {'loss':>10}  {'of loss':>10}  {'gradients':>10}  {'par
 
 
 @dataclass(frozen=True)
+class Slope:
+    """How the loss of one device changes along a random direction in one parameter: two answers."""
+
+    name: str  #: of the parameter; empty: of the outputs, in which only the loss function is looked at
+    backward: float  #: the gradient times the direction
+    differences: float  #: by central differences of the loss
+    distance: float  #: between the two, relative to their scale
+    wrong: bool = False
+    multiple: float | None = None  #: if wrong: by which factor in all directions, if it is one
+
+    def __str__(self) -> str:
+        what, who = (f"gradient of {self.name}", "backward") if self.name else ("the loss function's gradient", "it")
+        text = (
+            f"{what} is wrong on one device, too: along a random direction the loss changes by "
+            f"{self.differences:.10g} (finite differences), {who} says {self.backward:.10g}"
+        )
+        return text if self.multiple is None else f"{text}\n  it is {self.multiple:.4g} times what it should be"
+
+
+@dataclass(frozen=True)
+class GradientCheck:
+    """One device's gradients beside finite differences of its loss."""
+
+    slopes: Sequence[Slope] = ()  #: of each parameter
+    skipped: str = ""  #: why nothing was compared
+
+    @property
+    def wrong(self) -> Sequence[Slope]:
+        return [slope for slope in self.slopes if slope.wrong]
+
+    def __str__(self) -> str:
+        if self.skipped:
+            return f"finite differences: left out, since {self.skipped}"
+        if not self.wrong:
+            worst = max((slope.distance for slope in self.slopes), default=0.0)
+            return f"one device's gradients are those of finite differences, to {worst:.0e}"
+        others = [slope.name for slope in self.wrong[1:]], [slope.name for slope in self.slopes if not slope.wrong]
+        lines = [f"  {what}: {', '.join(names)}" for what, names in zip(("also wrong", "right"), others) if names]
+        return "\n".join([str(self.wrong[0]), *lines])
+
+
+@dataclass(frozen=True)
 class Report:
     """A whole verification; the same on every rank."""
 
     steps: Sequence[Distances]  #: those that agree
     tolerance: float
     disagreement: Disagreement | None = None
+    gradients: GradientCheck | None = None  #: None: left out, or not reached
 
     @property
     def agrees(self) -> bool:
-        return self.disagreement is None
+        return self.disagreement is None and not (self.gradients and self.gradients.wrong)
 
     @property
     def distance(self) -> float:
@@ -123,7 +166,9 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """``agrees to 3e-13``, or the disagreement."""
+        """``agrees to 3e-13``, or the disagreement, or the gradient that is wrong on one device."""
+        if self.gradients and self.gradients.wrong:
+            return str(self.gradients)
         return str(self.disagreement) if self.disagreement else f"agrees to {self.distance:.0e}"
 
     def __str__(self) -> str:

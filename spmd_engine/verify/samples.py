@@ -11,8 +11,11 @@ from spmd_engine.comm.agreement import on_rank_zero
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, batch_of
 from spmd_engine.errors import UsageError
+from spmd_engine.layers.loss import mean_squared_error
 from spmd_engine.models import Model
+from spmd_engine.sharding.notation import Spec
 from spmd_engine.verify.comparison import from_first
+from spmd_engine.verify.reference import put_back
 
 Batches = Callable[[ShardedEngine, int], Batch]
 
@@ -48,27 +51,29 @@ def batches_of_shape(
     micro_batches: int = 1,
     seed: int = 0,
     below: int | None = None,
+    classes: int | None = None,
 ) -> Batches:
     """Batches for an engine of one's own: normal inputs of this shape, the batch first, and targets like its outputs.
 
-    With ``below``, inputs are whole numbers from 0 up to it (tokens) instead. Collective: rank 0 asks the reference
-    for its outputs' shape. Raises UsageError if the engine's targets are of another shape than its outputs.
+    With ``below``, inputs are whole numbers from 0 up to it (tokens) instead. With ``classes``, targets are whole
+    numbers below that, shaped like the outputs without their last dim. Collective: rank 0 asks the reference for its
+    outputs' shape. Raises UsageError if the engine's targets are of another shape.
     """
-    if engine.target_sharding != engine.output_sharding:
-        raise UsageError(
-            f'targets are "{engine.target_sharding}", outputs "{engine.output_sharding}"; only targets like outputs '
-            "can be made up. Bring batches, and a loss, of your own to spmd_engine.verify.verify"
-        )
+    _check_targets(engine, classes)
 
     def ask() -> tuple[tuple[int, ...], str]:
         dtype = np.result_type(*(parameter.dtype for parameter in reference.parameters.values()))
-        with reference.inference():
+        with put_back(reference), reference.inference():
             outputs = reference.forward(reference.backend.asarray(inputs(0, dtype)))
         if not outputs.ndim or len(outputs) != shape[0]:
             raise UsageError(
                 f"inputs of shape {tuple(shape)} give outputs of {outputs.shape}; both must begin with the batch"
             )
-        return outputs.shape, dtype.name
+        if classes and (outputs.ndim < 2 or outputs.shape[-1] < classes):
+            raise UsageError(
+                f"{classes} classes, but outputs of shape {outputs.shape}: their last dim must have a score for each"
+            )
+        return outputs.shape[:-1] if classes else outputs.shape, dtype.name
 
     def inputs(step: int, dtype: Any) -> np.ndarray:
         draw = np.random.default_rng([seed, step])
@@ -77,7 +82,32 @@ def batches_of_shape(
     target_shape, dtype = from_first(engine.group(), on_rank_zero(engine.group(), ask))
 
     def batch(engine: ShardedEngine, step: int) -> Batch:
-        targets = np.random.default_rng([seed, step, 1]).standard_normal(target_shape).astype(dtype)
+        draw = np.random.default_rng([seed, step, 1])
+        if classes:
+            targets = draw.integers(0, classes, target_shape)
+        else:
+            targets = draw.standard_normal(target_shape).astype(dtype)
         return batch_of(inputs(step, dtype), targets, engine, micro_batches, step)
 
     return batch
+
+
+def _check_targets(engine: ShardedEngine, classes: int | None) -> None:
+    """Raise UsageError if what can be made up is not what the engine wants."""
+    targets, outputs = Spec.parse(engine.target_sharding), Spec.parse(engine.output_sharding)
+    if not classes and targets != outputs:
+        raise UsageError(
+            f'targets are "{targets}", outputs "{outputs}". Of targets unlike the outputs, only classes can be made '
+            "up: --classes N. For others, bring batches, and a loss, of your own to spmd_engine.verify.verify"
+        )
+    wanted = Spec(outputs.dims[:-1]) if len(outputs.dims) > 1 else outputs  # "b/data" is the batch, and what follows
+    if classes and targets != wanted:
+        raise UsageError(
+            f'--classes {classes}: targets are then like outputs, "{outputs}", without their last dim: say in the '
+            f'engine target_sharding = "{wanted}"'
+        )
+    if classes and engine.loss is mean_squared_error:
+        raise UsageError(
+            f"--classes {classes}: the engine's loss is the mean squared error, of no classes. Say in the engine, for "
+            "instance, loss = staticmethod(cross_entropy), from spmd_engine.layers"
+        )

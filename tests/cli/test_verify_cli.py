@@ -14,6 +14,7 @@ MINE = '''
 import numpy as np
 from spmd_engine import Mesh
 from spmd_engine.engine import ShardedEngine
+from spmd_engine.layers import cross_entropy
 from spmd_engine.strategies import DataParallel, TensorParallel
 
 class Table(ShardedEngine):
@@ -31,6 +32,13 @@ class Table(ShardedEngine):
         gradient = np.zeros((11, 4))
         np.add.at(gradient, self.tape.pop(), grads)
         return {"table": gradient}
+
+class Scores(Table):
+    output_sharding, target_sharding, loss = "b v", "b", staticmethod(cross_entropy)
+
+class Halved(Table):
+    def backward(self, grads):
+        return {"table": super().backward(grads)["table"] / 2}
 
 class Forgetful(DataParallel):
     def all_reduce(self, arr, op="sum", *, over=None, label=""):
@@ -87,8 +95,8 @@ def verify_here(tmp_path, monkeypatch, capsys):
 
 def assert_agrees(text):
     lines = text.splitlines()
-    assert lines[-1].startswith("agrees to ") and len(lines) == 7
-    assert [line.split()[0] for line in lines[2:-1]] == ["step", "1", "2", "3"]
+    assert lines[-1].startswith("agrees to ") and [line.split()[0] for line in lines[-5:-1]] == ["step", "1", "2", "3"]
+    return lines[2:-5]
 
 
 PIPELINE = ["--mesh", "pipe=2,model=2", "--schedule", "zero-bubble", "--micro-batches", "2", "--sequence-parallel"]
@@ -111,13 +119,16 @@ def test_what_agrees_ends_with_code_0(verify_on, ranks, args):
         ["--strategy", "pipeline", "--mesh", "pipe=1", "--micro-batches", "2"],
         ["spmd_engine.strategies:DataParallel(3, hidden_dim=4)", "--input-shape", "5,3"],
         ["mine:Table", "--input-shape", "5", "--tokens", "11"],
+        ["mine:Scores", "--input-shape", "5", "--tokens", "11", "--classes", "4"],
     ],
     ids=lambda args: " ".join(args[:2]),
 )
 def test_models_pages_and_engines_of_one_s_own(verify_here, args):
     code, out, err = verify_here(*args, *SHORT)
     assert (code, err) == (0, "")
-    assert_agrees(out)
+    between = assert_agrees(out)
+    compared = ["one device's gradients are those of finite differences, to "]
+    assert [line[: len(compared[0])] for line in between if line] == ([] if "--model" in args else compared)
 
 
 def test_what_does_not_agree_is_explained_and_ends_with_code_1(verify_on):
@@ -125,6 +136,14 @@ def test_what_does_not_agree_is_explained_and_ends_with_code_1(verify_on):
     assert result.returncode == 1 and not result.stderr, result.stderr
     assert "step 1: gradient of layer_0/weights (layer layer_0) differs on ranks 0, 1" in result.stdout
     assert result.stdout.count("summed over data it would be right: a reduction over data is missing") == 1
+
+
+def test_what_is_wrong_on_one_device_too_ends_with_code_1(verify_here):
+    args = ["mine:Halved", "--input-shape", "5", "--tokens", "11"]
+    code, out, err = verify_here(*args)
+    assert (code, err) == (1, "") and "gradient of table is wrong on one device, too" in out
+    assert "it is 0.5 times what it should be" in out
+    assert verify_here(*args, "--no-finite-differences")[0] == 0
 
 
 def test_rounding_is_no_agreement_where_none_is_tolerated(verify_on):
@@ -153,6 +172,8 @@ MISTAKES = {
     "it makes the mesh data=2, of 2 ranks. Let it take the mesh": ["mine:fixed", "--input-shape", "5,4"],
     "start: mpiexec -n 2 python -m spmd_engine verify ... --mesh data=2": ["mine:fixed", "--input-shape", "5,4"],
     "a mesh of its own, data=1, instead of --mesh x=1": ["mine:alone", "--mesh", "x=1", "--input-shape", "5,4"],
+    "--classes says what an engine of your own takes": ["--classes", "4"],
+    "the engine's loss is the mean squared error": ["mine:Table", "--input-shape", "5", "--classes", "4"],
     "Invalid value for '--steps'": ["--steps", "0"],
 }
 
