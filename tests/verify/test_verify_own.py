@@ -10,8 +10,8 @@ from spmd_engine import Mesh, run
 from spmd_engine.engine import SGD, ShardedEngine, as_distributed
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.errors import UsageError
-from spmd_engine.layers import Layer, Linear, cross_entropy
-from spmd_engine.layers.layer import Parameter
+from spmd_engine.layers import Activation, Layer, Linear, cross_entropy
+from spmd_engine.layers.declarations import Parameter
 from spmd_engine.layers.loss import mean_squared_error
 from spmd_engine.strategies import AttentionHeads, DataParallel
 from spmd_engine.verify import Cause, engine_and_reference, fill_zeros, mesh_of_one, verify
@@ -232,8 +232,9 @@ class Projection(Layer):
     sizes = {"d": D, "f": F}
     parameters = {"up": Parameter("d f", 0.3), "down": Parameter("f d", 0.3)}
     may_cut = "bf"
+    inputs = outputs = Activation("b d")
 
-    def forward(self, sh, p, x, at):
+    def forward(self, sh, p, x, ctx):
         z = x @ p["up"]
         return x + sh.all_reduce(np.maximum(z, 0) @ p["down"], "f"), (x, z)
 
