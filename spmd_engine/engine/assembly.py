@@ -2,88 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from math import prod
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 from zlib import crc32
 
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
+from spmd_engine.comm.dtypes import describe, described
+from spmd_engine.comm.group import Group
+from spmd_engine.comm.mesh import Mesh
 from spmd_engine.errors import MismatchError, UsageError
+from spmd_engine.sharding.placement import ArrayPlacement, Placement
+from spmd_engine.sharding.rectangles import Rectangle
+from spmd_engine.sharding.transfer import TransferPlan, plan_transfer
 
 if TYPE_CHECKING:
-    from spmd_engine.engine.holdings import Holdings, Index
+    from spmd_engine.engine.holdings import Holdings
 
-_MOST_DIMS = 8
+_SAID = np.dtype([("name", "<u4"), ("known", "?"), ("dtype", "S40")])  # by each rank, before data moves
 
 
-def assemble(
-    engine: Holdings, name: str, part: Array | None, index: Callable[[str], Index | None], root: int | None = None
-) -> Array | None:
-    """The whole of which this rank holds ``part`` at ``index(name)`` (None: nothing), on every rank or on ``root``.
+@dataclass
+class KnownPlacement:
+    """What ranks hold of an engine's arrays, asked for once, and the transfers that it was used for."""
 
-    Of several ranks that hold the same rectangle, the first sends it. Collective over the world. Raises
-    UsageError if nobody holds some of it, MismatchError if ranks ask for different names.
+    mesh: Mesh
+    placement: Placement
+    plans: dict[Hashable, TransferPlan] = field(default_factory=dict)
+
+    def fits(self, mesh: Mesh, name: str, part: Array | None) -> bool:
+        """Whether this rank still holds ``part`` where it said it does."""
+        held = self.placement[name].held[mesh.index(None)] if name in self.placement else ()
+        return mesh is self.mesh and [each.shape for each in held] == ([] if part is None else [part.shape])
+
+    def plan(self, name: str, dtype: np.dtype, root: int | None) -> TransferPlan:
+        """The transfer to the whole array on every rank, or on ``root``."""
+        key = name, dtype, root
+        if key not in self.plans:
+            source, ranks = replace(self.placement[name], dtype=dtype), self.placement.ranks
+            whole = (Rectangle.whole(source.shape),)
+            held = [whole if root in (None, rank) else () for rank in range(ranks)]
+            target = ArrayPlacement.of_rectangles(source.shape, dtype, held)
+            nodes = [self.mesh.nodes[rank] for rank in self.mesh.ranks.reshape(-1)]
+            self.plans[key] = plan_transfer(Placement({name: source}), Placement({name: target}), nodes=nodes)
+        return self.plans[key]
+
+
+def assemble(engine: Holdings, name: str, part: Array | None, owned: bool, root: int | None = None) -> Array | None:
+    """The whole of which this rank holds ``part`` (None: nothing), on every rank or on ``root``; None elsewhere.
+
+    Where the parts lie, and whether they are those that ranks update (``owned``) or those they store, the engine's
+    ``placement`` says; it is asked for once, for all names together. Collective over the world: one agreement, and
+    as many rounds as the size of the array needs. Raises UsageError if nobody holds some of it, MismatchError if
+    ranks ask for different names.
     """
     if name not in engine.names and name not in engine.buffer_names:
         raise UsageError(f"no parameter {name!r}; there are: {', '.join((*engine.names, *engine.buffer_names))}")
-    world = engine.group()
-    # Over the world, and before anything else, so that any rank's mistake meets the others.
-    asked = world.all_gather(np.array([crc32(name.encode())], np.uint32), label="gather")
+    known: dict[bool, KnownPlacement] = engine.__dict__.setdefault("_known_placements", {})
+    fits = owned in known and known[owned].fits(engine.mesh, name, part)
+    all_fit, dtype = _agree(engine.group(), name, fits, part)
+    if not all_fit:
+        known[owned] = KnownPlacement(engine.mesh, engine.placement(owned))
+    if name not in known[owned].placement:
+        raise UsageError(f"no rank holds any of {name!r}")
+    plan = known[owned].plan(name, dtype, root)
+    blocks = {name: [part] if plan.source[name].held[engine.group().rank] else []}
+    found = plan.execute(engine.group(), blocks, like=engine.backend, label="gather")[name]
+    return found[0] if found else None
+
+
+def _agree(world: Group, name: str, fits: bool, part: Array | None) -> tuple[bool, np.dtype]:
+    """Whether what is known fits on all ranks, and the array's dtype, which those without a part cannot know.
+
+    Before anything else, and over the world, so that any rank's mistake meets the others.
+    """
+    said = np.array([(crc32(name.encode()), fits, describe(part.dtype).encode() if part is not None else b"")], _SAID)
+    everyone = world.all_gather(said.view(np.uint8), label="gather").view(_SAID)
+    asked = everyone["name"]
     if (asked != asked[world.rank]).any():
         others = np.flatnonzero(asked != asked[0]).tolist()
         raise MismatchError(f"gather: ranks {others} ask for another parameter than rank 0 (here: {name!r})")
-    here = index(name)
-    said = np.full((1, 1 + 2 * _MOST_DIMS), -1, np.int64)
-    if here is not None:
-        bounds = [n for place in here for n in (place.start, place.stop)]
-        said[0, : 1 + len(bounds)] = len(here), *bounds
-    said = world.all_gather(said, label="gather")
-    dims = int(said[:, 0].max())
-    if dims < 0:
-        raise UsageError(f"no rank holds any of {name!r}")
-    rectangles: dict[int, Index] = {}  # by the rank that gives them
-    for rank, row in enumerate(said):
-        bounds = row[1 : 1 + 2 * dims].reshape(dims, 2).tolist()
-        rectangle = tuple(slice(*pair) for pair in bounds)
-        if row[0] >= 0 and rectangle not in rectangles.values() and prod(stop - start for start, stop in bounds):
-            rectangles[rank] = rectangle
-    shape = said[:, 2 : 2 + 2 * dims : 2].max(axis=0).tolist()
-    mine = part if world.rank in rectangles else None
-    pieces = _everywhere(engine, mine, list(rectangles)) if root is None else _at(engine, mine, list(rectangles), root)
-    if pieces is None:
-        return None
-    xp = engine.backend.xp
-    dtype = next((p.dtype for p in (*pieces.values(), part) if p is not None), np.dtype(np.float32))
-    whole = xp.empty(shape, dtype)
-    filled = 0
-    for rank, rectangle in rectangles.items():
-        block = whole[(..., *rectangle)]  # a view, also of a number
-        block[...] = pieces[rank].reshape(block.shape)
-        filled += block.size
-    if filled < whole.size:
-        raise UsageError(f"{name}: ranks hold {filled} of its {whole.size} elements; is its sharding right?")
-    return whole
-
-
-def _everywhere(engine: Holdings, mine: Array | None, givers: list[int]) -> dict[int, Array]:
-    """Everyone's flat pieces, by rank."""
-    world = engine.group()
-    if givers == [world.rank] and world.size == 1:
-        return {world.rank: mine}
-    mine_from = {rank: mine if rank == world.rank else None for rank in givers}
-    pieces = {rank: world.start_broadcast(piece, rank, label="gather") for rank, piece in mine_from.items()}
-    return {rank: engine.backend.asarray(pending.wait()) for rank, pending in pieces.items()}
-
-
-def _at(engine: Holdings, mine: Array | None, givers: list[int], root: int) -> dict[int, Array] | None:
-    """Everyone's pieces on ``root``, one sender after the other; None elsewhere."""
-    world = engine.group()
-    if world.rank != root:
-        if mine is not None:
-            world.send(root, mine, label="gather")
-        return None
-    return {
-        rank: mine if rank == root else world.receive(rank, like=engine.backend, label="gather") for rank in givers
-    }
+    dtypes: Sequence[bytes] = [dtype for dtype in everyone["dtype"].tolist() if dtype]
+    if len(set(dtypes)) > 1:
+        found = ", ".join(sorted(each.decode() for each in set(dtypes)))
+        raise MismatchError(f"gather: ranks hold {name!r} in several dtypes: {found}")
+    return bool(everyone["known"].all()), described(dtypes[0].decode()) if dtypes else np.dtype(np.float32)

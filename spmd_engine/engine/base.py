@@ -20,7 +20,7 @@ from spmd_engine.engine.serving import Writer, serve
 from spmd_engine.engine.tape import Tape, Tapes
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.loss import mean_squared_error
-from spmd_engine.sharding.notation import Spec, nested_span
+from spmd_engine.sharding.notation import Spec
 
 Loss = Callable[..., tuple[float, Array]]
 
@@ -136,11 +136,14 @@ class ShardedEngine(Holdings, ABC):
 
     def _check_shardings(self) -> None:
         """The batch must be cut alike in inputs and targets, or the loss is not what the gradients sum to."""
-        inputs, targets = Spec.parse(self.input_sharding).dims, Spec.parse(self.target_sharding).dims
-        if inputs and inputs[0][1] and (not targets or targets[0][1] != inputs[0][1]):
+        inputs, targets = (
+            spec.cuts_of(spec.letters[0]) if spec.dims else ()
+            for spec in map(Spec.parse, (self.input_sharding, self.target_sharding))
+        )
+        if inputs and targets != inputs:
             raise UsageError(
                 f'inputs are "{self.input_sharding}", targets "{self.target_sharding}": say by output_sharding (or '
-                f'target_sharding) that the batch is cut over {",".join(inputs[0][1])} there too'
+                f'target_sharding) that the batch is cut over {",".join(axis for axis, _ in inputs)} there too, alike'
             )
 
     @property
@@ -150,9 +153,8 @@ class ShardedEngine(Holdings, ABC):
 
     def batch_span(self, samples: int) -> slice:
         """This rank's part of so many samples: of the first dim of its inputs."""
-        dims = Spec.parse(self.input_sharding).dims
-        axes = dims[0][1] if dims else ()
-        return nested_span(samples, axes, self.mesh.axes, self.mesh.coordinates)
+        spec = Spec.parse(self.input_sharding)
+        return spec.part(0, samples, self.mesh) if spec.dims else slice(0, samples)
 
     def cut_rows(self, inputs: Array, targets: Array | None, *mask: Array) -> list[Array | None]:
         """Samples that are whole beyond their first dim, cut along the others as the shardings say."""
@@ -234,8 +236,8 @@ class ShardedEngine(Holdings, ABC):
 
 
 def _cut_row(x: Array | None, text: str, mesh: Mesh) -> Array | None:
-    dims = Spec.parse(text).dims
-    if x is None or not any(axes for _, axes in dims[1:]):
+    spec = Spec.parse(text)
+    if x is None or not any(axes for _, axes in spec.dims[1:]):
         return x
-    beyond = Spec(dims[1:]).block(x.shape[1:], mesh)
+    beyond = Spec(spec.dims[1:], spec.weights).block(x.shape[1:], mesh)
     return x[(slice(None), *beyond)]

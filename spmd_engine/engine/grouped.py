@@ -73,6 +73,9 @@ class GroupedHoldings(Holdings):
     def global_shape(self, name: str) -> tuple[int, ...]:
         return self._described[name][1]
 
+    def _ask_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: shape for name, (_, shape) in self._described.items()}  # every rank knows them
+
     def index(self, name: str) -> Index | None:
         return self._rectangle(name, self._stored_rows.get(name))
 

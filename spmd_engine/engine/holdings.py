@@ -14,7 +14,10 @@ from spmd_engine.arrays.updates import sum_of_squares
 from spmd_engine.comm.mesh import Collectives, Mesh
 from spmd_engine.engine.assembly import assemble
 from spmd_engine.errors import UsageError
+from spmd_engine.sharding.asking import ask_placement, ask_shapes
 from spmd_engine.sharding.notation import Spec
+from spmd_engine.sharding.placement import Placement
+from spmd_engine.sharding.rectangles import Rectangle
 
 Index = tuple[slice, ...]  # a rectangle of a whole array
 
@@ -36,6 +39,7 @@ class Holdings(Collectives):
     buffers: Mapping[str, Array] = MappingProxyType({})  #: this rank's blocks of state without a gradient
     backend: Backend = CPU
     mesh: Mesh
+    _told_shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # of whole arrays, while all are asked for
 
     @property
     def buffer_names(self) -> Sequence[str]:
@@ -48,7 +52,7 @@ class Holdings(Collectives):
 
     def gather_buffer(self, name: str, *, root: int | None = None) -> Array | None:
         """As ``gather``, of a buffer."""
-        return assemble(self, name, self.buffers.get(name), self.buffer_index, root)
+        return assemble(self, name, self.buffers.get(name), False, root)
 
     @property
     def names(self) -> Sequence[str]:
@@ -122,22 +126,45 @@ class Holdings(Collectives):
         """The whole shape of a parameter. Collective over the axes that cut it."""
         if name not in self.parameters:
             raise UsageError(f"no parameter {name!r}; this engine has: {', '.join(self.names)}")
+        if name in self._told_shapes:
+            return self._told_shapes[name]
         shape = list(self.parameters[name].shape)
         for dim, (_, axes) in enumerate(self.sharding(name)):
             for axis in reversed(axes):
                 shape[dim] = int(self.all_reduce(np.array(shape[dim]), over=axis, label="shape"))
         return tuple(shape)
 
+    def placement(self, owned: bool = False) -> Placement:
+        """Which part of every array each rank stores, or (``owned``) of every parameter updates.
+
+        Ranks are those of ``group()``.
+        Collective over the world: two all_gathers for all arrays together, whatever their number.
+        """
+        self._told_shapes = self._ask_shapes()
+        try:
+            indices = {name: (self.owned_index if owned else self.index)(name) for name in self.names}
+        finally:
+            del self._told_shapes
+        indices |= {name: self.buffer_index(name) for name in self.buffer_names if not owned}
+        here = {name: Rectangle.of(index) for name, index in indices.items() if index is not None}
+        arrays = {**self.parameters, **self.buffers}
+        return ask_placement(self.group(), {name: (arrays[name].dtype, part) for name, part in here.items()})
+
+    def _ask_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The whole shapes of parameters, from everyone's blocks. Collective over the world."""
+        blocks = {name: (self.sharding(name), np.shape(block)) for name, block in self.parameters.items()}
+        return ask_shapes(self.group(), self.mesh, blocks)
+
     def gather(self, name: str, *, root: int | None = None) -> Array | None:
         """The whole parameter, on every rank or only on ``root``. Collective over the world.
 
         A rank that ends instead, or gathers something else, turns it into a MismatchError on all, never a hang.
         """
-        return assemble(self, name, self.parameters.get(name), self.index, root)
+        return assemble(self, name, self.parameters.get(name), False, root)
 
     def gather_owned(self, name: str, arrays: Mapping[str, Array], *, root: int | None = None) -> Array | None:
         """As ``gather``, of arrays like ``owned`` (``gradients``, a kind of optimizer state)."""
-        return assemble(self, name, self.named(arrays).get(name), self.owned_index, root)
+        return assemble(self, name, self.named(arrays).get(name), True, root)
 
     def counts_here(self, name: str) -> bool:
         """Whether this rank is the one, among those that own the same part of a parameter, to count it in a sum."""

@@ -140,7 +140,7 @@ class LayeredEngine(GroupedHoldings, ShardedEngine):
                 raise UsageError(f"the checkpoint has no {name!r}; it has: {', '.join(sorted(params))}")
             if tuple(params[name].shape) != shape:
                 raise UsageError(f"{name}: the checkpoint has shape {tuple(params[name].shape)}, the model {shape}")
-            if name in self.parameters:
+            if name in self.parameters and self.index(name) is not None:  # of a number, others may be the owners
                 self.parameters[name][...] = self.block(name, params[name])
             if name in self.buffers:
                 self.buffers[name][...] = self.backend.asarray(np.asarray(params[name][self.buffer_index(name)]))

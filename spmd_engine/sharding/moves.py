@@ -68,9 +68,9 @@ class Move(ABC):
 
 def beyond(letter: str, one: Spec, other: Spec) -> tuple[str, ...]:
     """The axes that cut ``letter`` in ``one``, without the first few by which ``other`` cuts it alike."""
-    axes, others = one.axes_of(letter), other.axes_of(letter)
-    alike = next((i for i, axis in enumerate(axes) if others[i : i + 1] != (axis,)), len(axes))
-    return axes[alike:]
+    cuts, others = one.cuts_of(letter), other.cuts_of(letter)
+    alike = next((i for i, cut in enumerate(cuts) if others[i : i + 1] != (cut,)), len(cuts))
+    return one.axes_of(letter)[alike:]
 
 
 class Slice(Move):

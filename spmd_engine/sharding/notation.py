@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from types import MappingProxyType
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.algorithms import span
@@ -12,16 +13,20 @@ from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.place import Place
 from spmd_engine.errors import MeshError, NotationError
 
+EVEN: Mapping[str, tuple[int, ...]] = MappingProxyType({})  #: no axis cuts by weights
+
 
 @dataclass(frozen=True)
 class Spec:
     """The dims of an array, by letter, with the mesh axes that cut each.
 
     A dim cut by several axes, ``"b/data,expert"``, is cut by the first, then each part by the next. Shards
-    are as even as they can be: of n = q P + r, the first r parts have one more.
+    are as even as they can be: of n = q P + r, the first r parts have one more. Or they are cut by weights:
+    ``"b/data:3:1"`` gives the first of the two ranks along data three times as much as the second.
     """
 
     dims: tuple[tuple[str, tuple[str, ...]], ...]
+    weights: tuple[tuple[str, tuple[int, ...]], ...] = ()  #: of the axes that cut unevenly by choice
 
     @classmethod
     def parse(cls, text: str) -> Spec:
@@ -31,13 +36,19 @@ class Spec:
     @classmethod
     def _parse(cls, text: str) -> Spec:
         dims: list[tuple[str, tuple[str, ...]]] = []
+        weights: dict[str, tuple[int, ...]] = {}
         for term in text.split():
             letter, slash, axes = term.partition("/")
-            names = tuple(axes.split(",")) if slash else ()
-            if len(letter) != 1 or not letter.isalpha() or not all(name.isidentifier() for name in names):
-                raise NotationError(f'cannot read sharding "{text}" at "{term}"; write letters as in "b/data s d"')
-            dims.append((letter, names))
-        return cls(tuple(dims)).checked(text)
+            cuts = [cut.split(":") for cut in axes.split(",")] if slash else []
+            read = all(name.isidentifier() and all(map(str.isdecimal, shares)) for name, *shares in cuts)
+            if len(letter) != 1 or not letter.isalpha() or not read:
+                raise NotationError(
+                    f'cannot read sharding "{text}" at "{term}"; write letters as in "b/data s d", weights as in '
+                    '"b/data:3:1"'
+                )
+            dims.append((letter, tuple(name for name, *_ in cuts)))
+            weights |= {name: tuple(map(int, shares)) for name, *shares in cuts if shares}
+        return cls(tuple(dims), tuple(weights.items())).checked(text)
 
     def checked(self, text: str | None = None) -> Spec:
         letters = [letter for letter, _ in self.dims]
@@ -51,6 +62,9 @@ class Spec:
                     f'sharding "{text or self}": axis "{axis}" cuts {cut}; only diagonal blocks would be left. '
                     "One axis cuts at most one letter of an array"
                 )
+        for axis, weights in self.weights:
+            if not any(weights):
+                raise NotationError(f'sharding "{text or self}": all weights of "{axis}" are 0, so nobody has a part')
         return self
 
     @property
@@ -65,12 +79,22 @@ class Spec:
     def axes_of(self, letter: str) -> tuple[str, ...]:
         return dict(self.dims)[letter]
 
+    def cuts_of(self, letter: str) -> tuple[tuple[str, tuple[int, ...] | None], ...]:
+        """The axes that cut a letter, each with its weights; None where it cuts evenly."""
+        weights = dict(self.weights)
+        return tuple((axis, weights.get(axis)) for axis in self.axes_of(letter))
+
+    def part(self, dim: int, length: int, place: Place) -> slice:
+        """This rank's part of one dim, ``length`` long in all."""
+        return nested_span(length, self.dims[dim][1], place.axes, place.coordinates, dict(self.weights))
+
     def block(self, shape: Sequence[int], place: Place) -> tuple[slice, ...]:
         """This rank's part of an array of the whole ``shape``, as slices."""
         if len(shape) != len(self.dims):
             raise NotationError(f'sharding "{self}" has {len(self.dims)} dims, the array has shape {tuple(shape)}')
+        weights = dict(self.weights)
         return tuple(
-            nested_span(size, axes, place.axes, place.coordinates)
+            nested_span(size, axes, place.axes, place.coordinates, weights)
             for size, (_, axes) in zip(shape, self.dims, strict=True)
         )
 
@@ -78,10 +102,12 @@ class Spec:
         return tuple(part.stop - part.start for part in self.block(shape, place))
 
     def largest_shape(self, shape: Sequence[int], place: Place) -> tuple[int, ...]:
-        """The largest block that any rank has: that of the first, which gets one more where cuts are uneven."""
-        first = dict.fromkeys(place.axes, 0)
-        parts = (nested_span(n, axes, place.axes, first) for n, (_, axes) in zip(shape, self.dims, strict=True))
-        return tuple(part.stop - part.start for part in parts)
+        """The lengths of the largest block that any rank has: the first's, which gets one more, but for weights."""
+        if not self.weights:
+            return self.local_shape(shape, Place(place.axes, dict.fromkeys(place.axes, 0)))
+        axes = [self.dims[dim][1] for dim in range(len(shape))]
+        lengths = ([self.part(dim, n, peer) for peer in place.peers(axes[dim])] for dim, n in enumerate(shape))
+        return tuple(max(part.stop - part.start for part in parts) for parts in lengths)
 
     def gather(self, x: Array, mesh: Mesh, label: str = "") -> Array:
         """The whole array on every rank, from each rank's block. Collective over the axes that cut it."""
@@ -94,7 +120,9 @@ class Spec:
         return iter(self.dims)
 
     def __str__(self) -> str:
-        return " ".join(letter + ("/" + ",".join(axes) if axes else "") for letter, axes in self.dims)
+        weights = {axis: "".join(f":{share}" for share in shares) for axis, shares in self.weights}
+        cuts = ((letter, ",".join(axis + weights.get(axis, "") for axis in axes)) for letter, axes in self.dims)
+        return " ".join(letter + ("/" + cut if cut else "") for letter, cut in cuts)
 
 
 @cache
@@ -104,13 +132,46 @@ def _parsed(text: str) -> Spec:
 
 
 def nested_span(
-    length: int, axes: Sequence[str], sizes: Mapping[str, int], coordinates: Mapping[str, int]
+    length: int,
+    axes: Sequence[str],
+    sizes: Mapping[str, int],
+    coordinates: Mapping[str, int],
+    weights: Mapping[str, tuple[int, ...]] = EVEN,
 ) -> slice:
     """The part of ``length`` at ``coordinates``: cut by the first axis, that part by the second, and so on."""
     start, stop = 0, length
     for axis in axes:
         if axis not in sizes:
             raise MeshError(f'a sharding cuts over axis "{axis}"; the mesh has only {", ".join(sizes)}')
-        part = span(stop - start, sizes[axis], coordinates[axis])
+        if axis in weights:
+            part = _weighted_span(stop - start, axis, weights[axis], sizes[axis], coordinates[axis])
+        else:
+            part = span(stop - start, sizes[axis], coordinates[axis])
         start, stop = start + part.start, start + part.stop
     return slice(start, stop)
+
+
+def _weighted_span(length: int, axis: str, weights: tuple[int, ...], size: int, index: int) -> slice:
+    if len(weights) != size:
+        said = ":".join(map(str, weights))
+        raise MeshError(f'a sharding cuts over "{axis}:{said}", in {len(weights)} parts; axis {axis} has {size} ranks')
+    lengths = weighted_lengths(length, weights)
+    start = sum(lengths[:index])
+    return slice(start, start + lengths[index])
+
+
+def weighted_lengths(length: int, weights: Sequence[int]) -> list[int]:
+    """``length`` in whole parts that are to each other as ``weights``: each within one of its exact share.
+
+    The parts are rounded down, and what is left goes, one each, to those that lost most, the first of these first:
+    so equal weights cut as evenly as ``span`` does.
+
+    >>> weighted_lengths(10, (3, 1)), weighted_lengths(11, (1, 1, 1))
+    ([8, 2], [4, 4, 3])
+    """
+    total = sum(weights)
+    lengths = [length * weight // total for weight in weights]
+    lost = sorted(range(len(weights)), key=lambda part: -(length * weights[part] % total))
+    for part in lost[: length - sum(lengths)]:
+        lengths[part] += 1
+    return lengths

@@ -64,6 +64,7 @@ class ArrayPlacement:
         along h a block goes on for 1 element before and 2 behind what it owns, as far as the array goes; a block
         that owns nothing holds nothing.
 
+        >>> from spmd_engine.comm.place import all_places
         >>> ranks = all_places({"data": 2})
         >>> placement = ArrayPlacement.of_spec("b/data", (5,), "f4", ranks, halos={"b": (1, 1)})
         >>> [str(held) for held, in placement.held], [str(owned) for owned, in placement.owned]

@@ -77,7 +77,8 @@ def reshard_plan(source: str | Spec, target: str | Spec, axes: Mapping[str, int]
     1. Letters that only axes new to the array come to cut are sliced: no bytes.
     2. The innermost axes of one letter that become another's move by one all_to_all.
     3. Letters whose innermost axes only go are gathered.
-    4. If that does not end at ``target``, all is one exchange of the intersections of old and new blocks.
+    4. If that does not end at ``target``, or weights are in play, all is one exchange of the intersections of old and
+       new blocks: a planned transfer (``plan_transfer``), in rounds where it is large.
 
     Each sends the fewest bytes that can do it: every rank receives what its new block has and its old one had not,
     once. An exchange does so by its making, from the one holder at the rank's own coordinates on all axes that do
@@ -95,7 +96,7 @@ def reshard_plan(source: str | Spec, target: str | Spec, axes: Mapping[str, int]
     source, target = _spec(source), _spec(target)
     _check(source, target, axes)
     old, new = _cutting(source, axes), _cutting(target, axes)
-    moves = _collectives(old, new)
+    moves = [] if old.weights or new.weights else _collectives(old, new)
     if (moves[-1].target if moves else old) != new:
         moves = [Exchange(old, new)]
     return ReshardPlan(source, target, axes, tuple(moves))
@@ -189,7 +190,8 @@ def _collectives(source: Spec, target: Spec) -> list[Move]:
 
 def _cutting(spec: Spec, axes: Mapping[str, int]) -> Spec:
     """The same sharding without axes of size 1, which cut nothing."""
-    return Spec(tuple((letter, tuple(axis for axis in names if axes[axis] > 1)) for letter, names in spec))
+    dims = tuple((letter, tuple(axis for axis in names if axes[axis] > 1)) for letter, names in spec)
+    return Spec(dims, tuple((axis, weights) for axis, weights in spec.weights if axes[axis] > 1))
 
 
 def _check(source: Spec, target: Spec, axes: Mapping[str, int]) -> None:

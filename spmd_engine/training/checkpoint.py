@@ -178,5 +178,6 @@ def load_checkpoint(
             for name, array in engine.named(arrays).items():
                 if f"{kind}/{name}" not in state:
                     raise UsageError(f"{state.path} has no {kind}/{name}: it was saved with another optimizer")
-                array[...] = engine.block(name, state[f"{kind}/{name}"], owned=True)
+                if engine.owned_index(name) is not None:  # of a number, others may be the owners
+                    array[...] = engine.block(name, state[f"{kind}/{name}"], owned=True)
     return parameters.metadata

@@ -89,19 +89,66 @@ def test_the_whole_may_be_on_one_rank_alone(name, root):
     assert [rank for rank, whole in enumerate(results) if whole is not None] == [root]
 
 
-def test_each_element_is_sent_once_to_those_who_want_it():
-    """Of ranks that hold the same, one sends; on one rank alone, others send nothing else."""
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("root", [None, 5])
+def test_each_element_is_sent_once_to_those_who_lack_it(name, root):
+    """Of ranks that hold the same, one sends; who has a part already gets only the rest."""
 
-    def program(shelf, mesh, root):
+    def program(shelf, mesh):
         mesh.ledger.clear()
-        shelf.gather("uneven", root=root)
-        return {key: entry.sent for key, entry in mesh.ledger.entries.items() if key[0] in ("send", "broadcast")}
+        shelf.gather(name, root=root)
+        wanted = WHOLE[name].size if root in (None, mesh.rank) else shelf.parameters[name].size
+        return mesh.ledger.total("all_to_all").sent, wanted - shelf.parameters[name].size
 
-    one = on_shelves(lambda shelf, mesh: program(shelf, mesh, 5))
-    assert sum(sum(sent.values()) for sent in one) == WHOLE["uneven"].nbytes
-    everyone = on_shelves(lambda shelf, mesh: program(shelf, mesh, None))
-    # A broadcast among n ranks hands out n - 1 parts, then everyone passes its part on to the n - 2 others.
-    assert sum(sum(sent.values()) for sent in everyone) == 5 * WHOLE["uneven"].nbytes
+    sent, lacking = zip(*on_shelves(program))
+    assert sum(sent) == sum(lacking) * WHOLE[name].itemsize
+
+
+@pytest.mark.parametrize("kind", [Shelf, Holdings], ids=["shapes-known", "shapes-asked"])
+def test_the_number_of_collectives_does_not_grow_with_the_arrays(kind):
+    """Two to learn of all arrays who holds what; then, an array, one to agree and one to send, if anything lacks."""
+
+    class Asking(Shelf):
+        global_shape = kind.global_shape
+
+    def program(shelf, mesh):
+        mesh.ledger.clear()
+        counts = []
+        for _ in range(2):
+            for name in WHOLE:
+                shelf.gather(name)
+                counts.append(mesh.ledger.total().calls)
+        return np.diff([0, *counts]).tolist()
+
+    moves = [1 + (name in SHARDINGS and WHOLE[name].size > 0) for name in WHOLE]
+    for counts in on_shelves(program, kind=Asking):
+        assert counts == [2 + moves[0], *moves[1:], *moves]
+
+
+def test_what_is_held_otherwise_than_last_time_is_asked_for_anew():
+    """Even if only one rank's part has another shape now."""
+
+    def program():
+        with Mesh(data=2) as mesh:
+            shelf = Holdings()
+            shelf.mesh, shelf.group, shelf.shardings = mesh, mesh.group, {"w": "d/data"}
+            for length in 7, 6, 5:  # 4 and 3 rows; 3 and 3; 3 and 2
+                whole = np.arange(length)
+                shelf.parameters = {"w": shelf.block("w", whole)}
+                np.testing.assert_array_equal(shelf.gather("w"), whole)
+
+    run(program, 2)
+
+
+def test_parts_of_different_dtypes_are_every_rank_s_error():
+    def program(shelf, mesh):
+        if mesh.rank == 2:
+            shelf.parameters["uneven"] = shelf.parameters["uneven"].astype(np.float32)
+        with pytest.raises(MismatchError, match="ranks hold 'uneven' in several dtypes: <f4, <i8"):
+            shelf.gather("uneven")
+        return True
+
+    assert all(on_shelves(program))
 
 
 def test_what_is_gathered_is_a_copy():

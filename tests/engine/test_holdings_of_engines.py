@@ -16,6 +16,7 @@ from spmd_engine.layers.declarations import Parameter
 from spmd_engine.layers.layer import Layer
 from spmd_engine.models import Model
 from spmd_engine.models.mlp import squared_loss
+from spmd_engine.training import load_checkpoint, save_checkpoint
 
 ENGINES = [
     ({"data": 3}, {}),
@@ -147,7 +148,7 @@ class Scale(Layer):
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_a_number_has_one_owner(zero):
+def test_a_number_has_one_owner(zero, tmp_path):
     """It has no rows to be cut."""
     layers = ("up", Linear(("d", 5), ("f", 7))), ("down", Linear(("f", 7), ("d", 5))), ("scale", Scale())
     model = Model("scaled", layers, "b d", "b d", "b d", squared_loss)
@@ -158,8 +159,12 @@ def test_a_number_has_one_owner(zero):
             engine = LayeredEngine(model, mesh, dtype=np.float64, storage=Storage(zero))
             loss = engine.step(batch_of(x, x[::-1].copy(), engine, 2))
             gradient, norm = engine.gather_owned("scale/scale", engine.gradients), engine.gradient_norm()
-            AdamW().update(engine, engine.gradients, step=1, rate=0.1)
+            optimizer = AdamW()
+            optimizer.update(engine, engine.gradients, step=1, rate=0.1)
             after = engine.gather("scale/scale")
+            save_checkpoint(tmp_path / str(mesh.size), engine, optimizer)
+            load_checkpoint(tmp_path / str(mesh.size), engine, optimizer)
+            assert engine.gather("scale/scale") == after
             engine.load_checkpoint({name: np.full(engine.global_shape(name), 3.0) for name in engine.names})
             assert engine.gather("scale/scale") == 3.0
             return loss, norm, gradient, after

@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd_engine import Mesh, run
+from spmd_engine.comm.place import all_places
 from spmd_engine.errors import MeshError, NotationError
 from spmd_engine.sharding import Spec
+from spmd_engine.sharding.notation import weighted_lengths
 
 AXES = ["data", "model", "expert"]
 
@@ -54,7 +56,10 @@ def test_nothing_is_the_sharding_of_a_number():
     assert Spec.parse("") == Spec(()) and str(Spec(())) == ""
 
 
-@pytest.mark.parametrize("text", ["batch/data", "b/", "b/data,", "model b", "b/da-ta", "1", "/data"])
+UNREADABLE = ["batch/data", "b/", "b/data,", "model b", "b/da-ta", "1", "/data", "b/data:", "b/data:3:x", "b/:3:1"]
+
+
+@pytest.mark.parametrize("text", UNREADABLE)
 def test_what_cannot_be_read(text):
     with pytest.raises(NotationError, match=f'cannot read sharding "{text}" at'):
         Spec.parse(text)
@@ -137,6 +142,8 @@ def test_an_axis_that_the_mesh_does_not_have():
         ("b/data d", (0, 3), {"data": 2}),
         ("b d", (2, 3), {"data": 2}),
         ("", (), {"data": 2}),
+        ("b/data:3:1 d", (7, 3), {"data": 2}),
+        ("b/model,data:0:1 d", (7, 3), {"data": 2, "model": 2}),
     ],
 )
 def test_gathered_blocks_are_the_whole(text, shape, axes):
@@ -150,3 +157,52 @@ def test_gathered_blocks_are_the_whole(text, shape, axes):
         np.testing.assert_array_equal(gathered, whole, strict=True)
         assert {key[0] for key in ledger.entries} <= {"all_gather"}
         assert ledger.total().calls == len(spec.axes)
+
+
+# --- weights
+
+
+def test_weights_are_read_written_and_looked_up():
+    spec = Spec.parse("b/data:3:1,expert s d/model:1:0:2")
+    assert str(spec) == "b/data:3:1,expert s d/model:1:0:2" and Spec.parse(str(spec)) == spec
+    assert spec.axes == ("data", "expert", "model") and spec.axes_of("b") == ("data", "expert")
+    assert spec.cuts_of("b") == (("data", (3, 1)), ("expert", None))
+    assert spec != Spec.parse("b/data,expert s d/model")
+
+
+@pytest.mark.parametrize(
+    "text, shape, sizes, shapes",
+    [
+        ("b/data:3:1 d", (8, 2), {"data": 2}, [(6, 2), (2, 2)]),
+        ("b/data:3:1 d", (3, 2), {"data": 2}, [(2, 2), (1, 2)]),
+        ("b/data:3:1,expert d", (8, 1), {"data": 2, "expert": 2}, [(3, 1), (3, 1), (1, 1), (1, 1)]),
+        ("b/expert,data:1:0 d", (5, 1), {"data": 2, "expert": 2}, [(3, 1), (2, 1), (0, 1), (0, 1)]),
+        ("b/data:1:2 d/expert:2:1", (3, 3), {"data": 2, "expert": 2}, [(1, 2), (1, 1), (2, 2), (2, 1)]),
+    ],
+)
+def test_blocks_by_weights(text, shape, sizes, shapes):
+    spec, ranks = Spec.parse(text), all_places(sizes)
+    assert [spec.local_shape(shape, rank) for rank in ranks] == shapes
+    assert spec.largest_shape(shape, ranks[-1]) == tuple(map(max, zip(*shapes)))
+    count = np.zeros(shape, int)
+    for rank in ranks:
+        count[spec.block(shape, rank)] += 1
+    assert (count == 1).all()
+
+
+@given(st.integers(0, 60), st.lists(st.integers(0, 5), min_size=1, max_size=6).filter(any))
+def test_parts_are_near_their_shares_and_equal_weights_cut_evenly(length, weights):
+    lengths = weighted_lengths(length, weights)
+    assert sum(lengths) == length
+    for part, weight in zip(lengths, weights, strict=True):
+        assert abs(part - length * weight / sum(weights)) < 1
+    ranks = all_places({"data": len(weights)})
+    even = [Spec.parse("b/data").local_shape((length,), rank)[0] for rank in ranks]
+    assert weighted_lengths(length, [3] * len(weights)) == even
+
+
+def test_weights_that_make_no_sense():
+    with pytest.raises(NotationError, match='all weights of "data" are 0'):
+        Spec.parse("b/data:0:0")
+    with pytest.raises(MeshError, match=r'over "data:3:1", in 2 parts; axis data has 3 ranks'):
+        Spec.parse("b/data:3:1").block((4,), all_places({"data": 3})[0])

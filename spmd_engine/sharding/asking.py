@@ -1,0 +1,61 @@
+"""Placements that no rank can tell alone: every rank says what it holds, of all arrays at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from spmd_engine.comm.dtypes import describe, described
+from spmd_engine.comm.group import Group
+from spmd_engine.comm.place import Place
+from spmd_engine.sharding.notation import Spec
+from spmd_engine.sharding.placement import ArrayPlacement, Placement
+from spmd_engine.sharding.rectangles import Rectangle
+
+
+def ask_placement(
+    group: Group, held: Mapping[str, tuple[np.dtype, Rectangle]], *, label: str = "placement"
+) -> Placement:
+    """The placement of arrays of which this rank holds one rectangle each, or none: those it does not name.
+
+    One all_gather. An array is as large as the rectangles reach; whether they cover it, ``check`` and
+    ``plan_transfer`` tell. The first who holds an element owns it.
+    """
+    mine = {name: (describe(dtype), part.start, part.stop) for name, (dtype, part) in held.items()}
+    everyone = _all_gather(group, mine, label)
+    names = dict.fromkeys(name for said in everyone for name in said)
+    return Placement({name: _placed([said.get(name) for said in everyone]) for name in names})
+
+
+def ask_shapes(
+    group: Group, place: Place, blocks: Mapping[str, tuple[Spec, Sequence[int]]], *, label: str = "shape"
+) -> dict[str, tuple[int, ...]]:
+    """The whole shapes of arrays cut over a mesh, from the shapes of everyone's blocks. One all_gather.
+
+    ``group`` is all of the mesh, at ``place`` on it this rank. Of arrays that not all of those have along whose axes
+    they are cut, nothing is said.
+    """
+    everyone = _all_gather(group, {name: tuple(shape) for name, (_, shape) in blocks.items()}, label)
+    shapes = {}
+    for name, (spec, shape) in blocks.items():
+        along = [[everyone[peer.index(None)].get(name) for peer in place.peers(axes)] for _, axes in spec]
+        if all(len(said or ()) == len(shape) for found in along for said in found):
+            shapes[name] = tuple(sum(said[dim] for said in found) for dim, found in enumerate(along))
+    return shapes
+
+
+def _placed(said: Sequence[Sequence | None]) -> ArrayPlacement:
+    held = [() if each is None else (Rectangle(tuple(each[1]), tuple(each[2])),) for each in said]
+    stops = [part.stop for parts in held for part in parts]
+    dtype = next(each[0] for each in said if each is not None)
+    return ArrayPlacement.of_rectangles(tuple(map(max, zip(*stops, strict=True))), described(dtype), held)
+
+
+def _all_gather(group: Group, mine: Any, label: str) -> list[Any]:
+    """Every rank's object, made of what JSON knows, in rank order."""
+    own = np.frombuffer(json.dumps(mine).encode() + b"\0", np.uint8)
+    texts = group.all_gather(own, label=label).tobytes().split(b"\0")[:-1]
+    return [json.loads(text) for text in texts]
