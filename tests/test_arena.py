@@ -2,6 +2,8 @@
 
 import gc
 import logging
+import os
+import stat
 import time
 
 import numpy as np
@@ -15,6 +17,7 @@ from spmd_engine.arrays.memory import address_of
 from spmd_engine.comm import board, meeting, shared, threads
 from spmd_engine.comm.arena import ALIGNMENT, HEAD, Arena, bound
 from spmd_engine.comm.lending import Lender
+from spmd_engine.comm.node import _Own
 from spmd_engine.errors import MismatchError
 
 MIB = 1 << 20
@@ -78,6 +81,14 @@ def test_its_size_can_be_said(monkeypatch):
     assert bound(2) == 3 * MIB
     monkeypatch.delenv("SPMD_ARENA_MIB")
     assert 0 < bound(8) <= bound(1) // 8 and bound(8) % MIB == 0
+
+
+def test_no_other_user_may_open_what_ranks_share():
+    own = _Own(MIB)
+    assert own.told
+    process, descriptor, *_ = own.told.split()
+    assert stat.S_IMODE(os.stat(f"/proc/{process}/fd/{descriptor}").st_mode) == 0o600
+    own.close()
 
 
 # --- arrays of a mesh
