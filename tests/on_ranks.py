@@ -52,7 +52,7 @@ def reduced(arrays, op):
         dtype = np.dtype(np.int64)
     if dtype.kind in "iu" and op == "mean":
         dtype = np.dtype(np.float64)
-    wide = np.dtype(np.float32) if dtype.name in ("float16", "bfloat16") else dtype
+    wide = np.dtype(np.float32) if dtype.name in ("float16", "bfloat16") else dtype.newbyteorder("=")
     total = functools.reduce(lambda a, b: OPS[op](a, b, dtype=wide), [x.astype(wide) for x in arrays])
     return np.asarray(total / wide.type(len(arrays)) if op == "mean" else total, wide).astype(dtype)
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
-import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
@@ -25,16 +21,18 @@ def fast_functions() -> FastFunctions | None:
     if os.environ.get("SPMD_FAST", "1") == "0":
         return None
     try:
-        from spmd_engine.arrays import fast_kernels
+        from spmd_engine.arrays import fast_cache, fast_kernels
     except ModuleNotFoundError:
         return None
     except (ImportError, SystemError) as error:  # its releases follow NumPy's with a delay
         logger.warning("Numba is installed, but cannot be used (%s): NumPy computes instead", error)
         return None
     functions = FastFunctions(fast_kernels)
-    kept = fast_kernels.relu.stats.cache_path is not None
-    with _one_process_at_a_time() if kept else nullcontext():  # the first compiles, the others find what it kept
-        functions.compile()
+    folder = fast_kernels.relu.stats.cache_path
+    if folder is None:  # nothing is kept: this process is the only one to compile for
+        functions.call_all()
+    else:
+        fast_cache.prepare(functions.call_all, Path(folder))
     return functions
 
 
@@ -48,8 +46,8 @@ class FastFunctions:
         """Float32 is what one trains in when speed counts; what is computed in float64 is computed by NumPy."""
         return x.dtype == np.float32
 
-    def compile(self) -> None:
-        """Call everything once."""
+    def call_all(self) -> None:
+        """Call everything once, so that it is loaded or compiled."""
         z, targets = np.zeros((2, 3), np.float32), np.zeros(2, np.int64)
         row, rows = np.ones(3, np.float32), np.ones(2, np.float32)
         for want_slope in (True, False):
@@ -183,12 +181,3 @@ def _gradient(g: np.ndarray, p: np.ndarray) -> np.ndarray:
 
 def _rows(x: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(x).reshape(-1, x.shape[-1])
-
-
-@contextmanager
-def _one_process_at_a_time() -> Iterator[None]:
-    with ExitStack() as stack:
-        with suppress(OSError):  # without the lock, several may compile the same
-            path = Path(tempfile.gettempdir()) / f"spmd_engine-{os.getuid()}.lock"
-            fcntl.flock(stack.enter_context(open(path, "a")), fcntl.LOCK_EX)
-        yield

@@ -99,6 +99,7 @@ class _Own:
         with suppress(OSError, AttributeError):
             if size:
                 self._descriptor = os.memfd_create("spmd_engine", os.MFD_CLOEXEC)
+                os.fchmod(self._descriptor, 0o600)  # made with 0777, whatever the umask
                 os.ftruncate(self._descriptor, size)
                 token = os.urandom(_TOKEN)
                 os.pwrite(self._descriptor, token, 0)

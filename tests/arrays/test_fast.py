@@ -171,12 +171,6 @@ def test_a_numba_that_refuses_is_named(monkeypatch, caplog, kind):
     assert "Numba needs NumPy 2.3 or less" in caplog.text
 
 
-def test_no_lock_is_no_reason_to_stop(monkeypatch, tmp_path):
-    monkeypatch.setenv("SPMD_FAST", "1")
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
-    assert isinstance(fast_functions(), FastFunctions)
-
-
 def test_what_cannot_be_kept_on_disk_is_compiled_each_time(monkeypatch):
     def njit(cache=False, **options):
         if cache:

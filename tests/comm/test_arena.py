@@ -2,6 +2,8 @@
 
 import gc
 import logging
+import os
+import stat
 
 import numpy as np
 from hypothesis import given
@@ -11,6 +13,7 @@ from on_ranks import everywhere, on_ranks
 from spmd_engine import Mesh, run, world
 from spmd_engine.arrays.memory import address_of
 from spmd_engine.comm.arena import ALIGNMENT, HEAD, Arena, bound
+from spmd_engine.comm.node import _Own
 
 MIB = 1 << 20
 
@@ -117,3 +120,11 @@ def test_an_array_outlives_the_run_it_was_made_in():
     for i, x in enumerate(arrays):
         x += i
     assert [x.sum() for x in arrays] == [0, 1000, 2000]
+
+
+def test_no_other_user_may_open_what_ranks_share():
+    own = _Own(MIB)
+    assert own.told
+    process, descriptor, *_ = own.told.split()
+    assert stat.S_IMODE(os.stat(f"/proc/{process}/fd/{descriptor}").st_mode) == 0o600
+    own.close()

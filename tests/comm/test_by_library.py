@@ -267,7 +267,7 @@ def where_no_result_can_go(dtype):
     [
         *((each, FLOAT) for each in (all_gather, all_to_all, parts_that_are_even_on_some_ranks, broadcasts)),
         *((each, FLOAT) for each in (some_wait_and_some_start, one_fails, where_no_result_can_go)),
-        *((reductions, dtype) for dtype in (FLOAT, np.dtype(ml_dtypes.bfloat16))),
+        *((reductions, dtype) for dtype in (FLOAT, np.dtype(ml_dtypes.bfloat16), np.dtype(">f4"))),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
