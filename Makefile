@@ -9,7 +9,7 @@ VENV := .venv
 BIN  := $(VENV)/bin
 
 # The environment stands alone, whatever the caller's shell has set, and its mpiexec is the first one found.
-unexport PYTHONPATH PYTHONHOME
+unexport PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 export PYTHONNOUSERSITE := 1
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
