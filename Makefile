@@ -2,13 +2,14 @@
 
 PYTHON ?= python3
 RANKS  ?= 8
+JOBS   ?= 2
 ARGS   ?=
 
 VENV := .venv
 BIN  := $(VENV)/bin
 
 # The environment stands alone, whatever the caller's shell has set, and its mpiexec is the first one found.
-unexport PYTHONPATH PYTHONHOME
+unexport PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 export PYTHONNOUSERSITE := 1
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
@@ -23,11 +24,11 @@ help:  ## list the targets
 train: $(VENV)/installed-mpich  ## train a language model on 8 ranks, or RANKS=n
 	$(BIN)/mpiexec -n $(RANKS) $(BIN)/python -m spmd_engine train $(ARGS)
 
-test: $(VENV)/installed-mpich-test  ## run the tests, serial and MPI
-	$(BIN)/python -m pytest --with-mpi -m "not soak" $(ARGS)
+test: $(VENV)/installed-mpich-test  ## run the tests, serial and MPI, 2 jobs at a time, or JOBS=n
+	$(BIN)/python -m pytest --with-mpi --jobs $(JOBS) -m "not soak" --durations=25 $(ARGS)
 
 soak: $(VENV)/installed-mpich-test  ## run the tests that take minutes
-	$(BIN)/python -m pytest --with-mpi -m soak $(ARGS)
+	$(BIN)/python -m pytest --with-mpi --jobs $(JOBS) -m soak --durations=25 $(ARGS)
 
 lint: $(VENV)/installed-mpich-test  ## check the code with ruff
 	$(BIN)/python -m ruff check .

@@ -14,9 +14,13 @@ DTYPES = [np.dtype(each) for each in (*NUMPY_DTYPES, ml_dtypes.bfloat16)]
 INLINE = 4096  # bytes; larger arrays take another path through the engine
 
 
-def everywhere(*virtual):
-    """Run a test with ``ranks`` virtual ranks (these numbers), and under MPI with ``ranks`` None."""
+def everywhere(*virtual, soak=()):
+    """Run a test with ``ranks`` virtual ranks (these numbers), and under MPI with ``ranks`` None.
+
+    Numbers in ``soak`` are those that take long and differ from the others in number alone.
+    """
     threads = [pytest.param(n, id=f"threads-{n}") for n in virtual]
+    threads += [pytest.param(n, id=f"threads-{n}", marks=pytest.mark.soak) for n in soak]
     mpi = [pytest.param(None, id=f"mpi-{n}", marks=pytest.mark.mpi(ranks=n)) for n in (2, 3)]
     mpi += [pytest.param(None, id="mpi-4", marks=pytest.mark.mpi(min_size=4))]
     return pytest.mark.parametrize("ranks", threads + mpi)

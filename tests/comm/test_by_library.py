@@ -261,7 +261,7 @@ def where_no_result_can_go(dtype):
 # --- tests
 
 
-@everywhere(2, 3, 8)
+@everywhere(2, 3, 5, soak=[8])  # 5: as many rounds as 8 has, and no power of two
 @pytest.mark.parametrize(
     "program, dtype",
     [

@@ -29,7 +29,7 @@ def main():
         engine = LayeredEngine(model, mesh, storage=storage)
         batch = batch_of(x, x, engine)
         trainer = Trainer(engine, AdamW(), lambda step: batch, lambda step: 1e-3)
-        for _ in range(3):
+        for _ in range(2):
             trainer.step()
         mesh.barrier()
         held = mesh.all_gather(np.array([held_bytes() - before]))

@@ -4,6 +4,7 @@ import gc
 import weakref
 from dataclasses import replace
 from functools import cache, partial
+from itertools import product
 
 import numpy as np
 import pytest
@@ -27,12 +28,22 @@ def assert_equal_training(result, expected, tolerance=1e-10):
             np.testing.assert_allclose(ours[name], theirs[name], atol=tolerance, err_msg=name)
 
 
-@pytest.mark.parametrize("axes", tiny.MESHES, ids=tiny.mesh_id)
-@pytest.mark.parametrize(
-    "options",
-    [{"dropout": 0.1}, {"tied": False, "micro_batches": 1}, {"sequence_parallel": True, "dropout": 0.1}],
-    ids=["tied", "untied", "sequence-parallel"],
-)
+WAYS = {
+    "tied": {"dropout": 0.1},
+    "untied": {"tied": False, "micro_batches": 1},
+    "sequence-parallel": {"sequence_parallel": True, "dropout": 0.1},
+}
+
+
+def pairs():
+    """Every way on every mesh; those of eight ranks that show what smaller ones of the same axes do, in ``soak``."""
+    for (name, options), axes in product(WAYS.items(), tiny.MESHES):
+        again = tiny.ranks_of(axes) == 8 and (name == "untied" or (name == "sequence-parallel" and "model" not in axes))
+        marks = pytest.mark.soak if again else ()
+        yield pytest.param(options, axes, id=f"{name}-{tiny.mesh_id(axes)}", marks=marks)
+
+
+@pytest.mark.parametrize("options, axes", list(pairs()))
 def test_every_mesh_trains_as_one_device_does(axes, options):
     expected = train_once(**options)
     for result in tiny.train(axes, **options):

@@ -45,18 +45,22 @@ def mpiexec():
 
 
 class Job:
-    """One `mpiexec -n RANKS python ARGUMENTS`; `stop()` it, or use `with`, however it ended."""
+    """One `mpiexec -n RANKS python ARGUMENTS`; `stop()` it, or use `with`, however it ended.
+
+    With 0 for RANKS it is one process, and no MPI.
+    """
 
     def __init__(self, ranks, arguments, *, env=None, **popen):
-        if mpiexec() is None:
+        if ranks and mpiexec() is None:
             raise FileNotFoundError("no mpiexec: pip install -e '.[mpich,test]', or load the cluster's MPI")
         # The launcher puts ranks into sessions of their own, out of reach of killpg: every process of the
         # job, orphan or not, is known by this variable in its environment.
         self._mark = f"SPMD_JOB_{uuid.uuid4().hex}"
         self._shared_memory = _shared_memory()
         may_be_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        launcher = [*mpiexec(), "-n", str(ranks)] if ranks else []
         self.process = subprocess.Popen(
-            [*mpiexec(), "-n", str(ranks), sys.executable, *arguments],
+            [*launcher, sys.executable, *arguments],
             env={**clean_environment(), **may_be_root, **(env or {}), self._mark: ""},
             stdin=subprocess.DEVNULL,
             start_new_session=True,

@@ -17,11 +17,6 @@ class Needs:
         """The number of ranks to launch."""
         return self.ranks or self.min_size
 
-    @property
-    def limit_s(self):
-        """How long setup, test and teardown may each take."""
-        return self.timeout_s or float(os.environ.get("SPMD_TEST_TIMEOUT", 60))
-
     def met_by(self, size):
         return size == self.ranks if self.ranks else size >= self.min_size
 
@@ -35,3 +30,9 @@ def needs(item):
         return Needs(*mark.args, **mark.kwargs)
     except TypeError as error:
         raise pytest.UsageError(f"{item.nodeid}: mark mpi: {error}") from None
+
+
+def limit_s(item):
+    """How long setup, test and teardown may each take. Serial tests have pytest-timeout, too, which comes first."""
+    usual, asked = float(os.environ.get("SPMD_TEST_TIMEOUT", 60)), needs(item)
+    return (asked.timeout_s or usual) if asked else 10 * usual

@@ -1,208 +1,99 @@
-"""The parent's side: without mpiexec, pytest runs the serial tests and has the MPI tests run by jobs."""
+"""The parent's side: without mpiexec, pytest has the MPI tests run by jobs, and with --jobs the serial ones, too."""
 
-import json
 import signal
-import tempfile
 import time
-from collections import Counter
-from pathlib import Path
+from collections import Counter, deque
 
 import pytest
 
-from .launch import Job, mpiexec
+from .batch import Batch
+from .launch import mpiexec
 from .marks import needs
-from .ranks import START_S, tell
-
-SLACK_S = 10  # ranks watch their time limits themselves: a job so late cannot even do that
 
 
 class Parent:
-    """Pytest plugin that reports the MPI tests as if it had run them."""
+    """Pytest plugin that reports what jobs ran as if it had run it."""
 
-    def __init__(self):
-        self.batch = None
+    def __init__(self, config):
+        self.jobs = config.getoption("--jobs")
+        if config.getoption("usepdb") or config.getoption("capture") == "no":
+            self.jobs = 1  # serial tests run here, at the terminal
+        self.crew = None
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # end in good order, and stop the jobs
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config, items):
-        """Serial tests first, then those of each world size together."""
+        """Serial tests first, then those of each world size together; of several jobs', files that take long first."""
         items.sort(key=_size)
         if config.getoption("--only-mpi"):
             config.hook.pytest_deselected(items=[item for item in items if not _size(item)])
             items[:] = [item for item in items if _size(item)]
         if any(map(_size, items)) and mpiexec() is None:
             raise pytest.UsageError("the MPI tests need mpiexec: pip install -e '.[mpich,test]'")
+        if self.jobs > 1:
+            launching = {item.path for item in items if "mpi_run" in item.fixturenames}
+            items.sort(key=lambda item: (_size(item), item.path not in launching))
+        self.remote = {item.nodeid: item for item in items if self.jobs > 1 or _size(item)}
+        if config.pluginmanager.has_plugin("timeout"):
+            for item in self.remote.values():  # whoever runs them sees to that
+                item.add_marker(pytest.mark.timeout(0), append=False)
 
     def pytest_report_collectionfinish(self, items):
         sizes = Counter(map(_size, items))
-        return [f"mpi: mpiexec -n {size} runs {count} of them" for size, count in sizes.items() if size]
+        shared = [f"serial: {self.jobs} processes share {sizes[0]} of them"] * (self.jobs > 1)
+        return shared + [f"mpi: mpiexec -n {size} runs {count} of them" for size, count in sizes.items() if size]
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item):
-        size = _size(item)
-        if not size:
+        if item.nodeid not in self.remote:
             return None
-        if self.batch is None or self.batch.size != size:
-            alike = [each for each in item.session.items if _size(each) == size]
-            self.batch = Batch(item.config, size, alike)
+        if self.crew is None:
+            self.crew = Crew(item.config, list(self.remote.values()), self.jobs)
+        reports = self.crew.reports_of(item)
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        for report in self.batch.reports_of(item):
+        for report in reports:
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         return True
 
     def pytest_sessionfinish(self):
-        if self.batch:
-            self.batch.stop()
+        if self.crew:
+            self.crew.stop()
 
 
 def _size(item):
     return needs(item).size if needs(item) else 0
 
 
-class Batch:
-    """The tests of one world size: one job runs them; if it breaks, a new one runs what is left."""
+class Crew:
+    """The jobs at work, a few at a time: one of each world size, and processes that share the serial tests."""
 
-    def __init__(self, config, size, items):
-        self.config, self.size = config, size
-        self.waiting = {item.nodeid: item for item in items}  # a test leaves when all is known of it
-        self.reports = {item.nodeid: [] for item in items}
-        self.job = None
+    def __init__(self, config, items, jobs):
+        self.config, self.jobs = config, jobs
+        self.at_work = []
+        self.known = {}  # reports of tests of which all is known
+        self.files, self.sizes = {}, {}
+        for item in items:
+            group = self.sizes.setdefault(_size(item), []) if _size(item) else self.files.setdefault(item.path, [])
+            group.append(item)
+        self.files, self.sizes = deque(self.files.values()), deque(self.sizes.items())
 
     def reports_of(self, item):
-        while item.nodeid in self.waiting:
-            if self.job is None:
-                self.launch()
-            ended = self.job.process.poll() is not None  # asked before reading, not to miss the last events
-            for event, content in self.new_events():
-                self.take(event, content)
-            if ended or time.monotonic() > self.deadline:
-                self.job.stop()
-                self.conclude(ended)
-                self.stop()
-            else:
-                time.sleep(0.01)
-        return self.reports[item.nodeid]
+        while item.nodeid not in self.known:
+            while len(self.at_work) < self.jobs and (batch := self.next_batch()):
+                self.at_work.append(batch)
+            for batch in self.at_work:
+                self.known.update(batch.look())
+            self.at_work = [batch for batch in self.at_work if batch.waiting]
+            time.sleep(0.01)
+        return self.known.pop(item.nodeid)
 
-    def launch(self):
-        self.temporary = tempfile.TemporaryDirectory(prefix="spmd-tests-")
-        self.folder = Path(self.temporary.name)
-        tests = (f"{self.config.rootpath}/{nodeid}" for nodeid in self.waiting)
-        (self.folder / "tests").write_text("\n".join(tests))
-        self.events = open(self.folder / "events.jsonl", "w+b")
-        self.unread = b""
-        self.running = self.finished = None  # tests of this job
-        self.left = False  # did the ranks end it themselves, as a test had failed?
-        self._extend_deadline(START_S)
-        with open(self.folder / "output", "wb") as output:
-            self.job = Job(
-                self.size,
-                ["-m", "pytest", "--with-mpi", *_options_of(self.config), f"@{self.folder}/tests"],
-                env={"SPMD_TEST_FOLDER": str(self.folder), "PYTEST_ADDOPTS": ""},
-                stdout=output,
-                stderr=output,
-            )
+    def next_batch(self):
+        """MPI tests beside serial ones as long as there are both: of several ranks some always wait."""
+        if self.files and (not self.sizes or all(batch.size for batch in self.at_work)):
+            return Batch(self.config, 0, self.files.popleft(), more=self.files)
+        return Batch(self.config, *self.sizes.popleft()) if self.sizes else None
 
     def stop(self):
-        if self.job:
-            self.job.stop()
-            self.events.close()
-            self.temporary.cleanup()
-            self.job = None
-
-    def _extend_deadline(self, limit_s):
-        self.limit_s, self.deadline = limit_s, time.monotonic() + limit_s + SLACK_S
-
-    # -- while the job runs: what the ranks tell (Ranks._tell)
-
-    def new_events(self):
-        *lines, self.unread = (self.unread + self.events.read()).split(b"\n")
-        return map(json.loads, lines)
-
-    def take(self, event, content):
-        if event == "start":
-            self.running = content
-        elif event == "report":
-            report = self.config.hook.pytest_report_from_serializable(config=self.config, data=content)
-            if isinstance(report.longrepr, list):  # why and where it was skipped: a tuple, before JSON had it
-                report.longrepr = tuple(report.longrepr)
-            self.reports[report.nodeid].append(report)
-        else:
-            self.running, self.finished, self.left = None, content, event == "leave"
-            if len(self.waiting) > 1:  # the last test is done when the job has ended, and ended well
-                del self.waiting[content]
-        self._extend_deadline(needs(self.waiting[self.running]).limit_s if self.running else START_S)
-
-    # -- when the job is over: which tests did that cost, and why?
-
-    def conclude(self, ended):
-        done = list(self.waiting) == [self.finished]
-        if self.running:
-            victims, moment = [self.running], "during"
-        elif self.left or (done and self.job.process.returncode == 0):
-            victims, moment = [], ""
-        elif done:
-            victims, moment = [self.finished], "after"
-        elif self.finished:
-            victims, moment = list(self.waiting)[:1], "before"
-        else:  # not one test has begun, and none would the next time
-            victims, moment = list(self.waiting), "before"
-        end = f"ended with exit code {self.job.process.returncode}" if ended else "had to be killed"
-        for nodeid in victims:
-            self.reports[nodeid].append(self.failure(nodeid, f"mpiexec -n {self.size} {end} {moment}"))
-        for nodeid in victims + [self.finished] * done:
-            self.waiting.pop(nodeid, None)
-
-    def failure(self, nodeid, what_happened):
-        """The report of a phase that not all ranks came through."""
-        phase = self._next_phase(nodeid)
-        own = [each for each in self._notes() if (each["nodeid"], each["when"]) == (nodeid, phase)]
-        raised = [each for each in own if each["outcome"] == "failed"]
-        missing = sorted(set(range(self.size)) - {each["rank"] for each in own})
-        what_happened += f" the {phase} of this test" + f"; no outcome from ranks {missing}" * bool(missing)
-        last_words = [self._text(f"stderr{rank}") for rank in range(self.size)]
-        if any("Timeout (" in text for text in last_words):  # faulthandler's
-            what_happened = f"No end of the {phase} within {self.limit_s:g} s. Where the ranks were:"
-        words = [tell(raised), what_happened] if raised else [what_happened]
-        words += [f"rank {rank} of {self.size}:\n{text}" for rank, text in enumerate(last_words) if text]
-        if len(words) == 1:
-            words.append(self._text("output"))
-        item = self.waiting[nodeid]
-        return pytest.TestReport(
-            nodeid,
-            item.location,
-            dict.fromkeys(item.keywords, 1),
-            "failed",
-            longrepr="\n\n".join(words),
-            when=phase,
-            sections=[section for each in raised for section in each["sections"]],
-        )
-
-    def _next_phase(self, nodeid):
-        if not self.reports[nodeid]:
-            return "setup"
-        last = self.reports[nodeid][-1]
-        return "call" if last.when == "setup" and last.passed else "teardown"
-
-    def _notes(self):
-        for path in sorted(self.folder.glob("rank*.jsonl")):
-            yield from map(json.loads, path.read_text().splitlines())
-
-    def _text(self, name):
-        """The end of a file of the job, without the frames of pytest in its stacks."""
-        path = self.folder / name
-        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-        theirs = ("/_pytest/", "/pytest/", "/pluggy/", "<frozen runpy>")
-        return "\n".join([line for line in lines if not any(part in line for part in theirs)][-40:])
-
-
-def _options_of(config):
-    """What decides how a test is loaded and run goes along; what selects and reports tests stays here."""
-    option = config.option
-    yield from ("--rootdir", str(config.rootpath), "--import-mode", option.importmode, "--tb", option.tbstyle)
-    if config.inipath:
-        yield from ("-c", str(config.inipath))
-    for name, values in (("-p", option.plugins), ("-o", option.override_ini), ("-W", option.pythonwarnings)):
-        for value in values or ():
-            yield from (name, value)
-    yield from ("-p", "no:cacheprovider", "-o", "addopts=", "--no-header", "--no-summary", "--color=no", "-q")
+        for batch in self.at_work:
+            batch.stop()

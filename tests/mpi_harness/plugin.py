@@ -13,6 +13,12 @@ import pytest
 from .launch import Job, environment_rank
 from .parent import Parent
 from .ranks import Ranks
+from .serial import Serial
+
+
+def pytest_addoption(parser):
+    help = "under --with-mpi, run so many jobs at a time: MPI tests beside serial ones (1)"
+    parser.getgroup("mpi").addoption("--jobs", type=int, default=1, metavar="N", help=help)
 
 
 @pytest.hookimpl(trylast=True)
@@ -23,7 +29,11 @@ def pytest_configure(config):
             plugins.unregister(plugin)
     if config.getoption("--with-mpi") or config.getoption("--only-mpi"):
         rank, folder = environment_rank(), os.environ.pop("SPMD_TEST_FOLDER", None)
-        harness = Parent() if rank is None else Ranks(config, rank, folder and Path(folder))
+        folder = folder and Path(folder)
+        if rank is not None:
+            harness = Ranks(config, rank, folder)
+        else:
+            harness = Serial(config, folder) if folder else Parent(config)
         plugins.register(harness, "mpi-harness")
 
 

@@ -1,8 +1,6 @@
 """The ranks' side: under mpiexec, a test's outcome is the outcome of all ranks."""
 
-import faulthandler
 import io
-import json
 import math
 import os
 import time
@@ -14,23 +12,20 @@ import pytest
 from _pytest._io import TerminalWriter
 from _pytest.config import create_terminal_writer
 
-from .marks import needs
+from .marks import limit_s, needs
+from .worker import START_S, Worker
 
 GRACE_S = 3  # what the other ranks get to finish a test that raised on this one
-START_S = 60  # from the launch to the first test
 OUTCOMES = ("passed", "skipped", "failed")
 
 
-class Ranks:
-    """Pytest plugin of every rank. `folder` is where a parent (parent.py) reads what becomes of the tests."""
+class Ranks(Worker):
+    """Pytest plugin of every rank, with or without a parent (parent.py)."""
 
     def __init__(self, config, rank, folder):
-        self.config, self.rank, self.folder = config, rank, folder
+        super().__init__(config, rank, folder)
         self.complaints = []
         self.must_leave = False
-        # A copy of stderr, as pytest captures the real one. Under a parent every rank has its own file.
-        self.stderr = open(folder / f"stderr{rank}", "w") if folder else os.fdopen(os.dup(2), "w")
-        self._limit(START_S)
         if rank > 0:
             self._hush()
 
@@ -41,11 +36,6 @@ class Ranks:
         for plugin in plugins.get_plugins():
             if type(plugin).__name__ == "LogXML":
                 plugin.logfile = os.devnull
-
-    def _limit(self, seconds):
-        """Unless called again in time, print where this rank hangs and end it, and so the job. A thread of
-        the interpreter's does it, so that a C function which never returns is no escape."""
-        faulthandler.dump_traceback_later(seconds, exit=True, file=self.stderr)
 
     # -- which tests
 
@@ -94,7 +84,7 @@ class Ranks:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item):
-        self._limit(needs(item).limit_s if needs(item) else START_S)
+        self._limit(limit_s(item))
 
     pytest_runtest_call = pytest_runtest_teardown = pytest_runtest_setup
 
@@ -143,35 +133,14 @@ class Ranks:
             self.must_leave = bool(self.folder) and len(failed) < len(everyone)
         return report
 
-    # -- what the parent reads
-
-    def _note(self, own):
-        """Every rank's own outcomes: all there is of a phase that the job does not survive."""
-        if self.folder:
-            with open(self.folder / f"rank{self.rank}.jsonl", "a") as file:
-                file.write(json.dumps(own) + "\n")
-
-    def _tell(self, event, content):
-        """What happens to the tests on all ranks, as it happens."""
-        if self.folder and self.rank == 0:
-            with open(self.folder / "events.jsonl", "a") as file:
-                file.write(json.dumps([event, content], default=str) + "\n")
-
-    def pytest_runtest_logstart(self, nodeid):
-        self._tell("start", nodeid)
-
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report):
-        to_serializable = self.config.hook.pytest_report_to_serializable
-        self._tell("report", to_serializable(config=self.config, report=report))
+        self._tell_report(report)
         if self.must_leave:
             self._tell("leave", report.nodeid)
             if self.rank > 0:
                 time.sleep(START_S)  # rank 0 ends this, when it has told the parent
             self._abort()
-
-    def pytest_runtest_logfinish(self, nodeid):
-        self._tell("finish", nodeid)
 
     # -- the end
 

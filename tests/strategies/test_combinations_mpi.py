@@ -53,6 +53,7 @@ def test_four_processes(case):
     assert_as_one_device(case, alone)
 
 
+@pytest.mark.soak  # the command line trains on this mesh, in test_cli
 @pytest.mark.mpi(ranks=8)
 def test_eight_processes():
     case = Case("pipe=2,context=2,model=2", zero=3, context_method="ring", recompute=BLOCK, **PARALLEL)

@@ -1,23 +1,11 @@
 """The MPI harness itself: another pytest runs small test files; what fails there must end as a failure."""
 
 import re
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
-from mpi_harness.launch import clean_environment
-
-HEAD = """
-import os, signal, time
-import pytest
-from mpi4py import MPI
-
-world = MPI.COMM_WORLD
-two_ranks = pytest.mark.mpi(min_size=2)
-"""
+from alive import is_alive
 
 EVERY_WAY_TO_END = """
 def test_serial():
@@ -56,37 +44,9 @@ def test_three():
 """
 
 
-@pytest.fixture
-def sample(tmp_path):
-    def write(text):
-        path = tmp_path / "test_sample.py"
-        path.write_text(HEAD + text)
-        return path
-
-    return write
-
-
-@pytest.fixture
-def harness():
-    """What makes a pytest in another folder use this harness: its environment and arguments."""
-    command = ("-m", "pytest", "--color=no", "-p", "mpi_harness.plugin")
-    return {"PYTHONPATH": str(Path(__file__).parent)}, command
-
-
-def run_parent(harness, *arguments):
-    environment, command = harness
-    return subprocess.run(
-        [sys.executable, *command, *arguments],
-        env={**clean_environment(), **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-
-
-def test_parent_reports_every_end_and_goes_on(harness, sample):
+def test_parent_reports_every_end_and_goes_on(run_parent, sample):
     start = time.monotonic()
-    run = run_parent(harness, "--with-mpi", "-v", sample(EVERY_WAY_TO_END))
+    run = run_parent("--with-mpi", "-v", sample(EVERY_WAY_TO_END))
     assert dict(re.findall(r"::test_(\w+) ([A-Z]+)", run.stdout.partition("= FAILURES =")[0])) == {
         "serial": "PASSED",
         "passes": "PASSED",
@@ -106,22 +66,22 @@ def test_parent_reports_every_end_and_goes_on(harness, sample):
     assert time.monotonic() - start < 30
 
 
-def test_parent_reports_a_crash_after_the_last_test(harness, sample):
+def test_parent_reports_a_crash_after_the_last_test(run_parent, sample):
     crash = "@two_ranks\ndef test_last():\n    import atexit\n    atexit.register(os._exit, 5)\n"
-    run = run_parent(harness, "--with-mpi", "-q", sample(crash))
+    run = run_parent("--with-mpi", "-q", sample(crash))
     assert "1 passed, 1 error" in run.stdout.splitlines()[-1]
     assert "ended with exit code 5 after the teardown" in run.stdout
 
 
-def test_without_the_option_mpi_tests_are_skipped(harness, sample):
+def test_without_the_option_mpi_tests_are_skipped(run_parent, sample):
     text = "def test_serial(): pass\n@two_ranks\ndef test_mpi(): pass"
-    run = run_parent(harness, "-q", "-rs", sample(text))
+    run = run_parent("-q", "-rs", sample(text))
     assert "needs several ranks: python -m pytest --with-mpi" in run.stdout
     assert "1 passed, 1 skipped" in run.stdout.splitlines()[-1]
 
 
-def test_a_mistaken_mark_is_an_error(harness, sample):
-    run = run_parent(harness, "--with-mpi", sample("@pytest.mark.mpi(min_ranks=2)\ndef test_mpi(): pass"))
+def test_a_mistaken_mark_is_an_error(run_parent, sample):
+    run = run_parent("--with-mpi", sample("@pytest.mark.mpi(min_ranks=2)\ndef test_mpi(): pass"))
     assert run.returncode == pytest.ExitCode.USAGE_ERROR
     assert "test_mpi: mark mpi" in run.stderr and "min_ranks" in run.stderr
 
@@ -161,10 +121,3 @@ def test_mpi_run_ends_what_does_not_end(mpi_run, tmp_path):
     ranks = [int(path.name) for path in tmp_path.iterdir()]
     assert len(ranks) == 2
     assert not any(map(is_alive, ranks))
-
-
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes() != b""  # a zombie has none
-    except FileNotFoundError:
-        return False

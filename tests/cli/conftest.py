@@ -1,0 +1,57 @@
+"""The command line: on ranks of its own, in this process, and after a run of one step."""
+
+import shutil
+
+import pytest
+
+from command_line import ONE_THREAD, QUIET
+from spmd_engine.cli import main
+
+
+@pytest.fixture
+def spmd(mpi_run, tmp_path):
+    def run(ranks, *args, **options):
+        return mpi_run(ranks, "-m", "spmd_engine", *args, env=ONE_THREAD, cwd=tmp_path, **options)
+
+    return run
+
+
+@pytest.fixture
+def ok(spmd):
+    def run(*args, **options):
+        result = spmd(*args, **options)
+        assert result.returncode == 0, result.stderr
+        return result
+
+    return run
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch, capsys):
+    """The command on one rank, this process: its exit code, output and errors."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*args):
+        code = 0
+        try:
+            main(args)
+        except SystemExit as leave:
+            code = leave.code
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def one_step(tmp_path_factory):
+    """A run of one step, to be copied."""
+    folder = tmp_path_factory.mktemp("run") / "r"
+    options = ["--steps", "1", "--seed", "3", "--batch-size", "2", "--run", str(folder), *QUIET]
+    main(["train", *options])
+    return folder
+
+
+@pytest.fixture
+def r(one_step, tmp_path):
+    """The run of this name, as if it had been made here."""
+    return shutil.copytree(one_step, tmp_path / "runs" / "r")

@@ -1,0 +1,143 @@
+"""What the command line refuses: one line, exit code 2, and nothing left behind."""
+
+import numpy as np
+import pytest
+
+from command_line import QUIET
+
+
+def test_runs_that_cannot_answer_say_why(here, tmp_path):
+    few = ["--steps", "1", "--batch-size", "2", *QUIET]
+    here("train", "--model", "mlp", "--run", "scores", *few)
+    here("train", "--strategy", "data-parallel", "--run", "page", *few)
+    np.save(tmp_path / "x.npy", np.zeros((2, 64)))
+    for run, why, command in (
+        ("scores", "mlp is no model of text", ["generate"]),
+        ("page", "a run of --strategy data-parallel", ["generate"]),
+        ("page", "a run of --strategy data-parallel", ["infer", "--input", "x.npy", "--output", "y.npy"]),
+    ):
+        code, _, errors = here(*command, "--run", run)
+        assert code == 2 and why in errors
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--mesh", "row=2"], 'd is cut over mesh axis "row" inside'),
+        (["--compress", "zip"], "unknown compression 'zip'"),
+        (["--mesh", "data=2", "--zero", "2", "--compress", "top-k"], "Choose float16 or bfloat16"),
+    ],
+    ids=lambda x: x[-1] if isinstance(x, list) else "",
+)
+def test_inspect_shows_nothing_that_train_refuses(here, options, why):
+    code, output, errors = here("inspect", *options)
+    assert code == 2 and why in errors and not output
+
+
+MISTAKES = {
+    "unknown model 'huge'": ["--model", "huge"],
+    "no such file or folder": ["--data", "/nowhere/at/all"],
+    "there is nothing to read in it": ["--data", "empty"],
+    "longer than the context of 128": ["--data", "short"],
+    "Raise --batch-size to 2": ["--batch-size", "1"],
+    "needs 3 ranks, but there are": ["--mesh", "data=3"],
+    "no customary layout for axis 'rows'": ["--mesh", "rows=2"],
+    "cannot read mesh 'data:2'": ["--mesh", "data:2"],
+    "Invalid value for '--steps'": ["--steps", "many"],
+    "No such option": ["--stepz", "3"],
+    "no such run": ["--resume", "--run", "nothing"],
+    "holds a run already": ["--run", "taken"],
+    "needs CuPy": ["--device", "cuda"],
+    "needs an axis 'model'": ["--sequence-parallel"],
+}
+
+
+#: One for each place where a mistake is met: options, what rank 0 reads, the number of ranks, a run's folder.
+ON_TWO_RANKS = ("Invalid value for '--steps'", "no such file", "Raise --batch-size to 2", "no custom", "holds a run")
+OF_TWO_RANKS = ("Raise --batch-size to 2", "no customary layout for axis 'rows'")  # one rank cannot make them
+
+
+@pytest.fixture
+def kept(tmp_path):
+    """What is in the folder before and must be there afterwards, and nothing else."""
+    (tmp_path / "empty").touch()
+    (tmp_path / "short").write_text("too short")
+    (tmp_path / "runs" / "taken").mkdir(parents=True)
+    (tmp_path / "runs" / "taken" / "parameters.safetensors").touch()
+    before = sorted(tmp_path.rglob("*"))
+    yield
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def cupy_is_here():
+    try:
+        import cupy  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def on_two_ranks(message):
+    return pytest.param(message, marks=[] if message.startswith(ON_TWO_RANKS) else pytest.mark.soak)
+
+
+def assert_one_line(message, errors):
+    lines = [line for line in errors.splitlines() if line.strip()]
+    assert len(lines) == 1 and message in lines[0] and lines[0].startswith("spmd_engine: "), errors
+
+
+@pytest.mark.usefixtures("kept")
+@pytest.mark.parametrize("message", [on_two_ranks(message) for message in MISTAKES])
+def test_a_mistake_of_two_ranks_is_one_line_and_exit_code_2(spmd, message):
+    if message == "needs CuPy" and cupy_is_here():
+        pytest.skip("CuPy is here")
+    result = spmd(2, "train", *MISTAKES[message], timeout=60)
+    assert result.returncode == 2, result.stderr
+    assert_one_line(message, result.stderr)
+
+
+@pytest.mark.usefixtures("kept")
+@pytest.mark.parametrize("message", [each for each in MISTAKES if each not in OF_TWO_RANKS])
+def test_a_mistake_is_one_line_and_exit_code_2(here, message):
+    if message == "needs CuPy" and cupy_is_here():
+        pytest.skip("CuPy is here")
+    code, _, errors = here("train", *MISTAKES[message])
+    assert code == 2
+    assert_one_line(message, errors)
+
+
+def one_line(result):
+    """The one line that a mistake leaves, whatever the launcher adds when a rank had to end the job."""
+    ours = [line for line in result.stderr.splitlines() if "spmd_engine: " in line or "Traceback" in line]
+    assert len(ours) == 1 and result.returncode != 0, result.stderr
+    return ours[0]
+
+
+def test_a_mistake_that_one_rank_finds_is_still_one_line(spmd, r, tmp_path):
+    tokens = np.zeros((2, 128), int)
+    tokens[1, 5] = 999
+    np.save(tmp_path / "x.npy", tokens)
+    result = spmd(2, "infer", "--run", r.name, "--mesh", "data=2", "--input", "x.npy", "--output", "y.npy", timeout=30)
+    assert "rank 1 of 2: spmd_engine: gpt-nano: inputs from 0 to 999" in one_line(result)
+    assert not (tmp_path / "y.npy").exists()
+
+
+def test_damaged_runs_are_one_line(spmd, here, r):
+    resume = ["train", "--resume", "--run", r.name, "--steps", "2"]
+    code, _, errors = here(*resume, "--optimizer", "sgd")
+    assert code == 2 and "was saved with another optimizer" in errors and errors.count("\n") == 1
+    whole = (r / "parameters.safetensors").read_bytes()
+    (r / "parameters.safetensors").write_bytes(whole[:1000])
+    assert "is damaged or cannot be read" in one_line(spmd(2, *resume))
+    (r / "config.json").write_text("{}")
+    assert "does not say: dtype, model, seed" in one_line(spmd(2, *resume))
+    (r / "config.json").write_text("[")
+    code, _, errors = here(*resume)
+    assert code == 2 and "is damaged" in errors and errors.count("\n") == 1
+
+
+@pytest.mark.parametrize(("ranks", "times"), [(4, 2), pytest.param(8, 4, marks=pytest.mark.soak)])
+def test_a_mistake_on_many_ranks_is_one_line_every_time(spmd, ranks, times):
+    for _ in range(times):
+        result = spmd(ranks, "train", "--batch-size", "3", timeout=60)
+        assert result.returncode == 2 and len(result.stderr.splitlines()) == 1, result.stderr

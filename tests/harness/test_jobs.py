@@ -1,0 +1,126 @@
+"""--jobs: several processes share the serial tests, beside the MPI ones; and report as if they were one."""
+
+import re
+import signal
+import time
+
+import pytest
+
+from alive import is_alive
+
+FIRST = """
+@pytest.fixture(scope="module")
+def mine():
+    yield os.getpid()
+    print("torn down")
+
+def test_passes(mine):
+    assert mine == os.getpid() != int(os.environ["PARENT"] or 0)
+
+def test_fails():
+    print("said before")
+    assert 1 == 2, "two is too many"
+
+def test_ends_its_process():
+    os._exit(7)
+
+def test_goes_on_in_another(mine):
+    assert mine == os.getpid()
+
+def test_warns():
+    import warnings
+    warnings.warn("of what may come", FutureWarning)
+
+@pytest.mark.mpi(min_size=2, timeout_s=60)
+def test_on_two_ranks():
+    assert world.allreduce(1) == 2
+"""
+SECOND = """
+def test_skipped():
+    pytest.skip("not today")
+
+def test_hangs_where_no_signal_helps():
+    signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 32))
+    time.sleep(1000)
+
+@pytest.mark.mpi(ranks=3, timeout_s=60)
+def test_on_three_ranks():
+    assert world.size == 3
+"""
+
+
+def test_every_end_is_reported_in_order_and_once(run_parent, sample):
+    files = sample(FIRST, "test_first.py"), sample(SECOND, "test_second.py")
+    run = run_parent("--with-mpi", "--jobs", "2", "-v", *files, SPMD_TEST_TIMEOUT="1", PARENT="")
+    told = re.findall(r"::test_(\w+) ([A-Z]+)", run.stdout.partition("= FAILURES =")[0])
+    assert told == [
+        ("passes", "PASSED"),
+        ("fails", "FAILED"),
+        ("ends_its_process", "FAILED"),
+        ("goes_on_in_another", "PASSED"),
+        ("warns", "PASSED"),
+        ("skipped", "SKIPPED"),
+        ("hangs_where_no_signal_helps", "FAILED"),
+        ("on_two_ranks", "PASSED"),
+        ("on_three_ranks", "PASSED"),
+    ], run.stdout
+    assert run.returncode == 1
+    assert re.search(r"= 3 failed, 5 passed, 1 skipped, 1 warning in .* =+\n$", run.stdout), run.stdout
+    assert "two is too many" in run.stdout and "said before" in run.stdout
+    assert "the process of this test ended with exit code 7 during the call" in run.stdout
+    assert "No end of the call within 10 s" in run.stdout and "in test_hangs_where" in run.stdout
+    assert "FutureWarning: of what may come" in run.stdout
+
+
+def test_two_processes_share_the_files(run_parent, sample, tmp_path):
+    """Each holds one open until the other is there, too."""
+    text = """
+def test_meets_the_other():
+    folder = os.path.dirname(__file__)
+    open(f"{folder}/{os.getpid()}", "w").close()
+    deadline = time.monotonic() + 60
+    while sum(name.isdigit() for name in os.listdir(folder)) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+"""
+    run = run_parent("--with-mpi", "--jobs", "2", "-q", *(sample(text, f"test_{name}.py") for name in "ab"))
+    assert "2 passed" in run.stdout.splitlines()[-1], run.stdout
+    assert not any(is_alive(path.name) for path in tmp_path.iterdir() if path.name.isdigit())
+
+
+LONG = """
+def stay():
+    open(os.path.join(os.path.dirname(__file__), str(os.getpid())), "w").close()
+    time.sleep(1000)
+
+def test_serial():
+    stay()
+
+@two_ranks
+def test_mpi():
+    stay()
+"""
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.soak)])
+def test_an_interrupt_ends_all_jobs(start_parent, sample, tmp_path, end):
+    with start_parent("--with-mpi", "--jobs", "2", sample(LONG)) as parent:
+        try:
+            deadline = time.monotonic() + 60
+            while len(pids := [int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()]) < 3:
+                assert time.monotonic() < deadline and parent.poll() is None
+                time.sleep(0.05)
+            parent.send_signal(end)
+            output, _ = parent.communicate(timeout=60)
+        finally:
+            parent.kill()
+    assert parent.returncode == pytest.ExitCode.INTERRUPTED and "KeyboardInterrupt" in output
+    assert not any(map(is_alive, pids))
+
+
+def test_after_the_first_failure_nothing_more_runs(run_parent, sample, tmp_path):
+    """What the other process is at is given up."""
+    failing = sample("def test_fails(): assert False", "test_a.py")
+    run = run_parent("--with-mpi", "--jobs", "2", "-x", failing, sample(LONG, "test_b.py"))
+    assert "stopping after 1 failures" in run.stdout and "1 failed" in run.stdout.splitlines()[-1]
+    assert not any(is_alive(path.name) for path in tmp_path.iterdir() if path.name.isdigit())

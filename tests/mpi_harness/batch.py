@@ -1,0 +1,201 @@
+"""Some tests and the job that runs them: mpiexec for those of one world size, a plain process for serial ones."""
+
+import builtins
+import json
+import tempfile
+import time
+import warnings
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+
+from .launch import Job
+from .marks import limit_s
+from .ranks import tell
+from .worker import START_S
+
+SLACK_S = 10  # jobs watch their time limits themselves: one so late cannot even do that
+
+
+class Batch:
+    """Tests of one world size, or serial ones (size 0): one job runs them; if it breaks, a new one what is left.
+
+    Serial ones are dealt out a file at a time, first `items` and then what is left in `more`: lists of items.
+    """
+
+    def __init__(self, config, size, items, more=()):
+        self.config, self.size, self.more = config, size, more
+        self.waiting, self.reports = {}, {}
+        self.job = None
+        self.add(items)
+
+    def add(self, items):
+        self.waiting |= {item.nodeid: item for item in items}  # a test leaves when all is known of it
+        self.reports |= {item.nodeid: [] for item in items}
+
+    def look(self):
+        """What has happened since the last look: the reports of each test of which all is known now."""
+        if self.job is None:
+            self.launch()
+        ended = self.job.process.poll() is not None  # asked before reading, not to miss the last events
+        for event, content in self.new_events():
+            self.take(event, content)
+        if ended or time.monotonic() > self.deadline:
+            self.job.stop()
+            self.conclude(ended)
+            self.stop()
+        done = [nodeid for nodeid in self.reports if nodeid not in self.waiting]
+        return {nodeid: self.reports.pop(nodeid) for nodeid in done}
+
+    def launch(self):
+        self.temporary = tempfile.TemporaryDirectory(prefix="spmd-tests-")
+        self.folder = Path(self.temporary.name)
+        self.events = open(self.folder / "events.jsonl", "w+b")
+        self.unread = b""
+        self.running = self.finished = None  # tests of this job
+        self.left = False  # did the ranks end it themselves, as a test had failed?
+        self._extend_deadline(START_S)
+        environment = {"SPMD_TEST_FOLDER": str(self.folder), "PYTEST_ADDOPTS": ""}
+        if self.size:
+            tests = (f"{self.config.rootpath}/{nodeid}" for nodeid in self.waiting)
+            (self.folder / "tests").write_text("\n".join(tests))
+            arguments = [f"@{self.folder}/tests"]
+        else:  # such processes share the cores
+            arguments, environment["OPENBLAS_NUM_THREADS"] = self.config.args, "1"
+            for items in _by_file(self.waiting.values()):
+                self.tell(items)
+        with open(self.folder / "output", "wb") as output:
+            self.job = Job(
+                self.size,
+                ["-m", "pytest", "--with-mpi", *_options_of(self.config), *arguments],
+                env=environment,
+                stdout=output,
+                stderr=output,
+            )
+
+    def tell(self, items):
+        """Deal out items of one file; none means that there are no more (Serial.dealt)."""
+        with open(self.folder / "dealt.jsonl", "a") as file:
+            file.write(json.dumps(items and [str(items[0].path), [item.nodeid for item in items]]) + "\n")
+
+    def stop(self):
+        if self.job:
+            self.job.stop()
+            self.events.close()
+            self.temporary.cleanup()
+            self.job = None
+
+    def _extend_deadline(self, limit_s):
+        self.limit_s, self.deadline = limit_s, time.monotonic() + limit_s + SLACK_S
+
+    # -- while the job runs: what the ranks tell (Ranks._tell)
+
+    def new_events(self):
+        *lines, self.unread = (self.unread + self.events.read()).split(b"\n")
+        return map(json.loads, lines)
+
+    def take(self, event, content):
+        if event == "start":
+            self.running = content
+        elif event == "report":
+            report = self.config.hook.pytest_report_from_serializable(config=self.config, data=content)
+            if isinstance(report.longrepr, list):  # why and where it was skipped: a tuple, before JSON had it
+                report.longrepr = tuple(report.longrepr)
+            self.reports[report.nodeid].append(report)
+        elif event == "warning":
+            self.warn(*content)
+        else:
+            self.running, self.finished, self.left = None, content, event == "leave"
+            if len(self.waiting) == 1 and not self.size:
+                items = self.more.popleft() if self.more else []
+                self.add(items)
+                self.tell(items)
+            if len(self.waiting) > 1:  # the last test is done when the job has ended, and ended well
+                del self.waiting[content]
+        self._extend_deadline(limit_s(self.waiting[self.running]) if self.running else START_S)
+
+    def warn(self, kind, text, file, line, when, nodeid, location):
+        category = getattr(builtins, kind, UserWarning)
+        message = warnings.WarningMessage(category(text), category, file, line)
+        arguments = {"warning_message": message, "when": when, "nodeid": nodeid, "location": location}
+        self.config.hook.pytest_warning_recorded.call_historic(kwargs=arguments)
+
+    # -- when the job is over: which tests did that cost, and why?
+
+    def conclude(self, ended):
+        done = list(self.waiting) == [self.finished]
+        if self.running:
+            victims, moment = [self.running], "during"
+        elif self.left or (done and self.job.process.returncode == 0):
+            victims, moment = [], ""
+        elif done:
+            victims, moment = [self.finished], "after"
+        elif self.finished:
+            victims, moment = list(self.waiting)[:1], "before"
+        else:  # not one test has begun, and none would the next time
+            victims, moment = list(self.waiting), "before"
+        job = f"mpiexec -n {self.size}" if self.size else "the process of this test"
+        end = f"ended with exit code {self.job.process.returncode}" if ended else "had to be killed"
+        for nodeid in victims:
+            self.reports[nodeid].append(self.failure(nodeid, f"{job} {end} {moment}"))
+        for nodeid in victims + [self.finished] * done:
+            self.waiting.pop(nodeid, None)
+
+    def failure(self, nodeid, what_happened):
+        """The report of a phase that not all ranks came through."""
+        phase = self._next_phase(nodeid)
+        own = [each for each in self._notes() if (each["nodeid"], each["when"]) == (nodeid, phase)]
+        raised = [each for each in own if each["outcome"] == "failed"]
+        missing = sorted(set(range(self.size)) - {each["rank"] for each in own})
+        what_happened += f" the {phase} of this test" + f"; no outcome from ranks {missing}" * bool(missing)
+        last_words = [self._text(f"stderr{rank}") for rank in range(self.size or 1)]
+        if any("Timeout (" in text for text in last_words):  # faulthandler's
+            what_happened = f"No end of the {phase} within {self.limit_s:g} s. Where it was:"
+        words = [tell(raised), what_happened] if raised else [what_happened]
+        words += [f"rank {rank} of {self.size or 1}:\n{text}" for rank, text in enumerate(last_words) if text]
+        if len(words) == 1:
+            words.append(self._text("output"))
+        item = self.waiting[nodeid]
+        return pytest.TestReport(
+            nodeid,
+            item.location,
+            dict.fromkeys(item.keywords, 1),
+            "failed",
+            longrepr="\n\n".join(words),
+            when=phase,
+            sections=[section for each in raised for section in each["sections"]],
+        )
+
+    def _next_phase(self, nodeid):
+        if not self.reports[nodeid]:
+            return "setup"
+        last = self.reports[nodeid][-1]
+        return "call" if last.when == "setup" and last.passed else "teardown"
+
+    def _notes(self):
+        for path in sorted(self.folder.glob("rank*.jsonl")):
+            yield from map(json.loads, path.read_text().splitlines())
+
+    def _text(self, name):
+        """The end of a file of the job, without the frames of pytest in its stacks."""
+        path = self.folder / name
+        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        theirs = ("/_pytest/", "/pytest/", "/pluggy/", "<frozen runpy>")
+        return "\n".join([line for line in lines if not any(part in line for part in theirs)][-40:])
+
+
+def _by_file(items):
+    return [list(group) for _, group in groupby(items, key=lambda item: item.path)]
+
+
+def _options_of(config):
+    """What decides how a test is loaded and run goes along; what selects and reports tests stays here."""
+    option = config.option
+    yield from ("--rootdir", str(config.rootpath), "--import-mode", option.importmode, "--tb", option.tbstyle)
+    if config.inipath:
+        yield from ("-c", str(config.inipath))
+    for name, values in (("-p", option.plugins), ("-o", option.override_ini), ("-W", option.pythonwarnings)):
+        for value in values or ():
+            yield from (name, value)
+    yield from ("-p", "no:cacheprovider", "-o", "addopts=", "--no-header", "--no-summary", "--color=no", "-q")

@@ -1,0 +1,48 @@
+"""A process that runs tests for a parent: it says what becomes of them, and ends where one of them hangs."""
+
+import faulthandler
+import json
+import os
+
+START_S = 60  # from the launch to the first test
+
+
+class Worker:
+    """Pytest plugin; `folder` is where the parent reads (parent.py). Without one there is nobody to be told."""
+
+    def __init__(self, config, rank, folder):
+        self.config, self.rank, self.folder = config, rank, folder
+        # A copy of stderr, as pytest captures the real one. Under a parent every process has its own file.
+        self.stderr = open(folder / f"stderr{rank}", "w") if folder else os.fdopen(os.dup(2), "w")
+        self._limit(START_S)
+
+    def _limit(self, seconds):
+        """Unless called again in time, print where this process hangs and end it, and so the job. A thread of
+        the interpreter's does it, so that a C function which never returns is no escape."""
+        faulthandler.dump_traceback_later(seconds, exit=True, file=self.stderr)
+
+    def _note(self, own):
+        """Every rank's own outcomes: all there is of a phase that the job does not survive."""
+        if self.folder:
+            with open(self.folder / f"rank{self.rank}.jsonl", "a") as file:
+                file.write(json.dumps(own) + "\n")
+
+    def _tell(self, event, content):
+        """What happens to the tests, as it happens."""
+        if self.folder and self.rank == 0:
+            with open(self.folder / "events.jsonl", "a") as file:
+                file.write(json.dumps([event, content], default=str) + "\n")
+
+    def _tell_report(self, report):
+        to_serializable = self.config.hook.pytest_report_to_serializable
+        self._tell("report", to_serializable(config=self.config, report=report))
+
+    def pytest_warning_recorded(self, warning_message, when, nodeid, location):
+        kind, text = warning_message.category.__name__, str(warning_message.message)
+        self._tell("warning", [kind, text, warning_message.filename, warning_message.lineno, when, nodeid, location])
+
+    def pytest_runtest_logstart(self, nodeid):
+        self._tell("start", nodeid)
+
+    def pytest_runtest_logfinish(self, nodeid):
+        self._tell("finish", nodeid)
