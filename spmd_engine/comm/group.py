@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from spmd_engine.arrays.backend import CPU, Array, Backend, backend_of
-from spmd_engine.comm import algorithms
+from spmd_engine.comm import algorithms, dtypes
 from spmd_engine.comm.algorithms import span
 from spmd_engine.comm.door import Plan
 from spmd_engine.comm.exchanges import Exchanges
@@ -73,13 +73,14 @@ class Group(Exchanges):
                 raise UsageError(f"broadcast over {self.axes!r}: root {root} is not one of {self.size} ranks")
             if self.rank == root and x is None:
                 raise UsageError(f"broadcast over {self.axes!r}: the root must give an array")
+            if self.size == 1:
+                dtypes.describe(x.dtype)  # what several ranks would refuse
+                return Pending.completed(np.array(x, copy=True) if isinstance(x, np.ndarray) else x.copy())
             mine = self._ready(x)[0] if self.rank == root else None
             key = _broadcast_key(mine, root, label)
             plan = self._plans.get(key) or self._keep(key, self._plan_broadcast(mine, root, label), mine)
         except UsageError as error:
             return self._refuse("broadcast", label, error, always=True)
-        if self.size == 1:
-            return Pending.completed(np.array(x, copy=True) if isinstance(x, np.ndarray) else x.copy())
         return self._begin(plan, mine, backend_of(x) if x is not None else CPU)
 
     def _plan_broadcast(self, mine: Array | None, root: int, label: str) -> Plan:
