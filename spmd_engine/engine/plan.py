@@ -79,7 +79,7 @@ def make_plan(
 ) -> Plan:
     """The share of the rank at ``place``; raises UsageError where layers are too few for the chunks."""
     count, stage = place.axes.get(PIPE, 1), place.coordinates.get(PIPE, 0)
-    chunks = divide(model, count * chunks_per_stage, stages)
+    chunks = divide(model, count * chunks_per_stage, stages, chunks_per_stage)
     chunk_of = {layer: number for number, layers in enumerate(chunks) for layer in layers}
     all_uses = [_parameters_of(name, layer) for name, layer in model.layers]
     chunks_of: dict[str, set[int]] = {}

@@ -24,13 +24,17 @@ def parse_division(text: str) -> Division:
         ) from None
 
 
-def divide(model: Model, chunks: int, division: Division = "even") -> list[range]:
-    """The model's layers as ``chunks`` consecutive ranges of at least one; raises UsageError if that cannot be."""
+def divide(model: Model, chunks: int, division: Division = "even", per_stage: int = 1) -> list[range]:
+    """The model's layers as ``chunks`` consecutive ranges of at least one, of which each stage has ``per_stage``.
+
+    Raises UsageError if that cannot be.
+    """
     layers = len(model.layers)
     if chunks > layers:
+        stages = f"{chunks // per_stage} stages" + (f" of {per_stage} chunks" if per_stage > 1 else "")
         raise UsageError(
-            f"{model.name} has {layers} layers, too few for {chunks} chunks (stages times chunks a stage); "
-            "take fewer stages, or fewer chunks"
+            f"{model.name} has {layers} layers ({_listed([name for name, _ in model.layers])}), too few for {stages}; "
+            f"take fewer stages{', or fewer chunks' if per_stage > 1 else ''}"
         )
     if division == "even":
         parts = [span(layers, chunks, number) for number in range(chunks)]
@@ -44,6 +48,10 @@ def divide(model: Model, chunks: int, division: Division = "even") -> list[range
             f"last below {layers}, the number of layers of {model.name}"
         )
     return [range(first, end) for first, end in zip(starts, [*starts[1:], layers], strict=True)]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names if len(names) < 6 else [*names[:3], "...", names[-1]])
 
 
 def _balanced(costs: Sequence[float], parts: int) -> list[range]:

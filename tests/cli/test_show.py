@@ -244,7 +244,7 @@ MISTAKES = {
     "has no parameter 'w9'; it has, for example: embedding/table": ["sharding", "--param", "w9", "--mesh", "data=2"],
     "unknown model 'huge'": ["memory", "--model", "huge", "--mesh", "data=2"],
     "no customary layout for axis 'rows'": ["memory", "--mesh", "rows=2"],
-    "too few for 99 chunks": ["memory", "--mesh", "pipe=99"],
+    "too few for 99 stages; take fewer": ["memory", "--mesh", "pipe=99"],
     "'nonsense' is not one of 'all_reduce'": ["collective", "nonsense"],
     "1 is not in the range": ["collective", "all_reduce", "--ranks", "1"],
     "no schedule 'nonsense'": ["schedule", "nonsense"],
