@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from spmd_engine.cli import main
-
 from command_line import QUIET, metrics
+from spmd_engine.cli import main
 
 STEPS = 4
 EXACT = ["--model", "gpt-nano", "--dtype", "float64", "--steps", str(STEPS), "--warmup", "3", "--dropout", "0.1"]

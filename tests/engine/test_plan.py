@@ -285,5 +285,6 @@ def test_options_of_groups_reach_them():
 
 
 def test_too_few_layers_are_refused():
-    with pytest.raises(UsageError, match=r"gpt has 8 layers \(embedding, .*block0/.*, \.\.\., head\), too few for 5 stages of 2 chunks"):
+    said = r"gpt has 8 layers \(embedding, .*block0/.*, \.\.\., head\), too few for 5 stages of 2 chunks"
+    with pytest.raises(UsageError, match=said):
         plans(GPT, {"pipe": 5}, chunks_per_stage=2)
