@@ -65,10 +65,10 @@ class Stand:
         log, self.log = self.log, []
         return log
 
-    # as OpenParameters
+    # as Unsharder
 
-    def open(self, number, *, keep=(), ahead=()):
-        self.opened.append((number, list(keep), list(ahead)))
+    def unshard(self, number, *, keep=(), prefetch=()):
+        self.opened.append((number, list(keep), list(prefetch)))
         return f"parameters {number}"
 
     # as Reducer

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.algorithms import span
 
-if TYPE_CHECKING:
-    from spmd_engine.engine.base import ShardedEngine
+
+class CutsBatches(Protocol):
+    """What an engine tells of how batches are cut over its mesh."""
+
+    def batch_span(self, samples: int) -> slice:
+        """This rank's part of so many samples."""
+
+    def cut_rows(self, inputs: Array, targets: Array | None, *mask: Array) -> list[Array | None]:
+        """This rank's part of samples that are whole beyond their first dim."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +50,7 @@ def make_batch(
     load: Callable[[np.ndarray], Sequence[Array]],
     size: int,
     micro_batches: int,
-    engine: ShardedEngine,
+    engine: CutsBatches,
     *,
     step: int = 0,
     count: float | None = None,
@@ -65,7 +72,7 @@ def make_batch(
     return Batch(parts, step, count)
 
 
-def batch_of(inputs: Array, targets: Array, engine: ShardedEngine, micro_batches: int = 1, step: int = 0) -> Batch:
+def batch_of(inputs: Array, targets: Array, engine: CutsBatches, micro_batches: int = 1, step: int = 0) -> Batch:
     """A Batch from whole arrays that every rank has: each takes its part."""
 
     def load(samples: np.ndarray) -> tuple[Array, Array]:

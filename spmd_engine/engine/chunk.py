@@ -9,8 +9,8 @@ from typing import Any
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.engine.extras import Extras
-from spmd_engine.engine.gathering import OpenParameters
 from spmd_engine.engine.reducer import Reducer
+from spmd_engine.engine.unsharder import Unsharder
 from spmd_engine.layers.later import wait_for
 from spmd_engine.layers.layer import Extra, ForwardContext, Layer
 from spmd_engine.sharding.shards import Shards
@@ -42,13 +42,13 @@ class Chunk:
         segments: Sequence[Segment],
         layers: Sequence[tuple[str, Layer]],
         shards: Sequence[Shards],
-        parameters: OpenParameters,
+        unsharder: Unsharder,
         reducer: Reducer,
         extras: Extras | None = None,
     ) -> None:
         """``extras`` takes what forwards tell beside their outputs; without it, that is lost."""
         self._segments, self._layers, self._shards = segments, layers, shards
-        self._parameters, self._reducer, self._extras = parameters, reducer, extras
+        self._unsharder, self._reducer, self._extras = unsharder, reducer, extras
         self._numbers = [number for segment in segments for number in segment.layers]
         self._losses = {number: losses for number in self._numbers if (losses := _losses_of(layers[number][1]))}
 
@@ -73,7 +73,7 @@ class Chunk:
 
     def _forward(self, segment: Segment, x: Array, ctx: ForwardContext, kept: Saved) -> Array:
         for number in segment.layers:
-            p = self._parameters.open(number, ahead=self._after(number))
+            p = self._unsharder.unshard(number, prefetch=self._after(number))
             x, saved, *extra = self._layers[number][1].forward(self._shards[number], p, x, ctx)
             if ctx.training:
                 if ctx.saving:
@@ -121,7 +121,7 @@ class Chunk:
                 keep = segment.layers  # what the forward gathers now, the backward uses at once
                 self._repeat(segment, kept)
             for number in reversed(segment.layers):
-                p = self._parameters.open(number, keep=keep, ahead=self._before(number))
+                p = self._unsharder.unshard(number, keep=keep, prefetch=self._before(number))
                 side = self._side_gradients(number, kept.ctx)
                 dy, rest = self._layers[number][1].backward_input(
                     self._shards[number], p, kept.of_layers.pop(), dy, *side
@@ -136,7 +136,7 @@ class Chunk:
     def _repeat(self, segment: Segment, kept: Saved) -> None:
         x, kept.x = kept.x, None
         for number in segment.layers:
-            p = self._parameters.open(number, keep=segment.layers, ahead=self._before(segment.layers[0]))
+            p = self._unsharder.unshard(number, keep=segment.layers, prefetch=self._before(segment.layers[0]))
             ctx = replace(kept.ctx, decided=kept.decided[number]) if number in kept.decided else kept.ctx
             x, saved, *_ = self._layers[number][1].forward(self._shards[number], p, x, ctx)
             kept.of_layers.append(saved)

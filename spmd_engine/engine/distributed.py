@@ -10,10 +10,11 @@ from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.base import Loss, ShardedEngine
 from spmd_engine.engine.batch import Batch
-from spmd_engine.engine.grouped import GroupedHoldings
 from spmd_engine.engine.layered import LayeredEngine
+from spmd_engine.engine.parameter_store import ParameterStore
 from spmd_engine.engine.plan import Plan, Storage
 from spmd_engine.engine.reducer import Reducer
+from spmd_engine.engine.stored import StoredEngine
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.declarations import Parameter
 from spmd_engine.layers.layer import Layer
@@ -87,7 +88,7 @@ def _of_whole_samples(loss: Loss, outputs: str) -> Callable[..., tuple[float, Ar
     return of_blocks
 
 
-class DistributedEngine(GroupedHoldings, ShardedEngine):
+class DistributedEngine(StoredEngine):
     """An engine for one device on every rank, each with its part of the batch; its state in parts, by groups."""
 
     def __init__(self, engine: ShardedEngine, mesh: Mesh | None = None, *, zero: int = 2) -> None:
@@ -109,8 +110,8 @@ class DistributedEngine(GroupedHoldings, ShardedEngine):
         uses = {0: {name: name for name in arrays}}
         groups = make_groups(members, dtype.itemsize)
         plan = Plan([range(1)], [0], uses, dict.fromkeys(arrays, (0,)), groups)
-        self._store(described, plan, self.mesh, storage, dtype, self.backend)
-        self._reducer = Reducer(self._storages, uses, [range(1)])
+        self.store = ParameterStore(described, plan, self.mesh, self.layout, storage, dtype, self.backend)
+        self._reducer = Reducer(self.storages, uses, [range(1)])
         self._take_over()
 
     def load_checkpoint(self, params: Mapping[str, Any]) -> None:
@@ -135,7 +136,7 @@ class DistributedEngine(GroupedHoldings, ShardedEngine):
         self._reducer.begin(1)
         self._backward(grads)
         self._reducer.finish()
-        return {name: gradient.copy() for name, gradient in self.named(self._gradients).items()}
+        return {name: gradient.copy() for name, gradient in self.named(self.store.gradients).items()}
 
     def _backward(self, grads: Array | None) -> None:
         sums = self._reducer.sums(0)
@@ -156,7 +157,7 @@ class DistributedEngine(GroupedHoldings, ShardedEngine):
                 self._backward(gradient)
             total += value
         self._reducer.finish()
-        self.gradients = self._gradients
+        self.gradients = self.store.gradients
         return self._sum_loss(total)
 
     def inference(self) -> AbstractContextManager[None]:

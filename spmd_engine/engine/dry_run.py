@@ -19,11 +19,11 @@ from spmd_engine.arrays.shaped import ShapedArray
 from spmd_engine.comm.place import Place
 from spmd_engine.engine.chunk import Chunk, Segment
 from spmd_engine.engine.execution import Execution, Neighbours
-from spmd_engine.engine.gathering import OpenParameters
 from spmd_engine.engine.plan import PIPE, Plan
 from spmd_engine.engine.reducer import Reducer
 from spmd_engine.engine.schedules.instructions import Program
 from spmd_engine.engine.storage import GroupStorage
+from spmd_engine.engine.unsharder import Unsharder
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.layer import ForwardContext, Layer
 
@@ -87,17 +87,17 @@ def dry_run(
         GroupStorage(group, _Mesh(place, run, group.name, group.size), zero, np.dtype(dtype), CPU, compress)
         for group in plan.groups
     ]
-    opened = OpenParameters(storages, plan.uses)
+    unsharder = Unsharder(storages, plan.uses)
     reducer = Reducer(storages, plan.uses, [plan.chunks[number] for number in plan.mine])
     layers = [(name, _Layer(name, run)) for name in names]
-    chunks = {number: Chunk(segments[number], layers, layers, opened, reducer) for number in plan.mine}
+    chunks = {number: Chunk(segments[number], layers, layers, unsharder, reducer) for number in plan.mine}
     reducer.begin(micro_batches)
     neighbours = _Neighbours(run, place.axes.get(PIPE, 1), place.coordinates.get(PIPE, 0), len(plan.chunks))
     nothing = ShapedArray((0,), dtype)  # what layers that compute nothing pass on
     contexts = [ForwardContext(nothing, nothing, training=True)] * micro_batches
     Execution(chunks, neighbours, contexts, [nothing] * micro_batches, lambda m, y: y).run(program)
     reducer.finish()
-    opened.close()
+    unsharder.release()
     run.computations.append("update")
     for pending in [pending for storage in storages if (pending := storage.start_refresh())]:
         pending.wait()

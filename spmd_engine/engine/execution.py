@@ -57,8 +57,8 @@ class Neighbours:
 class Execution:
     """One step, or one evaluation, of this rank: takes instructions, keeps what is between them.
 
-    ``contexts`` and ``inputs`` tell where each micro-batch is and what goes into the first chunk; ``lose`` gives the
-    gradient of a micro-batch's outputs, from the last one.
+    ``contexts`` and ``inputs`` tell where each micro-batch is and what goes into the first chunk; ``loss_gradient``
+    gives the gradient of a micro-batch's outputs, from the last one.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class Execution:
         neighbours: Neighbours,
         contexts: Sequence[ForwardContext],
         inputs: Sequence[Array],
-        lose: Callable[[int, Array], Any],
+        loss_gradient: Callable[[int, Array], Any],
     ) -> None:
         self._chunks, self._neighbours = chunks, neighbours
-        self._contexts, self._lose = contexts, lose
+        self._contexts, self._loss_gradient = contexts, loss_gradient
         self.inputs: dict[Key, Array] = {(m, 0): x for m, x in enumerate(inputs)} if 0 in chunks else {}
         self.outputs: dict[Key, Array] = {}  # until they are sent
         self.saved: dict[Key, Any] = {}
@@ -118,7 +118,7 @@ class Execution:
         if self._contexts[m].training:
             self.saved[m, c] = saved
         if self._neighbours.is_last(c):
-            self.output_gradients[m, c] = self._lose(m, y)
+            self.output_gradients[m, c] = self._loss_gradient(m, y)
         elif self._neighbours.here(c + 1):
             self.inputs[m, c + 1] = y
         else:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import reduce
 from math import prod
-from typing import Any
 
 import numpy as np
 
@@ -24,25 +23,30 @@ class Buffers:
     """The buffers of the layers on this rank, by full name, and their updates until these are applied."""
 
     def __init__(
-        self, model: Model, layers: Iterator[int], mesh: Mesh, layout: Layout, dtype: np.dtype, backend: Backend
+        self, model: Model, layers: Iterable[int], mesh: Mesh, layout: Layout, dtype: np.dtype, backend: Backend
     ) -> None:
         shards = Shards(mesh, layout)
         self._mesh, self._names = mesh, {number: name for number, (name, _) in enumerate(model.layers)}
         self._described: dict[str, Buffer] = {}
         self._axes: dict[str, tuple[str, ...]] = {}  # over which updates are unreduced
         self._updates: dict[str, dict[int, Array]] = {}  # by name and micro-batch
+        self._of_layer: dict[int, dict[str, Array]] = {}
         self.arrays: dict[str, Array] = {}
+        self.index: dict[str, tuple[slice, ...]] = {}  #: which part of the whole buffer is here
         for number in layers:
             name, layer = model.layers[number]
             for own, buffer in layer.buffers.items():
-                shape = layout.spec(buffer.dims).local_shape([layer.sizes[x] for x in buffer.dims.split()], mesh)
-                self._described[f"{name}/{own}"] = buffer
-                self._axes[f"{name}/{own}"] = shards.axes(buffer.summed, buffer.where)
-                self.arrays[f"{name}/{own}"] = backend.xp.full(shape, buffer.initial, dtype)
+                full, spec = f"{name}/{own}", layout.spec(buffer.dims)
+                whole = [layer.sizes[letter] for letter in buffer.dims.split()]
+                self._described[full] = buffer
+                self._axes[full] = shards.axes(buffer.summed, buffer.where)
+                self.index[full] = spec.block(whole, mesh)
+                self.arrays[full] = backend.xp.full(spec.local_shape(whole, mesh), buffer.initial, dtype)
+                self._of_layer.setdefault(number, {})[own] = self.arrays[full]
 
-    def of_layer(self, number: int, own_names: Mapping[str, Any]) -> dict[str, Array]:
+    def of_layer(self, number: int) -> dict[str, Array]:
         """A layer's buffers by its own names."""
-        return {own: self.arrays[f"{self._names[number]}/{own}"] for own in own_names}
+        return self._of_layer.get(number, {})
 
     def begin(self) -> None:
         """Forget the updates of a step that was not applied."""

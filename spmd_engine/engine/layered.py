@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -15,18 +14,14 @@ from spmd_engine.arrays.backend import CPU, Array, Backend
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.pending import Pending
 from spmd_engine.engine import schedules
-from spmd_engine.engine.base import Loss, ShardedEngine
+from spmd_engine.engine.base import Loss
 from spmd_engine.engine.batch import Batch
-from spmd_engine.engine.chunk import Chunk
-from spmd_engine.engine.execution import Execution, Neighbours
-from spmd_engine.engine.extras import Buffers, Extras, SideOutputs
-from spmd_engine.engine.gathering import OpenParameters
-from spmd_engine.engine.grouped import GroupedHoldings
-from spmd_engine.engine.holdings import Index
-from spmd_engine.engine.plan import PIPE, Plan, Storage, make_plan
-from spmd_engine.engine.recompute import Recompute, check, segments
-from spmd_engine.engine.reducer import Reducer
+from spmd_engine.engine.parameter_store import Index
+from spmd_engine.engine.placed import PlacedModel, place
+from spmd_engine.engine.plan import PIPE, Plan, Storage
+from spmd_engine.engine.recompute import Recompute
 from spmd_engine.engine.stages import Division
+from spmd_engine.engine.stored import StoredEngine
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.layer import ForwardContext, Layer
 from spmd_engine.models import Model, layout_for
@@ -35,7 +30,7 @@ from spmd_engine.sharding.layout import Layout
 from spmd_engine.sharding.shards import Shards
 
 
-class LayeredEngine(GroupedHoldings, ShardedEngine):
+class LayeredEngine(StoredEngine):
     """A model, a list of layers, run on a mesh.
 
     The layers' text is that of one device. What makes it any strategy, and any of them together, is said here:
@@ -63,79 +58,61 @@ class LayeredEngine(GroupedHoldings, ShardedEngine):
     ) -> None:
         self.model, self.seed, self.dtype, self.backend = model, seed, np.dtype(dtype), backend
         self.mesh = mesh if mesh is not None else Mesh()
-        self.layout = layout if layout is not None else layout_for(model, self.mesh)
-        for name, layer in model.layers:
-            self._check_layout(name, layer)
-        check(model, recompute)
-        self.input_sharding = str(self.layout.spec(model.inputs))
-        self.output_sharding = str(self.layout.spec(model.outputs))
-        self._target_sharding = str(self.layout.spec(model.targets))
-        pipe = self.group(PIPE) if self.mesh.axes.get(PIPE, 1) > 1 else None
-        self.schedule = schedule or schedules.named("1f1b" if pipe else "sequential")
-        plan = make_plan(
-            model,
-            self.mesh,
-            self.layout,
-            self.dtype.itemsize,
-            storage=storage,
-            stages=stages,
-            chunks_per_stage=self.schedule.chunks,
-        )
-        self._store(dict(model.parameters()), plan, self.mesh, storage, self.dtype, backend)
-        self._neighbours = Neighbours(pipe, len(plan.chunks), backend)
-        self._program = lru_cache(partial(self.schedule.program, self._neighbours.stages, stage=self._neighbours.stage))
-        self._program(1)  # raises if the schedule has no such stages
-        self._extras = self._make_extras(plan)
-        buffers = {layer: self._extras.buffers.of_layer(layer, model.layers[layer][1].buffers) for layer in plan.uses}
-        self._open = OpenParameters(self._storages, plan.uses, buffers)
-        passes = [plan.chunks[number] for number in plan.mine]
-        self._reducer = Reducer(self._storages, plan.uses, passes)
-        shards = [Shards(self.mesh, self.layout, name) for name, _ in model.layers]
-        self._chunks = {
-            number: Chunk(
-                segments(model, layers, recompute), model.layers, shards, self._open, self._reducer, self._extras
+        self._be(
+            place(
+                model,
+                self.mesh,
+                layout if layout is not None else layout_for(model, self.mesh),
+                dtype=self.dtype,
+                backend=backend,
+                storage=storage,
+                schedule=schedule,
+                stages=stages,
+                recompute=recompute,
             )
-            for number, layers in zip(plan.mine, passes, strict=True)
-        }
-        # Not of a method: the engine would refer to itself, and its arrays outlive it until a collection.
-        self._positions = lru_cache(maxsize=8)(partial(_positions, self.layout, self.mesh, backend))
+        )
         self.initialize()
 
-    def _check_layout(self, name: str, layer: Layer) -> None:
-        stream = dict.fromkeys((*layer.inputs.dims.split(), *layer.outputs.dims.split()))
-        between = [letter for letter in stream if letter not in layer.inputs.whole + layer.outputs.whole]
-        self.layout.check(name, {*stream, *layer.sizes}, layer.may_cut, layer.across, "".join(between))
+    def _be(self, placed: PlacedModel) -> None:
+        """From now on, be the model as it is placed there."""
+        self._placed, self.mesh, self.layout, self.store = placed, placed.mesh, placed.layout, placed.store
+        self.input_sharding = str(self.layout.spec(self.model.inputs))
+        self.output_sharding = str(self.layout.spec(self.model.outputs))
+        self._target_sharding = str(self.layout.spec(self.model.targets))
 
-    def _make_extras(self, plan: Plan) -> Extras:
-        buffers = Buffers(self.model, sorted(plan.uses), self.mesh, self.layout, self.dtype, self.backend)
-        return Extras(buffers, SideOutputs(self.model, self.mesh, self.layout))
+    @property
+    def plan(self) -> Plan:
+        """What this rank has."""
+        return self.store.plan
+
+    @property
+    def schedule(self) -> schedules.Schedule:
+        """In what order stages work on micro-batches."""
+        return self._placed.schedule
 
     @property
     def buffers(self) -> Mapping[str, Array]:  # type: ignore[override]
         """The buffers of the layers on this rank: its blocks, by name."""
-        return self._extras.buffers.arrays
+        return self._placed.extras.buffers.arrays
 
     @property
     def buffer_names(self) -> tuple[str, ...]:
         return tuple(name for name, _ in self.model.buffers())
 
     def buffer_index(self, name: str) -> Index | None:
-        if name not in self.buffers:
-            return None
-        buffer, shape = dict(self.model.buffers())[name]
-        return self.layout.spec(buffer.dims).block(shape, self.mesh)
+        return self._placed.extras.buffers.index.get(name)
 
     def initialize(self) -> None:
         """Fill the parameters with initial values: functions of seed, name and global index alone."""
         for name, target in self.parameters.items():
-            parameter, shape = self._described[name]
+            parameter, shape = self.store.described[name]
             target[...] = parameter.mean
             if parameter.std and target.size:
                 key = random.key_of(self.seed, "initial", name)
                 target += parameter.std * random.normal(key, shape, self.dtype, self.index(name), self.backend)
 
     def load_checkpoint(self, params: Mapping[str, Any]) -> None:
-        for name, (_, shape) in {**self._described, **dict(self.model.buffers())}.items():
+        for name, (_, shape) in {**self.store.described, **dict(self.model.buffers())}.items():
             if name not in params:
                 raise UsageError(f"the checkpoint has no {name!r}; it has: {', '.join(sorted(params))}")
             if tuple(params[name].shape) != shape:
@@ -144,13 +121,13 @@ class LayeredEngine(GroupedHoldings, ShardedEngine):
                 self.parameters[name][...] = self.block(name, params[name])
             if name in self.buffers:
                 self.buffers[name][...] = self.backend.asarray(np.asarray(params[name][self.buffer_index(name)]))
-        self._extras.begin()
-        self._open.close()
+        self._placed.extras.begin()
+        self._placed.unsharder.release()
 
     def after_update(self) -> None:
-        self._open.close()
+        self._placed.unsharder.release()
         super().after_update()
-        self._extras.buffers.apply()
+        self._placed.extras.buffers.apply()
 
     # --- inputs and outputs ------------------------------------------------------------------------------
 
@@ -177,36 +154,36 @@ class LayeredEngine(GroupedHoldings, ShardedEngine):
         self.model.check_inputs(x)
         ctx = ctx or self._plain_context(x)
         if ctx.training:
-            self._extras.begin()
-        self._neighbours.begin(1)
-        execution = Execution(self._chunks, self._neighbours, [ctx], [self.backend.asarray(x)], lambda m, y: y)
+            self._placed.extras.begin()
+        self._placed.neighbours.begin(1)
+        execution = self._placed.execution([ctx], [self.backend.asarray(x)], lambda m, y: y)
         execution.run(self._one_pass(schedules.Forward, self.plan.mine))
         self.tape.push(execution)
         if not self.is_training:  # else the backward begins with what is here
-            self._open.close()
+            self._placed.unsharder.release()
         return execution.output_gradients.pop((0, len(self.plan.chunks) - 1), None)
 
     def backward(self, grads: Array | None) -> dict[str, Array]:
         """Gradients by name, like ``owned``, summed over the batch: of this one micro-batch alone."""
-        self._reducer.begin(1)
+        self._placed.reducer.begin(1)
         execution = self.tape.pop()
         last = len(self.plan.chunks) - 1
-        if last in self._chunks:
+        if last in self._placed.chunks:
             if grads is None:
                 raise UsageError("backward needs the gradient of the outputs on the ranks that have outputs")
             execution.output_gradients[0, last] = grads
         execution.run(self._one_pass(schedules.Backward, reversed(self.plan.mine)))
         self.input_gradient = execution.input_gradients.get((0, 0))
-        self._reducer.finish()
-        self._open.close()
-        return {name: gradient.copy() for name, gradient in self.named(self._gradients).items()}
+        self._placed.reducer.finish()
+        self._placed.unsharder.release()
+        return {name: gradient.copy() for name, gradient in self.named(self.store.gradients).items()}
 
     def _one_pass(self, kind: type[schedules.Compute], chunks: Iterable[int]) -> schedules.Program:
         """Forwards or backwards of one micro-batch, with what is received before and sent after."""
         order = [kind(0, chunk) for chunk in chunks]
-        if self._neighbours.stages == 1:
+        if self._placed.neighbours.stages == 1:
             return order
-        return schedules.with_transfers(order, self._neighbours.chunks - 1, sends_unfinished=len(order))
+        return schedules.with_transfers(order, self._placed.neighbours.chunks - 1, sends_unfinished=len(order))
 
     def _plain_context(self, x: Array) -> ForwardContext:
         length = self._summed_length(x)
@@ -229,7 +206,7 @@ class LayeredEngine(GroupedHoldings, ShardedEngine):
 
     def _context(self, length: int, samples: Array | None, step: int = 0) -> ForwardContext:
         xp = self.backend.xp
-        inside, residual = self._positions(length)
+        inside, residual = self._placed.positions(length)
         samples = xp.asarray(samples) if samples is not None else None
         return ForwardContext(inside, residual, samples, step, self.seed, training=self.is_training, length=length)
 
@@ -239,7 +216,7 @@ class LayeredEngine(GroupedHoldings, ShardedEngine):
     def watched(self, watch: Callable[[str, Layer], Layer]) -> Iterator[None]:
         """Meanwhile ``watch(name, layer)`` takes the place of each layer here: to see what goes in and comes out."""
         with ExitStack() as stack:
-            for chunk in self._chunks.values():
+            for chunk in self._placed.chunks.values():
                 stack.enter_context(chunk.watched(watch))
             yield
 
@@ -247,11 +224,11 @@ class LayeredEngine(GroupedHoldings, ShardedEngine):
         """As ShardedEngine.step; gradients are summed over ranks while the backward still runs."""
         count = self.count(batch)
         micro_batches = len(batch.micro_batches)
-        self._reducer.begin(micro_batches)
-        self._extras.begin()
+        self._placed.reducer.begin(micro_batches)
+        self._placed.extras.begin()
         total = 0.0
 
-        def lose(m: int, outputs: Array) -> Array:
+        def loss_gradient(m: int, outputs: Array) -> Array:
             nonlocal total
             micro = batch.micro_batches[m]
             value, gradient = (loss or self.loss)(outputs, micro.targets, **micro.loss_options(count))
@@ -261,17 +238,17 @@ class LayeredEngine(GroupedHoldings, ShardedEngine):
         for micro in batch.micro_batches:
             self.model.check_inputs(micro.inputs)
         inputs = [self.backend.asarray(micro.inputs) for micro in batch.micro_batches]
-        self._neighbours.begin(micro_batches)
-        execution = Execution(self._chunks, self._neighbours, self._contexts(batch), inputs, lose)
-        execution.run(self._program(micro_batches))
+        self._placed.neighbours.begin(micro_batches)
+        execution = self._placed.execution(self._contexts(batch), inputs, loss_gradient)
+        execution.run(self._placed.program(micro_batches))
         whole = self._start_sum_loss(total)  # under way while the last gradients are
-        beside = self._extras.side_outputs.start_sum()
-        self._reducer.finish()
-        self._open.close()
-        self.gradients = self._gradients
+        beside = self._placed.extras.side_outputs.start_sum()
+        self._placed.reducer.finish()
+        self._placed.unsharder.release()
+        self.gradients = self.store.gradients
         sums = beside.wait()
-        self.side_outputs = self._extras.side_outputs.by_name(sums)
-        return float(whole.wait()) + self._extras.side_outputs.loss(sums)
+        self.side_outputs = self._placed.extras.side_outputs.by_name(sums)
+        return float(whole.wait()) + self._placed.extras.side_outputs.loss(sums)
 
     def _contexts(self, batch: Batch) -> list[ForwardContext]:
         """Where each micro-batch is; samples are counted, and lengths summed, where the batch does not say."""
@@ -311,8 +288,3 @@ class LayeredEngine(GroupedHoldings, ShardedEngine):
         targets = self.backend.asarray(targets)
         return self.model.loss(Shards(self.mesh, self.layout, "loss"), outputs, targets, **options)
 
-
-def _positions(layout: Layout, mesh: Mesh, backend: Backend, length: int) -> tuple[Array, Array]:
-    """This rank's positions of a sequence, inside layers and on the residual stream."""
-    inside, residual = (layout.positions(length, mesh, where) for where in ("inside", "residual"))
-    return backend.xp.asarray(inside), backend.xp.asarray(residual)

@@ -108,7 +108,7 @@ def test_nothing_stays_whole_between_steps():
             batch = batch_for(engine, 2)
             for compute in (engine.step, engine.evaluate):
                 compute(batch)
-                assert all(storage.whole_parameters is None for storage in engine._storages)
+                assert all(storage.whole_parameters is None for storage in engine.storages)
                 for parameter in engine.parameters.values():
                     parameter *= 1.5
             changed = engine.evaluate(batch)

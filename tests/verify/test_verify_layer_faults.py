@@ -78,7 +78,7 @@ class OtherGroup:
 
 
 def spoil_gradient(name, how, engine):
-    for storage in engine._storages:
+    for storage in engine.storages:
         if name in storage.group.spans:
             storage.rest = OtherGroup(storage.rest, how)
 

@@ -10,7 +10,7 @@ from spmd_engine.arrays.backend import Array
 from spmd_engine.engine.storage import GroupStorage
 
 
-class OpenParameters:
+class Unsharder:
     """Parameters by layer. A group that is stored in parts is whole only from its gather to its release.
 
     ``uses`` holds, for each layer of this rank, its own names of its parameters and their full names; ``buffers`` its
@@ -35,44 +35,44 @@ class OpenParameters:
                 self._layers.setdefault(storage, []).append(layer)
         self._in_parts = any(storage.zero == 3 for storage in storages)
         self._trees: dict[int, dict[str, Any]] = {}  # of layers whose parameters are here
-        self._open: list[GroupStorage] = []
+        self._whole: list[GroupStorage] = []  # stored in parts, and whole for now
 
-    def open(self, layer: int, *, keep: Iterable[int] = (), ahead: Iterable[int] = ()) -> dict[str, Any]:
+    def unshard(self, layer: int, *, keep: Iterable[int] = (), prefetch: Iterable[int] = ()) -> dict[str, Any]:
         """The parameters of a layer by its own names, "norm/scale" at ["norm"]["scale"], until the next call.
 
         Groups that are used neither by it nor by the layers to ``keep`` are released. Of the layers that come
-        next, ``ahead``, the first group that is not here begins to be gathered.
+        next, to ``prefetch``, the first group that is not here begins to be gathered.
         """
         if self._in_parts:
-            self._gather(layer, keep, ahead)
+            self._gather(layer, keep, prefetch)
         if layer not in self._trees:
             names = self._uses[layer]
             arrays = {own: self._storage_of[full].parameters[full] for own, full in names.items()}
             self._trees[layer] = _tree({**arrays, **self._buffers.get(layer, {})})
         return self._trees[layer]
 
-    def _gather(self, layer: int, keep: Iterable[int], ahead: Iterable[int]) -> None:
+    def _gather(self, layer: int, keep: Iterable[int], prefetch: Iterable[int]) -> None:
         needed = list(self._parted(layer))
         wanted = list(dict.fromkeys([*needed, *(s for number in keep for s in self._parted(number))]))
-        coming = next((s for number in ahead for s in self._parted(number) if s not in wanted), None)
+        coming = next((s for number in prefetch for s in self._parted(number) if s not in wanted), None)
         if coming:
             wanted.append(coming)
-        self._release(storage for storage in self._open if storage not in wanted)
+        self._release_all(storage for storage in self._whole if storage not in wanted)
         for storage in wanted:
             storage.start_gather()
-        self._open = wanted
+        self._whole = wanted
         for storage in needed:
             storage.finish_gather()
 
     def _parted(self, layer: int) -> Iterator[GroupStorage]:
         return (storage for storage in self._storages[layer] if storage.zero == 3)
 
-    def close(self) -> None:
+    def release(self) -> None:
         """Release everything: the parameters have changed, or will not be needed for long."""
-        self._release(self._open)
-        self._open = []
+        self._release_all(self._whole)
+        self._whole = []
 
-    def _release(self, storages: Iterable[GroupStorage]) -> None:
+    def _release_all(self, storages: Iterable[GroupStorage]) -> None:
         for storage in storages:
             for layer in self._layers[storage]:
                 self._trees.pop(layer, None)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 from zlib import crc32
 
 import numpy as np
 
-from spmd_engine.arrays.backend import Array
+from spmd_engine.arrays.backend import Array, Backend
 from spmd_engine.comm.dtypes import describe, described
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
@@ -18,8 +18,21 @@ from spmd_engine.sharding.placement import ArrayPlacement, Placement
 from spmd_engine.sharding.rectangles import Rectangle
 from spmd_engine.sharding.transfer import TransferPlan, plan_transfer
 
-if TYPE_CHECKING:
-    from spmd_engine.engine.holdings import Holdings
+
+class HasArrays(Protocol):
+    """What an engine tells of its arrays by name."""
+
+    names: Sequence[str]
+    buffer_names: Sequence[str]
+    mesh: Mesh
+    backend: Backend
+
+    def group(self) -> Group:
+        """All ranks."""
+
+    def placement(self, owned: bool = False) -> Placement:
+        """Which part of every array each of them has. Collective."""
+
 
 _SAID = np.dtype([("name", "<u4"), ("known", "?"), ("dtype", "S40")])  # by each rank, before data moves
 
@@ -50,7 +63,7 @@ class KnownPlacement:
         return self.plans[key]
 
 
-def assemble(engine: Holdings, name: str, part: Array | None, owned: bool, root: int | None = None) -> Array | None:
+def assemble(engine: HasArrays, name: str, part: Array | None, owned: bool, root: int | None = None) -> Array | None:
     """The whole of which this rank holds ``part`` (None: nothing), on every rank or on ``root``; None elsewhere.
 
     Where the parts lie, and whether they are those that ranks update (``owned``) or those they store, the engine's

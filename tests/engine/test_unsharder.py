@@ -1,12 +1,12 @@
-"""Parameters are opened a layer at a time: what is gathered when, and released when."""
+"""Parameters are unsharder a layer at a time: what is gathered when, and released when."""
 
 import numpy as np
 import pytest
 
 from spmd_engine import Mesh, run
-from spmd_engine.engine.gathering import OpenParameters
 from spmd_engine.engine.plan import Storage
 from spmd_engine.engine.storage import GroupStorage
+from spmd_engine.engine.unsharder import Unsharder
 from spmd_engine.models import deep_mlp
 from stored import TIED, UNTIED, Parts, memory_of, pair_bytes, thresholds
 
@@ -23,9 +23,9 @@ def test_a_layer_opens_its_own_parameters(model, zero, threshold):
     def program():
         with Mesh(data=2) as mesh:
             parts = Parts(model, mesh, Storage(zero, threshold))
-            opened = OpenParameters(parts.storages, parts.plan.uses)
+            unsharder = Unsharder(parts.storages, parts.plan.uses)
             for layer in (*parts.layers, *reversed(parts.layers), 3, 3, 6, 0):
-                found = dict(leaves(opened.open(layer, ahead=range(layer + 1, len(parts.layers)))))
+                found = dict(leaves(unsharder.unshard(layer, prefetch=range(layer + 1, len(parts.layers)))))
                 assert list(found) == list(parts.plan.uses[layer])
                 for own, full in parts.plan.uses[layer].items():
                     np.testing.assert_array_equal(found[own], parts.whole[full], strict=True)
@@ -40,17 +40,17 @@ def test_of_groups_in_parts_only_those_in_use_and_the_next_are_here(model, thres
     def program():
         with Mesh(data=2) as mesh:
             parts = Parts(model, mesh, Storage(3, threshold))
-            opened = OpenParameters(parts.storages, parts.plan.uses)
+            unsharder = Unsharder(parts.storages, parts.plan.uses)
             last = parts.layers[-1]
             walk = [(layer, (), range(layer + 1, last + 1)) for layer in parts.layers]
             walk += [(layer, (), range(layer - 1, -1, -1)) for layer in reversed(parts.layers)]
             walk += [(4, (2, 3), (1, 0)), (3, (2, 3, 4), (1, 0)), (2, (2,), ()), (2, (), (2, 3, 4))]
-            for layer, keep, ahead in walk:
-                opened.open(layer, keep=keep, ahead=ahead)
+            for layer, keep, prefetch in walk:
+                unsharder.unshard(layer, keep=keep, prefetch=prefetch)
                 wanted = parts.used(layer, *keep)
-                following = [each for each in parts.used(*ahead) if each not in wanted][:1]
+                following = [each for each in parts.used(*prefetch) if each not in wanted][:1]
                 assert parts.gathered() == {*wanted, *following}
-            opened.close()
+            unsharder.release()
             assert not parts.gathered()
 
     run(program, 2)
@@ -74,9 +74,9 @@ def test_the_next_group_is_on_its_way_before_the_one_in_use_is_waited_for():
             parts, log = Parts(deep_mlp(8, 4), mesh, Storage(3, pair_bytes(4)), kind=Logged), []
             for each in parts.storages:
                 each.log = log
-            opened = OpenParameters(parts.storages, parts.plan.uses)
+            unsharder = Unsharder(parts.storages, parts.plan.uses)
             for layer in parts.layers:
-                opened.open(layer, ahead=range(layer + 1, 4))
+                unsharder.unshard(layer, prefetch=range(layer + 1, 4))
             return list(dict.fromkeys(log))
 
     events = ["start 0", "start 1", "finish 0", "start 2", "finish 1", "start 3", "finish 2", "finish 3"]
@@ -87,10 +87,10 @@ def test_released_memory_is_given_back():
     def program():
         with Mesh(data=2) as mesh:
             parts = Parts(deep_mlp(8, 4), mesh, Storage(3, pair_bytes(4)))
-            opened = OpenParameters(parts.storages, parts.plan.uses)
-            opened.open(0, ahead=range(1, 4))
+            unsharder = Unsharder(parts.storages, parts.plan.uses)
+            unsharder.unshard(0, prefetch=range(1, 4))
             first = memory_of(parts.storages[0].whole_parameters)
-            opened.open(1, ahead=range(2, 4))
+            unsharder.unshard(1, prefetch=range(2, 4))
             assert first() is None
 
     run(program, 2)

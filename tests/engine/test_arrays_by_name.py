@@ -11,7 +11,6 @@ from fake_device import FakeDevice
 from spmd_engine import Mesh, run
 from spmd_engine.engine import SGD, ShardedEngine
 from spmd_engine.engine.batch import batch_of
-from spmd_engine.engine.holdings import Holdings
 from spmd_engine.errors import MismatchError, UsageError
 from spmd_engine.training import Trainer
 from spmd_engine.training.checkpoint import Checkpoint
@@ -35,17 +34,20 @@ SHARDINGS = {
 AXES = {"data": 2, "model": 3}
 
 
-class Shelf(Holdings):
-    """Nothing but holdings: blocks of WHOLE, as SHARDINGS say."""
+class Plain(ShardedEngine):
+    """Nothing but arrays."""
+
+    forward = backward = load_checkpoint = None
+
+
+class Shelf(Plain):
+    """Blocks of WHOLE, as SHARDINGS say."""
 
     shardings = SHARDINGS
 
     def __init__(self, mesh):
         self.mesh = mesh
         self.parameters = {name: self.block(name, whole).copy() for name, whole in WHOLE.items()}
-
-    def group(self, over=None):
-        return self.mesh.group(over)
 
     def global_shape(self, name):
         return WHOLE[name].shape if name in WHOLE else super().global_shape(name)
@@ -104,7 +106,7 @@ def test_each_element_is_sent_once_to_those_who_lack_it(name, root):
     assert sum(sent) == sum(lacking) * WHOLE[name].itemsize
 
 
-@pytest.mark.parametrize("kind", [Shelf, Holdings], ids=["shapes-known", "shapes-asked"])
+@pytest.mark.parametrize("kind", [Shelf, Plain], ids=["shapes-known", "shapes-asked"])
 def test_the_number_of_collectives_does_not_grow_with_the_arrays(kind):
     """Two to learn of all arrays who holds what; then, an array, one to agree and one to send, if anything lacks."""
 
@@ -130,7 +132,7 @@ def test_what_is_held_otherwise_than_last_time_is_asked_for_anew():
 
     def program():
         with Mesh(data=2) as mesh:
-            shelf = Holdings()
+            shelf = Plain()
             shelf.mesh, shelf.group, shelf.shardings = mesh, mesh.group, {"w": "d/data"}
             for length in 7, 6, 5:  # 4 and 3 rows; 3 and 3; 3 and 2
                 whole = np.arange(length)
@@ -242,7 +244,7 @@ def test_a_shard_says_where_it_lies(name):
 
 def test_shapes_of_the_whole_follow_from_the_blocks():
     def program(shelf, mesh):
-        return {name: Holdings.global_shape(shelf, name) for name in WHOLE}
+        return {name: Plain.global_shape(shelf, name) for name in WHOLE}
 
     for shapes in on_shelves(program):
         assert shapes == {name: whole.shape for name, whole in WHOLE.items()}

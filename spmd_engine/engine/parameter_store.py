@@ -1,0 +1,116 @@
+"""A model's parameters on one rank, in groups, some of them in parts: ZeRO behind names and rectangles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from spmd_engine.arrays.backend import Array, Backend
+from spmd_engine.comm.mesh import Mesh
+from spmd_engine.engine.plan import PIPE, Plan, Storage
+from spmd_engine.engine.storage import GroupStorage
+from spmd_engine.errors import UsageError
+from spmd_engine.layers.declarations import Parameter
+from spmd_engine.sharding.layout import Layout
+from spmd_engine.sharding.notation import Spec
+
+Index = tuple[slice, ...]  # a rectangle of a whole array
+
+
+class ParameterStore:
+    """Parameters, gradients and what the optimizer updates, by name or by segment of a group; all zeros at first.
+
+    ``described`` are all parameters of the model with their whole shapes, in the model's order, whether a part of
+    them is here or not; ``plan`` says which are, and in which groups. A *segment* is what lies together in a group's
+    flat array and is, or is not, decayed: the optimizer works on whole segments.
+    """
+
+    def __init__(
+        self,
+        described: Mapping[str, tuple[Parameter, tuple[int, ...]]],
+        plan: Plan,
+        mesh: Mesh,
+        layout: Layout,
+        storage: Storage,
+        dtype: np.dtype,
+        backend: Backend,
+    ) -> None:
+        self.described, self.plan, self._mesh, self._layout = described, plan, mesh, layout
+        zero = storage.stage(mesh.axes)
+        self.storages = [GroupStorage(group, mesh, zero, dtype, backend, storage.compress) for group in plan.groups]
+        #: this rank's blocks by name; fully sharded, some rows of them (none, perhaps)
+        self.parameters: dict[str, Array] = self._by_name(
+            lambda each: each.group.views(each.stored_parameters, each.stored)
+        )
+        self._stored_rows = self._by_name(lambda each: each.group.rows(each.stored))
+        self._owned_rows = self._by_name(lambda each: each.group.rows(each.interval))
+        self.owned: dict[str, Array] = {}  #: what this rank updates, by segment
+        self.gradients: dict[str, Array] = {}  #: like ``owned``, in the same memory in every step
+        for each in self.storages:
+            self.owned |= each.group.segments(each.own_parameters, each.interval)
+            self.gradients |= each.group.segments(each.own_gradients, each.interval)
+        self._cut = {member.name: member.summed.cut for member in plan.members}
+
+    @property
+    def shardings(self) -> dict[str, str]:
+        """How each parameter is cut, in writing."""
+        return {name: str(self.sharding(name)) for name in self.described}
+
+    def sharding(self, name: str) -> Spec:
+        """How a parameter is cut while layers use it; stored in parts, this rank has rows of that: ``index``."""
+        if name not in self.described:
+            raise UsageError(f"no parameter {name!r}; this engine has: {', '.join(self.described)}")
+        return self._layout.spec(self.described[name][0].dims)
+
+    def index(self, name: str, owned: bool = False) -> Index | None:
+        """Which part of a whole parameter is stored here, or is this rank's to update; None if nothing is."""
+        rows = (self._owned_rows if owned else self._stored_rows).get(name)
+        if rows is None:
+            return None
+        block = self.sharding(name).block(self.described[name][1], self._mesh)
+        if not block:  # a number has no rows: it is here, or it is not
+            return () if rows.stop > rows.start else None
+        return (slice(block[0].start + rows.start, block[0].start + rows.stop), *block[1:])
+
+    def decays(self, segment: str) -> bool:
+        """Whether weight decay applies to a segment."""
+        return segment.endswith("/decayed")
+
+    def named(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        """Arrays by segment as arrays by name: views."""
+        return self._by_name(lambda storage: storage.group.join(arrays, storage.own_parameters, storage.interval))
+
+    def refresh(self) -> None:
+        """Tell the updated parts to those who hold copies of the whole. Collective."""
+        for pending in [pending for storage in self.storages if (pending := storage.start_refresh())]:
+            pending.wait()
+
+    def counts_here(self, name: str) -> bool:
+        """Whether this rank is the one, of all that own the same part of a parameter, to count it in a sum."""
+        cut = {*self.sharding(name).axes, *self._cut[name], PIPE}
+        first = self._mesh.coordinates.get(PIPE, 0) == self.plan.holders[name][0]
+        return first and all(place == 0 for axis, place in self._mesh.coordinates.items() if axis not in cut)
+
+    @cached_property
+    def counts_all(self) -> bool:
+        """Whether this rank has the whole gradient, and sums it up just as all others do."""
+        # Processors of other kinds add up in another order, and replicas must be scaled by one number.
+        if self._mesh.axes.get(PIPE, 1) > 1 or len(set(self._mesh.nodes)) > 1:
+            return False
+        cut = [axis for name in self.described for axis in (*self.sharding(name).axes, *self._cut[name])]
+        return all(self._mesh.axes[axis] == 1 for axis in cut)
+
+    @cached_property
+    def counted_gradients(self) -> list[Array]:
+        """Flat parts of ``gradients`` that this rank counts in their norm."""
+        counts = (lambda name: True) if self.counts_all else self.counts_here
+        runs = (each.group.runs(each.own_gradients, counts, each.interval) for each in self.storages)
+        return [run for of_group in runs for run in of_group]
+
+    def _by_name(self, of_group: Callable[[GroupStorage], Mapping[str, Any]]) -> dict[str, Any]:
+        """What groups have by name, in the model's order, which is the same on all ranks: collectives follow it."""
+        found = {name: each for storage in self.storages for name, each in of_group(storage).items()}
+        return {name: found[name] for name in self.described if name in found}

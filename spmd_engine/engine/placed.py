@@ -1,0 +1,111 @@
+"""A model placed on a mesh: all that follows from the two and from how the model is to be computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+
+from spmd_engine.arrays.backend import Array, Backend
+from spmd_engine.comm.mesh import Mesh
+from spmd_engine.engine.chunk import Chunk
+from spmd_engine.engine.execution import Execution, Neighbours
+from spmd_engine.engine.extras import Buffers, Extras, SideOutputs
+from spmd_engine.engine.parameter_store import ParameterStore
+from spmd_engine.engine.plan import PIPE, Plan, Storage, make_plan
+from spmd_engine.engine.recompute import Recompute, check, segments
+from spmd_engine.engine.reducer import Reducer
+from spmd_engine.engine.schedules import Program, Schedule, named
+from spmd_engine.engine.stages import Division
+from spmd_engine.engine.unsharder import Unsharder
+from spmd_engine.layers.layer import ForwardContext, Layer
+from spmd_engine.models import Model
+from spmd_engine.sharding.layout import Layout
+from spmd_engine.sharding.shards import Shards
+
+
+@dataclass(frozen=True)
+class PlacedModel:
+    """Where a model's parts are, and who works on them when; made anew for another mesh."""
+
+    mesh: Mesh
+    layout: Layout
+    schedule: Schedule
+    store: ParameterStore
+    extras: Extras
+    unsharder: Unsharder
+    reducer: Reducer
+    neighbours: Neighbours
+    chunks: Mapping[int, Chunk]  #: on this rank, by number
+    program: Callable[[int], Program]  #: this rank's, for so many micro-batches
+    positions: Callable[[int], tuple[Array, Array]]  #: this rank's, of a sequence: inside layers, and between them
+
+    @property
+    def plan(self) -> Plan:
+        """What this rank has."""
+        return self.store.plan
+
+    def execution(
+        self, contexts: Sequence[ForwardContext], inputs: Sequence[Array], loss_gradient: Callable[[int, Array], Any]
+    ) -> Execution:
+        """To carry out a program on these micro-batches: see there."""
+        return Execution(self.chunks, self.neighbours, contexts, inputs, loss_gradient)
+
+
+def place(
+    model: Model,
+    mesh: Mesh,
+    layout: Layout,
+    *,
+    dtype: np.dtype,
+    backend: Backend,
+    storage: Storage = Storage(),  # noqa: B008 (immutable)
+    schedule: Schedule | None = None,
+    stages: Division = "even",
+    recompute: Recompute = Recompute.NONE,
+) -> PlacedModel:
+    """The model on this mesh; its parameters are zeros. Options are those of ``LayeredEngine``. Collective.
+
+    Raises NotationError for a layout under which a layer cannot work, UsageError for a schedule or a recomputation
+    that the model has not enough layers for.
+    """
+    for name, layer in model.layers:
+        _check_layout(name, layer, layout)
+    check(model, recompute)
+    pipe = mesh.group(PIPE) if mesh.axes.get(PIPE, 1) > 1 else None
+    schedule = schedule or named("1f1b" if pipe else "sequential")
+    plan = make_plan(
+        model, mesh, layout, dtype.itemsize, storage=storage, stages=stages, chunks_per_stage=schedule.chunks
+    )
+    neighbours = Neighbours(pipe, len(plan.chunks), backend)
+    program = lru_cache(partial(schedule.program, neighbours.stages, stage=neighbours.stage))
+    program(1)  # raises if the schedule has no such stages
+    store = ParameterStore(dict(model.parameters()), plan, mesh, layout, storage, dtype, backend)
+    buffers = Buffers(model, sorted(plan.uses), mesh, layout, dtype, backend)
+    extras = Extras(buffers, SideOutputs(model, mesh, layout))
+    unsharder = Unsharder(store.storages, plan.uses, {layer: buffers.of_layer(layer) for layer in plan.uses})
+    passes = [plan.chunks[number] for number in plan.mine]
+    reducer = Reducer(store.storages, plan.uses, passes)
+    shards = [Shards(mesh, layout, name) for name, _ in model.layers]
+    chunks = {
+        number: Chunk(segments(model, layers, recompute), model.layers, shards, unsharder, reducer, extras)
+        for number, layers in zip(plan.mine, passes, strict=True)
+    }
+    positions = lru_cache(maxsize=8)(partial(_positions, layout, mesh, backend))
+    return PlacedModel(
+        mesh, layout, schedule, store, extras, unsharder, reducer, neighbours, chunks, program, positions
+    )
+
+
+def _check_layout(name: str, layer: Layer, layout: Layout) -> None:
+    stream = dict.fromkeys((*layer.inputs.dims.split(), *layer.outputs.dims.split()))
+    between = [letter for letter in stream if letter not in layer.inputs.whole + layer.outputs.whole]
+    layout.check(name, {*stream, *layer.sizes}, layer.may_cut, layer.across, "".join(between))
+
+
+def _positions(layout: Layout, mesh: Mesh, backend: Backend, length: int) -> tuple[Any, Any]:
+    inside, residual = (layout.positions(length, mesh, where) for where in ("inside", "residual"))
+    return backend.xp.asarray(inside), backend.xp.asarray(residual)

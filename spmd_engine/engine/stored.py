@@ -1,0 +1,80 @@
+"""StoredEngine: an engine whose parameters lie in a ParameterStore."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from spmd_engine.arrays.backend import Array
+from spmd_engine.engine.base import ShardedEngine
+from spmd_engine.engine.parameter_store import Index, ParameterStore
+from spmd_engine.engine.storage import GroupStorage
+from spmd_engine.errors import UsageError
+from spmd_engine.sharding.notation import Spec
+
+
+class StoredEngine(ShardedEngine):
+    """What ``ShardedEngine`` says of arrays by name, answered by the engine's ``store``."""
+
+    store: ParameterStore
+
+    @property
+    def parameters(self) -> Mapping[str, Array]:  # type: ignore[override]
+        return self.store.parameters
+
+    @property
+    def storages(self) -> Sequence[GroupStorage]:
+        """Where each parameter group lives on this rank."""
+        return self.store.storages
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.store.described)
+
+    @property
+    def shardings(self) -> Mapping[str, str]:  # type: ignore[override]
+        return self.store.shardings
+
+    def sharding(self, name: str) -> Spec:
+        return self.store.sharding(name)
+
+    def global_shape(self, name: str) -> tuple[int, ...]:
+        return self.store.described[name][1]
+
+    def index(self, name: str) -> Index | None:
+        return self.store.index(name)
+
+    def owned_index(self, name: str) -> Index | None:
+        return self.store.index(name, owned=True)
+
+    @property
+    def owned(self) -> Mapping[str, Array]:
+        return self.store.owned
+
+    def decays(self, key: str) -> bool:
+        return self.store.decays(key)
+
+    def named(self, arrays: Mapping[str, Array]) -> Mapping[str, Array]:
+        return self.store.named(arrays)
+
+    def after_update(self) -> None:
+        self.store.refresh()
+
+    def counts_here(self, name: str) -> bool:
+        return self.store.counts_here(name)
+
+    @property
+    def _counts_all(self) -> bool:
+        return self.store.counts_all
+
+    def _counted_gradients(self) -> Sequence[Array]:
+        return self.store.counted_gradients
+
+    def _index_in(self, name: str, array: Any, owned: bool) -> Index:
+        index = self.store.index(name, owned)
+        if index is None:
+            raise UsageError(f"rank {self.mesh.rank} holds no part of {name!r}: another stage does, or another owner")
+        return index
+
+    def _ask_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: shape for name, (_, shape) in self.store.described.items()}  # every rank knows them
