@@ -101,9 +101,12 @@ def place(
 
 
 def _check_layout(name: str, layer: Layer, layout: Layout) -> None:
-    stream = dict.fromkeys((*layer.inputs.dims.split(), *layer.outputs.dims.split()))
-    between = [letter for letter in stream if letter not in layer.inputs.whole + layer.outputs.whole]
-    layout.check(name, {*stream, *layer.sizes}, layer.may_cut, layer.across, "".join(between))
+    stream = dict.fromkeys("bs")
+    for each in (layer.inputs, layer.outputs):
+        if each.where == "residual":
+            stream |= dict.fromkeys(letter for letter in each.dims.split() if letter not in each.whole)
+    letters = {*stream, *layer.inputs.dims.split(), *layer.outputs.dims.split(), *layer.sizes}
+    layout.check(name, letters, layer.may_cut, layer.across, "".join(stream))
 
 
 def _positions(layout: Layout, mesh: Mesh, backend: Backend, length: int) -> tuple[Any, Any]:

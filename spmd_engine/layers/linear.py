@@ -65,8 +65,8 @@ class Linear(Layer):
         self.may_cut = "b" + i + o
         self.activation = ACTIVATIONS[activation] if activation else None
         self.slice_input, self.gather_output, self.input_gradient = slice_input, gather_output, input_gradient
-        self.inputs = Activation(f"b {i}", whole=i if slice_input else "")
-        self.outputs = Activation(f"b {o}", whole=o if gather_output else "")
+        self.inputs = Activation(f"b {i}", where="inside", whole=i if slice_input else "")
+        self.outputs = Activation(f"b {o}", where="inside", whole=o if gather_output else "")
         if std is None:
             std = sqrt((1.0 if activation is None else 2.0) / inputs[1])
         self.parameters = {"weights": Parameter(f"{i} {o}", std=std, summed="b")}
