@@ -177,6 +177,11 @@ class Mesh(Collectives, Place):
         return self.nodes[: self.rank].count(self.nodes[self.rank])
 
     @property
+    def nodes_by_rank(self) -> list[str]:
+        """The node of each rank of ``group()``."""
+        return [self.nodes[rank] for rank in self.ranks.reshape(-1)]
+
+    @property
     def node_count(self) -> int:
         return len(set(self.nodes))
 

@@ -58,7 +58,7 @@ class KnownPlacement:
             whole = (Rectangle.whole(source.shape),)
             held = [whole if root in (None, rank) else () for rank in range(ranks)]
             target = ArrayPlacement.of_rectangles(source.shape, dtype, held)
-            nodes = [self.mesh.nodes[rank] for rank in self.mesh.ranks.reshape(-1)]
+            nodes = self.mesh.nodes_by_rank
             self.plans[key] = plan_transfer(Placement({name: source}), Placement({name: target}), nodes=nodes)
         return self.plans[key]
 

@@ -16,6 +16,8 @@ from spmd_engine.comm.pending import Pending
 from spmd_engine.engine import schedules
 from spmd_engine.engine.base import Loss
 from spmd_engine.engine.batch import Batch
+from spmd_engine.engine.move import Move
+from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.engine.parameter_store import Index
 from spmd_engine.engine.placed import PlacedModel, place
 from spmd_engine.engine.plan import PIPE, Plan, Storage
@@ -101,6 +103,21 @@ class LayeredEngine(StoredEngine):
 
     def buffer_index(self, name: str) -> Index | None:
         return self._placed.extras.buffers.index.get(name)
+
+    def reshard(
+        self, mesh: Mesh, layout: Layout | None = None, *, optimizer: Optimizer | None = None, **options: Any
+    ) -> None:
+        """Go on as this model on another mesh of the same ranks, in mid-training: with the same parameters, buffers
+        and, if the ``optimizer`` is given, its state.
+
+        ``options`` are those of the constructor that say how the model is computed: ``storage``, ``schedule``,
+        ``stages``, ``recompute``. Collective over the world. The engine does not close its old mesh.
+        """
+        move = Move(self, optimizer)
+        layout = layout if layout is not None else layout_for(self.model, mesh)
+        self._be(place(self.model, mesh, layout, dtype=self.dtype, backend=self.backend, **options))
+        move.finish()
+        self.store.refresh()
 
     def initialize(self) -> None:
         """Fill the parameters with initial values: functions of seed, name and global index alone."""

@@ -1,0 +1,78 @@
+"""An engine that goes on, on another mesh: parameters, buffers and optimizer state move, and nothing else changes."""
+
+import numpy as np
+import pytest
+from test_layer_contract import MICRO_BATCHES, text_model, tokens
+
+import tiny
+from spmd_engine import Mesh, run
+from spmd_engine.engine import AdamW, LayeredEngine, schedules
+from spmd_engine.engine.batch import batch_of
+from spmd_engine.engine.plan import Storage
+from spmd_engine.engine.recompute import Recompute
+from spmd_engine.sharding import Layout
+from spmd_engine.training import Trainer
+
+WAYS = [
+    ({"data": 4}, {}, {"model": 4}, {}),
+    ({"data": 4}, {"zero": 3}, {"data": 2, "model": 2}, {"zero": 1}),
+    ({"pipe": 2, "data": 2}, {"zero": 2}, {"data": 4}, {"zero": 3}),
+    ({"data": 4}, {"zero": 1}, {"pipe": 2, "model": 2}, {"schedule": "zero-bubble"}),
+    ({"pipe": 4}, {"schedule": "1f1b"}, {"context": 2, "data": 2}, {"recompute": Recompute.BLOCK}),
+    ({"replicate": 2, "shard": 2}, {}, {"pipe": 2, "data": 2}, {"schedule": "interleaved", "zero": 1}),
+    ({"data": 3}, {"zero": 2}, {"model": 3}, {}),
+]
+
+
+def options(zero=None, schedule=None, **others):
+    chosen = {"schedule": schedules.named(schedule)} if schedule else {}
+    return {"storage": Storage(zero), **chosen, **others}
+
+
+def trained(before, how_before, after=None, how_after=None):
+    """Losses of four steps, the mesh changed after two of them, and all parameters, buffers and state at the end."""
+
+    def program():
+        with Mesh(**before) as mesh:
+            engine = LayeredEngine(
+                text_model(), mesh, Layout.for_mesh(mesh), dtype=np.float64, seed=5, **options(**how_before)
+            )
+            optimizer = AdamW()
+            batches = lambda step: batch_of(*tokens(step), engine, MICRO_BATCHES, step)
+            trainer = Trainer(engine, optimizer, batches, lambda step: 0.05, grad_clip=0.3)
+            losses = [report.loss for report in trainer.run(2)]
+            sent = None
+            if after:
+                other = Mesh(**after)
+                engine.reshard(other, Layout.for_mesh(other), optimizer=optimizer, **options(**how_after))
+                sent = mesh.ledger.total(label="reshard").sent + other.ledger.total(label="reshard").sent
+            losses += [report.loss for report in trainer.run(4)]
+            arrays = {name: engine.gather(name) for name in engine.names}
+            arrays |= {name: engine.gather_buffer(name) for name in engine.buffer_names}
+            for kind, state in optimizer.state.items():
+                arrays |= {f"{kind} of {name}": engine.gather_owned(name, state) for name in engine.names}
+            return losses, arrays, sent
+
+    return run(program, tiny.ranks_of(before))
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_training_goes_on_as_if_nothing_had_happened(way):
+    ((expected, arrays, _),) = trained({"data": 1}, {})
+    for losses, ours, _ in trained(*way):
+        np.testing.assert_allclose(losses, expected, rtol=1e-11)
+        for name, array in arrays.items():
+            np.testing.assert_allclose(ours[name], array, rtol=0, atol=1e-10, err_msg=name)
+
+
+def test_replicas_that_become_blocks_send_nothing():
+    """All have all parameters, and what they need of the state; only what nobody has must travel."""
+    assert [sent for _, _, sent in trained({"data": 2}, {}, {"model": 2}, {})] == [0, 0]
+
+
+def test_parts_that_become_whole_are_sent_once_to_each_rank():
+    """ZeRO-3 to replicas: parameters and both kinds of state, (n - 1) / n of each to every rank; buffers are there."""
+    results = trained({"data": 2}, {"zero": 3}, {"data": 2}, {})
+    names = text_model().parameters()
+    size = sum(int(np.prod(shape)) for _, (_, shape) in names) * 8
+    assert sum(sent for _, _, sent in results) == 3 * size
