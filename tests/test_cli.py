@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from spmd_engine.training import Job
+
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # one rank alone would take every core and race the others' tests
 QUIET = ["--eval-every", "0", "--eval-samples", "2", "--sample", "0"]
 
@@ -130,7 +132,36 @@ def test_resume_takes_over_the_run_s_own_options(ok, tmp_path):
     ok(1, "train", "--steps", "2", "--resume", "--run", "r")
     assert metrics(tmp_path / "runs" / "r")[1]["tokens"] == 2 * 128
     result = ok(1, "train", "--resume", "--run", "r")  # all steps were made: says so, changes nothing
-    assert len(metrics(tmp_path / "runs" / "r")) == 2 and result.returncode == 0
+    assert len(metrics(tmp_path / "runs" / "r")) == 2 and "nothing to do" in result.stderr
+
+
+def test_resume_keeps_the_composition_that_fits_the_new_mesh(ok, tmp_path):
+    compose = ["--zero", "3", "--schedule", "interleaved", "--chunks", "3", "--group-cap", "100000"]
+    ok(2, "train", "--mesh", "pipe=2", *compose, "--steps", "1", "--batch-size", "2", "--run", "r", *QUIET)
+    result = ok(4, "train", "--mesh", "data=2,pipe=2", "--resume", "--run", "r", "--steps", "2", "--stages", "cost")
+    config = json.loads((tmp_path / "runs" / "r" / "config.json").read_text())
+    kept = {"zero": 3, "schedule": "interleaved", "chunks": 3, "stages": "cost", "group_cap": 100000}
+    assert kept.items() <= config["composition"].items() and "note" not in result.stderr
+    result = ok(1, "train", "--resume", "--run", "r", "--steps", "3")
+    assert "--zero 3 has no effect" not in result.stderr and "--schedule interleaved has no effect" in result.stderr
+    assert json.loads((tmp_path / "runs" / "r" / "config.json").read_text())["composition"]["zero"] == 3
+
+
+@pytest.mark.parametrize("option, value", [("seed", "3"), ("dtype", "float64"), ("batch-size", "4"), ("model", "mlp")])
+def test_resume_refuses_what_decides_what_is_computed(spmd, tmp_path, option, value):
+    Job.of(model="gpt-nano", batch_size=2, steps=1).write(tmp_path / "config.json")
+    result = spmd(1, "train", "--resume", "--run", tmp_path, f"--{option}", value)
+    assert result.returncode == 2
+    assert f"{option.replace('-', '_')} {value} cannot go on with it" in one_line(result)
+
+
+def test_a_run_described_by_a_file_is_the_run(ok, tmp_path):
+    few = ["--model", "mlp", "--steps", "2", "--batch-size", "4", "--learning-rate", "0.1", *QUIET]
+    ok(1, "train", *few, "--run", "first")
+    ok(1, "train", "--config", "runs/first/config.json", "--run", "second")
+    first, second = tmp_path / "runs" / "first", tmp_path / "runs" / "second"
+    assert (first / "config.json").read_text() == (second / "config.json").read_text()
+    assert (first / "parameters.safetensors").read_bytes() == (second / "parameters.safetensors").read_bytes()
 
 
 def test_infer_with_an_engine_of_one_s_own(ok, tmp_path):
@@ -189,7 +220,10 @@ MISTAKES = {
     "no such run": ["--resume", "--run", "nothing"],
     "holds a run already": ["--run", "taken"],
     "needs CuPy": ["--device", "cuda"],
-    "needs an axis 'model'": ["--sequence-parallel"],
+    "Add --schedule interleaved": ["--chunks", "2"],
+    "--stop-at 9 with --steps 5": ["--steps", "5", "--stop-at", "9"],
+    "steps is -5: it must be from 0": ["--steps", "-5"],
+    "cannot be read as JSON": ["--config", "empty"],
 }
 
 
@@ -256,9 +290,9 @@ def test_damaged_runs_are_one_line(ok, spmd, tmp_path):
     (folder / "parameters.safetensors").write_bytes(whole[:1000])
     assert "is damaged or cannot be read" in one_line(spmd(2, *resume))
     (folder / "config.json").write_text("{}")
-    assert "does not say: dtype, model, seed" in one_line(spmd(2, *resume))
+    assert "version is null; this program reads version 1" in one_line(spmd(2, *resume))
     (folder / "config.json").write_text("[")
-    assert "is damaged" in one_line(spmd(2, *resume))
+    assert "cannot be read as JSON" in one_line(spmd(2, *resume))
 
 
 def test_a_mistake_on_many_ranks_is_one_line_every_time(spmd):

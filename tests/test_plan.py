@@ -285,5 +285,5 @@ def test_options_of_groups_reach_them():
 
 
 def test_too_few_layers_are_refused():
-    with pytest.raises(UsageError, match=r"gpt has 8 layers \(embedding, .*block0/.*, \.\.\., head\), too few for 5 stages of 2 chunks"):
+    with pytest.raises(UsageError, match=r"8 layers \(embedding, .*, \.\.\., head\), too few for 5 stages of 2 chunks"):
         plans(GPT, {"pipe": 5}, chunks_per_stage=2)
