@@ -1,13 +1,17 @@
 """Configurations: checked where they are made, the same in JSON, and one line for a mistake, naming file and field."""
 
 import json
+import re
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
+import spmd_engine
 from spmd_engine.engine.composition import Composition, ModelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models.names import build_model
-from spmd_engine.training.job import FIXED, Job, TrainingConfig
+from spmd_engine.training.job import FIXED, DataConfig, Job, TrainingConfig
 
 JOB = Job.of(model="gpt-mini", dropout=0.1, steps=7, zero=3, mesh={"data": 2, "model": 4}, data="texts", sample=0)
 
@@ -149,3 +153,19 @@ def test_what_a_new_mesh_cannot_have_is_left_out_and_named():
 def test_what_was_given_this_time_is_not_left_out():
     with pytest.raises(UsageError, match="ascending numbers"):
         Composition(stages="0,3,7").fitted({"pipe": 2}, build_model("gpt-nano"), given={"stages"})
+
+
+# --- the page about them
+
+PAGE = Path(spmd_engine.__file__).parent.parent / "docs" / "configuration.md"
+
+
+@pytest.mark.parametrize("kind", [Job, ModelConfig, DataConfig, TrainingConfig, Composition])
+def test_the_page_names_every_field(kind):
+    named = set(re.findall(r"`(\w+)`", PAGE.read_text()))
+    assert {each.name for each in fields(kind)} <= named
+
+
+def test_the_page_s_json_is_a_job():
+    (text,) = re.findall(r"^```json\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert Job.from_json(json.loads(text)).composition.schedule == "zero-bubble"

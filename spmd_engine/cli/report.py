@@ -52,8 +52,6 @@ class Reporter(JobObserver):
             self.bar.update(self.task, advance=1, description=text)
         elif report.step % max(1, self.stop // 20) == 0:
             self._say(f"step {report.step:>5}  {text}")
-        if report.validation_loss is not None:
-            self.evaluated(report.step, report.validation_loss)
 
     def stopped(self, step: int, signal: int) -> None:
         self._say(

@@ -27,10 +27,10 @@ class Observer:
         """The run begins, or goes on after ``run.trainer.steps_done`` steps, up to step ``stop``."""
 
     def evaluated(self, step: int, loss: float) -> None:
-        """The validation loss after ``step`` steps."""
+        """The validation loss after ``step`` steps; comes after that step's ``stepped``, whose report has it, too."""
 
     def stepped(self, report: StepReport) -> None:
-        """A step was made; where it was followed by an evaluation, ``report`` has its loss."""
+        """A step was made."""
 
     def saved(self, step: int) -> None:
         """The checkpoint after ``step`` steps is complete."""

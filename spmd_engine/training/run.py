@@ -68,13 +68,16 @@ class Run:
         """Steps until ``steps`` have been made in all. Returns the last validation loss. Collective."""
         with self._observed(steps), StopFlag() as stop:
             self.trainer.stop = stop
-            if self._evaluate() is not None:
-                self._tell(lambda each: each.evaluated(self.steps_done, self.loss))
+            self._evaluate()
+            self._tell_evaluated()
             for report in self._traced(steps):
                 last = report.step == steps
-                if last or not stop.taken and _due(self.eval_every, report.step):
+                evaluates = last or not stop.taken and _due(self.eval_every, report.step)
+                if evaluates:
                     report = replace(report, validation_loss=self._evaluate())
                 self._tell(lambda each, report=report: each.stepped(report))
+                if evaluates:
+                    self._tell_evaluated()
                 if last or stop.taken or _due(self.save_every, report.step):
                     self.save()
             if stop.taken:
@@ -150,6 +153,10 @@ class Run:
         finally:
             for each in started:
                 each.closed()
+
+    def _tell_evaluated(self) -> None:
+        if self.loss is not None:
+            self._tell(lambda each: each.evaluated(self.steps_done, self.loss))
 
     def _tell(self, event: Callable[[Observer], None]) -> None:
         """Raises UsageError where an observer cannot write, for lack of space, say: on rank 0, which ends the job."""
