@@ -2,7 +2,6 @@
 
 import click
 
-from spmd_engine.cli.composition import build_engine
 from spmd_engine.cli.options import (
     check_option,
     device_option,
@@ -12,6 +11,7 @@ from spmd_engine.cli.options import (
     run_folder,
     what_it_computes,
 )
+from spmd_engine.engine.composition import build_engine
 from spmd_engine.training.checkpoint import load_checkpoint
 from spmd_engine.training.data import decode, encode
 from spmd_engine.training.generate import generate as generate_tokens

@@ -9,7 +9,6 @@ from pathlib import Path
 import click
 import numpy as np
 
-from spmd_engine.cli.composition import build_engine
 from spmd_engine.cli.engine_by_name import check_mesh, engine_by_name
 from spmd_engine.cli.options import (
     check_option,
@@ -23,6 +22,7 @@ from spmd_engine.cli.options import (
 from spmd_engine.comm.agreement import on_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.base import ShardedEngine
+from spmd_engine.engine.composition import build_engine
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.made import make_engine
 from spmd_engine.errors import NotationError, SpmdError, UsageError
@@ -51,7 +51,7 @@ def infer(source, target, run, engine, checkpoint, batch_size, mesh, device, che
         raise UsageError("infer needs a model: either --run DIR or --engine MODULE:NAME")
     if run and checkpoint:
         raise UsageError("--checkpoint goes with --engine; a run has its own")
-    config = read_config(run) if run else {}
+    config = read_config(run) if run else None
     with open_mesh(mesh, check=check) as opened:
         inputs = on_rank_zero(opened.group(), lambda: _read(source, target))
         if run:

@@ -10,15 +10,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from spmd_engine.cli.composition import check_composition, composition_options, storage_of
+from spmd_engine.cli.composition import composition_of, composition_options
 from spmd_engine.cli.options import mesh_option
 from spmd_engine.cli.show.bytes_per_rank import CLASSES, bytes_per_rank
 from spmd_engine.comm.mesh import parse_axes
 from spmd_engine.comm.place import Place, all_places
 from spmd_engine.comm.world import launcher_rank
-from spmd_engine.engine import schedules
 from spmd_engine.engine.plan import PIPE, Plan, make_plan
-from spmd_engine.engine.stages import parse_division
 from spmd_engine.models import Model, layout_for
 from spmd_engine.models.names import MODELS, build_model
 from spmd_engine.sharding.layout import Layout
@@ -44,16 +42,14 @@ def inspect(model: str, mesh: str | None, dtype: str, **options: Any) -> None:
     if launcher_rank() > 0:
         return
     axes = parse_axes(mesh) if mesh else {"data": 1}
-    check_composition(options, axes)
-    places = all_places(axes)
     built = build_model(model)
-    layout = layout_for(built, places[0], sequence_parallel=bool(options["sequence_parallel"]))
+    composition = composition_of(options, axes, built)
+    places = all_places(axes)
+    layout = layout_for(built, places[0], sequence_parallel=composition.sequence_parallel)
     for name, layer in built.layers:
         layout.check(name, {"b", "s", *layer.sizes}, layer.may_cut, layer.across)
     itemsize = np.dtype(dtype).itemsize
-    stages = parse_division(options["stages"] or "even")
-    chunks = schedules.named(options["schedule"] or "1f1b", options["chunks"]).chunks if axes.get(PIPE, 1) > 1 else 1
-    storage = storage_of(options)
+    stages, storage, chunks = composition.division, composition.storage, composition.schedule_on(axes).chunks
     plans = [
         make_plan(built, place, layout, itemsize, storage=storage, stages=stages, chunks_per_stage=chunks)
         for place in _one_a_stage(places)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
+from click.core import ParameterSource
 
-from spmd_engine.comm.agreement import text_from_rank_zero
 from spmd_engine.comm.mesh import Mesh, parse_axes
-from spmd_engine.comm.world import world
+from spmd_engine.configuration import Configuration, default_of
+from spmd_engine.engine.composition import ModelConfig
 from spmd_engine.errors import UsageError
+from spmd_engine.training.job import Job
+from spmd_engine.training.start import read_run, run_folder
+
+__all__ = ["run_folder"]
 
 mesh_option = click.option(
     "--mesh",
@@ -29,42 +33,40 @@ check_option = click.option(
 )
 
 
+def field_option(kind: type[Configuration], name: str, flag: str = "", **options: Any) -> Callable:
+    """An option for a field of a configuration, with the field's default and type; the field checks its range."""
+    default = default_of(kind, name)
+    flag = flag or "--" + name.replace("_", "-")
+    return click.option(flag, **{"type": type(default), "default": default, "show_default": True} | options)
+
+
 def open_mesh(text: str | None, *, check: bool = True) -> Mesh:
     """The mesh that ``--mesh`` describes, over all ranks there are."""
     return Mesh(check=check, **(parse_axes(text) if text else {}))
 
 
-def read_config(run: str | Path) -> dict[str, Any]:
-    """``config.json`` of a run, read on rank 0 and given to all. Collective over the world."""
-    path = run_folder(run) / "config.json"
-
-    def read() -> str:
-        if not path.is_file():
-            raise UsageError(f"{path}: no such run; --run wants the folder that 'train' wrote, as in runs/gpt-nano-1")
-        try:
-            config = json.loads(path.read_text())
-            missing = {"model", "seed", "dtype"} - set(config)
-            np.dtype(config.get("dtype"))
-        except (ValueError, TypeError) as error:
-            raise UsageError(f"{path} is damaged: {error}") from error
-        if missing:
-            raise UsageError(f"{path} does not say: {', '.join(sorted(missing))}")
-        return json.dumps(config)
-
-    with Mesh(world()) as mesh:
-        return json.loads(text_from_rank_zero(mesh.group(), read))
+def options_given(context: click.Context) -> dict[str, Any]:
+    """The options that were given, not left to their defaults, as a job has them: ``mesh`` as axes and sizes."""
+    given = {
+        name: value
+        for name, value in context.params.items()
+        if context.get_parameter_source(name) is not ParameterSource.DEFAULT
+    }
+    if given.get("mesh"):
+        given["mesh"] = parse_axes(given["mesh"])
+    return given
 
 
-def what_it_computes(config: dict[str, Any]) -> dict[str, Any]:
-    """A run's configuration without how it was computed: to be served on another mesh.
+def read_config(run: str | Path) -> Job:
+    """The job of a run, by its ``config.json``, read on rank 0 and given to all. Collective over the world."""
+    return read_run(run)
+
+
+def what_it_computes(job: Job) -> ModelConfig:
+    """A run's model without how it was computed: to be served on another mesh.
 
     Raises UsageError for a run of a page of ``strategies/``, which has no model to be built anew.
     """
-    if config.get("strategy"):
-        raise UsageError(f"this is a run of --strategy {config['strategy']}: only 'train --resume' goes on from those")
-    return {k: config[k] for k in ("model", "seed", "dtype")}
-
-
-def run_folder(run: str | Path) -> Path:
-    """The folder of a run: a path, or its name under ``runs/``."""
-    return Path(run) if "/" in str(run) or Path(run, "config.json").exists() else Path("runs") / run
+    if job.strategy:
+        raise UsageError(f"this is a run of --strategy {job.strategy}: only 'train --resume' goes on from those")
+    return job.model.changed(dropout=0.0)

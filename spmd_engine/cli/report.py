@@ -2,102 +2,71 @@
 
 from __future__ import annotations
 
-import json
-import os
-from contextlib import nullcontext
-from pathlib import Path
+from collections.abc import Sequence
 from signal import Signals
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from spmd_engine.cli.job import Job
 from spmd_engine.cli.terminal import console
+from spmd_engine.training.run import Run
+from spmd_engine.training.start import JobObserver
 from spmd_engine.training.trainer import StepReport
+from spmd_engine.training.workload import Workload
 
 
-class Reporter:
-    """What people see of a run, on rank 0 alone: a bar or lines, and ``metrics.jsonl``."""
+class Reporter(JobObserver):
+    """Tells a run's course on standard error: by a bar where there is a terminal, else by a line now and then."""
 
-    def __init__(self, options, job: Job, folder: Path, done: int, stop: int) -> None:
-        self.speaks = job.engine.device_id == 0
-        self.unit, self.each = (" nats per byte", "tokens") if job.writes else ("", "targets")
-        count = job.parameter_count
-        self.folder, self.done, self.stop, self.last = folder, done, stop, done
-        self.console = console() if self.speaks else None
+    def __init__(self) -> None:
+        self.console = console()
         self.bar: Progress | None = None
-        if self.speaks:
-            mesh, corpus = job.engine.mesh, job.corpus
-            self._say(
-                f"{options['strategy'] or options['model']}: {count:,} parameters, {options['dtype']}, mesh {mesh} "
-                f"on {mesh.node_count} node(s); {len(corpus.train):,} tokens from {corpus.files} files"
-            )
-            if done >= stop:
-                self._say(f"nothing to do: {done} steps are done, and --steps or --stop-at ends at {stop}")
+        self.unit, self.each = "", "targets"
 
-    def __enter__(self) -> Reporter:
-        if not self.speaks:
-            return self
-        self.metrics = _open_metrics(self.folder / "metrics.jsonl", self.done)
+    def opened(self, workload: Workload, parameters: int, notices: Sequence[str]) -> None:
+        job, mesh, corpus = workload.job, workload.engine.mesh, workload.corpus
+        if workload.writes:
+            self.unit, self.each = " nats per byte", "tokens"
+        for notice in notices:
+            self._say(f"spmd_engine: note: {notice}")
+        self._say(
+            f"{job.strategy or job.model.name}: {parameters:,} parameters, {job.model.dtype}, mesh {mesh} "
+            f"on {mesh.node_count} node(s); {len(corpus.train):,} tokens from {corpus.files} files"
+        )
+
+    def started(self, run: Run, stop: int) -> None:
+        self.folder, self.stop, done = run.folder, stop, run.steps_done
+        if done >= stop:
+            self._say(f"nothing to do: {done} steps are done, and --steps or --stop-at ends at {stop}")
         if self.console.is_terminal:
             columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
             self.bar = Progress(*columns, console=self.console)
-            self.task = self.bar.add_task("training", total=self.stop, completed=self.done)
-        (self.bar or nullcontext()).__enter__()
-        return self
-
-    def __exit__(self, *error) -> None:
-        if self.speaks:
-            (self.bar or nullcontext()).__exit__(*error)
-            self.metrics.close()
+            self.task = self.bar.add_task("training", total=stop, completed=done)
+            self.bar.start()
 
     def evaluated(self, step: int, loss: float) -> None:
-        if self.speaks:
-            self._say(f"step {step:>5}  validation loss {loss:.4f}{self.unit}")
+        self._say(f"step {step:>5}  validation loss {loss:.4f}{self.unit}")
 
     def stepped(self, report: StepReport) -> None:
-        self.last = report.step
-        if not self.speaks:
-            return
-        self.metrics.write(json.dumps(report.as_dict()) + "\n")
-        self.metrics.flush()
         text = f"loss {report.loss:.4f}  {report.tokens_per_second:,.0f} {self.each}/s"
         if self.bar:
             self.bar.update(self.task, advance=1, description=text)
         elif report.step % max(1, self.stop // 20) == 0:
             self._say(f"step {report.step:>5}  {text}")
-        if report.validation_loss is not None:
-            self.evaluated(report.step, report.validation_loss)
 
-    def interrupted(self, number: int) -> None:
-        """The run ends for a signal, and is saved."""
-        if self.speaks:
-            self._say(
-                f"spmd_engine: {Signals(number).name}: saved after step {self.last} in {self.folder}; go on with: "
-                f"python -m spmd_engine train --resume --run {self.folder}"
-            )
+    def stopped(self, step: int, signal: int) -> None:
+        self._say(
+            f"spmd_engine: {Signals(signal).name}: saved after step {step} in {self.folder}; go on with: "
+            f"python -m spmd_engine train --resume --run {self.folder}"
+        )
 
-    def finished(self, text: str, loss: float) -> None:
-        if not self.speaks:
-            return
-        if text:
-            self._say(f"\n--- a sample of what it writes ---\n{text}\n----------------------------------\n")
+    def finished(self, loss: float | None, sample: str) -> None:
+        if sample:
+            self._say(f"\n--- a sample of what it writes ---\n{sample}\n----------------------------------\n")
         self._say(f"validation loss {loss:.4f}{self.unit}; results in {self.folder}")
+
+    def closed(self) -> None:
+        if self.bar:
+            self.bar.stop()
 
     def _say(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)
-
-
-def _open_metrics(path: Path, done: int):
-    """The file to append to, without what a run that was broken off wrote beyond its checkpoint."""
-    kept = []
-    if done and path.exists():
-        for line in path.read_text().splitlines():
-            try:
-                if json.loads(line)["step"] <= done:
-                    kept.append(line)
-            except ValueError:  # the last line of a run that was killed
-                continue
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text("".join(line + "\n" for line in kept))
-    os.replace(unfinished, path)
-    return path.open("a")

@@ -10,13 +10,14 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from spmd_engine.cli.composition import COMPOSITION, build_engine, check_composition, composition_options
+from spmd_engine.cli.composition import COMPOSITION, composition_of, composition_options
 from spmd_engine.cli.engine_by_name import check_mesh, engine_by_name
 from spmd_engine.cli.options import check_option, device_option, mesh_option, open_mesh
 from spmd_engine.comm.agreement import on_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
 from spmd_engine.engine.base import ShardedEngine
+from spmd_engine.engine.composition import Composition, ModelConfig, build_engine
 from spmd_engine.engine.optimizers import SGD, AdamW
 from spmd_engine.errors import UsageError
 from spmd_engine.models.names import MODELS
@@ -110,20 +111,19 @@ def _open_mesh(options: dict[str, Any]) -> Mesh:
 
 
 def _verify_model(options: dict[str, Any], mesh: Mesh) -> Report:
-    check_composition(options, mesh.axes)
+    composition = composition_of(options, mesh.axes)
     if options["compress"] != "none" and not options["tolerance"]:
         raise UsageError(
             f"verify --compress {options['compress']}: it changes sums on purpose, which one device does not. Leave it "
             "out, or say by --tolerance how much is fine"
         )
-    config = {**options, "dtype": "float64"}
-    engine = build_engine(config, mesh, device=options["device"])
-    alone = {name: config[name] for name in ("model", "dropout", "seed", "dtype")}
-    axes = {"data": 1}
+    model = ModelConfig(options["model"], options["dropout"], "float64", options["seed"])
+    engine = build_engine(model, mesh, composition, device=options["device"])
+    alone, axes = Composition(), {"data": 1}
     if "context" in mesh.axes:  # whatever the ranks' method, one device needs none
-        alone, axes = alone | {"context_method": "gather"}, axes | {"context": 1}
+        alone, axes = Composition(context_method="gather"), axes | {"context": 1}
     reference = on_rank_zero(
-        mesh.group(), lambda: build_engine(alone, mesh_of_one(axes), device=options["device"])
+        mesh.group(), lambda: build_engine(model, mesh_of_one(axes), alone, device=options["device"])
     )
     batches = batches_for_model(
         engine.model,

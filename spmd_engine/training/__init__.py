@@ -1,8 +1,26 @@
-"""Training: data, the loop, checkpoints and text from a trained model."""
+"""Training: jobs and their runs, data, the loop, checkpoints and text from a trained model."""
 
+from spmd_engine.training.array_data import ArrayData
 from spmd_engine.training.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from spmd_engine.training.data import Corpus, load_corpus
 from spmd_engine.training.generate import generate
+from spmd_engine.training.job import Job
+from spmd_engine.training.observers import Observer
+from spmd_engine.training.run import Run
+from spmd_engine.training.start import train
 from spmd_engine.training.trainer import Trainer
 
-__all__ = ["Checkpoint", "Corpus", "Trainer", "generate", "load_checkpoint", "load_corpus", "save_checkpoint"]
+__all__ = [
+    "ArrayData",
+    "Checkpoint",
+    "Corpus",
+    "Job",
+    "Observer",
+    "Run",
+    "Trainer",
+    "generate",
+    "load_checkpoint",
+    "load_corpus",
+    "save_checkpoint",
+    "train",
+]

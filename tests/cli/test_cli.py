@@ -9,6 +9,7 @@ from safetensors.numpy import load_file, save_file
 
 from command_line import QUIET, metrics
 from spmd_engine.cli import main
+from spmd_engine.training import Job
 
 STEPS = 4
 EXACT = ["--model", "gpt-nano", "--dtype", "float64", "--steps", str(STEPS), "--warmup", "3", "--dropout", "0.1"]
@@ -100,6 +101,37 @@ def test_resume_takes_over_the_run_s_own_options(ok, here, r):
     assert metrics(r)[1]["tokens"] == 2 * 128
     code, _, errors = here("train", "--resume", "--run", "r")  # all steps were made: says so, changes nothing
     assert len(metrics(r)) == 2 and code == 0 and "nothing to do" in errors
+
+
+def test_resume_keeps_the_composition_that_fits_the_new_mesh(ok, here, tmp_path):
+    def composition():
+        return json.loads((tmp_path / "runs" / "r" / "config.json").read_text())["composition"]
+
+    compose = ["--zero", "3", "--schedule", "interleaved", "--chunks", "3", "--group-cap", "100000"]
+    ok(2, "train", "--mesh", "pipe=2", *compose, "--steps", "1", "--batch-size", "2", "--run", "r", *QUIET)
+    result = ok(4, "train", "--mesh", "data=2,pipe=2", "--resume", "--run", "r", "--steps", "2", "--stages", "cost")
+    kept = {"zero": 3, "schedule": "interleaved", "chunks": 3, "stages": "cost", "group_cap": 100000}
+    assert kept.items() <= composition().items() and "note" not in result.stderr
+    _, _, errors = here("train", "--resume", "--run", "r", "--steps", "3")
+    assert "--zero 3 has no effect" not in errors and "--schedule interleaved has no effect" in errors
+    assert composition()["zero"] == 3
+
+
+@pytest.mark.parametrize("option, value", [("seed", "3"), ("dtype", "float64"), ("batch-size", "4"), ("model", "mlp")])
+def test_resume_refuses_what_decides_what_is_computed(here, tmp_path, option, value):
+    Job.of(model="gpt-nano", batch_size=2, steps=1).write(tmp_path / "config.json")
+    code, _, errors = here("train", "--resume", "--run", str(tmp_path), f"--{option}", value)
+    assert code == 2 and errors.count("\n") == 1
+    assert f"{option.replace('-', '_')} {value} cannot go on with it" in errors
+
+
+def test_a_run_described_by_a_file_is_the_run(here, tmp_path):
+    few = ["--model", "mlp", "--steps", "2", "--batch-size", "4", "--learning-rate", "0.1", *QUIET]
+    here("train", *few, "--run", "first")
+    here("train", "--config", "runs/first/config.json", "--run", "second")
+    first, second = tmp_path / "runs" / "first", tmp_path / "runs" / "second"
+    assert (first / "config.json").read_text() == (second / "config.json").read_text()
+    assert (first / "parameters.safetensors").read_bytes() == (second / "parameters.safetensors").read_bytes()
 
 
 def test_infer_with_an_engine_of_one_s_own(ok, tmp_path):

@@ -10,6 +10,7 @@ from spmd_engine.cli import main
 from spmd_engine.cli.show.communication import step_of
 from spmd_engine.comm.place import all_places
 from spmd_engine.engine import schedules
+from spmd_engine.engine.composition import Composition
 from spmd_engine.engine.recompute import Recompute
 from spmd_engine.models import GPTSize, gpt
 from spmd_engine.models.names import build_model
@@ -51,7 +52,7 @@ def axes_of(case):
 
 def dry_runs(case):
     """The steps of all ranks, of two micro-batches in float64."""
-    return [step_of(MODEL, place, OPTIONS | CASES[case], 2, 8) for place in all_places(axes_of(case))]
+    return [step_of(MODEL, place, Composition(**OPTIONS | CASES[case]), 2, 8) for place in all_places(axes_of(case))]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -93,7 +94,7 @@ def test_transfers_lie_within_the_step(case):
 
 def test_gathers_are_a_group_ahead_and_reductions_hide_behind_the_backward():
     options = OPTIONS | {"zero": 3, "group_threshold": 1 << 20}
-    step = step_of(build_model("gpt-nano"), all_places({"data": 2})[0], options, 1, 4)
+    step = step_of(build_model("gpt-nano"), all_places({"data": 2})[0], Composition(**options), 1, 4)
     gathers = [each for each in step.communications if each.operation == "all_gather"]
     assert gathers[0].priority == 0 and all(each.priority > 0 for each in gathers[1:])
     reductions = [each for each in step.communications if each.operation == "reduce_scatter"]
@@ -114,8 +115,8 @@ def test_a_picture(capsys):
 def test_what_cannot_be_drawn_is_refused(capsys):
     for arguments, message in [
         (["--mesh", "data=2", "--rank", "2"], "ranks are from 0 to 1"),
-        (["--mesh", "data=2", "--schedule", "1f1b"], "it needs an axis 'pipe'"),
         (["--mesh", "data=2", "--compress", "top-k"], "only in a real step"),
+        (["--mesh", "data=2", "--chunks", "2"], "Add --schedule interleaved"),
         (["--model", "deep-mlp", "--mesh", "data=2", "--group-threshold", "0"], "too many to draw"),
     ]:
         with pytest.raises(SystemExit) as caught:

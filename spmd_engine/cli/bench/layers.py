@@ -14,12 +14,12 @@ from threadpoolctl import threadpool_limits
 
 from spmd_engine.cli.bench.figures import output_option, report, rounds_option, spread, steps_option
 from spmd_engine.cli.bench.peak import sgemm_peak
-from spmd_engine.cli.job import make_trainer, open_job
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.threads import solo
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import UsageError
 from spmd_engine.training.trace import Trace
+from spmd_engine.training.workload import make_trainer, open_workload
 
 KINDS = ("forward", "backward (input)", "backward (weights)")
 REST = "loss, optimizer and data"
@@ -42,22 +42,22 @@ def layers(steps: int, rounds: int, output: Path | None, options: tuple[str, ...
     \b
       python -m spmd_engine bench layers --model gpt-mini --batch-size 8
     """
-    from spmd_engine.cli.train import train
+    from spmd_engine.cli.train import job_of, train
 
-    chosen = train.make_context("train", list(options)).params
+    chosen = job_of(train.make_context("train", list(options)))
     found: dict[str, list[list[float]]] = defaultdict(list)  # seconds of a step by kind, a list a round
     peaks = []
     with threadpool_limits(1, "blas"), Mesh(solo()) as mesh:
-        job = open_job(chosen, mesh)
-        if not isinstance(job.engine, LayeredEngine):
+        workload = open_workload(chosen, mesh)
+        if not isinstance(workload.engine, LayeredEngine):
             raise UsageError("bench layers: a page of strategies/ is not made of layers")
-        trainer = make_trainer(chosen, job)
+        trainer = make_trainer(workload)
         for _ in range(2):
             tokens = trainer.step().tokens
         for _ in range(rounds):
             peaks.append(sgemm_peak())
             trace, began = Trace(mesh), perf_counter()
-            with trace.of(job.engine):
+            with trace.of(workload.engine):
                 for _ in range(steps):
                     trainer.step()
             seconds = perf_counter() - began
@@ -65,7 +65,7 @@ def layers(steps: int, rounds: int, output: Path | None, options: tuple[str, ...
             of_round[REST] = [seconds - sum(map(sum, of_round.values())), 0.0, 0.0]
             for name, parts in of_round.items():
                 found[name].append([part / steps for part in parts])
-    model, costs = job.engine.model, Counter()
+    model, costs = workload.engine.model, Counter()
     for name, layer in model.layers:
         costs[_without_number(name)] += 3 * 2 * tokens * layer.cost(model.context)
     numbers = Counter(_without_number(name) for name, _ in model.layers)

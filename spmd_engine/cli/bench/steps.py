@@ -15,22 +15,22 @@ from time import perf_counter
 import numpy as np
 
 from spmd_engine.arrays.fused import kernels_for
-from spmd_engine.cli.job import Job, make_trainer, open_job
-from spmd_engine.cli.options import open_mesh
-from spmd_engine.cli.train import train
+from spmd_engine.cli.train import job_of, train
+from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.layered import LayeredEngine
+from spmd_engine.training.workload import Workload, make_trainer, open_workload
 
 
 def main() -> None:
     """Build, warm up, time."""
     config = json.loads(sys.argv[1])
-    options = train.make_context("train", config["options"]).params
+    job = job_of(train.make_context("train", config["options"]))
     steps = config["time"]
-    with open_mesh(options["mesh"], check=options["check"]) as mesh:
+    with Mesh(check=job.check, **(job.composition.mesh or {})) as mesh:
         mesh.barrier()
         before = held_bytes()
-        job = open_job(options, mesh)
-        trainer = make_trainer(options, job)
+        workload = open_workload(job, mesh)
+        trainer = make_trainer(workload)
         for _ in range(config["warm"]):
             trainer.step()
         mesh.ledger.clear()
@@ -50,22 +50,22 @@ def main() -> None:
         result = {
             "seconds": seconds,
             "tokens": tokens,
-            "multiplications": tokens * multiplications(job),
+            "multiplications": tokens * multiplications(workload),
             "bytes_sent": by_rank[:, 0].sum() / steps,  # by all ranks, a step
             "calls": by_rank[:, 1].max() / steps,  # of one rank, a step
             "waiting": by_rank[:, 2].mean() / steps,  # seconds of a rank in collectives, a step
             "page_faults": by_rank[:, 3].max(),
             "memory": by_rank[:, 4].max(),  # bytes of one rank
-            "compiled": kernels_for(next(iter(job.engine.owned.values()))) is not None,
+            "compiled": kernels_for(next(iter(workload.engine.owned.values()))) is not None,
         }
         print(json.dumps(result))
 
 
-def multiplications(job: Job) -> float:
+def multiplications(workload: Workload) -> float:
     """Multiplications and additions of a training step for each token: three times those of a forward."""
-    if not isinstance(job.engine, LayeredEngine):
+    if not isinstance(workload.engine, LayeredEngine):
         return 0.0
-    model = job.engine.model
+    model = workload.engine.model
     return 3 * 2 * sum(layer.cost(model.context) for _, layer in model.layers)
 
 

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
 
-from spmd_engine.cli.composition import check_composition, composition_options, storage_of
+from spmd_engine.cli.composition import composition_of, composition_options
 from spmd_engine.cli.show.options import mesh_option, model_option, output_option
 from spmd_engine.cli.show.output import present
 from spmd_engine.cli.show.picture import BLUE, GREEN, ORANGE, PURPLE, YELLOW, Cell, Picture, table, text
 from spmd_engine.comm.mesh import parse_axes
 from spmd_engine.comm.place import Place, all_places
-from spmd_engine.engine import schedules
+from spmd_engine.engine.composition import Composition
 from spmd_engine.engine.dry_run import Communication, DryRun, dry_run
 from spmd_engine.engine.plan import PIPE, make_plan
 from spmd_engine.engine.recompute import Recompute, segments
-from spmd_engine.engine.stages import parse_division
 from spmd_engine.errors import UsageError
 from spmd_engine.models import Model, layout_for
 from spmd_engine.models.names import build_model
@@ -57,30 +55,29 @@ def communication(
       python -m spmd_engine show communication --mesh pipe=2,data=2 --micro-batches 2 --schedule zero-bubble
     """
     axes = parse_axes(mesh)
-    check_composition(options, axes)
+    built, itemsize = build_model(model), np.dtype(dtype).itemsize
+    composition = composition_of(options, axes, built)
     places = all_places(axes)
     if rank >= len(places):
         raise UsageError(f"--rank {rank} with --mesh {mesh}: ranks are from 0 to {len(places) - 1}")
-    built, itemsize = build_model(model), np.dtype(dtype).itemsize
-    step = step_of(built, places[rank], options, micro_batches, itemsize)
+    step = step_of(built, places[rank], composition, micro_batches, itemsize)
     present(draw_communication(step, f"{model}, mesh {mesh}: a step of rank {rank}", itemsize), output)
 
 
-def step_of(model: Model, place: Place, options: Mapping[str, Any], micro_batches: int, itemsize: int) -> DryRun:
-    """The step of the rank at ``place``, under the options that compose a strategy."""
+def step_of(model: Model, place: Place, composition: Composition, micro_batches: int, itemsize: int) -> DryRun:
+    """The step of the rank at ``place`` under a composition."""
     stages, stage = place.axes.get(PIPE, 1), place.coordinates.get(PIPE, 0)
-    name = options["schedule"] or ("1f1b" if stages > 1 else "sequential")
-    schedule, storage = schedules.named(name, options["chunks"]), storage_of(options)
+    schedule, storage = composition.schedule_on(place.axes), composition.storage
     plan = make_plan(
         model,
         place,
-        layout_for(model, place, sequence_parallel=bool(options["sequence_parallel"])),
+        layout_for(model, place, sequence_parallel=composition.sequence_parallel),
         itemsize,
         storage=storage,
-        stages=parse_division(options["stages"] or "even"),
+        stages=composition.division,
         chunks_per_stage=schedule.chunks,
     )
-    recompute = Recompute(options["recompute"])
+    recompute = Recompute(composition.recompute)
     return dry_run(
         plan,
         [layer for layer, _ in model.layers],

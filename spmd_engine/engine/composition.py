@@ -1,0 +1,168 @@
+"""Compositions: how a model is spread over ranks, and the engine that this describes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from spmd_engine.arrays.backend import get_backend
+from spmd_engine.comm.mesh import Mesh
+from spmd_engine.configuration import Configuration, setting
+from spmd_engine.engine import schedules
+from spmd_engine.engine.compression import compression
+from spmd_engine.engine.layered import LayeredEngine
+from spmd_engine.engine.plan import PIPE, Storage
+from spmd_engine.engine.recompute import Recompute
+from spmd_engine.engine.stages import Division, divide, parse_division
+from spmd_engine.errors import UsageError
+from spmd_engine.layers.names import CONTEXT_METHODS
+from spmd_engine.models import Model, layout_for
+from spmd_engine.models.names import build_model
+from spmd_engine.sharding.groups import CAP, THRESHOLD
+
+PIPELINES = tuple(name for name in schedules.SCHEDULES if name != "sequential")
+RECOMPUTE = tuple(each.value for each in Recompute)
+
+
+@dataclass(frozen=True)
+class ModelConfig(Configuration):
+    """A model by name, and what its parameters begin with."""
+
+    name: str = setting("gpt-nano")  #: one of ``models.names.MODELS``
+    dropout: float = setting(0.0, least=0, below=1)  #: the probability that an activation is 0
+    dtype: str = setting("float32", choices=("float32", "float64"))  #: of parameters and activations
+    seed: int = setting(0)  #: of parameters, samples and dropout
+
+
+@dataclass(frozen=True)
+class Composition(Configuration):
+    """How a model is spread over ranks. But for ``compress``, this says how something is computed, not what.
+
+    None of the optional fields stands for the usual choice, which may depend on the mesh.
+    """
+
+    mesh: Mapping[str, int] | None = None  #: axes and their sizes, the last varies fastest; None: all ranks on "data"
+    zero: int | None = setting(None, least=0, most=3)  #: the stage of ZeRO; None: 3 over an axis "shard", else 0
+    sequence_parallel: bool = False  #: whether "model" cuts the sequence between layers
+    context_method: str | None = setting(None, choices=CONTEXT_METHODS)  #: how "context" attends; None: ring
+    schedule: str | None = setting(None, choices=PIPELINES)  #: order of micro-batches along "pipe"; None: 1f1b
+    chunks: int | None = setting(None, least=1)  #: of layers a stage; None: 2 if interleaved, else 1
+    stages: str | None = None  #: "even", "cost", or the first layer of each chunk, as in "0,3,7"; None: even
+    recompute: str = setting("none", choices=RECOMPUTE)  #: what a backward computes again instead of keeping
+    compress: str = "none"  #: how gradients travel: see ``compression``
+    group_threshold: int = setting(THRESHOLD, least=0)  #: bytes up to which neighbouring parameters share a collective
+    group_cap: int = setting(CAP, least=0)  #: bytes beyond which no neighbour joins a group
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        compression(self.compress)
+        parse_division(self.stages or "even")
+
+    @property
+    def storage(self) -> Storage:
+        """How parameters, gradients and optimizer state are stored."""
+        return Storage(self.zero, self.group_threshold, self.group_cap, self.compress)
+
+    @property
+    def division(self) -> Division:
+        return parse_division(self.stages or "even")
+
+    def schedule_on(self, axes: Mapping[str, int]) -> schedules.Schedule:
+        """The order of micro-batches on a mesh with these axes: sequential without a pipeline."""
+        if axes.get(PIPE, 1) == 1:
+            return schedules.named("sequential")
+        return schedules.named(self.schedule or "1f1b", self.chunks)
+
+    def check(self, axes: Mapping[str, int], model: Model | None = None) -> list[str]:
+        """Notices of what has no effect on a mesh with these axes; all else computes as it says.
+
+        Raises UsageError for what makes no sense there, with the nearest that does.
+        """
+        mesh = ",".join(f"{axis}={size}" for axis, size in axes.items())
+
+        def refuse(what: str, why: str, nearest: str) -> None:
+            raise UsageError(f"{what} with --mesh {mesh}: {why}. {nearest}")
+
+        if (self.chunks or 1) > 1 and self.schedule != "interleaved":
+            refuse(f"--chunks {self.chunks}", "several chunks a stage are interleaved", "Add --schedule interleaved")
+        if "replicate" in axes and "shard" not in axes and not self.zero:
+            refuse("axis 'replicate'", "it says that state is in parts over another axis", "Name it data, or add shard")
+        if not compression(self.compress).in_parts and self.storage.stage(axes):
+            refuse(f"--compress {self.compress}", "ZeRO needs parts of sums", "Choose float16 or bfloat16")
+        if model is not None and axes.get(PIPE, 1) > 1:
+            chunks = self.schedule_on(axes).chunks
+            divide(model, axes[PIPE] * chunks, self.division, chunks)
+        return self._without_effect(axes, mesh)
+
+    def _without_effect(self, axes: Mapping[str, int], mesh: str) -> list[str]:
+        pipeline, copies = axes.get(PIPE, 1) > 1, {"data", "shard", "context"} & set(axes)
+        needed = {
+            f"--zero {self.zero}": (self.zero and not copies, "data, shard or context to store over"),
+            "--sequence-parallel": (self.sequence_parallel and "model" not in axes, "model"),
+            f"--context-method {self.context_method}": (self.context_method and "context" not in axes, "context"),
+            f"--schedule {self.schedule}": (self.schedule and not pipeline, "pipe of 2 or more"),
+            f"--chunks {self.chunks}": (self.chunks and not pipeline, "pipe of 2 or more"),
+            f"--stages {self.stages}": (self.stages and not pipeline, "pipe of 2 or more"),
+        }
+        return [
+            f"{what} has no effect with --mesh {mesh}: there is no axis {axis}"
+            for what, (missing, axis) in needed.items()
+            if missing
+        ]
+
+    def fitted(
+        self, axes: Mapping[str, int], model: Model | None, given: Collection[str] = ()
+    ) -> tuple[Composition, list[str]]:
+        """This composition on another mesh than the one it was made for, and a notice for each part that is left out,
+        since the mesh cannot have it. Fields that are ``given`` stay; raises UsageError if then nothing fits.
+        """
+        try:
+            self.check(axes, model)
+        except UsageError as error:
+            for names in (("stages",), ("chunks",), ("schedule", "chunks"), ("schedule", "chunks", "stages")):
+                left_out = [name for name in names if getattr(self, name) is not None and name not in given]
+                fitting = self.changed(**dict.fromkeys(left_out))
+                try:
+                    fitting.check(axes, model)
+                except UsageError:
+                    continue
+                listed = ", ".join(f"--{name} {getattr(self, name)}" for name in left_out)
+                return fitting, [f"goes on without {listed} ({error})"]
+            raise
+        return self, []
+
+
+def build_engine(
+    model: ModelConfig,
+    mesh: Mesh,
+    composition: Composition = Composition(),  # noqa: B008 (immutable)
+    *,
+    device: str = "cpu",
+) -> LayeredEngine:
+    """The engine that a composition of a model describes, on this mesh.
+
+    Raises UsageError for what makes no sense there.
+    """
+    method = composition.context_method or "ring"
+    built = build_model(model.name, model.dropout, method)
+    composition.check(mesh.axes, built)
+    layout = layout_for(
+        built,
+        mesh,
+        sequence_parallel=composition.sequence_parallel,
+        balanced="context" in mesh.axes and method != "ulysses",  # whose ranks all have the whole sequence
+    )
+    return LayeredEngine(
+        built,
+        mesh,
+        layout,
+        seed=model.seed,
+        dtype=np.dtype(model.dtype),
+        backend=get_backend(device, mesh.local_rank),
+        storage=composition.storage,
+        schedule=composition.schedule_on(mesh.axes),
+        stages=composition.division,
+        recompute=Recompute(composition.recompute),
+    )

@@ -1,0 +1,99 @@
+"""NumPy arrays as training data: shuffled epochs, and a part held out for validation."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from spmd_engine.arrays.random import hash_bits, key_of
+from spmd_engine.engine.base import ShardedEngine
+from spmd_engine.engine.batch import Batch, make_batch
+from spmd_engine.errors import UsageError
+
+
+class ArrayData:
+    """Samples x[b ...] with targets y[b ...], whole on every rank; memory maps will do, since only rows are read.
+
+    Targets are whatever the engine's loss takes: classes y[b], or numbers y[b d]. ``validation`` is the fraction of
+    samples that is held out. Which these are, and the order of every epoch, are functions of the seed, the epoch and
+    the samples' numbers alone: neither the mesh, nor where a run was broken off, changes what a step is given.
+    """
+
+    def __init__(self, x: Any, y: Any, *, validation: float = 0.0, seed: int = 0) -> None:
+        if len(x) != len(y):
+            raise UsageError(f"ArrayData: x has {len(x)} samples and y {len(y)}")
+        if not 0 <= validation < 1:
+            raise UsageError(f"ArrayData: validation={validation} is a fraction of the samples, from 0 and below 1")
+        held_out = round(validation * len(x))
+        if held_out == len(x):
+            raise UsageError(f"ArrayData: {len(x)} samples, of which {held_out} are held out, leave none to learn from")
+        self.x, self.y, self.seed = x, y, seed
+        order = _shuffled(key_of(seed, "validation"), len(x))
+        self.held_out = np.sort(order[:held_out])  #: numbers of the samples for validation
+        self.train = np.sort(order[held_out:])  #: and of those to learn from
+        self._epochs: dict[int, np.ndarray] = {}  # orders of the last ones
+
+    def epoch(self, number: int) -> np.ndarray:
+        """The numbers of the samples to learn from, each once, in the order of this epoch."""
+        if number not in self._epochs:
+            if len(self._epochs) > 1:  # a batch may lie in two
+                del self._epochs[min(self._epochs)]
+            order = _shuffled(key_of(self.seed, "epoch", number), len(self.train))
+            self._epochs[number] = self.train[order]
+        return self._epochs[number]
+
+    def numbers(self, places: np.ndarray) -> np.ndarray:
+        """Which samples stand at these places in all epochs, one after the other."""
+        epochs, within = np.divmod(places, len(self.train))
+        numbers = np.empty(len(places), np.int64)
+        for epoch in np.unique(epochs).tolist():
+            here = epochs == epoch
+            numbers[here] = self.epoch(epoch)[within[here]]
+        return numbers
+
+    def batch(self, engine: ShardedEngine, step: int, *, size: int, micro_batches: int = 1) -> Batch:
+        """This rank's block of the batch of one step (from 0): places step · size and on, of all epochs."""
+
+        def load(samples: np.ndarray):
+            return self._rows(self.numbers(step * size + samples))
+
+        return make_batch(load, size, micro_batches, engine, step=step, count=size * self._terms)
+
+    def validation_batches(self, engine: ShardedEngine, *, size: int) -> list[Batch]:
+        """All that is held out, in order, in batches of ``size``."""
+        batches = []
+        for first in range(0, len(self.held_out), size):
+            part = self.held_out[first : first + size]
+
+            def load(samples: np.ndarray, part=part):
+                return self._rows(part[samples])
+
+            batches.append(make_batch(load, len(part), 1, engine, count=len(part) * self._terms))
+        return batches
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of shapes, dtypes and contents: a fact for a checkpoint, so that a run goes on with the same data."""
+        digest = hashlib.sha256()
+        for array in (self.x, self.y):
+            digest.update(f"{array.dtype.str}{array.shape}".encode())
+            for first in range(0, len(array), 4096):
+                digest.update(np.ascontiguousarray(array[first : first + 4096]).tobytes())
+        return digest.hexdigest()
+
+    @property
+    def _terms(self) -> int:
+        """How many numbers of a sample the loss compares."""
+        return int(np.prod(self.y.shape[1:]))
+
+    def _rows(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return np.asarray(self.x[numbers]), np.asarray(self.y[numbers])
+
+
+def _shuffled(key: int, count: int) -> np.ndarray:
+    """The numbers below ``count``, ordered by the random bits that the key gives each of them."""
+    numbers = np.arange(count, dtype=np.uint64)
+    return np.argsort(hash_bits(key, numbers), kind="stable")

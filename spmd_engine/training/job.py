@@ -1,0 +1,159 @@
+"""A job: everything that decides a training run, as one configuration that JSON can hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+from spmd_engine.configuration import Configuration, setting
+from spmd_engine.engine.composition import Composition, ModelConfig
+from spmd_engine.errors import UsageError
+
+VERSION = 1  #: of the JSON that jobs are written as
+LARGEST = 1e30  #: of rates and the like
+
+#: Options that decide what a run computes, by their names for ``Job.with_options``: it goes on with its own.
+FIXED = ("model", "strategy", "dropout", "dtype", "seed", "batch_size", "optimizer")
+_SECTIONS = ("model", "data", "training", "composition")
+_SHORT = {"model": ("model", "name"), "data": ("data", "path")}  # options that are called as their sections are
+
+
+@dataclass(frozen=True)
+class DataConfig(Configuration):
+    """What is learnt from, and in which pieces."""
+
+    path: str | None = None  #: a file or a folder; None: the source of Python's standard library
+    batch_size: int = setting(16, least=1)  #: samples a step, over all ranks
+    micro_batches: int = setting(1, least=1)  #: parts of a batch, computed one after the other
+    eval_samples: int = setting(64, least=1)  #: held-out samples of an evaluation
+
+
+@dataclass(frozen=True)
+class TrainingConfig(Configuration):
+    """How parameters are updated, and what is done between steps."""
+
+    steps: int = setting(600, least=0)  #: optimizer steps in all
+    learning_rate: float = setting(4e-3, least=0, most=LARGEST)  #: at its peak; a cosine leads down to a tenth of it
+    warmup: int = setting(50, least=0)  #: steps up to the peak
+    optimizer: str = setting("adamw", choices=("adamw", "sgd"))  #: adamw, or sgd with momentum
+    momentum: float = setting(0.9, least=0, most=1)  #: of sgd
+    weight_decay: float = setting(0.1, least=0, most=LARGEST)  #: none on norms and biases
+    grad_clip: float = setting(1.0, least=0, most=LARGEST)  #: the largest norm of a gradient; 0: any
+    eval_every: int = setting(100, least=0)  #: steps between evaluations; 0: only at the end
+    save_every: int = setting(100, least=0)  #: steps between checkpoints; 0: only at the end
+
+
+@dataclass(frozen=True)
+class CorpusFacts(Configuration):
+    """What a corpus was read from: equal where the data are."""
+
+    files: int = setting(0, least=0)  #: their number
+    sha256: str = ""  #: of their names, sizes and contents, in hexadecimal digits
+
+
+@dataclass(frozen=True)
+class Job(Configuration):
+    """A training run, whole: equal jobs on equal data compute the same, to rounding, whatever the composition."""
+
+    version: int = VERSION  #: of this format
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    training: TrainingConfig = TrainingConfig()
+    composition: Composition = Composition()
+    strategy: str | None = None  #: a page of ``strategies/``, with a small model of its own; None: ``model``
+    device: str = "cpu"  #: cpu (NumPy) or cuda (CuPy)
+    check: bool = True  #: whether ranks compare what they call in every collective
+    sample: int = setting(240, least=0)  #: tokens written at the end, by a model of text
+    corpus: CorpusFacts | None = None  #: what the data must be; None: whatever is found
+
+    @classmethod
+    def from_json(cls, content: Any, where: str = "") -> Self:
+        """As Configuration.from_json; a run's config.json from before there were versions is understood, too."""
+        if isinstance(content, Mapping) and "version" not in content and {"model", "seed", "dtype"} <= set(content):
+            return _from_options(cls, content, where)
+        if isinstance(content, Mapping) and content.get("version") != VERSION:
+            said = json.dumps(content.get("version"))
+            raise UsageError(f"{where}: version is {said}; this program reads version {VERSION}")
+        return super().from_json(content, where)
+
+    @classmethod
+    def read(cls, path: str | Path) -> Self:
+        """The job of a JSON file; raises UsageError, in one line, for one that cannot be read or makes no sense."""
+        try:
+            content = json.loads(Path(path).read_text())
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{path} cannot be read as JSON: {error}") from error
+        return cls.from_json(content, str(path))
+
+    def write(self, path: str | Path) -> None:
+        """Write what ``read`` reads."""
+        Path(path).write_text(json.dumps(self.as_json(), indent=2) + "\n")
+
+    @classmethod
+    def of(cls, **options: Any) -> Self:
+        """A job with some options of ``with_options``, all else by default."""
+        return cls().with_options(**options)
+
+    def with_options(self, **options: Any) -> Self:
+        """This job with other values of fields, named as the command line does, whatever section they are in.
+
+        >>> Job.of(model="gpt-mini", steps=20, zero=3).training.steps
+        20
+
+        Raises UsageError for a name that no section has.
+        """
+        sections: dict[str, dict[str, Any]] = {name: {} for name in _SECTIONS}
+        own = {}
+        for name, value in options.items():
+            place = _place(name)
+            if place is None:
+                own[name] = value
+            else:
+                sections[place[0]][place[1]] = value
+        own |= {name: getattr(self, name).changed(**values) for name, values in sections.items() if values}
+        return self.changed(**own)
+
+    def option(self, name: str) -> Any:
+        """The value of one of ``with_options``' names."""
+        place = _place(name)
+        return getattr(self, name) if place is None else getattr(getattr(self, place[0]), place[1])
+
+    def resumed(self, where: str = "the run", **options: Any) -> Self:
+        """This job, of a run that goes on, with other values of some options; its mesh, device and checks are new ones.
+
+        Raises UsageError for another value of an option that decides what is computed (``FIXED``).
+        """
+        for name in FIXED:
+            if name in options and options[name] != self.option(name):
+                raise UsageError(
+                    f"{where} was begun with {name} {self.option(name)}: {name} {options[name]} cannot go on with it. "
+                    f"Leave it out, or begin another run ({', '.join(FIXED)} stay as they are)"
+                )
+        return self.with_options(**{"mesh": None, "device": "cpu", "check": True} | options)
+
+
+def _place(name: str) -> tuple[str, str] | None:
+    """The section and field that an option stands for; None for the job's own fields."""
+    if name in _SHORT:
+        return _SHORT[name]
+    for section, kind in zip(_SECTIONS, (ModelConfig, DataConfig, TrainingConfig, Composition), strict=True):
+        if name in {each.name for each in fields(kind)}:
+            return section, name
+    if name in {each.name for each in fields(Job)}:
+        return None
+    raise UsageError(f"a job has no option {name!r}")
+
+
+def _from_options(cls: type[Job], content: Mapping[str, Any], where: str) -> Job:
+    """The job of a config.json that holds the options of one command line, side by side."""
+    options = dict(content)
+    facts = CorpusFacts.from_json(options.pop("corpus", {}), f"{where}: corpus")
+    if options.get("mesh"):
+        options["mesh"] = {axis: int(size) for axis, size in (each.split("=") for each in options["mesh"].split(","))}
+    try:
+        return cls().with_options(**options, corpus=facts)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from None

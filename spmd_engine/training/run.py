@@ -1,0 +1,171 @@
+"""A run: a training with a folder, that evaluates, saves, resumes, and ends in order for a signal."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from spmd_engine.comm.agreement import on_rank_zero
+from spmd_engine.engine.base import ShardedEngine
+from spmd_engine.engine.batch import Batch
+from spmd_engine.errors import UsageError
+from spmd_engine.signals import StopFlag
+from spmd_engine.training.checkpoint import load_checkpoint, save_checkpoint
+from spmd_engine.training.observers import MetricsFile, Observer
+from spmd_engine.training.trace import Trace
+from spmd_engine.training.trainer import StepReport, Trainer
+
+CONFIG = "config.json"
+
+
+class Run:
+    """A Trainer's steps with all that goes round them, for any ShardedEngine and any data.
+
+    ``folder`` gets ``metrics.jsonl``, the checkpoint, and, if there is a ``config`` (JSON), ``config.json``.
+    ``validation`` are the batches to evaluate on, every ``eval_every`` steps and at both ends. The checkpoint is
+    written every ``save_every`` steps and at the end; 0 is at the end alone. ``facts`` (JSON) are kept with it, and a
+    run with others cannot go on from it. ``trace`` traces so many steps, from the second on, to ``trace.json``.
+    ``sample`` is called on all ranks when all is done, for a text that shows what was learnt.
+
+    SIGINT or SIGTERM to any rank ends the run after the step that is under way: saved, told to the observers, and with
+    SystemExit, whose code is 128 + the signal's number, on every rank. A second signal ends the program at once.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        trainer: Trainer,
+        *,
+        validation: Sequence[Batch] = (),
+        eval_every: int = 100,
+        save_every: int = 100,
+        config: Mapping[str, Any] | None = None,
+        facts: Mapping[str, Any] | None = None,
+        observers: Sequence[Observer] = (),
+        trace: int = 0,
+        sample: Callable[[], str] = lambda: "",
+    ) -> None:
+        self.folder, self.trainer, self.validation = Path(folder), trainer, validation
+        self.eval_every, self.save_every, self.trace, self.sample = eval_every, save_every, trace, sample
+        self.config, self.facts = config, dict(facts or {})
+        self.loss: float | None = None  #: of the last evaluation
+        self._observers = (MetricsFile(), *observers) if self.engine.device_id == 0 else ()
+
+    @property
+    def engine(self) -> ShardedEngine:
+        return self.trainer.engine
+
+    @property
+    def steps_done(self) -> int:
+        return self.trainer.steps_done
+
+    def train(self, steps: int) -> float | None:
+        """Steps until ``steps`` have been made in all. Returns the last validation loss. Collective."""
+        with self._observed(steps), StopFlag() as stop:
+            self.trainer.stop = stop
+            self._evaluate()
+            self._tell_evaluated()
+            for report in self._traced(steps):
+                last = report.step == steps
+                evaluates = last or not stop.taken and _due(self.eval_every, report.step)
+                if evaluates:
+                    report = replace(report, validation_loss=self._evaluate())
+                self._tell(lambda each, report=report: each.stepped(report))
+                if evaluates:
+                    self._tell_evaluated()
+                if last or stop.taken or _due(self.save_every, report.step):
+                    self.save()
+            if stop.taken:
+                self._tell(lambda each: each.stopped(self.steps_done, stop.taken))
+                sys.exit(128 + stop.taken)
+            if steps == 0:
+                self.save()
+        return self.loss
+
+    def save(self) -> None:
+        """Write the checkpoint, and the folder if there is none. Collective."""
+        self.write_config()
+        save_checkpoint(self.folder, self.engine, self.trainer.optimizer, step=self.steps_done, **self.facts)
+        self._tell(lambda each: each.saved(self.steps_done))
+
+    def write_config(self) -> None:
+        """Make the folder, with ``config.json`` if there is a ``config``. Collective."""
+
+        def write() -> None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if self.config is not None:
+                (self.folder / CONFIG).write_text(json.dumps(self.config, indent=2) + "\n")
+
+        on_rank_zero(self.engine.group(), write)
+
+    def resume(self) -> None:
+        """Take up the folder's checkpoint where it left off. Collective.
+
+        Raises UsageError if there is none, or if it was made with other ``facts``.
+        """
+        facts = load_checkpoint(self.folder, self.engine, self.trainer.optimizer)
+        if missing := {"step", *self.facts} - set(facts):
+            raise UsageError(f"{self.folder}: its checkpoint does not say its {', '.join(sorted(missing))}")
+        for name, value in self.facts.items():
+            if facts[name] != value:
+                raise UsageError(f"{self.folder} was trained with {name} {facts[name]!r}, and this is {value!r}")
+        self.trainer.steps_done = facts["step"]
+
+    def _evaluate(self) -> float | None:
+        if self.validation:
+            self.loss = self.trainer.evaluate(self.validation)
+        return self.loss
+
+    def _traced(self, steps: int) -> Iterator[StepReport]:
+        """The training's steps; those that are traced come second, when everything is warm."""
+        if self.trace:
+            yield from self.trainer.run(min(steps, self.steps_done + 1))
+            trace = Trace(self.engine.mesh)
+            with trace.of(self.engine):
+                yield from self.trainer.run(min(steps, self.steps_done + self.trace))
+            text = trace.json()
+            on_rank_zero(self.engine.group(), lambda: (self.folder / "trace.json").write_text(text or ""))
+        yield from self.trainer.run(steps)
+
+    # --- observers: on rank 0 alone -----------------------------------------------------------------------
+
+    @contextmanager
+    def _observed(self, steps: int) -> Iterator[None]:
+        """Observers are told that the run starts and, if that is over with nothing raised, that it is finished."""
+        started: list[Observer] = []
+
+        def start() -> None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for each in self._observers:
+                each.started(self, steps)
+                started.append(each)
+
+        try:
+            on_rank_zero(self.engine.group(), start)
+            yield
+            text = self.sample()
+            self._tell(lambda each: each.finished(self.loss, text))
+        finally:
+            for each in started:
+                each.closed()
+
+    def _tell_evaluated(self) -> None:
+        if self.loss is not None:
+            self._tell(lambda each: each.evaluated(self.steps_done, self.loss))
+
+    def _tell(self, event: Callable[[Observer], None]) -> None:
+        """Raises UsageError where an observer cannot write, for lack of space, say: on rank 0, which ends the job."""
+        try:
+            for each in self._observers:
+                event(each)
+        except OSError as error:
+            raise UsageError(f"{self.folder}: {error}; the last checkpoint there, if any, is whole") from error
+
+
+def _due(every: int, step: int) -> bool:
+    return bool(every) and step % every == 0

@@ -1,0 +1,169 @@
+"""From a job to its run: ``train`` begins one, or goes on with one, on however many ranks there are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from spmd_engine.comm.agreement import text_from_rank_zero
+from spmd_engine.comm.mesh import Mesh
+from spmd_engine.comm.world import world
+from spmd_engine.errors import UsageError
+from spmd_engine.models.names import build_model
+from spmd_engine.strategies import default_axes, strategy_named
+from spmd_engine.training.checkpoint import PARAMETERS
+from spmd_engine.training.data import decode, encode
+from spmd_engine.training.generate import generate
+from spmd_engine.training.job import CorpusFacts, Job
+from spmd_engine.training.observers import Observer
+from spmd_engine.training.run import CONFIG, Run
+from spmd_engine.training.workload import Workload, make_trainer, open_workload
+
+PROMPT = "def "
+
+
+class JobObserver(Observer):
+    """An Observer of a run that a job describes: it is introduced to that, too."""
+
+    def opened(self, workload: Workload, parameters: int, notices: Sequence[str]) -> None:
+        """What is trained, its number of parameters, and what of the job has no effect. Comes before ``started``."""
+
+
+def train(
+    job: Job | Mapping[str, Any] | str | Path | None = None,
+    run: str | Path | None = None,
+    *,
+    resume: bool = False,
+    given: Collection[str] = (),
+    stop_at: int | None = None,
+    trace: int = 0,
+    observers: Sequence[Observer] = (),
+) -> Run:
+    """Train as a job says: a Job, its JSON, or a file of that. Collective over the world; returns the Run when done.
+
+    ``run`` is the folder for results, or its name under ``runs/``; None makes a new one, ``runs/MODEL-NUMBER``. With
+    ``resume`` the run there goes on from its checkpoint, and what of the composition the mesh cannot have is left out,
+    but for the options that were ``given``. ``stop_at`` ends it before the job's last step, ``trace`` traces so many.
+    Raises UsageError for what cannot be done.
+    """
+    job = _as_job(job)
+    steps = job.training.steps
+    if stop_at is not None and not 0 < stop_at <= steps:
+        raise UsageError(f"--stop-at {stop_at} with --steps {steps}: it is a step of these, from 1 to {steps}")
+    if resume and run is None:
+        raise UsageError("--resume needs --run NAME: which run shall go on?")
+    with _open_mesh(job) as mesh:
+        job, notices = _fitted(job, mesh, resume, given)
+        workload = open_workload(job, mesh)
+        folder = Path(text_from_rank_zero(mesh.group(), lambda: _open_folder(job, run, resume)))
+        made = _make_run(workload, folder, observers, trace)
+        made.resume() if resume else made.write_config()
+        parameters = workload.parameter_count
+        for each in observers if mesh.rank == 0 else ():
+            if isinstance(each, JobObserver):
+                each.opened(workload, parameters, notices)
+        made.train(stop_at or steps)
+    return made
+
+
+def _as_job(job: Job | Mapping[str, Any] | str | Path | None) -> Job:
+    if isinstance(job, Job):
+        return job
+    if isinstance(job, (str, Path)):
+        return read_job(job)
+    return Job.from_json(job, "train") if job is not None else Job()
+
+
+def _open_mesh(job: Job) -> Mesh:
+    """The mesh that a job asks for; of a page of strategies, one with its axes."""
+    axes = job.composition.mesh
+    if job.strategy and not axes:
+        axes = default_axes(strategy_named(job.strategy), world().size)
+    return Mesh(check=job.check, **(axes or {}))
+
+
+def _fitted(job: Job, mesh: Mesh, resume: bool, given: Collection[str]) -> tuple[Job, list[str]]:
+    """The job as this mesh can have it, and what of its composition has no effect or is left out."""
+    if job.strategy:
+        return job, []
+    model = build_model(job.model.name)
+    composition, left_out = job.composition, []
+    if resume:
+        composition, left_out = composition.fitted(mesh.axes, model, given)
+    return job.changed(composition=composition), left_out + composition.check(mesh.axes, model)
+
+
+def _make_run(workload: Workload, folder: Path, observers: Sequence[Observer], trace: int) -> Run:
+    job, engine, corpus = workload.job, workload.engine, workload.corpus
+    job = job.changed(corpus=CorpusFacts(corpus.files, corpus.sha256))
+
+    def sample() -> str:
+        if not (job.sample and workload.writes):
+            return ""
+        return PROMPT + decode(generate(engine, encode(PROMPT), job.sample, seed=job.model.seed))
+
+    return Run(
+        folder,
+        make_trainer(workload),
+        validation=workload.validation,
+        eval_every=job.training.eval_every,
+        save_every=job.training.save_every,
+        config=job.as_json(),
+        facts={"model": job.model.name, "seed": job.model.seed, "corpus_sha256": corpus.sha256},
+        observers=observers,
+        trace=trace,
+        sample=sample,
+    )
+
+
+# --- folders
+
+
+def run_folder(run: str | Path) -> Path:
+    """The folder of a run: a path, or its name under ``runs/``."""
+    return Path(run) if "/" in str(run) or Path(run, CONFIG).exists() else Path("runs") / run
+
+
+def read_run(run: str | Path) -> Job:
+    """The job of a run, by its ``config.json``. Collective over the world."""
+    path = run_folder(run) / CONFIG
+
+    def read() -> Job:
+        if not path.is_file():
+            raise UsageError(f"{path}: no such run; --run wants the folder that 'train' wrote, as in runs/gpt-nano-1")
+        return Job.read(path)
+
+    return _from_rank_zero(read)
+
+
+def read_job(path: str | Path) -> Job:
+    """The job of a JSON file, read on rank 0. Collective over the world."""
+    return _from_rank_zero(lambda: Job.read(path))
+
+
+def _from_rank_zero(read) -> Job:
+    with Mesh(world()) as mesh:
+        return Job.from_json(json.loads(text_from_rank_zero(mesh.group(), lambda: json.dumps(read().as_json()))))
+
+
+def _open_folder(job: Job, run: str | Path | None, resume: bool) -> str:
+    """On rank 0: the run's folder, made if it is a new run. A run without a checkpoint may be begun again."""
+    if run is not None:
+        folder = run_folder(run)
+        if resume:
+            return str(folder)
+        if (folder / PARAMETERS).exists():
+            raise UsageError(f"{folder} holds a run already; give --resume to go on with it, or another --run")
+        folder.mkdir(parents=True, exist_ok=True)
+        return str(folder)
+    number = 1
+    while True:
+        folder = Path("runs") / f"{job.model.name}-{number}"
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:  # perhaps by another job, a moment ago
+            number += 1
+        else:
+            return str(folder)

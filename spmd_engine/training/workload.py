@@ -1,0 +1,125 @@
+"""What a job trains: a model as its composition has it, or a page of ``strategies/``, with its data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from spmd_engine.comm.mesh import Mesh
+from spmd_engine.engine.base import ShardedEngine
+from spmd_engine.engine.batch import Batch
+from spmd_engine.engine.composition import Composition, build_engine
+from spmd_engine.engine.optimizers import SGD, AdamW, Optimizer, WarmupCosine
+from spmd_engine.errors import UsageError
+from spmd_engine.strategies import strategy_named
+from spmd_engine.training.data import Corpus, load_corpus
+from spmd_engine.training.job import Job
+from spmd_engine.training.trainer import Trainer
+from spmd_engine.training.windows import BytePairs, BytePairSequences, Windows, data_for
+
+PAGE_MODEL = "mlp"  #: what the model's name is for any page: each has its own small model
+_WIDTH, _HIDDEN, _HEADS, _LENGTH = 64, 256, 4, 16
+
+
+@dataclass(frozen=True)
+class Workload:
+    """An engine, and what it learns from."""
+
+    job: Job
+    engine: ShardedEngine
+    corpus: Corpus
+    data: Corpus | Windows
+    context: int  #: tokens of a sample
+    writes: bool  #: whether it is a model of text
+
+    @property
+    def parameter_count(self) -> int:
+        """Of the whole model. Collective, where the engine must ask for shapes."""
+        return sum(prod(self.engine.global_shape(name)) for name in self.engine.names)
+
+    @property
+    def validation(self) -> list[Batch]:
+        """The batches to evaluate on."""
+        data = self.job.data
+        return self.data.validation_batches(
+            self.engine, samples=data.eval_samples, size=data.batch_size, context=self.context
+        )
+
+
+def open_workload(job: Job, mesh: Mesh) -> Workload:
+    """The engine and the data of a job. Collective.
+
+    Raises UsageError for what does not go together, for data that are not those of ``job.corpus``, and for batches
+    too small to be cut over the ranks.
+    """
+    workload = _page(job, mesh) if job.strategy else _model(job, mesh)
+    if job.corpus and job.corpus.sha256 != workload.corpus.sha256:
+        where = job.data.path or "Python's standard library here"
+        raise UsageError(f"{where}: other files than the job was made for (SHA-256 differs); give the same --data")
+    _check_batch(job, workload.engine)
+    return workload
+
+
+def _model(job: Job, mesh: Mesh) -> Workload:
+    engine = build_engine(job.model, mesh, job.composition, device=job.device)
+    corpus = load_corpus(mesh.group(), job.data.path, engine.model.context)
+    data = data_for(engine.model, corpus, job.model.dtype)
+    return Workload(job, engine, corpus, data, engine.model.context, bool(engine.model.vocabulary))
+
+
+def _page(job: Job, mesh: Mesh) -> Workload:
+    name, dtype = job.strategy, job.model.dtype
+    page = strategy_named(name)
+    if job.model.name != PAGE_MODEL:
+        raise UsageError(f"--strategy {name} has a small model of its own: leave --model out, or give {PAGE_MODEL}")
+    chosen, usual = job.composition.as_json(), Composition().as_json()
+    if composed := [each for each in chosen if chosen[each] != usual[each] and each != "mesh"]:
+        listed = ", ".join("--" + each.replace("_", "-") for each in composed)
+        raise UsageError(f"--strategy {name} is one strategy, whole: it does not go with {listed}")
+    if job.device != "cpu" or job.model.dropout:
+        raise UsageError(f"--strategy {name}: these pages are NumPy alone, and without dropout")
+    if any(axis not in mesh.axes for axis in page.axes):
+        wanted = ",".join(f"{axis}=N" for axis in page.axes)
+        raise UsageError(f"--strategy {name} with --mesh {mesh}: it needs --mesh {wanted}")
+    engine = page(_WIDTH, _HEADS if "heads" in page.sizes else _HIDDEN, mesh, dtype)
+    engine.initialize(job.model.seed)
+    corpus = load_corpus(mesh.group(), job.data.path, 1)
+    if page.sample == "b s d":
+        data: Windows = BytePairSequences(corpus, _LENGTH * _WIDTH, dtype, width=_WIDTH)
+    else:
+        data = BytePairs(corpus, _WIDTH, dtype)
+    return Workload(job, engine, corpus, data, 1, False)
+
+
+def _check_batch(job: Job, engine: ShardedEngine) -> None:
+    size, micro_batches = job.data.batch_size, job.data.micro_batches
+    smallest, parts = size // micro_batches, engine.batch_parts()
+    if smallest < parts:
+        raise UsageError(
+            f"--batch-size {size} in {micro_batches} micro-batch(es) gives {smallest} "
+            f"sample(s) each, fewer than the {parts} ranks that it is cut over. Raise --batch-size to "
+            f"{parts * micro_batches} or more, or take a smaller data axis in --mesh"
+        )
+
+
+def make_trainer(workload: Workload) -> Trainer:
+    """The trainer that a job describes."""
+    job, training = workload.job, workload.job.training
+    optimizer: Optimizer
+    if training.optimizer == "adamw":
+        optimizer = AdamW(weight_decay=training.weight_decay)
+    else:
+        optimizer = SGD(training.momentum, training.weight_decay)
+
+    def batches(step: int) -> Batch:
+        return workload.data.batch(
+            workload.engine,
+            step,
+            size=job.data.batch_size,
+            micro_batches=job.data.micro_batches,
+            context=workload.context,
+            seed=job.model.seed,
+        )
+
+    rate = WarmupCosine(training.learning_rate, training.steps, training.warmup)
+    return Trainer(workload.engine, optimizer, batches, rate, grad_clip=training.grad_clip)

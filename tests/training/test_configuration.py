@@ -1,0 +1,171 @@
+"""Configurations: checked where they are made, the same in JSON, and one line for a mistake, naming file and field."""
+
+import json
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import spmd_engine
+from spmd_engine.engine.composition import Composition, ModelConfig
+from spmd_engine.errors import UsageError
+from spmd_engine.models.names import build_model
+from spmd_engine.training.job import FIXED, DataConfig, Job, TrainingConfig
+
+JOB = Job.of(model="gpt-mini", dropout=0.1, steps=7, zero=3, mesh={"data": 2, "model": 4}, data="texts", sample=0)
+
+
+# --- JSON
+
+
+def test_a_job_in_json_is_the_job(tmp_path):
+    JOB.write(tmp_path / "job.json")
+    assert Job.read(tmp_path / "job.json") == JOB
+
+
+def test_what_json_leaves_out_has_its_default():
+    assert Job.from_json({"version": 1, "training": {"steps": 3}}) == Job.of(steps=3)
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ({"version": 2}, "version is 2; this program reads version 1"),
+        ({}, "version is null; this program reads version 1"),
+        ([], "must be an object"),
+        ({"version": 1, "sped": 3}, "unknown field 'sped'"),
+        ({"version": 1, "training": {"steps": 3.5}}, "training: steps is 3.5: it must be a whole number"),
+        ({"version": 1, "training": {"steps": True}}, "training: steps is True: it must be a whole number"),
+        ({"version": 1, "training": {"step": 3}}, "training: unknown field 'step'; there are: steps, learning_rate"),
+        ({"version": 1, "training": 3}, "training: it must be an object"),
+        ({"version": 1, "training": {"momentum": 1.5}}, "training: momentum is 1.5: it must be from 0 to 1"),
+        ({"version": 1, "training": {"learning_rate": float("nan")}}, "learning_rate is nan: it must be finite"),
+        ({"version": 1, "model": {"dropout": 1}}, "model: dropout is 1.0: it must be from 0 below 1"),
+        ({"version": 1, "model": {"dtype": "int8"}}, "model: dtype is 'int8': it is one of float32, float64"),
+        ({"version": 1, "model": {"name": None}}, "model: name is None: it must be a text"),
+        ({"version": 1, "composition": {"mesh": {"data": "two"}}}, "composition: mesh is .*: it must map names"),
+        ({"version": 1, "composition": {"compress": "zip"}}, "composition: .*zip"),
+        ({"version": 1, "composition": {"stages": "odd"}}, "composition: cannot read stages 'odd'"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_file_and_field(tmp_path, content, message):
+    (tmp_path / "job.json").write_text(json.dumps(content))
+    with pytest.raises(UsageError, match=message) as caught:
+        Job.read(tmp_path / "job.json")
+    assert str(caught.value).startswith(f"{tmp_path}/job.json") and "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_no_json_is_one_line(tmp_path):
+    (tmp_path / "job.json").write_text("{")
+    for path in (tmp_path / "job.json", tmp_path / "none", tmp_path):
+        with pytest.raises(UsageError, match="cannot be read as JSON"):
+            Job.read(path)
+
+
+def test_a_configuration_from_before_there_were_versions_is_understood():
+    flat = {"model": "mlp", "seed": 3, "dtype": "float64", "data": None, "mesh": "data=2,model=2", "zero": 1}
+    facts = {"files": 4, "sha256": "ab"}
+    job = Job.from_json(flat | {"steps": 5, "corpus": facts}, "config.json")
+    expected = Job.of(model="mlp", seed=3, dtype="float64", mesh={"data": 2, "model": 2}, zero=1, steps=5)
+    assert job.changed(corpus=None) == expected and job.corpus.as_json() == facts
+
+
+# --- values
+
+
+def test_values_are_checked_where_a_configuration_is_made():
+    with pytest.raises(UsageError, match="warmup is -1: it must be from 0"):
+        TrainingConfig(warmup=-1)
+    assert type(TrainingConfig(grad_clip=2).grad_clip) is float
+
+
+def test_options_find_their_sections():
+    assert JOB.model == ModelConfig("gpt-mini", 0.1) and JOB.data.path == "texts" and JOB.sample == 0
+    assert JOB.option("model") == "gpt-mini" and JOB.option("steps") == 7 and JOB.option("sample") == 0
+    with pytest.raises(UsageError, match="no option 'stepz'"):
+        JOB.with_options(stepz=3)
+
+
+def test_a_run_goes_on_with_its_own_options_but_for_mesh_device_and_checks():
+    job = JOB.with_options(check=False, device="cuda").resumed(steps=9)
+    assert job == JOB.with_options(mesh=None, steps=9)
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_what_decides_what_is_computed_stays(name):
+    same = JOB.option(name)
+    assert JOB.resumed(**{name: same}).option(name) == same
+    with pytest.raises(UsageError, match=f"runs/x was begun with {name} .*: {name} other cannot go on"):
+        JOB.resumed("runs/x", **{name: "other"})
+
+
+# --- compositions on meshes
+
+
+@pytest.mark.parametrize(
+    "options, axes, missing",
+    [
+        ({"zero": 2}, {"model": 2}, "data, shard or context"),
+        ({"sequence_parallel": True}, {"data": 2}, "model"),
+        ({"context_method": "ring"}, {"data": 2}, "context"),
+        ({"schedule": "1f1b"}, {"pipe": 1}, "pipe"),
+        ({"schedule": "interleaved", "chunks": 2}, {"data": 2}, "pipe"),
+        ({"stages": "cost"}, {"data": 2}, "pipe"),
+    ],
+)
+def test_what_has_no_effect_is_a_notice_so_that_one_command_serves_every_mesh(options, axes, missing):
+    notices = Composition(**options).check(axes)
+    assert len(notices) == len(options) and all(f"has no effect with --mesh {tuple(axes)[0]}=" in n for n in notices)
+    assert all(f"no axis {missing}" in notice for notice in notices)
+    assert Composition(**options).check({"data": 2, "model": 2, "context": 2, "pipe": 2}) == []
+
+
+@pytest.mark.parametrize(
+    "options, axes, message",
+    [
+        ({"chunks": 2}, {"pipe": 2}, "Add --schedule interleaved"),
+        ({}, {"replicate": 2}, "Name it data, or add shard"),
+        ({"compress": "top-k:0.1", "zero": 1}, {"data": 2}, "Choose float16 or bfloat16"),
+        ({"compress": "powersgd:2"}, {"shard": 2}, "Choose float16 or bfloat16"),
+        ({"stages": "0,3,7"}, {"pipe": 2}, "2 ascending numbers are needed"),
+        ({"schedule": "interleaved", "chunks": 9}, {"pipe": 3}, "too few for 3 stages of 9 chunks"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options, axes, message):
+    with pytest.raises(UsageError, match=message):
+        Composition(**options).check(axes, build_model("gpt-nano"))
+
+
+def test_what_a_new_mesh_cannot_have_is_left_out_and_named():
+    model = build_model("gpt-nano")
+    saved = Composition(zero=3, stages="0,3,7")
+    fitted, notices = saved.fitted({"pipe": 2, "data": 2}, model)
+    assert fitted == Composition(zero=3) and "goes on without --stages 0,3,7" in notices[0]
+    assert saved.fitted({"pipe": 3}, model) == (saved, [])
+    saved = Composition(zero=1, schedule="interleaved", chunks=5)
+    fitted, notices = saved.fitted({"pipe": 5}, model)
+    assert fitted == Composition(zero=1, schedule="interleaved") and "--chunks 5" in notices[0]
+    fitted, notices = saved.fitted({"pipe": 12}, model)
+    assert fitted == Composition(zero=1) and "--schedule interleaved, --chunks 5" in notices[0]
+
+
+def test_what_was_given_this_time_is_not_left_out():
+    with pytest.raises(UsageError, match="ascending numbers"):
+        Composition(stages="0,3,7").fitted({"pipe": 2}, build_model("gpt-nano"), given={"stages"})
+
+
+# --- the page about them
+
+PAGE = Path(spmd_engine.__file__).parent.parent / "docs" / "configuration.md"
+
+
+@pytest.mark.parametrize("kind", [Job, ModelConfig, DataConfig, TrainingConfig, Composition])
+def test_the_page_names_every_field(kind):
+    named = set(re.findall(r"`(\w+)`", PAGE.read_text()))
+    assert {each.name for each in fields(kind)} <= named
+
+
+def test_the_page_s_json_is_a_job():
+    (text,) = re.findall(r"^```json\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert Job.from_json(json.loads(text)).composition.schedule == "zero-bubble"

@@ -1,0 +1,200 @@
+"""A run of one's own engine and data: its folder, its observers, and that it goes on exactly."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+
+import numpy as np
+import pytest
+
+import tiny
+from spmd_engine import ArrayData, Job, Mesh, Run, run, train
+from spmd_engine.engine import AdamW
+from spmd_engine.errors import UsageError
+from spmd_engine.strategies import DataParallel
+from spmd_engine.training import Observer, Trainer
+from spmd_engine.training.observers import MetricsFile
+
+X = np.random.default_rng(0).standard_normal((40, 4))
+Y = np.sin(X)
+
+
+def make_run(folder, mesh, data=None, trainer=None, **options):
+    engine = DataParallel(4, 6, mesh, np.float64)
+    engine.initialize(1)
+    data = data or ArrayData(X, Y, validation=0.2, seed=2)
+    steps = Trainer(engine, AdamW(), lambda step: data.batch(engine, step, size=6), rate=lambda step: 0.01)
+    validation = data.validation_batches(engine, size=4)
+    return Run(folder, steps, validation=validation, facts={"data": data.sha256}, **options)
+
+
+def metrics(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def trained(folder, axes, steps, resume=False, **options):
+    """What ``train`` returns on each rank."""
+
+    def program():
+        with Mesh(**axes) as mesh:
+            made = make_run(folder, mesh, **options)
+            if resume:
+                made.resume()
+            return made.train(steps)
+
+    return run(program, tiny.ranks_of(axes))
+
+
+# --- the run
+
+
+def test_a_run_goes_on_exactly_in_the_middle_of_an_epoch(tmp_path):
+    trained(tmp_path / "whole", {"data": 2}, 9)
+    trained(tmp_path / "parts", {"data": 2}, 4)
+    trained(tmp_path / "parts", {"data": 2}, 9, resume=True)
+    for file in ("parameters.safetensors", "optimizer.safetensors"):
+        assert (tmp_path / "parts" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+    ours, theirs = metrics(tmp_path / "parts"), metrics(tmp_path / "whole")
+    assert [each["loss"] for each in ours] == [each["loss"] for each in theirs] and len(ours) == 9
+    trained(tmp_path / "other", {"data": 3}, 9)
+    np.testing.assert_allclose([m["loss"] for m in metrics(tmp_path / "other")], [m["loss"] for m in ours], rtol=1e-11)
+
+
+def test_it_evaluates_and_saves_when_due_and_at_the_end(tmp_path):
+    class Events(Observer):
+        def __init__(self):
+            self.seen = []
+
+        def evaluated(self, step, loss):
+            self.seen.append(f"evaluated {step}")
+
+        def stepped(self, report):
+            self.seen.append(f"step {report.step}")
+
+        def saved(self, step):
+            self.seen.append(f"saved {step}")
+
+        def finished(self, loss, sample):
+            self.seen.append(f"finished {sample}")
+
+        def closed(self):
+            self.seen.append("closed")
+
+    events = Events()
+    (loss,) = trained(tmp_path, {"data": 1}, 5, eval_every=2, save_every=3, observers=[events], sample=lambda: "so")
+    assert events.seen == [
+        *("evaluated 0", "step 1", "step 2", "evaluated 2", "step 3", "saved 3", "step 4", "evaluated 4"),
+        *("step 5", "evaluated 5", "saved 5", "finished so", "closed"),
+    ]
+    assert metrics(tmp_path)[-1]["validation_loss"] == loss
+
+
+def test_observers_are_told_on_rank_zero_alone_and_closed_after_an_error(tmp_path):
+    closed = []
+
+    class Failing(Observer):
+        def stepped(self, report):
+            raise ZeroDivisionError
+
+        def closed(self):
+            closed.append(True)
+
+    with pytest.raises(ZeroDivisionError):
+        trained(tmp_path, {"data": 2}, 3, observers=[Failing()])
+    assert closed == [True]
+
+
+def test_other_data_cannot_go_on_with_a_run(tmp_path):
+    trained(tmp_path, {"data": 1}, 1)
+    with pytest.raises(UsageError, match=f"{tmp_path} was trained with data '"):
+        trained(tmp_path, {"data": 2}, 2, resume=True, data=ArrayData(X, Y + 1, validation=0.2, seed=2))
+
+
+def test_a_signal_ends_it_saved_with_the_code_of_shells(tmp_path):
+    class Sender(Observer):
+        def stepped(self, report):
+            if report.step == 2:
+                signal.raise_signal(signal.SIGTERM)
+
+        def stopped(self, step, number):
+            self.stopped = step, number
+
+    observer = Sender()
+    with Mesh() as mesh, pytest.raises(SystemExit) as ended:
+        make_run(tmp_path, mesh, observers=[observer]).train(9)
+    assert ended.value.code == 143 and observer.stopped == (3, signal.SIGTERM)
+    with Mesh() as mesh:
+        again = make_run(tmp_path, mesh)
+        again.resume()
+        assert again.steps_done == 3
+
+
+# --- its files
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_folder_that_cannot_be_written_to_is_one_line_on_every_rank(tmp_path, ranks):
+    (tmp_path / "metrics.unfinished").mkdir()  # as root, nothing else is refused
+    with pytest.raises(UsageError, match="metrics.unfinished"):
+        trained(tmp_path, {"data": ranks}, 2)
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_checkpoint_whole(tmp_path):
+    trained(tmp_path, {"data": 1}, 2)
+    before, limits = (tmp_path / "parameters.safetensors").read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 20, limits[1]))
+        with pytest.raises(UsageError, match="File too large; the last checkpoint there, if any, is whole"):
+            trained(tmp_path, {"data": 1}, 3, resume=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert (tmp_path / "parameters.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("moved", [False, True], ids=["removed", "moved"])
+def test_a_folder_that_goes_in_mid_run_is_made_again(tmp_path, caplog, moved):
+    class Remover(Observer):
+        def stepped(self, report):
+            if report.step == 2:
+                folder.rename(tmp_path / "elsewhere") if moved else shutil.rmtree(folder)
+
+    folder = tmp_path / "run"
+    trained(folder, {"data": 2}, 4, observers=[Remover()])
+    assert [each["step"] for each in metrics(folder)] == [3, 4]
+    assert "metrics.jsonl is gone, and what it said up to step 2; made again" in caplog.text
+    trained(folder, {"data": 2}, 5, resume=True)
+
+
+def test_metrics_beyond_the_checkpoint_are_taken_back(tmp_path):
+    trained(tmp_path, {"data": 1}, 2)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "loss": 0}\n{"step": 4, "lo')
+    trained(tmp_path, {"data": 1}, 3, resume=True)
+    assert [each["step"] for each in metrics(tmp_path)] == [1, 2, 3] and metrics(tmp_path)[2]["loss"] > 0
+    assert MetricsFile.NAME in os.listdir(tmp_path)
+
+
+# --- jobs
+
+
+def test_a_job_trains_in_a_notebook_s_ranks_too(tmp_path):
+    job = Job.of(model="mlp", steps=2, batch_size=4, eval_samples=2, dtype="float64", zero=2)
+    runs = run(lambda: train(job, tmp_path / "two", stop_at=1).loss, 2)
+    runs = run(lambda: train(tmp_path / "two" / "config.json", tmp_path / "two", resume=True).loss, 2)
+    assert runs[0] == runs[1]
+    whole = train(job.as_json(), tmp_path / "one")
+    np.testing.assert_allclose(runs[0], whole.loss, rtol=1e-11)
+    assert Job.read(tmp_path / "one" / "config.json").changed(corpus=None) == job
+
+
+def test_a_job_made_for_other_data_is_refused(tmp_path):
+    (tmp_path / "text").write_text("something to read\n" * 200)
+    job = Job.of(model="mlp", steps=1, batch_size=2, eval_samples=1, data=str(tmp_path / "text"))
+    train(job, tmp_path / "run")
+    (tmp_path / "text").write_text("something else to read\n" * 200)
+    with pytest.raises(UsageError, match=r"text: other files than the job was made for \(SHA-256 differs\)"):
+        train(tmp_path / "run" / "config.json", tmp_path / "again")
