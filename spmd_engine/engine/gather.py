@@ -34,7 +34,7 @@ class HasArrays(Protocol):
         """Which part of every array each of them has. Collective."""
 
 
-_SAID = np.dtype([("name", "<u4"), ("known", "?"), ("dtype", "S40")])  # by each rank, before data moves
+_SAID = np.dtype([("what", "<u4"), ("known", "?"), ("dtype", "S40")])  # by each rank, before data moves
 
 
 @dataclass
@@ -75,7 +75,8 @@ def assemble(engine: HasArrays, name: str, part: Array | None, owned: bool, root
         raise UsageError(f"no parameter {name!r}; there are: {', '.join((*engine.names, *engine.buffer_names))}")
     known: dict[bool, KnownPlacement] = engine.__dict__.setdefault("_known_placements", {})
     fits = owned in known and known[owned].fits(engine.mesh, name, part)
-    all_fit, dtype = _agree(engine.group(), name, fits, part)
+    what = f"{name!r}, {'as updated' if owned else 'as stored'}, {'everywhere' if root is None else f'on rank {root}'}"
+    all_fit, dtype = _agree(engine.group(), what, fits, part)
     if not all_fit:
         known[owned] = KnownPlacement(engine.mesh, engine.placement(owned))
     if name not in known[owned].placement:
@@ -86,19 +87,19 @@ def assemble(engine: HasArrays, name: str, part: Array | None, owned: bool, root
     return found[0] if found else None
 
 
-def _agree(world: Group, name: str, fits: bool, part: Array | None) -> tuple[bool, np.dtype]:
+def _agree(world: Group, what: str, fits: bool, part: Array | None) -> tuple[bool, np.dtype]:
     """Whether what is known fits on all ranks, and the array's dtype, which those without a part cannot know.
 
     Before anything else, and over the world, so that any rank's mistake meets the others.
     """
-    said = np.array([(crc32(name.encode()), fits, describe(part.dtype).encode() if part is not None else b"")], _SAID)
+    said = np.array([(crc32(what.encode()), fits, describe(part.dtype).encode() if part is not None else b"")], _SAID)
     everyone = world.all_gather(said.view(np.uint8), label="gather").view(_SAID)
-    asked = everyone["name"]
+    asked = everyone["what"]
     if (asked != asked[world.rank]).any():
         others = np.flatnonzero(asked != asked[0]).tolist()
-        raise MismatchError(f"gather: ranks {others} ask for another parameter than rank 0 (here: {name!r})")
+        raise MismatchError(f"gather: ranks {others} ask for another parameter than rank 0, or otherwise; here: {what}")
     dtypes: Sequence[bytes] = [dtype for dtype in everyone["dtype"].tolist() if dtype]
     if len(set(dtypes)) > 1:
         found = ", ".join(sorted(each.decode() for each in set(dtypes)))
-        raise MismatchError(f"gather: ranks hold {name!r} in several dtypes: {found}")
+        raise MismatchError(f"gather: ranks hold {what}, in several dtypes: {found}")
     return bool(everyone["known"].all()), described(dtypes[0].decode()) if dtypes else np.dtype(np.float32)

@@ -1,8 +1,38 @@
-"""Letters: how an array's dims are named, which mesh axes cut them, and collectives spoken in them."""
+"""Letters: how an array's dims are named, which mesh axes cut them, and collectives spoken in them.
+
+A *placement* says which rectangles of which global arrays each rank has: blocks of a sharding, rows, zigzag
+sequences, stages of a pipeline, on any set of ranks. An element has one owner; other ranks may have copies of it,
+replicas or halos. ``plan_transfer(source, target)`` plans the exchange from one placement to another: each rank gets
+what it lacks, once, in pieces of bounded memory; ``plan.execute(group, blocks)`` makes it, and ``plan.adjoint()`` goes
+the same ways back and adds. ``reshard``, an engine's ``gather`` and halos of convolutions are such transfers:
+
+    places = all_places(mesh.axes)
+    source = Placement({"x": ArrayPlacement.of_spec("h/data w", shape, dtype, places)})
+    target = Placement({"x": ArrayPlacement.of_spec("h/data w", shape, dtype, places, halos={"h": (1, 1)})})
+    plan = plan_transfer(source, target)
+    padded = plan.execute(mesh.group(), {"x": [x]})["x"][0]
+    dx = plan.adjoint().execute(mesh.group(), {"x": [d_padded]})["x"][0]
+"""
 
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.sharding.notation import Spec
+from spmd_engine.sharding.placement import ArrayPlacement, Placement
+from spmd_engine.sharding.rectangles import Rectangle
 from spmd_engine.sharding.reshard import gather, reshard, reshard_plan, shard
 from spmd_engine.sharding.shards import Shards
+from spmd_engine.sharding.transfer import TransferPlan, plan_transfer
 
-__all__ = ["Layout", "Shards", "Spec", "gather", "reshard", "reshard_plan", "shard"]
+__all__ = [
+    "ArrayPlacement",
+    "Layout",
+    "Placement",
+    "Rectangle",
+    "Shards",
+    "Spec",
+    "TransferPlan",
+    "gather",
+    "plan_transfer",
+    "reshard",
+    "reshard_plan",
+    "shard",
+]

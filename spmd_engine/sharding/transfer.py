@@ -7,8 +7,9 @@ leaves and a piece that comes.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -85,7 +86,7 @@ class TransferPlan:
     target: Placement
     routes: Mapping[np.dtype, tuple[Route, ...]]
     rounds: Mapping[np.dtype, int]  #: collectives, in which every rank takes part
-    _made: dict[tuple, Piece | Segment] = field(default_factory=dict, repr=False, compare=False)
+    _made: dict[tuple, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def bytes_sent(self, rank: int) -> int:
         """The bytes that a rank sends, as the ledger counts them."""
@@ -112,16 +113,15 @@ class TransferPlan:
     ) -> Blocks:
         """This rank's blocks of ``target``, in ``out`` or new, from its ``blocks`` of ``source``. Collective.
 
-        By name, an array for each rectangle that this rank holds. Those of ``source`` may lie in ``out`` already, as
-        what is inside a halo does. ``like``: where new blocks are made by a rank that has none itself.
+        By name, an array for each rectangle that this rank holds. Those of ``source`` may lie in ``out``, where they
+        belong there, as what is inside a halo does. ``like``: where new blocks are made by a rank that has none itself.
         Raises UsageError for blocks that are not those of the placement.
         """
         backend = check_blocks(self.source, group, blocks) or like
         result = new_blocks(self.target, group.rank, backend) if out is None else out
         check_blocks(self.target, group, result)
-        for route in self._kept(group.rank):
-            for old, new in self._kept_copies(group.rank, route):
-                new.at(result)[...] = old.at(blocks)
+        for _, old, new in self._kept(group.rank):
+            new.at(result)[...] = old.at(blocks)
         for dtype, number in self._rounds():
             leaving = self._piece(given, group.rank, dtype, number)
             coming = self._piece(taken, group.rank, dtype, number)
@@ -133,32 +133,35 @@ class TransferPlan:
     def _all_routes(self) -> Iterator[tuple[np.dtype, Route]]:
         return ((dtype, route) for dtype, routes in self.routes.items() for route in routes)
 
-    def _kept(self, rank: int) -> list[Route]:
-        """What a rank has already."""
-        return [route for _, route in self._all_routes() if route.sender == rank and rank in route.receivers]
+    def _kept(self, rank: int) -> Sequence[tuple[Route, Copy, Copy]]:
+        """What a rank has already: by which route, where in its old blocks, and where in its new ones."""
+        if ("kept", rank) not in self._made:
+            routes = [each for _, each in self._all_routes() if each.sender == rank and rank in each.receivers]
+            both = [[make_segment(side, rank, each, 0, 0, 1) for each in routes] for side in (self.source, self.target)]
+            self._made["kept", rank] = [
+                (route, *copies)
+                for route, old, new in zip(routes, *both, strict=True)
+                for copies in zip(old.copies, new.copies, strict=True)
+            ]
+        return self._made["kept", rank]
 
     def _rounds(self) -> Iterator[tuple[np.dtype, int]]:
         return ((dtype, number) for dtype, rounds in self.rounds.items() for number in range(rounds))
 
-    def _piece(self, side, rank: int, dtype: np.dtype, number: int) -> Piece:
-        """What a rank gives, or takes, in a round; kept for the next time."""
-        key = side, rank, dtype, number
+    def _piece(self, make: Callable[..., Piece], rank: int, dtype: np.dtype, number: int) -> Piece:
+        """What a rank gives (``make=given``) or takes (``taken``) in a round; kept for the next time."""
+        key = make, rank, dtype, number
         if key not in self._made:
-            placement = self.source if side is given else self.target
-            self._made[key] = side(placement, rank, self.routes[dtype], number, self.rounds[dtype])
+            placement = self.source if make is given else self.target
+            self._made[key] = make(placement, rank, self.routes[dtype], number, self.rounds[dtype])
         return self._made[key]
 
-    def _portion(self, placement: Placement, rank: int, route: Route, number: int = 0, of: int = 1) -> Segment:
-        """A portion of a route, as it lies in a rank's blocks; kept for the next time."""
-        key = id(placement), rank, id(route), number, of
+    def _own(self, rank: int, route: Route, dtype: np.dtype, number: int) -> Segment:
+        """What a rank keeps of a route's portion in a round, as it lies in its new blocks; kept for the next time."""
+        key = id(route), rank, number
         if key not in self._made:
-            self._made[key] = make_segment(placement, rank, route, 0, number, of)
+            self._made[key] = make_segment(self.target, rank, route, 0, number, self.rounds[dtype])
         return self._made[key]
-
-    def _kept_copies(self, rank: int, route: Route) -> Iterator[tuple[Copy, Copy]]:
-        """Where a rank has what it keeps in its old blocks, and where in its new ones."""
-        old, new = (self._portion(placement, rank, route) for placement in (self.source, self.target))
-        return zip(old.copies, new.copies, strict=True)
 
 
 @dataclass(frozen=True)
@@ -197,10 +200,9 @@ class Adjoint:
         backend = check_blocks(self.source, group, blocks) or like
         result = new_blocks(self.target, rank, backend, zero=True) if out is None else out
         check_blocks(self.target, group, result)
-        for route in plan._kept(rank):
+        for route, old, new in plan._kept(rank):
             if len(route.receivers) == 1:  # what others have, too, is added with theirs
-                for mine, theirs in plan._kept_copies(rank, route):
-                    add(theirs.at(blocks), mine.at(result))
+                add(new.at(blocks), old.at(result))
         for dtype, number in plan._rounds():
             leaving, coming = (plan._piece(side, rank, dtype, number) for side in (taken, given))
             received = _exchange(group, blocks, leaving, dtype, backend, label)
@@ -217,7 +219,7 @@ class Adjoint:
         route, plan = segments[0].route, self.plan
         shares = [segment.of(received) for segment in segments]
         if rank in route.receivers:
-            own = plan._portion(plan.target, rank, route, number, plan.rounds[received.dtype])
+            own = plan._own(rank, route, received.dtype, number)
             flat = backend_of(received).empty((own.size,), received.dtype)
             own.pack(blocks, flat)
             shares.insert(route.receivers.index(rank), flat)

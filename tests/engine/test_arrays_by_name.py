@@ -146,7 +146,7 @@ def test_parts_of_different_dtypes_are_every_rank_s_error():
     def program(shelf, mesh):
         if mesh.rank == 2:
             shelf.parameters["uneven"] = shelf.parameters["uneven"].astype(np.float32)
-        with pytest.raises(MismatchError, match="ranks hold 'uneven' in several dtypes: <f4, <i8"):
+        with pytest.raises(MismatchError, match="ranks hold 'uneven', .* in several dtypes: <f4, <i8"):
             shelf.gather("uneven")
         return True
 
@@ -221,6 +221,16 @@ def test_names_asked_differently_are_every_rank_s_error():
         return True
 
     assert all(on_shelves(program))
+
+
+def test_another_root_or_another_part_is_every_rank_s_error():
+    def program(shelf, mesh):
+        for other in (lambda: shelf.gather("few", root=1), lambda: shelf.gather_owned("few", shelf.parameters)):
+            with pytest.raises(MismatchError, match=r"gather: ranks \[2\] ask for another parameter .*, or otherwise"):
+                other() if mesh.rank == 2 else shelf.gather("few")
+        np.testing.assert_array_equal(shelf.gather("few"), WHOLE["few"])
+
+    on_shelves(program)
 
 
 @pytest.mark.parametrize("call", ["gather", "sharding", "global_shape"])
