@@ -15,15 +15,17 @@ INLINE = 4096  # bytes; larger arrays take another path through the engine
 
 
 def everywhere(*virtual, soak=()):
-    """Run a test with ``ranks`` virtual ranks (these numbers), and under MPI with ``ranks`` None.
+    """Run a test with ``ranks`` virtual ranks (these numbers), and under MPI with ``ranks`` None."""
+    return pytest.mark.parametrize("ranks", numbers_of_ranks(*virtual, soak=soak))
 
-    Numbers in ``soak`` are those that take long and differ from the others in number alone.
-    """
+
+def numbers_of_ranks(*virtual, soak=()):
+    """Parameters: these numbers, and those in ``soak``, which take long; and None under MPI, on 2, 3 and 4 ranks."""
     threads = [pytest.param(n, id=f"threads-{n}") for n in virtual]
     threads += [pytest.param(n, id=f"threads-{n}", marks=pytest.mark.soak) for n in soak]
     mpi = [pytest.param(None, id=f"mpi-{n}", marks=pytest.mark.mpi(ranks=n)) for n in (2, 3)]
     mpi += [pytest.param(None, id="mpi-4", marks=pytest.mark.mpi(min_size=4))]
-    return pytest.mark.parametrize("ranks", threads + mpi)
+    return threads + mpi
 
 
 def on_ranks(program, ranks, *args):

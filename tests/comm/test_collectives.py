@@ -6,7 +6,19 @@ import itertools
 import numpy as np
 import pytest
 
-from on_ranks import DTYPES, FORMS, INLINE, OPS, assert_same, everywhere, on_ranks, reduced, split, values
+from on_ranks import (
+    DTYPES,
+    FORMS,
+    INLINE,
+    OPS,
+    assert_same,
+    everywhere,
+    numbers_of_ranks,
+    on_ranks,
+    reduced,
+    split,
+    values,
+)
 from spmd_engine import Mesh
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -116,13 +128,28 @@ def ring(dtype, check):
 
 # --- against NumPy
 
+MPI_SIZES = ["mpi-2", "mpi-3", "mpi-4"]
 PROGRAMS = [all_reduce, all_gather, reduce_scatter, all_to_all, broadcast]
 each_program = pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 
 
-@everywhere(1, 3, 5, soak=[8])  # of 8 ranks without checks, below, in one dtype
-@each_dtype
-@each_program
+def programs_and_dtypes():
+    """Every pair on virtual ranks, and under MPI on 2, 3 or 4 ranks in turn.
+
+    So each of these numbers meets every program and every dtype; below, in one dtype, also every program. The other
+    triples, and those with 8 virtual ranks (below again), are in ``soak``.
+    """
+    chosen = []
+    for (i, program), (j, dtype) in itertools.product(enumerate(PROGRAMS), enumerate(DTYPES)):
+        for ranks in numbers_of_ranks(1, 3, 5, soak=[8]):
+            mpi = MPI_SIZES.index(ranks.id) if ranks.id in MPI_SIZES else None
+            marks = [*ranks.marks, *([] if mpi in (None, (i + j) % 3) else [pytest.mark.soak])]
+            name = f"{program.__name__}-{dtype}-{ranks.id}"
+            chosen.append(pytest.param(program, dtype, *ranks.values, marks=marks, id=name))
+    return chosen
+
+
+@pytest.mark.parametrize("program, dtype, ranks", programs_and_dtypes())
 def test_collective(program, dtype, ranks):
     on_ranks(program, ranks, dtype, True)
 

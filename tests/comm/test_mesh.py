@@ -263,7 +263,7 @@ def open_and_close(meshes, **axes):
                 assert mesh.all_reduce(np.array(i), over=over) == i * mesh.axis_size(over)
 
 
-@pytest.mark.mpi(ranks=2)
+@pytest.mark.mpi(ranks=2, timeout_s=200)
 def test_meshes_by_the_thousand():
     """MPI libraries refuse some two thousand communicators that are not given back."""
     open_and_close(2500, data=2, model=1)

@@ -62,7 +62,7 @@ def run_parent(start_parent):
     def run(*arguments, **more):
         with start_parent(*arguments, **more) as process:
             try:
-                output, errors = process.communicate(timeout=120)
+                output, errors = process.communicate(timeout=200)
             finally:
                 process.kill()
         return subprocess.CompletedProcess(process.args, process.returncode, output, errors)

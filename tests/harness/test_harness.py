@@ -1,7 +1,6 @@
 """The MPI harness itself: another pytest runs small test files; what fails there must end as a failure."""
 
 import re
-import time
 
 import pytest
 
@@ -45,7 +44,6 @@ def test_three():
 
 
 def test_parent_reports_every_end_and_goes_on(run_parent, sample):
-    start = time.monotonic()
     run = run_parent("--with-mpi", "-v", sample(EVERY_WAY_TO_END))
     assert dict(re.findall(r"::test_(\w+) ([A-Z]+)", run.stdout.partition("= FAILURES =")[0])) == {
         "serial": "PASSED",
@@ -63,7 +61,7 @@ def test_parent_reports_every_end_and_goes_on(run_parent, sample):
     assert "rank 1 of 2: AssertionError: not what rank 1 wants" in run.stdout
     assert "no outcome from ranks [0]" in run.stdout, "who waited for the rank that failed"
     assert "in test_hangs" in run.stdout, "where the ranks hang"
-    assert time.monotonic() - start < 30
+    assert "No end of the call within 2 s" in run.stdout, "and not only when the usual limit is over"
 
 
 def test_parent_reports_a_crash_after_the_last_test(run_parent, sample):
@@ -110,7 +108,7 @@ def test_under_mpiexec_a_failure_is_no_hang(harness, sample, mpi_run):
     environment, command = harness
     text = "@two_ranks\ndef test_fails(): assert world.rank != 1; world.Barrier()"
     run = mpi_run(3, *command, "--with-mpi", sample(text), env=environment)
-    assert run.returncode != 0 and run.seconds < 20
+    assert run.returncode != 0 and run.seconds < 50
     assert "call failed on rank 1 of 3: assert 1 != 1" in run.stderr
 
 

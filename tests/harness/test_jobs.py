@@ -8,6 +8,11 @@ import pytest
 
 from alive import is_alive
 
+SHARED = """
+@pytest.fixture
+def one():
+    return 1
+"""
 FIRST = """
 @pytest.fixture(scope="module")
 def mine():
@@ -17,9 +22,9 @@ def mine():
 def test_passes(mine):
     assert mine == os.getpid() != int(os.environ["PARENT"] or 0)
 
-def test_fails():
+def test_fails(one):
     print("said before")
-    assert 1 == 2, "two is too many"
+    assert one == 2, "two is too many"
 
 def test_ends_its_process():
     os._exit(7)
@@ -36,7 +41,7 @@ def test_on_two_ranks():
     assert world.allreduce(1) == 2
 """
 SECOND = """
-def test_skipped():
+def test_skipped(one):
     pytest.skip("not today")
 
 def test_hangs_where_no_signal_helps():
@@ -50,6 +55,7 @@ def test_on_three_ranks():
 
 
 def test_every_end_is_reported_in_order_and_once(run_parent, sample):
+    sample(SHARED, "conftest.py")
     files = sample(FIRST, "test_first.py"), sample(SECOND, "test_second.py")
     run = run_parent("--with-mpi", "--jobs", "2", "-v", *files, SPMD_TEST_TIMEOUT="1", PARENT="")
     told = re.findall(r"::test_(\w+) ([A-Z]+)", run.stdout.partition("= FAILURES =")[0])
@@ -78,7 +84,7 @@ def test_two_processes_share_the_files(run_parent, sample, tmp_path):
 def test_meets_the_other():
     folder = os.path.dirname(__file__)
     open(f"{folder}/{os.getpid()}", "w").close()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while sum(name.isdigit() for name in os.listdir(folder)) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -106,12 +112,12 @@ def test_mpi():
 def test_an_interrupt_ends_all_jobs(start_parent, sample, tmp_path, end):
     with start_parent("--with-mpi", "--jobs", "2", sample(LONG)) as parent:
         try:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 120
             while len(pids := [int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()]) < 3:
                 assert time.monotonic() < deadline and parent.poll() is None
                 time.sleep(0.05)
             parent.send_signal(end)
-            output, _ = parent.communicate(timeout=60)
+            output, _ = parent.communicate(timeout=120)
         finally:
             parent.kill()
     assert parent.returncode == pytest.ExitCode.INTERRUPTED and "KeyboardInterrupt" in output

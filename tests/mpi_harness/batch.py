@@ -58,26 +58,27 @@ class Batch:
         self._extend_deadline(START_S)
         environment = {"SPMD_TEST_FOLDER": str(self.folder), "PYTEST_ADDOPTS": ""}
         if self.size:
-            tests = (f"{self.config.rootpath}/{nodeid}" for nodeid in self.waiting)
-            (self.folder / "tests").write_text("\n".join(tests))
-            arguments = [f"@{self.folder}/tests"]
-        else:  # such processes share the cores
-            arguments, environment["OPENBLAS_NUM_THREADS"] = self.config.args, "1"
-            for items in _by_file(self.waiting.values()):
+            tests = [f"{self.config.rootpath}/{nodeid}" for nodeid in self.waiting]
+        else:
+            environment["OPENBLAS_NUM_THREADS"] = "1"  # such processes share the cores
+            files = _by_file(self.waiting.values())
+            tests = dict.fromkeys(str(items[0].path) for items in (*files, *self.more))
+            for items in files:
                 self.tell(items)
+        (self.folder / "tests").write_text("\n".join(tests))
         with open(self.folder / "output", "wb") as output:
             self.job = Job(
                 self.size,
-                ["-m", "pytest", "--with-mpi", *_options_of(self.config), *arguments],
+                ["-m", "pytest", "--with-mpi", *_options_of(self.config), f"@{self.folder}/tests"],
                 env=environment,
                 stdout=output,
                 stderr=output,
             )
 
     def tell(self, items):
-        """Deal out items of one file; none means that there are no more (Serial.dealt)."""
+        """Deal out items of one file; none means that there are no more (serial.py)."""
         with open(self.folder / "dealt.jsonl", "a") as file:
-            file.write(json.dumps(items and [str(items[0].path), [item.nodeid for item in items]]) + "\n")
+            file.write(json.dumps([item.nodeid for item in items]) + "\n")
 
     def stop(self):
         if self.job:

@@ -11,20 +11,16 @@ from .worker import START_S, Worker
 
 
 class Serial(Worker):
-    """Pytest plugin that runs the tests of one file after another, as the parent says (Batch.deal)."""
+    """Pytest plugin that runs the tests of one file after another, as the parent says (Batch.tell)."""
 
     def __init__(self, config, folder):
         super().__init__(config, 0, folder)
         self.parent = os.getppid()
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_collection(self):
-        return True  # each file when its turn comes
-
-    @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session):
-        for file, nodeids in self._dealt():
-            found = {item.nodeid: item for item in session.perform_collect([file])}
+        found = {item.nodeid: item for item in session.items}
+        for nodeids in self._dealt():
             items = [found[nodeid] for nodeid in nodeids]
             # After a file's last test nothing stays set up: the next file may be of any folder.
             for item, following in zip(items, [*items[1:], None]):

@@ -4,7 +4,7 @@ import faulthandler
 import json
 import os
 
-START_S = 60  # from the launch to the first test
+START_S = 180  # from the launch to the first test
 
 
 class Worker:
