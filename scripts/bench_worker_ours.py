@@ -34,7 +34,7 @@ def main() -> None:
             lambda step: batches[step % len(batches)],
             lambda step: config["learning_rate"],
             grad_clip=config["clip_norm"],
-            account=False,  # the peers' ranks tell each other nothing of their steps, either
+            step_metrics=False,  # the peers' ranks tell each other nothing of their steps, either
         )
         row = time_steps(config, lambda step: trainer.step().loss, mesh.barrier)
         rows = mesh.all_gather(row[None])

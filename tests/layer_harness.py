@@ -185,7 +185,7 @@ def cut(problem, mesh, training=True, layout=None, **options):
 
 def in_rank_order(sh, length):
     """Positions as they follow one another on the ranks: cut in this order, each rank gets what is dealt to it."""
-    return np.concatenate(sh.layout.dealt(length, sh.mesh))
+    return np.concatenate(sh.layout.positions_by_rank(length, sh.mesh))
 
 
 def solve(problem, axes, training=True, **options):

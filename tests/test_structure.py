@@ -1,6 +1,8 @@
 """The house: floors import only from those below, everything public says what it is."""
 
 import ast
+import importlib
+import inspect
 from pathlib import Path
 
 import pytest
@@ -177,3 +179,49 @@ def test_no_module_level_state_but_that_listed():
 @every_file
 def test_no_function_rebinds_a_global(file):
     assert not [node.names for node in ast.walk(TREES[file]) if isinstance(node, ast.Global)]
+
+
+# --- circles, and classes
+
+
+def test_no_circle_of_imports():
+    """Within a floor, too; what is imported for annotations alone does not count."""
+    uses = {}
+    for file in TREES:
+        module = "spmd_engine." + file.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+        tree = ast.parse((ROOT / file).read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+                node.body = [ast.Pass()]
+        uses[module.removesuffix(".__init__")] = {
+            name for name in own_imports(tree) if name != module and f"{name.replace('.', '/')}.py" in MODULE_FILES
+        }
+    while uses:
+        done = {module for module, used in uses.items() if not used & uses.keys()}
+        assert done, f"a circle of imports among: {', '.join(sorted(uses))}"
+        uses = {module: used for module, used in uses.items() if module not in done}
+
+
+MODULE_FILES = {f"spmd_engine/{path.relative_to(ROOT).as_posix()}" for path in FILES}
+#: What users subclass, and what they call on it, may be many methods; of ``Group`` and its bases there are more still.
+MANY_METHODS = {"ShardedEngine", "Group", "Door", "Messages", "Reductions", "Exchanges", "Collectives", "Mesh"}
+
+
+@every_file
+def test_classes_are_no_heaps(file):
+    """At most two bases, and 25 public methods through them, without those of what users subclass."""
+    name = file.removesuffix(".py").replace("/", ".").removesuffix("__init__").strip(".")
+    if name == "__main__":
+        return
+    module = importlib.import_module(f"spmd_engine.{name}".strip("."))
+    for name, kind in inspect.getmembers(module, inspect.isclass):
+        if kind.__module__ != module.__name__ or name in MANY_METHODS:
+            continue
+        assert len(kind.__bases__) <= 2, f"{name} has {len(kind.__bases__)} bases"
+        common = [base for base in kind.__mro__ if base.__name__ in MANY_METHODS or base.__module__ in BUILTINS]
+        given = {each for base in common for each in vars(base)}
+        own = {each for each in dir(kind) if not each.startswith("_") and callable(getattr(kind, each, None))} - given
+        assert len(own) <= 25, f"{name} has {len(own)} public methods"
+
+
+BUILTINS = {"builtins", "abc", "enum", "typing", "collections.abc", "collections", "weakref", "threading"}

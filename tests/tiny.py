@@ -54,7 +54,7 @@ def make_engine(
     tied=True,
     layers=SIZE.layers,
     sequence_parallel=False,
-    balanced=False,
+    zigzag=False,
     dtype=np.float64,
     group_threshold=THRESHOLD,
     zero=None,
@@ -63,7 +63,7 @@ def make_engine(
     **options,
 ):
     size = GPTSize(**{**SIZE.__dict__, "tied": tied, "layers": layers})
-    layout = Layout.for_mesh(mesh, sequence_parallel=sequence_parallel, balanced=balanced)
+    layout = Layout.for_mesh(mesh, sequence_parallel=sequence_parallel, zigzag=zigzag)
     storage = Storage(zero, threshold=group_threshold, compress=compress)
     model = gpt(size, dropout=dropout, **dict(model_options))
     return LayeredEngine(model, mesh, layout, dtype=dtype, seed=5, storage=storage, **options)

@@ -74,6 +74,8 @@ class ShardedEngine(Collectives, ABC):
     shardings: Mapping[str, str] = MappingProxyType({})
     gradients: Mapping[str, Array] = MappingProxyType({})  #: of the last step, like ``owned``
     buffers: Mapping[str, Array] = MappingProxyType({})  #: this rank's blocks of state without a gradient
+    #: Auxiliary losses and counts of the last step, whole, on every rank; see ``layers.SideOutput``.
+    side_outputs: Mapping[str, np.ndarray] = MappingProxyType({})
     backend: Backend = CPU
     _told_shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # of whole arrays, while all are asked for
     input_sharding: str = ""

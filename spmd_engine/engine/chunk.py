@@ -53,9 +53,9 @@ class Chunk:
         self._losses = {number: losses for number in self._numbers if (losses := _losses_of(layers[number][1]))}
 
     @contextmanager
-    def watched(self, watch: Callable[[str, Layer], Layer]) -> Iterator[None]:
-        """Meanwhile ``watch(name, layer)`` takes the place of each layer."""
-        layers, self._layers = self._layers, [(name, watch(name, layer)) for name, layer in self._layers]
+    def wrapped(self, wrap: Callable[[str, Layer], Layer]) -> Iterator[None]:
+        """Meanwhile ``wrap(name, layer)`` takes the place of each layer."""
+        layers, self._layers = self._layers, [(name, wrap(name, layer)) for name, layer in self._layers]
         try:
             yield
         finally:

@@ -152,7 +152,7 @@ def build_engine(
         built,
         mesh,
         sequence_parallel=composition.sequence_parallel,
-        balanced="context" in mesh.axes and method != "ulysses",  # whose ranks all have the whole sequence
+        zigzag="context" in mesh.axes and method != "ulysses",  # whose ranks all have the whole sequence
     )
     return LayeredEngine(
         built,

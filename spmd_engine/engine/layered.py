@@ -27,9 +27,9 @@ from spmd_engine.engine.stored import StoredEngine
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.layer import ForwardContext, Layer
 from spmd_engine.models import Model, layout_for
-from spmd_engine.sharding.dealing import deal, undeal
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.sharding.shards import Shards
+from spmd_engine.sharding.zigzag import block_of, in_order
 
 
 class LayeredEngine(StoredEngine):
@@ -155,10 +155,10 @@ class LayeredEngine(StoredEngine):
     def cut_rows(self, inputs: Array, targets: Array | None, *mask: Array) -> list[Array | None]:
         letters = self.model.inputs, self.model.targets, self.model.targets
         rows = zip((inputs, targets, *mask), letters, strict=False)
-        return [x if x is None else deal(x, dims, self.layout, self.mesh, first=1) for x, dims in rows]
+        return [x if x is None else block_of(x, dims, self.layout, self.mesh, first=1) for x, dims in rows]
 
     def join_outputs(self, y: Array, label: str = "") -> Array:
-        return undeal(super().join_outputs(y, label), self.model.outputs, self.layout, self.mesh)
+        return in_order(super().join_outputs(y, label), self.model.outputs, self.layout, self.mesh)
 
     # --- forward and backward ----------------------------------------------------------------------------
 
@@ -230,11 +230,11 @@ class LayeredEngine(StoredEngine):
     # --- training ----------------------------------------------------------------------------------------
 
     @contextmanager
-    def watched(self, watch: Callable[[str, Layer], Layer]) -> Iterator[None]:
-        """Meanwhile ``watch(name, layer)`` takes the place of each layer here: to see what goes in and comes out."""
+    def wrapped(self, wrap: Callable[[str, Layer], Layer]) -> Iterator[None]:
+        """Meanwhile ``wrap(name, layer)`` takes the place of each layer here: to see what goes in and comes out."""
         with ExitStack() as stack:
             for chunk in self._placed.chunks.values():
-                stack.enter_context(chunk.watched(watch))
+                stack.enter_context(chunk.wrapped(wrap))
             yield
 
     def step(self, batch: Batch, loss: Loss | None = None) -> float:

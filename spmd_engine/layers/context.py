@@ -56,28 +56,28 @@ class CutSequence:
 
     group: Group
     label: str  #: in the ledger
-    dealt: list[Array]  #: the positions of each rank of the group, ascending; on the host
+    rank_positions: list[Array]  #: the positions of each rank of the group, ascending; on the host
     consecutive: bool  #: whether those of all ranks, in rank order, ascend
 
     @classmethod
     def of(cls, sh: Shards, ctx: ForwardContext, q: Array) -> CutSequence:
-        dealt = sh.layout.dealt(ctx.length, sh.mesh)
+        rank_positions = sh.layout.positions_by_rank(ctx.length, sh.mesh)
         group = sh.group_of("s")
-        if len(dealt[group.rank]) != q.shape[1]:
+        if len(rank_positions[group.rank]) != q.shape[1]:
             raise UsageError(
                 f"{sh.label}: s is cut over {group.axes}: of a sequence of {ctx.length} (ForwardContext.length) this "
-                f"rank has {len(dealt[group.rank])} positions, but its queries are {q.shape[1]}"
+                f"rank has {len(rank_positions[group.rank])} positions, but its queries are {q.shape[1]}"
             )
-        return cls(group, sh.label, dealt, consecutive="s" not in sh.layout.balanced)
+        return cls(group, sh.label, rank_positions, consecutive="s" not in sh.layout.zigzag)
 
     @property
     def lengths(self) -> list[int]:
         """How many positions each rank has."""
-        return [len(positions) for positions in self.dealt]
+        return [len(positions) for positions in self.rank_positions]
 
     def positions(self, like: Array, rank: int | None = None) -> Array:
         """Those of a rank of the group, this one by default, where ``like`` lives."""
-        return backend_of(like).asarray(self.dealt[self.group.rank if rank is None else rank])
+        return backend_of(like).asarray(self.rank_positions[self.group.rank if rank is None else rank])
 
     def all_positions(self, like: Array) -> Array:
         """0, 1, ... up to the sequence's length, where ``like`` lives."""
@@ -93,4 +93,4 @@ class CutSequence:
 
     def _in_rank_order(self, like: Array) -> Array:
         xp = backend_of(like).xp
-        return xp.concatenate([xp.asarray(positions) for positions in self.dealt])
+        return xp.concatenate([xp.asarray(positions) for positions in self.rank_positions])

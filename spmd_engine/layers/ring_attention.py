@@ -21,7 +21,7 @@ class RingAttention(ContextMethod):
         2. dq += the block's part; the block's dk, dv = what the previous rank sent + this rank's part
         3. start to send those to the next rank: they follow their block, and after n steps are home
 
-    Queries that see nothing of a block are left out of it; if the sequence is dealt ``balanced``, that leaves
+    Queries that see nothing of a block are left out of it; if the sequence is cut in a ``zigzag``, that leaves
     every rank as much to do in every step. With S bytes of keys and values in all, a rank sends S(n-1)/n
     forward and 2S(n-1)/n + S/n backward, and keeps S/n.
 
@@ -89,7 +89,7 @@ def _pass_on(cut: CutSequence, x: Array) -> Callable[[], Array]:
 
 def _rows_that_see(cut: CutSequence, owner: int) -> slice | None:
     """This rank's queries that see a key of that rank at least: the last ones, or None."""
-    queries, keys = cut.dealt[cut.group.rank], cut.dealt[owner]
+    queries, keys = cut.rank_positions[cut.group.rank], cut.rank_positions[owner]
     first = int(queries.searchsorted(keys[0])) if len(keys) else len(queries)
     return slice(first, None) if first < len(queries) else None
 

@@ -38,15 +38,15 @@ class Layout:
 
     inside: Axes = field(default_factory=dict)
     residual: Axes = field(default_factory=dict)
-    balanced: str = ""  #: letters of which each rank has an early and a late part: see ``dealt``
+    zigzag: str = ""  #: letters of which each rank has an early and a late part: see ``positions_by_rank``
 
     @classmethod
     def for_mesh(
-        cls, mesh: Place, *, sequence_parallel: bool = False, balanced: bool = False, queries_cut: bool = False
+        cls, mesh: Place, *, sequence_parallel: bool = False, zigzag: bool = False, queries_cut: bool = False
     ) -> Layout:
         """The customary layout of a mesh whose axes have customary names; raises MeshError for others.
 
-        ``sequence_parallel`` cuts the residual stream's s over ``model`` too. ``balanced`` deals the sequence
+        ``sequence_parallel`` cuts the residual stream's s over ``model`` too. ``zigzag`` cuts the sequence
         over ``context`` so that causal attention is as much work on every rank. ``queries_cut`` lets ``model``
         cut the r queries that share a key head instead of the key heads: for models with too few of those.
         """
@@ -63,24 +63,24 @@ class Layout:
         residual = dict(inside)
         if sequence_parallel and "model" in mesh.axes:
             residual["s"] = (*inside.get("s", ()), "model")
-        return cls(inside, residual, balanced="s" if balanced else "")
+        return cls(inside, residual, zigzag="s" if zigzag else "")
 
     def axes(self, letter: str, where: str = "inside") -> tuple[str, ...]:
         """The axes that cut a letter ``inside`` a layer or on the ``residual`` stream."""
         return {"inside": self.inside, "residual": self.residual}[where].get(letter, ())
 
-    def dealt(self, length: int, mesh: Place, letter: str = "s") -> list[np.ndarray]:
+    def positions_by_rank(self, length: int, mesh: Place, letter: str = "s") -> list[np.ndarray]:
         """The indices of a letter, ``length`` long in all, that each rank of the axes that cut it has inside.
 
         Ranks come in the order of ``mesh.group(self.axes(letter))``; each one's indices ascend. Every rank has
-        as many as ``nested_span`` says: consecutive ones, or, where the letter is ``balanced``, half of them
+        as many as ``nested_span`` says: consecutive ones, or, where the letter is cut in a ``zigzag``, half of them
         from the beginning and half from the end. The letter is then cut into 2n parts, of which rank i has
         parts i and 2n-1-i, so that early queries, which see few keys, come together with late ones.
         """
         axes = self.axes(letter)
         ranks = product(*(range(mesh.axis_size(axis)) for axis in axes))
         spans = [nested_span(length, axes, mesh.axes, dict(zip(axes, rank, strict=True))) for rank in ranks]
-        if letter not in self.balanced:
+        if letter not in self.zigzag:
             return [np.arange(part.start, part.stop) for part in spans]
         early, late, ranges = 0, length, []
         for part in spans:
@@ -96,7 +96,7 @@ class Layout:
         On the ``residual`` stream they are those inside, cut further by the axes that the stream adds.
         """
         inside = self.axes(letter)
-        positions = self.dealt(length, mesh, letter)[mesh.index(inside)]
+        positions = self.positions_by_rank(length, mesh, letter)[mesh.index(inside)]
         if where == "residual":
             further = self.axes(letter, where)[len(inside) :]
             positions = positions[nested_span(len(positions), further, mesh.axes, mesh.coordinates)]

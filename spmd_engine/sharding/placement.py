@@ -94,8 +94,8 @@ class ArrayPlacement:
         """
         cuts = []
         for letter, length in zip(dims.split(), shape, strict=True):
-            dealt = [_runs(positions) for positions in layout.dealt(length, places[0], letter)]
-            cuts.append([dealt[place.index(layout.axes(letter))] for place in places])
+            rank_positions = [_runs(positions) for positions in layout.positions_by_rank(length, places[0], letter)]
+            cuts.append([rank_positions[place.index(layout.axes(letter))] for place in places])
         held = [[_rectangle(sides) for sides in product(*sides_by_dim)] for sides_by_dim in _by_rank(cuts, len(places))]
         return cls.of_rectangles(shape, dtype, held)
 

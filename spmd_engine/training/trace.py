@@ -38,7 +38,7 @@ class Trace:
         self._mesh.ledger.observer = self._waited
         try:
             if isinstance(engine, LayeredEngine):
-                with engine.watched(partial(_TracedLayer, self)):
+                with engine.wrapped(partial(_TracedLayer, self)):
                     yield
             else:
                 yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from spmd_engine.engine.batch import Batch
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.errors import NotFiniteError
 from spmd_engine.signals import StopFlag
-from spmd_engine.training.account import Account
+from spmd_engine.training.step_metrics import StepMetrics
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class StepReport:
     exposed_communication: float | None = None  #: seconds that a rank stood in collectives, the mean over ranks
     gigabytes_per_second: dict[str, float] | None = None  #: by mesh axis: sent by all, by those seconds
     shares: list[list[float]] | None = None  #: of the step, by rank: computing, communicating, and idle
+    side_outputs: dict[str, Any] | None = None  #: of layers, by name: auxiliary losses, counts
     validation_loss: float | None = None
 
     def as_dict(self) -> dict:
@@ -41,8 +43,9 @@ class Trainer:
 
     ``batches(step)`` gives this rank's Batch of step ``step`` (from 0), ``rate(step)`` its learning rate.
     Gradients whose whole norm exceeds ``grad_clip`` are scaled down to it; 0 switches that off. A loss or a
-    norm that is not finite raises NotFiniteError, on every rank alike, before the parameters are touched. ``account``
-    tells in every report what all ranks sent and waited for, which takes a small collective. ``run`` ends after a step
+    norm that is not finite raises NotFiniteError, on every rank alike, before the parameters are touched. With
+    ``step_metrics`` every report tells what all ranks sent and waited for, which takes a small collective; what layers
+    tell beside their outputs, auxiliary losses and counts, it tells always. ``run`` ends after a step
     at whose end any rank had a signal in its ``stop`` flag: all ranks' flags are then taken.
     """
 
@@ -56,17 +59,17 @@ class Trainer:
         grad_clip: float = 0.0,
         loss: Loss | None = None,
         first_step: int = 0,
-        account: bool = True,
+        step_metrics: bool = True,
         stop: StopFlag | None = None,
     ) -> None:
         self.engine, self.optimizer, self.batches, self.rate = engine, optimizer, batches, rate
-        self.grad_clip, self.loss, self.steps_done, self.account = grad_clip, loss, first_step, account
+        self.grad_clip, self.loss, self.steps_done, self.step_metrics = grad_clip, loss, first_step, step_metrics
         self.stop = stop
 
     def step(self) -> StepReport:
         """One optimizer step. Collective."""
         engine, step = self.engine, self.steps_done
-        account = Account(engine.mesh, brief=not self.account)
+        metrics = StepMetrics(engine.mesh, brief=not self.step_metrics)
         batch = self.batches(step)
         if batch.count is None:
             batch = replace(batch, count=engine.count(batch))
@@ -81,10 +84,12 @@ class Trainer:
         rate = self.rate(step)
         self.optimizer.update(engine, engine.gradients, step=step + 1, rate=rate, scale=scale)
         self.steps_done += 1
-        seconds, facts, signal = account.close(self.stop.received if self.stop else None)
+        seconds, facts, signal = metrics.close(self.stop.received if self.stop else None)
         if self.stop:
             self.stop.take(signal)
         tokens = int(batch.count)
+        if engine.side_outputs:
+            facts["side_outputs"] = {name: value.tolist() for name, value in engine.side_outputs.items()}
         return StepReport(step + 1, loss, norm, rate, tokens, seconds, tokens / seconds, **facts)
 
     def run(self, steps: int) -> Iterator[StepReport]:

@@ -19,8 +19,8 @@ from spmd_engine.verify.comparison import Measured, Part, Tensor, examine, from_
 from spmd_engine.verify.diagnosis import INITIAL, PARAMETER
 from spmd_engine.verify.finite_differences import check_gradients
 from spmd_engine.verify.missing_sums import missing_sums
+from spmd_engine.verify.probe import INPUT_GRADIENT, OUTPUT, OUTPUT_GRADIENT, ProbePoint, probe
 from spmd_engine.verify.report import Cause, Disagreement, Distances, GradientCheck, Report
-from spmd_engine.verify.watching import INPUT_GRADIENT, OUTPUT, OUTPUT_GRADIENT, Moment, watch
 
 GRADIENT, LOSS, NORM = "gradient", "loss", "squared norm of the gradient"
 #: By dtype, relative to a tensor's scale: what rounding does not reach in a few steps, and mistakes surpass.
@@ -105,7 +105,7 @@ class Pair:
         self.engine, self.reference, self.batches, self.loss_of = engine, reference, batches, loss
         self.world = engine.group()
         self._on_first(lambda: _check_names(engine, reference))
-        self.watch, self.watch_alone = watch(engine), self._on_first(lambda: watch(reference))
+        self.probe, self.probe_alone = probe(engine), self._on_first(lambda: probe(reference))
         self.tolerance = tolerance or from_first(self.world, self._on_first(lambda: _tolerance(reference)))
         self.micro_batches = 1
         self.gradients_before: dict[str, Array] = {}
@@ -131,12 +131,12 @@ class Pair:
 
         def alone() -> float:
             batch = self.batches(self.reference, step - 1)
-            return self.watch_alone.step(batch, self.loss_of(self.reference))
+            return self.probe_alone.step(batch, self.loss_of(self.reference))
 
         batch = self.batches(self.engine, step - 1)
         self.micro_batches = len(batch.micro_batches)
         self.engine.checks_replicas = False  # that is done here, and more told of it
-        self.loss = self.watch.step(batch, self.loss_of(self.engine))
+        self.loss = self.probe.step(batch, self.loss_of(self.engine))
         self.expected_loss = from_first(self.world, self._on_first(alone))
         if not np.isfinite(self.expected_loss):
             raise NotFiniteError(f"step {step}: one device's loss is {self.expected_loss}; lower the learning rate")
@@ -178,7 +178,7 @@ class Pair:
             return found
 
         def repeat() -> list[str]:
-            self.loss = self.watch.step(self.batches(self.engine, found.step - 1), self.loss_of(self.engine))
+            self.loss = self.probe.step(self.batches(self.engine, found.step - 1), self.loss_of(self.engine))
             again = measure(self.world, self.computed())
             return [_key(each.tensor) for each in again if each.is_off(self.tolerance)]
 
@@ -201,33 +201,33 @@ class Pair:
         """What forward and backward made, in the order in which they did."""
         norm = float(self.engine.gradient_norm())
         norm_alone = self._on_first(lambda: float(self.reference.gradient_norm()))
-        moments = from_first(self.world, self._on_first(lambda: set(self.watch_alone.taken)))
+        points = from_first(self.world, self._on_first(lambda: set(self.probe_alone.probed)))
         gradients: dict[str, list[Tensor]] = {}  # by layer, in the order of the backward
         for tensor in reversed(self._gradients()):
-            gradients.setdefault(self.watch.layer_of(tensor.name), []).append(tensor)
-        layers = self.watch.layers
-        story = [*self._passing(moments, OUTPUT, layers), _number(LOSS, self.expected_loss, self.loss)]
-        story += self._passing(moments, OUTPUT_GRADIENT, layers)
+            gradients.setdefault(self.probe.layer_of(tensor.name), []).append(tensor)
+        layers = self.probe.layers
+        story = [*self._passing(points, OUTPUT, layers), _number(LOSS, self.expected_loss, self.loss)]
+        story += self._passing(points, OUTPUT_GRADIENT, layers)
         for layer in reversed(layers):
-            own, passing = gradients.get(layer, []), self._passing(moments, INPUT_GRADIENT, [layer])
+            own, passing = gradients.get(layer, []), self._passing(points, INPUT_GRADIENT, [layer])
             story += [*passing, *own] if layer else [*own, *passing]  # a layer's own gradients come last
         return [*story, _number(NORM, norm_alone, norm, power=2)]
 
-    def _passing(self, moments: Set[Moment], kind: str, layers: Sequence[str]) -> list[Tensor]:
+    def _passing(self, points: Set[ProbePoint], kind: str, layers: Sequence[str]) -> list[Tensor]:
         """Of the arrays that passed by, those of some layers, in the layers' order and then the micro-batches'."""
 
-        def tensor(moment: Moment) -> Tensor:
+        def tensor(point: ProbePoint) -> Tensor:
             def whole() -> Array:
-                return self.watch_alone.taken[moment].array
+                return self.probe_alone.probed[point].array
 
             def part(shape: tuple[int, ...]) -> Part | None:
-                taken = self.watch.taken.get(moment)
-                return taken.part(shape) if taken else None
+                probed = self.probe.probed.get(point)
+                return probed.part(shape) if probed else None
 
-            return Tensor(kind, whole, part, layer=moment.layer, micro_batch=moment.micro_batch)
+            return Tensor(kind, whole, part, layer=point.layer, micro_batch=point.micro_batch)
 
-        every = (Moment(kind, layer, m) for layer in layers for m in range(self.micro_batches))
-        return [tensor(moment) for moment in every if moment in moments]
+        every = (ProbePoint(kind, layer, m) for layer in layers for m in range(self.micro_batches))
+        return [tensor(point) for point in every if point in points]
 
     def _gradients(self) -> list[Tensor]:
         found = self.engine.named(self.engine.gradients)
@@ -245,7 +245,7 @@ class Pair:
 
     def _layer(self, name: str) -> str:
         """The layer of a parameter: by the names of layers, or, where there are none, by the parameter's own."""
-        return self.watch.layer_of(name) or name.rpartition("/")[0]
+        return self.probe.layer_of(name) or name.rpartition("/")[0]
 
 
 def _number(kind: str, expected: float | None, found: float, power: int = 1) -> Tensor:

@@ -99,7 +99,7 @@ def numbers(model, axes, batch, *, sequence_parallel=False, layout=None, schedul
             losses, side = [], []
             for report in trainer.run(STEPS):
                 losses.append(report.loss)
-                side.append({name: value.copy() for name, value in engine.side_outputs.items()})
+                side.append({name: np.array(value) for name, value in report.as_dict().get("side_outputs", {}).items()})
             buffers = {name: engine.gather_buffer(name) for name in engine.buffer_names}
             parameters = {name: engine.gather(name) for name in engine.names}
             return losses, side, buffers, parameters, trainer.evaluate([batches(99)])

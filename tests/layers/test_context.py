@@ -20,7 +20,7 @@ from spmd_engine.sharding import Layout
 ITEM = 8
 WIDTH = 12
 every_method = pytest.mark.parametrize("method", CONTEXT_METHODS)
-either_deal = pytest.mark.parametrize("balanced", [False, True], ids=["consecutive", "balanced"])
+either_deal = pytest.mark.parametrize("zigzag", [False, True], ids=["consecutive", "zigzag"])
 
 
 def attention(method, heads=3, key_value_heads=None):
@@ -48,32 +48,32 @@ MESHES = [
 @every_method
 @either_deal
 @pytest.mark.parametrize("axes", MESHES, ids=str)
-def test_attention_as_single(method, balanced, axes):
-    assert_as_single(problem_of(attention(method)), axes, balanced=balanced)
+def test_attention_as_single(method, zigzag, axes):
+    assert_as_single(problem_of(attention(method)), axes, zigzag=zigzag)
 
 
 @every_method
 @either_deal
 @pytest.mark.parametrize("axes", [axes for axes in MESHES if "model" in axes], ids=str)
-def test_with_the_stream_cut_further(method, balanced, axes):
+def test_with_the_stream_cut_further(method, zigzag, axes):
     layer = Residual(LayerNorm(WIDTH), attention(method), dropout=0.3)
-    assert_as_single(problem_of(layer), axes, balanced=balanced, sequence_parallel=True)
+    assert_as_single(problem_of(layer), axes, zigzag=zigzag, sequence_parallel=True)
 
 
 @every_method
 @either_deal
 @pytest.mark.parametrize("ranks, length", [(4, 1), (4, 3), (3, 2), (2, 64), (3, 301)])
-def test_few_tokens_and_many(method, balanced, ranks, length):
+def test_few_tokens_and_many(method, zigzag, ranks, length):
     """The last ranks may have none; the kernel works in several blocks of rows."""
     problem = problem_of(attention(method, heads=2), batch=1, length=length)
-    assert_as_single(problem, {"context": ranks}, balanced=balanced)
+    assert_as_single(problem, {"context": ranks}, zigzag=zigzag)
 
 
 @every_method
 @either_deal
-def test_a_sequence_cut_over_two_axes(method, balanced):
+def test_a_sequence_cut_over_two_axes(method, zigzag):
     """Also in an order that is not the mesh's: messages go to the rank that has the next part."""
-    layout = Layout({"s": ("y", "x")}, {"s": ("y", "x")}, balanced="s" * balanced)
+    layout = Layout({"s": ("y", "x")}, {"s": ("y", "x")}, zigzag="s" * zigzag)
     assert_as_single(problem_of(attention(method), length=11), {"x": 2, "y": 3}, layout=layout)
 
 
@@ -103,12 +103,12 @@ def test_float32_stays(method):
 @pytest.mark.mpi(ranks=3)
 @every_method
 @either_deal
-def test_over_mpi(method, balanced):
+def test_over_mpi(method, zigzag):
     """The same on processes, with blocks that are too large to be sent before somebody receives them."""
     problem = problem_of(Attention(96, 3, context=context_method(method)), batch=4, length=200)
     layer = problem.layer
     with Mesh(context=3) as mesh:
-        local = cut(problem, mesh, balanced=balanced)
+        local = cut(problem, mesh, zigzag=zigzag)
         y, saved = layer.forward(local.sh, local.p, local.x, local.ctx)
         dx = wait_for(layer.backward_input(local.sh, local.p, saved, local.dy)[0])
         own = local.sh.layout.positions(200, mesh)
@@ -156,9 +156,9 @@ def test_shared_keys_as_single(heads, key_value_heads, axes, queries_cut):
 @every_method
 @either_deal
 @pytest.mark.parametrize("queries_cut", [False, True], ids=["heads cut", "queries cut"])
-def test_shared_keys_over_context_and_model(method, balanced, queries_cut):
+def test_shared_keys_over_context_and_model(method, zigzag, queries_cut):
     problem = problem_of(attention(method, 6, 2))
-    options = {"balanced": balanced, "queries_cut": queries_cut, "sequence_parallel": True}
+    options = {"zigzag": zigzag, "queries_cut": queries_cut, "sequence_parallel": True}
     assert_as_single(problem, {"context": 3, "model": 2}, **options)
 
 
@@ -196,9 +196,9 @@ def sent(layer, axes, length=LENGTH, **options):
 @pytest.mark.parametrize("key_value_heads", [6, 2])
 @pytest.mark.parametrize("n", [2, 3, 4])
 @either_deal
-def test_gathered_keys_are_sent_once_each_way(n, key_value_heads, balanced):
+def test_gathered_keys_are_sent_once_each_way(n, key_value_heads, zigzag):
     both = 2 * BATCH * LENGTH * key_value_heads * 2 * ITEM  # keys and values, heads 2 wide
-    forward, backward = sent(attention("gather", 6, key_value_heads), {"context": n}, balanced=balanced)
+    forward, backward = sent(attention("gather", 6, key_value_heads), {"context": n}, zigzag=zigzag)
     assert forward == {"all_gather": both * (n - 1)}
     assert backward == {"reduce_scatter": both * (n - 1)}
 
@@ -206,9 +206,9 @@ def test_gathered_keys_are_sent_once_each_way(n, key_value_heads, balanced):
 @pytest.mark.parametrize("key_value_heads", [6, 2])
 @pytest.mark.parametrize("n", [2, 3, 4])
 @either_deal
-def test_a_ring_sends_each_block_to_all_others_and_its_gradients_home(n, key_value_heads, balanced):
+def test_a_ring_sends_each_block_to_all_others_and_its_gradients_home(n, key_value_heads, zigzag):
     both = 2 * BATCH * LENGTH * key_value_heads * 2 * ITEM
-    forward, backward = sent(attention("ring", 6, key_value_heads), {"context": n}, balanced=balanced)
+    forward, backward = sent(attention("ring", 6, key_value_heads), {"context": n}, zigzag=zigzag)
     assert forward == {"send": both * (n - 1)}
     assert backward == {"send": both * (n - 1) + both * n}
 
@@ -216,7 +216,7 @@ def test_a_ring_sends_each_block_to_all_others_and_its_gradients_home(n, key_val
 @pytest.mark.parametrize("key_value_heads", [6, 2])
 @pytest.mark.parametrize("n", [2, 3, 4])
 @either_deal
-def test_heads_are_exchanged_four_times_each_way(n, key_value_heads, balanced):
+def test_heads_are_exchanged_four_times_each_way(n, key_value_heads, zigzag):
     """What stays with each rank is its positions of its own heads."""
 
     def moved(heads, each):  # heads to be cut, and columns of each
@@ -224,7 +224,7 @@ def test_heads_are_exchanged_four_times_each_way(n, key_value_heads, balanced):
         return BATCH * (LENGTH * heads - stays) * each * ITEM
 
     queries, keys = moved(key_value_heads, WIDTH // key_value_heads), moved(key_value_heads, 2)
-    forward, backward = sent(attention("ulysses", 6, key_value_heads), {"context": n}, balanced=balanced)
+    forward, backward = sent(attention("ulysses", 6, key_value_heads), {"context": n}, zigzag=zigzag)
     assert forward == backward == {"all_to_all": 2 * queries + 2 * keys}
 
 
@@ -249,17 +249,17 @@ def test_only_queries_that_see_a_key_are_compared(monkeypatch, ranks):
     monkeypatch.setattr(ring_attention, "causal_attention", counting)
     problem = problem_of(attention("ring"), length=24)
 
-    def work(balanced):
+    def work(zigzag):
         def rank():
-            local = cut(problem, Mesh(context=ranks), balanced=balanced)
+            local = cut(problem, Mesh(context=ranks), zigzag=zigzag)
             calls[get_ident()] = []
             problem.layer.forward(local.sh, local.p, local.x, local.ctx)
             return calls[get_ident()]
 
         return run(rank, ranks=ranks)
 
-    assert [len(seen) for seen in work(balanced=False)] == list(range(1, ranks + 1))
-    first, *others = work(balanced=True)
+    assert [len(seen) for seen in work(zigzag=False)] == list(range(1, ranks + 1))
+    first, *others = work(zigzag=True)
     assert len(first) == ranks and all(seen == first for seen in others)
     assert sum(first) * ranks == 24 * 25 // 2
 

@@ -73,7 +73,7 @@ def test_sequence_parallel_as_single(name, axes):
 def test_a_sequence_dealt_evenly_as_single(name, axes):
     problem = problem_of(name)
     expected = single(problem)
-    for results in solve(problem, axes, balanced=True, sequence_parallel=True):
+    for results in solve(problem, axes, zigzag=True, sequence_parallel=True):
         assert_same(results, expected)
 
 

@@ -40,10 +40,10 @@ def test_what_the_model_axis_cuts(heads, key_value_heads, ranks, letter):
 
 
 def test_options_reach_the_layout():
-    options = {"sequence_parallel": True, "balanced": True}
+    options = {"sequence_parallel": True, "zigzag": True}
     layout = layout_for(model_of(6), mesh_of(context=2, model=3), **options)
     assert layout == Layout.for_mesh(mesh_of(context=2, model=3), **options)
-    assert layout.balanced == "s" and layout.axes("s", "residual") == ("context", "model")
+    assert layout.zigzag == "s" and layout.axes("s", "residual") == ("context", "model")
 
 
 def test_a_model_without_a_sequence_has_no_context():

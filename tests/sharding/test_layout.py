@@ -78,48 +78,48 @@ def positions(axes, length, where="inside", **options):
     def rank():
         mesh = Mesh(**axes)
         layout = Layout.for_mesh(mesh, **options)
-        return layout.positions(length, mesh, where), layout.dealt(length, mesh)
+        return layout.positions(length, mesh, where), layout.positions_by_rank(length, mesh)
 
     return run(rank, ranks=prod(axes.values()))
 
 
-@pytest.mark.parametrize("balanced", [False, True])
+@pytest.mark.parametrize("zigzag", [False, True])
 @pytest.mark.parametrize("axes", CUTS, ids=str)
 @pytest.mark.parametrize("length", LENGTHS)
-def test_every_position_is_dealt_once(length, axes, balanced):
-    results = positions(axes, length, balanced=balanced)
+def test_every_position_is_dealt_once(length, axes, zigzag):
+    results = positions(axes, length, zigzag=zigzag)
     n = axes["context"]
-    for rank, (own, dealt) in enumerate(results):
-        np.testing.assert_array_equal(own, dealt[rank % n])
+    for rank, (own, rank_positions) in enumerate(results):
+        np.testing.assert_array_equal(own, rank_positions[rank % n])
         np.testing.assert_array_equal(own, np.sort(own))
-        np.testing.assert_array_equal(np.sort(np.concatenate(dealt)), np.arange(length))
-        assert [len(part) for part in dealt] == [length // n + (i < length % n) for i in range(n)]
-        if not balanced:
-            np.testing.assert_array_equal(np.concatenate(dealt), np.arange(length))
+        np.testing.assert_array_equal(np.sort(np.concatenate(rank_positions)), np.arange(length))
+        assert [len(part) for part in rank_positions] == [length // n + (i < length % n) for i in range(n)]
+        if not zigzag:
+            np.testing.assert_array_equal(np.concatenate(rank_positions), np.arange(length))
 
 
 def test_balanced_ranks_have_an_early_and_a_late_part():
-    (_, dealt), *_ = positions({"context": 3}, 12, balanced=True)
-    assert [part.tolist() for part in dealt] == [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
-    (_, dealt), *_ = positions({"context": 3}, 7, balanced=True)  # the early half has the odd one
-    assert [part.tolist() for part in dealt] == [[0, 1, 6], [2, 5], [3, 4]]
+    (_, rank_positions), *_ = positions({"context": 3}, 12, zigzag=True)
+    assert [part.tolist() for part in rank_positions] == [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
+    (_, rank_positions), *_ = positions({"context": 3}, 7, zigzag=True)  # the early half has the odd one
+    assert [part.tolist() for part in rank_positions] == [[0, 1, 6], [2, 5], [3, 4]]
 
 
 @pytest.mark.parametrize("length", [64, 100])
 def test_balanced_ranks_see_as_many_keys(length):
-    def work(balanced):
-        (_, dealt), *_ = positions({"context": 4}, length, balanced=balanced)
-        return [int((part + 1).sum()) for part in dealt]
+    def work(zigzag):
+        (_, rank_positions), *_ = positions({"context": 4}, length, zigzag=zigzag)
+        return [int((part + 1).sum()) for part in rank_positions]
 
-    balanced = work(True)
-    assert max(balanced) - min(balanced) <= length
+    zigzag = work(True)
+    assert max(zigzag) - min(zigzag) <= length
     assert max(work(False)) > 6 * min(work(False))
 
 
-@pytest.mark.parametrize("balanced", [False, True])
+@pytest.mark.parametrize("zigzag", [False, True])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_positions_on_the_residual_stream_are_those_inside_cut_further(length, balanced):
-    axes, options = {"context": 2, "model": 3}, {"sequence_parallel": True, "balanced": balanced}
+def test_positions_on_the_residual_stream_are_those_inside_cut_further(length, zigzag):
+    axes, options = {"context": 2, "model": 3}, {"sequence_parallel": True, "zigzag": zigzag}
     inside, stream = positions(axes, length, **options), positions(axes, length, "residual", **options)
     for c in range(2):
         for own, _ in inside[3 * c : 3 * c + 3]:
@@ -134,11 +134,11 @@ def test_a_sequence_dealt_over_two_axes(order):
 
     def rank():
         mesh = Mesh(x=3, y=2)
-        dealt = layout.dealt(10, mesh)
+        rank_positions = layout.positions_by_rank(10, mesh)
         own = np.arange(10)[layout.spec("s").block((10,), mesh)]
         np.testing.assert_array_equal(layout.positions(10, mesh), own)
-        np.testing.assert_array_equal(dealt[mesh.group(order).rank], own)
-        return np.concatenate(dealt)
+        np.testing.assert_array_equal(rank_positions[mesh.group(order).rank], own)
+        return np.concatenate(rank_positions)
 
     for whole in run(rank, ranks=6):
         np.testing.assert_array_equal(whole, np.arange(10))

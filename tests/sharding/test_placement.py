@@ -8,9 +8,9 @@ import pytest
 from spmd_engine.comm.place import all_places
 from spmd_engine.errors import UsageError
 from spmd_engine.sharding import Layout, Spec
-from spmd_engine.sharding.dealing import deal
 from spmd_engine.sharding.placement import ArrayPlacement, Placement, views
 from spmd_engine.sharding.rectangles import Rectangle
+from spmd_engine.sharding.zigzag import block_of
 
 MESHES = [{"data": 1}, {"data": 3}, {"data": 2, "model": 2}, {"data": 2, "model": 3}]
 
@@ -65,11 +65,11 @@ def test_halos_end_with_the_array_and_none_are_around_nothing():
 @pytest.mark.parametrize("axes", [{"context": 3}, {"data": 2, "context": 2}], ids=str)
 def test_a_zigzag_sequence_is_two_rectangles_joined(axes, length):
     places, whole = all_places(axes), np.arange(5 * length).reshape(5, length)
-    layout = Layout.for_mesh(places[0], balanced=True)
+    layout = Layout.for_mesh(places[0], zigzag=True)
     placement = ArrayPlacement.of_layout(layout, "b s", whole.shape, whole.dtype, places)
     placement.check("x")
     for place, held in zip(places, placement.held, strict=True):
-        block = deal(whole, "b s", layout, place)
+        block = block_of(whole, "b s", layout, place)
         for part, each in zip(held, views(held, block), strict=True):
             np.testing.assert_array_equal(each, whole[part.index])
             assert np.shares_memory(each, block) or not each.size

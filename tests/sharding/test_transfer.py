@@ -34,7 +34,7 @@ def rows(*lengths, halo=(0, 0), shape=SHAPE, dtype=np.float64):
 
 def zigzag(ranks, shape=SHAPE, dtype=np.float64):
     places = all_places({"context": ranks})
-    return ArrayPlacement.of_layout(Layout.for_mesh(places[0], balanced=True), "s d", shape, dtype, places)
+    return ArrayPlacement.of_layout(Layout.for_mesh(places[0], zigzag=True), "s d", shape, dtype, places)
 
 
 def cases(n):

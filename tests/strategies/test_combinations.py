@@ -65,7 +65,7 @@ test_tensor_parallel = holds(
 test_context_parallel = holds(
     [
         *[Case("context=2", context_method=method) for method in ("gather", "ring", "ulysses")],
-        *[Case("context=3", context_method=method, balanced=True) for method in ("gather", "ring", "ulysses")],
+        *[Case("context=3", context_method=method, zigzag=True) for method in ("gather", "ring", "ulysses")],
         Case("context=4", context_method="ring", micro_batches=3),
         Case("context=4", context_method="ulysses", zero=3, recompute=ATTENTION),
     ]
@@ -119,13 +119,13 @@ test_two_ways_together = holds(
         Case("data=3,model=2", zero=2, micro_batches=3, **PARALLEL),
         Case("data=2,model=2", zero=3, group_threshold=1500, recompute=BLOCK, **PARALLEL),
         Case("shard=2,model=2", tied=False),
-        Case("data=2,context=2", zero=3, context_method="ring", balanced=True),
+        Case("data=2,context=2", zero=3, context_method="ring", zigzag=True),
         Case("context=2,shard=2", context_method="ulysses"),
-        Case("context=3,data=2", zero=1, balanced=True, micro_batches=5),
-        Case("context=2,model=2", context_method="ring", balanced=True, **PARALLEL),
+        Case("context=3,data=2", zero=1, zigzag=True, micro_batches=5),
+        Case("context=2,model=2", context_method="ring", zigzag=True, **PARALLEL),
         Case("model=3,context=2", context_method="ulysses", zero=2),
         *[Case("pipe=2,context=2", context_method=m, zero=z) for m, z in [("gather", 1), ("ring", 3), ("ulysses", 2)]],
-        Case("context=2,pipe=2", context_method="ring", balanced=True, schedule="zero-bubble", recompute=ATTENTION),
+        Case("context=2,pipe=2", context_method="ring", zigzag=True, schedule="zero-bubble", recompute=ATTENTION),
         Case("pipe=2,model=2", schedule="interleaved", micro_batches=5, **PARALLEL),
         Case("model=3,pipe=2", schedule="zero-bubble-h2", recompute=BLOCK, stages="cost", **PARALLEL),
     ]
@@ -137,13 +137,13 @@ test_three_ways_together = holds(
         Case("pipe=8", schedule="zero-bubble", micro_batches=4),
         Case("pipe=4,data=2", schedule="interleaved"),
         Case("context=4,data=2", context_method="ring"),
-        Case("context=4,data=2", context_method="ulysses", balanced=True),
+        Case("context=4,data=2", context_method="ulysses", zigzag=True),
         Case("model=4,data=2", zero=2, **PARALLEL),
         Case("pipe=2,data=2,model=2", schedule="1f1b"),
         Case("pipe=2,data=2,model=2", schedule="1f1b", zero=1, recompute=BLOCK, **PARALLEL),
         Case("model=2,pipe=2,data=2", schedule="zero-bubble", zero=3, micro_batches=3, **PARALLEL),
         Case("pipe=2,context=2,model=2", zero=3, recompute=BLOCK, context_method="ring"),
-        Case("data=2,context=2,model=2", zero=3, balanced=True, tied=False, **PARALLEL),
+        Case("data=2,context=2,model=2", zero=3, zigzag=True, tied=False, **PARALLEL),
         Case("replicate=2,shard=2,pipe=2", schedule="interleaved", recompute=ATTENTION),
     ]
 )

@@ -44,7 +44,7 @@ def alone(program, ranks):
     [
         Case("data=2,pipe=2", zero=3, schedule="zero-bubble", group_threshold=1500, micro_batches=5),
         Case("pipe=2,data=2", zero=2, schedule="interleaved", recompute=BLOCK),
-        Case("context=2,model=2", zero=3, context_method="ring", balanced=True, recompute=ATTENTION, **PARALLEL),
+        Case("context=2,model=2", zero=3, context_method="ring", zigzag=True, recompute=ATTENTION, **PARALLEL),
         Case("replicate=2,shard=2", group_threshold=0, micro_batches=3),
     ],
     ids=str,

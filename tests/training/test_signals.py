@@ -77,8 +77,8 @@ def test_on_another_thread_handlers_stay_as_they_are():
 # --- the trainer
 
 
-@pytest.mark.parametrize("account", [True, False])
-def test_on_one_rank_the_step_is_finished_and_no_other_begun(account):
+@pytest.mark.parametrize("step_metrics", [True, False])
+def test_on_one_rank_the_step_is_finished_and_no_other_begun(step_metrics):
     with Mesh() as mesh, StopFlag() as flag:
         engine = tiny.make_engine(mesh)
 
@@ -87,14 +87,14 @@ def test_on_one_rank_the_step_is_finished_and_no_other_begun(account):
                 send()
             return tiny.batch(engine, step)
 
-        trainer = Trainer(engine, SGD(), batches, lambda step: 0.1, account=account, stop=flag)
+        trainer = Trainer(engine, SGD(), batches, lambda step: 0.1, step_metrics=step_metrics, stop=flag)
         assert [report.step for report in trainer.run(5)] == [1, 2]
         assert flag.taken == signal.SIGINT
 
 
 @pytest.mark.mpi(ranks=3)
-@pytest.mark.parametrize("account", [True, False])
-def test_all_ranks_end_after_the_same_step(account):
+@pytest.mark.parametrize("step_metrics", [True, False])
+def test_all_ranks_end_after_the_same_step(step_metrics):
     with Mesh() as mesh, StopFlag() as flag:
         engine = tiny.make_engine(mesh)
 
@@ -103,7 +103,7 @@ def test_all_ranks_end_after_the_same_step(account):
                 send(signal.SIGTERM)
             return tiny.batch(engine, step)
 
-        trainer = Trainer(engine, SGD(), batches, lambda step: 0.1, account=account, stop=flag)
+        trainer = Trainer(engine, SGD(), batches, lambda step: 0.1, step_metrics=step_metrics, stop=flag)
         assert [report.step for report in trainer.run(5)] == [1, 2]
         assert flag.taken == signal.SIGTERM
 

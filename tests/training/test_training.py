@@ -148,7 +148,7 @@ def test_clipping_scales_the_step_to_the_limit():
 def test_a_report_without_an_account_costs_no_collective():
     def program():
         with Mesh(data=2) as mesh:
-            trainer = make_trainer(mesh, account=False)
+            trainer = make_trainer(mesh, step_metrics=False)
             report = trainer.step().as_dict()
             return list(report), mesh.ledger.total(label="metrics").calls
 

@@ -29,7 +29,7 @@ GPT = [
     ({"data": 2, "model": 2}, {"zero": 2}),
     ({"replicate": 2, "shard": 2}, {}),
     ({"model": 3}, {"sequence_parallel": True, "recompute": Recompute.ATTENTION}),
-    ({"context": 2, "model": 2}, {"balanced": True, "model_options": (("context_method", "ring"),)}),
+    ({"context": 2, "model": 2}, {"zigzag": True, "model_options": (("context_method", "ring"),)}),
     ({"pipe": 2, "data": 2}, {"zero": 3, "recompute": Recompute.BLOCK, "schedule": schedules.named("gpipe")}),
     ({"pipe": 2}, {"schedule": schedules.named("zero-bubble")}),
     ({"pipe": 2, "model": 2}, {"schedule": schedules.named("interleaved"), "layers": 4, "tied": False}),
@@ -88,15 +88,16 @@ def test_all_that_passes_between_layers_is_found_in_its_place(axes, pair, batche
             both.forward_and_backward(1)
             for each in measure(mesh.group(), both.computed()):
                 assert each.distance < 1e-12, each.tensor
-            alone = both.watch_alone.taken.items() if mesh.rank == 0 else ()
-            shapes = from_first(mesh.group(), {moment: taken.array.shape for moment, taken in alone})
-            parts = [taken.part(shape) if (taken := both.watch.taken.get(m)) else None for m, shape in shapes.items()]
+            alone = both.probe_alone.probed.items() if mesh.rank == 0 else ()
+            shapes = from_first(mesh.group(), {point: probed.array.shape for point, probed in alone})
+            found = both.probe.probed
+            parts = [found[point].part(shape) if point in found else None for point, shape in shapes.items()]
             held = mesh.all_reduce(np.array([part.found.size if part else 0 for part in parts]))
             assert (held >= [np.prod(shape) for shape in shapes.values()]).all()
             return shapes
 
     shapes = run(program, tiny.ranks_of(axes))[0]
-    layers = {moment.layer for moment in shapes}
+    layers = {point.layer for point in shapes}
     # In two micro-batches, of each layer the output and the input's gradient, but none of the first one's perhaps.
     assert 4 * len(layers) - 2 <= len(shapes) - 2 <= 4 * len(layers)
 

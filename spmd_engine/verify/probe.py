@@ -24,7 +24,7 @@ Place = Callable[[tuple[int, ...]], Index]  # the shape of a whole array -> this
 
 
 @dataclass(frozen=True)
-class Moment:
+class ProbePoint:
     """When an array passes by."""
 
     kind: str
@@ -33,7 +33,7 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class Taken:
+class Probed:
     """An array that passed by on this rank."""
 
     array: Array
@@ -49,14 +49,14 @@ class Taken:
         return Part(self.array, index, base=self.base) if lengths == self.array.shape else None
 
 
-class Watch:
+class Probe:
     """Makes a step of an engine and keeps its outputs, their gradients and, of the last micro-batch, the inputs'."""
 
     layers: Sequence[str] = ("",)  #: in the order of the forward
 
     def __init__(self, engine: ShardedEngine) -> None:
         self.engine = engine
-        self.taken: dict[Moment, Taken] = {}
+        self.probed: dict[ProbePoint, Probed] = {}
 
     def layer_of(self, parameter: str) -> str:
         """Which of ``layers`` has a parameter."""
@@ -64,29 +64,32 @@ class Watch:
 
     def step(self, batch: Batch, loss: Loss | None = None) -> float:
         """The engine's step; returns its loss."""
-        value = self._watched_step(batch, loss)
+        value = self._probed_step(batch, loss)
         if (dx := self.engine.input_gradient) is not None:
-            moment = Moment(INPUT_GRADIENT, "", len(batch.micro_batches) - 1)
-            self.taken[moment] = Taken(dx, partial(_cut, self.engine, self.engine.input_sharding))
+            point = ProbePoint(INPUT_GRADIENT, "", len(batch.micro_batches) - 1)
+            self.probed[point] = Probed(dx, partial(_cut, self.engine, self.engine.input_sharding))
         return value
 
-    def _watched_step(self, batch: Batch, loss: Loss | None) -> float:
-        self.taken.clear()
-        return self.engine.step(batch, partial(self._lose, batch, loss or self.engine.loss))
+    def _probed_step(self, batch: Batch, loss: Loss | None) -> float:
+        self.probed.clear()
+        return self.engine.step(batch, partial(self._probed_loss, batch, loss or self.engine.loss))
 
-    def _lose(self, batch: Batch, loss: Loss, outputs: Array, targets: Array, **options: Any) -> tuple[float, Array]:
+    def _probed_loss(
+        self, batch: Batch, loss: Loss, outputs: Array, targets: Array, **options: Any
+    ) -> tuple[float, Array]:
         m = next(m for m, micro in enumerate(batch.micro_batches) if micro.targets is targets)
         place = self._place_of_outputs()
-        self.taken[Moment(OUTPUT, self.layers[-1], m)] = Taken(outputs.copy(), place)  # the loss may write over them
+        # Copies, since the loss may write over what it is given.
+        self.probed[ProbePoint(OUTPUT, self.layers[-1], m)] = Probed(outputs.copy(), place)
         value, gradient = loss(outputs, targets, **options)
-        self.taken[Moment(OUTPUT_GRADIENT, self.layers[-1], m)] = Taken(gradient.copy(), place)
+        self.probed[ProbePoint(OUTPUT_GRADIENT, self.layers[-1], m)] = Probed(gradient.copy(), place)
         return value, gradient
 
     def _place_of_outputs(self) -> Place:
         return partial(_cut, self.engine, self.engine.output_sharding)
 
 
-class LayeredWatch(Watch):
+class LayeredProbe(Probe):
     """Keeps the output and the input's gradient of each layer that is on this rank."""
 
     engine: LayeredEngine
@@ -100,54 +103,54 @@ class LayeredWatch(Watch):
         return next(layer for layer in _beginnings(parameter) if layer in self._known)
 
     def step(self, batch: Batch, loss: Loss | None = None) -> float:
-        with self.engine.watched(partial(_WatchedLayer, self)):
-            return self._watched_step(batch, loss)
+        with self.engine.wrapped(partial(_ProbedLayer, self)):
+            return self._probed_step(batch, loss)
 
-    def take(self, moment: Moment, array: Array, declared: Activation, base: Array) -> None:
+    def take(self, point: ProbePoint, array: Array, declared: Activation, base: Array) -> None:
         """Keep what a layer that was given ``base`` gives to the next one, with the letters that it declares."""
-        if (moment.kind, moment.layer) == (OUTPUT, self.layers[-1]):
+        if (point.kind, point.layer) == (OUTPUT, self.layers[-1]):
             return  # the loss is given those, and may write over them
         if len(declared.dims.split()) != array.ndim:
             raise UsageError(
-                f"layer {moment.layer}: the {moment.kind} has shape {array.shape}, but the layer declares "
+                f"layer {point.layer}: the {point.kind} has shape {array.shape}, but the layer declares "
                 f'[{declared.dims}]; say inputs = Activation("...") and outputs = Activation("...") in its class'
             )
-        taken = Taken(array, partial(self._dealt, declared), base if base.shape == array.shape else None)
-        self.taken.setdefault(moment, taken)  # where it is recomputed, it comes again
+        probed = Probed(array, partial(self._index_of, declared), base if base.shape == array.shape else None)
+        self.probed.setdefault(point, probed)  # where it is recomputed, it comes again
 
     def _place_of_outputs(self) -> Place:
-        return partial(self._dealt, Activation(self.engine.model.outputs, where="inside"))
+        return partial(self._index_of, Activation(self.engine.model.outputs, where="inside"))
 
-    def _dealt(self, declared: Activation, shape: tuple[int, ...]) -> Index:
+    def _index_of(self, declared: Activation, shape: tuple[int, ...]) -> Index:
         layout, mesh = self.engine.layout, self.engine.mesh
 
         def places(letter: str, length: int) -> slice | np.ndarray:
             if letter in declared.whole:
                 return slice(0, length)
             mine = layout.positions(length, mesh, declared.where, letter)
-            if letter in layout.balanced:
+            if letter in layout.zigzag:
                 return mine
             return slice(int(mine[0]), int(mine[-1]) + 1) if mine.size else slice(0, 0)  # consecutive: no list of them
 
         return tuple(map(places, declared.dims.split(), shape))
 
 
-class _WatchedLayer(Layer):
-    """A layer that shows its watch what it gives to others."""
+class _ProbedLayer(Layer):
+    """A layer that shows its probe what it gives to others."""
 
-    def __init__(self, watch: LayeredWatch, name: str, layer: Layer) -> None:
-        self._watch, self._name, self._layer = watch, name, layer
+    def __init__(self, probe: LayeredProbe, name: str, layer: Layer) -> None:
+        self._probe, self._name, self._layer = probe, name, layer
 
     def forward(self, sh, p, x, ctx):
         y, saved, *extra = self._layer.forward(sh, p, x, ctx)
-        self._watch.take(Moment(OUTPUT, self._name, ctx.micro_batch), y, self._layer.outputs, x)
+        self._probe.take(ProbePoint(OUTPUT, self._name, ctx.micro_batch), y, self._layer.outputs, x)
         return y, (ctx.micro_batch, saved), *extra
 
     def backward_input(self, sh, p, saved, dy, *side):
         m, saved = saved
         dx, rest = self._layer.backward_input(sh, p, saved, dy, *side)
         if (dx := wait_for(dx)) is not None:
-            self._watch.take(Moment(INPUT_GRADIENT, self._name, m), dx, self._layer.inputs, dy)
+            self._probe.take(ProbePoint(INPUT_GRADIENT, self._name, m), dx, self._layer.inputs, dy)
         return dx, rest
 
     def backward_weight(self, sh, rest, g):
@@ -164,6 +167,6 @@ def _cut(engine: ShardedEngine, sharding: str, shape: tuple[int, ...]) -> Index:
     return Spec.parse(sharding).block(shape, engine.mesh) if sharding else (slice(None),) * len(shape)
 
 
-def watch(engine: ShardedEngine) -> Watch:
-    """A watch that suits the engine: one with named layers is watched layer by layer."""
-    return LayeredWatch(engine) if isinstance(engine, LayeredEngine) else Watch(engine)
+def probe(engine: ShardedEngine) -> Probe:
+    """A probe that suits the engine: one with named layers is probed layer by layer."""
+    return LayeredProbe(engine) if isinstance(engine, LayeredEngine) else Probe(engine)

@@ -1,4 +1,4 @@
-"""Blocks of whole arrays where a layout does not only cut letters but deals them out: see ``Layout.dealt``."""
+"""Blocks of whole arrays where a layout cuts a letter in a zigzag, and the whole in order again."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from spmd_engine.comm.place import Place
 from spmd_engine.sharding.layout import Layout
 
 
-def deal(x: Array, dims: str, layout: Layout, mesh: Place, first: int = 0) -> Array:
+def block_of(x: Array, dims: str, layout: Layout, mesh: Place, first: int = 0) -> Array:
     """This rank's block of the whole ``x[dims]``, as it is inside layers; dims before number ``first`` are left."""
     for dim, letter in enumerate(dims.split()):
         axes = layout.axes(letter)
         if dim < first or not axes:
             continue
-        mine = layout.dealt(x.shape[dim], mesh, letter)[mesh.index(axes)]
+        mine = layout.positions_by_rank(x.shape[dim], mesh, letter)[mesh.index(axes)]
         x = backend_of(x).xp.take(x, mine, axis=dim)
     return x
 
 
-def undeal(x: Array, dims: str, layout: Layout, mesh: Place) -> Array:
+def in_order(x: Array, dims: str, layout: Layout, mesh: Place) -> Array:
     """The whole ``x[dims]`` in order, from blocks that were joined rank by rank."""
     for dim, letter in enumerate(dims.split()):
-        if letter in layout.balanced and layout.axes(letter):
-            places = np.argsort(np.concatenate(layout.dealt(x.shape[dim], mesh, letter)))
+        if letter in layout.zigzag and layout.axes(letter):
+            places = np.argsort(np.concatenate(layout.positions_by_rank(x.shape[dim], mesh, letter)))
             x = backend_of(x).xp.take(x, places, axis=dim)
     return x

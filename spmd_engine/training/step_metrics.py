@@ -10,7 +10,7 @@ import numpy as np
 from spmd_engine.comm.mesh import Mesh
 
 
-class Account:
+class StepMetrics:
     """Opened when a step begins; ``close`` tells what the ledger and the waits gained since, unless ``brief``."""
 
     def __init__(self, mesh: Mesh, brief: bool = False) -> None:
