@@ -1,10 +1,13 @@
 """``python -m spmd_engine``: see ``--help``."""
 
-import signal
+from spmd_engine.signals import StopFlag, exit_code
 
 if __name__ == "__main__":
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while modules load ends this, without a traceback
-    from spmd_engine.cli import main
+    try:
+        with StopFlag():  # a signal while modules load is heard once they are: a half-loaded program cannot end well
+            from spmd_engine.cli import main
+    except KeyboardInterrupt as error:
+        from spmd_engine.comm.world import end_at_once
 
+        end_at_once(f"spmd_engine: {error}", exit_code(error))
     main()

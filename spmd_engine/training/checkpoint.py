@@ -41,11 +41,11 @@ class Checkpoint(Mapping):
 
     def __init__(self, path: str | os.PathLike) -> None:
         self.path = Path(path)
-        if self.path.is_dir():
-            self.path /= PARAMETERS
-        if not self.path.is_file():
-            raise UsageError(f"{self.path}: no such checkpoint")
         try:
+            if self.path.is_dir():
+                self.path /= PARAMETERS
+            if not self.path.is_file():
+                raise UsageError(f"{self.path}: no such checkpoint")
             self._file = safe_open(self.path, framework="numpy")
             self.metadata: dict[str, Any] = json.loads((self._file.metadata() or {}).get("facts", "{}"))
         except (SafetensorError, OSError, ValueError) as error:

@@ -2,12 +2,14 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
 
 import tiny
-from mpi_harness.launch import Job, mpiexec
+from mpi_harness.launch import Job, clean_environment, mpiexec
 from spmd_engine import Mesh
 from spmd_engine.engine import SGD
 from spmd_engine.signals import Interrupted, StopFlag, raise_interrupted
@@ -215,3 +217,24 @@ def test_a_command_ends_at_once_in_one_line(mpi_run, tmp_path):
     assert result.returncode == 143, result.stderr
     (line,) = own_lines(result.stderr)
     assert line == "spmd_engine: interrupted by SIGTERM"
+
+LOADING = """
+import os, runpy, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+class Sender:
+    def find_spec(self, name, *others):
+        if name == "numpy":
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Sender())
+sys.argv = ["spmd_engine", "train"]
+runpy.run_module("spmd_engine", run_name="__main__")
+"""
+
+
+def test_a_signal_while_modules_load_is_one_line_once_they_have(tmp_path):
+    environment = {**clean_environment(), "PYTHONPATH": os.getcwd()}
+    ended = subprocess.run([sys.executable, "-c", LOADING], capture_output=True, text=True, env=environment, timeout=100)
+    assert (ended.returncode, ended.stderr) == (130, "spmd_engine: interrupted by SIGINT\n")
