@@ -236,5 +236,6 @@ runpy.run_module("spmd_engine", run_name="__main__")
 
 def test_a_signal_while_modules_load_is_one_line_once_they_have(tmp_path):
     environment = {**clean_environment(), "PYTHONPATH": os.getcwd()}
-    ended = subprocess.run([sys.executable, "-c", LOADING], capture_output=True, text=True, env=environment, timeout=100)
+    command = [sys.executable, "-c", LOADING]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
     assert (ended.returncode, ended.stderr) == (130, "spmd_engine: interrupted by SIGINT\n")

@@ -145,7 +145,7 @@ MISTAKES = {
     "it needs the axes model, too": ["--strategy", "tensor-parallel", "--mesh", "data=1"],
     "unknown strategy 'magic'": ["--strategy", "magic"],
     "unknown model 'huge'": ["--model", "huge"],
-    "it needs an axis 'model'": ["--sequence-parallel"],
+    "Add --schedule interleaved": ["--chunks", "2"],
     "it changes sums on purpose": ["--compress", "float16"],
     "Invalid value for '--steps'": ["--steps", "0"],
 }
