@@ -50,8 +50,9 @@ def main(args: Sequence[str] | None = None) -> None:
         # As cli.main does it, which would print an empty line on every rank that is interrupted.
         with raise_interrupted(), cli.make_context("python -m spmd_engine", arguments) as context:
             cli.invoke(context)
-    except click.exceptions.Exit as leave:
-        sys.exit(leave.exit_code)
+    except click.exceptions.Exit as leave:  # of --help, with 0
+        if leave.exit_code:
+            sys.exit(leave.exit_code)
     except click.ClickException as error:  # found before any rank knows of others: the same on each
         if launcher_rank() == 0:
             click.echo(f"spmd_engine: {error.format_message()}", err=True)

@@ -167,7 +167,7 @@ MISTAKES = {
     "it needs the axes model, too": ["--strategy", "tensor-parallel", "--mesh", "data=1"],
     "unknown strategy 'magic'": ["--strategy", "magic"],
     "unknown model 'huge'": ["--model", "huge"],
-    "it needs an axis 'model'": ["--sequence-parallel"],
+    "Add --schedule interleaved": ["--chunks", "2"],
     "it changes sums on purpose": ["--compress", "float16"],
     "it makes the mesh data=2, of 2 ranks. Let it take the mesh": ["mine:fixed", "--input-shape", "5,4"],
     "start: mpiexec -n 2 python -m spmd_engine verify ... --mesh data=2": ["mine:fixed", "--input-shape", "5,4"],
