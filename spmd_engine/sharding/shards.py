@@ -13,6 +13,8 @@ from spmd_engine.comm.pending import Pending
 from spmd_engine.errors import NotationError
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.sharding.notation import nested_span
+from spmd_engine.sharding.placement import ArrayPlacement, Placement
+from spmd_engine.sharding.transfer import TransferPlan, plan_transfer
 
 
 class Shards:
@@ -21,6 +23,7 @@ class Shards:
     def __init__(self, mesh: Mesh, layout: Layout, label: str = "") -> None:
         self.mesh, self.layout, self.label = mesh, layout, label
         self._axes: dict[tuple[str, str], tuple[str, ...]] = {}
+        self._halos: dict[tuple, TransferPlan] = {}
 
     def axes(self, letters: Iterable[str], where: str = "inside") -> tuple[str, ...]:
         """The mesh axes that cut any of these letters, in the mesh's order, without those of size 1."""
@@ -116,6 +119,45 @@ class Shards:
         for axis in reversed(self._order(letter, "inside", self.axes(letter))):
             x = self.mesh.group(axis).all_gather(x, dims.split().index(letter), label=self.label)
         return x
+
+    def with_halo(
+        self, x: Array, dims: str, letter: str, length: int, halo: tuple[int, int], where: str = "inside"
+    ) -> Array:
+        """``x[dims]`` with what lies before and behind this rank's part of ``letter``, ``length`` long in all.
+
+        ``halo=(1, 2)``: 1 element before and 2 behind, as far as the whole goes: at its ends there are fewer, and a
+        part that is empty has none. They come from whichever ranks have them. ``x`` itself where the letter is whole.
+        """
+        plan, group = self._halo(x.shape, x.dtype, dims, letter, length, halo, where)
+        return x if plan is None else plan.execute(group, {"x": [x]}, label=self.label)["x"][0]
+
+    def add_halo(
+        self, dx: Array, dims: str, letter: str, length: int, halo: tuple[int, int], where: str = "inside"
+    ) -> Array:
+        """The adjoint of ``with_halo``: from gradients of overlapping parts, the sum of all at this rank's own part."""
+        shape = list(dx.shape)
+        shape[dims.split().index(letter)] = 0  # how long this part is the plan knows
+        plan, group = self._halo(tuple(shape), dx.dtype, dims, letter, length, halo, where)
+        return dx if plan is None else plan.adjoint().execute(group, {"x": [dx]}, label=self.label)["x"][0]
+
+    def _halo(
+        self, block: tuple[int, ...], dtype: np.dtype, dims: str, letter: str, length: int, halo: tuple[int, int],
+        where: str,
+    ) -> tuple[TransferPlan | None, Group | None]:
+        group, dim = self.group_of(letter, where), dims.split().index(letter)
+        if group is None:
+            return None, None
+        shape = (*block[:dim], length, *block[dim + 1 :])
+        key = shape, dtype, dim, letter, halo, where
+        if key not in self._halos:
+            axes = self._order(letter, where, self.axes(letter, where))
+            peers = self.mesh.peers(axes)
+            parts = [nested_span(length, axes, self.mesh.axes, peer.coordinates) for peer in peers]
+            parts = [(part.start, part.stop) for part in parts]
+            source = ArrayPlacement.of_intervals(shape, dtype, dim, parts)
+            target = ArrayPlacement.of_intervals(shape, dtype, dim, parts, halo)
+            self._halos[key] = plan_transfer(Placement({"x": source}), Placement({"x": target}), from_owners=True)
+        return self._halos[key], group
 
     def _scattered(self, dims: str, over: str, onto: str) -> tuple[str, ...]:
         """The axes of ``over`` over which the residual stream cuts ``onto``: all of them, or none."""

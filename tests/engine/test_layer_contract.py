@@ -144,10 +144,12 @@ def test_buffers_and_side_outputs_are_those_of_one_device(way):
     assert_same(numbers(text_model(), axes, tokens, **how), numbers(text_model(), {"data": 1}, tokens)[0])
 
 
-def test_auxiliary_losses_and_gradients_fit_each_other():
-    """The directional derivative of the step's loss, along a random direction in all parameters."""
-    engine = LayeredEngine(text_model(), mesh_of_one(), Layout(), dtype=np.float64, seed=5)
-    batch = batch_of(*tokens(0), engine, 3)
+@pytest.mark.parametrize("of", ["text", "images"])
+def test_losses_and_gradients_fit_each_other(of):
+    """The directional derivative of the step's loss, auxiliary ones included, in all parameters at once."""
+    model, data = (text_model, tokens) if of == "text" else (image_model, images)
+    engine = LayeredEngine(model(), mesh_of_one(), Layout(), dtype=np.float64, seed=5)
+    batch = batch_of(*data(0), engine, 3)
     rng = np.random.default_rng(0)
     along = {name: rng.standard_normal(p.shape) for name, p in engine.parameters.items()}
     engine.step(batch)
@@ -161,7 +163,8 @@ def test_auxiliary_losses_and_gradients_fit_each_other():
             p -= distance * along[name]
         return loss
 
-    assert sum(engine.side_outputs[f"block{i}/centred/size"] for i in range(2)) > 0
+    if of == "text":
+        assert sum(engine.side_outputs[f"block{i}/centred/size"] for i in range(2)) > 0
     np.testing.assert_allclose((at(1e-6) - at(-1e-6)) / 2e-6, slope, rtol=1e-6)
 
 
@@ -291,12 +294,51 @@ class Pointwise(Layer):
         g.einsum("weights", f"bhw{self.i},bhw{self.o}->{self.i}{self.o}", *rest)
 
 
+class Blur(Layer):
+    """y[b h w c] = sum over j of weights[j c] · x[b h+j-1 w c]: rows overlap, also those of other ranks; 0 beyond."""
+
+    may_cut = "bhwco"
+
+    def __init__(self, height, channels, letter="c"):
+        self.height, self.letters = height, letter
+        self.inputs = self.outputs = Activation(f"b h w {letter}")
+        self.sizes = {"j": 3, letter: channels}
+        self.parameters = {"weights": Parameter(f"j {letter}", std=0.5, summed="bhw")}
+
+    def halo(self, sh):
+        return f"b h w {self.letters}", "h", self.height, (1, 1)
+
+    def padded(self, sh, x):
+        """x with a row of zeros at the image's border."""
+        part = sh.span("h", self.height)
+        ends = int(part.start == 0), int(part.stop == self.height)
+        return np.pad(x, ((0, 0), ends, (0, 0), (0, 0))), ends
+
+    def forward(self, sh, p, x, ctx):
+        rows = x.shape[1]
+        x, ends = self.padded(sh, sh.with_halo(x, *self.halo(sh)))
+        return sum(x[:, j : j + rows] * p["weights"][j] for j in range(3)), (x, ends)
+
+    def backward_input(self, sh, p, saved, dy):
+        x, ends = saved
+        rows, dx = dy.shape[1], np.zeros_like(x)
+        for j in range(3):
+            dx[:, j : j + rows] += dy * p["weights"][j]
+        return sh.add_halo(dx[:, ends[0] : len(dx[0]) - ends[1]].copy(), *self.halo(sh)), (x, dy)
+
+    def backward_weight(self, sh, rest, g):
+        x, dy = rest
+        g.add("weights", np.stack([(x[:, j : j + dy.shape[1]] * dy).sum((0, 1, 2)) for j in range(3)]))
+
+
 HEIGHT, WIDTH, CHANNELS = 5, 4, 6
 
 
 def image_model():
     sizes = [(CHANNELS, 8), (8, CHANNELS), (CHANNELS, 5), (5, CHANNELS)]
     layers = [(f"block{k // 2}/layer{k}", Pointwise(*size, turned=k % 2 == 1)) for k, size in enumerate(sizes)]
+    layers.insert(2, ("block0/blur", Blur(HEIGHT, CHANNELS)))
+    layers.insert(4, ("block1/blur", Blur(HEIGHT, 5, "o")))
     return Model("images", tuple(layers), "b h w c", "b h w c", "b h w c", squared_loss)
 
 
@@ -307,6 +349,7 @@ def images(step):
 
 IMAGE_WAYS = {
     "rows": ({"rows": 2}, {"h": ("rows",)}, {}),
+    "rows, of which some ranks have none": ({"rows": 6}, {"h": ("rows",)}, {"recompute": Recompute.BLOCK}),
     "rows and columns": ({"rows": 2, "columns": 3}, {"h": ("rows",), "w": ("columns",)}, {"zero": 2}),
     "channels": ({"model": 3}, {"o": ("model",)}, {}),
     "channels both ways": ({"row": 2, "col": 2}, {"c": ("row",), "o": ("col",)}, {"recompute": Recompute.BLOCK}),
