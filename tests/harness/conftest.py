@@ -34,7 +34,7 @@ def sample(tmp_path):
 @pytest.fixture
 def harness():
     """What makes a pytest in another folder use this harness: its environment and arguments."""
-    command = ("-m", "pytest", "--color=no", "-p", "mpi_harness.plugin")
+    command = ("-m", "pytest", "--color=no", "-p", "mpi_harness.plugin", "-p", "no:hypothesispytest")
     return {"PYTHONPATH": str(Path(mpi_harness.__file__).parents[1])}, command
 
 
