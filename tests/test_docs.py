@@ -1,11 +1,12 @@
-"""The pages of docs/ say what is true: their Python runs, from the first block to the last."""
+"""README and the pages of docs/ say what is true: their Python runs, from the first block to the last."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-PAGES = sorted((Path(__file__).parent.parent / "docs").glob("*.md"))
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

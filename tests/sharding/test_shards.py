@@ -227,3 +227,76 @@ def test_a_label_names_the_layer_in_the_ledger():
         return list(sh.mesh.ledger.entries), sh.label
 
     assert on_ranks(body, model=2) == [([("all_reduce", "model", "layer")], "layer")] * 2
+
+
+# --- rows to whoever is to have them
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_rows_go_to_the_ranks_of_a_letter_and_back(started):
+    """Rank r sends (r + i) % 3 rows to rank i; rank 2 gets none from rank 1, and rank 0 keeps none."""
+
+    def body(sh):
+        splits = [(sh.mesh.rank + i) % 3 for i in range(3)]
+        x = np.array([[sh.mesh.rank, to, k] for to, count in enumerate(splits) for k in range(count)], float)
+        x = x.reshape(-1, 3)
+        y, received = sh.all_to_all(x, splits, over="e")
+        assert received == [(sender + sh.mesh.rank) % 3 for sender in range(3)]
+        assert y.tolist() == [
+            [sender, sh.mesh.rank, k] for sender, count in enumerate(received) for k in range(count)
+        ]
+        if started:
+            back = sh.start_all_to_all(y, received, over="e").wait()
+        else:
+            back, again = sh.all_to_all(y, received, over="e", received=splits)
+            assert again == splits
+        np.testing.assert_array_equal(back, x)
+        return sh.mesh.ledger.total("all_to_all").calls
+
+    calls = on_ranks(body, Layout({"e": ("expert",)}, {}), expert=3)
+    assert calls == [3] * 3  # rows, how many they are, and the way back, of which that is known
+
+
+def test_rows_of_a_whole_letter_stay():
+    def body(sh):
+        x = np.ones((4, 2))
+        y, received = sh.all_to_all(x, [4], over="e")
+        assert y is x and received == [4] and sh.start_all_to_all(x, [4], over="e") is x
+
+    on_ranks(body, Layout({}, {}), data=2)
+
+
+# --- halos
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 6])
+@pytest.mark.parametrize("halo", [(1, 1), (0, 2), (3, 0), (0, 0)])
+def test_a_halo_is_what_lies_around_and_its_adjoint_adds(ranks, halo):
+    """<halo(x), dy> = <x, add(dy)>, summed over ranks; of 5 rows on 6 ranks one has none."""
+    whole = normals(2, 5, 3)
+
+    def body(sh):
+        how = "b h c", "h", 5, halo
+        part = sh.span("h", 5)
+        wide = sh.with_halo(whole[:, part].copy(), *how)
+        reach = slice(max(0, part.start - halo[0]), part.stop + halo[1]) if part.stop > part.start else part
+        np.testing.assert_array_equal(wide, whole[:, reach])
+        dy = normals(*wide.shape, seed=7 + sh.mesh.rank)
+        dx = sh.add_halo(dy, *how)
+        assert dx.shape == whole[:, part].shape
+        return (wide * dy).sum(), (whole[:, part] * dx).sum()
+
+    forward, backward = zip(*on_ranks(body, Layout({"h": ("rows",)}, {}), rows=ranks))
+    assert np.isclose(sum(forward), sum(backward), rtol=1e-12)
+
+
+def test_reductions_may_be_waited_for_later():
+    def body(sh):
+        x = np.full(SHAPE, 1.0 + sh.mesh.rank)
+        whole = sh.start_all_reduce(x.copy(), "f").wait()
+        np.testing.assert_array_equal(whole, np.full(SHAPE, 3.0))
+        part = sh.start_reduce_scatter(x.copy(), "b s d", over="f", onto="s").wait()
+        np.testing.assert_array_equal(part, stream(sh, whole))
+        assert sh.start_all_reduce(x, "d") is x  # whole: nothing to wait for
+
+    on_ranks(body, sequence_parallel=True, model=2)
