@@ -25,6 +25,7 @@ from spmd_engine.engine.recompute import Recompute
 from spmd_engine.engine.stages import Division
 from spmd_engine.engine.stored import StoredEngine
 from spmd_engine.errors import UsageError
+from spmd_engine.layers.cache import Cache
 from spmd_engine.layers.layer import ForwardContext, Layer
 from spmd_engine.models import Model, layout_for
 from spmd_engine.sharding.layout import Layout
@@ -162,20 +163,23 @@ class LayeredEngine(StoredEngine):
 
     # --- forward and backward ----------------------------------------------------------------------------
 
-    def forward(self, x: Array, ctx: ForwardContext | None = None) -> Array | None:
+    def forward(self, x: Array, ctx: ForwardContext | None = None, *, cache: Cache | None = None) -> Array | None:
         """Outputs of this rank's block of inputs, at the model's first positions unless ``ctx`` says else.
 
+        With a ``cache``, in inference mode, ``x`` are the next positions of the sequences that it remembers.
         In a pipeline every stage is given inputs, only the first one uses more of them than their shape, and only
         the last has outputs; the others return None.
         """
         self.model.check_inputs(x)
-        ctx = ctx or self._plain_context(x)
+        ctx = ctx or (self._plain_context(x) if cache is None else self._cached_context(x, cache))
         if ctx.training:
             self._placed.extras.begin()
         self._placed.neighbours.begin(1)
         execution = self._placed.execution([ctx], [self.backend.asarray(x)], lambda m, y: y)
         execution.run(self._one_pass(schedules.Forward, self.plan.mine))
         self.tape.push(execution)
+        if cache is not None:
+            cache.end()
         if not self.is_training:  # else the backward begins with what is here
             self._placed.unsharder.release()
         return execution.output_gradients.pop((0, len(self.plan.chunks) - 1), None)
@@ -201,6 +205,23 @@ class LayeredEngine(StoredEngine):
         if self._placed.neighbours.stages == 1:
             return order
         return schedules.with_transfers(order, self._placed.neighbours.chunks - 1, sends_unfinished=len(order))
+
+    def _cached_context(self, x: Array, cache: Cache) -> ForwardContext:
+        """At the ends of the cached sequences, of which each has positions of its own."""
+        if self.is_training:
+            raise UsageError("forward with a cache remembers nothing for a backward; call it in engine.inference()")
+        cut = [axis for axis in self.layout.axes("s") if self.mesh.axes[axis] > 1]
+        if cut:
+            raise UsageError(f"a cache needs whole sequences; serve on a mesh without {', '.join(cut)}")
+        begins, length = np.array(cache.begin(*x.shape[:2]), np.int64).reshape(-1, 1), x.shape[1]
+        if self.model.context and begins.size and begins.max() + length > self.model.context:
+            raise UsageError(
+                f"{self.model.name}: {begins.max() + length} positions with those of the cache, but the context is "
+                f"{self.model.context}"
+            )
+        inside, residual = (self.layout.positions(length, self.mesh, where) for where in ("inside", "residual"))
+        inside, residual = (self.backend.asarray(begins + each) for each in (inside, residual))
+        return replace(self._context(length, None), positions=inside, residual_positions=residual, cache=cache)
 
     def _plain_context(self, x: Array) -> ForwardContext:
         length = self._summed_length(x)

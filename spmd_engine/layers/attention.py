@@ -5,6 +5,7 @@ from operator import iadd
 
 from spmd_engine.arrays import einsum
 from spmd_engine.errors import UsageError
+from spmd_engine.layers.cache import cached_attention
 from spmd_engine.layers.context import ContextMethod
 from spmd_engine.layers.declarations import Parameter
 from spmd_engine.layers.gather_keys import GatherKeys
@@ -72,7 +73,10 @@ class Attention(Layer):
         q += p["query_bias"]
         k += p["key_bias"]
         v += p["value_bias"]
-        mixed, attended = self.context.forward(sh, q, k, v, ctx)
+        if ctx.cache is not None:
+            mixed, attended = cached_attention(sh, ctx.cache, q, k, v), None
+        else:
+            mixed, attended = self.context.forward(sh, q, k, v, ctx)
         y = einsum(f"bs{self.across}k,{self.across}kd->bsd", mixed, p["output"])
         y = sh.reduce_scatter(y, "b s d", over=self.across, onto="s")
         y += p["output_bias"]

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from spmd_engine.arrays.backend import Array
+from spmd_engine.layers.cache import Cache
 from spmd_engine.layers.declarations import Activation, Buffer, Parameter, SideOutput
 from spmd_engine.layers.gradients import GradientSums
 from spmd_engine.layers.later import Later
@@ -22,8 +23,9 @@ Parameters = Mapping[str, Array]
 class ForwardContext:
     """Where and when a layer is called: all of it global, so that no result depends on the mesh."""
 
-    positions: Array  #: s, inside layers: position of each token of this rank in its sample
-    residual_positions: Array  #: s, on the residual stream: the same, for this rank's part of the stream
+    #: s, inside layers: position of each token of this rank in its sample. With a cache b s: samples may differ.
+    positions: Array
+    residual_positions: Array  #: s, or b s, on the residual stream: the same, for this rank's part of the stream
     samples: Array | None = None  #: b: index in the global batch of each sample of this rank
     step: int = 0  #: optimizer steps made so far
     seed: int = 0
@@ -33,6 +35,7 @@ class ForwardContext:
     micro_batch: int = 0  #: number in its step
     share: float = 1.0  #: the weight of this micro-batch's auxiliary losses in the loss of the step
     mask: Array | None = None  #: like the targets; 0 where one does not count
+    cache: Cache | None = None  #: when serving: what attention remembers of the positions before these
     decided: Any = None  #: in a recomputation: ``Extra.decided`` of the first forward
 
 

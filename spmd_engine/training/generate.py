@@ -10,6 +10,7 @@ from spmd_engine.arrays.backend import backend_of
 from spmd_engine.arrays.random import hash_bits, key_of
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import UsageError
+from spmd_engine.layers.cache import Cache
 from spmd_engine.sharding.shards import Shards
 
 
@@ -33,10 +34,14 @@ def generate(
         raise UsageError(f"generate: {engine.model.name} is no model of text, it takes no tokens")
     tokens = list(prompt)
     group = engine.group()
+    # While all positions fit, only the new ones are computed: beyond, each is another one with every token.
+    cache = None if engine.layout.axes("s") else Cache()
     with engine.inference():
         for number in range(count):
-            window = np.array([tokens[-engine.model.context :]])
-            scores = _last_scores(engine, window)
+            if len(tokens) > engine.model.context:
+                cache = None
+            known = len(tokens) - 1 if cache is not None and number else 0
+            scores = _last_scores(engine, np.array([tokens[known:][-engine.model.context :]]), cache)
             here = scores is not None
             holders = group.all_gather(np.array([here]), label="generate")
             first = int(holders.argmax())
@@ -47,10 +52,10 @@ def generate(
     return tokens[len(prompt) :]
 
 
-def _last_scores(engine: LayeredEngine, window: np.ndarray) -> np.ndarray | None:
+def _last_scores(engine: LayeredEngine, window: np.ndarray, cache: Cache | None) -> np.ndarray | None:
     """Scores[v] of what follows window[1 s], whole, on the ranks that have the outputs."""
     (rows,) = engine.cut_rows(window[engine.batch_span(1)], None)[:1]
-    y = engine.forward(engine.backend.asarray(rows))
+    y = engine.forward(engine.backend.asarray(rows), cache=cache)
     if y is None:
         return None
     if engine.layout.axes("s"):

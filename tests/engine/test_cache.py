@@ -1,0 +1,109 @@
+"""A cache of keys and values: one position at a time is what all at once are, however sequences come and go."""
+
+import numpy as np
+import pytest
+
+import tiny
+from spmd_engine import Mesh, run
+from spmd_engine.engine import LayeredEngine
+from spmd_engine.errors import UsageError
+from spmd_engine.layers.cache import Cache
+from spmd_engine.models import GPTSize, gpt
+from spmd_engine.sharding import Layout
+from spmd_engine.verify import mesh_of_one
+
+SIZE = GPTSize(layers=2, width=12, heads=6, context=10, vocabulary=13, key_value_heads=3)
+TOKENS = np.random.default_rng(0).integers(0, 13, (5, 10))
+ONE = {"data": 1}
+
+
+def engine_on(mesh, **options):
+    return LayeredEngine(gpt(SIZE), mesh, Layout.for_mesh(mesh, **options), dtype=np.float64, seed=5)
+
+
+def whole(tokens):
+    """The scores of all positions at once, on one device."""
+    engine = engine_on(mesh_of_one())
+    with engine.inference():
+        return engine.forward(tokens)
+
+
+@pytest.mark.parametrize("pieces", [[10], [1] * 10, [4, 1, 1, 3, 1]], ids=str)
+@pytest.mark.parametrize(
+    ("axes", "options"),
+    [
+        (ONE, {}),
+        ({"data": 2}, {}),
+        ({"model": 3}, {}),
+        ({"model": 2, "data": 2}, {"sequence_parallel": True}),
+        ({"pipe": 2, "model": 2}, {}),
+        ({"data": 8}, {}),  # more ranks than sequences
+    ],
+    ids=lambda each: tiny.mesh_id(each) if each and isinstance(each, dict) else "",
+)
+def test_pieces_are_the_whole(axes, options, pieces):
+    def program():
+        with Mesh(**axes) as mesh:
+            engine, cache, parts, begin = engine_on(mesh, **options), Cache(), [], 0
+            with engine.inference():
+                for length in pieces:
+                    rows = TOKENS[engine.batch_span(5), begin : begin + length]
+                    y = engine.forward(rows, cache=cache)
+                    parts.append(None if y is None else engine.join_outputs(y))
+                    begin += length
+            return None if parts[0] is None else np.concatenate(parts, axis=1)
+
+    found = [each for each in run(program, tiny.ranks_of(axes)) if each is not None]
+    assert found
+    for each in found:
+        np.testing.assert_allclose(each, whole(TOKENS), rtol=0, atol=1e-12)
+
+
+def test_sequences_of_other_lengths_grow_together():
+    """Prompts of 3, 6 and 3 tokens, read alone; then two more for each, at once."""
+    engine, prompts = engine_on(mesh_of_one()), [TOKENS[:1, :3], TOKENS[1:2, :6], TOKENS[2:3, :3]]
+    more, caches = TOKENS[:3, 8:], []
+    with engine.inference():
+        for prompt in prompts:
+            caches.append(Cache())
+            engine.forward(prompt, cache=caches[-1])
+        cache = Cache.joined(caches)
+        assert cache.lengths == [3, 6, 3]
+        y = engine.forward(more, cache=cache)
+    for prompt, row, scores in zip(prompts, more, y):
+        alone = whole(np.concatenate([prompt[0], row])[None])
+        np.testing.assert_allclose(scores, alone[0, -2:], rtol=0, atol=1e-12)
+    assert cache.lengths == [5, 8, 5]
+
+
+def test_sequences_are_reordered_repeated_dropped_and_cut_short():
+    engine, cache = engine_on(mesh_of_one()), Cache()
+    with engine.inference():
+        engine.forward(TOKENS[:3, :4], cache=cache)
+        cache.select([2, 0, 2])
+        cache.truncate(3)
+        y = engine.forward(TOKENS[:3, 5:6], cache=cache)
+    for row, (of, scores) in enumerate(zip([2, 0, 2], y)):
+        alone = whole(np.concatenate([TOKENS[of, :3], TOKENS[row, 5:6]])[None])
+        np.testing.assert_allclose(scores[0], alone[0, -1], rtol=0, atol=1e-12)
+
+
+def test_what_a_cache_cannot_do_is_refused():
+    engine, cache = engine_on(mesh_of_one()), Cache()
+    with pytest.raises(UsageError, match="call it in engine.inference"):
+        engine.forward(TOKENS, cache=cache)
+    with engine.inference():
+        engine.forward(TOKENS[:, :8], cache=cache)
+        with pytest.raises(UsageError, match="11 positions with those of the cache, but the context is 10"):
+            engine.forward(TOKENS[:, :3], cache=cache)
+        with pytest.raises(UsageError, match="the cache has 5 sequences on this rank, the inputs 2"):
+            engine.forward(TOKENS[:2, :1], cache=cache)
+
+    def cut():
+        with Mesh(context=2) as mesh:
+            other = engine_on(mesh)
+            with other.inference():
+                other.forward(TOKENS[:, :5], cache=Cache())
+
+    with pytest.raises(UsageError, match="whole sequences; serve on a mesh without context"):
+        run(cut, 2)
