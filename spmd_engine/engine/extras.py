@@ -137,11 +137,23 @@ class Extras:
 
     def __init__(self, buffers: Buffers, side_outputs: SideOutputs) -> None:
         self.buffers, self.side_outputs = buffers, side_outputs
+        self._passes = 0
 
     def begin(self) -> None:
         """Make ready for a step, also after one that was skipped or broke off."""
         self.buffers.begin()
         self.side_outputs.begin()
+        self._passes = 0
+
+    def count_pass(self) -> int:
+        """A number for a micro-batch that is no part of a step: how many there were before, since the last update."""
+        self._passes += 1
+        return self._passes - 1
+
+    def apply(self) -> None:
+        """With the optimizer's update, that of the buffers. Collective over the axes over which some are summed."""
+        self.buffers.apply()
+        self._passes = 0
 
     def take(self, number: int, ctx: ForwardContext, extra: Extra) -> None:
         """What the layer with this number tells of a micro-batch."""

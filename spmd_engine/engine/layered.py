@@ -145,7 +145,7 @@ class LayeredEngine(StoredEngine):
     def after_update(self) -> None:
         self._placed.unsharder.release()
         super().after_update()
-        self._placed.extras.buffers.apply()
+        self._placed.extras.apply()
 
     # --- inputs and outputs ------------------------------------------------------------------------------
 
@@ -172,8 +172,6 @@ class LayeredEngine(StoredEngine):
         """
         self.model.check_inputs(x)
         ctx = ctx or (self._plain_context(x) if cache is None else self._cached_context(x, cache))
-        if ctx.training:
-            self._placed.extras.begin()
         self._placed.neighbours.begin(1)
         execution = self._placed.execution([ctx], [self.backend.asarray(x)], lambda m, y: y)
         execution.run(self._one_pass(schedules.Forward, self.plan.mine))
@@ -225,10 +223,10 @@ class LayeredEngine(StoredEngine):
 
     def _plain_context(self, x: Array) -> ForwardContext:
         length = self._summed_length(x)
-        samples = None
-        if self.is_training:
-            samples = self._samples(self._whole(x))
-        return self._context(length, samples)
+        if not self.is_training:
+            return self._context(length, None)
+        ctx = self._context(length, self._samples(self._whole(x)))
+        return replace(ctx, micro_batch=self._placed.extras.count_pass())
 
     def _summed_length(self, x: Array) -> int:
         """The whole sequence's length, of which this rank's inputs may have a part."""
@@ -300,7 +298,8 @@ class LayeredEngine(StoredEngine):
             known = micro.length if "s" in self.model.inputs else 1
             length = known if known is not None else self._summed_length(micro.inputs)
             ctx = self._context(length, samples, batch.step)
-            contexts.append(replace(ctx, micro_batch=m, share=1 / len(batch.micro_batches), mask=micro.mask))
+            mask = None if micro.mask is None else self.backend.asarray(micro.mask)
+            contexts.append(replace(ctx, micro_batch=m, share=1 / len(batch.micro_batches), mask=mask))
         return contexts
 
     def _whole(self, x: Array) -> int:

@@ -193,6 +193,28 @@ def test_buffers_are_folded_in_the_order_of_micro_batches():
         np.testing.assert_array_equal(engine.buffers[f"{name}/seen"], counts)
 
 
+def test_passes_of_one_s_own_count_like_those_of_a_step():
+    """Forwards and backwards called one by one, then the update: as a step with as many micro-batches."""
+
+    def buffers(by_hand):
+        engine = LayeredEngine(text_model(), mesh_of_one(), Layout(), dtype=np.float64, seed=5)
+        batch = batch_of(*tokens(0), engine, 3)
+        if by_hand:
+            for m, micro in enumerate(batch.micro_batches):
+                with engine.micro_batch(m):
+                    y = engine.forward(micro.inputs)
+                    engine.backward(np.zeros_like(y))
+            engine.after_update()
+        else:
+            engine.step(batch)
+            engine.after_update()
+        return engine.buffers
+
+    expected = buffers(by_hand=False)
+    for name, buffer in buffers(by_hand=True).items():
+        np.testing.assert_allclose(buffer, expected[name], rtol=1e-13)
+
+
 def test_a_step_that_is_skipped_changes_no_buffer():
     engine = LayeredEngine(text_model(), mesh_of_one(), Layout(), dtype=np.float64, seed=5)
 
