@@ -25,6 +25,7 @@ def test_fails_while_others_wait():
 
 @two_ranks
 def test_killed():
+    world.Barrier()  # once both are here, all is told of what came before
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     world.Barrier()
