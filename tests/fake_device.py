@@ -117,10 +117,6 @@ class FakeDevice(Backend):
         self.events.append("to_host")
         host[...] = x.memory
 
-    def copy_from_host(self, host, x):
-        self.events.append("from_host")
-        x.memory[...] = host
-
     def pinned_empty(self, shape, dtype):
         self._pinned.append(np.empty(shape, dtype))
         return self._pinned[-1]

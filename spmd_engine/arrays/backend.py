@@ -53,9 +53,6 @@ class Backend:
     def copy_to_host(self, x: Array, host: np.ndarray) -> None:
         np.copyto(host, x)
 
-    def copy_from_host(self, host: np.ndarray, x: Array) -> None:
-        np.copyto(x, host)
-
     def pinned_empty(self, shape, dtype) -> np.ndarray:
         """Host memory from which this backend's device copies fastest."""
         return np.empty(shape, dtype)
@@ -105,9 +102,6 @@ class CudaBackend(Backend):
 
     def copy_to_host(self, x: Array, host: np.ndarray) -> None:
         x.get(out=host)
-
-    def copy_from_host(self, host: np.ndarray, x: Array) -> None:
-        x.set(host)
 
     def pinned_empty(self, shape, dtype) -> np.ndarray:
         import cupyx

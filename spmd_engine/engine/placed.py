@@ -15,7 +15,7 @@ from spmd_engine.engine.chunk import Chunk
 from spmd_engine.engine.execution import Execution, Neighbours
 from spmd_engine.engine.extras import Buffers, Extras, SideOutputs
 from spmd_engine.engine.parameter_store import ParameterStore
-from spmd_engine.engine.plan import PIPE, Plan, Storage, make_plan
+from spmd_engine.engine.plan import PIPE, Storage, make_plan
 from spmd_engine.engine.recompute import Recompute, check, segments
 from spmd_engine.engine.reducer import Reducer
 from spmd_engine.engine.schedules import Program, Schedule, named
@@ -42,11 +42,6 @@ class PlacedModel:
     chunks: Mapping[int, Chunk]  #: on this rank, by number
     program: Callable[[int], Program]  #: this rank's, for so many micro-batches
     positions: Callable[[int], tuple[Array, Array]]  #: this rank's, of a sequence: inside layers, and between them
-
-    @property
-    def plan(self) -> Plan:
-        """What this rank has."""
-        return self.store.plan
 
     def execution(
         self, contexts: Sequence[ForwardContext], inputs: Sequence[Array], loss_gradient: Callable[[int, Array], Any]

@@ -50,12 +50,6 @@ class GradientSums:
             array[...] = 0
         return array
 
-    def settle(self) -> None:
-        """Make zero what nothing was added to in this step."""
-        for name in self._arrays:
-            if self._full_names[name] in self._untouched:
-                self.open(name)
-
     def _take(self, name: str) -> tuple[Array, bool]:
         name = self._prefix + name
         full = self._full_names[name]
