@@ -42,3 +42,7 @@ class CommunicationTimeout(SpmdError):
 
 class RankAborted(SpmdError):
     """Another rank of this program failed first; that rank's own error is the one to read."""
+
+
+class CheckpointError(UsageError):
+    """A checkpoint is damaged, does not fit, or could not be written."""

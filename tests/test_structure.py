@@ -24,7 +24,7 @@ FLOORS = [
     {"layers"},
     {"models"},
     {"engine"},
-    {"strategies"},
+    {"strategies", "checkpoints"},
     {"training", "verify"},
     {"spmd_engine"},
     {"cli"},

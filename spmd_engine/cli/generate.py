@@ -2,6 +2,7 @@
 
 import click
 
+from spmd_engine.checkpoints import load_checkpoint
 from spmd_engine.cli.options import (
     check_option,
     device_option,
@@ -12,7 +13,6 @@ from spmd_engine.cli.options import (
     what_it_computes,
 )
 from spmd_engine.engine.composition import build_engine
-from spmd_engine.training.checkpoint import load_checkpoint
 from spmd_engine.training.data import decode, encode
 from spmd_engine.training.generate import generate as generate_tokens
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 import numpy as np
 
+from spmd_engine.checkpoints import Checkpoint, load_checkpoint
 from spmd_engine.cli.engine_by_name import check_mesh, engine_by_name
 from spmd_engine.cli.options import (
     check_option,
@@ -27,7 +28,6 @@ from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.made import make_engine
 from spmd_engine.errors import NotationError, SpmdError, UsageError
 from spmd_engine.sharding.notation import Spec
-from spmd_engine.training.checkpoint import Checkpoint, load_checkpoint
 
 
 @click.command(short_help="Run a model on an array.")

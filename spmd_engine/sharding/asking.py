@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
+from spmd_engine.comm.agreement import gather_json
 from spmd_engine.comm.dtypes import describe, described
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.place import Place
@@ -25,7 +24,7 @@ def ask_placement(
     ``plan_transfer`` tell. The first who holds an element owns it.
     """
     mine = {name: (describe(dtype), part.start, part.stop) for name, (dtype, part) in held.items()}
-    everyone = _all_gather(group, mine, label)
+    everyone = gather_json(group, mine, label)
     names = dict.fromkeys(name for said in everyone for name in said)
     return Placement({name: _placed([said.get(name) for said in everyone]) for name in names})
 
@@ -38,7 +37,7 @@ def ask_shapes(
     ``group`` is all of the mesh, at ``place`` on it this rank. Of arrays that not all of those have along whose axes
     they are cut, nothing is said.
     """
-    everyone = _all_gather(group, {name: tuple(shape) for name, (_, shape) in blocks.items()}, label)
+    everyone = gather_json(group, {name: tuple(shape) for name, (_, shape) in blocks.items()}, label)
     shapes = {}
     for name, (spec, shape) in blocks.items():
         along = [[everyone[peer.index(None)].get(name) for peer in place.peers(axes)] for _, axes in spec]
@@ -52,10 +51,3 @@ def _placed(said: Sequence[Sequence | None]) -> ArrayPlacement:
     stops = [part.stop for parts in held for part in parts]
     dtype = next(each[0] for each in said if each is not None)
     return ArrayPlacement.of_rectangles(tuple(map(max, zip(*stops, strict=True))), described(dtype), held)
-
-
-def _all_gather(group: Group, mine: Any, label: str) -> list[Any]:
-    """Every rank's object, made of what JSON knows, in rank order."""
-    own = np.frombuffer(json.dumps(mine).encode() + b"\0", np.uint8)
-    texts = group.all_gather(own, label=label).tobytes().split(b"\0")[:-1]
-    return [json.loads(text) for text in texts]

@@ -1,7 +1,6 @@
-"""Training: jobs and their runs, data, the loop, checkpoints and text from a trained model."""
+"""Training: jobs and their runs, data, the loop, and text from a trained model."""
 
 from spmd_engine.training.array_data import ArrayData
-from spmd_engine.training.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from spmd_engine.training.data import Corpus, load_corpus
 from spmd_engine.training.generate import generate
 from spmd_engine.training.job import Job
@@ -12,15 +11,12 @@ from spmd_engine.training.trainer import Trainer
 
 __all__ = [
     "ArrayData",
-    "Checkpoint",
     "Corpus",
     "Job",
     "Observer",
     "Run",
     "Trainer",
     "generate",
-    "load_checkpoint",
     "load_corpus",
-    "save_checkpoint",
     "train",
 ]

@@ -44,6 +44,9 @@ class TrainingConfig(Configuration):
     grad_clip: float = setting(1.0, least=0, most=LARGEST)  #: the largest norm of a gradient; 0: any
     eval_every: int = setting(100, least=0)  #: steps between evaluations; 0: only at the end
     save_every: int = setting(100, least=0)  #: steps between checkpoints; 0: only at the end
+    keep: int = setting(2, least=1)  #: complete checkpoints that stay
+    save_in_background: bool = False  #: whether training goes on while a checkpoint is being written
+    go_on_unsaved: bool = False  #: whether training goes on when a checkpoint could not be written
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,9 @@ class Observer:
     def saved(self, step: int) -> None:
         """The checkpoint after ``step`` steps is complete."""
 
+    def not_saved(self, step: int, why: str) -> None:
+        """A checkpoint could not be written; the run goes on after ``step`` steps."""
+
     def stopped(self, step: int, signal: int) -> None:
         """The run ends after ``step`` steps, saved, since a rank was sent this signal."""
 

@@ -10,12 +10,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from spmd_engine.checkpoints import CheckpointFolder, Save, load_checkpoint
+from spmd_engine.checkpoints.folder import replace_file
+from spmd_engine.checkpoints.lock import RunLock
+from spmd_engine.checkpoints.save import KEEP
 from spmd_engine.comm.agreement import on_rank_zero
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch
-from spmd_engine.errors import UsageError
+from spmd_engine.errors import CheckpointError, UsageError
 from spmd_engine.signals import StopFlag
-from spmd_engine.training.checkpoint import load_checkpoint, save_checkpoint
 from spmd_engine.training.observers import MetricsFile, Observer
 from spmd_engine.training.trace import Trace
 from spmd_engine.training.trainer import StepReport, Trainer
@@ -26,10 +31,12 @@ CONFIG = "config.json"
 class Run:
     """A Trainer's steps with all that goes round them, for any ShardedEngine and any data.
 
-    ``folder`` gets ``metrics.jsonl``, the checkpoint, and, if there is a ``config`` (JSON), ``config.json``.
-    ``validation`` are the batches to evaluate on, every ``eval_every`` steps and at both ends. The checkpoint is
-    written every ``save_every`` steps and at the end; 0 is at the end alone. ``facts`` (JSON) are kept with it, and a
-    run with others cannot go on from it. ``trace`` traces so many steps, from the second on, to ``trace.json``.
+    ``folder`` gets ``metrics.jsonl``, checkpoints, and, if there is a ``config`` (JSON), ``config.json``.
+    ``validation`` are the batches to evaluate on, every ``eval_every`` steps and at both ends. A checkpoint is
+    written every ``save_every`` steps and at the end; 0 is at the end alone. The last ``keep`` stay. ``facts`` (JSON)
+    are kept in it, and a run with others cannot go on from it. In the ``background`` training goes on while it is
+    written. If it cannot be written, the run ends with CheckpointError on all ranks, or, with ``go_on_unsaved``,
+    the observers are told, and the next one is tried when it is due; the last one, at the end, must be written. ``trace`` traces so many steps, from the second on, to ``trace.json``.
     ``sample`` is called on all ranks when all is done, for a text that shows what was learnt.
 
     SIGINT or SIGTERM to any rank ends the run after the step that is under way: saved, told to the observers, and with
@@ -44,6 +51,9 @@ class Run:
         validation: Sequence[Batch] = (),
         eval_every: int = 100,
         save_every: int = 100,
+        keep: int = KEEP,
+        background: bool = False,
+        go_on_unsaved: bool = False,
         config: Mapping[str, Any] | None = None,
         facts: Mapping[str, Any] | None = None,
         observers: Sequence[Observer] = (),
@@ -53,6 +63,8 @@ class Run:
         self.folder, self.trainer, self.validation = Path(folder), trainer, validation
         self.eval_every, self.save_every, self.trace, self.sample = eval_every, save_every, trace, sample
         self.config, self.facts = config, dict(facts or {})
+        self._keep, self._background, self._go_on_unsaved = keep, background, go_on_unsaved
+        self._saving: Save | None = None  # begun, and not yet known to be complete
         self.loss: float | None = None  #: of the last evaluation
         self._observers = (MetricsFile(), *observers) if self.engine.device_id == 0 else ()
 
@@ -66,7 +78,7 @@ class Run:
 
     def train(self, steps: int) -> float | None:
         """Steps until ``steps`` have been made in all. Returns the last validation loss. Collective."""
-        with self._observed(steps), StopFlag() as stop:
+        with self._locked(), self._observed(steps), StopFlag() as stop:
             self.trainer.stop = stop
             self._evaluate()
             self._tell_evaluated()
@@ -78,8 +90,13 @@ class Run:
                 self._tell(lambda each, report=report: each.stepped(report))
                 if evaluates:
                     self._tell_evaluated()
-                if last or stop.taken or _due(self.save_every, report.step):
-                    self.save()
+                ends = last or bool(stop.taken)
+                if self._saving and self._written_everywhere():
+                    self._finish_saving(must=ends)
+                if ends or _due(self.save_every, report.step):
+                    self._start_saving(must=ends)
+                    if ends or not self._background:
+                        self._finish_saving(must=ends)
             if stop.taken:
                 self._tell(lambda each: each.stopped(self.steps_done, stop.taken))
                 sys.exit(128 + stop.taken)
@@ -88,10 +105,9 @@ class Run:
         return self.loss
 
     def save(self) -> None:
-        """Write the checkpoint, and the folder if there is none. Collective."""
-        self.write_config()
-        save_checkpoint(self.folder, self.engine, self.trainer.optimizer, step=self.steps_done, **self.facts)
-        self._tell(lambda each: each.saved(self.steps_done))
+        """Write a checkpoint, and the folder if there is none. Collective."""
+        self._start_saving(must=True)
+        self._finish_saving(must=True)
 
     def write_config(self) -> None:
         """Make the folder, with ``config.json`` if there is a ``config``. Collective."""
@@ -99,7 +115,7 @@ class Run:
         def write() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
             if self.config is not None:
-                (self.folder / CONFIG).write_text(json.dumps(self.config, indent=2) + "\n")
+                replace_file(self.folder / CONFIG, json.dumps(self.config, indent=2) + "\n")
 
         on_rank_zero(self.engine.group(), write)
 
@@ -116,6 +132,45 @@ class Run:
                 raise UsageError(f"{self.folder} was trained with {name} {facts[name]!r}, and this is {value!r}")
         self.trainer.steps_done = facts["step"]
 
+    def _start_saving(self, must: bool) -> None:
+        self._finish_saving(must)  # the one before
+        with self._maybe_unsaved(must):
+            self.write_config()
+            self._saving = Save(
+                self.folder,
+                self.engine,
+                self.trainer.optimizer,
+                step=self.steps_done,
+                config=self.config,
+                keep=self._keep,
+                facts=self.facts,
+                background=self._background and not must,
+            )
+
+    def _written_everywhere(self) -> bool:
+        """Whether no rank is still writing. Collective."""
+        assert self._saving
+        mine = np.array(self._saving.is_written, np.int64)
+        return bool(self.engine.group().all_reduce(mine, "min", label="save"))
+
+    def _finish_saving(self, must: bool) -> None:
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            with self._maybe_unsaved(must):
+                saving.finish()
+                self._tell(lambda each: each.saved(saving.step))
+
+    @contextmanager
+    def _maybe_unsaved(self, must: bool) -> Iterator[None]:
+        """What cannot be saved is told, if this run may go on without."""
+        try:
+            yield
+        except CheckpointError as error:
+            if must or not self._go_on_unsaved:
+                raise
+            why = str(error)
+            self._tell(lambda each: each.not_saved(self.steps_done, why))
+
     def _evaluate(self) -> float | None:
         if self.validation:
             self.loss = self.trainer.evaluate(self.validation)
@@ -131,6 +186,21 @@ class Run:
             text = trace.json()
             on_rank_zero(self.engine.group(), lambda: (self.folder / "trace.json").write_text(text or ""))
         yield from self.trainer.run(steps)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """No other run writes here meanwhile; what a broken save left is swept."""
+        lock = RunLock(self.folder)
+
+        def take() -> None:
+            lock.__enter__()
+            CheckpointFolder(self.folder).sweep()
+
+        try:
+            on_rank_zero(self.engine.group(), take)
+            yield
+        finally:
+            lock.__exit__()
 
     # --- observers: on rank 0 alone -----------------------------------------------------------------------
 

@@ -7,13 +7,14 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from spmd_engine.checkpoints import CheckpointFolder
+from spmd_engine.checkpoints.read import read_manifest
 from spmd_engine.comm.agreement import text_from_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
 from spmd_engine.errors import UsageError
 from spmd_engine.models.names import build_model
 from spmd_engine.strategies import default_axes, strategy_named
-from spmd_engine.training.checkpoint import PARAMETERS
 from spmd_engine.training.data import decode, encode
 from spmd_engine.training.generate import generate
 from spmd_engine.training.job import CorpusFacts, Job
@@ -110,6 +111,9 @@ def _make_run(workload: Workload, folder: Path, observers: Sequence[Observer], t
         validation=workload.validation,
         eval_every=job.training.eval_every,
         save_every=job.training.save_every,
+        keep=job.training.keep,
+        background=job.training.save_in_background,
+        go_on_unsaved=job.training.go_on_unsaved,
         config=job.as_json(),
         facts={"model": job.model.name, "seed": job.model.seed, "corpus_sha256": corpus.sha256},
         observers=observers,
@@ -131,9 +135,11 @@ def read_run(run: str | Path) -> Job:
     path = run_folder(run) / CONFIG
 
     def read() -> Job:
-        if not path.is_file():
+        newest = CheckpointFolder(path.parent).newest()
+        if not path.is_file() and newest is None:
             raise UsageError(f"{path}: no such run; --run wants the folder that 'train' wrote, as in runs/gpt-nano-1")
-        return Job.read(path)
+        kept = read_manifest(newest).config if newest and not path.is_file() else None
+        return Job.read(path) if kept is None else Job.from_json(kept, f"{newest}")
 
     return _from_rank_zero(read)
 
@@ -154,7 +160,7 @@ def _open_folder(job: Job, run: str | Path | None, resume: bool) -> str:
         folder = run_folder(run)
         if resume:
             return str(folder)
-        if (folder / PARAMETERS).exists():
+        if CheckpointFolder(folder).newest():
             raise UsageError(f"{folder} holds a run already; give --resume to go on with it, or another --run")
         folder.mkdir(parents=True, exist_ok=True)
         return str(folder)

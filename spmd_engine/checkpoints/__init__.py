@@ -1,0 +1,16 @@
+"""Checkpoints: each rank writes blocks of what it holds; one commit makes them a fact about the model, at any mesh."""
+
+from spmd_engine.checkpoints.folder import CheckpointFolder, find_checkpoint
+from spmd_engine.checkpoints.manifest import Manifest
+from spmd_engine.checkpoints.read import Checkpoint, load_checkpoint
+from spmd_engine.checkpoints.save import Save, save_checkpoint
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointFolder",
+    "Manifest",
+    "Save",
+    "find_checkpoint",
+    "load_checkpoint",
+    "save_checkpoint",
+]

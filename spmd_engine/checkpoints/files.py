@@ -1,0 +1,93 @@
+"""Safetensors files of blocks: written contiguous, hashed on the way and put on disk; read with their hashes checked.
+
+The format: eight bytes that say how long the header is, the header (JSON: of each block dtype, shape, and where it
+lies behind the header), and the blocks, without gaps. Written here and not by its library, which hashes nothing, and
+which writes arrays scrambled that are not contiguous (safetensors 0.8).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.checkpoints.dtypes import DTYPES, dtype_name
+from spmd_engine.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Written:
+    """Where a block lies in its file."""
+
+    dtype: str  #: as files call it
+    offset: int  #: bytes from the file's beginning
+    sha256: str  #: of its bytes
+
+
+def write_blocks(path: Path, blocks: Sequence[tuple[str, Array]], facts: Mapping[str, str]) -> list[Written]:
+    """Write a new file of blocks, each with a name of its own, and see it onto the disk.
+
+    Raises OSError where that cannot be done, and CheckpointError for a block with a value that is not finite.
+    """
+    dtypes = [dtype_name(block.dtype, name) for name, block in blocks]
+    head = header([(name, dtype, block.shape) for (name, block), dtype in zip(blocks, dtypes, strict=True)], facts)
+    written, offset = [], len(head)
+    with path.open("xb") as file:
+        file.write(head)
+        for (name, block), dtype in zip(blocks, dtypes, strict=True):
+            data = _bytes_of(name, block)
+            file.write(data)
+            written.append(Written(dtype, offset, hashlib.sha256(data).hexdigest()))
+            offset += data.nbytes
+        file.flush()
+        os.fsync(file.fileno())
+    return written
+
+
+def header(blocks: Sequence[tuple[str, str, Sequence[int]]], facts: Mapping[str, str]) -> bytes:
+    """The first bytes of a file of blocks: name, dtype and shape of each, in the order in which they follow."""
+    described: dict[str, object] = {"__metadata__": dict(facts)}
+    end = 0
+    for name, dtype, shape in blocks:
+        begin, end = end, end + int(np.prod(shape, dtype=np.int64)) * DTYPES[dtype].itemsize
+        described[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the blocks are aligned
+    return len(text).to_bytes(8, "little") + text
+
+
+def read_block(path: Path, offset: int, shape: Sequence[int], dtype: np.dtype, sha256: str, name: str) -> np.ndarray:
+    """A block, its hash checked; raises CheckpointError for any byte that is not the one that was written."""
+    block = np.empty(shape, dtype)
+    data = memoryview(block.reshape(-1).view(np.uint8))
+    try:
+        with path.open("rb", buffering=0) as file:
+            file.seek(offset)
+            done = 0
+            while done < data.nbytes and (count := file.readinto(data[done:])):
+                done += count
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if done < data.nbytes:
+        raise CheckpointError(f"{path} is cut short: {name} should go on to byte {offset + data.nbytes}")
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise CheckpointError(
+            f"{path} is damaged: {name} is not what was written (bytes {offset} to {offset + data.nbytes}; its "
+            "SHA-256 differs). Take this checkpoint from a copy, or remove its folder to go on from the one before"
+        )
+    return block
+
+
+def _bytes_of(name: str, block: Array) -> memoryview:
+    """The bytes of a block in C order, little-endian."""
+    host = np.asarray(backend_of(block).to_host(block), order="C")
+    host = host.astype(host.dtype.newbyteorder("<"), copy=False) if host.dtype.byteorder == ">" else host
+    if host.dtype.kind in "fcV" and not np.isfinite(host).all():
+        raise CheckpointError(f"{name} has values that are not finite: not saved")
+    return memoryview(host.reshape(-1).view(np.uint8))

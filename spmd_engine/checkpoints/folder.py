@@ -1,0 +1,150 @@
+"""The checkpoints in a run's folder: each appears whole, by one rename, or not at all.
+
+    runs/NAME/checkpoints/step-00000040/manifest.json        complete, since it has its name
+                                        model-00000.safetensors ...
+                          latest -> step-00000040
+                          unfinished-...                     of a save that is under way, or broke off
+
+What a name promises is on the disk before the name is: files, their folder, and only then the rename.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+from spmd_engine.errors import CheckpointError
+
+CHECKPOINTS, LATEST, MANIFEST = "checkpoints", "latest", "manifest.json"
+_COMPLETE = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+_UNFINISHED = re.compile(r"(unfinished|removed|latest)-[0-9a-f]{32}")
+
+
+class CheckpointFolder:
+    """The folder ``checkpoints`` of a run."""
+
+    def __init__(self, run: str | os.PathLike) -> None:
+        self.path = Path(run) / CHECKPOINTS
+
+    def complete(self) -> list[Path]:
+        """The folders of complete checkpoints, those of earlier steps first."""
+        found = []
+        for each in self.path.iterdir() if self.path.is_dir() else ():
+            matched = _COMPLETE.fullmatch(each.name)
+            if matched and (each / MANIFEST).is_file():
+                found.append((int(matched[1]), int(matched[2] or 0), each))
+        return [path for _, _, path in sorted(found)]
+
+    def newest(self) -> Path | None:
+        """The folder of the last complete checkpoint."""
+        return (self.complete() or [None])[-1]
+
+    def begin(self) -> Path:
+        """A new folder for files that are not yet a checkpoint."""
+        unfinished = self.path / f"unfinished-{uuid.uuid4().hex}"
+        unfinished.mkdir(parents=True)
+        return unfinished
+
+    def commit(self, unfinished: Path, step: int, manifest: str, keep: int) -> Path:
+        """Make the files in ``unfinished`` the checkpoint of this step, and leave the last ``keep`` of all.
+
+        Raises OSError where that cannot be done; whatever was complete before still is then.
+        """
+        path = unfinished / MANIFEST
+        with path.open("x") as file:
+            file.write(manifest)
+            file.flush()
+            os.fsync(file.fileno())
+        _sync(unfinished)
+        complete = self._free_name(step)
+        os.rename(unfinished, complete)
+        _sync(self.path)
+        self._point_to(complete)
+        self._remove_all_but(keep)
+        return complete
+
+    def sweep(self) -> None:
+        """Remove what saves have left that broke off. Nobody else may be saving here."""
+        for each in list(self.path.iterdir()) if self.path.is_dir() else ():
+            if _UNFINISHED.fullmatch(each.name):
+                discard(each)
+
+    def _free_name(self, step: int) -> Path:
+        """Of a step that was saved before, in a run that goes on from an earlier one, the newer one is the last."""
+        again = [int(match[2] or 0) for each in self.complete() if int((match := _number(each))[1]) == step]
+        return self.path / (f"step-{step:08d}" + (f".{max(again) + 1}" if again else ""))
+
+    def _point_to(self, complete: Path) -> None:
+        """Let ``latest`` be a link to it: for people; the newest is found by its number. Not all systems have links."""
+        link = self.path / f"{LATEST}-{uuid.uuid4().hex}"
+        with suppress(OSError):
+            link.symlink_to(complete.name)
+            os.replace(link, self.path / LATEST)
+
+    def _remove_all_but(self, keep: int) -> None:
+        for each in self.complete()[: -max(1, keep)]:
+            removed = self.path / f"removed-{uuid.uuid4().hex}"
+            with suppress(OSError):  # a full disk, or another who looks into it, is no reason to fail now
+                os.rename(each, removed)
+                discard(removed)
+
+
+def find_checkpoint(path: str | os.PathLike) -> Path:
+    """The folder of a checkpoint: ``path`` itself, or the newest of the run whose folder it is.
+
+    Raises CheckpointError if there is none.
+    """
+    path = Path(path)
+    if (path / MANIFEST).is_file():
+        return path
+    for run in (path, path.parent if path.name == CHECKPOINTS else path):
+        if newest := CheckpointFolder(run).newest():
+            return newest
+    raise CheckpointError(f"{path}: no checkpoint there, neither {MANIFEST} nor a complete one in {CHECKPOINTS}/")
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a small file of that name: the old one, or this one whole, is there whenever somebody looks."""
+    unfinished = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
+    try:
+        with unfinished.open("x") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def discard(path: Path) -> None:
+    """Remove a folder, or a link, as far as that can be done."""
+    if path.is_symlink():
+        with suppress(OSError):
+            path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _number(path: Path) -> re.Match:
+    matched = _COMPLETE.fullmatch(path.name)
+    assert matched
+    return matched
+
+
+def _sync(folder: Path) -> None:
+    """See what a folder holds, its names, onto the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:  # some file systems cannot, and then need not
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(handle)
+
+

@@ -1,0 +1,220 @@
+"""The manifest of a checkpoint: every array, the blocks that it is stored in, and the facts of the training.
+
+It is JSON, with a SHA-256 of itself. Nothing in it depends on the mesh but how the arrays are cut into blocks, and
+what is read from it is the same for any cut.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from spmd_engine.checkpoints.dtypes import DTYPES
+from spmd_engine.errors import CheckpointError
+from spmd_engine.sharding.rectangles import Rectangle
+
+FORMAT, VERSION = "spmd_engine checkpoint", 1
+MODEL, OPTIMIZER = "model", "optimizer"  #: sections: parameters and buffers by name; optimizer state by kind/name
+_FILE = re.compile(r"[a-z]+-\d{5,}\.safetensors")
+_HASH = re.compile(r"[0-9a-f]{64}")
+_LARGEST = 1 << 62
+
+
+@dataclass(frozen=True)
+class Block:
+    """A rectangle of an array, in a file."""
+
+    rectangle: Rectangle
+    file: str
+    offset: int  #: bytes from the file's beginning
+    sha256: str
+
+
+@dataclass(frozen=True)
+class StoredArray:
+    """An array in blocks, each of its elements in one of them."""
+
+    shape: tuple[int, ...]
+    dtype: str  #: as safetensors files call it
+    blocks: tuple[Block, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    def check(self, name: str) -> None:
+        """Raise CheckpointError unless every element is in one block, and in one only."""
+        whole, total = Rectangle.whole(self.shape), 0
+        for block in self.blocks:
+            if len(block.rectangle.start) != len(self.shape) or block.rectangle not in whole:
+                raise CheckpointError(f"{name}{list(self.shape)}: a block {block.rectangle} is no part of it")
+            total += block.rectangle.size
+        twice = _overlap([block.rectangle for block in self.blocks if block.rectangle.size])
+        if twice:
+            raise CheckpointError(f"{name}{list(self.shape)}: {twice[0]} and {twice[1]} overlap; each element is once")
+        if total != whole.size:
+            raise CheckpointError(f"{name}{list(self.shape)}: its blocks hold {total} of {whole.size} elements")
+
+
+Arrays = Mapping[str, StoredArray]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds."""
+
+    step: int  #: optimizer steps made
+    sections: Mapping[str, Arrays]
+    facts: Mapping[str, Any] = field(default_factory=dict)  #: JSON; what the training was begun with
+    config: Mapping[str, Any] | None = None  #: JSON of the job, if there is one
+    mesh: str = ""  #: for people: on which it was written
+
+    @property
+    def nbytes(self) -> int:
+        """Of all arrays."""
+        return sum(array.nbytes for arrays in self.sections.values() for array in arrays.values())
+
+    def text(self) -> str:
+        """As a file holds it; ``parse`` reads it."""
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            "step": self.step,
+            "mesh": self.mesh,
+            "facts": dict(self.facts),
+            "config": self.config,
+            "sections": {
+                section: {name: _array_as_json(array) for name, array in arrays.items()}
+                for section, arrays in self.sections.items()
+            },
+        }
+        return json.dumps(content | {"sha256": _digest(content)}, separators=(",", ":")) + "\n"
+
+    @classmethod
+    def parse(cls, text: str | bytes, where: str) -> Manifest:
+        """Read and check a manifest; raises CheckpointError, naming ``where`` it stands, for anything unsound."""
+
+        def refuse(why: str) -> CheckpointError:
+            return CheckpointError(f"{where} is damaged, or none of ours: {why}")
+
+        try:
+            content = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise refuse(f"no JSON ({error})") from error
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise refuse(f'it does not say "format": "{FORMAT}"')
+        if content.get("version") != VERSION:
+            raise CheckpointError(
+                f"{where} has version {content.get('version')!r}; this program reads version {VERSION}"
+            )
+        said = content.pop("sha256", None)
+        if said != _digest(content):
+            raise refuse("its SHA-256 of itself differs")
+        try:
+            manifest = cls(
+                step=_whole(content["step"]),
+                sections={
+                    _text(section): {_text(name): _array(each) for name, each in _mapping(arrays).items()}
+                    for section, arrays in _mapping(content["sections"]).items()
+                },
+                facts=_mapping(content["facts"]),
+                config=None if content["config"] is None else _mapping(content["config"]),
+                mesh=_text(content["mesh"]),
+            )
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise refuse(f"{type(error).__name__}: {error}") from error
+        if MODEL not in manifest.sections:
+            raise refuse(f"it has no section {MODEL!r}")
+        for section, arrays in manifest.sections.items():
+            for name, array in arrays.items():
+                array.check(f"{where}: {section} {name}")
+        return manifest
+
+    def file_sizes(self) -> dict[str, int]:
+        """The bytes that each file has at least, by what is said of its blocks."""
+        sizes: dict[str, int] = {}
+        for arrays in self.sections.values():
+            for array in arrays.values():
+                for block in array.blocks:
+                    end = block.offset + block.rectangle.size * DTYPES[array.dtype].itemsize
+                    sizes[block.file] = max(sizes.get(block.file, 0), end)
+        return sizes
+
+
+def _array_as_json(array: StoredArray) -> dict[str, Any]:
+    blocks = [[each.rectangle.start, each.rectangle.stop, each.file, each.offset, each.sha256] for each in array.blocks]
+    return {"shape": array.shape, "dtype": array.dtype, "blocks": blocks}
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _array(content: Any) -> StoredArray:
+    shape = _wholes(_mapping(content)["shape"])
+    if prod(shape) >= _LARGEST:
+        raise ValueError(f"an array of shape {shape}")
+    if content["dtype"] not in DTYPES:
+        raise ValueError(f"a dtype {content['dtype']!r}")
+    blocks = []
+    for start, stop, file, offset, sha256 in content["blocks"]:
+        rectangle = Rectangle(_wholes(start), _wholes(stop))
+        if len(rectangle.start) != len(rectangle.stop):
+            raise ValueError(f"a block from {start} to {stop}")
+        blocks.append(Block(rectangle, _matched(_FILE, file), _whole(offset), _matched(_HASH, sha256)))
+    return StoredArray(shape, content["dtype"], tuple(blocks))
+
+
+def _mapping(content: Any) -> Mapping[str, Any]:
+    if not isinstance(content, dict):
+        raise ValueError(f"{type(content).__name__} where an object should be")
+    return content
+
+
+def _text(content: Any) -> str:
+    return _matched(re.compile(r"[^\x00]*", re.DOTALL), content)
+
+
+def _matched(pattern: re.Pattern, content: Any) -> str:
+    if not isinstance(content, str) or not pattern.fullmatch(content):
+        raise ValueError(f"{content!r:.80} where a text like {pattern.pattern} should be")
+    return content
+
+
+def _whole(content: Any) -> int:
+    if type(content) is not int or not 0 <= content < _LARGEST:
+        raise ValueError(f"{content!r:.80} where a whole number should be")
+    return content
+
+
+def _wholes(content: Any) -> tuple[int, ...]:
+    if not isinstance(content, list) or len(content) > 32:
+        raise ValueError(f"{content!r:.80} where a list of whole numbers should be")
+    return tuple(map(_whole, content))
+
+
+def _overlap(rectangles: Sequence[Rectangle]) -> tuple[Rectangle, Rectangle] | None:
+    """Two rectangles that share an element, if there are any."""
+    if len(rectangles) < 2:
+        return None
+    ordered = sorted(rectangles)
+    start = np.array([each.start for each in ordered], np.int64)
+    stop = np.array([each.stop for each in ordered], np.int64)
+    if not start.shape[1]:  # two numbers are the same one
+        return ordered[0], ordered[1]
+    behind = np.searchsorted(start[:, 0], stop[:, 0])  # the first that begins where this one has ended
+    for i in np.flatnonzero(behind > np.arange(1, len(ordered) + 1)).tolist():
+        others = slice(i + 1, behind[i])
+        shared = (np.maximum(start[i], start[others]) < np.minimum(stop[i], stop[others])).all(axis=1)
+        if shared.any():
+            return ordered[i], ordered[i + 1 + int(np.argmax(shared))]
+    return None
+
+

@@ -1,0 +1,186 @@
+"""Reading: a checkpoint as a mapping of names to arrays that are read only where they are sliced."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from spmd_engine.checkpoints.dtypes import DTYPES
+from spmd_engine.checkpoints.files import read_block
+from spmd_engine.checkpoints.folder import CHECKPOINTS, MANIFEST, find_checkpoint
+from spmd_engine.checkpoints.manifest import MODEL, OPTIMIZER, Block, Manifest, StoredArray
+from spmd_engine.engine.base import ShardedEngine
+from spmd_engine.engine.optimizers import Optimizer
+from spmd_engine.errors import CheckpointError
+from spmd_engine.sharding.rectangles import Rectangle
+
+LARGEST_MANIFEST = 1 << 30  #: bytes
+EXPORTED = "parameters.safetensors"  #: the plain file that a folder may hold instead of checkpoints
+
+
+class Checkpoint(Mapping):
+    """Parameters and buffers by name, of a checkpoint's folder, of the newest one of a run, or of a safetensors file.
+
+    What is sliced is read, with the blocks it lies in, whose hashes are checked. Raises CheckpointError if there is
+    none, or if it is damaged.
+    """
+
+    def __init__(self, path: str | os.PathLike) -> None:
+        self.path = Path(path)
+        self.manifest: Manifest | None = None  #: None of a plain safetensors file
+        if (self.path / EXPORTED).is_file() and not (self.path / CHECKPOINTS).is_dir():
+            self.path /= EXPORTED
+        if self.path.is_file():
+            self._arrays, self.metadata = _plain_file(self.path)
+        else:
+            self.path = find_checkpoint(self.path)
+            self.manifest = read_manifest(self.path)
+            self._arrays = self.section(MODEL)
+            self.metadata = {"step": self.manifest.step, **self.manifest.facts}
+
+    def section(self, name: str) -> dict[str, Sliceable]:
+        """The arrays of a section of the manifest, such as ``optimizer``, by name; none if there is no such section."""
+        assert self.manifest is not None
+        arrays = self.manifest.sections.get(name, {})
+        return {each: _sliceable(self.path, each, array) for each, array in arrays.items()}
+
+    def __getitem__(self, name: str) -> Sliceable:
+        return self._arrays[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+
+class Sliceable:
+    """An array on disk: a shape, a dtype, and parts of it, as NumPy's basic slicing gives them but always copies."""
+
+    slices_are_copies = True
+
+    def __init__(
+        self, shape: tuple[int, ...], dtype: np.dtype, read: Callable[[tuple[slice, ...]], np.ndarray]
+    ) -> None:
+        self.shape, self.dtype, self._read_spans = shape, dtype, read
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        """``self[...]``, ``self[2:5]``, ``self[-1, :, ::2]``, ...; only what lies between the ends is read.
+
+        Raises IndexError as NumPy does, and for what is no basic slicing (lists, masks, None).
+        """
+        spans, wanted = [], []  # what is read, and what of that is asked for
+        for part, length in zip(self._of_every_dim(index), self.shape, strict=True):
+            if isinstance(part, slice):
+                places = range(length)[part]
+                first, last = sorted((places[0], places[-1])) if places else (0, -1)
+                spans.append(slice(first, last + 1))
+                wanted.append(slice(None, None, places.step))
+            else:
+                place = range(length)[part]  # raises IndexError
+                spans.append(slice(place, place + 1))
+                wanted.append(0)
+        return self._read(tuple(spans))[tuple(wanted)]
+
+    def _of_every_dim(self, index: Any) -> list[slice | int]:
+        """An index with ``...``, and whatever dims it leaves out, written out."""
+        parts = list(index) if isinstance(index, tuple) else [index]
+        for part in parts:
+            if part is not ... and not isinstance(part, (slice, int, np.integer)) or isinstance(part, bool):
+                raise IndexError(f"an array on disk takes slices, whole numbers and ..., not {part!r}")
+        if parts.count(...) > 1 or len(parts) - parts.count(...) > len(self.shape):
+            raise IndexError(f"[{', '.join(map(str, parts))}] of an array of shape {self.shape}: too many indices")
+        at = parts.index(...) if ... in parts else len(parts)
+        missing = len(self.shape) - (len(parts) - parts.count(...))
+        return [*parts[:at], *[slice(None)] * missing, *parts[at + 1 :]]
+
+    def _read(self, spans: tuple[slice, ...]) -> np.ndarray:
+        shape = [span.stop - span.start for span in spans]
+        return np.empty(shape, self.dtype) if 0 in shape else self._read_spans(spans)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint's folder, checked, and the sizes of the files that it speaks of.
+
+    Raises CheckpointError.
+    """
+    path = folder / MANIFEST
+    try:
+        if path.stat().st_size > LARGEST_MANIFEST:
+            raise CheckpointError(f"{path}: {path.stat().st_size} bytes are no manifest of ours")
+        manifest = Manifest.parse(path.read_bytes(), str(path))
+        for file, size in manifest.file_sizes().items():
+            if (folder / file).stat().st_size != size:
+                there = (folder / file).stat().st_size
+                raise CheckpointError(f"{folder / file} is damaged: it has {there} bytes, {size} were written")
+    except OSError as error:
+        raise CheckpointError(f"{folder}: a part of this checkpoint cannot be read: {error}") from error
+    return manifest
+
+
+def load_checkpoint(
+    folder: str | os.PathLike, engine: ShardedEngine, optimizer: Optimizer | None = None
+) -> dict[str, Any]:
+    """Load each rank's blocks into engine and optimizer; returns the ``facts`` that were saved, and the ``step``.
+
+    ``folder`` is a run's, whose newest checkpoint is taken, or a checkpoint's own. The engine's mesh, ZeRO stage and
+    stages may be any. Raises CheckpointError for what is damaged, missing or of another shape.
+    """
+    checkpoint = Checkpoint(folder)
+    engine.load_checkpoint(checkpoint)
+    engine.after_update()
+    if optimizer is not None:
+        state = checkpoint.section(OPTIMIZER) if checkpoint.manifest else {}
+        optimizer.prepare(engine)
+        for kind, arrays in optimizer.state.items():
+            for name, array in engine.named(arrays).items():
+                if f"{kind}/{name}" not in state:
+                    raise CheckpointError(
+                        f"{checkpoint.path} has no {kind}/{name}: it was saved with another optimizer"
+                    )
+                if engine.owned_index(name) is not None:  # of a number, others may be the owners
+                    array[...] = engine.block(name, state[f"{kind}/{name}"], owned=True)
+    return dict(checkpoint.metadata)
+
+
+def _sliceable(folder: Path, name: str, array: StoredArray) -> Sliceable:
+    dtype = DTYPES[array.dtype]
+    last: list[tuple[Block, np.ndarray]] = []  # of many small slices, most are of the block before
+
+    def load(block: Block) -> np.ndarray:
+        if not last or last[0][0] is not block:
+            said = f"{name}{block.rectangle}"
+            data = read_block(folder / block.file, block.offset, block.rectangle.shape, dtype, block.sha256, said)
+            last[:] = [(block, data)]
+        return last[0][1]
+
+    def read(spans: tuple[slice, ...]) -> np.ndarray:
+        wanted = Rectangle.of(spans)
+        out = np.empty(wanted.shape, dtype)
+        for block in array.blocks:
+            shared = block.rectangle & wanted
+            if shared.size:
+                out[shared.within(wanted).index] = load(block)[shared.within(block.rectangle).index]
+        return out
+
+    return Sliceable(array.shape, dtype, read)
+
+
+def _plain_file(path: Path) -> tuple[dict[str, Sliceable], dict[str, Any]]:
+    """The arrays of a safetensors file that anybody wrote, and the facts in its header, if they are ours."""
+    try:
+        file = safe_open(path, framework="numpy")
+        pieces = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        arrays = {
+            name: Sliceable(tuple(each.get_shape()), DTYPES[each.get_dtype()], each.__getitem__)
+            for name, each in pieces.items()
+        }
+        return arrays, json.loads((file.metadata() or {}).get("facts", "{}"))
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{path} is damaged or cannot be read: {error}") from error

@@ -1,0 +1,239 @@
+"""Saving: each rank writes blocks of what it holds; when all have, rank 0 makes them a checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from math import prod
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+
+from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.checkpoints.dtypes import dtype_name
+from spmd_engine.checkpoints.files import Written, write_blocks
+from spmd_engine.checkpoints.folder import CheckpointFolder, discard
+from spmd_engine.checkpoints.manifest import MODEL, OPTIMIZER, Block, Manifest, StoredArray
+from spmd_engine.comm.agreement import gather_json, on_rank_zero, text_from_rank_zero
+from spmd_engine.comm.group import Group
+from spmd_engine.engine.base import ShardedEngine
+from spmd_engine.engine.optimizers import Optimizer
+from spmd_engine.errors import CheckpointError, UsageError
+from spmd_engine.sharding.placement import ArrayPlacement, Placement
+from spmd_engine.sharding.rectangles import Rectangle
+
+BLOCK = 4 << 20  #: bytes; larger rectangles are several blocks, so that who needs a part reads little more than that
+KEEP = 2  #: complete checkpoints that stay
+
+Piece = tuple[str, Rectangle]  # a name in its section, and a part of that array
+
+
+def save_checkpoint(
+    folder: str | os.PathLike,
+    engine: ShardedEngine,
+    optimizer: Optimizer | None = None,
+    *,
+    step: int = 0,
+    config: Mapping[str, Any] | None = None,
+    keep: int = KEEP,
+    **facts: Any,
+) -> None:
+    """Write a checkpoint into a run's ``folder``: parameters, buffers and, if given, the optimizer's state. Collective.
+
+    Every rank writes blocks of what it holds, replicas share the work, and nothing is gathered. It is there when all
+    of it is on the disk, under its name at once, and never in part; of those before, the last ``keep - 1`` stay.
+    ``config`` and ``facts`` (JSON) are kept with it. Raises CheckpointError, on every rank, if any of them could not
+    write, or has a value that is not finite: what was there before is there still.
+    """
+    Save(folder, engine, optimizer, step=step, config=config, keep=keep, facts=facts).finish()
+
+
+@dataclass
+class Shares:
+    """What each rank writes of the arrays of one section."""
+
+    section: str
+    placement: Placement
+    pieces: list[list[Piece]]  #: by rank
+    arrays: Mapping[str, Array]  #: this rank's, by name
+
+
+class Save:
+    """One save, from its beginning, after which parameters may change, to its commit. Collective, as ``finish`` is.
+
+    In the ``background`` what this rank writes is copied, and a thread of its own writes it.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike,
+        engine: ShardedEngine,
+        optimizer: Optimizer | None = None,
+        *,
+        step: int,
+        config: Mapping[str, Any] | None = None,
+        keep: int = KEEP,
+        facts: Mapping[str, Any] | None = None,
+        background: bool = False,
+    ) -> None:
+        self.step, self._keep, self._group = step, keep, engine.group()
+        self._folder = CheckpointFolder(folder)
+        self._config, self._facts, self._mesh = config, dict(facts or {}), str(engine.mesh)
+        self._shares = _shares(engine, optimizer)
+        self._into = Path(text_from_rank_zero(self._group, lambda: str(self._folder.begin())))
+        self._written: dict[str, list[Written]] = {}
+        self._error = ""
+        self._thread: Thread | None = None
+        blocks = {share.section: list(_blocks(share, self._group.rank)) for share in self._shares}
+        if background:
+            copies = {section: [(name, _copy(block)) for name, block in own] for section, own in blocks.items()}
+            self._thread = Thread(target=self._write, args=(copies,), name=f"save of step {step}", daemon=True)
+            self._thread.start()
+        else:
+            self._write(blocks)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank has done its part, or failed in it."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def finish(self) -> None:
+        """Wait until all ranks have written, and make it a checkpoint. Raises CheckpointError on all if one failed."""
+        if self._thread is not None:
+            self._thread.join()
+        mine = {section: [astuple(each) for each in own] for section, own in self._written.items()}
+        everyone = gather_json(self._group, {"error": self._error, "written": mine}, "save")
+        failed = {rank: said["error"] for rank, said in enumerate(everyone) if said["error"]}
+        if failed:
+            on_rank_zero(self._group, lambda: discard(self._into))
+            told = "; ".join(f"rank {rank}: {error}" for rank, error in list(failed.items())[:4])
+            raise self._failed(told)
+
+        def commit() -> None:
+            try:
+                self._folder.commit(self._into, self.step, self._manifest(everyone).text(), self._keep)
+            except OSError as error:
+                discard(self._into)
+                raise self._failed(str(error)) from error
+
+        _agreed(self._group, commit)
+
+    def _failed(self, why: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self._folder.path}: step {self.step} could not be saved ({why}); what was saved before is there"
+        )
+
+    def _write(self, blocks: Mapping[str, Sequence[tuple[str, Array]]]) -> None:
+        try:
+            for section, own in blocks.items():
+                if own:
+                    self._written[section] = write_blocks(self._file(section), own, {"step": str(self.step)})
+        except (OSError, UsageError) as error:
+            self._error = str(error) or repr(error)
+        except Exception as error:  # noqa: BLE001 (of a thread: told to all ranks by finish)
+            self._error = f"{type(error).__name__}: {error}"
+
+    def _file(self, section: str, rank: int | None = None) -> Path:
+        return self._into / f"{section}-{self._group.rank if rank is None else rank:05d}.safetensors"
+
+    def _manifest(self, everyone: Sequence[Mapping[str, Any]]) -> Manifest:
+        sections = {}
+        for share in self._shares:
+            blocks: dict[str, list[Block]] = {name: [] for name in share.placement}
+            dtypes: dict[str, str] = {}
+            for rank, pieces in enumerate(share.pieces):
+                file = self._file(share.section, rank).name
+                said = everyone[rank]["written"].get(share.section, [])
+                for (name, rectangle), (dtype, offset, sha256) in zip(pieces, said, strict=True):
+                    blocks[name].append(Block(rectangle, file, offset, sha256))
+                    dtypes[name] = dtype
+            sections[share.section] = {
+                name: StoredArray(array.shape, dtypes.get(name) or dtype_name(array.dtype, name), tuple(blocks[name]))
+                for name, array in share.placement.items()
+            }
+        return Manifest(self.step, sections, self._facts, self._config, self._mesh)
+
+
+def deal(placement: Placement, loads: list[int], *, block_bytes: int = BLOCK) -> list[list[Piece]]:
+    """Which pieces each rank writes: each element once, by a rank that holds it, in pieces of ``block_bytes``.
+
+    Of replicas the one writes a piece that has least to write yet, by ``loads``: bytes by rank, which grow. A pure
+    function, so that all ranks find the same.
+    """
+    dealt: list[list[Piece]] = [[] for _ in loads]
+    for name, array in placement.items():
+        for rectangle, ranks in _holders(array):
+            for piece in _pieces(rectangle, array.dtype.itemsize, block_bytes):
+                rank = min(ranks, key=lambda rank: (loads[rank], rank))
+                loads[rank] += piece.size * array.dtype.itemsize
+                dealt[rank].append((name, piece))
+    return dealt
+
+
+def _holders(array: ArrayPlacement) -> Iterator[tuple[Rectangle, list[int]]]:
+    """Every owned rectangle with the ranks that hold the one it is in."""
+    ranks: dict[Rectangle, list[int]] = {}
+    for rank, held in enumerate(array.held):
+        for each in held:
+            ranks.setdefault(each, []).append(rank)
+    for owner, owned in enumerate(array.owned):
+        for each in owned:
+            if each.size:
+                within = next(held for held in array.held[owner] if each in held)
+                yield each, ranks[within]
+
+
+def _pieces(rectangle: Rectangle, itemsize: int, block_bytes: int) -> Iterator[Rectangle]:
+    """A rectangle in runs of whole rows, of about so many bytes."""
+    if not rectangle.start:
+        yield rectangle
+        return
+    first, last = rectangle.start[0], rectangle.stop[0]
+    row_bytes = max(1, prod(rectangle.shape[1:]) * itemsize)
+    rows = max(1, block_bytes // row_bytes)
+    for begin in range(first, last, rows):
+        end = min(last, begin + rows)
+        yield Rectangle((begin, *rectangle.start[1:]), (end, *rectangle.stop[1:]))
+
+
+def _shares(engine: ShardedEngine, optimizer: Optimizer | None) -> list[Shares]:
+    loads = [0] * engine.group().size
+    stored = engine.placement()
+    shares = [Shares(MODEL, stored, deal(stored, loads), {**engine.parameters, **engine.buffers})]
+    if optimizer is not None:
+        optimizer.prepare(engine)
+        owned, kinds = engine.placement(owned=True), sorted(optimizer.state)
+        placement = Placement({f"{kind}/{name}": each for kind in kinds for name, each in owned.items()})
+        arrays = {
+            f"{kind}/{name}": array
+            for kind in kinds
+            for name, array in engine.named(optimizer.state[kind]).items()
+        }
+        shares.append(Shares(OPTIMIZER, placement, deal(placement, loads), arrays))
+    return shares
+
+
+def _blocks(share: Shares, rank: int) -> Iterator[tuple[str, Array]]:
+    """The blocks that this rank writes, with names for readers of its file."""
+    for name, piece in share.pieces[rank]:
+        placed, array = share.placement[name], share.arrays[name]
+        held = next(each for each in placed.held[rank] if piece in each)
+        named = name if piece == Rectangle.whole(placed.shape) else f"{name}{piece}"
+        yield named, array[piece.within(held).index]
+
+
+def _copy(block: Array) -> np.ndarray:
+    return np.array(backend_of(block).to_host(block), order="C", copy=True)
+
+
+def _agreed(group: Group, do: Callable[[], None]) -> None:
+    """As ``on_rank_zero``, of a CheckpointError."""
+    try:
+        on_rank_zero(group, do)
+    except CheckpointError:
+        raise
+    except UsageError as error:
+        raise CheckpointError(str(error)) from None
