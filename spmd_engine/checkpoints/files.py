@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,16 @@ from spmd_engine.errors import CheckpointError
 
 
 @dataclass(frozen=True)
+class Source:
+    """A block to be written: what it is, known before it is there."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    read: Callable[[], Array]
+
+
+@dataclass(frozen=True)
 class Written:
     """Where a block lies in its file."""
 
@@ -30,18 +40,18 @@ class Written:
     sha256: str  #: of its bytes
 
 
-def write_blocks(path: Path, blocks: Sequence[tuple[str, Array]], facts: Mapping[str, str]) -> list[Written]:
-    """Write a new file of blocks, each with a name of its own, and see it onto the disk.
+def write_blocks(path: Path, blocks: Sequence[Source], facts: Mapping[str, str]) -> list[Written]:
+    """Write a new file of blocks, one after the other, each with a name of its own, and see it onto the disk.
 
     Raises OSError where that cannot be done, and CheckpointError for a block with a value that is not finite.
     """
-    dtypes = [dtype_name(block.dtype, name) for name, block in blocks]
-    head = header([(name, dtype, block.shape) for (name, block), dtype in zip(blocks, dtypes, strict=True)], facts)
+    dtypes = [dtype_name(block.dtype, block.name) for block in blocks]
+    head = header([(block.name, dtype, block.shape) for block, dtype in zip(blocks, dtypes, strict=True)], facts)
     written, offset = [], len(head)
     with path.open("xb") as file:
         file.write(head)
-        for (name, block), dtype in zip(blocks, dtypes, strict=True):
-            data = _bytes_of(name, block)
+        for block, dtype in zip(blocks, dtypes, strict=True):
+            data = _bytes_of(block.name, block.read())
             file.write(data)
             written.append(Written(dtype, offset, hashlib.sha256(data).hexdigest()))
             offset += data.nbytes

@@ -124,6 +124,26 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
+def read_file_header(path: Path) -> dict[str, tuple[str, list[int], int]]:
+    """Of each block in a safetensors file: what it calls its dtype, its shape, and where it begins in the file.
+
+    Raises CheckpointError.
+    """
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > LARGEST_MANIFEST:
+                raise ValueError(f"a header of {length} bytes")
+            blocks = json.loads(file.read(length))
+            blocks.pop("__metadata__", None)
+            return {
+                name: (each["dtype"], each["shape"], 8 + length + each["data_offsets"][0])
+                for name, each in blocks.items()
+            }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise CheckpointError(f"{path}: its header cannot be read ({error})") from error
+
+
 def load_checkpoint(
     folder: str | os.PathLike, engine: ShardedEngine, optimizer: Optimizer | None = None
 ) -> dict[str, Any]:

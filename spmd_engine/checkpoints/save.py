@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from threading import Thread
@@ -14,7 +15,7 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.checkpoints.dtypes import dtype_name
-from spmd_engine.checkpoints.files import Written, write_blocks
+from spmd_engine.checkpoints.files import Source, Written, write_blocks
 from spmd_engine.checkpoints.folder import CheckpointFolder, discard
 from spmd_engine.checkpoints.manifest import MODEL, OPTIMIZER, Block, Manifest, StoredArray
 from spmd_engine.comm.agreement import gather_json, on_rank_zero, text_from_rank_zero
@@ -60,6 +61,12 @@ class Shares:
     pieces: list[list[Piece]]  #: by rank
     arrays: Mapping[str, Array]  #: this rank's, by name
 
+    def mine(self, rank: int) -> Iterator[tuple[str, Rectangle, Array]]:
+        """What this rank, which is ``rank``, writes: an array's name, which part of it, and that part."""
+        for name, piece in self.pieces[rank]:
+            held = next(each for each in self.placement[name].held[rank] if piece in each)
+            yield name, piece, self.arrays[name][piece.within(held).index]
+
 
 class Save:
     """One save, from its beginning, after which parameters may change, to its commit. Collective, as ``finish`` is.
@@ -82,14 +89,14 @@ class Save:
         self.step, self._keep, self._group = step, keep, engine.group()
         self._folder = CheckpointFolder(folder)
         self._config, self._facts, self._mesh = config, dict(facts or {}), str(engine.mesh)
-        self._shares = _shares(engine, optimizer)
+        self._shares = shares_of(engine, optimizer)
         self._into = Path(text_from_rank_zero(self._group, lambda: str(self._folder.begin())))
         self._written: dict[str, list[Written]] = {}
         self._error = ""
         self._thread: Thread | None = None
         blocks = {share.section: list(_blocks(share, self._group.rank)) for share in self._shares}
         if background:
-            copies = {section: [(name, _copy(block)) for name, block in own] for section, own in blocks.items()}
+            copies = {section: [_copied(block) for block in own] for section, own in blocks.items()}
             self._thread = Thread(target=self._write, args=(copies,), name=f"save of step {step}", daemon=True)
             self._thread.start()
         else:
@@ -126,7 +133,7 @@ class Save:
             f"{self._folder.path}: step {self.step} could not be saved ({why}); what was saved before is there"
         )
 
-    def _write(self, blocks: Mapping[str, Sequence[tuple[str, Array]]]) -> None:
+    def _write(self, blocks: Mapping[str, Sequence[Source]]) -> None:
         try:
             for section, own in blocks.items():
                 if own:
@@ -199,7 +206,8 @@ def _pieces(rectangle: Rectangle, itemsize: int, block_bytes: int) -> Iterator[R
         yield Rectangle((begin, *rectangle.start[1:]), (end, *rectangle.stop[1:]))
 
 
-def _shares(engine: ShardedEngine, optimizer: Optimizer | None) -> list[Shares]:
+def shares_of(engine: ShardedEngine, optimizer: Optimizer | None) -> list[Shares]:
+    """What each rank writes of an engine, and of its optimizer's state. Collective over the world."""
     loads = [0] * engine.group().size
     stored = engine.placement()
     shares = [Shares(MODEL, stored, deal(stored, loads), {**engine.parameters, **engine.buffers})]
@@ -216,17 +224,25 @@ def _shares(engine: ShardedEngine, optimizer: Optimizer | None) -> list[Shares]:
     return shares
 
 
-def _blocks(share: Shares, rank: int) -> Iterator[tuple[str, Array]]:
+def _blocks(share: Shares, rank: int) -> Iterator[Source]:
     """The blocks that this rank writes, with names for readers of its file."""
-    for name, piece in share.pieces[rank]:
-        placed, array = share.placement[name], share.arrays[name]
-        held = next(each for each in placed.held[rank] if piece in each)
-        named = name if piece == Rectangle.whole(placed.shape) else f"{name}{piece}"
-        yield named, array[piece.within(held).index]
+    for name, piece, block in share.mine(rank):
+        named = block_name(name, piece, share.placement[name].shape)
+        yield Source(named, block.shape, block.dtype, partial(_itself, block))
 
 
-def _copy(block: Array) -> np.ndarray:
-    return np.array(backend_of(block).to_host(block), order="C", copy=True)
+def block_name(name: str, piece: Rectangle, shape: Sequence[int]) -> str:
+    """What a block is called in its file: as its array, if it is all of it."""
+    return name if piece == Rectangle.whole(shape) else f"{name}{piece}"
+
+
+def _copied(block: Source) -> Source:
+    x = block.read()
+    return replace(block, read=partial(_itself, np.array(backend_of(x).to_host(x), order="C", copy=True)))
+
+
+def _itself(block: Array) -> Array:
+    return block
 
 
 def _agreed(group: Group, do: Callable[[], None]) -> None:

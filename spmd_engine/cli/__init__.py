@@ -9,6 +9,7 @@ import click
 
 from spmd_engine import __version__
 from spmd_engine.cli.bench import bench
+from spmd_engine.cli.checkpoint import checkpoint
 from spmd_engine.cli.generate import generate
 from spmd_engine.cli.infer import infer
 from spmd_engine.cli.inspect import inspect
@@ -39,7 +40,7 @@ def cli() -> None:
     """
 
 
-for command in (train, generate, infer, inspect, show, bench, verify):
+for command in (train, generate, infer, inspect, show, bench, verify, checkpoint):
     cli.add_command(command)
 
 

@@ -36,8 +36,9 @@ class Run:
     written every ``save_every`` steps and at the end; 0 is at the end alone. The last ``keep`` stay. ``facts`` (JSON)
     are kept in it, and a run with others cannot go on from it. In the ``background`` training goes on while it is
     written. If it cannot be written, the run ends with CheckpointError on all ranks, or, with ``go_on_unsaved``,
-    the observers are told, and the next one is tried when it is due; the last one, at the end, must be written. ``trace`` traces so many steps, from the second on, to ``trace.json``.
-    ``sample`` is called on all ranks when all is done, for a text that shows what was learnt.
+    the observers are told, and the next one is tried when it is due; the last one, at the end, must be written.
+    ``trace`` traces so many steps, from the second on, to ``trace.json``. ``sample`` is called on all ranks when all is
+    done, for a text that shows what was learnt.
 
     SIGINT or SIGTERM to any rank ends the run after the step that is under way: saved, told to the observers, and with
     SystemExit, whose code is 128 + the signal's number, on every rank. A second signal ends the program at once.

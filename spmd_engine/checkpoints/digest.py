@@ -1,0 +1,152 @@
+"""A digest of arrays that does not depend on how they are cut: equal across meshes, found without moving them.
+
+Every element counts by its bits times an odd number that follows from its name and place in the whole array; sums are
+modulo 2^64, and so of any order. An array is summed in chunks of whole rows, so that an element that differs is found
+to within a chunk: a flipped bit always changes its chunk's sum, since what it adds is a power of two times an odd
+number. It is no seal against people who mean harm; the SHA-256 in the manifest are for that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from zlib import crc32
+
+import numpy as np
+
+from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.checkpoints.dtypes import DTYPES, dtype_name
+from spmd_engine.checkpoints.files import read_block
+from spmd_engine.checkpoints.manifest import MODEL, OPTIMIZER
+from spmd_engine.checkpoints.read import Checkpoint
+from spmd_engine.checkpoints.save import shares_of
+from spmd_engine.engine.base import ShardedEngine
+from spmd_engine.engine.optimizers import Optimizer
+from spmd_engine.sharding.rectangles import Rectangle
+
+CHUNK = 1 << 18  #: elements, about
+_AT_ONCE = 1 << 15  # elements: a few temporaries of that size stay in cache
+
+
+@dataclass(frozen=True)
+class ArrayDigest:
+    """The sums of an array's chunks."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    sums: np.ndarray  #: uint64, one a chunk
+
+    @property
+    def rows(self) -> int:
+        """Rows of a chunk."""
+        return rows_of_chunk(self.shape)
+
+    def text(self) -> str:
+        """Sixteen hexadecimal digits that stand for all of it."""
+        content = f"{self.shape}{self.dtype}".encode() + self.sums.astype("<u8").tobytes()
+        return hashlib.sha256(content).hexdigest()[:16]
+
+
+Digests = Mapping[str, ArrayDigest]  # by section and name: "model/block0/mlp/w0"
+
+
+def digest_of_engine(engine: ShardedEngine, optimizer: Optimizer | None = None) -> Digests:
+    """Of all that a checkpoint would hold now, the same on every rank. Collective: one small all_reduce."""
+    shares = shares_of(engine, optimizer)
+    tables: dict[str, tuple[tuple[int, ...], str, np.ndarray]] = {}
+    for share in shares:
+        for name, placed in share.placement.items():
+            dtype = dtype_name(placed.dtype, name)
+            tables[f"{share.section}/{name}"] = placed.shape, dtype, np.zeros(chunks_of(placed.shape), np.uint64)
+        for name, piece, block in share.mine(engine.group().rank):
+            key = f"{share.section}/{name}"
+            _add(tables[key][2], key, block, piece, tables[key][0])
+    flat = np.concatenate([table for _, _, table in tables.values()] or [np.zeros(0, np.uint64)])
+    flat = engine.group().all_reduce(flat.view(np.int64), label="digest").view(np.uint64)
+    ends = np.cumsum([len(table) for _, _, table in tables.values()])[:-1].tolist()
+    sums = np.split(flat, ends) if tables else []
+    return {
+        key: ArrayDigest(shape, dtype, each)
+        for (key, (shape, dtype, _)), each in zip(tables.items(), sums, strict=True)
+    }
+
+
+def digest_of_checkpoint(checkpoint: Checkpoint) -> Digests:
+    """Of what a checkpoint holds, read block by block, with the hash of each checked."""
+    digests = {}
+    assert checkpoint.manifest is not None
+    for section in (MODEL, OPTIMIZER):
+        for name, array in checkpoint.manifest.sections.get(section, {}).items():
+            key, sums = f"{section}/{name}", np.zeros(chunks_of(array.shape), np.uint64)
+            for block in array.blocks:
+                shape, dtype = block.rectangle.shape, DTYPES[array.dtype]
+                data = read_block(checkpoint.path / block.file, block.offset, shape, dtype, block.sha256, name)
+                _add(sums, key, data, block.rectangle, array.shape)
+            digests[key] = ArrayDigest(array.shape, array.dtype, sums)
+    return digests
+
+
+def digest_text(digests: Digests) -> str:
+    """One line for all arrays: 64 hexadecimal digits."""
+    content = {key: each.text() for key, each in digests.items()}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def differences(one: Digests, other: Digests) -> list[str]:
+    """In words, where two digests differ: what only one has, and the rows of the chunks whose sums differ."""
+    found = [f"{key}: only one of the two has it" for key in sorted(set(one) ^ set(other))]
+    for key in one:
+        if key not in other:
+            continue
+        a, b = one[key], other[key]
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            found.append(f"{key}: {a.dtype}{list(a.shape)} and {b.dtype}{list(b.shape)}")
+            continue
+        for chunk in np.flatnonzero(a.sums != b.sums).tolist():
+            first, last = chunk * a.rows, min((chunk + 1) * a.rows, a.shape[0] if a.shape else 1)
+            found.append(f"{key}: rows {first} to {last - 1} of {list(a.shape)} differ")
+    return found
+
+
+def rows_of_chunk(shape: tuple[int, ...]) -> int:
+    """How many rows of an array make a chunk."""
+    return max(1, CHUNK // max(1, prod(shape[1:])))
+
+
+def chunks_of(shape: tuple[int, ...]) -> int:
+    """How many chunks an array has."""
+    return -(-shape[0] // rows_of_chunk(shape)) if shape else 1
+
+
+def _add(sums: np.ndarray, key: str, block: Array, rectangle: Rectangle, shape: tuple[int, ...]) -> None:
+    """Add what a rectangle's elements count to the sums of the chunks that they are in."""
+    if not rectangle.size:
+        return
+    host = np.asarray(backend_of(block).to_host(block), order="C")
+    bits = host.reshape(-1).view(np.dtype(f"u{host.dtype.itemsize}")).reshape(len(host) if shape else 1, -1)
+    within = np.zeros(1, np.uint64)  # of a row: where the rectangle's elements are in a whole one
+    for start, stop, length in zip(rectangle.start[1:], rectangle.stop[1:], shape[1:], strict=True):
+        within = (within[:, None] * np.uint64(length) + np.arange(start, stop, dtype=np.uint64)).reshape(-1)
+    seed = np.uint64(crc32(key.encode())) << np.uint64(32)
+    row, first = np.uint64(prod(shape[1:])), rectangle.start[0] if shape else 0
+    at_once, rows = max(1, _AT_ONCE // len(within)), rows_of_chunk(shape)
+    with np.errstate(over="ignore"):
+        for top in range(0, len(bits), at_once):
+            part = bits[top : top + at_once].astype(np.uint64)
+            numbers = np.arange(first + top, first + top + len(part), dtype=np.uint64)
+            part *= _odd(numbers[:, None] * row + within + seed)
+            np.add.at(sums, (numbers // np.uint64(rows)).astype(np.int64), part.sum(axis=1, dtype=np.uint64))
+
+
+def _odd(x: np.ndarray) -> np.ndarray:
+    """An odd number for each: splitmix64 (Steele, Lea and Flood, 2014), with the last bit set."""
+    x ^= x >> np.uint64(30)
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    x |= np.uint64(1)
+    return x

@@ -1,0 +1,154 @@
+"""A complete checkpoint written anew, on any number of ranks or none: as one plain file, or in other parts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from spmd_engine.checkpoints.dtypes import DTYPES
+from spmd_engine.checkpoints.files import Source, header, read_block, write_blocks
+from spmd_engine.checkpoints.folder import CheckpointFolder, discard
+from spmd_engine.checkpoints.manifest import Arrays, Block, StoredArray
+from spmd_engine.checkpoints.read import Checkpoint, Sliceable, read_file_header
+from spmd_engine.checkpoints.save import block_name, deal
+from spmd_engine.comm.agreement import on_rank_zero
+from spmd_engine.comm.group import Group
+from spmd_engine.errors import CheckpointError
+from spmd_engine.sharding.placement import ArrayPlacement, Placement
+from spmd_engine.sharding.rectangles import Rectangle
+
+
+def export_checkpoint(
+    checkpoint: Checkpoint, section: str, path: str | os.PathLike, group: Group | None = None
+) -> None:
+    """Write a section of a checkpoint as one plain safetensors file, in which every array is whole.
+
+    The ranks of a ``group``, if one is given, share the blocks and write them side by side: collective then. No rank
+    holds more than a block. Raises CheckpointError where something is damaged, OSError or UsageError where it cannot
+    be written; the file has its name only when it is complete.
+    """
+    path, rank, ranks = Path(path), group.rank if group else 0, group.size if group else 1
+    arrays = _arrays(checkpoint, section)
+    head = header([(name, each.dtype, each.shape) for name, each in arrays.items()], {"format": "np"})
+    unfinished = path.with_name(f".{path.name}-unfinished")
+
+    def begin() -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with unfinished.open("wb") as file:
+            file.write(head)
+            os.posix_fallocate(file.fileno(), 0, len(head) + sum(each.nbytes for each in arrays.values()))
+
+    def end() -> None:
+        with unfinished.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+
+    def first(do) -> None:
+        do() if group is None else on_rank_zero(group, do)
+
+    try:
+        first(begin)
+        offset = len(head)
+        for number, (name, array) in enumerate(arrays.items()):
+            for place, block in enumerate(array.blocks):
+                if (number + place) % ranks == rank:
+                    _write_rectangle(unfinished, offset, array, block, _read(checkpoint, name, array, block))
+            offset += array.nbytes
+        if group is not None:
+            group.barrier()
+        first(end)
+    finally:
+        if rank == 0:
+            unfinished.unlink(missing_ok=True)
+
+
+def reshard_checkpoint(checkpoint: Checkpoint, folder: str | os.PathLike, files: int) -> Path:
+    """Write a checkpoint anew, as so many ranks would, into another run's folder; returns where it is.
+
+    Any mesh loads any checkpoint; this is for file systems that want few large files, or many.
+    """
+    assert checkpoint.manifest is not None
+    into, loads, sections = CheckpointFolder(folder), [0] * files, {}
+    unfinished = into.begin()
+    try:
+        for section, arrays in checkpoint.manifest.sections.items():
+            pieces = deal(_whole_on_all(arrays, files), loads)
+            blocks: dict[str, list[Block]] = {name: [] for name in arrays}
+            readable = checkpoint.section(section)
+            for number, own in enumerate(pieces):
+                file = f"{section}-{number:05d}.safetensors"
+                parts = [_source(name, readable[name], piece) for name, piece in own]
+                written = write_blocks(unfinished / file, parts, {"step": str(checkpoint.manifest.step)}) if own else []
+                for (name, piece), each in zip(own, written, strict=True):
+                    blocks[name].append(Block(piece, file, each.offset, each.sha256))
+            sections[section] = {name: replace(each, blocks=tuple(blocks[name])) for name, each in arrays.items()}
+        manifest = replace(checkpoint.manifest, sections=sections)
+        return into.commit(unfinished, manifest.step, manifest.text(), keep=1 << 30)
+    except BaseException:
+        discard(unfinished)
+        raise
+
+
+def problems(checkpoint: Checkpoint) -> Iterator[str]:
+    """In words, all that is wrong with a checkpoint, if anything: reads every block, and every file's header."""
+    assert checkpoint.manifest is not None
+    said: dict[str, dict[str, tuple]] = {}
+    for section, arrays in checkpoint.manifest.sections.items():
+        for name, array in arrays.items():
+            for block in array.blocks:
+                facts = array.dtype, list(block.rectangle.shape), block.offset
+                said.setdefault(block.file, {})[block_name(name, block.rectangle, array.shape)] = facts
+                try:
+                    data = _read(checkpoint, f"{section} {name}", array, block)
+                except CheckpointError as error:
+                    yield str(error)
+                    continue
+                if data.dtype.kind in "fcV" and not np.isfinite(data).all():
+                    yield f"{section} {name}{block.rectangle}: values that are not finite"
+    for file, blocks in said.items():
+        try:
+            if read_file_header(checkpoint.path / file) != blocks:
+                yield f"{checkpoint.path / file}: its header and the manifest differ"
+        except CheckpointError as error:
+            yield str(error)
+
+
+def _arrays(checkpoint: Checkpoint, section: str) -> Arrays:
+    assert checkpoint.manifest is not None
+    if section not in checkpoint.manifest.sections:
+        raise CheckpointError(
+            f"{checkpoint.path} has no section {section!r}; it has: {', '.join(checkpoint.manifest.sections)}"
+        )
+    return checkpoint.manifest.sections[section]
+
+
+def _read(checkpoint: Checkpoint, name: str, array: StoredArray, block: Block) -> np.ndarray:
+    said, shape = f"{name}{block.rectangle}", block.rectangle.shape
+    return read_block(checkpoint.path / block.file, block.offset, shape, DTYPES[array.dtype], block.sha256, said)
+
+
+def _write_rectangle(path: Path, offset: int, array: StoredArray, block: Block, data: np.ndarray) -> None:
+    """Into the place that a rectangle has in a file where the whole array begins at ``offset``."""
+    if not data.size:
+        return
+    whole = np.memmap(path, DTYPES[array.dtype], "r+", offset, array.shape or (1,))
+    whole[block.rectangle.index or slice(None)] = data
+    whole.flush()
+
+
+def _source(name: str, array: Sliceable, piece: Rectangle) -> Source:
+    return Source(block_name(name, piece, array.shape), piece.shape, array.dtype, lambda: array[piece.index])
+
+
+def _whole_on_all(arrays: Arrays, ranks: int) -> Placement:
+    return Placement({
+        name: ArrayPlacement.of_rectangles(
+            each.shape, DTYPES[each.dtype], [(Rectangle.whole(each.shape),)] * ranks
+        )
+        for name, each in arrays.items()
+    })
+

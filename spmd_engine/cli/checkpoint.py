@@ -1,0 +1,143 @@
+"""``checkpoint``: look at what a run has saved, prove it, and write it anew; without MPI, and without the model."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import click
+
+from spmd_engine.checkpoints import Checkpoint
+from spmd_engine.checkpoints.digest import differences, digest_of_checkpoint, digest_text
+from spmd_engine.checkpoints.manifest import MODEL, OPTIMIZER
+from spmd_engine.checkpoints.rewrite import export_checkpoint, problems, reshard_checkpoint
+from spmd_engine.comm.mesh import Mesh
+from spmd_engine.comm.world import launcher_rank
+from spmd_engine.errors import UsageError
+from spmd_engine.training.start import run_folder
+
+_PATH = """PATH is a run (its folder, or its name under runs/), whose newest checkpoint is taken, or the folder of one
+checkpoint, as in runs/gpt-nano-1/checkpoints/step-00000600."""
+
+
+@click.group(short_help="Look at checkpoints, prove and rewrite them.")
+def checkpoint() -> None:
+    """Look at checkpoints, prove that they are whole, and write them anew. None of it needs MPI, or the model.
+
+    A checkpoint is a folder of safetensors files with a manifest, which says of every array where its blocks are and
+    what they hash to. Any mesh loads it, whichever wrote it: nothing has to be converted.
+    """
+
+
+@checkpoint.command()
+@click.argument("path")
+@click.option("--arrays/--no-arrays", default=True, show_default=True, help="List every array.")
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+def inspect(path: str, arrays: bool, as_json: bool) -> None:
+    """Print what a checkpoint holds, without reading its arrays."""
+    found = _open(path)
+    manifest = found.manifest
+    sizes = {section: sum(each.nbytes for each in held.values()) for section, held in manifest.sections.items()}
+    facts = {
+        "path": str(found.path),
+        "step": manifest.step,
+        "written_on": manifest.mesh,
+        "files": len(manifest.file_sizes()),
+        "bytes": sizes,
+        **manifest.facts,
+    }
+    listed = [
+        {"section": section, "name": name, "shape": each.shape, "dtype": each.dtype, "blocks": len(each.blocks)}
+        for section, held in manifest.sections.items()
+        for name, each in held.items()
+    ]
+    if as_json:
+        click.echo(json.dumps(facts | ({"arrays": listed} if arrays else {}), indent=2))
+        return
+    for name, value in facts.items():
+        click.echo(f"{name:<16}{value}")
+    if arrays:
+        width = max((len(each["name"]) for each in listed), default=0)
+        for each in listed:
+            shape = f"{each['dtype']}[{', '.join(map(str, each['shape']))}]"
+            click.echo(f"{each['section']:<10}{each['name']:<{width}}  {shape:<24}{each['blocks']} block(s)")
+
+
+@checkpoint.command()
+@click.argument("path")
+def verify(path: str) -> None:
+    """Read all of a checkpoint: hashes, headers, finite values. Exit code 1, and a line each, for what is wrong."""
+    found = _open(path)
+    wrong = 0
+    for problem in problems(found):
+        click.echo(problem, err=True)
+        wrong += 1
+    if wrong:
+        sys.exit(1)
+    blocks = sum(len(each.blocks) for held in found.manifest.sections.values() for each in held.values())
+    size = f"{blocks} blocks, {found.manifest.nbytes / 1e6:.1f} MB"
+    click.echo(f"{found.path}: sound; {size}, step {found.manifest.step}")
+
+
+@checkpoint.command()
+@click.argument("path")
+@click.argument("other", required=False)
+@click.option("--arrays", is_flag=True, help="A line for every array, too.")
+def digest(path: str, other: str | None, arrays: bool) -> None:
+    """Print a digest of all arrays that does not depend on how they are cut: equal across meshes.
+
+    With OTHER compare the two: exit code 1, and a line for each array and range of rows that differs.
+    """
+    digests = digest_of_checkpoint(_open(path))
+    if arrays:
+        for name, each in digests.items():
+            click.echo(f"{each.text()}  {name}")
+    click.echo(f"{digest_text(digests)}  {path}")
+    if other is None:
+        return
+    others = digest_of_checkpoint(_open(other))
+    click.echo(f"{digest_text(others)}  {other}")
+    found = differences(digests, others)
+    for each in found:
+        click.echo(each)
+    if found:
+        sys.exit(1)
+
+
+@checkpoint.command()
+@click.argument("path")
+@click.argument("folder")
+@click.option("--files", type=click.IntRange(min=1), default=1, show_default=True, help="Of each kind.")
+def reshard(path: str, folder: str, files: int) -> None:
+    """Write a checkpoint anew into FOLDER, a run's, in another number of files.
+
+    Loading needs no such thing: any mesh loads any checkpoint. File systems may prefer few large files, or many.
+    """
+    click.echo(str(reshard_checkpoint(_open(path), folder, files)))
+
+
+@checkpoint.command()
+@click.argument("path")
+@click.argument("file")
+@click.option("--optimizer", is_flag=True, help="The optimizer's state instead of the model.")
+def export(path: str, file: str, optimizer: bool) -> None:
+    """Write the parameters and buffers of a checkpoint as one plain safetensors FILE, every array whole.
+
+    Under mpiexec the ranks share the work and write side by side. 'infer --checkpoint FILE' reads it.
+    """
+    section = OPTIMIZER if optimizer else MODEL
+    with Mesh() as mesh:
+        export_checkpoint(_open(path), section, file, mesh.group() if mesh.size > 1 else None)
+    if launcher_rank() == 0:
+        click.echo(file)
+
+
+def _open(path: str) -> Checkpoint:
+    folder = run_folder(path)
+    found = Checkpoint(folder if folder.exists() else path)
+    if found.manifest is None:
+        raise UsageError(f"{path} is a plain safetensors file; this is for checkpoints, which are folders")
+    return found
+
+
+checkpoint.help = f"{checkpoint.help}\n\n    {_PATH}"
