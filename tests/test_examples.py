@@ -15,7 +15,7 @@ def test_an_engine_of_one_s_own_learns(mpi_run, tmp_path, ranks):
     assert result.returncode == 0, result.stderr
     losses = [float(text) for text in re.findall(r"loss ([\d.]+)", result.stdout)]
     assert losses[-1] < losses[0] < 3.2 and losses[-1] < 2.7  # from 5.5
-    assert (tmp_path / "runs" / "bigram" / "parameters.safetensors").exists()
+    assert (tmp_path / "runs" / "bigram" / "checkpoints" / "latest" / "manifest.json").exists()
 
 
 def test_virtual_ranks(mpi_run, tmp_path):

@@ -82,9 +82,12 @@ class CheckpointFolder:
     def _point_to(self, complete: Path) -> None:
         """Let ``latest`` be a link to it: for people; the newest is found by its number. Not all systems have links."""
         link = self.path / f"{LATEST}-{uuid.uuid4().hex}"
+        latest = self.path / LATEST
+        if latest.is_dir() and not latest.is_symlink():  # of a run that was copied by what follows links
+            discard(latest)
         with suppress(OSError):
             link.symlink_to(complete.name)
-            os.replace(link, self.path / LATEST)
+            os.replace(link, latest)
 
     def _remove_all_but(self, keep: int) -> None:
         for each in self.complete()[: -max(1, keep)]:
@@ -105,7 +108,7 @@ def find_checkpoint(path: str | os.PathLike) -> Path:
     for run in (path, path.parent if path.name == CHECKPOINTS else path):
         if newest := CheckpointFolder(run).newest():
             return newest
-    raise CheckpointError(f"{path}: no checkpoint there, neither {MANIFEST} nor a complete one in {CHECKPOINTS}/")
+    raise CheckpointError(f"{path}: no such checkpoint: neither {MANIFEST} there, nor a complete one in {CHECKPOINTS}/")
 
 
 def replace_file(path: Path, text: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -61,5 +63,8 @@ def main(args: Sequence[str] | None = None) -> None:
     except UsageError as error:
         fail(f"spmd_engine: {error}")
         sys.exit(2)
+    except BrokenPipeError:  # whoever read our output has enough of it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
     except KeyboardInterrupt as error:
         end_at_once(f"spmd_engine: {str(error) or 'interrupted'}", exit_code(error))

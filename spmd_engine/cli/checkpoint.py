@@ -16,9 +16,6 @@ from spmd_engine.comm.world import launcher_rank
 from spmd_engine.errors import UsageError
 from spmd_engine.training.start import run_folder
 
-_PATH = """PATH is a run (its folder, or its name under runs/), whose newest checkpoint is taken, or the folder of one
-checkpoint, as in runs/gpt-nano-1/checkpoints/step-00000600."""
-
 
 @click.group(short_help="Look at checkpoints, prove and rewrite them.")
 def checkpoint() -> None:
@@ -26,6 +23,9 @@ def checkpoint() -> None:
 
     A checkpoint is a folder of safetensors files with a manifest, which says of every array where its blocks are and
     what they hash to. Any mesh loads it, whichever wrote it: nothing has to be converted.
+
+    PATH is a run (its folder, or its name under runs/), whose newest checkpoint is taken, or the folder of one
+    checkpoint, as in runs/gpt-nano-1/checkpoints/step-00000600.
     """
 
 
@@ -140,4 +140,3 @@ def _open(path: str) -> Checkpoint:
     return found
 
 
-checkpoint.help = f"{checkpoint.help}\n\n    {_PATH}"

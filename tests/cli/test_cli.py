@@ -5,8 +5,9 @@ import sys
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
+import saved
 from command_line import QUIET, metrics
 from spmd_engine.cli import main
 from spmd_engine.training import Job
@@ -52,14 +53,13 @@ def test_gpt_nano_trains_alike_however_it_is_composed(ok, one_rank, composition)
     mesh, *options = composition.split()
     ranks = int(np.prod([int(part.split("=")[1]) for part in mesh.split(",")]))
     reference, folder = one_rank / "data=1", one_rank / composition.replace(" ", "")
-    if ranks > 1 and not (reference / "parameters.safetensors").exists():
+    if ranks > 1 and not (reference / "checkpoints").exists():
         ok(1, "train", *EXACT, "--run", reference)
     ok(ranks, "train", *EXACT, "--mesh", mesh, *options, "--run", folder)
     ours, theirs = ([m["loss"] for m in metrics(each)] for each in (folder, reference))
     assert len(ours) == STEPS
     np.testing.assert_allclose(ours, theirs, rtol=1e-9)
-    expected = load_file(reference / "parameters.safetensors")
-    parameters = load_file(folder / "parameters.safetensors")
+    expected, parameters = saved.parameters(reference), saved.parameters(folder)
     assert parameters.keys() == expected.keys()
     for name, parameter in parameters.items():
         np.testing.assert_allclose(parameter, expected[name], rtol=0, atol=1e-8, err_msg=name)
@@ -131,7 +131,7 @@ def test_a_run_described_by_a_file_is_the_run(here, tmp_path):
     here("train", "--config", "runs/first/config.json", "--run", "second")
     first, second = tmp_path / "runs" / "first", tmp_path / "runs" / "second"
     assert (first / "config.json").read_text() == (second / "config.json").read_text()
-    assert (first / "parameters.safetensors").read_bytes() == (second / "parameters.safetensors").read_bytes()
+    assert saved.everything(first) == saved.everything(second)
 
 
 def test_infer_with_an_engine_of_one_s_own(ok, tmp_path):

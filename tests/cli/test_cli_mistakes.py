@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from command_line import QUIET
+from spmd_engine.checkpoints import CheckpointFolder
 
 
 def test_runs_that_cannot_answer_say_why(here, tmp_path):
@@ -65,8 +66,9 @@ def kept(tmp_path):
     """What is in the folder before and must be there afterwards, and nothing else."""
     (tmp_path / "empty").touch()
     (tmp_path / "short").write_text("too short")
-    (tmp_path / "runs" / "taken").mkdir(parents=True)
-    (tmp_path / "runs" / "taken" / "parameters.safetensors").touch()
+    taken = tmp_path / "runs" / "taken" / "checkpoints" / "step-00000001"
+    taken.mkdir(parents=True)
+    (taken / "manifest.json").touch()
     before = sorted(tmp_path.rglob("*"))
     yield
     assert sorted(tmp_path.rglob("*")) == before
@@ -129,9 +131,9 @@ def test_damaged_runs_are_one_line(spmd, here, r):
     resume = ["train", "--resume", "--run", r.name, "--steps", "2"]
     code, _, errors = here(*resume, "--optimizer", "sgd")
     assert code == 2 and "optimizer sgd cannot go on with it" in errors and errors.count("\n") == 1
-    whole = (r / "parameters.safetensors").read_bytes()
-    (r / "parameters.safetensors").write_bytes(whole[:1000])
-    assert "is damaged or cannot be read" in one_line(spmd(2, *resume))
+    file = max(CheckpointFolder(r).newest().glob("model-*.safetensors"))
+    file.write_bytes(file.read_bytes()[:1000])
+    assert "is damaged: it has 1000 bytes" in one_line(spmd(2, *resume))
     (r / "config.json").write_text("{}")
     assert "version is null; this program reads version 1" in one_line(spmd(2, *resume))
     (r / "config.json").write_text("[")

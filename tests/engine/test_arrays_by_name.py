@@ -9,11 +9,11 @@ from safetensors.numpy import save_file
 import tiny
 from fake_device import FakeDevice
 from spmd_engine import Mesh, run
+from spmd_engine.checkpoints import Checkpoint
 from spmd_engine.engine import SGD, ShardedEngine
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.errors import MismatchError, UsageError
 from spmd_engine.training import Trainer
-from spmd_engine.training.checkpoint import Checkpoint
 
 WHOLE = {
     "uneven": np.arange(7 * 5).reshape(7, 5),

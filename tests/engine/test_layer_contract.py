@@ -6,6 +6,7 @@ import pytest
 import tiny
 from spmd_engine import Mesh, run
 from spmd_engine.arrays import einsum
+from spmd_engine.checkpoints import load_checkpoint, save_checkpoint
 from spmd_engine.engine import AdamW, LayeredEngine, schedules
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.plan import Storage
@@ -28,7 +29,7 @@ from spmd_engine.models import Model
 from spmd_engine.models.gpt import token_loss
 from spmd_engine.models.mlp import squared_loss
 from spmd_engine.sharding import Layout
-from spmd_engine.training import Trainer, load_checkpoint, save_checkpoint
+from spmd_engine.training import Trainer
 from spmd_engine.verify import mesh_of_one, verify
 
 D, F, V, LENGTH, BATCH, MICRO_BATCHES, STEPS = 6, 10, 13, 7, 9, 4, 3

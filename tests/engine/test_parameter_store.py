@@ -7,6 +7,7 @@ import pytest
 
 import tiny
 from spmd_engine import Mesh, run
+from spmd_engine.checkpoints import load_checkpoint, save_checkpoint
 from spmd_engine.engine import AdamW, LayeredEngine, schedules
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.plan import Storage
@@ -16,7 +17,6 @@ from spmd_engine.layers.declarations import Parameter
 from spmd_engine.layers.layer import Layer
 from spmd_engine.models import Model
 from spmd_engine.models.mlp import squared_loss
-from spmd_engine.training import load_checkpoint, save_checkpoint
 
 ENGINES = [
     ({"data": 3}, {}),

@@ -5,10 +5,10 @@ import pytest
 
 from numerics import normals
 from spmd_engine import Mesh, run
+from spmd_engine.checkpoints import Checkpoint, save_checkpoint
 from spmd_engine.engine import SGD, ShardedEngine
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.errors import UsageError
-from spmd_engine.training.checkpoint import Checkpoint, save_checkpoint
 
 X, Y, W = normals(9, 5), normals(9, 3, seed=1), normals(5, 3, seed=2)
 
@@ -81,7 +81,7 @@ def test_a_checkpoint_is_whole_and_can_be_loaded_by_weights(tmp_path):
             engine.mesh = mesh
             engine.load_checkpoint({"w": W})
             save_checkpoint(tmp_path, engine)
-            engine.load_checkpoint(Checkpoint(tmp_path / "parameters.safetensors"))
+            engine.load_checkpoint(Checkpoint(tmp_path))
             assert engine.parameters["w"].shape == (4 * mesh.rank or 1, 3)
             return engine.gather("w")
 

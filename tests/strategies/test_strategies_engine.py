@@ -8,6 +8,7 @@ import pytest
 
 from pages import HEADS, LAYERS, D, F, S, build, case_id, data, one_rank, single
 from spmd_engine import Mesh, run
+from spmd_engine.checkpoints import load_checkpoint, save_checkpoint
 from spmd_engine.engine import AdamW, LayeredEngine
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.plan import Storage
@@ -16,7 +17,6 @@ from spmd_engine.models.mlp import squared_loss, two_layers
 from spmd_engine.models.model import Model
 from spmd_engine.strategies import STRATEGIES, AttentionHeads, Pipeline, default_axes
 from spmd_engine.training import Trainer
-from spmd_engine.training.checkpoint import load_checkpoint, save_checkpoint
 
 STEPS = 4
 

@@ -169,7 +169,7 @@ def test_ctrl_c_to_the_launcher_saves(tmp_path):
     errors.seek(0)
     (line,) = own_lines(errors.read())
     assert "SIGINT: saved after step" in line
-    assert (tmp_path / "runs" / "r" / "optimizer.safetensors").exists()
+    assert (tmp_path / "runs" / "r" / "checkpoints" / "latest" / "manifest.json").exists()
 
 
 WAITING = HEAD + """

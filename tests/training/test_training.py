@@ -1,18 +1,18 @@
 """The trainer, checkpoints and generation, on virtual ranks."""
 
-import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
+import saved
 import tiny
 from spmd_engine import Mesh, run
 from spmd_engine.arrays.updates import sum_of_squares
-from spmd_engine.engine import SGD, AdamW, ShardedEngine
+from spmd_engine.checkpoints import load_checkpoint, save_checkpoint
+from spmd_engine.engine import SGD, AdamW
 from spmd_engine.engine.batch import make_batch
 from spmd_engine.engine.optimizers import WarmupCosine
 from spmd_engine.errors import NotFiniteError, UsageError
-from spmd_engine.training import Checkpoint, Trainer, generate, load_checkpoint, save_checkpoint
+from spmd_engine.training import Trainer, generate
 
 
 def make_trainer(mesh, optimizer=None, **options):
@@ -42,91 +42,12 @@ def test_a_run_goes_on_exactly_on_another_mesh(tmp_path):
     second = train_from({"model": 8}, tmp_path / "parts", 3, resume=True)  # of 6 heads, two ranks have none
     second += train_from({"context": 3}, tmp_path / "parts", 4, resume=True)
     np.testing.assert_allclose(first + second, whole, rtol=1e-12)
-    for file in ("parameters.safetensors", "optimizer.safetensors"):
-        ours, theirs = load_file(tmp_path / "parts" / file), load_file(tmp_path / "whole" / file)
-        assert list(ours) == list(theirs)
+    for of in (saved.parameters, saved.state):
+        ours, theirs = of(tmp_path / "parts"), of(tmp_path / "whole")
+        assert sorted(ours) == sorted(theirs)
         for name in ours:
             # A key's bias has no gradient but rounding noise, which Adam makes steps of.
             np.testing.assert_allclose(ours[name], theirs[name], atol=1e-10, err_msg=name)
-
-
-def test_a_checkpoint_is_complete_or_not_there(tmp_path, monkeypatch):
-    train_from({"data": 1}, tmp_path, 1, resume=False)
-    before = (tmp_path / "parameters.safetensors").read_bytes()
-
-    def fail(*args, **kwargs):
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr("spmd_engine.training.checkpoint.save_file", fail)
-    with pytest.raises(UsageError, match="no space left"):
-        train_from({"data": 2}, tmp_path, 1, resume=False)
-    assert (tmp_path / "parameters.safetensors").read_bytes() == before
-
-
-def test_a_checkpoint_file_is_a_mapping_of_slices(tmp_path):
-    save_file({"a": np.arange(12.0).reshape(3, 4)}, tmp_path / "x.safetensors")
-    checkpoint = Checkpoint(tmp_path / "x.safetensors")
-    assert list(checkpoint) == ["a"] and len(checkpoint) == 1 and "a" in checkpoint and "b" not in checkpoint
-    assert checkpoint["a"].shape == (3, 4)
-    assert checkpoint["a"][1:, :2].tolist() == [[4.0, 5.0], [8.0, 9.0]]
-    with pytest.raises(KeyError):
-        checkpoint["b"]
-    with pytest.raises(UsageError, match="no such checkpoint"):
-        Checkpoint(tmp_path / "y.safetensors")
-
-
-INDICES = [
-    *(..., (), 1, -1, slice(1, None), slice(None, None, -2), slice(3, 1), (..., 2), (1, ...), (0, 1, 2)),
-    *((slice(None), 1), (slice(0, 2), ..., slice(4, 0, -1)), (slice(1, 1), 2), (slice(None, None, 2), -1, slice(2, 9))),
-]
-
-
-@pytest.mark.parametrize("index", INDICES, ids=str)
-@pytest.mark.parametrize("dtype", [np.float64, np.int32, ml_dtypes.bfloat16], ids=lambda dtype: np.dtype(dtype).name)
-def test_arrays_on_disk_take_numpys_basic_slicing(tmp_path, index, dtype):
-    whole = np.arange(2 * 3 * 5).reshape(2, 3, 5).astype(dtype)
-    save_file({"a": whole, "nothing": whole[:0], "number": np.array(2.5)}, tmp_path / "x.safetensors")
-    checkpoint = Checkpoint(tmp_path / "x.safetensors")
-    np.testing.assert_array_equal(checkpoint["a"][index], whole[index], strict=True)
-    for of in (checkpoint["a"].dtype, checkpoint["nothing"][...].dtype, checkpoint["a"][:, 3:].dtype):
-        assert of == whole.dtype
-    assert checkpoint["nothing"][...].shape == (0, 3, 5) and checkpoint["number"][...] == 2.5
-
-
-def test_what_is_no_place_in_an_array_on_disk_is_an_index_error(tmp_path):
-    save_file({"a": np.zeros((2, 3))}, tmp_path / "x.safetensors")
-    array = Checkpoint(tmp_path / "x.safetensors")["a"]
-    for index in (2, (0, -4), (0, 0, 0), (..., ...), None, [0, 1], True):
-        with pytest.raises(IndexError):
-            array[index]
-
-
-def test_what_no_sharding_names_is_loaded_whole(tmp_path):
-    class Model(ShardedEngine):
-        shardings = {"weight": "d f/data"}
-        backward = forward = None
-
-        def load_checkpoint(self, params):
-            self.parameters = {name: self.block(name, params[name]) for name in ("weight", "bias")}
-
-    whole = {"weight": np.arange(12.0).reshape(3, 4), "bias": np.arange(4, dtype=np.float32)}
-    save_file(whole, tmp_path / "parameters.safetensors")
-
-    def program():
-        engine = Model()
-        load_checkpoint(tmp_path, engine)
-        for name in whole:
-            np.testing.assert_array_equal(engine.parameters[name], whole[name][engine.index(name)], strict=True)
-
-    run(program, 3)
-
-
-def test_a_checkpoint_is_a_file_or_the_folder_that_was_saved(tmp_path):
-    save_file({"a": np.zeros(3)}, tmp_path / "parameters.safetensors")
-    assert list(Checkpoint(tmp_path)) == list(Checkpoint(tmp_path / "parameters.safetensors")) == ["a"]
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UsageError, match="empty/parameters.safetensors: no such checkpoint"):
-        Checkpoint(tmp_path / "empty")
 
 
 def test_clipping_scales_the_step_to_the_limit():
@@ -231,15 +152,6 @@ def test_generation_is_the_same_on_every_mesh_and_rank(temperature):
 def test_an_empty_prompt_is_refused():
     with Mesh() as mesh, pytest.raises(UsageError, match="prompt is empty"):
         generate(tiny.make_engine(mesh), [], 1)
-
-
-def test_files_of_two_steps_do_not_make_a_checkpoint(tmp_path):
-    train_from({"data": 1}, tmp_path, 1, resume=False)
-    optimizer = (tmp_path / "optimizer.safetensors").read_bytes()
-    train_from({"data": 1}, tmp_path, 2, resume=False)
-    (tmp_path / "optimizer.safetensors").write_bytes(optimizer)
-    with pytest.raises(UsageError, match="broke off between writing the two"):
-        train_from({"data": 2}, tmp_path, 3, resume=True)
 
 
 def test_gradients_that_are_not_finite_stop_before_the_update():

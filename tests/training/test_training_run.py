@@ -9,6 +9,7 @@ import signal
 import numpy as np
 import pytest
 
+import saved
 import tiny
 from spmd_engine import ArrayData, Job, Mesh, Run, run, train
 from spmd_engine.engine import AdamW
@@ -54,8 +55,7 @@ def test_a_run_goes_on_exactly_in_the_middle_of_an_epoch(tmp_path):
     trained(tmp_path / "whole", {"data": 2}, 9)
     trained(tmp_path / "parts", {"data": 2}, 4)
     trained(tmp_path / "parts", {"data": 2}, 9, resume=True)
-    for file in ("parameters.safetensors", "optimizer.safetensors"):
-        assert (tmp_path / "parts" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+    assert saved.everything(tmp_path / "parts") == saved.everything(tmp_path / "whole")
     ours, theirs = metrics(tmp_path / "parts"), metrics(tmp_path / "whole")
     assert [each["loss"] for each in ours] == [each["loss"] for each in theirs] and len(ours) == 9
     trained(tmp_path / "other", {"data": 3}, 9)
@@ -143,7 +143,7 @@ def test_a_folder_that_cannot_be_written_to_is_one_line_on_every_rank(tmp_path, 
 
 def test_a_full_disk_is_one_line_and_leaves_the_checkpoint_whole(tmp_path):
     trained(tmp_path, {"data": 1}, 2)
-    before, limits = (tmp_path / "parameters.safetensors").read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    before, limits = saved.everything(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 20, limits[1]))
@@ -152,7 +152,7 @@ def test_a_full_disk_is_one_line_and_leaves_the_checkpoint_whole(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, ignored)
-    assert (tmp_path / "parameters.safetensors").read_bytes() == before
+    assert saved.everything(tmp_path) == before
 
 
 @pytest.mark.parametrize("moved", [False, True], ids=["removed", "moved"])

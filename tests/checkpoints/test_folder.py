@@ -1,0 +1,117 @@
+"""One rename makes a checkpoint: a save that is killed, at whatever moment, leaves the old one or the new one."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+import saved
+from spmd_engine import Mesh, run
+from spmd_engine.checkpoints import Checkpoint, CheckpointFolder, find_checkpoint, save_checkpoint
+from spmd_engine.checkpoints.lock import RunLock
+from spmd_engine.engine import AdamW
+from spmd_engine.errors import CheckpointError, UsageError
+from spmd_engine.strategies import DataParallel
+
+CALLS = ("fsync", "rename", "replace", "mkdir", "symlink")  # what a save asks of the system, beside writing
+
+
+def save(folder, ranks, step, keep=2):
+    def program():
+        with Mesh(data=ranks) as mesh:
+            engine, optimizer = DataParallel(4, 6, mesh), AdamW()
+            engine.initialize(0)
+            engine.parameters["layer_0/weights"][...] = step
+            optimizer.prepare(engine)
+            save_checkpoint(folder, engine, optimizer, step=step, keep=keep, config={"made": step})
+
+    run(program, ranks)
+
+
+def killed_save(folder, ranks, at):
+    """Save step 2 in a process that is killed at its call number ``at``; False if it got to its end before."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            count = 0
+
+            def counted(real):
+                def call(*args, **kwargs):
+                    nonlocal count
+                    count += 1
+                    if count > at:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    return real(*args, **kwargs)
+
+                return call
+
+            for name in CALLS:
+                setattr(os, name, counted(getattr(os, name)))
+            Path.open = counted(Path.open)
+            save(folder, ranks, 2)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    status = os.waitpid(pid, 0)[1]
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+def test_a_save_that_is_killed_leaves_the_old_or_the_new(tmp_path):
+    steps = []
+    for at in range(200):
+        folder = tmp_path / str(at)
+        save(folder, 1, 1)
+        if not killed_save(folder, 2, at):
+            break
+        checkpoint = Checkpoint(folder)
+        step = checkpoint.metadata["step"]
+        assert checkpoint.manifest.config == {"made": step} and (saved.parameters(folder)["layer_0/weights"] == step).all()
+        assert saved.state(folder)
+        steps.append(step)
+        CheckpointFolder(folder).sweep()
+        left = {path.name for path in (folder / "checkpoints").iterdir()}
+        assert left <= {"latest", "step-00000001", "step-00000002"}
+        save(folder, 2, 3)
+        assert Checkpoint(folder).metadata["step"] == 3
+    assert len(steps) > 12 and steps == sorted(steps) and {1, 2} == set(steps)  # the old one, and then the new one
+
+
+def test_the_last_ones_stay_and_latest_leads_to_the_newest(tmp_path):
+    for step in (1, 2, 10, 9):
+        save(tmp_path, 1, step, keep=3)
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["latest", "step-00000002", "step-00000009", "step-00000010"]
+    assert os.readlink(tmp_path / "checkpoints" / "latest") == "step-00000009"
+    assert find_checkpoint(tmp_path).name == find_checkpoint(tmp_path / "checkpoints").name == "step-00000010"
+    assert find_checkpoint(tmp_path / "checkpoints" / "latest").name == "latest"
+
+
+def test_a_step_that_is_saved_again_is_the_newer_one(tmp_path):
+    save(tmp_path, 1, 4)
+    save(tmp_path, 2, 4)
+    save(tmp_path, 1, 4)
+    assert [path.name for path in CheckpointFolder(tmp_path).complete()] == ["step-00000004.1", "step-00000004.2"]
+
+
+def test_a_copy_that_follows_links_goes_on(tmp_path):
+    save(tmp_path, 1, 1)
+    (tmp_path / "checkpoints" / "latest").unlink()
+    (tmp_path / "checkpoints" / "latest").mkdir()
+    (tmp_path / "checkpoints" / "latest" / "manifest.json").write_text("{}")
+    save(tmp_path, 1, 2)
+    assert os.readlink(tmp_path / "checkpoints" / "latest") == "step-00000002"
+
+
+def test_there_is_none(tmp_path):
+    with pytest.raises(CheckpointError, match="no such checkpoint: neither manifest.json there, nor a complete one"):
+        find_checkpoint(tmp_path / "nowhere")
+
+
+def test_a_run_has_one_writer(tmp_path):
+    said = rf"being written by another run \(process {os.getpid()} on .*Wait until"
+    with RunLock(tmp_path), pytest.raises(UsageError, match=said):
+        RunLock(tmp_path).__enter__()
+    with RunLock(tmp_path):
+        pass

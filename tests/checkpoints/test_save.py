@@ -1,0 +1,227 @@
+"""What ranks write, and that any mesh reads it: each element once, replicas sharing the work."""
+
+import json
+import threading
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+import saved
+import tiny
+from spmd_engine import Mesh, run
+from spmd_engine.checkpoints import Checkpoint, CheckpointFolder, Save, load_checkpoint, save_checkpoint
+from spmd_engine.checkpoints.files import Source, read_block, write_blocks
+from spmd_engine.checkpoints.manifest import Manifest
+from spmd_engine.checkpoints.save import deal
+from spmd_engine.engine import AdamW
+from spmd_engine.errors import CheckpointError
+from spmd_engine.sharding.placement import ArrayPlacement, Placement
+from spmd_engine.sharding.rectangles import Rectangle
+
+
+def stepped(mesh, steps=2, **options):
+    """A small GPT and its optimizer after some steps."""
+    engine, optimizer = tiny.make_engine(mesh, **options), AdamW()
+    for step in range(steps):
+        engine.step(tiny.batch(engine, step))
+        optimizer.update(engine, engine.gradients, step=step + 1, rate=0.01)
+    return engine, optimizer
+
+
+def save(folder, axes, steps=2, **options):
+    def program():
+        with Mesh(**axes) as mesh:
+            save_checkpoint(folder, *stepped(mesh, **options), step=steps, fact="x")
+
+    run(program, tiny.ranks_of(axes))
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """The folder of what one rank has saved."""
+    folder = tmp_path_factory.mktemp("one")
+    save(folder, {"data": 1})
+    return folder
+
+
+PLACES = [({"data": 3}, {"zero": 1}), ({"data": 2, "model": 2}, {}), ({"pipe": 2, "shard": 2}, {}), ({"model": 8}, {})]
+
+
+@pytest.mark.parametrize(("axes", "options"), PLACES, ids=str)
+def test_any_mesh_saves_the_same_and_loads_what_another_saved(tmp_path, reference, axes, options):
+    save(tmp_path, axes, **options)
+    for of in (saved.parameters, saved.state):
+        ours, theirs = of(tmp_path), of(reference)
+        assert sorted(ours) == sorted(theirs)
+        for name in theirs:
+            np.testing.assert_allclose(ours[name], theirs[name], atol=1e-9, err_msg=name)
+
+    def load():
+        with Mesh(**axes) as mesh:
+            engine, optimizer = stepped(mesh, steps=0, **options)
+            assert load_checkpoint(reference, engine, optimizer) == {"step": 2, "fact": "x"}
+            save_checkpoint(tmp_path / "again", engine, optimizer, step=2)
+
+    run(load, tiny.ranks_of(axes))
+    assert saved.everything(tmp_path / "again") == saved.everything(reference)
+
+
+def test_replicas_share_the_work_and_nothing_is_written_twice(tmp_path):
+    save(tmp_path, {"data": 4})
+    folder = CheckpointFolder(tmp_path).newest()
+    sizes = [sum(file.stat().st_size for file in folder.glob(f"*-{rank:05d}.safetensors")) for rank in range(4)]
+    manifest = Checkpoint(tmp_path).manifest
+    arrays = [array for held in manifest.sections.values() for array in held.values()]
+    assert sum(array.nbytes for array in arrays) < sum(sizes) < 1.5 * sum(array.nbytes for array in arrays)
+    assert max(sizes) < 1.3 * min(sizes)
+
+
+def test_dealing_covers_each_element_once_by_those_who_hold_it():
+    whole, halves = Rectangle.whole((10, 3)), [Rectangle((0, 0), (5, 3)), Rectangle((5, 0), (10, 3))]
+    number = Rectangle((), ())
+    placement = Placement({
+        "replicated": ArrayPlacement.of_rectangles((10, 3), "f4", [(whole,)] * 4),
+        "halves": ArrayPlacement.of_rectangles((10, 3), "f8", [(halves[rank // 2],) for rank in range(4)]),
+        "number": ArrayPlacement.of_rectangles((), "f8", [(), (number,), (), (number,)]),
+        "nothing": ArrayPlacement.of_rectangles((0, 3), "f8", [(Rectangle.whole((0, 3)),)] * 4),
+    })
+    loads = [0] * 4
+    dealt = deal(placement, loads, block_bytes=50)
+    for name, array in placement.items():
+        written = np.zeros(array.shape, int)
+        for rank, pieces in enumerate(dealt):
+            for other, piece in pieces:
+                if other == name:
+                    assert any(piece in held for held in array.held[rank])
+                    written[piece.index] += 1
+        assert (written == 1).all()
+    assert sum(loads) == 120 + 240 + 8 and max(loads) - min(loads) <= 60
+
+
+def test_every_file_is_one_that_the_library_opens(tmp_path, reference):
+    folder, arrays = CheckpointFolder(reference).newest(), saved.parameters(reference)
+    with safe_open(folder / "model-00000.safetensors", framework="numpy") as file:
+        assert set(file.keys()) == set(arrays)
+        for name in arrays:
+            np.testing.assert_array_equal(file.get_tensor(name), arrays[name], strict=True)
+
+
+@pytest.mark.parametrize("dtype", ["f4", ">f8", "c8", "?", ml_dtypes.bfloat16, ml_dtypes.float8_e5m2], ids=str)
+def test_blocks_come_back_as_they_were_also_those_that_are_not_contiguous(tmp_path, dtype):
+    x = np.arange(48).reshape(6, 8).astype(dtype)
+    views = {"whole": x, "columns": x[:, ::2], "turned": x.T, "back": x[::-1], "number": x[1, 1], "none": x[:0]}
+    sources = [Source(name, view.shape, view.dtype, lambda view=view: view) for name, view in views.items()]
+    written = write_blocks(tmp_path / "x.safetensors", sources, {})
+    little = np.dtype(dtype).newbyteorder("<")
+    for (name, view), each in zip(views.items(), written, strict=True):
+        block = read_block(tmp_path / "x.safetensors", each.offset, view.shape, little, each.sha256, name)
+        np.testing.assert_array_equal(block, view)
+    if dtype is not ml_dtypes.float8_e5m2:  # which the library's NumPy side does not know
+        with safe_open(tmp_path / "x.safetensors", framework="numpy") as file:
+            np.testing.assert_array_equal(file.get_slice("turned")[:], x.T)
+
+
+def test_a_dtype_without_a_name_is_refused(tmp_path):
+    x = np.zeros(3, np.complex128)
+    with pytest.raises(CheckpointError, match="w is of dtype complex128, which safetensors files do not know"):
+        write_blocks(tmp_path / "x.safetensors", [Source("w", x.shape, x.dtype, lambda: x)], {})
+
+
+def test_only_the_blocks_that_are_needed_are_read(tmp_path, monkeypatch):
+    def program():
+        with Mesh() as mesh:
+            engine = tiny.make_engine(mesh)
+            monkeypatch.setattr("spmd_engine.checkpoints.save.deal.__kwdefaults__", {"block_bytes": 100}, raising=False)
+            save_checkpoint(tmp_path, engine)
+
+    run(program, 1)
+    checkpoint, read = Checkpoint(tmp_path), []
+    name, array = max(checkpoint.manifest.sections["model"].items(), key=lambda item: len(item[1].blocks))
+    assert len(array.blocks) > 4
+    monkeypatch.setattr("spmd_engine.checkpoints.read.read_block", lambda *args: read.append(args) or read_block(*args))
+    last = array.blocks[-1].rectangle
+    checkpoint[name][last.index]
+    assert len(read) == 1
+
+
+def test_what_is_not_finite_is_not_saved_and_what_was_there_stays(tmp_path):
+    save(tmp_path, {"data": 2})
+    before = saved.everything(tmp_path)
+
+    def program():
+        with Mesh(data=2) as mesh:
+            engine, optimizer = stepped(mesh)
+            if mesh.rank == 1:
+                for kind in optimizer.state["mean"].values():
+                    kind[...] = np.nan
+            with pytest.raises(CheckpointError, match=r"step 3 could not be saved \(rank 1: .* not finite"):
+                save_checkpoint(tmp_path, engine, optimizer, step=3)
+
+    run(program, 2)
+    assert saved.everything(tmp_path) == before
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step-00000002"]
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("background", [False, True])
+def test_a_rank_that_cannot_write_fails_the_save_on_all(tmp_path, monkeypatch, victim, background):
+    save(tmp_path, {"data": 3})
+    real = write_blocks
+
+    def write(path, *args):
+        if f"optimizer-{victim:05d}" in path.name:
+            raise OSError(28, "No space left on device")
+        return real(path, *args)
+
+    monkeypatch.setattr("spmd_engine.checkpoints.save.write_blocks", write)
+
+    def program():
+        with Mesh(data=3) as mesh:
+            saving = Save(tmp_path, *stepped(mesh), step=5, background=background)
+            with pytest.raises(CheckpointError, match=rf"step 5 could not be saved \(rank {victim}: .*No space left"):
+                saving.finish()
+
+    run(program, 3)
+    assert Checkpoint(tmp_path).metadata["step"] == 2
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step-00000002"]
+
+
+def test_a_background_save_sees_no_later_step(tmp_path, monkeypatch):
+    go, real = threading.Event(), write_blocks
+    monkeypatch.setattr("spmd_engine.checkpoints.save.write_blocks", lambda *args: go.wait(30) and real(*args))
+
+    def program():
+        with Mesh(data=2) as mesh:
+            engine, optimizer = stepped(mesh)
+            saving = Save(tmp_path, engine, optimizer, step=2, background=True)
+            assert not saving.is_written
+            engine.step(tiny.batch(engine, 7))
+            optimizer.update(engine, engine.gradients, step=3, rate=0.5)
+            go.set()
+            saving.finish()
+            monkeypatch.undo()
+            save_checkpoint(tmp_path / "straight", *stepped(mesh), step=2)
+
+    run(program, 2)
+    assert saved.everything(tmp_path) == saved.everything(tmp_path / "straight")
+
+
+def test_another_optimizer_s_state_is_refused(tmp_path):
+    def program():
+        with Mesh() as mesh:
+            engine = tiny.make_engine(mesh)
+            save_checkpoint(tmp_path, engine, None)
+            with pytest.raises(CheckpointError, match="has no mean/.*: it was saved with another optimizer"):
+                load_checkpoint(tmp_path, engine, AdamW())
+
+    run(program, 1)
+
+
+def test_the_manifest_is_json_that_says_where_everything_is(tmp_path):
+    save(tmp_path, {"pipe": 2, "data": 2})
+    text = (CheckpointFolder(tmp_path).newest() / "manifest.json").read_text()
+    said, manifest = json.loads(text), Manifest.parse(text, "here")
+    assert said["step"] == manifest.step == 2 and said["mesh"] == "pipe=2,data=2" and said["facts"] == {"fact": "x"}
+    assert manifest.text() == text
