@@ -53,6 +53,9 @@ class Reporter(JobObserver):
         elif report.step % max(1, self.stop // 20) == 0:
             self._say(f"step {report.step:>5}  {text}")
 
+    def not_saved(self, step: int, why: str) -> None:
+        self._say(f"spmd_engine: {why}; training goes on after step {step}")
+
     def stopped(self, step: int, signal: int) -> None:
         self._say(
             f"spmd_engine: {Signals(signal).name}: saved after step {step} in {self.folder}; go on with: "

@@ -67,7 +67,8 @@ def test_a_save_that_is_killed_leaves_the_old_or_the_new(tmp_path):
             break
         checkpoint = Checkpoint(folder)
         step = checkpoint.metadata["step"]
-        assert checkpoint.manifest.config == {"made": step} and (saved.parameters(folder)["layer_0/weights"] == step).all()
+        assert checkpoint.manifest.config == {"made": step}
+        assert (saved.parameters(folder)["layer_0/weights"] == step).all()
         assert saved.state(folder)
         steps.append(step)
         CheckpointFolder(folder).sweep()

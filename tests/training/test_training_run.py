@@ -5,6 +5,7 @@ import os
 import resource
 import shutil
 import signal
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,11 +13,15 @@ import pytest
 import saved
 import tiny
 from spmd_engine import ArrayData, Job, Mesh, Run, run, train
+from spmd_engine.checkpoints import Checkpoint, CheckpointFolder
+from spmd_engine.checkpoints.files import write_blocks
+from spmd_engine.checkpoints.lock import RunLock
 from spmd_engine.engine import AdamW
 from spmd_engine.errors import UsageError
 from spmd_engine.strategies import DataParallel
 from spmd_engine.training import Observer, Trainer
 from spmd_engine.training.observers import MetricsFile
+from spmd_engine.training.start import read_run
 
 X = np.random.default_rng(0).standard_normal((40, 4))
 Y = np.sin(X)
@@ -153,6 +158,61 @@ def test_a_full_disk_is_one_line_and_leaves_the_checkpoint_whole(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, ignored)
     assert saved.everything(tmp_path) == before
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_background_save_is_complete_before_the_next_and_at_the_end(tmp_path, ranks):
+    class Saves(Observer):
+        def saved(self, step):
+            steps.append(step)
+
+    steps: list[int] = []
+    options = {"save_every": 2, "keep": 9}
+    trained(tmp_path / "behind", {"data": ranks}, 7, background=True, observers=[Saves()], **options)
+    assert steps == [2, 4, 6, 7]
+    trained(tmp_path / "before", {"data": ranks}, 7, **options)
+    for one, other in zip(*(CheckpointFolder(tmp_path / each).complete() for each in ("behind", "before")), strict=True):
+        assert saved.everything(one) == saved.everything(other)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_run_may_go_on_unsaved_but_not_end_so(tmp_path, monkeypatch, background):
+    class Told(Observer):
+        def saved(self, step):
+            told.append(step)
+            disk.full = True
+
+        def not_saved(self, step, why):
+            told.append(f"{step}: {why}")
+            disk.full = False
+
+    def write(*args):
+        if disk.full:
+            raise OSError(28, "No space left on device")
+        return write_blocks(*args)
+
+    told, disk = [], SimpleNamespace(full=False)
+    monkeypatch.setattr("spmd_engine.checkpoints.save.write_blocks", write)
+    options = {"save_every": 2, "background": background, "observers": [Told()]}
+    trained(tmp_path / "goes on", {"data": 2}, 6, go_on_unsaved=True, **options)
+    assert told[0] == 2 and "step 4 could not be saved (rank 0: " in told[1] and told[2] == 6
+    disk.full = False
+    with pytest.raises(UsageError, match=r"step 4 could not be saved \(rank 0: .*No space left on device"):
+        trained(tmp_path / "stops", {"data": 2}, 6, **options)
+    assert Checkpoint(tmp_path / "stops").metadata["step"] == 2
+    with pytest.raises(UsageError, match="step 2 could not be saved"):
+        trained(tmp_path / "ends", {"data": 2}, 2, go_on_unsaved=True, **options)
+
+
+def test_a_run_whose_config_is_lost_has_it_in_its_checkpoint(tmp_path):
+    job = Job.of(model="mlp", steps=2, batch_size=4, eval_samples=2)
+    train(job, tmp_path / "run", stop_at=1)
+    whole = (tmp_path / "run" / "config.json").read_text()
+    (tmp_path / "run" / "config.json").unlink()
+    train(read_run(tmp_path / "run"), tmp_path / "run", resume=True)
+    assert (tmp_path / "run" / "config.json").read_text() == whole
+    with RunLock(tmp_path / "run"), pytest.raises(UsageError, match="is being written by another run"):
+        train(read_run(tmp_path / "run"), tmp_path / "run", resume=True)
 
 
 @pytest.mark.parametrize("moved", [False, True], ids=["removed", "moved"])

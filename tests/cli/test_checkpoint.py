@@ -1,0 +1,70 @@
+"""``checkpoint``: what people type, and what they are told."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import saved
+from spmd_engine import Mesh
+from spmd_engine.checkpoints import CheckpointFolder, save_checkpoint
+from spmd_engine.engine import AdamW
+from spmd_engine.strategies import DataParallel
+
+
+@pytest.fixture
+def of_two_steps(tmp_path):
+    """A run's folder with two checkpoints that differ in one row."""
+    with Mesh(data=1) as mesh:
+        engine = DataParallel(4, 6, mesh)
+        engine.initialize(0)
+        save_checkpoint(tmp_path / "runs" / "a", engine, AdamW(), step=1, seed=3)
+        engine.parameters["layer_0/weights"][2] += 1
+        save_checkpoint(tmp_path / "runs" / "a", engine, AdamW(), step=2, seed=3)
+    return tmp_path / "runs" / "a"
+
+
+def test_inspect_lists_what_is_there(here, of_two_steps):
+    code, out, _ = here("checkpoint", "inspect", "runs/a")
+    assert code == 0 and "step            2" in out and "seed            3" in out
+    assert "optimizer square/layer_1/weights  F32[6, 4]" in out
+    said = json.loads(here("checkpoint", "inspect", "--json", str(of_two_steps / "checkpoints" / "step-00000001"))[1])
+    assert said["step"] == 1 and said["bytes"] == {"model": 192, "optimizer": 384} and len(said["arrays"]) == 6
+
+
+def test_verify_finds_a_flipped_bit(here, of_two_steps):
+    assert "sound; 6 blocks" in here("checkpoint", "verify", str(of_two_steps))[1]
+    file = CheckpointFolder(of_two_steps).newest() / "model-00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    code, out, errors = here("checkpoint", "verify", str(of_two_steps))
+    assert code == 1 and out == "" and "layer_1/weights[0:6, 0:4] is not what was written" in errors
+
+
+def test_digest_tells_what_differs(here, of_two_steps):
+    one, two = (of_two_steps / "checkpoints" / f"step-0000000{n}" for n in (1, 2))
+    same = here("checkpoint", "digest", str(two), str(of_two_steps))
+    assert same[0] == 0 and same[1].split()[0] == same[1].split()[2]
+    code, out, _ = here("checkpoint", "digest", "--arrays", str(one), str(two))
+    assert code == 1 and out.splitlines()[-1] == "model/layer_0/weights: rows 0 to 3 of [4, 6] differ"
+    assert len(out.splitlines()) == 6 + 2 + 1
+
+
+def test_export_and_reshard(here, of_two_steps, tmp_path):
+    assert here("checkpoint", "export", "runs/a", "plain.safetensors")[0] == 0
+    plain = load_file(tmp_path / "plain.safetensors")
+    assert plain.keys() == saved.parameters(of_two_steps).keys()
+    for name, array in saved.parameters(of_two_steps).items():
+        np.testing.assert_array_equal(plain[name], array, strict=True)
+    code, out, _ = here("checkpoint", "reshard", "runs/a", "runs/b", "--files", "2")
+    assert code == 0 and out == "runs/b/checkpoints/step-00000002\n"
+    assert saved.everything(tmp_path / "runs" / "b") == saved.everything(of_two_steps)
+
+
+@pytest.mark.parametrize("path", ["nowhere", "plain.safetensors"])
+def test_what_is_no_checkpoint_is_one_line(here, tmp_path, path):
+    save_file({"a": np.zeros(3)}, tmp_path / "plain.safetensors")
+    code, out, errors = here("checkpoint", "inspect", path)
+    assert code == 2 and out == "" and errors.count("\n") == 1 and path in errors
