@@ -171,7 +171,8 @@ def test_a_background_save_is_complete_before_the_next_and_at_the_end(tmp_path, 
     trained(tmp_path / "behind", {"data": ranks}, 7, background=True, observers=[Saves()], **options)
     assert steps == [2, 4, 6, 7]
     trained(tmp_path / "before", {"data": ranks}, 7, **options)
-    for one, other in zip(*(CheckpointFolder(tmp_path / each).complete() for each in ("behind", "before")), strict=True):
+    behind, before = (CheckpointFolder(tmp_path / each).complete() for each in ("behind", "before"))
+    for one, other in zip(behind, before, strict=True):
         assert saved.everything(one) == saved.everything(other)
 
 
