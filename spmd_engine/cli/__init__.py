@@ -10,20 +10,17 @@ from collections.abc import Sequence
 import click
 
 from spmd_engine import __version__
-from spmd_engine.cli.bench import bench
-from spmd_engine.cli.checkpoint import checkpoint
-from spmd_engine.cli.generate import generate
-from spmd_engine.cli.infer import infer
-from spmd_engine.cli.inspect import inspect
-from spmd_engine.cli.show import show
-from spmd_engine.cli.train import train
-from spmd_engine.cli.verify import verify
+from spmd_engine.cli.lazy import LazyGroup, modules_of
 from spmd_engine.comm.world import end_at_once, fail, launcher_rank
 from spmd_engine.errors import UsageError
 from spmd_engine.signals import exit_code, raise_interrupted
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(
+    cls=LazyGroup,
+    modules=modules_of(__name__, "train", "generate", "infer", "inspect", "show", "bench", "verify", "checkpoint"),
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
 @click.version_option(__version__, prog_name="spmd_engine")
 def cli() -> None:
     """Train and serve neural networks sharded over any number of ranks, in NumPy or CuPy and MPI.
@@ -40,10 +37,6 @@ def cli() -> None:
 
     Whatever the mesh, the same seed computes the same thing to rounding.
     """
-
-
-for command in (train, generate, infer, inspect, show, bench, verify, checkpoint):
-    cli.add_command(command)
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from signal import Signals
-
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from typing import TYPE_CHECKING
 
 from spmd_engine.cli.terminal import console
 from spmd_engine.training.run import Run
@@ -13,16 +12,22 @@ from spmd_engine.training.start import JobObserver
 from spmd_engine.training.trainer import StepReport
 from spmd_engine.training.workload import Workload
 
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
 
 class Reporter(JobObserver):
-    """Tells a run's course on standard error: by a bar where there is a terminal, else by a line now and then."""
+    """Tells a run's course on standard error: by a bar where there is a terminal, else by a line now and then.
+
+    What prints is imported when a run is opened: only rank 0 is told of that.
+    """
 
     def __init__(self) -> None:
-        self.console = console()
         self.bar: Progress | None = None
         self.unit, self.each = "", "targets"
 
     def opened(self, workload: Workload, parameters: int, notices: Sequence[str]) -> None:
+        self.console = console()
         job, mesh, corpus = workload.job, workload.engine.mesh, workload.corpus
         if workload.writes:
             self.unit, self.each = " nats per byte", "tokens"
@@ -38,6 +43,8 @@ class Reporter(JobObserver):
         if done >= stop:
             self._say(f"nothing to do: {done} steps are done, and --steps or --stop-at ends at {stop}")
         if self.console.is_terminal:
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
             columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
             self.bar = Progress(*columns, console=self.console)
             self.task = self.bar.add_task("training", total=stop, completed=done)

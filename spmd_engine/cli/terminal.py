@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rich.console import Console
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def launcher_has_terminal(levels: int = 4) -> bool:
@@ -28,4 +30,6 @@ def launcher_has_terminal(levels: int = 4) -> bool:
 
 def console() -> Console:
     """Rank 0's console on standard error; colours and live bars only where there is a terminal."""
+    from rich.console import Console  # the other ranks need none
+
     return Console(stderr=True, force_terminal=True if launcher_has_terminal() else None, highlight=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -14,6 +14,7 @@ from spmd_engine.engine.plan import PIPE, Plan, Storage
 from spmd_engine.engine.storage import GroupStorage
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.declarations import Parameter
+from spmd_engine.sharding.groups import Member
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.sharding.notation import Spec
 
@@ -52,6 +53,9 @@ class ParameterStore:
         for each in self.storages:
             self.owned |= each.group.segments(each.own_parameters, each.interval)
             self.gradients |= each.group.segments(each.own_gradients, each.interval)
+        self._members: dict[str, tuple[GroupStorage, Member]] = self._by_name(
+            lambda each: {member.name: (each, member) for member in each.group.members}
+        )
         self._cut = {member.name: member.summed.cut for member in plan.members}
 
     @property
@@ -79,9 +83,9 @@ class ParameterStore:
         """Whether weight decay applies to a segment."""
         return segment.endswith("/decayed")
 
-    def named(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+    def named(self, arrays: Mapping[str, Array]) -> Mapping[str, Array]:
         """Arrays by segment as arrays by name: views."""
-        return self._by_name(lambda storage: storage.group.join(arrays, storage.own_parameters, storage.interval))
+        return _ByName(self._members, arrays)
 
     def refresh(self) -> None:
         """Tell the updated parts to those who hold copies of the whole. Collective."""
@@ -114,3 +118,20 @@ class ParameterStore:
         """What groups have by name, in the model's order, which is the same on all ranks: collectives follow it."""
         found = {name: each for storage in self.storages for name, each in of_group(storage).items()}
         return {name: found[name] for name in self.described if name in found}
+
+
+class _ByName(Mapping[str, Array]):
+    """Arrays by segment as arrays by name, each a view made when it is asked for: a checkpoint asks for one of many."""
+
+    def __init__(self, members: Mapping[str, tuple[GroupStorage, Member]], arrays: Mapping[str, Array]) -> None:
+        self._members, self._arrays = members, dict(arrays)
+
+    def __getitem__(self, name: str) -> Array:
+        storage, member = self._members[name]
+        return storage.group.joined(member, self._arrays, storage.own_parameters, storage.interval)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._members)
+
+    def __len__(self) -> int:
+        return len(self._members)

@@ -129,16 +129,19 @@ class ParameterGroup:
         ``like`` is an array of the module of those segments: an empty block belongs to none, yet must be there,
         since collectives go by name on all ranks.
         """
+        return {member.name: self.joined(member, segments, like, interval) for member in self.members}
+
+    def joined(
+        self, member: Member, segments: Mapping[str, Array], like: Array, interval: slice | None = None
+    ) -> Array:
+        """What ``join`` has of one member."""
         interval = interval or self.whole
-        kinds = {True: ("decayed", slice(0, self._decayed)), False: ("plain", slice(self._decayed, self.size))}
-        joined = {}
-        for member in self.members:
-            kind, span = kinds[member.decay]
-            first = _part_within(span, interval).start
-            part = _part_within(self.spans[member.name], interval)
-            flat = segments.get(f"{self.name}/{kind}", like[:0])
-            joined[member.name] = member.shaped(flat[part.start - first : part.stop - first])
-        return joined
+        kind = "decayed" if member.decay else "plain"
+        span = slice(0, self._decayed) if member.decay else slice(self._decayed, self.size)
+        first = _part_within(span, interval).start
+        part = _part_within(self.spans[member.name], interval)
+        flat = segments.get(f"{self.name}/{kind}", like[:0])
+        return member.shaped(flat[part.start - first : part.stop - first])
 
 
 def make_groups(

@@ -17,6 +17,7 @@ from spmd_engine.layers.declarations import Parameter
 from spmd_engine.layers.layer import Layer
 from spmd_engine.models import Model
 from spmd_engine.models.mlp import squared_loss
+from spmd_engine.sharding.groups import ParameterGroup
 
 ENGINES = [
     ({"data": 3}, {}),
@@ -172,3 +173,23 @@ def test_a_number_has_one_owner(zero, tmp_path):
     expected = run(program, 1)[0]
     for result in run(program, 3):
         np.testing.assert_allclose(result, expected, rtol=1e-12)
+
+
+def test_to_gather_one_array_only_its_own_view_is_made(monkeypatch):
+    """A checkpoint gathers every array: views of all for each would be as many as their number squared."""
+    made, joined = [], ParameterGroup.joined
+
+    def counted(group, member, *where):
+        made.append(member.name)
+        return joined(group, member, *where)
+
+    monkeypatch.setattr(ParameterGroup, "joined", counted)
+
+    def program():
+        engine = tiny.make_engine(Mesh(data=2), zero=3)
+        for name in engine.names:
+            engine.gather_owned(name, engine.owned)
+        return engine.names
+
+    names, _ = run(program, 2)
+    assert sorted(made) == sorted(2 * names)

@@ -29,6 +29,8 @@ def folder(tmp_path):
     for i in range(45):
         (tmp_path / f"{i:02}.txt").write_text(f"file number {i}\n" * (i + 1))
     (tmp_path / ".hidden").write_text("not read")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "config").write_text("not read")
     return tmp_path
 
 
@@ -48,6 +50,15 @@ def test_one_file_in_twenty_is_held_out_whole(folder):
     assert "file number 10\n" not in decode(corpus.train)
     assert "not read" not in decode(corpus.train)
     assert (corpus.train == END_OF_FILE).sum() == 43
+
+
+def test_folders_in_folders_are_read_in_the_order_of_their_paths(tmp_path):
+    for name in ("b", "a/z", "a/deeper/y", "a.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{name} " * 20)
+    (corpus,) = load(tmp_path)
+    read = decode(np.concatenate([corpus.train, corpus.validation])).split("-----")
+    assert [text.split()[0] for text in read if text.strip()] == ["a/deeper/y", "a/z", "a.txt", "b"]
 
 
 def test_of_one_file_the_end_is_held_out(tmp_path):

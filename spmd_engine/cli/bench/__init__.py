@@ -2,15 +2,14 @@
 
 import click
 
-from spmd_engine.cli.bench.collectives import collectives
-from spmd_engine.cli.bench.layers import layers
-from spmd_engine.cli.bench.oversubscribed import oversubscribed
-from spmd_engine.cli.bench.start import start
-from spmd_engine.cli.bench.strategies import strategies
-from spmd_engine.cli.bench.train import train
+from spmd_engine.cli.lazy import LazyGroup, modules_of
 
 
-@click.group(short_help="Measure speed, bytes and memory.")
+@click.group(
+    cls=LazyGroup,
+    modules=modules_of(__name__, "train", "layers", "strategies", "collectives", "oversubscribed", "start"),
+    short_help="Measure speed, bytes and memory.",
+)
 def bench() -> None:
     """Measure training, layers, strategies and collectives on this machine.
 
@@ -23,7 +22,3 @@ def bench() -> None:
       python -m spmd_engine bench strategies --model gpt-nano --ranks 8
       python -m spmd_engine bench collectives --ranks 2
     """
-
-
-for command in (train, layers, strategies, collectives, oversubscribed, start):
-    bench.add_command(command)

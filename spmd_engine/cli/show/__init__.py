@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import click
 
-from spmd_engine.cli.show.collective import collective
-from spmd_engine.cli.show.communication import communication
-from spmd_engine.cli.show.memory import memory
-from spmd_engine.cli.show.mesh import mesh
-from spmd_engine.cli.show.schedule import schedule
-from spmd_engine.cli.show.sharding import sharding
+from spmd_engine.cli.lazy import LazyGroup, modules_of
 from spmd_engine.comm.world import launcher_rank
 
 
-@click.group(short_help="Draw a mesh, a sharding, a schedule, communication, memory or a collective.")
+@click.group(
+    cls=LazyGroup,
+    modules=modules_of(__name__, "mesh", "sharding", "schedule", "communication", "memory", "collective"),
+    short_help="Draw a mesh, a sharding, a schedule, communication, memory or a collective.",
+)
 @click.pass_context
 def show(context: click.Context) -> None:
     """Draw what the engine does. No rank is started: any mesh can be drawn anywhere.
@@ -23,7 +22,3 @@ def show(context: click.Context) -> None:
     """
     if launcher_rank() > 0:  # under mpiexec one rank draws
         context.exit()
-
-
-for command in (mesh, sharding, schedule, communication, memory, collective):
-    show.add_command(command)

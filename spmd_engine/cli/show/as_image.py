@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from html import escape
 from pathlib import Path
-from xml.sax.saxutils import escape
 
 from spmd_engine.cli.show.picture import Cell, Picture, ink, size
 from spmd_engine.errors import UsageError
@@ -36,7 +36,7 @@ def svg(picture: Picture) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         f'font-family="DejaVu Sans Mono, Menlo, Consolas, monospace" font-size="{FONT}" '
         f'style="background:{PAPER}">',
-        f"<title>{escape(picture.title)}</title>",
+        f"<title>{escape(picture.title, quote=False)}</title>",
     ]
     for cell in picture.placed():
         left, top, wide, high = _rectangle(cell)
@@ -50,7 +50,7 @@ def svg(picture: Picture) -> str:
             colour = ink(cell.fill) if cell.fill else BORDER
             parts.append(
                 f'<text x="{x}" y="{y}" text-anchor="{anchor}" dominant-baseline="central" fill="{colour}">'
-                f"{escape(label)}</text>"
+                f"{escape(label, quote=False)}</text>"
             )
     return "\n".join([*parts, "</svg>\n"])
 

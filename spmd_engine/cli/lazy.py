@@ -1,0 +1,36 @@
+"""Groups of commands that are imported when somebody asks for them: a rank loads what its command needs, no more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+import click
+
+from spmd_engine.signals import StopFlag
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are named by their modules: ``{"train": "spmd_engine.cli.train"}``.
+
+    The module has the command under its own name. Help of the group itself imports them all, for a line of each.
+    """
+
+    def __init__(self, *args: Any, modules: Mapping[str, str], **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.modules = modules
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return sorted(self.modules)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name not in self.modules:
+            return None
+        with StopFlag():  # a signal meanwhile is heard once all is loaded: a half-loaded program cannot end well
+            return getattr(import_module(self.modules[name]), name)
+
+
+def modules_of(package: str, *names: str) -> dict[str, str]:
+    """Each command in the module of its name."""
+    return {name: f"{package}.{name}" for name in names}
