@@ -46,3 +46,7 @@ class RankAborted(SpmdError):
 
 class CheckpointError(UsageError):
     """A checkpoint is damaged, does not fit, or could not be written."""
+
+
+class ReplicasDifferError(SpmdError):
+    """Ranks that hold the same part of an array have different bits of it; raised with the same text on each."""

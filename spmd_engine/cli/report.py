@@ -54,6 +54,8 @@ class Reporter(JobObserver):
         self._say(f"step {step:>5}  validation loss {loss:.4f}{self.unit}")
 
     def stepped(self, report: StepReport) -> None:
+        if report.skipped:
+            self._say(f"spmd_engine: step {report.step} updated nothing: {report.skipped}")
         text = f"loss {report.loss:.4f}  {report.tokens_per_second:,.0f} {self.each}/s"
         if self.bar:
             self.bar.update(self.task, advance=1, description=text)

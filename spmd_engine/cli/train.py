@@ -35,6 +35,8 @@ of its composition the mesh cannot have is left out."""
 @field_option(DataConfig, "micro_batches", help="Parts of a batch, one by one.")
 @field_option(TrainingConfig, "steps", help="Optimizer steps in all.")
 @click.option("--stop-at", type=int, help="Stop, to be resumed, after this step. [default: --steps]")
+@field_option(TrainingConfig, "max_skipped", help="Steps in a row that may be skipped, as not finite.")
+@field_option(TrainingConfig, "check_replicas_every", help="Steps; 0: never.")
 @field_option(TrainingConfig, "save_every", help="Steps; 0: at the end.")
 @field_option(TrainingConfig, "keep", help="Checkpoints that stay.")
 @field_option(TrainingConfig, "save_in_background", is_flag=True, help="Train on while one is written.")

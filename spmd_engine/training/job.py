@@ -42,6 +42,8 @@ class TrainingConfig(Configuration):
     momentum: float = setting(0.9, least=0, most=1)  #: of sgd
     weight_decay: float = setting(0.1, least=0, most=LARGEST)  #: none on norms and biases
     grad_clip: float = setting(1.0, least=0, most=LARGEST)  #: the largest norm of a gradient; 0: any
+    max_skipped: int = setting(3, least=0)  #: steps in a row that may update nothing, since something is not finite
+    check_replicas_every: int = setting(100, least=0)  #: steps between comparisons of what ranks hold alike; 0: never
     eval_every: int = setting(100, least=0)  #: steps between evaluations; 0: only at the end
     save_every: int = setting(100, least=0)  #: steps between checkpoints; 0: only at the end
     keep: int = setting(2, least=1)  #: complete checkpoints that stay

@@ -15,6 +15,7 @@ import numpy as np
 from spmd_engine.checkpoints import CheckpointFolder, Save, load_checkpoint
 from spmd_engine.checkpoints.folder import replace_file
 from spmd_engine.checkpoints.lock import RunLock
+from spmd_engine.checkpoints.replicas import check_replicas
 from spmd_engine.checkpoints.save import KEEP
 from spmd_engine.comm.agreement import on_rank_zero
 from spmd_engine.engine.base import ShardedEngine
@@ -37,6 +38,7 @@ class Run:
     are kept in it, and a run with others cannot go on from it. In the ``background`` training goes on while it is
     written. If it cannot be written, the run ends with CheckpointError on all ranks, or, with ``go_on_unsaved``,
     the observers are told, and the next one is tried when it is due; the last one, at the end, must be written.
+    Every ``check_replicas_every`` steps (0: never) ranks compare what they hold alike, and a flipped bit ends the run.
     ``trace`` traces so many steps, from the second on, to ``trace.json``. ``sample`` is called on all ranks when all is
     done, for a text that shows what was learnt.
 
@@ -55,6 +57,7 @@ class Run:
         keep: int = KEEP,
         background: bool = False,
         go_on_unsaved: bool = False,
+        check_replicas_every: int = 0,
         config: Mapping[str, Any] | None = None,
         facts: Mapping[str, Any] | None = None,
         observers: Sequence[Observer] = (),
@@ -65,6 +68,7 @@ class Run:
         self.eval_every, self.save_every, self.trace, self.sample = eval_every, save_every, trace, sample
         self.config, self.facts = config, dict(facts or {})
         self._keep, self._background, self._go_on_unsaved = keep, background, go_on_unsaved
+        self._check_replicas_every = check_replicas_every
         self._saving: Save | None = None  # begun, and not yet known to be complete
         self.loss: float | None = None  #: of the last evaluation
         self._observers = (MetricsFile(), *observers) if self.engine.device_id == 0 else ()
@@ -92,6 +96,8 @@ class Run:
                 if evaluates:
                     self._tell_evaluated()
                 ends = last or bool(stop.taken)
+                if _due(self._check_replicas_every, report.step):
+                    check_replicas(self.engine, self.trainer.optimizer)
                 if self._saving and self._written_everywhere():
                     self._finish_saving(must=ends)
                 if ends or _due(self.save_every, report.step):

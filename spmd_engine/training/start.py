@@ -114,6 +114,7 @@ def _make_run(workload: Workload, folder: Path, observers: Sequence[Observer], t
         keep=job.training.keep,
         background=job.training.save_in_background,
         go_on_unsaved=job.training.go_on_unsaved,
+        check_replicas_every=job.training.check_replicas_every,
         config=job.as_json(),
         facts={"model": job.model.name, "seed": job.model.seed, "corpus_sha256": corpus.sha256},
         observers=observers,

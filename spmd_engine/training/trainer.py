@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import isfinite
 from typing import Any
 
 import numpy as np
 
+from spmd_engine.arrays.updates import sum_of_squares
+from spmd_engine.comm.agreement import gather_json
 from spmd_engine.engine.base import Loss, ShardedEngine
 from spmd_engine.engine.batch import Batch
 from spmd_engine.engine.optimizers import Optimizer
@@ -32,18 +35,23 @@ class StepReport:
     gigabytes_per_second: dict[str, float] | None = None  #: by mesh axis: sent by all, by those seconds
     shares: list[list[float]] | None = None  #: of the step, by rank: computing, communicating, and idle
     side_outputs: dict[str, Any] | None = None  #: of layers, by name: auxiliary losses, counts
+    skipped: str | None = None  #: why nothing was updated: what is not finite, where, and on which ranks
     validation_loss: float | None = None
 
     def as_dict(self) -> dict:
-        return {key: value for key, value in asdict(self).items() if value is not None}
+        said = {key: value for key, value in asdict(self).items() if value is not None}
+        for key in ("loss", "grad_norm"):  # JSON has no numbers for these
+            said[key] = said[key] if isfinite(said[key]) else str(said[key])
+        return said
 
 
 class Trainer:
     """Steps an engine with an optimizer over batches that are functions of the step's number.
 
     ``batches(step)`` gives this rank's Batch of step ``step`` (from 0), ``rate(step)`` its learning rate.
-    Gradients whose whole norm exceeds ``grad_clip`` are scaled down to it; 0 switches that off. A loss or a
-    norm that is not finite raises NotFiniteError, on every rank alike, before the parameters are touched. With
+    Gradients whose whole norm exceeds ``grad_clip`` are scaled down to it; 0 switches that off. With a loss or a
+    norm that is not finite nothing is updated, on any rank, and the report says why; after more than ``max_skipped``
+    such steps in a row NotFiniteError is raised, on every rank alike. With
     ``step_metrics`` every report tells what all ranks sent and waited for, which takes a small collective; what layers
     tell beside their outputs, auxiliary losses and counts, it tells always. ``run`` ends after a step
     at whose end any rank had a signal in its ``stop`` flag: all ranks' flags are then taken.
@@ -61,10 +69,12 @@ class Trainer:
         first_step: int = 0,
         step_metrics: bool = True,
         stop: StopFlag | None = None,
+        max_skipped: int = 0,
     ) -> None:
         self.engine, self.optimizer, self.batches, self.rate = engine, optimizer, batches, rate
         self.grad_clip, self.loss, self.steps_done, self.step_metrics = grad_clip, loss, first_step, step_metrics
-        self.stop = stop
+        self.stop, self.max_skipped = stop, max_skipped
+        self.skipped_in_a_row = 0
 
     def step(self) -> StepReport:
         """One optimizer step. Collective."""
@@ -75,14 +85,14 @@ class Trainer:
             batch = replace(batch, count=engine.count(batch))
         with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is told below, once
             loss = engine.step(batch, self.loss)
-        if not np.isfinite(loss):
-            raise NotFiniteError(f"step {step + 1}: the loss is {loss}; lower the learning rate, or clip gradients")
-        norm = engine.gradient_norm()
-        if not np.isfinite(norm):
-            raise NotFiniteError(f"step {step + 1}: the gradient's norm is {norm}; lower the learning rate")
-        scale = min(1.0, self.grad_clip / (norm + 1e-6)) if self.grad_clip else 1.0
-        rate = self.rate(step)
-        self.optimizer.update(engine, engine.gradients, step=step + 1, rate=rate, scale=scale)
+            norm = engine.gradient_norm()
+        rate, skipped = self.rate(step), None
+        if isfinite(loss) and isfinite(norm):
+            scale = min(1.0, self.grad_clip / (norm + 1e-6)) if self.grad_clip else 1.0
+            self.optimizer.update(engine, engine.gradients, step=step + 1, rate=rate, scale=scale)
+            self.skipped_in_a_row = 0
+        else:  # on every rank: loss and norm are of all of them
+            skipped = self._skip(loss, norm)
         self.steps_done += 1
         seconds, facts, signal = metrics.close(self.stop.received if self.stop else None)
         if self.stop:
@@ -90,7 +100,25 @@ class Trainer:
         tokens = int(batch.count)
         if engine.side_outputs:
             facts["side_outputs"] = {name: value.tolist() for name, value in engine.side_outputs.items()}
-        return StepReport(step + 1, loss, norm, rate, tokens, seconds, tokens / seconds, **facts)
+        return StepReport(step + 1, loss, norm, rate, tokens, seconds, tokens / seconds, **facts, skipped=skipped)
+
+    def _skip(self, loss: float, norm: float) -> str:
+        """Why this step updates nothing. Collective. Raises NotFiniteError if too many before it did not."""
+        self.skipped_in_a_row += 1
+        what = f"the loss is {loss}" if not isfinite(loss) else f"the gradient's norm is {norm}"
+        named = self.engine.named(self.engine.gradients).items()
+        mine = [name for name, each in named if not isfinite(sum_of_squares(each.reshape(-1)))]
+        everyone = gather_json(self.engine.group(), mine, "not finite")
+        found = [name for name in self.engine.names if any(name in names for names in everyone)]
+        if found:
+            ranks = [str(rank) for rank, names in enumerate(everyone) if found[0] in names]
+            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+            what += f" (gradient of {found[0]}, rank {', '.join(ranks)}{more})"
+        if self.skipped_in_a_row > self.max_skipped:
+            times = f" in {self.skipped_in_a_row} steps in a row" if self.max_skipped else ""
+            why = f"step {self.steps_done + 1}: {what}{times}"
+            raise NotFiniteError(f"{why}; lower the learning rate, or clip gradients")
+        return what
 
     def run(self, steps: int) -> Iterator[StepReport]:
         """Steps until ``steps`` have been made in all, or a signal ends the work."""

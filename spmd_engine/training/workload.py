@@ -122,4 +122,5 @@ def make_trainer(workload: Workload) -> Trainer:
         )
 
     rate = WarmupCosine(training.learning_rate, training.steps, training.warmup)
-    return Trainer(workload.engine, optimizer, batches, rate, grad_clip=training.grad_clip)
+    limits = {"grad_clip": training.grad_clip, "max_skipped": training.max_skipped}
+    return Trainer(workload.engine, optimizer, batches, rate, **limits)

@@ -166,3 +166,49 @@ def test_gradients_that_are_not_finite_stop_before_the_update():
 
 def test_norms_of_large_gradients_are_finite():
     assert sum_of_squares(np.full(4, 1e25, np.float32)) == pytest.approx(4e50, rel=1e-6)
+
+
+def spoilt(mesh, steps, rank, **options):
+    """A trainer whose loss has, in these steps and on this rank, a gradient that is not a number."""
+    trainer = make_trainer(mesh, **options)
+
+    def loss(outputs, targets, **options):
+        value, gradient = trainer.engine.loss(outputs, targets, **options)
+        if trainer.steps_done in steps and mesh.rank == rank:
+            gradient.reshape(-1)[0] = np.nan
+        return value, gradient
+
+    trainer.loss = loss
+    return trainer
+
+
+@pytest.mark.parametrize("axes", [{"data": 3}, {"data": 2, "model": 2}, {"shard": 2}], ids=str)
+def test_a_step_that_is_not_finite_updates_nothing_on_any_rank(axes):
+    def program():
+        with Mesh(**axes) as mesh:
+            trainer = spoilt(mesh, {1, 2}, rank=1, max_skipped=2)
+            first = trainer.step()
+            before = {name: each.copy() for name, each in trainer.engine.parameters.items()}
+            for _ in range(2):
+                report = trainer.step()
+                assert report.skipped.startswith("the gradient's norm is nan (gradient of ")
+                assert report.as_dict()["grad_norm"] == "nan"
+            for name, each in trainer.engine.parameters.items():
+                np.testing.assert_array_equal(each, before[name])
+            last = trainer.step()
+            assert first.skipped is last.skipped is None and trainer.steps_done == 4
+            return last.loss
+
+    assert len(set(run(program, tiny.ranks_of(axes)))) == 1
+
+
+def test_too_many_in_a_row_end_the_training():
+    def program():
+        with Mesh(data=2, pipe=2) as mesh:
+            trainer = spoilt(mesh, {0, 2, 3}, rank=3, max_skipped=1)
+            assert [bool(trainer.step().skipped) for _ in range(3)] == [True, False, True]
+            said = r"step 4: the gradient's norm is nan \(gradient of .*, rank .*\) in 2 steps in a row; lower the"
+            with pytest.raises(NotFiniteError, match=said):
+                trainer.step()
+
+    run(program, 4)
