@@ -164,6 +164,9 @@ class ShardedEngine(Collectives, ABC):
     def after_update(self) -> None:
         """Called when the optimizer has changed ``owned``."""
 
+    def update_skipped(self) -> None:
+        """Called in place of that where a step updates nothing, since its gradients are not finite."""
+
     def sharding(self, name: str) -> Spec:
         """How a parameter is cut."""
         if name in self.shardings:

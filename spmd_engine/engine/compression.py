@@ -37,6 +37,9 @@ class Compression(ABC):
 
     in_parts = False  #: whether it can also scatter the sum to those who own parts of it
 
+    def forget(self) -> None:
+        """Nothing of what was given so far is to be added to later gradients: some of it was not finite."""
+
     @abstractmethod
     def start_all_reduce(self, gradients: Array, over: Group) -> Pending | Reduction:
         """Begin to sum flat ``gradients`` over ranks, in place."""
@@ -94,6 +97,9 @@ class TopK(Compression):
         self._fraction, self._group = fraction, group
         self._left_out: Array | None = None
 
+    def forget(self):
+        self._left_out = None
+
     def start_all_reduce(self, gradients, over):
         xp = backend_of(gradients).xp
         if self._left_out is None:
@@ -134,6 +140,10 @@ class PowerSGD(Compression):
         self._rank, self._group = rank, group
         self._thin: dict[str, Array] = {}  # Q by name
         self._left_out: dict[str, Array] = {}
+
+    def forget(self):
+        self._thin.clear()
+        self._left_out.clear()
 
     def _is_low_rank(self, member: Member) -> bool:
         rows, columns = _as_matrix(member)

@@ -58,8 +58,8 @@ class GroupStorage:
         ranks = SumGroups.of(group.summed, mesh)
         self.group, self.owners, self.rest, self.dtype = group, ranks.owners, ranks.rest, dtype
         self.zero = zero if self.owners else 0
-        self._compression = compression(compress, group)
-        if self.zero and not self._compression.in_parts:
+        self.compression = compression(compress, group)
+        if self.zero and not self.compression.in_parts:
             raise UsageError(f"compression {compress!r} needs whole gradients on every rank, not parts (ZeRO)")
         intervals = group.intervals(self.owners.size) if self.owners else [group.whole]
         self._sizes = [part.stop - part.start for part in intervals]
@@ -148,7 +148,7 @@ class GroupStorage:
         if not self.owners:
             return None if self._shared_by_stages else self._start_all_reduce()
         out = self.own_gradients if self.zero == 1 else None
-        pending = self._compression.start_reduce_scatter(self.whole_gradients, self.owners, self._sizes, out)
+        pending = self.compression.start_reduce_scatter(self.whole_gradients, self.owners, self._sizes, out)
         if self.zero >= 2:
             self.whole_gradients = self._gradient_views = None
         return pending
@@ -161,7 +161,7 @@ class GroupStorage:
         return self._start_all_reduce() if self.owners or self._shared_by_stages else None
 
     def _start_all_reduce(self) -> Pending | Reduction | None:
-        return self._compression.start_all_reduce(self.own_gradients, self.rest) if self.rest else None
+        return self.compression.start_all_reduce(self.own_gradients, self.rest) if self.rest else None
 
     @property
     def _shared_by_stages(self) -> bool:

@@ -60,6 +60,10 @@ class StoredEngine(ShardedEngine):
     def after_update(self) -> None:
         self.store.refresh()
 
+    def update_skipped(self) -> None:
+        for storage in self.storages:
+            storage.compression.forget()
+
     def counts_here(self, name: str) -> bool:
         return self.store.counts_here(name)
 

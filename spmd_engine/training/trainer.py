@@ -93,6 +93,7 @@ class Trainer:
             self.skipped_in_a_row = 0
         else:  # on every rank: loss and norm are of all of them
             skipped = self._skip(loss, norm)
+            engine.update_skipped()
         self.steps_done += 1
         seconds, facts, signal = metrics.close(self.stop.received if self.stop else None)
         if self.stop:

@@ -1,5 +1,7 @@
 """The trainer, checkpoints and generation, on virtual ranks."""
 
+from types import MappingProxyType
+
 import numpy as np
 import pytest
 
@@ -15,8 +17,8 @@ from spmd_engine.errors import NotFiniteError, UsageError
 from spmd_engine.training import Trainer, generate
 
 
-def make_trainer(mesh, optimizer=None, **options):
-    engine = tiny.make_engine(mesh, dropout=0.1)
+def make_trainer(mesh, optimizer=None, engine=MappingProxyType({}), **options):
+    engine = tiny.make_engine(mesh, dropout=0.1, **engine)
     return Trainer(
         engine, optimizer or AdamW(), lambda step: tiny.batch(engine, step), lambda step: 0.05, grad_clip=0.3, **options
     )
@@ -200,6 +202,16 @@ def test_a_step_that_is_not_finite_updates_nothing_on_any_rank(axes):
             return last.loss
 
     assert len(set(run(program, tiny.ranks_of(axes)))) == 1
+
+
+@pytest.mark.parametrize("compress", ["bfloat16", "top-k:0.5", "powersgd:2"])
+def test_what_compression_keeps_is_finite_again(compress):
+    def program():
+        with Mesh(data=2) as mesh:
+            trainer = spoilt(mesh, {1}, rank=1, max_skipped=1, engine={"compress": compress})
+            return [bool(trainer.step().skipped) for _ in range(4)]
+
+    assert run(program, 2) == [[False, True, False, False]] * 2
 
 
 def test_too_many_in_a_row_end_the_training():
