@@ -26,6 +26,7 @@ FLOORS = [
     {"engine"},
     {"strategies", "checkpoints"},
     {"training", "verify"},
+    {"runtime"},
     {"spmd_engine"},
     {"cli"},
     {"__main__"},
@@ -46,6 +47,8 @@ STATE = {
     "sharding/moves.py: _exchange_plan": "the cache of a pure function",
     "sharding/notation.py: _parsed": "the cache of a pure function",
     "comm/threads.py: _current": "which virtual rank this thread is",
+    "runtime/mpi_job.py: find_mpiexec": "where it is does not change",
+    "runtime/mpi_job.py: is_open_mpi": "nor which it is",
     "comm/world.py: _process_world": "a process joins MPI once",
 }
 

@@ -1,0 +1,138 @@
+"""Start a job of MPI ranks, and end it so that neither processes nor shared memory stay behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, Self
+
+SHARED_MEMORY = ("mpich_shm_*", "sm_segment.*")  # what MPICH and Open MPI leave in /dev/shm when a rank is killed
+LAUNCHER_VARIABLES = ("PMI_", "PMIX_", "PRTE_", "HYDI_", "MPI_LOCAL", "OMPI_COMM_WORLD_")
+RANK_VARIABLES = (b"PMI_RANK=", b"OMPI_COMM_WORLD_RANK=", b"PMIX_RANK=")
+
+
+@cache
+def find_mpiexec() -> tuple[str, ...] | None:
+    """The launcher's command: this environment's, else the first on PATH, else None."""
+    path = shutil.which("mpiexec", path=Path(sys.executable).parent) or shutil.which("mpiexec")
+    if path is None:
+        return None
+    return (path, "--oversubscribe") if is_open_mpi(path) else (path,)
+
+
+@cache
+def is_open_mpi(path: str) -> bool:
+    """Whether this mpiexec is Open MPI's, which takes other options than MPICH's."""
+    version = subprocess.run([path, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    return any(name in version.stdout for name in ("Open MPI", "OpenRTE", "PRRTE"))
+
+
+def clean_environment() -> dict[str, str]:
+    """This process's environment without a launcher's variables: a process that initialised MPI has some,
+    and a new job would take them for its own. Settings (..._MCA_...) stay."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if "_MCA_" in name or not name.startswith(LAUNCHER_VARIABLES)
+    }
+
+
+class MPIJob:
+    """A command with its launcher, as in ``mpiexec -n 4 python x.py``; ``stop()`` it, or use ``with``, in any case.
+
+    ``popen`` are further arguments of ``subprocess.Popen``. What is said here of processes and shared memory is of this
+    host alone: ranks elsewhere are the launcher's to end.
+    """
+
+    def __init__(self, command: Sequence[str], *, env: Mapping[str, str] | None = None, **popen: Any) -> None:
+        # The launcher puts ranks into sessions of their own, out of reach of killpg: every process of the
+        # job, orphan or not, is known by this variable in its environment.
+        self._mark = f"SPMD_JOB_{uuid.uuid4().hex}"
+        self._shared_memory = _shared_memory()
+        may_be_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        self.process = subprocess.Popen(
+            list(command),
+            env={**clean_environment(), **may_be_root, **(env or {}), self._mark: ""},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            **popen,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    def processes(self) -> list[int]:
+        """Numbers of the job's processes here, the launcher and orphans included."""
+        return [pid for pid, _ in _processes_with(self._mark)]
+
+    def ranks(self) -> list[int]:
+        """Numbers of the processes here that are ranks, in no order."""
+        marked = _processes_with(self._mark)
+        return [pid for pid, environment in marked if any(each in environment for each in RANK_VARIABLES)]
+
+    def signal(self, number: int) -> None:
+        """Send a signal to a rank here, since Open MPI's launcher hands on none, or else to the launcher."""
+        for pid in [*self.ranks()[:1], self.process.pid][:1]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def stop(self, patience: float = 5.0) -> list[int]:
+        """End every process of the job, politely at first, and remove the shared memory that it left.
+
+        Returns those that are still there after ``patience`` seconds.
+        """
+        with suppress(subprocess.TimeoutExpired):
+            self.process.terminate()
+            self.process.wait(2)
+        deadline = time.monotonic() + patience
+        while (left := self.processes()) and time.monotonic() < deadline:
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
+        self.process.wait()
+        for path in _shared_memory() - self._shared_memory:
+            if not _in_use(path):  # another job of this user may have started meanwhile
+                path.unlink(missing_ok=True)
+        return left
+
+
+def _processes_with(variable: str) -> list[tuple[int, bytes]]:
+    """Processes with this variable in their environment, and that environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # gone meanwhile, or another user's
+            environment = (folder / "environ").read_bytes()
+            if f"{variable}=".encode() in environment:
+                found.append((int(folder.name), environment))
+    return found
+
+
+def _shared_memory() -> set[Path]:
+    files = set()
+    for pattern in SHARED_MEMORY:
+        for path in Path("/dev/shm").glob(pattern):
+            with suppress(OSError):
+                if path.stat().st_uid == os.getuid():
+                    files.add(path)
+    return files
+
+
+def _in_use(path: Path) -> bool:
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            if str(path).encode() in maps.read_bytes():
+                return True
+    return False

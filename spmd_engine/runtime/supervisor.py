@@ -1,0 +1,140 @@
+"""A supervisor: starts a job, and when a rank has died starts it again, from its last checkpoint."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from subprocess import TimeoutExpired
+
+from spmd_engine.checkpoints import CheckpointFolder
+from spmd_engine.errors import UsageError
+from spmd_engine.runtime.mpi_job import MPIJob, find_mpiexec, is_open_mpi
+from spmd_engine.signals import Handlers
+from spmd_engine.training.start import run_folder
+
+USAGE_ERROR = 2  #: exit code of what would fail again in the same way
+SIGNALLED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  #: of a job that was asked to end, and has saved
+RESTARTS = "SPMD_RESTARTS"  #: environment variable: how often the job was started again
+
+
+@dataclass
+class Supervisor:
+    """``mpiexec -n RANKS`` of a command of this program (``train ...``) or of a script, until it has ended well.
+
+    A job ends well with exit code 0, for a signal (130, 143), or for what was asked in a wrong way (2). After anything
+    else it is started again, up to ``max_restarts`` times, when all its ranks are gone: 'train' with --resume, once
+    there is a checkpoint; a script with the number of restarts in the environment (SPMD_RESTARTS). If it dies twice
+    and has saved nothing between, it goes on with one rank less, down to ``min_ranks``, on a mesh of its own choice.
+    """
+
+    ranks: int
+    arguments: Sequence[str]  #: as in ["train", "--run", "x"], or ["my_script.py", ...]
+    max_restarts: int = 3
+    min_ranks: int | None = None  #: None: as many as at the start
+    hosts: str = ""  #: as mpiexec takes them, with commas; "": this one, or the allocation's
+    say: Callable[[str], None] = field(default=lambda text: print(text, file=sys.stderr, flush=True))
+
+    def __post_init__(self) -> None:
+        if not self.arguments:
+            raise UsageError("launch: nothing to launch; as in: launch -n 8 -- train --run NAME")
+        if self.ranks < 1 or not 1 <= (self.min_ranks or self.ranks) <= self.ranks:
+            raise UsageError(f"launch: -n {self.ranks} with --min-ranks {self.min_ranks}: at least one, at most -n")
+        if self.folder is None and self._is_training:
+            raise UsageError("launch: give 'train' a --run NAME, so that it is known where it goes on")
+        if find_mpiexec() is None:
+            raise UsageError("launch: no mpiexec; pip install 'spmd_engine[mpich]', or load your cluster's MPI")
+
+    @property
+    def _is_training(self) -> bool:
+        return self.arguments[0] == "train"
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of the run that is supervised, if its arguments name one."""
+        for number, each in enumerate(self.arguments):
+            if each == "--run" and number + 1 < len(self.arguments):
+                return run_folder(self.arguments[number + 1])
+            if each.startswith("--run="):
+                return run_folder(each.removeprefix("--run="))
+        return None
+
+    def run(self) -> int:
+        """Start the job as often as need be; the exit code of the last one."""
+        ranks, restarts, fruitless = self.ranks, 0, 0
+        while True:
+            saved = self._saved()
+            code, asked = self._once(ranks, restarts)
+            if asked or code in (0, USAGE_ERROR, *SIGNALLED):
+                return code
+            if restarts == self.max_restarts:
+                self.say(f"launch: exit code {code}, after {restarts} restart(s): no more")
+                return code
+            restarts += 1
+            fruitless = 0 if self._saved() != saved else fruitless + 1
+            if fruitless >= 2 and ranks > (self.min_ranks or self.ranks):
+                ranks, fruitless = ranks - 1, 0
+            found = self._saved()
+            goes_on = f"goes on from {found.name}" if found and self._is_training else "begins again"
+            self.say(f"launch: exit code {code}; {goes_on} on {ranks} ranks, restart {restarts} of {self.max_restarts}")
+
+    def command(self, ranks: int) -> list[str]:
+        """What is started next on so many ranks: a run with a checkpoint goes on from it."""
+        mpiexec = find_mpiexec()
+        assert mpiexec
+        launcher = [*mpiexec, "-n", str(ranks)]
+        if self.hosts:
+            launcher += ["--host" if is_open_mpi(mpiexec[0]) else "-hosts", self.hosts]
+        if not self._is_training:
+            return [*launcher, sys.executable, *self.arguments]
+        arguments = list(self.arguments)
+        if self._saved() is not None and "--resume" not in arguments:
+            arguments = [*_without(arguments, "--config"), "--resume"]  # the run's own job is what goes on
+        if ranks != self.ranks:
+            arguments = _without(arguments, "--mesh")
+        return [*launcher, sys.executable, "-m", "spmd_engine", *arguments]
+
+    def _saved(self) -> Path | None:
+        return CheckpointFolder(self.folder).newest() if self.folder else None
+
+    def _once(self, ranks: int, restarts: int) -> tuple[int, bool]:
+        """Start it once, and see all of it end; its exit code, and whether it was asked to end."""
+        asked = []
+        job = MPIJob(self.command(ranks), env={RESTARTS: str(restarts)})
+
+        def hand_on(number: int, frame: object) -> None:
+            asked.append(number)
+            job.signal(number)
+
+        with Handlers(hand_on):
+            try:
+                while True:
+                    try:
+                        code = job.process.wait(0.5)
+                        break
+                    except TimeoutExpired:
+                        continue
+            finally:
+                began = time.monotonic()
+                left = job.stop(patience=30)
+                if left:
+                    self.say(f"launch: processes {left} are still there after {time.monotonic() - began:.0f} s")
+        if asked and code not in (0, *SIGNALLED):
+            code = 128 + asked[0]
+        return (code if code >= 0 else 128 - code), bool(asked)
+
+
+def _without(arguments: Sequence[str], option: str) -> list[str]:
+    """A command line without an option and its value."""
+    kept, is_value = [], False
+    for each in arguments:
+        if is_value:
+            is_value = False
+        elif each == option:
+            is_value = True
+        elif not each.startswith(f"{option}="):
+            kept.append(each)
+    return kept
