@@ -34,7 +34,7 @@ class Reporter(JobObserver):
         )
 
     def started(self, run: Run, stop: int) -> None:
-        self.folder, self.stop, done = run.folder, stop, run.steps_done
+        self.run, self.folder, self.stop, done = run, run.folder, stop, run.steps_done
         if done >= stop:
             self._say(f"nothing to do: {done} steps are done, and --steps or --stop-at ends at {stop}")
         if self.console.is_terminal:
@@ -44,7 +44,7 @@ class Reporter(JobObserver):
             self.bar.start()
 
     def evaluated(self, step: int, loss: float) -> None:
-        self._say(f"step {step:>5}  validation loss {loss:.4f}{self.unit}")
+        self._say(f"step {step:>5}  validation loss {loss:.4f}{self.unit}{self._metrics()}")
 
     def stepped(self, report: StepReport) -> None:
         text = f"loss {report.loss:.4f}  {report.tokens_per_second:,.0f} {self.each}/s"
@@ -62,11 +62,19 @@ class Reporter(JobObserver):
     def finished(self, loss: float | None, sample: str) -> None:
         if sample:
             self._say(f"\n--- a sample of what it writes ---\n{sample}\n----------------------------------\n")
-        self._say(f"validation loss {loss:.4f}{self.unit}; results in {self.folder}")
+        self._say(f"validation loss {loss:.4f}{self.unit}{self._metrics()}; results in {self.folder}")
 
     def closed(self) -> None:
         if self.bar:
             self.bar.stop()
+
+    def _metrics(self) -> str:
+        """``, accuracy 97.8% (352 of 360 held out)``, if the model has such metrics."""
+        found = self.run.evaluation
+        return "".join(
+            f", {name} {100 * value:.1f}% ({round(value * found.count)} of {round(found.count)} held out)"
+            for name, value in (found.metrics.items() if found else ())
+        )
 
     def _say(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)

@@ -10,6 +10,7 @@ from spmd_engine.layers.head import Head
 from spmd_engine.layers.layer import Extra, ForwardContext, Layer
 from spmd_engine.layers.linear import Linear
 from spmd_engine.layers.loss import cross_entropy, mean_squared_error
+from spmd_engine.layers.metrics import right_classes
 from spmd_engine.layers.mlp import MLP
 from spmd_engine.layers.names import context_method
 from spmd_engine.layers.norm import LayerNorm
@@ -43,4 +44,5 @@ __all__ = [
     "context_method",
     "cross_entropy",
     "mean_squared_error",
+    "right_classes",
 ]

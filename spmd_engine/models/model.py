@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from math import prod
 
 from spmd_engine.arrays.backend import Array, backend_of
@@ -24,6 +24,9 @@ class Model:
     loss: Callable  #: loss(sh, outputs, targets, *, count, mask) -> (value, gradient)
     context: int = 1  #: longest s; 0: any
     vocabulary: int = 0  #: tokens, inputs and targets, are whole numbers below it; 0: inputs are no tokens
+    #: What an evaluation tells beside the loss: metric(sh, outputs, targets, *, mask) -> of how many of the targets
+    #: here something holds, equal on ranks with the same targets. It is asked before the loss.
+    metrics: Mapping[str, Callable] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         own = {f"{name}/{parameter}" for name, layer in self.layers for parameter in layer.parameters}

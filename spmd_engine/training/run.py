@@ -13,6 +13,7 @@ from typing import Any
 from spmd_engine.comm.agreement import on_rank_zero
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch
+from spmd_engine.engine.evaluation import Evaluation
 from spmd_engine.errors import UsageError
 from spmd_engine.signals import StopFlag
 from spmd_engine.training.checkpoint import load_checkpoint, save_checkpoint
@@ -53,12 +54,17 @@ class Run:
         self.folder, self.trainer, self.validation = Path(folder), trainer, validation
         self.eval_every, self.save_every, self.trace, self.sample = eval_every, save_every, trace, sample
         self.config, self.facts = config, dict(facts or {})
-        self.loss: float | None = None  #: of the last evaluation
+        self.evaluation: Evaluation | None = None  #: the last one
         self._observers = (MetricsFile(), *observers) if self.engine.device_id == 0 else ()
 
     @property
     def engine(self) -> ShardedEngine:
         return self.trainer.engine
+
+    @property
+    def loss(self) -> float | None:
+        """Of the last evaluation."""
+        return self.evaluation.loss if self.evaluation else None
 
     @property
     def steps_done(self) -> int:
@@ -74,7 +80,9 @@ class Run:
                 last = report.step == steps
                 evaluates = last or not stop.taken and _due(self.eval_every, report.step)
                 if evaluates:
-                    report = replace(report, validation_loss=self._evaluate())
+                    self._evaluate()
+                    if found := self.evaluation:
+                        report = replace(report, validation_loss=found.loss, validation_metrics=found.metrics)
                 self._tell(lambda each, report=report: each.stepped(report))
                 if evaluates:
                     self._tell_evaluated()
@@ -116,10 +124,9 @@ class Run:
                 raise UsageError(f"{self.folder} was trained with {name} {facts[name]!r}, and this is {value!r}")
         self.trainer.steps_done = facts["step"]
 
-    def _evaluate(self) -> float | None:
+    def _evaluate(self) -> None:
         if self.validation:
-            self.loss = self.trainer.evaluate(self.validation)
-        return self.loss
+            self.evaluation = self.trainer.evaluation(self.validation)
 
     def _traced(self, steps: int) -> Iterator[StepReport]:
         """The training's steps; those that are traced come second, when everything is warm."""
