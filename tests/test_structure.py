@@ -18,7 +18,7 @@ every_file = pytest.mark.parametrize("file", TREES)
 FLOORS = [
     {"errors", "signals"},
     {"configuration"},
-    {"arrays"},
+    {"arrays", "formats"},
     {"comm"},
     {"sharding"},
     {"layers"},
