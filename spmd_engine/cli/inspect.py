@@ -42,7 +42,7 @@ def inspect(model: str, mesh: str | None, dtype: str, **options: Any) -> None:
     if launcher_rank() > 0:
         return
     axes = parse_axes(mesh) if mesh else {"data": 1}
-    built = build_model(model)
+    built = build_model(model, recut_after=options["recut_after"])
     composition = composition_of(options, axes, built)
     places = all_places(axes)
     layout = layout_for(built, places[0], sequence_parallel=composition.sequence_parallel)

@@ -18,7 +18,7 @@ from spmd_engine.engine.recompute import Recompute
 from spmd_engine.engine.stages import Division, divide, parse_division
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.names import CONTEXT_METHODS
-from spmd_engine.models import Model, layout_for
+from spmd_engine.models import ImageShape, Model, layout_for
 from spmd_engine.models.names import build_model
 from spmd_engine.sharding.groups import CAP, THRESHOLD
 
@@ -47,6 +47,7 @@ class Composition(Configuration):
     zero: int | None = setting(None, least=0, most=3)  #: the stage of ZeRO; None: 3 over an axis "shard", else 0
     sequence_parallel: bool = False  #: whether "model" cuts the sequence between layers
     context_method: str | None = setting(None, choices=CONTEXT_METHODS)  #: how "context" attends; None: ring
+    recut_after: int | None = setting(None, least=1)  #: blocks of images whose rows are cut, samples then; None: never
     schedule: str | None = setting(None, choices=PIPELINES)  #: order of micro-batches along "pipe"; None: 1f1b
     chunks: int | None = setting(None, least=1)  #: of layers a stage; None: 2 if interleaved, else 1
     stages: str | None = None  #: "even", "cost", or the first layer of each chunk, as in "0,3,7"; None: even
@@ -97,11 +98,13 @@ class Composition(Configuration):
         return self._without_effect(axes, mesh)
 
     def _without_effect(self, axes: Mapping[str, int], mesh: str) -> list[str]:
+        spatial = {"rows", "columns"} & set(axes)
         pipeline, copies = axes.get(PIPE, 1) > 1, {"data", "shard", "context"} & set(axes)
         needed = {
             f"--zero {self.zero}": (self.zero and not copies, "data, shard or context to store over"),
             "--sequence-parallel": (self.sequence_parallel and "model" not in axes, "model"),
             f"--context-method {self.context_method}": (self.context_method and "context" not in axes, "context"),
+            f"--recut-after {self.recut_after}": (self.recut_after and not spatial, "rows or columns"),
             f"--schedule {self.schedule}": (self.schedule and not pipeline, "pipe of 2 or more"),
             f"--chunks {self.chunks}": (self.chunks and not pipeline, "pipe of 2 or more"),
             f"--stages {self.stages}": (self.stages and not pipeline, "pipe of 2 or more"),
@@ -140,13 +143,14 @@ def build_engine(
     composition: Composition = Composition(),  # noqa: B008 (immutable)
     *,
     device: str = "cpu",
+    sample: ImageShape | None = None,
 ) -> LayeredEngine:
-    """The engine that a composition of a model describes, on this mesh.
+    """The engine that a composition of a model describes, on this mesh; of images, those of the shape of ``sample``.
 
     Raises UsageError for what makes no sense there.
     """
     method = composition.context_method or "ring"
-    built = build_model(model.name, model.dropout, method)
+    built = build_model(model.name, model.dropout, method, sample, composition.recut_after)
     composition.check(mesh.axes, built)
     layout = layout_for(
         built,

@@ -155,6 +155,7 @@ class LayeredEngine(StoredEngine):
         return self._target_sharding
 
     def cut_rows(self, inputs: Array, targets: Array | None, *mask: Array) -> list[Array | None]:
+        self.model.check_samples(inputs)
         letters = self.model.inputs, self.model.targets, self.model.targets
         rows = zip((inputs, targets, *mask), letters, strict=False)
         return [x if x is None else block_of(x, dims, self.layout, self.mesh, first=1) for x, dims in rows]

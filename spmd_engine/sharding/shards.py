@@ -14,6 +14,7 @@ from spmd_engine.errors import NotationError
 from spmd_engine.sharding.halos import Reach, Reads, plan_halos
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.sharding.notation import nested_span
+from spmd_engine.sharding.recuts import Axes, plan_recut, recut_axes
 from spmd_engine.sharding.transfer import TransferPlan, UnderWay
 
 Reading = tuple[int, Reads]  #: how long a letter is in all, and what outputs read of it
@@ -35,7 +36,7 @@ class Shards:
     def __init__(self, mesh: Mesh, layout: Layout, label: str = "") -> None:
         self.mesh, self.layout, self.label = mesh, layout, label
         self._axes: dict[tuple[str, str], tuple[str, ...]] = {}
-        self._halos: dict[tuple, TransferPlan | None] = {}
+        self._plans: dict[tuple, TransferPlan | None] = {}
 
     def axes(self, letters: Iterable[str], where: str = "inside") -> tuple[str, ...]:
         """The mesh axes that cut any of these letters, in the mesh's order, without those of size 1."""
@@ -136,6 +137,36 @@ class Shards:
             x = self.mesh.group(axis).all_gather(x, dims.split().index(letter), label=self.label)
         return x
 
+    def recut(self, x: Array, dims: str, after: str, shape: Sequence[int]) -> Array:
+        """``x[dims]`` as ``x[after]``: the same array, cut as other letters are. Who has an element already keeps it.
+
+        ``shape`` is that of the array which the ranks have together between whom the cut changes.
+        """
+        axes, changes = self._change(dims, after)
+        if not axes:
+            return x
+        key = "recut", tuple(shape), x.dtype, dims, after
+        if key not in self._plans:
+            self._plans[key] = plan_recut(shape, x.dtype, changes, self.mesh.peers(axes))
+        return self._plans[key].execute(self.mesh.group(axes), {"x": [x]}, label=self.label)["x"][0]
+
+    def gather_further(self, x: Array, dims: str, after: str) -> Array:
+        """``x[dims]`` as ``x[after]``, whose letters are cut over fewer axes, the first of those that cut ``dims``."""
+        for dim, (further, _) in enumerate(self._change(dims, after)[1]):
+            for axis in reversed(further):
+                x = self.mesh.group(axis).all_gather(x, dim, label=self.label)
+        return x
+
+    def cut_further(self, x: Array, dims: str, after: str) -> Array:
+        """This rank's part of ``x[dims]``, of which the letters ``after`` are cut over more axes: the way back."""
+        for dim, (_, further) in enumerate(self._change(dims, after)[1]):
+            part = nested_span(x.shape[dim], further, self.mesh.axes, self.mesh.coordinates)
+            x = x[(slice(None),) * dim + (part,)]
+        return x
+
+    def _change(self, dims: str, after: str) -> tuple[tuple[str, ...], list[tuple[Axes, Axes]]]:
+        return recut_axes(*([self.axes_in_order(x) for x in each.split()] for each in (dims, after)), self.mesh)
+
     def reach(self, letter: str, length: int, reads: Reads, where: str = "inside") -> Reach:
         """What this rank has of a letter, ``length`` long in all, which outputs it makes of it, and what they read."""
         return Reach.of(length, reads, self.axes_in_order(letter, where), self.mesh)
@@ -182,13 +213,13 @@ class Shards:
         shape = tuple(reads[cut[dim]][0] if dim in cut else length for dim, length in enumerate(x.shape))
         key = shape, x.dtype, where, tuple((dim, letter, *reads[letter]) for dim, letter in cut.items())
         group_axes = self.axes("".join(cut.values()), where)
-        if key not in self._halos:
+        if key not in self._plans:
             reaches = [
                 {dim: Reach.of(*reads[letter], self.axes_in_order(letter, where), peer) for dim, letter in cut.items()}
                 for peer in self.mesh.peers(group_axes)
             ]
-            self._halos[key] = plan_halos(shape, x.dtype, reaches)
-        return self._halos[key], self.mesh.group(group_axes)
+            self._plans[key] = plan_halos(shape, x.dtype, reaches)
+        return self._plans[key], self.mesh.group(group_axes)
 
     def _scattered(self, dims: str, over: str, onto: str) -> tuple[str, ...]:
         """The axes of ``over`` over which the residual stream cuts ``onto``: all of them, or none."""

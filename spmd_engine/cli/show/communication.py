@@ -55,7 +55,7 @@ def communication(
       python -m spmd_engine show communication --mesh pipe=2,data=2 --micro-batches 2 --schedule zero-bubble
     """
     axes = parse_axes(mesh)
-    built, itemsize = build_model(model), np.dtype(dtype).itemsize
+    built, itemsize = build_model(model, recut_after=options["recut_after"]), np.dtype(dtype).itemsize
     composition = composition_of(options, axes, built)
     places = all_places(axes)
     if rank >= len(places):
