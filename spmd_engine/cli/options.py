@@ -13,7 +13,7 @@ from spmd_engine.comm.mesh import Mesh, parse_axes
 from spmd_engine.configuration import Configuration, default_of
 from spmd_engine.engine.composition import ModelConfig
 from spmd_engine.errors import UsageError
-from spmd_engine.training.job import Job
+from spmd_engine.training.job import OF_IMAGES, Job
 from spmd_engine.training.start import read_run, run_folder
 
 __all__ = ["run_folder"]
@@ -22,7 +22,8 @@ mesh_option = click.option(
     "--mesh",
     metavar="AXIS=SIZE,...",
     help="How ranks are arranged: 'data', 'replicate' and 'shard' cut the batch, 'model' heads, hidden width and "
-    "vocabulary, 'context' the sequence, 'pipe' the layers. [default: data=NUMBER OF RANKS]",
+    "vocabulary or, of images, channels, 'context' the sequence, 'rows' and 'columns' images, 'pipe' the layers. "
+    "[default: data=NUMBER OF RANKS]",
 )
 device_option = click.option("--device", default="cpu", show_default=True, help="cpu (NumPy) or cuda (CuPy).")
 check_option = click.option(
@@ -36,8 +37,9 @@ check_option = click.option(
 def field_option(kind: type[Configuration], name: str, flag: str = "", **options: Any) -> Callable:
     """An option for a field of a configuration, with the field's default and type; the field checks its range."""
     default = default_of(kind, name)
+    shown = f"{default}; images: {OF_IMAGES[name]}" if name in OF_IMAGES else True
     flag = flag or "--" + name.replace("_", "-")
-    return click.option(flag, **{"type": type(default), "default": default, "show_default": True} | options)
+    return click.option(flag, **{"type": type(default), "default": default, "show_default": shown} | options)
 
 
 def open_mesh(text: str | None, *, check: bool = True) -> Mesh:

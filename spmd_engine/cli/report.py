@@ -8,6 +8,7 @@ from signal import Signals
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from spmd_engine.cli.terminal import console
+from spmd_engine.training.images import Images
 from spmd_engine.training.run import Run
 from spmd_engine.training.start import JobObserver
 from spmd_engine.training.trainer import StepReport
@@ -23,14 +24,16 @@ class Reporter(JobObserver):
         self.unit, self.each = "", "targets"
 
     def opened(self, workload: Workload, parameters: int, notices: Sequence[str]) -> None:
-        job, mesh, corpus = workload.job, workload.engine.mesh, workload.corpus
+        job, mesh = workload.job, workload.engine.mesh
         if workload.writes:
             self.unit, self.each = " nats per byte", "tokens"
+        elif isinstance(workload.corpus, Images):
+            self.each = "images"
         for notice in notices:
             self._say(f"spmd_engine: note: {notice}")
         self._say(
             f"{job.strategy or job.model.name}: {parameters:,} parameters, {job.model.dtype}, mesh {mesh} "
-            f"on {mesh.node_count} node(s); {len(corpus.train):,} tokens from {corpus.files} files"
+            f"on {mesh.node_count} node(s); {workload.corpus}"
         )
 
     def started(self, run: Run, stop: int) -> None:

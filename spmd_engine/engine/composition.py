@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from spmd_engine.engine.stages import Division, divide, parse_division
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.names import CONTEXT_METHODS
 from spmd_engine.models import ImageShape, Model, layout_for
-from spmd_engine.models.names import build_model
+from spmd_engine.models.names import IMAGES, build_model
 from spmd_engine.sharding.groups import CAP, THRESHOLD
 
 PIPELINES = tuple(name for name in schedules.SCHEDULES if name != "sequential")
@@ -34,6 +34,27 @@ class ModelConfig(Configuration):
     dropout: float = setting(0.0, least=0, below=1)  #: the probability that an activation is 0
     dtype: str = setting("float32", choices=("float32", "float64"))  #: of parameters and activations
     seed: int = setting(0)  #: of parameters, samples and dropout
+    #: of a model of images: what an ``ImageShape`` says, by name; None: its usual ones or, in training, the data's
+    images: Mapping[str, int] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.images is not None:
+            _check_images(self.name, self.images)
+
+    def build(self, composition: Composition) -> Model:
+        """The model, as this composition computes it."""
+        shape = ImageShape(**self.images) if self.images else None
+        method = composition.context_method or "ring"
+        return build_model(self.name, self.dropout, method, shape, composition.recut_after)
+
+
+def _check_images(name: str, images: Mapping[str, int]) -> None:
+    sizes = [each.name for each in fields(ImageShape)]
+    if name not in IMAGES:
+        raise UsageError(f"images: {name} is no model of images; choose {' or '.join(IMAGES)}, or leave images out")
+    if sorted(images) != sorted(sizes) or min(images.values()) < 1:
+        raise UsageError(f"images is {images}: it must have {', '.join(sizes)}, from 1")
 
 
 @dataclass(frozen=True)
@@ -143,14 +164,12 @@ def build_engine(
     composition: Composition = Composition(),  # noqa: B008 (immutable)
     *,
     device: str = "cpu",
-    sample: ImageShape | None = None,
 ) -> LayeredEngine:
-    """The engine that a composition of a model describes, on this mesh; of images, those of the shape of ``sample``.
+    """The engine that a composition of a model describes, on this mesh.
 
     Raises UsageError for what makes no sense there.
     """
-    method = composition.context_method or "ring"
-    built = build_model(model.name, model.dropout, method, sample, composition.recut_after)
+    built, method = model.build(composition), composition.context_method
     composition.check(mesh.axes, built)
     layout = layout_for(
         built,

@@ -63,11 +63,13 @@ class ArrayData:
 
         return make_batch(load, size, micro_batches, engine, step=step, count=size * self._terms)
 
-    def validation_batches(self, engine: ShardedEngine, *, size: int) -> list[Batch]:
-        """All that is held out, in order, in batches of ``size``."""
-        batches = []
-        for first in range(0, len(self.held_out), size):
-            part = self.held_out[first : first + size]
+    def validation_batches(self, engine: ShardedEngine, *, size: int, samples: int | None = None) -> list[Batch]:
+        """All that is held out, or so many evenly spread ``samples`` of it, in order, in batches of ``size``."""
+        held_out, batches = self.held_out, []
+        if samples is not None and samples < len(held_out):
+            held_out = held_out[np.linspace(0, len(held_out) - 1, samples).astype(np.int64)]
+        for first in range(0, len(held_out), size):
+            part = held_out[first : first + size]
 
             def load(samples: np.ndarray, part=part):
                 return self._rows(part[samples])

@@ -13,6 +13,7 @@ import numpy as np
 from spmd_engine.comm.agreement import on_all_ranks, on_rank_zero, text_from_rank_zero
 from spmd_engine.comm.group import Group
 from spmd_engine.formats import ImageFiles, StoredArray
+from spmd_engine.models import ImageShape
 from spmd_engine.training.array_data import ArrayData
 from spmd_engine.training.augment import augmented
 from spmd_engine.training.image_sources import Part, Source, find_images
@@ -54,10 +55,16 @@ class Images:
     sha256: str  #: of pixels, classes, and what is held out: the same images in another format have the same
 
     @property
-    def sizes(self) -> dict[str, int]:
-        """Height, width and channels of an image, and the number of classes."""
-        height, width, channels = self.x.shape[1:]
-        return {"height": height, "width": width, "channels": channels, "classes": int(self.y.max()) + 1}
+    def shape(self) -> ImageShape:
+        """What a model of them is built for."""
+        return ImageShape(*self.x.shape[1:], int(self.y.max()) + 1)
+
+    def __str__(self) -> str:
+        shape, held_out = self.shape, len(self.held_out)
+        return (
+            f"{len(self.y) - held_out:,} images of {shape.height} x {shape.width} x {shape.channels} in "
+            f"{shape.classes} classes, {held_out:,} more held out"
+        )
 
 
 def load_images(group: Group, path: str | None) -> Images:
