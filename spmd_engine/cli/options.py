@@ -13,6 +13,8 @@ from spmd_engine.comm.mesh import Mesh, parse_axes
 from spmd_engine.configuration import Configuration, default_of
 from spmd_engine.engine.composition import ModelConfig
 from spmd_engine.errors import UsageError
+from spmd_engine.models import ImageShape
+from spmd_engine.models.names import IMAGES
 from spmd_engine.training.job import OF_IMAGES, Job
 from spmd_engine.training.start import read_run, run_folder
 
@@ -32,6 +34,29 @@ check_option = click.option(
     show_default=True,
     help="Compare what ranks call in every collective, so that a mismatch is an error and not a hang.",
 )
+
+
+images_option = click.option(
+    "--images",
+    metavar="H,W,C,CLASSES",
+    help="Of a model of images: their height, width and channels, and the classes. [default: 8,8,1,10; of resnet18 "
+    "and resnet50 224,224,3,1000]",
+)
+
+
+def image_shape(model: str, text: str | None) -> ImageShape | None:
+    """What ``--images`` says; raises UsageError if it cannot be read, or the model is none of images."""
+    if text is None:
+        return None
+    if model not in IMAGES:
+        raise UsageError(f"--images {text}: {model} is no model of images; choose {' or '.join(IMAGES)}")
+    try:
+        height, width, channels, classes = (int(size) for size in text.split(","))
+    except ValueError:
+        raise UsageError(f"--images {text}: write height,width,channels,classes, as in 28,28,1,10") from None
+    if min(height, width, channels, classes) < 1:
+        raise UsageError(f"--images {text}: sizes are from 1")
+    return ImageShape(height, width, channels, classes)
 
 
 def field_option(kind: type[Configuration], name: str, flag: str = "", **options: Any) -> Callable:

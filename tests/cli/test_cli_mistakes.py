@@ -52,6 +52,8 @@ MISTAKES = {
     "--stop-at 9 with --steps 5": ["--steps", "5", "--stop-at", "9"],
     "steps is -5: it must be from 0": ["--steps", "-5"],
     "cannot be read as JSON": ["--config", "empty"],
+    "short: not images in a format known here": ["--model", "convnet", "--data", "short"],
+    "gpt-nano learns from no images": ["--augment", "shift"],
 }
 
 
