@@ -160,13 +160,12 @@ def correlate(x, w, y, outputs, strides, rows, columns, limit):
                         _multiply_tile(left, 0, reads, m, runs, length, 1, right, weights, tile)
                         for r in range(min(ROWS, patches - m)):
                             to = place + writes[m + r] + g * o + t * WIDE
-                            row = y[to : to + filled]
                             if filled == WIDE:
                                 for j in range(WIDE):
-                                    row[j] = tile[r, j]
+                                    y[to + j] = tile[r, j]
                             else:
                                 for j in range(filled):
-                                    row[j] = tile[r, j]
+                                    y[to + j] = tile[r, j]
 
 
 @compiled

@@ -24,17 +24,17 @@ def max_pool(x, rows, columns, y, chosen):
     for b in range(samples):
         for p in range(height):
             for q in range(width):
-                best, taps = y[b, p, q], chosen[b, p, q]
                 for k in range(rows[0]):
                     h = _read(p, k, rows)
                     for l in range(columns[0]):
                         w = _read(q, l, columns)
                         if 0 <= h < x.shape[1] and 0 <= w < x.shape[2]:
-                            read = x[b, h, w]
+                            tap = k * columns[0] + l
                             for c in range(channels):
-                                greater = read[c] > best[c] or read[c] != read[c]
-                                best[c] = read[c] if greater else best[c]
-                                taps[c] = k * columns[0] + l if greater else taps[c]
+                                value, best = x[b, h, w, c], y[b, p, q, c]
+                                greater = value > best or value != value
+                                y[b, p, q, c] = value if greater else best
+                                chosen[b, p, q, c] = tap if greater else chosen[b, p, q, c]
 
 
 @compiled
@@ -44,15 +44,14 @@ def max_pool_gradient(dy, chosen, rows, columns, dx):
     for b in range(samples):
         for p in range(height):
             for q in range(width):
-                gradient, taps = dy[b, p, q], chosen[b, p, q]
                 for k in range(rows[0]):
                     h = _read(p, k, rows)
                     for l in range(columns[0]):
                         w = _read(q, l, columns)
                         if 0 <= h < dx.shape[1] and 0 <= w < dx.shape[2]:
-                            written, tap = dx[b, h, w], k * columns[0] + l
+                            tap = k * columns[0] + l
                             for c in range(channels):
-                                written[c] += gradient[c] if taps[c] == tap else f32(0)
+                                dx[b, h, w, c] += dy[b, p, q, c] if chosen[b, p, q, c] == tap else f32(0)
 
 
 @compiled
@@ -62,15 +61,13 @@ def depthwise(x, factors, rows, columns, y):
     for b in range(samples):
         for p in range(height):
             for q in range(width):
-                total = y[b, p, q]
                 for k in range(rows[0]):
                     h = _read(p, k, rows)
                     for l in range(columns[0]):
                         w = _read(q, l, columns)
                         if 0 <= h < x.shape[1] and 0 <= w < x.shape[2]:
-                            read, factor = x[b, h, w], factors[k, l]
                             for c in range(channels):
-                                total[c] += read[c] * factor[c]
+                                y[b, p, q, c] += x[b, h, w, c] * factors[k, l, c]
 
 
 @compiled
@@ -80,15 +77,13 @@ def depthwise_input(dy, factors, rows, columns, dx):
     for b in range(samples):
         for p in range(height):
             for q in range(width):
-                gradient = dy[b, p, q]
                 for k in range(rows[0]):
                     h = _read(p, k, rows)
                     for l in range(columns[0]):
                         w = _read(q, l, columns)
                         if 0 <= h < dx.shape[1] and 0 <= w < dx.shape[2]:
-                            written, factor = dx[b, h, w], factors[k, l]
                             for c in range(channels):
-                                written[c] += gradient[c] * factor[c]
+                                dx[b, h, w, c] += dy[b, p, q, c] * factors[k, l, c]
 
 
 @compiled
@@ -100,13 +95,11 @@ def depthwise_weights(x, dy, rows, columns, dw):
         for p in range(height):
             of_row[:] = f32(0)
             for q in range(width):
-                gradient = dy[b, p, q]
                 for k in range(rows[0]):
                     h = _read(p, k, rows)
                     for l in range(columns[0]):
                         w = _read(q, l, columns)
                         if 0 <= h < x.shape[1] and 0 <= w < x.shape[2]:
-                            read, total = x[b, h, w], of_row[k, l]
                             for c in range(channels):
-                                total[c] += read[c] * gradient[c]
+                                of_row[k, l, c] += x[b, h, w, c] * dy[b, p, q, c]
             dw += of_row
