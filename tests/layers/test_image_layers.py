@@ -80,7 +80,10 @@ def problem_of(name):
     return Problem(layer, channels)
 
 
-@pytest.mark.parametrize("cut", CUTS)
+SOON = "samples", "rows in 8 parts", "channels", "all"  # the others take long, together
+
+
+@pytest.mark.parametrize("cut", [pytest.param(c, marks=[] if c in SOON else pytest.mark.soak) for c in CUTS])
 @pytest.mark.parametrize("name", LAYERS)
 def test_any_cut_as_one_device(name, cut):
     assert_as_one_device(problem_of(name), CUTS[cut])
@@ -92,8 +95,8 @@ def test_backward_is_the_slope_of_forward(name):
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["3x3", "even, same, stride 2", "dilated", "all of it", "back"])
-@pytest.mark.parametrize("cut", ["rows", "rows in 8 parts", "rows and columns", "all"])
+@pytest.mark.parametrize("name", ["3x3", "even, same, stride 2", "dilated", "all of it"])
+@pytest.mark.parametrize("cut", ["rows in 8 parts", "rows and columns"])
 def test_inner_outputs_are_computed_while_the_halo_travels(name, cut, monkeypatch):
     problem = problem_of(name)
     waited = solve(problem, CUTS[cut])
@@ -112,7 +115,7 @@ def test_inner_outputs_are_computed_while_the_halo_travels(name, cut, monkeypatc
 def test_halos_are_the_bytes_that_outputs_lack(name, cut):
     """Forward, what outputs read and their rank has not, element by element; backward, the same."""
     problem, (axes, cuts) = problem_of(name), CUTS[cut]
-    (letter, (axis,)), dim = *cuts.items(), 0 if "h" in cuts else 1
+    axis, dim = next(iter(axes)), 0 if "h" in cuts else 1
     window = (problem.layer.windows.rows, problem.layer.windows.columns)[dim]
     row = 8 * BATCH * IMAGE[1 - dim] * problem.x.shape[3]  # bytes of a row, or of a column
     ranks, outputs = axes[axis], window.outputs(IMAGE[dim])
@@ -251,7 +254,7 @@ def test_window_of_a_part_and_inner_outputs_by_definition():
             assert part.outputs(end - begin) == stop - first
             for own in [(0, 4), (3, 8), (5, 11), (4, 4)]:
                 inner = inner_outputs(window, length, own, (first, stop))
-                read = {p: range(max(0, min(all_taps[p])), min(length, max(all_taps[p]) + 1)) for p in range(first, stop)}
+                read = {p: range(max(0, all_taps[p][0]), min(length, all_taps[p][-1] + 1)) for p in range(first, stop)}
                 inside = [p for p, inputs in read.items() if all(own[0] <= i < own[1] for i in inputs)]
                 assert list(range(*inner)) == (inside if own[0] < own[1] else [])
 
