@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from math import prod
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.arrays.window import Window
+from spmd_engine.arrays.fused import fused
+from spmd_engine.arrays.window import Window, check_convolution, check_gradient, outputs_of
 
 PANEL_ELEMENTS = 1 << 18  # 1 MiB of float32: fits a core's L2 cache
 DEVICE_PANEL_ELEMENTS = 1 << 26  # a device wants few and large launches
 
 
+@fused
 def conv2d(x: Array, w: Array, rows: Window, columns: Window, groups: int = 1) -> Array:
     """y[b p q f] = sum over k, l, i of x[b h w c] * w[k l i f], where output p, q reads its windows of h and w.
 
@@ -25,8 +27,8 @@ def conv2d(x: Array, w: Array, rows: Window, columns: Window, groups: int = 1) -
     learning calls a convolution: the kernel is not flipped. Raises ValueError if shapes, windows and groups disagree.
     """
     xp = backend_of(x).xp
-    _check(x.shape, w.shape, rows, columns, groups)
-    y = xp.zeros((x.shape[0], rows.outputs(x.shape[1]), columns.outputs(x.shape[2]), w.shape[3]), x.dtype)
+    check_convolution(x.shape, w.shape, rows, columns, groups)
+    y = xp.zeros(outputs_of(x.shape, rows, columns, w.shape[3]), x.dtype)
     matrices = _matrices(w, groups)
     for panel in _panels(x, y.shape, rows, columns, groups):
         block = panel.of(y)
@@ -34,40 +36,32 @@ def conv2d(x: Array, w: Array, rows: Window, columns: Window, groups: int = 1) -
     return y
 
 
+@fused
 def conv2d_input_gradient(
     dy: Array, w: Array, rows: Window, columns: Window, groups: int, lengths: tuple[int, int]
 ) -> Array:
     """dx[b h w c] of ``conv2d`` for dy[b p q f]; ``lengths`` are those of h and w."""
     xp = backend_of(dy).xp
     dx = xp.zeros((dy.shape[0], *lengths, w.shape[2] * groups), dy.dtype)
-    _check(dx.shape, w.shape, rows, columns, groups, dy.shape)
+    check_convolution(dx.shape, w.shape, rows, columns, groups)
+    check_gradient(dy.shape, dx.shape, rows, columns, w.shape[3])
     matrices = _matrices(w, groups).transpose(0, 2, 1)
     for panel in _panels(dx, dy.shape, rows, columns, groups):
         panel.add(dx, xp.matmul(_by_group(panel.of(dy), groups), matrices))
     return dx
 
 
+@fused
 def conv2d_weight_gradient(x: Array, dy: Array, rows: Window, columns: Window, groups: int) -> Array:
     """dw[k l i f] of ``conv2d`` for dy[b p q f]."""
     xp = backend_of(x).xp
     shape = rows.size, columns.size, x.shape[3] // groups, dy.shape[3]
-    _check(x.shape, shape, rows, columns, groups, dy.shape)
+    check_convolution(x.shape, shape, rows, columns, groups)
+    check_gradient(dy.shape, x.shape, rows, columns, dy.shape[3])
     dw = xp.zeros((groups, shape[0] * shape[1] * shape[2], shape[3] // groups), x.dtype)
     for panel in _panels(x, dy.shape, rows, columns, groups):
         dw += xp.matmul(panel.patches(x).transpose(0, 2, 1), _by_group(panel.of(dy), groups))
     return dw.transpose(1, 0, 2).reshape(shape)
-
-
-def _check(x, w, rows, columns, groups, dy=None) -> None:
-    """Raise ValueError unless the shapes belong together."""
-    expected = x[0], rows.outputs(x[1]), columns.outputs(x[2]), w[3]
-    if groups < 1 or x[3] != w[2] * groups or w[3] % groups or w[:2] != (rows.size, columns.size):
-        raise ValueError(
-            f"x[b h w c] of shape {x} and w[k l i f] of shape {w} in {groups} groups, for windows of {rows.size} x "
-            f"{columns.size}: c must be groups * i, f a multiple of groups, and k, l the windows' sizes"
-        )
-    if dy is not None and dy != expected:
-        raise ValueError(f"dy has shape {dy}, the result has {expected}")
 
 
 def _matrices(w: Array, groups: int) -> Array:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.arrays.window import Window
+from spmd_engine.arrays.fused import fused
+from spmd_engine.arrays.window import Window, check_gradient, outputs_of
 
 
+@fused
 def max_pool(x: Array, rows: Window, columns: Window) -> tuple[Array, Array]:
     """y[b p q c], the greatest that each window reads of x[b h w c], and which tap of its window that is.
 
@@ -15,7 +17,7 @@ def max_pool(x: Array, rows: Window, columns: Window) -> tuple[Array, Array]:
     stays so.
     """
     xp = backend_of(x).xp
-    shape = _outputs(x.shape, rows, columns)
+    shape = outputs_of(x.shape, rows, columns, x.shape[3])
     y = xp.full(shape, -xp.inf, x.dtype)
     chosen = xp.zeros(shape, xp.uint8 if rows.size * columns.size <= 256 else xp.int32)
     for tap, outputs, inputs in _taps(x.shape, rows, columns):
@@ -26,11 +28,13 @@ def max_pool(x: Array, rows: Window, columns: Window) -> tuple[Array, Array]:
     return y, chosen
 
 
+@fused
 def max_pool_gradient(
     dy: Array, chosen: Array, rows: Window, columns: Window, lengths: tuple[int, int]
 ) -> Array:
     """dx[b h w c] of ``max_pool`` for dy[b p q c]; ``lengths`` are those of h and w."""
     dx = backend_of(dy).xp.zeros((dy.shape[0], *lengths, dy.shape[3]), dy.dtype)
+    check_gradient(dy.shape, dx.shape, rows, columns, dy.shape[3])
     for tap, outputs, inputs in _taps(dx.shape, rows, columns):
         dx[inputs] += dy[outputs] * (chosen[outputs] == tap)
     return dx
@@ -41,11 +45,8 @@ def average_pool(x: Array, rows: Window, columns: Window, count_include_pad: boo
 
     Padding counts as 0 with ``count_include_pad``, else not at all: a mean over fewer elements; 0 if there are none.
     """
-    shares = _shares(x, x.shape[1:3], rows, columns, count_include_pad)
-    y = backend_of(x).xp.zeros(_outputs(x.shape, rows, columns), x.dtype)
-    for _, outputs, inputs in _taps(x.shape, rows, columns):
-        y[outputs] += x[inputs]
-    y *= shares
+    y = window_sums(x, rows, columns)
+    y *= _shares(x, x.shape[1:3], rows, columns, count_include_pad)
     return y
 
 
@@ -53,15 +54,26 @@ def average_pool_gradient(
     dy: Array, rows: Window, columns: Window, count_include_pad: bool, lengths: tuple[int, int]
 ) -> Array:
     """dx[b h w c] of ``average_pool`` for dy[b p q c]; ``lengths`` are those of h and w."""
-    dy = dy * _shares(dy, lengths, rows, columns, count_include_pad)
+    return window_sums_gradient(dy * _shares(dy, lengths, rows, columns, count_include_pad), rows, columns, lengths)
+
+
+@fused
+def window_sums(x: Array, rows: Window, columns: Window) -> Array:
+    """y[b p q c], the sum of what each window reads of x[b h w c]."""
+    y = backend_of(x).xp.zeros(outputs_of(x.shape, rows, columns, x.shape[3]), x.dtype)
+    for _, outputs, inputs in _taps(x.shape, rows, columns):
+        y[outputs] += x[inputs]
+    return y
+
+
+@fused
+def window_sums_gradient(dy: Array, rows: Window, columns: Window, lengths: tuple[int, int]) -> Array:
+    """dx[b h w c] of ``window_sums`` for dy[b p q c]."""
     dx = backend_of(dy).xp.zeros((dy.shape[0], *lengths, dy.shape[3]), dy.dtype)
+    check_gradient(dy.shape, dx.shape, rows, columns, dy.shape[3])
     for _, outputs, inputs in _taps(dx.shape, rows, columns):
         dx[inputs] += dy[outputs]
     return dx
-
-
-def _outputs(x: tuple[int, ...], rows: Window, columns: Window) -> tuple[int, ...]:
-    return x[0], rows.outputs(x[1]), columns.outputs(x[2]), x[3]
 
 
 def _taps(x: tuple[int, ...], rows: Window, columns: Window) -> Iterator[tuple[int, tuple, tuple]]:

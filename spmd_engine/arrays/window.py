@@ -68,3 +68,24 @@ class Window:
     def reads(self, output: int, length: int) -> int:
         """How many elements of the input, not of the padding, an output reads."""
         return sum(1 for _ in self.taps(length, output, output + 1))
+
+
+def outputs_of(x: tuple[int, ...], rows: Window, columns: Window, channels: int) -> tuple[int, int, int, int]:
+    """The shape [b p q f] of what windows make of x[b h w c]."""
+    return x[0], rows.outputs(x[1]), columns.outputs(x[2]), channels
+
+
+def check_convolution(x: tuple[int, ...], w: tuple[int, ...], rows: Window, columns: Window, groups: int) -> None:
+    """Raise ValueError unless the shapes x[b h w c] and w[k l i f] belong together."""
+    if groups < 1 or x[3] != w[2] * groups or w[3] % groups or w[:2] != (rows.size, columns.size):
+        raise ValueError(
+            f"x[b h w c] of shape {x} and w[k l i f] of shape {w} in {groups} groups, for windows of {rows.size} x "
+            f"{columns.size}: c must be groups * i, f a multiple of groups, and k, l the windows' sizes"
+        )
+
+
+def check_gradient(dy: tuple[int, ...], x: tuple[int, ...], rows: Window, columns: Window, channels: int) -> None:
+    """Raise ValueError unless the shape of dy[b p q f] is that of the outputs of x[b h w c]."""
+    expected = outputs_of(x, rows, columns, channels)
+    if dy != expected:
+        raise ValueError(f"dy[b p q f] of shape {dy} for x[b h w c] of shape {x}: the outputs have shape {expected}")

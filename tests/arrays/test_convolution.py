@@ -118,7 +118,7 @@ def test_shapes_that_disagree_are_refused():
     for arguments in ((x[..., :3], w, window, window), (x, w, Window(2), window), (x, w, window, window, 2)):
         with pytest.raises(ValueError, match="groups"):
             conv2d(*arguments)
-    with pytest.raises(ValueError, match="dy has shape"):
+    with pytest.raises(ValueError, match="the outputs have shape"):
         conv2d_weight_gradient(x, normals(1, 4, 3, 6), window, window, 1)
 
 
