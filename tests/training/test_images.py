@@ -9,6 +9,7 @@ import tiny
 from labelled_images import CLASSES, LABELS, PIXELS, H, N, W, idx, write_folder, write_idx, write_npz
 from spmd_engine import Mesh, run
 from spmd_engine.errors import UsageError
+from spmd_engine.models import ImageShape
 from spmd_engine.strategies import DataParallel
 from spmd_engine.training.images import ImageData, as_floats, load_images
 
@@ -32,7 +33,7 @@ def test_every_rank_finds_the_same_in_each_format(tmp_path, write):
         np.testing.assert_array_equal(images.x[:], PIXELS[order][..., None])
         np.testing.assert_array_equal(images.y, LABELS[order])
         assert images.sha256 == found[0].sha256 and images.held_out.tolist() == found[0].held_out.tolist()
-        assert images.sizes == {"height": H, "width": W, "channels": 1, "classes": CLASSES}
+        assert images.shape == ImageShape(H, W, 1, CLASSES)
         assert images.files == {write_idx: 2, write_npz: 1, write_folder: N}[write]
 
 
