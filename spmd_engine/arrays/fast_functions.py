@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from spmd_engine.arrays.factors import adamw_factors
+from spmd_engine.arrays.fast_images import FastImages
 from spmd_engine.arrays.mask import hide
 
 _SUMMED = 1024  # rows whose sum is made one by one: a sum of a million would have lost two digits more
@@ -21,13 +22,13 @@ def fast_functions() -> FastFunctions | None:
     if os.environ.get("SPMD_FAST", "1") == "0":
         return None
     try:
-        from spmd_engine.arrays import fast_cache, fast_kernels
+        from spmd_engine.arrays import fast_cache, fast_convolution, fast_kernels, fast_pooling
     except ModuleNotFoundError:
         return None
     except (ImportError, SystemError) as error:  # its releases follow NumPy's with a delay
         logger.warning("Numba is installed, but cannot be used (%s): NumPy computes instead", error)
         return None
-    functions = FastFunctions(fast_kernels)
+    functions = FastFunctions(fast_kernels, fast_convolution, fast_pooling)
     folder = fast_kernels.relu.stats.cache_path
     if folder is None:  # nothing is kept: this process is the only one to compile for
         functions.call_all()
@@ -36,10 +37,11 @@ def fast_functions() -> FastFunctions | None:
     return functions
 
 
-class FastFunctions:
+class FastFunctions(FastImages):
     """Each has the name, signature and result of its NumPy text, where both are documented."""
 
-    def __init__(self, loops) -> None:
+    def __init__(self, loops, of_convolution, of_pooling) -> None:
+        super().__init__(of_convolution, of_pooling)
         self._loops = loops
 
     def takes(self, x: np.ndarray) -> bool:
@@ -65,6 +67,7 @@ class FastFunctions:
         self.softmax_backward(block, block.copy(), row[None, None])
         self.scores_of_targets(z, targets, rows)
         self.cross_entropy_gradient(z.copy(), rows, rows, targets)
+        self.call_all_of_images()
 
     # Activations
 

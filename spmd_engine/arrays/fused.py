@@ -15,15 +15,15 @@ def kernels_for(x: Array):
 def fused(function: Callable) -> Callable:
     """Where the first argument's backend has ``kernels`` that take it, theirs of this name runs, else ``function``.
 
-    The body below the decorator is what is computed, whoever computes it, and a backend's kernels have all the
-    functions that are so marked, with the same signatures.
+    The body below the decorator is what is computed, whoever computes it. A backend's kernels have the functions that
+    are so marked with the same signatures, all or some of them.
     """
     name = function.__name__
 
     @wraps(function)
     def run(x: Array, *others, **options):
         kernels = kernels_for(x)
-        chosen = function if kernels is None else getattr(kernels, name)
+        chosen = function if kernels is None else getattr(kernels, name, function)
         return chosen(x, *others, **options)
 
     return run

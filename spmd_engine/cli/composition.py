@@ -25,6 +25,12 @@ _OPTIONS = [
         "--context-method", type=click.Choice(list(CONTEXT_METHODS)), help="How 'context' attends. [default: ring]"
     ),
     click.option(
+        "--recut-after",
+        metavar="BLOCKS",
+        type=int,
+        help="Of images: after so many blocks cut samples over 'rows' and 'columns', too. [default: never]",
+    ),
+    click.option(
         "--schedule", type=click.Choice(PIPELINES), help="Order of micro-batches along 'pipe'. [default: 1f1b]"
     ),
     click.option("--chunks", type=int, help="Of layers a stage, for interleaved. [default: 2]"),
@@ -63,8 +69,8 @@ _OPTIONS = [
 ]
 #: Names of these options: but for ``compress``, they say how something is computed, not what.
 COMPOSITION = (
-    "zero", "sequence_parallel", "context_method", "schedule", "chunks", "stages", "recompute", "compress",
-    "group_threshold", "group_cap",
+    "zero", "sequence_parallel", "context_method", "recut_after", "schedule", "chunks", "stages", "recompute",
+    "compress", "group_threshold", "group_cap",
 )  # fmt: skip
 
 

@@ -27,13 +27,15 @@ from spmd_engine.engine.composition import build_engine
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.made import make_engine
 from spmd_engine.errors import NotationError, SpmdError, UsageError
+from spmd_engine.models.names import IMAGES
 from spmd_engine.sharding.notation import Spec
+from spmd_engine.training.images import as_floats
 
 
 @click.command(short_help="Run a model on an array.")
 @click.option("--input", "source", metavar="X.npy", required=True, help="Whole inputs; the first dim is the batch.")
 @click.option("--output", "target", metavar="Y.npy", required=True, help="Where whole outputs go.")
-@click.option("--run", metavar="DIR", help="Folder that 'train' wrote; inputs are tokens[b s].")
+@click.option("--run", metavar="DIR", help="Folder that 'train' wrote.")
 @click.option("--engine", metavar="MODULE:NAME", help="Or your own engine, MODULE as in import: a class or function.")
 @click.option("--checkpoint", metavar="PATH", help="Its parameters: a safetensors file, or a saved folder.")
 @click.option("--batch-size", type=click.IntRange(min=1), help="Inputs at a time. [default: all]")
@@ -43,7 +45,8 @@ from spmd_engine.sharding.notation import Spec
 def infer(source, target, run, engine, checkpoint, batch_size, mesh, device, check) -> None:
     """Read an array on rank 0, run the model on all ranks, write the outputs from rank 0.
 
-    A run's inputs are tokens[b s], bytes or 256 for the end of a file, and its outputs logits[b s v]. An engine of
+    Inputs of a model of text are tokens[b s], bytes or 256 for the end of a file, its outputs logits[b s v]; those of
+    a model of images are images[b h w c], from 0 to 1 or as uint8, and scores[b k] of the classes. An engine of
     your own is made with mesh=... if it takes that, and nothing else; its load_checkpoint is called with --checkpoint
     alone.
     """
@@ -64,7 +67,7 @@ def infer(source, target, run, engine, checkpoint, batch_size, mesh, device, che
         on_rank_zero(opened.group(), lambda: _check_shape(inputs, source, model))
         outputs = _Outputs()
         with _telling_shapes(inputs, source, model):
-            model.inference_loop(_pieces(inputs, batch_size) if inputs is not None else None, outputs)
+            model.inference_loop(_pieces(inputs, batch_size, model) if inputs is not None else None, outputs)
         on_rank_zero(opened.group(), lambda: outputs.save(target))
 
 
@@ -98,9 +101,13 @@ def _read(source: str, target: str) -> np.ndarray:
     return inputs
 
 
-def _pieces(inputs: np.ndarray, size: int | None):
+def _pieces(inputs: np.ndarray, size: int | None, engine: ShardedEngine) -> Iterator[np.ndarray]:
+    """Some inputs at a time; pixels as a run's model was trained on them."""
     step = size or len(inputs)
-    return (inputs[start : start + step] for start in range(0, len(inputs), step))
+    of_images = isinstance(engine, LayeredEngine) and engine.model.name in IMAGES
+    for start in range(0, len(inputs), step):
+        piece = inputs[start : start + step]
+        yield as_floats(piece, engine.dtype) if of_images else piece
 
 
 def _own_engine(name: str, mesh: Mesh, asked: str | None) -> ShardedEngine:
@@ -115,6 +122,8 @@ def _check_shape(inputs: np.ndarray, source: str, engine: ShardedEngine) -> None
     fits = inputs.ndim >= len(letters)  # what an engine of one's own does not name is whole
     if isinstance(engine, LayeredEngine):
         letters, sizes = engine.model.inputs.replace(" ", ""), engine.model.layers[0][1].sizes
+        if engine.model.sample:
+            sizes = dict(zip(letters[1:], engine.model.sample, strict=True))
         fits = inputs.ndim == len(letters)
     if not fits or any(sizes.get(letter, n) != n for letter, n in zip(letters, inputs.shape)):
         expected = ", ".join(str(sizes.get(letter, letter)) for letter in letters)

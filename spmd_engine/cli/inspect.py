@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from spmd_engine.cli.composition import composition_of, composition_options
-from spmd_engine.cli.options import mesh_option
+from spmd_engine.cli.options import image_shape, images_option, mesh_option
 from spmd_engine.cli.show.bytes_per_rank import CLASSES, bytes_per_rank
 from spmd_engine.comm.mesh import parse_axes
 from spmd_engine.comm.place import Place, all_places
@@ -26,10 +26,11 @@ _STATES = 2  # arrays of AdamW for each parameter
 
 @click.command(short_help="Show how a model is cut, and bytes per rank.")
 @click.option("--model", default="gpt-nano", show_default=True, help=f"One of {', '.join(MODELS)}.")
+@images_option
 @mesh_option
 @click.option("--dtype", type=click.Choice(["float32", "float64"]), default="float32", show_default=True)
 @composition_options
-def inspect(model: str, mesh: str | None, dtype: str, **options: Any) -> None:
+def inspect(model: str, images: str | None, mesh: str | None, dtype: str, **options: Any) -> None:
     """Print every parameter with its sharding ("d f/model": f divided over axis model) and what ranks hold.
 
     No rank is started: any mesh can be inspected anywhere. Parameters are listed as layers use them; under --zero,
@@ -42,7 +43,7 @@ def inspect(model: str, mesh: str | None, dtype: str, **options: Any) -> None:
     if launcher_rank() > 0:
         return
     axes = parse_axes(mesh) if mesh else {"data": 1}
-    built = build_model(model)
+    built = build_model(model, sample=image_shape(model, images), recut_after=options["recut_after"])
     composition = composition_of(options, axes, built)
     places = all_places(axes)
     layout = layout_for(built, places[0], sequence_parallel=composition.sequence_parallel)

@@ -13,7 +13,9 @@ from spmd_engine.comm.mesh import Mesh, parse_axes
 from spmd_engine.configuration import Configuration, default_of
 from spmd_engine.engine.composition import ModelConfig
 from spmd_engine.errors import UsageError
-from spmd_engine.training.job import Job
+from spmd_engine.models import ImageShape
+from spmd_engine.models.names import IMAGES
+from spmd_engine.training.job import OF_IMAGES, Job
 from spmd_engine.training.start import read_run, run_folder
 
 __all__ = ["run_folder"]
@@ -22,7 +24,8 @@ mesh_option = click.option(
     "--mesh",
     metavar="AXIS=SIZE,...",
     help="How ranks are arranged: 'data', 'replicate' and 'shard' cut the batch, 'model' heads, hidden width and "
-    "vocabulary, 'context' the sequence, 'pipe' the layers. [default: data=NUMBER OF RANKS]",
+    "vocabulary or, of images, channels, 'context' the sequence, 'rows' and 'columns' images, 'pipe' the layers. "
+    "[default: data=NUMBER OF RANKS]",
 )
 device_option = click.option("--device", default="cpu", show_default=True, help="cpu (NumPy) or cuda (CuPy).")
 check_option = click.option(
@@ -33,11 +36,35 @@ check_option = click.option(
 )
 
 
+images_option = click.option(
+    "--images",
+    metavar="H,W,C,CLASSES",
+    help="Of a model of images: their height, width and channels, and the classes. [default: 8,8,1,10; of resnet18 "
+    "and resnet50 224,224,3,1000]",
+)
+
+
+def image_shape(model: str, text: str | None) -> ImageShape | None:
+    """What ``--images`` says; raises UsageError if it cannot be read, or the model is none of images."""
+    if text is None:
+        return None
+    if model not in IMAGES:
+        raise UsageError(f"--images {text}: {model} is no model of images; choose {' or '.join(IMAGES)}")
+    try:
+        height, width, channels, classes = (int(size) for size in text.split(","))
+    except ValueError:
+        raise UsageError(f"--images {text}: write height,width,channels,classes, as in 28,28,1,10") from None
+    if min(height, width, channels, classes) < 1:
+        raise UsageError(f"--images {text}: sizes are from 1")
+    return ImageShape(height, width, channels, classes)
+
+
 def field_option(kind: type[Configuration], name: str, flag: str = "", **options: Any) -> Callable:
     """An option for a field of a configuration, with the field's default and type; the field checks its range."""
     default = default_of(kind, name)
+    shown = f"{default}; images: {OF_IMAGES[name]}" if name in OF_IMAGES else True
     flag = flag or "--" + name.replace("_", "-")
-    return click.option(flag, **{"type": type(default), "default": default, "show_default": True} | options)
+    return click.option(flag, **{"type": type(default), "default": default, "show_default": shown} | options)
 
 
 def open_mesh(text: str | None, *, check: bool = True) -> Mesh:

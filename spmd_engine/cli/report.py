@@ -7,6 +7,7 @@ from signal import Signals
 from typing import TYPE_CHECKING
 
 from spmd_engine.cli.terminal import console
+from spmd_engine.training.images import Images
 from spmd_engine.training.run import Run
 from spmd_engine.training.start import JobObserver
 from spmd_engine.training.trainer import StepReport
@@ -28,18 +29,20 @@ class Reporter(JobObserver):
 
     def opened(self, workload: Workload, parameters: int, notices: Sequence[str]) -> None:
         self.console = console()
-        job, mesh, corpus = workload.job, workload.engine.mesh, workload.corpus
+        job, mesh = workload.job, workload.engine.mesh
         if workload.writes:
             self.unit, self.each = " nats per byte", "tokens"
+        elif isinstance(workload.corpus, Images):
+            self.each = "images"
         for notice in notices:
             self._say(f"spmd_engine: note: {notice}")
         self._say(
             f"{job.strategy or job.model.name}: {parameters:,} parameters, {job.model.dtype}, mesh {mesh} "
-            f"on {mesh.node_count} node(s); {len(corpus.train):,} tokens from {corpus.files} files"
+            f"on {mesh.node_count} node(s); {workload.corpus}"
         )
 
     def started(self, run: Run, stop: int) -> None:
-        self.folder, self.stop, done = run.folder, stop, run.steps_done
+        self.run, self.folder, self.stop, done = run, run.folder, stop, run.steps_done
         if done >= stop:
             self._say(f"nothing to do: {done} steps are done, and --steps or --stop-at ends at {stop}")
         if self.console.is_terminal:
@@ -51,7 +54,7 @@ class Reporter(JobObserver):
             self.bar.start()
 
     def evaluated(self, step: int, loss: float) -> None:
-        self._say(f"step {step:>5}  validation loss {loss:.4f}{self.unit}")
+        self._say(f"step {step:>5}  validation loss {loss:.4f}{self.unit}{self._metrics()}")
 
     def stepped(self, report: StepReport) -> None:
         if report.skipped:
@@ -74,11 +77,19 @@ class Reporter(JobObserver):
     def finished(self, loss: float | None, sample: str) -> None:
         if sample:
             self._say(f"\n--- a sample of what it writes ---\n{sample}\n----------------------------------\n")
-        self._say(f"validation loss {loss:.4f}{self.unit}; results in {self.folder}")
+        self._say(f"validation loss {loss:.4f}{self.unit}{self._metrics()}; results in {self.folder}")
 
     def closed(self) -> None:
         if self.bar:
             self.bar.stop()
+
+    def _metrics(self) -> str:
+        """``, accuracy 97.8% (352 of 360 held out)``, if the model has such metrics."""
+        found = self.run.evaluation
+        return "".join(
+            f", {name} {100 * value:.1f}% ({round(value * found.count)} of {round(found.count)} held out)"
+            for name, value in (found.metrics.items() if found else ())
+        )
 
     def _say(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)

@@ -13,6 +13,7 @@ from spmd_engine.engine.composition import ModelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models.names import MODELS
 from spmd_engine.strategies import STRATEGIES
+from spmd_engine.training.augment import AUGMENT
 from spmd_engine.training.job import FIXED, DataConfig, Job, TrainingConfig
 from spmd_engine.training.start import read_job, read_run, run_folder
 from spmd_engine.training.start import train as train_job
@@ -23,15 +24,18 @@ OF_THIS_TIME = ("config", "run", "resume", "stop_at", "trace")
 
 _ADAMW_OR_SGD = click.Choice(["adamw", "sgd"])
 _DTYPES = click.Choice(["float32", "float64"])
+_DATA = """File or folder to learn from; of images an .npz (x, y), a folder of IDX files, or one with a subfolder of
+pictures a class. [default: Python's standard library; images: scikit-learn's digits]"""
 _GO_ON = f"""Go on with --run, by its own options and those given here. Its {", ".join(FIXED)} cannot be others; what
 of its composition the mesh cannot have is left out."""
 
 
-@click.command(short_help="Train a language model.")
+@click.command(short_help="Train a model of text, or of images.")
 @field_option(ModelConfig, "name", "--model", help=f"One of {', '.join(MODELS)}.")
-@click.option("--data", metavar="PATH", help="File or folder to learn from. [default: Python's standard library]")
+@click.option("--data", metavar="PATH", help=_DATA)
 @mesh_option
 @field_option(DataConfig, "batch_size", help="Samples a step, over all ranks.")
+@field_option(DataConfig, "augment", type=click.Choice(AUGMENT), help="How images to learn from are changed.")
 @field_option(DataConfig, "micro_batches", help="Parts of a batch, one by one.")
 @field_option(TrainingConfig, "steps", help="Optimizer steps in all.")
 @click.option("--stop-at", type=int, help="Stop, to be resumed, after this step. [default: --steps]")
@@ -63,7 +67,7 @@ of its composition the mesh cannot have is left out."""
 @check_option
 @click.pass_context
 def train(context: click.Context, **options: Any) -> None:
-    """Train a model on bytes, on however many ranks this was started.
+    """Train a model on bytes, or on images, on however many ranks this was started.
 
     What is computed depends on the seed and the options, not on the mesh: the same command on 1 and on 8
     ranks gives the same losses, to rounding. Results go to runs/NAME: config.json, metrics.jsonl (an object a
@@ -93,8 +97,7 @@ def job_of(context: click.Context) -> Job:
         if not options["run"] or options["config"]:
             raise UsageError("--resume needs --run NAME, and takes its options from there, not from --config")
         return read_run(options["run"]).resumed(str(run_folder(options["run"])), **values)
-    job = read_job(options["config"]) if options["config"] else Job()
-    job = job.with_options(**values)
+    job = read_job(options["config"]).with_options(**values) if options["config"] else Job.of(**values)
     if job.strategy and "model" not in given and not options["config"]:
         job = job.with_options(model=PAGE_MODEL)
     return job

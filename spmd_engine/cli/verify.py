@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,14 @@ from click.core import ParameterSource
 
 from spmd_engine.cli.composition import COMPOSITION, composition_of, composition_options
 from spmd_engine.cli.engine_by_name import check_mesh, engine_by_name
-from spmd_engine.cli.options import check_option, device_option, mesh_option, open_mesh
+from spmd_engine.cli.options import (
+    check_option,
+    device_option,
+    image_shape,
+    images_option,
+    mesh_option,
+    open_mesh,
+)
 from spmd_engine.comm.agreement import on_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
@@ -28,7 +36,7 @@ from spmd_engine.verify.report import HEADING
 from spmd_engine.verify.samples import batches_for_model, batches_of_shape
 
 POSITIVE = click.IntRange(min=1)
-OF_MODELS = ("model", "dropout", "device", *COMPOSITION)  # options that mean nothing to an engine of one's own
+OF_MODELS = ("model", "images", "dropout", "device", *COMPOSITION)  # nothing to an engine of one's own
 OF_OWN = ("input_shape", "tokens", "classes")  # and to nothing else
 WIDTH, HIDDEN, HEADS = 24, 54, 6  # of the small models of strategies/
 
@@ -36,6 +44,7 @@ WIDTH, HIDDEN, HEADS = 24, 54, 6  # of the small models of strategies/
 @click.command(short_help="Compare a sharded engine with one device.")
 @click.argument("engine", metavar="[MODULE:NAME]", required=False)
 @click.option("--model", default="gpt-nano", show_default=True, help=f"One of {', '.join(MODELS)}.")
+@images_option
 @mesh_option
 @click.option("--steps", type=POSITIVE, default=3, show_default=True, help="Optimizer steps.")
 @click.option("--batch-size", type=POSITIVE, default=16, show_default=True, help="Samples a step, over all ranks.")
@@ -117,7 +126,9 @@ def _verify_model(options: dict[str, Any], mesh: Mesh) -> Report:
             f"verify --compress {options['compress']}: it changes sums on purpose, which one device does not. Leave it "
             "out, or say by --tolerance how much is fine"
         )
-    model = ModelConfig(options["model"], options["dropout"], "float64", options["seed"])
+    shape = image_shape(options["model"], options["images"])
+    images = asdict(shape) if shape else None
+    model = ModelConfig(options["model"], options["dropout"], "float64", options["seed"], images)
     engine = build_engine(model, mesh, composition, device=options["device"])
     alone, axes = Composition(), {"data": 1}
     if "context" in mesh.axes:  # whatever the ranks' method, one device needs none

@@ -20,16 +20,29 @@ def on_rank_zero(group: Group, do: Callable[[], T]) -> T | None:
     A UsageError or OSError of rank 0 (a missing file, say) is raised on every rank as the same UsageError, so
     that the program ends in one way everywhere.
     """
-    result, message = None, b""
-    if group.rank == 0:
-        try:
-            result = do()
-        except (UsageError, OSError) as error:
-            message = (str(error) or repr(error)).encode(errors="replace")
+    result, message = _attempt(do) if group.rank == 0 else (None, b"")
     said = group.broadcast(np.frombuffer(message, np.uint8), label="agreement")
     if said.size:
         raise UsageError(said.tobytes().decode())
     return result
+
+
+def on_all_ranks(group: Group, do: Callable[[], T]) -> T:
+    """``do()`` on every rank, where any may fail: the first one's error is raised on all, as in ``on_rank_zero``."""
+    result, message = _attempt(do)
+    failed = int(group.all_reduce(np.array(group.rank if message else group.size), "min", label="agreement"))
+    if failed < group.size:
+        said = group.broadcast(np.frombuffer(message, np.uint8), root=failed, label="agreement")
+        raise UsageError(f"rank {failed} of {group.size}: {said.tobytes().decode()}")
+    return result  # type: ignore[return-value]
+
+
+def _attempt(do: Callable[[], T]) -> tuple[T | None, bytes]:
+    """What ``do()`` returns, or what its error says."""
+    try:
+        return do(), b""
+    except (UsageError, OSError) as error:
+        return None, (str(error) or repr(error)).encode(errors="replace")
 
 
 def text_from_rank_zero(group: Group, make: Callable[[], str]) -> str:

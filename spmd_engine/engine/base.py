@@ -17,6 +17,7 @@ from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.mesh import Collectives, Mesh, Over
 from spmd_engine.engine.batch import Batch
+from spmd_engine.engine.evaluation import Evaluation
 from spmd_engine.engine.gather import assemble
 from spmd_engine.engine.parameter_store import Index
 from spmd_engine.engine.replicas import check_replicas
@@ -30,6 +31,7 @@ from spmd_engine.sharding.placement import Placement
 from spmd_engine.sharding.rectangles import Rectangle
 
 Loss = Callable[..., tuple[float, Array]]
+Metric = Callable[..., float]
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class ShardedEngine(Collectives, ABC):
                           Where they are not said, every rank has the whole batch, and gradients must not be summed
     ``loss``              a function (outputs, targets, count=n) -> (value, gradient); mean_squared_error if not said.
                           Its gradient has the 1/n of the global batch in it: a backward only sums
+    ``metrics``           name -> function (outputs, targets) -> of how many of the targets here something holds
 
     ``self.tape.push(x)`` comes back as ``x = self.tape.pop()``, ``push(x, z)`` as ``x, z = pop()``.
 
@@ -81,6 +84,8 @@ class ShardedEngine(Collectives, ABC):
     input_sharding: str = ""
     output_sharding: str = ""
     loss: Loss = staticmethod(mean_squared_error)
+    #: What an evaluation tells beside the loss, by name: see ``Evaluation``.
+    metrics: Mapping[str, Metric] = MappingProxyType({})
     input_gradient: Array | None = None  #: of the last backward
     checks_replicas: bool = True  #: whether the next step compares the gradients of ranks that hold the same block
 
@@ -378,15 +383,25 @@ class ShardedEngine(Collectives, ABC):
 
     def evaluate(self, batch: Batch, loss: Loss | None = None) -> float:
         """The global mean loss, without a backward and without a tape."""
+        return self.evaluation([batch], loss).loss
+
+    def evaluation(self, batches: Sequence[Batch], loss: Loss | None = None) -> Evaluation:
+        """The mean loss, and the metrics, over all of some batches, without a backward and without a tape."""
         loss = loss or self.loss
         self._check_shardings()
-        count, total = self.count(batch), 0.0
+        counts = [self.count(batch) for batch in batches]
+        total, held = 0.0, dict.fromkeys(self.metrics, 0.0)
         with self.inference():
-            for micro in batch.micro_batches:
-                outputs = self.forward(micro.inputs)
-                if outputs is not None:
-                    total += loss(outputs, micro.targets, **micro.loss_options(count))[0]
-        return self._sum_loss(total)
+            for batch, count in zip(batches, counts, strict=True):
+                for micro in batch.micro_batches:
+                    outputs = self.forward(micro.inputs)
+                    if outputs is not None:
+                        for name, metric in self.metrics.items():  # before the loss, which may write over the outputs
+                            held[name] += metric(outputs, micro.targets, **micro.metric_options)
+                        total += count * loss(outputs, micro.targets, **micro.loss_options(count))[0]
+        count = sum(counts)
+        sums = [self._sum_loss(value) / (count or 1.0) for value in (total, *held.values())]
+        return Evaluation(sums[0], dict(zip(held, sums[1:], strict=True)), count)
 
     def _sum_loss(self, value: float) -> float:
         """The global loss of all ranks' shares."""

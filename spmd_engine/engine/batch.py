@@ -34,7 +34,12 @@ class MicroBatch:
 
     def loss_options(self, count: float) -> dict[str, Any]:
         """What a loss function is told beside outputs and targets."""
-        return {"count": count} if self.mask is None else {"count": count, "mask": self.mask}
+        return {"count": count} | self.metric_options
+
+    @property
+    def metric_options(self) -> dict[str, Any]:
+        """What a metric is told beside outputs and targets."""
+        return {} if self.mask is None else {"mask": self.mask}
 
 
 @dataclass(frozen=True)

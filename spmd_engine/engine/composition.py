@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -18,8 +18,8 @@ from spmd_engine.engine.recompute import Recompute
 from spmd_engine.engine.stages import Division, divide, parse_division
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.names import CONTEXT_METHODS
-from spmd_engine.models import Model, layout_for
-from spmd_engine.models.names import build_model
+from spmd_engine.models import ImageShape, Model, layout_for
+from spmd_engine.models.names import IMAGES, build_model
 from spmd_engine.sharding.groups import CAP, THRESHOLD
 
 PIPELINES = tuple(name for name in schedules.SCHEDULES if name != "sequential")
@@ -34,6 +34,27 @@ class ModelConfig(Configuration):
     dropout: float = setting(0.0, least=0, below=1)  #: the probability that an activation is 0
     dtype: str = setting("float32", choices=("float32", "float64"))  #: of parameters and activations
     seed: int = setting(0)  #: of parameters, samples and dropout
+    #: of a model of images: what an ``ImageShape`` says, by name; None: its usual ones or, in training, the data's
+    images: Mapping[str, int] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.images is not None:
+            _check_images(self.name, self.images)
+
+    def build(self, composition: Composition) -> Model:
+        """The model, as this composition computes it."""
+        shape = ImageShape(**self.images) if self.images else None
+        method = composition.context_method or "ring"
+        return build_model(self.name, self.dropout, method, shape, composition.recut_after)
+
+
+def _check_images(name: str, images: Mapping[str, int]) -> None:
+    sizes = [each.name for each in fields(ImageShape)]
+    if name not in IMAGES:
+        raise UsageError(f"images: {name} is no model of images; choose {' or '.join(IMAGES)}, or leave images out")
+    if sorted(images) != sorted(sizes) or min(images.values()) < 1:
+        raise UsageError(f"images is {images}: it must have {', '.join(sizes)}, from 1")
 
 
 @dataclass(frozen=True)
@@ -47,6 +68,7 @@ class Composition(Configuration):
     zero: int | None = setting(None, least=0, most=3)  #: the stage of ZeRO; None: 3 over an axis "shard", else 0
     sequence_parallel: bool = False  #: whether "model" cuts the sequence between layers
     context_method: str | None = setting(None, choices=CONTEXT_METHODS)  #: how "context" attends; None: ring
+    recut_after: int | None = setting(None, least=1)  #: blocks of images whose rows are cut, samples then; None: never
     schedule: str | None = setting(None, choices=PIPELINES)  #: order of micro-batches along "pipe"; None: 1f1b
     chunks: int | None = setting(None, least=1)  #: of layers a stage; None: 2 if interleaved, else 1
     stages: str | None = None  #: "even", "cost", or the first layer of each chunk, as in "0,3,7"; None: even
@@ -97,11 +119,13 @@ class Composition(Configuration):
         return self._without_effect(axes, mesh)
 
     def _without_effect(self, axes: Mapping[str, int], mesh: str) -> list[str]:
+        spatial = {"rows", "columns"} & set(axes)
         pipeline, copies = axes.get(PIPE, 1) > 1, {"data", "shard", "context"} & set(axes)
         needed = {
             f"--zero {self.zero}": (self.zero and not copies, "data, shard or context to store over"),
             "--sequence-parallel": (self.sequence_parallel and "model" not in axes, "model"),
             f"--context-method {self.context_method}": (self.context_method and "context" not in axes, "context"),
+            f"--recut-after {self.recut_after}": (self.recut_after and not spatial, "rows or columns"),
             f"--schedule {self.schedule}": (self.schedule and not pipeline, "pipe of 2 or more"),
             f"--chunks {self.chunks}": (self.chunks and not pipeline, "pipe of 2 or more"),
             f"--stages {self.stages}": (self.stages and not pipeline, "pipe of 2 or more"),
@@ -145,8 +169,7 @@ def build_engine(
 
     Raises UsageError for what makes no sense there.
     """
-    method = composition.context_method or "ring"
-    built = build_model(model.name, model.dropout, method)
+    built, method = model.build(composition), composition.context_method
     composition.check(mesh.axes, built)
     layout = layout_for(
         built,

@@ -94,7 +94,8 @@ class DistributedEngine(StoredEngine):
     def __init__(self, engine: ShardedEngine, mesh: Mesh | None = None, *, zero: int = 2) -> None:
         _check(engine, zero)
         self.mesh = mesh if mesh is not None else Mesh()
-        self.engine, self.backend, self.loss, self.layout = engine, engine.backend, engine.loss, Layout()
+        self.engine, self.backend, self.layout = engine, engine.backend, Layout()
+        self.loss, self.metrics = engine.loss, engine.metrics
         #: whatever comes after the batch is whole
         self.input_sharding = self.output_sharding = f"b/{','.join(self.mesh.axes)}"
         storage = Storage(zero)

@@ -37,7 +37,7 @@ class Buffers:
             name, layer = model.layers[number]
             for own, buffer in layer.buffers.items():
                 full, spec = f"{name}/{own}", layout.spec(buffer.dims)
-                whole = [layer.sizes[letter] for letter in buffer.dims.split()]
+                whole = buffer.whole(layer.sizes)
                 self._described[full] = buffer
                 self._axes[full] = shards.axes(buffer.summed, buffer.where)
                 self.index[full] = spec.block(whole, mesh)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from spmd_engine.arrays.backend import CPU, Array, Backend
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.pending import Pending
 from spmd_engine.engine import schedules
-from spmd_engine.engine.base import Loss
+from spmd_engine.engine.base import Loss, Metric
 from spmd_engine.engine.batch import Batch
 from spmd_engine.engine.move import Move
 from spmd_engine.engine.optimizers import Optimizer
@@ -154,6 +155,7 @@ class LayeredEngine(StoredEngine):
         return self._target_sharding
 
     def cut_rows(self, inputs: Array, targets: Array | None, *mask: Array) -> list[Array | None]:
+        self.model.check_samples(inputs)
         letters = self.model.inputs, self.model.targets, self.model.targets
         rows = zip((inputs, targets, *mask), letters, strict=False)
         return [x if x is None else block_of(x, dims, self.layout, self.mesh, first=1) for x, dims in rows]
@@ -319,9 +321,18 @@ class LayeredEngine(StoredEngine):
 
     def loss(self, outputs: Array, targets: Array, **options: Any) -> tuple[float, Array]:
         """The model's own loss of this rank's blocks."""
+        return self._of_targets(self.model.loss, "loss", outputs, targets, **options)
+
+    @property
+    def metrics(self) -> Mapping[str, Metric]:  # type: ignore[override]
+        """The model's own, of this rank's blocks."""
+        return {name: partial(self._of_targets, metric, name) for name, metric in self.model.metrics.items()}
+
+    def _of_targets(self, function: Callable, label: str, outputs: Array, targets: Array, **options: Any) -> Any:
+        """What a loss or a metric of the model says."""
         if options.get("mask") is not None:
             options["mask"] = self.backend.asarray(options["mask"])
         self.model.check_targets(targets)
         targets = self.backend.asarray(targets)
-        return self.model.loss(Shards(self.mesh, self.layout, "loss"), outputs, targets, **options)
+        return function(Shards(self.mesh, self.layout, label), outputs, targets, **options)
 

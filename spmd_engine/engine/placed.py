@@ -101,6 +101,8 @@ def _check_layout(name: str, layer: Layer, layout: Layout) -> None:
         if each.where == "residual":
             stream |= dict.fromkeys(letter for letter in each.dims.split() if letter not in each.whole)
     letters = {*stream, *layer.inputs.dims.split(), *layer.outputs.dims.split(), *layer.sizes}
+    if "b" not in layer.inputs.dims + layer.outputs.dims:  # its samples have another letter
+        letters.discard("b")
     layout.check(name, letters, layer.may_cut, layer.across, "".join(stream))
 
 

@@ -1,41 +1,61 @@
 """Layers as plain functions of arrays: one forward and backward pair a file, one text for every mesh."""
 
 from spmd_engine.layers.attention import Attention
+from spmd_engine.layers.batch_norm import BatchNorm
+from spmd_engine.layers.chain import Chain
 from spmd_engine.layers.context import ContextMethod
+from spmd_engine.layers.convolution import Conv2d
 from spmd_engine.layers.declarations import Activation, Buffer, Parameter, SideOutput
 from spmd_engine.layers.embedding import Embedding, Positions
 from spmd_engine.layers.gather_keys import GatherKeys
 from spmd_engine.layers.gradients import GradientSums
+from spmd_engine.layers.group_norm import GroupNorm
 from spmd_engine.layers.head import Head
 from spmd_engine.layers.layer import Extra, ForwardContext, Layer
 from spmd_engine.layers.linear import Linear
 from spmd_engine.layers.loss import cross_entropy, mean_squared_error
+from spmd_engine.layers.metrics import right_classes
 from spmd_engine.layers.mlp import MLP
 from spmd_engine.layers.names import context_method
 from spmd_engine.layers.norm import LayerNorm
+from spmd_engine.layers.pooling import AveragePool, GlobalPool, MaxPool
+from spmd_engine.layers.recut import GatherSamples, Recut
+from spmd_engine.layers.relu import ReLU
 from spmd_engine.layers.residual import Residual
+from spmd_engine.layers.residual_block import ResidualBlock
 from spmd_engine.layers.ring_attention import RingAttention
 from spmd_engine.layers.skip import Skip
 from spmd_engine.layers.ulysses import Ulysses
 
 __all__ = [
+    "MLP",
     "Activation",
     "Attention",
+    "AveragePool",
+    "BatchNorm",
     "Buffer",
+    "Chain",
     "ContextMethod",
+    "Conv2d",
     "Embedding",
     "Extra",
     "ForwardContext",
     "GatherKeys",
+    "GatherSamples",
+    "GlobalPool",
     "GradientSums",
+    "GroupNorm",
     "Head",
     "Layer",
     "LayerNorm",
     "Linear",
-    "MLP",
+    "MaxPool",
     "Parameter",
     "Positions",
+    "ReLU",
+    "Recut",
     "Residual",
+    "ResidualBlock",
     "RingAttention",
     "SideOutput",
     "Skip",
@@ -43,4 +63,5 @@ __all__ = [
     "context_method",
     "cross_entropy",
     "mean_squared_error",
+    "right_classes",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from spmd_engine.arrays.backend import Array
@@ -16,6 +16,7 @@ class Parameter:
     ``std`` is the standard deviation of its normal initial values; with 0 they are all ``mean``.
     ``summed`` are the letters over which the einsum of its gradient sums, as they are cut ``where`` the layer
     uses it: inside, or on the residual stream. The gradient stays unreduced over the axes of those letters.
+    A ``shape`` is given by layers made of layers, in which one letter may have several sizes.
     """
 
     dims: str
@@ -24,6 +25,11 @@ class Parameter:
     decay: bool = True
     where: str = "inside"
     summed: str = "bs"
+    shape: tuple[int, ...] | None = None  #: whole; None: as the layer's sizes say
+
+    def whole(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Its whole shape in a layer with these sizes."""
+        return self.shape if self.shape is not None else tuple(sizes[letter] for letter in self.dims.split())
 
     def __post_init__(self) -> None:
         if any(len(letter) != 1 for letter in self.dims.split()):
@@ -62,6 +68,11 @@ class Buffer:
     per_step: bool = False
     summed: str = ""
     where: str = "inside"
+    shape: tuple[int, ...] | None = None  #: whole; None: as the layer's sizes say
+
+    def whole(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Its whole shape in a layer with these sizes."""
+        return self.shape if self.shape is not None else tuple(sizes[letter] for letter in self.dims.split())
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from spmd_engine.comm.pending import Pending
+from spmd_engine.sharding.shards import Transferred
 
 
 class Later:
@@ -16,8 +17,8 @@ class Later:
 
     __slots__ = ("_pending", "_then", "_value")
 
-    def __init__(self, pending: Pending | Later, then: Callable[[Any], Any]) -> None:
-        self._pending: Pending | Later | None = pending
+    def __init__(self, pending: Pending | Transferred | Later, then: Callable[[Any], Any]) -> None:
+        self._pending: Pending | Transferred | Later | None = pending
         self._then: Callable[[Any], Any] | None = then
         self._value: Any = None
 
@@ -34,11 +35,14 @@ class Later:
         return value
 
 
+UNDER_WAY = (Pending, Transferred, Later)
+
+
 def wait_for(x: Any) -> Any:
     """``x`` itself, or, if it is under way, its value."""
-    return x.wait() if isinstance(x, (Pending, Later)) else x
+    return x.wait() if isinstance(x, UNDER_WAY) else x
 
 
 def then(x: Any, do: Callable[[Any], Any]) -> Any:
     """``do(x)``; once it is there, if ``x`` is under way."""
-    return Later(x, do) if isinstance(x, (Pending, Later)) else do(x)
+    return Later(x, do) if isinstance(x, UNDER_WAY) else do(x)

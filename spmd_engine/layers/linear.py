@@ -37,9 +37,10 @@ class Linear(Layer):
 
     ``inputs`` and ``outputs`` are a letter and its whole size each. ``std`` is the initial weights' deviation,
     by default 1 / sqrt(i), times sqrt(2) before an activation (He et al., 2015). With ``input_gradient=False`` step
-    4 is left out: for a layer of which the inputs are data. Raises UsageError for letters that cannot be told
-    apart and activations that there are not. After Shoeybi et al., "Megatron-LM" (2019), section 3, and Pope et
-    al., "Efficiently scaling transformer inference" (2022), section 3.2, whose 2-D weights take turns as here.
+    4 is left out: for a layer of which the inputs are data. ``batch`` is the letter of the samples. Raises UsageError
+    for letters that cannot be told apart and activations that there are not. After Shoeybi et al., "Megatron-LM"
+    (2019), section 3, and Pope et al., "Efficiently scaling transformer inference" (2022), section 3.2, whose 2-D
+    weights take turns as here.
     """
 
     def __init__(
@@ -53,25 +54,26 @@ class Linear(Layer):
         slice_input: bool = False,
         gather_output: bool = False,
         input_gradient: bool = True,
+        batch: str = "b",
     ) -> None:
         i, o = self.letters = inputs[0], outputs[0]
-        if not (len(i) == len(o) == 1 and (i + o).isalpha()) or i == o or {i, o} & set("bs"):
+        if not (len(i) == len(o) == 1 and (i + o).isalpha()) or i == o or {i, o} & {*"bs", batch}:
             raise UsageError(
                 f"Linear from {i!r} to {o!r}: take two different letters, neither b nor s (batch and sequence)"
             )
         if activation is not None and activation not in ACTIVATIONS:
             raise UsageError(f"unknown activation {activation!r}; choose one of {', '.join(ACTIVATIONS)}, or None")
         self.sizes = {i: inputs[1], o: outputs[1]}
-        self.may_cut = "b" + i + o
+        self.may_cut = batch + i + o
         self.activation = ACTIVATIONS[activation] if activation else None
         self.slice_input, self.gather_output, self.input_gradient = slice_input, gather_output, input_gradient
-        self.inputs = Activation(f"b {i}", where="inside", whole=i if slice_input else "")
-        self.outputs = Activation(f"b {o}", where="inside", whole=o if gather_output else "")
+        self.inputs = Activation(f"{batch} {i}", where="inside", whole=i if slice_input else "")
+        self.outputs = Activation(f"{batch} {o}", where="inside", whole=o if gather_output else "")
         if std is None:
             std = sqrt((1.0 if activation is None else 2.0) / inputs[1])
-        self.parameters = {"weights": Parameter(f"{i} {o}", std=std, summed="b")}
+        self.parameters = {"weights": Parameter(f"{i} {o}", std=std, summed=batch)}
         if bias:
-            self.parameters["bias"] = Parameter(o, decay=False, summed="b")
+            self.parameters["bias"] = Parameter(o, decay=False, summed=batch)
 
     def forward(self, sh, p, x, ctx):
         i, o = self.letters
@@ -84,7 +86,7 @@ class Linear(Layer):
         if self.activation:
             y, slope = self.activation(y, want_slope=ctx.training and ctx.saving)
         if self.gather_output:
-            y = sh.gather_whole(y, f"b {o}", o)
+            y = sh.gather_whole(y, self.outputs.dims, o)
         return y, (x, slope)
 
     def backward_input(self, sh, p, saved, dy):
@@ -97,7 +99,7 @@ class Linear(Layer):
             return None, (x, dz)
         dx = sh.start_all_reduce(einsum(f"b{o},{i}{o}->b{i}", dz, p["weights"]), over=o)
         if self.slice_input:
-            dx = then(dx, lambda dx: sh.gather_whole(dx, f"b {i}", i))
+            dx = then(dx, lambda dx: sh.gather_whole(dx, self.inputs.dims, i))
         return dx, (x, dz)
 
     def backward_weight(self, sh, rest, g):

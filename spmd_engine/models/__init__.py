@@ -1,9 +1,24 @@
 """Models as lists of layers, with sizes by name."""
 
+from spmd_engine.models.convnet import convnet, resnet
 from spmd_engine.models.gpt import GPT_SIZES, GPTSize, gpt
+from spmd_engine.models.images import ImageShape
 from spmd_engine.models.layouts import layout_for
 from spmd_engine.models.mlp import deep_mlp, mlp, two_layers
 from spmd_engine.models.model import Model
 from spmd_engine.models.names import build_model
 
-__all__ = ["GPT_SIZES", "GPTSize", "Model", "build_model", "deep_mlp", "gpt", "layout_for", "mlp", "two_layers"]
+__all__ = [
+    "GPT_SIZES",
+    "GPTSize",
+    "ImageShape",
+    "Model",
+    "build_model",
+    "convnet",
+    "deep_mlp",
+    "gpt",
+    "layout_for",
+    "mlp",
+    "resnet",
+    "two_layers",
+]

@@ -7,7 +7,7 @@ from math import sqrt
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.errors import UsageError
-from spmd_engine.layers import Linear, Skip, cross_entropy, mean_squared_error
+from spmd_engine.layers import Linear, Skip, cross_entropy, mean_squared_error, right_classes
 from spmd_engine.models.model import Model
 
 
@@ -40,7 +40,8 @@ def mlp(
             input_gradient=k > 0,
         )
         layers.append((f"layer_{k}", layer))
-    return Model(name, tuple(layers), "b d", "b c", "b", class_loss("c", sizes[-1]))
+    loss, metrics = class_loss("c", sizes[-1]), {"accuracy": class_accuracy("c", sizes[-1])}
+    return Model(name, tuple(layers), "b d", "b c", "b", loss, metrics=metrics)
 
 
 def two_layers(width: int = 64, hidden: int = 256, name: str = "two-layers") -> Model:
@@ -79,6 +80,17 @@ def class_loss(letter: str, classes: int):
         return cross_entropy(outputs, targets, over=over, start=sh.span(letter, classes).start, **options)
 
     return loss
+
+
+def class_accuracy(letter: str, classes: int):
+    """How many targets[b] are the class that the scores[b c] are largest for; the letter of the classes may be cut."""
+
+    def metric(sh, outputs, targets, **options):
+        axes = sh.axes(letter)
+        over = sh.mesh.group(axes) if axes else None
+        return right_classes(outputs, targets, over=over, start=sh.span(letter, classes).start, **options)
+
+    return metric
 
 
 def _check_classes(targets: Array, classes: int) -> None:

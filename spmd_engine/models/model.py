@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from math import prod
 
 from spmd_engine.arrays.backend import Array, backend_of
@@ -24,6 +24,10 @@ class Model:
     loss: Callable  #: loss(sh, outputs, targets, *, count, mask) -> (value, gradient)
     context: int = 1  #: longest s; 0: any
     vocabulary: int = 0  #: tokens, inputs and targets, are whole numbers below it; 0: inputs are no tokens
+    sample: tuple[int, ...] | None = None  #: the whole shape of one sample of the inputs; None: any
+    #: What an evaluation tells beside the loss: metric(sh, outputs, targets, *, mask) -> of how many of the targets
+    #: here something holds, equal on ranks with the same targets. It is asked before the loss.
+    metrics: Mapping[str, Callable] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         own = {f"{name}/{parameter}" for name, layer in self.layers for parameter in layer.parameters}
@@ -37,14 +41,13 @@ class Model:
         for name, layer in self.layers:
             for own, parameter in layer.parameters.items():
                 if own not in layer.tied:
-                    shape = tuple(layer.sizes[letter] for letter in parameter.dims.split())
-                    yield f"{name}/{own}", (parameter, shape)
+                    yield f"{name}/{own}", (parameter, parameter.whole(layer.sizes))
 
     def buffers(self) -> Iterator[tuple[str, tuple[Buffer, tuple[int, ...]]]]:
         """Full name, description and whole shape of each buffer."""
         for name, layer in self.layers:
             for own, buffer in layer.buffers.items():
-                yield f"{name}/{own}", (buffer, tuple(layer.sizes[letter] for letter in buffer.dims.split()))
+                yield f"{name}/{own}", (buffer, buffer.whole(layer.sizes))
 
     def check_inputs(self, x: Array) -> None:
         """Raise UsageError for tokens, or sequences, that this model cannot take. Host arrays only."""
@@ -53,6 +56,14 @@ class Model:
         if "s" in self.inputs and 0 < self.context < x.shape[1]:
             raise UsageError(f"{self.name}: a sequence of {x.shape[1]}, but the context is {self.context}")
         self._check_tokens("inputs", x)
+
+    def check_samples(self, x: Array) -> None:
+        """Raise UsageError for samples, whole beyond the first dim, of another shape than this model was built for."""
+        if self.sample is not None and tuple(x.shape[1:]) != self.sample:
+            letters, found = self.inputs.split()[1:], tuple(x.shape[1:])
+            raise UsageError(
+                f"{self.name}: samples [{' '.join(letters)}] have shape {found}, the model was built for {self.sample}"
+            )
 
     def check_targets(self, targets: Array) -> None:
         """Raise UsageError for targets that are no tokens of this model; a mask hides, a negative target does not."""

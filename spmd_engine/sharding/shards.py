@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -11,10 +11,23 @@ from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.pending import Pending
 from spmd_engine.errors import NotationError
+from spmd_engine.sharding.halos import Reach, Reads, plan_halos
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.sharding.notation import nested_span
-from spmd_engine.sharding.placement import ArrayPlacement, Placement
-from spmd_engine.sharding.transfer import TransferPlan, plan_transfer
+from spmd_engine.sharding.recuts import Axes, plan_recut, recut_axes
+from spmd_engine.sharding.transfer import TransferPlan, UnderWay
+
+Reading = tuple[int, Reads]  #: how long a letter is in all, and what outputs read of it
+
+
+class Transferred:
+    """An array that comes by a transfer which has begun. ``wait()`` returns it, and may be called again."""
+
+    def __init__(self, transfer: UnderWay) -> None:
+        self._transfer = transfer
+
+    def wait(self) -> Array:
+        return self._transfer.wait()["x"][0]
 
 
 class Shards:
@@ -23,7 +36,7 @@ class Shards:
     def __init__(self, mesh: Mesh, layout: Layout, label: str = "") -> None:
         self.mesh, self.layout, self.label = mesh, layout, label
         self._axes: dict[tuple[str, str], tuple[str, ...]] = {}
-        self._halos: dict[tuple, TransferPlan] = {}
+        self._plans: dict[tuple, TransferPlan | None] = {}
 
     def axes(self, letters: Iterable[str], where: str = "inside") -> tuple[str, ...]:
         """The mesh axes that cut any of these letters, in the mesh's order, without those of size 1."""
@@ -32,6 +45,10 @@ class Shards:
             wanted = {axis for letter in key[0] for axis in self.layout.axes(letter, where)}
             self._axes[key] = tuple(axis for axis, size in self.mesh.axes.items() if axis in wanted and size > 1)
         return self._axes[key]
+
+    def axes_in_order(self, letter: str, where: str = "inside") -> tuple[str, ...]:
+        """The same of one letter, in the order in which they cut it: not always the mesh's."""
+        return self._order(letter, where, self.axes(letter, where))
 
     def is_cut(self, letter: str, where: str = "inside") -> bool:
         return bool(self.axes(letter, where))
@@ -42,7 +59,7 @@ class Shards:
 
     def group_of(self, letter: str, where: str = "inside") -> Group | None:
         """The ranks among which a letter is cut, in the order of its parts; None where it is whole."""
-        axes = self._order(letter, where, self.axes(letter, where))
+        axes = self.axes_in_order(letter, where)
         return self.mesh.group(axes) if axes else None
 
     def all_reduce(self, x: Array, over: Iterable[str], op: str = "sum", where: str = "inside") -> Array:
@@ -116,48 +133,93 @@ class Shards:
 
     def gather_whole(self, x: Array, dims: str, letter: str) -> Array:
         """``x[dims]``, as it is inside a layer, with ``letter`` whole on every rank."""
-        for axis in reversed(self._order(letter, "inside", self.axes(letter))):
+        for axis in reversed(self.axes_in_order(letter)):
             x = self.mesh.group(axis).all_gather(x, dims.split().index(letter), label=self.label)
         return x
 
-    def with_halo(
-        self, x: Array, dims: str, letter: str, length: int, halo: tuple[int, int], where: str = "inside"
-    ) -> Array:
-        """``x[dims]`` with what lies before and behind this rank's part of ``letter``, ``length`` long in all.
+    def recut(self, x: Array, dims: str, after: str, shape: Sequence[int]) -> Array:
+        """``x[dims]`` as ``x[after]``: the same array, cut as other letters are. Who has an element already keeps it.
 
-        ``halo=(1, 2)``: 1 element before and 2 behind, as far as the whole goes: at its ends there are fewer, and a
-        part that is empty has none. They come from whichever ranks have them. ``x`` itself where the letter is whole.
+        ``shape`` is that of the array which the ranks have together between whom the cut changes.
         """
-        plan, group = self._halo(x.shape, x.dtype, dims, letter, length, halo, where)
+        axes, changes = self._change(dims, after)
+        if not axes:
+            return x
+        key = "recut", tuple(shape), x.dtype, dims, after
+        if key not in self._plans:
+            self._plans[key] = plan_recut(shape, x.dtype, changes, self.mesh.peers(axes))
+        return self._plans[key].execute(self.mesh.group(axes), {"x": [x]}, label=self.label)["x"][0]
+
+    def gather_further(self, x: Array, dims: str, after: str) -> Array:
+        """``x[dims]`` as ``x[after]``, whose letters are cut over fewer axes, the first of those that cut ``dims``."""
+        for dim, (further, _) in enumerate(self._change(dims, after)[1]):
+            for axis in reversed(further):
+                x = self.mesh.group(axis).all_gather(x, dim, label=self.label)
+        return x
+
+    def cut_further(self, x: Array, dims: str, after: str) -> Array:
+        """This rank's part of ``x[dims]``, of which the letters ``after`` are cut over more axes: the way back."""
+        for dim, (_, further) in enumerate(self._change(dims, after)[1]):
+            part = nested_span(x.shape[dim], further, self.mesh.axes, self.mesh.coordinates)
+            x = x[(slice(None),) * dim + (part,)]
+        return x
+
+    def _change(self, dims: str, after: str) -> tuple[tuple[str, ...], list[tuple[Axes, Axes]]]:
+        return recut_axes(*([self.axes_in_order(x) for x in each.split()] for each in (dims, after)), self.mesh)
+
+    def reach(self, letter: str, length: int, reads: Reads, where: str = "inside") -> Reach:
+        """What this rank has of a letter, ``length`` long in all, which outputs it makes of it, and what they read."""
+        return Reach.of(length, reads, self.axes_in_order(letter, where), self.mesh)
+
+    def with_halo(self, x: Array, dims: str, reads: Mapping[str, Reading], where: str = "inside") -> Array:
+        """``x[dims]`` with all that this rank's outputs read of the letters in ``reads``, and nothing more of them.
+
+        ``reads={"h": (224, Window(7, stride=2, before=3, after=3))}``: of 224 rows in all, of which this rank has a
+        part, its part of the window's outputs, which are cut as evenly, reads an interval: ``reach`` says which. Its
+        elements come from whichever ranks have them, of several letters at once. ``x`` itself where none is cut.
+        """
+        plan, group = self._halo(x, dims, reads, where)
         return x if plan is None else plan.execute(group, {"x": [x]}, label=self.label)["x"][0]
 
-    def add_halo(
-        self, dx: Array, dims: str, letter: str, length: int, halo: tuple[int, int], where: str = "inside"
-    ) -> Array:
-        """The adjoint of ``with_halo``: from gradients of overlapping parts, the sum of all at this rank's own part."""
-        shape = list(dx.shape)
-        shape[dims.split().index(letter)] = 0  # how long this part is the plan knows
-        plan, group = self._halo(tuple(shape), dx.dtype, dims, letter, length, halo, where)
+    def start_with_halo(
+        self, x: Array, dims: str, reads: Mapping[str, Reading], where: str = "inside"
+    ) -> Array | Transferred:
+        """As ``with_halo``, to be waited for later; ``x`` itself where nothing is to come."""
+        plan, group = self._halo(x, dims, reads, where)
+        return x if plan is None else Transferred(plan.start(group, {"x": [x]}, label=self.label))
+
+    def add_halo(self, dx: Array, dims: str, reads: Mapping[str, Reading], where: str = "inside") -> Array:
+        """The adjoint of ``with_halo``: from gradients of what outputs read, the sums of all at each rank's own part.
+
+        What no output reads has gradient 0.
+        """
+        plan, group = self._halo(dx, dims, reads, where)
         return dx if plan is None else plan.adjoint().execute(group, {"x": [dx]}, label=self.label)["x"][0]
 
+    def start_add_halo(
+        self, dx: Array, dims: str, reads: Mapping[str, Reading], where: str = "inside"
+    ) -> Array | Transferred:
+        """As ``add_halo``, to be waited for later; ``dx`` itself where nothing is to be sent."""
+        plan, group = self._halo(dx, dims, reads, where)
+        return dx if plan is None else Transferred(plan.adjoint().start(group, {"x": [dx]}, label=self.label))
+
     def _halo(
-        self, block: tuple[int, ...], dtype: np.dtype, dims: str, letter: str, length: int, halo: tuple[int, int],
-        where: str,
+        self, x: Array, dims: str, reads: Mapping[str, Reading], where: str
     ) -> tuple[TransferPlan | None, Group | None]:
-        group, dim = self.group_of(letter, where), dims.split().index(letter)
-        if group is None:
+        """The transfer, and among whom; ``x`` may have its halo already: how long its parts are the plan knows."""
+        cut = {dims.split().index(letter): letter for letter in reads if self.axes(letter, where)}
+        if not cut:
             return None, None
-        shape = (*block[:dim], length, *block[dim + 1 :])
-        key = shape, dtype, dim, letter, halo, where
-        if key not in self._halos:
-            axes = self._order(letter, where, self.axes(letter, where))
-            peers = self.mesh.peers(axes)
-            parts = [nested_span(length, axes, self.mesh.axes, peer.coordinates) for peer in peers]
-            parts = [(part.start, part.stop) for part in parts]
-            source = ArrayPlacement.of_intervals(shape, dtype, dim, parts)
-            target = ArrayPlacement.of_intervals(shape, dtype, dim, parts, halo)
-            self._halos[key] = plan_transfer(Placement({"x": source}), Placement({"x": target}), from_owners=True)
-        return self._halos[key], group
+        shape = tuple(reads[cut[dim]][0] if dim in cut else length for dim, length in enumerate(x.shape))
+        key = shape, x.dtype, where, tuple((dim, letter, *reads[letter]) for dim, letter in cut.items())
+        group_axes = self.axes("".join(cut.values()), where)
+        if key not in self._plans:
+            reaches = [
+                {dim: Reach.of(*reads[letter], self.axes_in_order(letter, where), peer) for dim, letter in cut.items()}
+                for peer in self.mesh.peers(group_axes)
+            ]
+            self._plans[key] = plan_halos(shape, x.dtype, reaches)
+        return self._plans[key], self.mesh.group(group_axes)
 
     def _scattered(self, dims: str, over: str, onto: str) -> tuple[str, ...]:
         """The axes of ``over`` over which the residual stream cuts ``onto``: all of them, or none."""

@@ -7,7 +7,7 @@ leaves and a piece that comes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 from spmd_engine.arrays.backend import CPU, Array, Backend, backend_of
 from spmd_engine.comm.algorithms import reduce_into
 from spmd_engine.comm.group import Group
+from spmd_engine.comm.pending import Pending
 from spmd_engine.errors import UsageError
 from spmd_engine.sharding.pieces import (
     Blocks,
@@ -33,6 +34,9 @@ from spmd_engine.sharding.placement import Placement
 from spmd_engine.sharding.routes import Route, count_rounds, find_routes
 
 PIECE = 32 << 20  # bytes
+
+#: A transfer: it yields what leaves in a round, and how much goes to whom; is sent what comes; returns the new blocks.
+Steps = Generator[tuple[Array, tuple[int, ...]], Array | None, Blocks]
 
 
 def plan_transfer(
@@ -117,15 +121,23 @@ class TransferPlan:
         belong there, as what is inside a halo does. ``like``: where new blocks are made by a rank that has none itself.
         Raises UsageError for blocks that are not those of the placement.
         """
+        return _carry_out(self._steps(group, blocks, out, like), group, label)
+
+    def start(
+        self, group: Group, blocks: Blocks, *, out: Blocks | None = None, like: Backend = CPU, label: str = "transfer"
+    ) -> UnderWay:
+        """As ``execute``, to be waited for later. Of several rounds, the first is under way meanwhile."""
+        return UnderWay(self._steps(group, blocks, out, like), group, label)
+
+    def _steps(self, group: Group, blocks: Blocks, out: Blocks | None, like: Backend) -> Steps:
         backend = check_blocks(self.source, group, blocks) or like
         result = new_blocks(self.target, group.rank, backend) if out is None else out
         check_blocks(self.target, group, result)
         for _, old, new in self._kept(group.rank):
             new.at(result)[...] = old.at(blocks)
         for dtype, number in self._rounds():
-            leaving = self._piece(given, group.rank, dtype, number)
             coming = self._piece(taken, group.rank, dtype, number)
-            received = _exchange(group, blocks, leaving, dtype, backend, label)
+            received = yield _packed(blocks, self._piece(given, group.rank, dtype, number), dtype, backend)
             for segment in coming.segments:
                 segment.unpack(segment.of(received), result)
         return result
@@ -196,6 +208,15 @@ class Adjoint:
 
         What the transfer gave to nobody is zero. 16-bit floats are added up in float32.
         """
+        return _carry_out(self._steps(group, blocks, out, like), group, label)
+
+    def start(
+        self, group: Group, blocks: Blocks, *, out: Blocks | None = None, like: Backend = CPU, label: str = "transfer"
+    ) -> UnderWay:
+        """As ``execute``, to be waited for later. Of several rounds, the first is under way meanwhile."""
+        return UnderWay(self._steps(group, blocks, out, like), group, label)
+
+    def _steps(self, group: Group, blocks: Blocks, out: Blocks | None, like: Backend) -> Steps:
         plan, rank = self.plan, group.rank
         backend = check_blocks(self.source, group, blocks) or like
         result = new_blocks(self.target, rank, backend, zero=True) if out is None else out
@@ -205,7 +226,7 @@ class Adjoint:
                 add(new.at(blocks), old.at(result))
         for dtype, number in plan._rounds():
             leaving, coming = (plan._piece(side, rank, dtype, number) for side in (taken, given))
-            received = _exchange(group, blocks, leaving, dtype, backend, label)
+            received = yield _packed(blocks, leaving, dtype, backend)
             by_route: dict[int, list[Segment]] = {}
             for segment in coming.segments:
                 by_route.setdefault(id(segment.route), []).append(segment)
@@ -230,11 +251,42 @@ class Adjoint:
         return total
 
 
-def _exchange(
-    group: Group, blocks: Blocks, leaving: Piece, dtype: np.dtype, backend: Backend, label: str
-) -> Array:
-    """The flat piece that comes in a round, for the one that leaves."""
+class UnderWay:
+    """A transfer that has begun. ``wait()`` returns this rank's blocks, and may be called again."""
+
+    def __init__(self, steps: Steps, group: Group, label: str) -> None:
+        self._steps, self._group, self._label = steps, group, label
+        self._result: Blocks | None = None
+        self._pending: Pending | None = None
+        self._go_on(None)
+
+    def wait(self) -> Blocks:
+        while self._pending is not None:
+            self._go_on(self._pending.wait())
+        return self._result
+
+    def _go_on(self, received: Array | None) -> None:
+        try:
+            packed, splits = self._steps.send(received)
+            self._pending = self._group.start_all_to_all(packed, splits=splits, label=self._label)
+        except StopIteration as stop:
+            self._result, self._pending = stop.value, None
+
+
+def _carry_out(steps: Steps, group: Group, label: str) -> Blocks:
+    """Make all exchanges of a transfer, one after the other."""
+    received = None
+    try:
+        while True:
+            packed, splits = steps.send(received)
+            received = group.all_to_all(packed, splits=splits, label=label)
+    except StopIteration as stop:
+        return stop.value
+
+
+def _packed(blocks: Blocks, leaving: Piece, dtype: np.dtype, backend: Backend) -> tuple[Array, tuple[int, ...]]:
+    """The flat piece that leaves in a round, and how much of it goes to whom."""
     packed = backend.empty((leaving.size,), dtype)
     for segment in leaving.segments:
         segment.pack(blocks, segment.of(packed))
-    return group.all_to_all(packed, splits=leaving.splits, label=label)
+    return packed, leaving.splits

@@ -18,22 +18,23 @@ class ArrayData:
     """Samples x[b ...] with targets y[b ...], whole on every rank; memory maps will do, since only rows are read.
 
     Targets are whatever the engine's loss takes: classes y[b], or numbers y[b d]. ``validation`` is the fraction of
-    samples that is held out. Which these are, and the order of every epoch, are functions of the seed, the epoch and
-    the samples' numbers alone: neither the mesh, nor where a run was broken off, changes what a step is given.
+    samples that is held out, or the numbers of these. Which these are, and the order of every epoch, are functions of
+    the seed, the epoch and the samples' numbers alone: neither the mesh, nor where a run was broken off, changes what
+    a step is given.
     """
 
-    def __init__(self, x: Any, y: Any, *, validation: float = 0.0, seed: int = 0) -> None:
+    def __init__(self, x: Any, y: Any, *, validation: float | np.ndarray = 0.0, seed: int = 0) -> None:
         if len(x) != len(y):
             raise UsageError(f"ArrayData: x has {len(x)} samples and y {len(y)}")
-        if not 0 <= validation < 1:
-            raise UsageError(f"ArrayData: validation={validation} is a fraction of the samples, from 0 and below 1")
-        held_out = round(validation * len(x))
-        if held_out == len(x):
-            raise UsageError(f"ArrayData: {len(x)} samples, of which {held_out} are held out, leave none to learn from")
+        if np.ndim(validation) == 0:
+            if not 0 <= validation < 1:
+                raise UsageError(f"ArrayData: validation={validation} is a fraction of the samples, from 0 and below 1")
+            validation = part_of(len(x), round(validation * len(x)), seed)
         self.x, self.y, self.seed = x, y, seed
-        order = _shuffled(key_of(seed, "validation"), len(x))
-        self.held_out = np.sort(order[:held_out])  #: numbers of the samples for validation
-        self.train = np.sort(order[held_out:])  #: and of those to learn from
+        self.held_out = np.unique(validation)  #: numbers of the samples for validation
+        self.train = np.setdiff1d(np.arange(len(x)), self.held_out)  #: and of those to learn from
+        if not len(self.train):
+            raise UsageError(f"ArrayData: {len(x)} samples, of which all are held out, leave none to learn from")
         self._epochs: dict[int, np.ndarray] = {}  # orders of the last ones
 
     def epoch(self, number: int) -> np.ndarray:
@@ -58,15 +59,17 @@ class ArrayData:
         """This rank's block of the batch of one step (from 0): places step · size and on, of all epochs."""
 
         def load(samples: np.ndarray):
-            return self._rows(self.numbers(step * size + samples))
+            return self.examples(step * size + samples)
 
         return make_batch(load, size, micro_batches, engine, step=step, count=size * self._terms)
 
-    def validation_batches(self, engine: ShardedEngine, *, size: int) -> list[Batch]:
-        """All that is held out, in order, in batches of ``size``."""
-        batches = []
-        for first in range(0, len(self.held_out), size):
-            part = self.held_out[first : first + size]
+    def validation_batches(self, engine: ShardedEngine, *, size: int, samples: int | None = None) -> list[Batch]:
+        """All that is held out, or so many evenly spread ``samples`` of it, in order, in batches of ``size``."""
+        held_out, batches = self.held_out, []
+        if samples is not None and samples < len(held_out):
+            held_out = held_out[np.linspace(0, len(held_out) - 1, samples).astype(np.int64)]
+        for first in range(0, len(held_out), size):
+            part = held_out[first : first + size]
 
             def load(samples: np.ndarray, part=part):
                 return self._rows(part[samples])
@@ -84,6 +87,10 @@ class ArrayData:
                 digest.update(np.ascontiguousarray(array[first : first + 4096]).tobytes())
         return digest.hexdigest()
 
+    def examples(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs and targets of the samples that stand at these places in all epochs."""
+        return self._rows(self.numbers(places))
+
     @property
     def _terms(self) -> int:
         """How many numbers of a sample the loss compares."""
@@ -91,6 +98,11 @@ class ArrayData:
 
     def _rows(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return np.asarray(self.x[numbers]), np.asarray(self.y[numbers])
+
+
+def part_of(count: int, size: int, seed: int) -> np.ndarray:
+    """So many of the numbers below ``count``, in order, drawn by the seed alone."""
+    return np.sort(_shuffled(key_of(seed, "validation"), count)[:size])
 
 
 def _shuffled(key: int, count: int) -> np.ndarray:

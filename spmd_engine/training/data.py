@@ -33,6 +33,9 @@ class Corpus:
     files: int
     sha256: str
 
+    def __str__(self) -> str:
+        return f"{len(self.train):,} tokens from {self.files} files"
+
     def batch(
         self, engine: ShardedEngine, step: int, *, size: int, micro_batches: int, context: int, seed: int
     ) -> Batch:

@@ -11,9 +11,19 @@ from typing import Any, Self
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.engine.composition import Composition, ModelConfig
 from spmd_engine.errors import UsageError
+from spmd_engine.models.names import IMAGES
+from spmd_engine.training.augment import AUGMENT
 
 VERSION = 1  #: of the JSON that jobs are written as
 LARGEST = 1e30  #: of rates and the like
+#: Defaults of jobs with a model of images; those of others stand with the fields.
+OF_IMAGES = {
+    "batch_size": 64,
+    "eval_samples": 10_000,
+    "steps": 150,
+    "learning_rate": 0.01,
+    "warmup": 20,
+}
 
 #: Options that decide what a run computes, by their names for ``Job.with_options``: it goes on with its own.
 FIXED = ("model", "strategy", "dropout", "dtype", "seed", "batch_size", "optimizer")
@@ -28,7 +38,8 @@ class DataConfig(Configuration):
     path: str | None = None  #: a file or a folder; None: the source of Python's standard library
     batch_size: int = setting(16, least=1)  #: samples a step, over all ranks
     micro_batches: int = setting(1, least=1)  #: parts of a batch, computed one after the other
-    eval_samples: int = setting(64, least=1)  #: held-out samples of an evaluation
+    eval_samples: int = setting(64, least=1)  #: held-out samples of an evaluation; of images, at most
+    augment: str = setting("none", choices=AUGMENT)  #: how images to learn from are changed, at random
 
 
 @dataclass(frozen=True)
@@ -82,7 +93,7 @@ class Job(Configuration):
         if isinstance(content, Mapping) and content.get("version") != VERSION:
             said = json.dumps(content.get("version"))
             raise UsageError(f"{where}: version is {said}; this program reads version {VERSION}")
-        return super().from_json(content, where)
+        return super().from_json(_with_defaults(content), where)
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
@@ -99,8 +110,8 @@ class Job(Configuration):
 
     @classmethod
     def of(cls, **options: Any) -> Self:
-        """A job with some options of ``with_options``, all else by default."""
-        return cls().with_options(**options)
+        """A job with some options of ``with_options``, all else by default: by that of its model's kind."""
+        return cls().with_options(**(OF_IMAGES if options.get("model") in IMAGES else {}) | options)
 
     def with_options(self, **options: Any) -> Self:
         """This job with other values of fields, named as the command line does, whatever section they are in.
@@ -150,6 +161,20 @@ def _place(name: str) -> tuple[str, str] | None:
     if name in {each.name for each in fields(Job)}:
         return None
     raise UsageError(f"a job has no option {name!r}")
+
+
+def _with_defaults(content: Any) -> Any:
+    """A job's JSON; where its model is one of images, with the defaults that it then has."""
+    model = content.get("model") if isinstance(content, Mapping) else None
+    if not isinstance(model, Mapping) or model.get("name") not in IMAGES:
+        return content
+    filled = dict(content)
+    for option, value in OF_IMAGES.items():
+        section, name = _place(option)
+        given = filled.get(section, {})
+        if isinstance(given, Mapping):
+            filled[section] = {name: value, **given}
+    return filled
 
 
 def _from_options(cls: type[Job], content: Mapping[str, Any], where: str) -> Job:

@@ -27,7 +27,10 @@ class Observer:
         """The run begins, or goes on after ``run.trainer.steps_done`` steps, up to step ``stop``."""
 
     def evaluated(self, step: int, loss: float) -> None:
-        """The validation loss after ``step`` steps; comes after that step's ``stepped``, whose report has it, too."""
+        """The validation loss after ``step`` steps; comes after that step's ``stepped``, whose report has it, too.
+
+        The metrics beside it are in the run's ``evaluation``.
+        """
 
     def stepped(self, report: StepReport) -> None:
         """A step was made."""

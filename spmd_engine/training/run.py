@@ -20,6 +20,7 @@ from spmd_engine.checkpoints.save import KEEP
 from spmd_engine.comm.agreement import on_rank_zero
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch
+from spmd_engine.engine.evaluation import Evaluation
 from spmd_engine.errors import CheckpointError, UsageError
 from spmd_engine.signals import StopFlag
 from spmd_engine.training.observers import MetricsFile, Observer
@@ -70,12 +71,17 @@ class Run:
         self._keep, self._background, self._go_on_unsaved = keep, background, go_on_unsaved
         self._check_replicas_every = check_replicas_every
         self._saving: Save | None = None  # begun, and not yet known to be complete
-        self.loss: float | None = None  #: of the last evaluation
+        self.evaluation: Evaluation | None = None  #: the last one
         self._observers = (MetricsFile(), *observers) if self.engine.device_id == 0 else ()
 
     @property
     def engine(self) -> ShardedEngine:
         return self.trainer.engine
+
+    @property
+    def loss(self) -> float | None:
+        """Of the last evaluation."""
+        return self.evaluation.loss if self.evaluation else None
 
     @property
     def steps_done(self) -> int:
@@ -91,7 +97,9 @@ class Run:
                 last = report.step == steps
                 evaluates = last or not stop.taken and _due(self.eval_every, report.step)
                 if evaluates:
-                    report = replace(report, validation_loss=self._evaluate())
+                    self._evaluate()
+                    if found := self.evaluation:
+                        report = replace(report, validation_loss=found.loss, validation_metrics=found.metrics)
                 self._tell(lambda each, report=report: each.stepped(report))
                 if evaluates:
                     self._tell_evaluated()
@@ -178,10 +186,9 @@ class Run:
             why = str(error)
             self._tell(lambda each: each.not_saved(self.steps_done, why))
 
-    def _evaluate(self) -> float | None:
+    def _evaluate(self) -> None:
         if self.validation:
-            self.loss = self.trainer.evaluate(self.validation)
-        return self.loss
+            self.evaluation = self.trainer.evaluation(self.validation)
 
     def _traced(self, steps: int) -> Iterator[StepReport]:
         """The training's steps; those that are traced come second, when everything is warm."""

@@ -13,7 +13,6 @@ from spmd_engine.comm.agreement import text_from_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
 from spmd_engine.errors import UsageError
-from spmd_engine.models.names import build_model
 from spmd_engine.strategies import default_axes, strategy_named
 from spmd_engine.training.data import decode, encode
 from spmd_engine.training.generate import generate
@@ -89,8 +88,8 @@ def _fitted(job: Job, mesh: Mesh, resume: bool, given: Collection[str]) -> tuple
     """The job as this mesh can have it, and what of its composition has no effect or is left out."""
     if job.strategy:
         return job, []
-    model = build_model(job.model.name)
     composition, left_out = job.composition, []
+    model = job.model.build(composition)
     if resume:
         composition, left_out = composition.fitted(mesh.axes, model, given)
     return job.changed(composition=composition), left_out + composition.check(mesh.axes, model)

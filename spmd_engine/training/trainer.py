@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import isfinite
 from typing import Any
@@ -13,6 +13,7 @@ from spmd_engine.arrays.updates import sum_of_squares
 from spmd_engine.comm.agreement import gather_json
 from spmd_engine.engine.base import Loss, ShardedEngine
 from spmd_engine.engine.batch import Batch
+from spmd_engine.engine.evaluation import Evaluation
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.errors import NotFiniteError
 from spmd_engine.signals import StopFlag
@@ -37,12 +38,15 @@ class StepReport:
     side_outputs: dict[str, Any] | None = None  #: of layers, by name: auxiliary losses, counts
     skipped: str | None = None  #: why nothing was updated: what is not finite, where, and on which ranks
     validation_loss: float | None = None
+    validation_metrics: Mapping[str, float] | None = None  #: by name, as ``Evaluation`` has them
 
     def as_dict(self) -> dict:
-        said = {key: value for key, value in asdict(self).items() if value is not None}
-        for key in ("loss", "grad_norm"):  # JSON has no numbers for these
-            said[key] = said[key] if isfinite(said[key]) else str(said[key])
-        return said
+        """What is known, by name; a metric of the validation has a name of its own, ``validation_accuracy``."""
+        known = {key: value for key, value in asdict(self).items() if value is not None}
+        metrics = known.pop("validation_metrics", {})
+        for key in ("loss", "grad_norm"):  # JSON has no numbers for what is not finite
+            known[key] = known[key] if isfinite(known[key]) else str(known[key])
+        return known | {f"validation_{name}": value for name, value in metrics.items()}
 
 
 class Trainer:
@@ -128,9 +132,13 @@ class Trainer:
 
     def evaluate(self, batches: Sequence[Batch]) -> float:
         """The mean loss over whole batches. Collective."""
-        counts = [self.engine.count(batch) for batch in batches]
-        losses = [self.engine.evaluate(batch, self.loss) for batch in batches]
-        loss = sum(c * x for c, x in zip(counts, losses, strict=True)) / (sum(counts) or 1.0)
-        if not np.isfinite(loss):
-            raise NotFiniteError(f"the validation loss is {loss} after step {self.steps_done}; lower the learning rate")
-        return loss
+        return self.evaluation(batches).loss
+
+    def evaluation(self, batches: Sequence[Batch]) -> Evaluation:
+        """The mean loss, and the engine's metrics, over whole batches. Collective."""
+        found = self.engine.evaluation(batches, self.loss)
+        if not np.isfinite(found.loss):
+            raise NotFiniteError(
+                f"the validation loss is {found.loss} after step {self.steps_done}; lower the learning rate"
+            )
+        return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
 
 from spmd_engine.comm.mesh import Mesh
@@ -11,8 +11,10 @@ from spmd_engine.engine.batch import Batch
 from spmd_engine.engine.composition import Composition, build_engine
 from spmd_engine.engine.optimizers import SGD, AdamW, Optimizer, WarmupCosine
 from spmd_engine.errors import UsageError
+from spmd_engine.models.names import IMAGES
 from spmd_engine.strategies import strategy_named
 from spmd_engine.training.data import Corpus, load_corpus
+from spmd_engine.training.images import ImageData, Images, load_images
 from spmd_engine.training.job import Job
 from spmd_engine.training.trainer import Trainer
 from spmd_engine.training.windows import BytePairs, BytePairSequences, Windows, data_for
@@ -22,15 +24,32 @@ _WIDTH, _HIDDEN, _HEADS, _LENGTH = 64, 256, 4, 16
 
 
 @dataclass(frozen=True)
+class Sampled:
+    """Text, with the length of its samples and the seed that chooses them."""
+
+    source: Corpus | Windows
+    context: int
+    seed: int
+
+    def batch(self, engine: ShardedEngine, step: int, *, size: int, micro_batches: int) -> Batch:
+        """This rank's block of the batch of one step."""
+        options = {"context": self.context, "seed": self.seed}
+        return self.source.batch(engine, step, size=size, micro_batches=micro_batches, **options)
+
+    def validation_batches(self, engine: ShardedEngine, *, samples: int, size: int) -> list[Batch]:
+        """So many held-out samples, in batches of ``size``."""
+        return self.source.validation_batches(engine, samples=samples, size=size, context=self.context)
+
+
+@dataclass(frozen=True)
 class Workload:
     """An engine, and what it learns from."""
 
     job: Job
     engine: ShardedEngine
-    corpus: Corpus
-    data: Corpus | Windows
-    context: int  #: tokens of a sample
-    writes: bool  #: whether it is a model of text
+    corpus: Corpus | Images
+    data: Sampled | ImageData
+    writes: bool = False  #: whether it is a model of text
 
     @property
     def parameter_count(self) -> int:
@@ -41,9 +60,7 @@ class Workload:
     def validation(self) -> list[Batch]:
         """The batches to evaluate on."""
         data = self.job.data
-        return self.data.validation_batches(
-            self.engine, samples=data.eval_samples, size=data.batch_size, context=self.context
-        )
+        return self.data.validation_batches(self.engine, samples=data.eval_samples, size=data.batch_size)
 
 
 def open_workload(job: Job, mesh: Mesh) -> Workload:
@@ -52,19 +69,49 @@ def open_workload(job: Job, mesh: Mesh) -> Workload:
     Raises UsageError for what does not go together, for data that are not those of ``job.corpus``, and for batches
     too small to be cut over the ranks.
     """
-    workload = _page(job, mesh) if job.strategy else _model(job, mesh)
-    if job.corpus and job.corpus.sha256 != workload.corpus.sha256:
-        where = job.data.path or "Python's standard library here"
-        raise UsageError(f"{where}: other files than the job was made for (SHA-256 differs); give the same --data")
+    if job.model.name in IMAGES and not job.strategy:
+        workload = _of_images(job, mesh)
+    elif job.data.augment != "none":
+        raise UsageError(f"--augment {job.data.augment}: {job.model.name} learns from no images; leave it out")
+    else:
+        workload = _page(job, mesh) if job.strategy else _model(job, mesh)
     _check_batch(job, workload.engine)
     return workload
+
+
+def _check_corpus(job: Job, corpus: Corpus | Images) -> None:
+    """Raise UsageError if the job was made for other data."""
+    if job.corpus and job.corpus.sha256 != corpus.sha256:
+        usual = "scikit-learn" if isinstance(corpus, Images) else "Python's standard library"
+        where = job.data.path or f"{usual} here"
+        raise UsageError(f"{where}: other files than the job was made for (SHA-256 differs); give the same --data")
 
 
 def _model(job: Job, mesh: Mesh) -> Workload:
     engine = build_engine(job.model, mesh, job.composition, device=job.device)
     corpus = load_corpus(mesh.group(), job.data.path, engine.model.context)
-    data = data_for(engine.model, corpus, job.model.dtype)
-    return Workload(job, engine, corpus, data, engine.model.context, bool(engine.model.vocabulary))
+    _check_corpus(job, corpus)
+    data = Sampled(data_for(engine.model, corpus, job.model.dtype), engine.model.context, job.model.seed)
+    return Workload(job, engine, corpus, data, bool(engine.model.vocabulary))
+
+
+def _of_images(job: Job, mesh: Mesh) -> Workload:
+    """The model is built for the images that are found, and the job says so from now on."""
+    images = load_images(mesh.group(), job.data.path)
+    _check_corpus(job, images)
+    job = job.with_options(images=_fitting(asdict(images.shape), job))
+    engine = build_engine(job.model, mesh, job.composition, device=job.device)
+    data = ImageData(images, dtype=job.model.dtype, augment=job.data.augment, seed=job.model.seed)
+    return Workload(job, engine, images, data)
+
+
+def _fitting(found: dict[str, int], job: Job) -> dict[str, int]:
+    """What the model is for: what the job says, if these images fit, or else what they are."""
+    said = job.model.images or found
+    alike = all(found[name] == said[name] for name in ("height", "width", "channels"))
+    if not alike or found["classes"] > said["classes"]:
+        raise UsageError(f"{job.data.path or 'the digits'}: images of {found}, but the model is for {said}")
+    return dict(said)
 
 
 def _page(job: Job, mesh: Mesh) -> Workload:
@@ -84,11 +131,12 @@ def _page(job: Job, mesh: Mesh) -> Workload:
     engine = page(_WIDTH, _HEADS if "heads" in page.sizes else _HIDDEN, mesh, dtype)
     engine.initialize(job.model.seed)
     corpus = load_corpus(mesh.group(), job.data.path, 1)
+    _check_corpus(job, corpus)
     if page.sample == "b s d":
         data: Windows = BytePairSequences(corpus, _LENGTH * _WIDTH, dtype, width=_WIDTH)
     else:
         data = BytePairs(corpus, _WIDTH, dtype)
-    return Workload(job, engine, corpus, data, 1, False)
+    return Workload(job, engine, corpus, Sampled(data, 1, job.model.seed))
 
 
 def _check_batch(job: Job, engine: ShardedEngine) -> None:
@@ -112,14 +160,8 @@ def make_trainer(workload: Workload) -> Trainer:
         optimizer = SGD(training.momentum, training.weight_decay)
 
     def batches(step: int) -> Batch:
-        return workload.data.batch(
-            workload.engine,
-            step,
-            size=job.data.batch_size,
-            micro_batches=job.data.micro_batches,
-            context=workload.context,
-            seed=job.model.seed,
-        )
+        size, micro_batches = job.data.batch_size, job.data.micro_batches
+        return workload.data.batch(workload.engine, step, size=size, micro_batches=micro_batches)
 
     rate = WarmupCosine(training.learning_rate, training.steps, training.warmup)
     limits = {"grad_clip": training.grad_clip, "max_skipped": training.max_skipped}

@@ -28,8 +28,12 @@ def batches_for_model(
     Tokens and classes are drawn evenly, vectors from a normal distribution.
     """
     common = {"b": size, "s": min(length, model.context)}
-    first, last = ({**layer.sizes, **common} for _, layer in (model.layers[0], model.layers[-1]))
-    inputs = [first[letter] for letter in model.inputs.split()]
+    first = {**model.layers[0][1].sizes, **common}
+    last: dict[str, int] = {}  # of each letter, in the last layer that has it
+    for _, layer in model.layers:
+        last |= layer.sizes
+    last |= common
+    inputs = [size, *model.sample] if model.sample else [first[letter] for letter in model.inputs.split()]
     targets = [last[letter] for letter in model.targets.split()]
     classes = last[model.outputs.split()[-1]] if model.targets != model.outputs else 0  # one of so many, or numbers
 

@@ -42,7 +42,7 @@ MISTAKES = {
     "longer than the context of 128": ["--data", "short"],
     "Raise --batch-size to 2": ["--batch-size", "1"],
     "needs 3 ranks, but there are": ["--mesh", "data=3"],
-    "no customary layout for axis 'rows'": ["--mesh", "rows=2"],
+    "no customary layout for axis 'lines'": ["--mesh", "lines=2"],
     "cannot read mesh 'data:2'": ["--mesh", "data:2"],
     "Invalid value for '--steps'": ["--steps", "many"],
     "No such option": ["--stepz", "3"],
@@ -53,12 +53,14 @@ MISTAKES = {
     "--stop-at 9 with --steps 5": ["--steps", "5", "--stop-at", "9"],
     "steps is -5: it must be from 0": ["--steps", "-5"],
     "cannot be read as JSON": ["--config", "empty"],
+    "short: not images in a format known here": ["--model", "convnet", "--data", "short"],
+    "gpt-nano learns from no images": ["--augment", "shift"],
 }
 
 
 #: One for each place where a mistake is met: options, what rank 0 reads, the number of ranks, a run's folder.
 ON_TWO_RANKS = ("Invalid value for '--steps'", "no such file", "Raise --batch-size to 2", "no custom", "holds a run")
-OF_TWO_RANKS = ("Raise --batch-size to 2", "no customary layout for axis 'rows'")  # one rank cannot make them
+OF_TWO_RANKS = ("Raise --batch-size to 2", "no customary layout for axis 'lines'")  # one rank cannot make them
 
 
 @pytest.fixture

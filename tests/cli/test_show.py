@@ -243,7 +243,7 @@ MISTAKES = {
     "either SHARDING and --shape, or --param": [*SHARDING, "data=2", "--param", "w"],
     "has no parameter 'w9'; it has, for example: embedding/table": ["sharding", "--param", "w9", "--mesh", "data=2"],
     "unknown model 'huge'": ["memory", "--model", "huge", "--mesh", "data=2"],
-    "no customary layout for axis 'rows'": ["memory", "--mesh", "rows=2"],
+    "no customary layout for axis 'lines'": ["memory", "--mesh", "lines=2"],
     "too few for 99 stages; take fewer": ["memory", "--mesh", "pipe=99"],
     "'nonsense' is not one of 'all_reduce'": ["collective", "nonsense"],
     "1 is not in the range": ["collective", "all_reduce", "--ranks", "1"],

@@ -6,6 +6,7 @@ import pytest
 import tiny
 from spmd_engine import Mesh, run
 from spmd_engine.arrays import einsum
+from spmd_engine.arrays.window import Window
 from spmd_engine.checkpoints import load_checkpoint, save_checkpoint
 from spmd_engine.engine import AdamW, LayeredEngine, schedules
 from spmd_engine.engine.batch import batch_of
@@ -329,7 +330,7 @@ class Blur(Layer):
         self.parameters = {"weights": Parameter(f"j {letter}", std=0.5, summed="bhw")}
 
     def halo(self, sh):
-        return f"b h w {self.letters}", "h", self.height, (1, 1)
+        return f"b h w {self.letters}", {"h": (self.height, Window(3, before=1, after=1))}
 
     def padded(self, sh, x):
         """x with a row of zeros at the image's border."""

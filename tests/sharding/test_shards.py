@@ -7,7 +7,9 @@ import pytest
 
 from numerics import normals
 from spmd_engine import Mesh, run
+from spmd_engine.arrays.window import Window
 from spmd_engine.errors import NotationError
+from spmd_engine.layers.later import wait_for
 from spmd_engine.sharding import Layout, Shards
 
 SHAPE = (3, 5, 4)  # b s d
@@ -269,25 +271,77 @@ def test_rows_of_a_whole_letter_stay():
 # --- halos
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 6])
-@pytest.mark.parametrize("halo", [(1, 1), (0, 2), (3, 0), (0, 0)])
-def test_a_halo_is_what_lies_around_and_its_adjoint_adds(ranks, halo):
-    """<halo(x), dy> = <x, add(dy)>, summed over ranks; of 5 rows on 6 ranks one has none."""
-    whole = normals(2, 5, 3)
+WINDOWS = {
+    "3": Window(3, before=1, after=1),
+    "behind only": Window(3, after=2),
+    "before only": Window(4, before=3),
+    "1, nothing to come": Window(1),
+    "even": Window(2),  # one output less than inputs
+    "same, even, stride 2": Window.same(4, 2, 1, 7),
+    "7, stride 2": Window(7, stride=2, before=3, after=3),
+    "a stride beyond the window": Window(1, stride=3),
+    "dilated": Window(3, dilation=3, before=3, after=3),
+    "more padding than window": Window(2, before=3, after=2),
+    "trimmed": Window(2, before=-2, after=-1),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 9])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_a_halo_is_what_outputs_read_and_its_adjoint_adds(ranks, window):
+    """<halo(x), dy> = <x, add(dy)>, summed over ranks; of 7 rows on 9 ranks some have none."""
+    whole, window = normals(2, 7, 3), WINDOWS[window]
 
     def body(sh):
-        how = "b h c", "h", 5, halo
-        part = sh.span("h", 5)
-        wide = sh.with_halo(whole[:, part].copy(), *how)
-        reach = slice(max(0, part.start - halo[0]), part.stop + halo[1]) if part.stop > part.start else part
-        np.testing.assert_array_equal(wide, whole[:, reach])
+        how = "b h c", {"h": (7, window)}
+        part, outputs = sh.span("h", 7), sh.span("h", window.outputs(7))
+        reach = sh.reach("h", 7, window)
+        assert (reach.own, reach.outputs) == ((part.start, part.stop), (outputs.start, outputs.stop))
+        x = whole[:, part].copy()
+        wide = sh.with_halo(x, *how)
+        np.testing.assert_array_equal(wide, whole[:, slice(*reach.needed)])
+        np.testing.assert_array_equal(wait_for(sh.start_with_halo(x, *how)), wide)
+        if ranks > 1:
+            read = [i for p in range(*reach.outputs) for i in taps(window, p)]
+            inside = [i for i in range(7) if read and min(read) <= i <= max(read)]
+            assert list(range(*reach.needed)) == inside
         dy = normals(*wide.shape, seed=7 + sh.mesh.rank)
         dx = sh.add_halo(dy, *how)
+        np.testing.assert_array_equal(wait_for(sh.start_add_halo(dy, *how)), dx)
         assert dx.shape == whole[:, part].shape
         return (wide * dy).sum(), (whole[:, part] * dx).sum()
 
     forward, backward = zip(*on_ranks(body, Layout({"h": ("rows",)}, {}), rows=ranks))
     assert np.isclose(sum(forward), sum(backward), rtol=1e-12)
+
+
+def taps(window, output):
+    """By definition: what an output reads, padding included."""
+    return [output * window.stride - window.before + tap * window.dilation for tap in range(window.size)]
+
+
+@pytest.mark.parametrize("axes", [{"rows": 2, "columns": 3}, {"columns": 2, "rows": 4, "data": 2}])
+def test_halos_of_two_letters_come_at_once_corners_included(axes):
+    """And are counted: each rank is sent the elements that it lacks, once."""
+    whole = normals(4, 5, 7, 2)
+    reads = {"h": (5, Window(3, before=1, after=1)), "w": (7, Window(3, stride=2, before=1, after=1))}
+
+    def body(sh):
+        h, w, b = sh.span("h", 5), sh.span("w", 7), sh.span("b", 4)
+        rows, columns = (sh.reach(letter, *reads[letter]) for letter in "hw")
+        wide = sh.with_halo(whole[b, h, w].copy(), "b h w c", reads)
+        np.testing.assert_array_equal(wide, whole[b, slice(*rows.needed), slice(*columns.needed)])
+        wanted, own = np.zeros((2, 5, 7), bool)
+        wanted[slice(*rows.needed), slice(*columns.needed)] = True
+        own[h, w] = True
+        lacking = 8 * 2 * (b.stop - b.start) * int((wanted & ~own).sum())
+        sh.mesh.barrier()
+        return lacking, sh.mesh.ledger.total().sent
+
+    cuts = {letter: (axis,) for letter, axis in {"h": "rows", "w": "columns", "b": "data"}.items() if axis in axes}
+    layout = Layout(cuts, {})
+    lacking, sent = zip(*on_ranks(body, layout, **axes))
+    assert sum(sent) == sum(lacking) > 0
 
 
 def test_reductions_may_be_waited_for_later():

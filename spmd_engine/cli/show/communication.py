@@ -9,6 +9,7 @@ import click
 import numpy as np
 
 from spmd_engine.cli.composition import composition_of, composition_options
+from spmd_engine.cli.options import image_shape, images_option
 from spmd_engine.cli.show.options import mesh_option, model_option, output_option
 from spmd_engine.cli.show.output import present
 from spmd_engine.cli.show.picture import BLUE, GREEN, ORANGE, PURPLE, YELLOW, Cell, Picture, table, text
@@ -35,6 +36,7 @@ MOST = 400  # transfers
 
 @click.command(short_help="What a rank sends in a step, and when.")
 @model_option
+@images_option
 @mesh_option
 @click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Of the mesh.")
 @click.option("--micro-batches", type=click.IntRange(1, 64), default=1, show_default=True, help="Of a step.")
@@ -42,7 +44,14 @@ MOST = 400  # transfers
 @composition_options
 @output_option
 def communication(
-    model: str, mesh: str, rank: int, micro_batches: int, dtype: str, output: Path | None, **options: Any
+    model: str,
+    images: str | None,
+    mesh: str,
+    rank: int,
+    micro_batches: int,
+    dtype: str,
+    output: Path | None,
+    **options: Any,
 ) -> None:
     """Draw one rank's step: a column a computation of a layer, and below them a bar for each transfer of parameters,
     gradients and a pipeline's activations, from where it begins to where it is waited for.
@@ -55,7 +64,8 @@ def communication(
       python -m spmd_engine show communication --mesh pipe=2,data=2 --micro-batches 2 --schedule zero-bubble
     """
     axes = parse_axes(mesh)
-    built, itemsize = build_model(model), np.dtype(dtype).itemsize
+    built = build_model(model, sample=image_shape(model, images), recut_after=options["recut_after"])
+    itemsize = np.dtype(dtype).itemsize
     composition = composition_of(options, axes, built)
     places = all_places(axes)
     if rank >= len(places):

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 import numpy as np
 
+from spmd_engine.cli.options import image_shape, images_option
 from spmd_engine.cli.show.bytes_per_rank import CLASSES, bytes_per_rank
 from spmd_engine.cli.show.options import mesh_option, model_option, output_option
 from spmd_engine.cli.show.output import present
@@ -16,6 +17,7 @@ from spmd_engine.cli.show.picture import BLUE, GREEN, ORANGE, PURPLE, Cell, Pict
 from spmd_engine.comm.mesh import parse_axes
 from spmd_engine.comm.place import all_places
 from spmd_engine.engine.plan import Storage
+from spmd_engine.models.images import ImageShape
 from spmd_engine.models.names import build_model
 
 FILLS = {"parameters": BLUE, "gradients": ORANGE, "optimizer state": GREEN, "largest groups": PURPLE}
@@ -28,13 +30,14 @@ Held = tuple[tuple[str, int], ...]  # classes with their bytes
 
 @click.command(short_help="Bytes per rank, by what they are for.")
 @model_option
+@images_option
 @mesh_option
 @click.option("--zero", type=click.IntRange(0, 3), help="One ZeRO stage, rank by rank. [default: all, side by side]")
 @click.option("--dtype", type=click.Choice(["float32", "float64"]), default="float32", show_default=True)
 @click.option("--optimizer", type=click.Choice(list(STATES)), default="adamw", show_default=True)
 @output_option
 def memory(
-    model: str, mesh: str, zero: int | None, dtype: str, optimizer: str, output: Path | None
+    model: str, images: str | None, mesh: str, zero: int | None, dtype: str, optimizer: str, output: Path | None
 ) -> None:
     """Draw how many bytes of parameters, gradients and optimizer state a rank holds, under each ZeRO stage.
 
@@ -47,14 +50,20 @@ def memory(
       python -m spmd_engine show memory --model gpt2 --mesh replicate=2,shard=4 --zero 3
       python -m spmd_engine show memory --model gpt2 --mesh pipe=2,data=2,model=2 --output memory.svg
     """
-    present(draw_memory(model, parse_axes(mesh), zero, dtype, optimizer), output)
+    shape = image_shape(model, images)
+    present(draw_memory(model, parse_axes(mesh), zero, dtype, optimizer, shape), output)
 
 
 def draw_memory(
-    model: str, axes: dict[str, int], zero: int | None = None, dtype: str = "float32", optimizer: str = "adamw"
+    model: str,
+    axes: dict[str, int],
+    zero: int | None = None,
+    dtype: str = "float32",
+    optimizer: str = "adamw",
+    images: ImageShape | None = None,
 ) -> Picture:
     """A bar for each ZeRO stage, of the rank that holds most; with ``zero``, one for all ranks that hold the same."""
-    built, places = build_model(model), all_places(axes)
+    built, places = build_model(model, sample=images), all_places(axes)
     stages = range(4) if zero is None else [zero]
     itemsize, states = np.dtype(dtype).itemsize, STATES[optimizer]
     held = {stage: bytes_per_rank(built, places, Storage(stage), itemsize, states) for stage in stages}

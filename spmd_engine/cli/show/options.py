@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from spmd_engine.models.names import DENSE, GPT_SIZES
+from spmd_engine.models.names import MODELS
 
 mesh_option = click.option(
     "--mesh",
@@ -18,7 +18,7 @@ model_option = click.option(
     "--model",
     default="gpt-nano",
     show_default=True,
-    help=f"One of {', '.join((*GPT_SIZES, *DENSE))}.",
+    help=f"One of {', '.join(MODELS)}.",
 )
 output_option = click.option(
     "--output",

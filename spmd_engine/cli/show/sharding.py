@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from spmd_engine.cli.options import image_shape, images_option
 from spmd_engine.cli.show.options import mesh_option, model_option, output_option
 from spmd_engine.cli.show.output import present
 from spmd_engine.cli.show.picture import COLOURS, Picture, grid, listed
@@ -16,7 +17,7 @@ from spmd_engine.comm.mesh import parse_axes
 from spmd_engine.comm.place import Place, all_places
 from spmd_engine.engine.plan import PIPE, make_plan
 from spmd_engine.errors import UsageError
-from spmd_engine.models import build_model, layout_for
+from spmd_engine.models import ImageShape, build_model, layout_for
 from spmd_engine.sharding.notation import Spec
 
 MOST = 1024  # blocks
@@ -27,10 +28,17 @@ MOST = 1024  # blocks
 @click.option("--shape", metavar="N,...", help="The whole array's shape: a size for each letter.")
 @click.option("--param", metavar="NAME", help="A parameter of --model, instead of SHARDING and --shape.")
 @model_option
+@images_option
 @mesh_option
 @output_option
 def sharding(
-    spec: str | None, shape: str | None, param: str | None, model: str, mesh: str, output: Path | None
+    spec: str | None,
+    shape: str | None,
+    param: str | None,
+    model: str,
+    images: str | None,
+    mesh: str,
+    output: Path | None,
 ) -> None:
     """Draw how an array is cut: each block with the ranks that hold it and its range of indices.
 
@@ -48,7 +56,7 @@ def sharding(
         if spec or shape:
             raise UsageError("show sharding: give either SHARDING and --shape, or --param and --model")
         name = f"{model} {param} "
-        cut, sizes, places = parameter_sharding(model, param, places)
+        cut, sizes, places = parameter_sharding(model, param, places, image_shape(model, images))
     elif spec is None or shape is None:
         raise UsageError('show sharding: give SHARDING and --shape, as in: show sharding "b/data d" --shape 8,6')
     else:
@@ -66,10 +74,10 @@ def parse_shape(text: str) -> tuple[int, ...]:
 
 
 def parameter_sharding(
-    model: str, name: str, places: Sequence[Place]
+    model: str, name: str, places: Sequence[Place], images: ImageShape | None = None
 ) -> tuple[Spec, tuple[int, ...], Sequence[Place]]:
     """How a model's parameter is cut by the customary layout, its whole shape, and the places whose stage has it."""
-    built = build_model(model)
+    built = build_model(model, sample=images)
     layout = layout_for(built, places[0])
     parameters = dict(built.parameters())
     if name not in parameters:

@@ -1,0 +1,56 @@
+"""A classifier of stripes in two shards: one rank detects features, another classifies; memory is given back.
+
+    mpiexec -n 2 python examples/two_shards.py
+"""
+
+import tracemalloc
+
+import numpy as np
+
+from spmd_engine import Mesh
+from spmd_engine.arrays.convolution import conv2d
+from spmd_engine.arrays.pooling import max_pool
+from spmd_engine.arrays.window import Window
+
+RIDGE = np.array([[-1, 2, -1]] * 3, np.float32)  # what it is in the middle, compared with left and right
+KERNELS = np.stack([RIDGE, RIDGE.T], axis=-1)[:, :, None]  # [k l i f]: one input channel, two features
+
+
+def draw(count, seed):
+    """Images[b h w c] of noisy stripes, and which they are: 0 upright, 1 level."""
+    rng = np.random.default_rng(seed)
+    stripes = (np.indices((64, 64))[::-1, ..., None] // 2 % 2).astype(np.float32)
+    names = rng.integers(0, 2, count)
+    return stripes[names] + rng.normal(0, 0.5, (count, 64, 64, 1)).astype(np.float32), names
+
+
+def detect(images):
+    """The shard of features[b p q f]: a convolution, ReLU, and the largest of each 4 x 4."""
+    return max_pool(np.maximum(conv2d(images, KERNELS, Window(3), Window(3)), 0), Window(4, 4), Window(4, 4))[0]
+
+
+def classify(features):
+    """The shard of names: the feature that is strongest on the whole."""
+    return features.mean(axis=(1, 2)).argmax(axis=-1)
+
+
+def main(batches=3, size=100):
+    tracemalloc.start()
+    with Mesh(pipe=2) as mesh:
+        for batch in range(batches):
+            before = tracemalloc.get_traced_memory()[0]
+            images, names = draw(size, batch)
+            if mesh.rank == 0:
+                features = detect(images)
+                mesh.send(1, features, over="pipe")
+            else:
+                features = mesh.receive(0, over="pipe")
+                print(f"batch {batch}: {(classify(features) == names).mean():.0%} right")
+            held = features.nbytes
+            del features, images, names  # passed on, or used: nothing is kept, but code that the first batch loads
+            kept = tracemalloc.get_traced_memory()[0] - before
+            print(f"rank {mesh.rank} held {held:,} bytes of features; of this batch it keeps {kept:,}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Convolutions of images, forward and backward, as matrix products of patches.
+
+Channels come last. A patch is what one output position reads, [k l i] for every group of channels. Patches are copied
+a panel at a time, small enough to stay in cache, and a panel is multiplied at once; so the memory beside inputs and
+results does not grow with the images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.fused import fused
+from spmd_engine.arrays.window import Window, check_convolution, check_gradient, outputs_of
+
+PANEL_ELEMENTS = 1 << 18  # 1 MiB of float32: fits a core's L2 cache
+DEVICE_PANEL_ELEMENTS = 1 << 26  # a device wants few and large launches
+
+
+@fused
+def conv2d(x: Array, w: Array, rows: Window, columns: Window, groups: int = 1) -> Array:
+    """y[b p q f] = sum over k, l, i of x[b h w c] * w[k l i f], where output p, q reads its windows of h and w.
+
+    Channels c = (g i) and f = (g o) in that order: outputs of a group read the inputs of that group. This is what deep
+    learning calls a convolution: the kernel is not flipped. Raises ValueError if shapes, windows and groups disagree.
+    """
+    xp = backend_of(x).xp
+    check_convolution(x.shape, w.shape, rows, columns, groups)
+    y = xp.zeros(outputs_of(x.shape, rows, columns, w.shape[3]), x.dtype)
+    matrices = _matrices(w, groups)
+    for panel in _panels(x, y.shape, rows, columns, groups):
+        block = panel.of(y)
+        block[...] = xp.matmul(panel.patches(x), matrices).transpose(1, 0, 2).reshape(block.shape)
+    return y
+
+
+@fused
+def conv2d_input_gradient(
+    dy: Array, w: Array, rows: Window, columns: Window, groups: int, lengths: tuple[int, int]
+) -> Array:
+    """dx[b h w c] of ``conv2d`` for dy[b p q f]; ``lengths`` are those of h and w."""
+    xp = backend_of(dy).xp
+    dx = xp.zeros((dy.shape[0], *lengths, w.shape[2] * groups), dy.dtype)
+    check_convolution(dx.shape, w.shape, rows, columns, groups)
+    check_gradient(dy.shape, dx.shape, rows, columns, w.shape[3])
+    matrices = _matrices(w, groups).transpose(0, 2, 1)
+    for panel in _panels(dx, dy.shape, rows, columns, groups):
+        panel.add(dx, xp.matmul(_by_group(panel.of(dy), groups), matrices))
+    return dx
+
+
+@fused
+def conv2d_weight_gradient(x: Array, dy: Array, rows: Window, columns: Window, groups: int) -> Array:
+    """dw[k l i f] of ``conv2d`` for dy[b p q f]."""
+    xp = backend_of(x).xp
+    shape = rows.size, columns.size, x.shape[3] // groups, dy.shape[3]
+    check_convolution(x.shape, shape, rows, columns, groups)
+    check_gradient(dy.shape, x.shape, rows, columns, dy.shape[3])
+    dw = xp.zeros((groups, shape[0] * shape[1] * shape[2], shape[3] // groups), x.dtype)
+    for panel in _panels(x, dy.shape, rows, columns, groups):
+        dw += xp.matmul(panel.patches(x).transpose(0, 2, 1), _by_group(panel.of(dy), groups))
+    return dw.transpose(1, 0, 2).reshape(shape)
+
+
+def _matrices(w: Array, groups: int) -> Array:
+    """w[k l i (g o)] as [g (k l i) o]."""
+    return w.reshape(prod(w.shape[:3]), groups, w.shape[3] // groups).transpose(1, 0, 2)
+
+
+def _by_group(y: Array, groups: int) -> Array:
+    """y[b p q (g o)] as [g (b p q) o]."""
+    return y.reshape(prod(y.shape[:3]), groups, y.shape[3] // groups).transpose(1, 0, 2)
+
+
+@dataclass(frozen=True)
+class _Panel:
+    """Some rows of outputs of some samples, and their patches."""
+
+    samples: slice
+    outputs: slice
+    rows: Window
+    columns: Window
+    shape: tuple[int, ...]  # of the patches: [g b p q k l i]
+
+    def of(self, y: Array) -> Array:
+        """These outputs in y[b p q f]."""
+        return y[self.samples, self.outputs]
+
+    def patches(self, x: Array) -> Array:
+        """What these outputs read of x[b h w c], as [g (b p q) (k l i)]; 0 where that is padding."""
+        patches = backend_of(x).xp.zeros(self.shape, x.dtype)
+        for inside, where in self._taps(x.shape):
+            patches[inside] = self._grouped(x)[where].transpose(3, 0, 1, 2, 4)
+        return patches.reshape(self.shape[0], prod(self.shape[1:4]), prod(self.shape[4:]))
+
+    def add(self, dx: Array, patches: Array) -> None:
+        """Add patches [g (b p q) (k l i)] where they read dx[b h w c]: the adjoint of ``patches``."""
+        patches, grouped = patches.reshape(self.shape), self._grouped(dx)
+        for inside, where in self._taps(dx.shape):
+            grouped[where] += patches[inside].transpose(1, 2, 3, 0, 4)
+
+    def _grouped(self, x: Array) -> Array:
+        """x[b h w (g i)] as a view [b h w g i]."""
+        return x.reshape(*x.shape[:3], self.shape[0], self.shape[-1])
+
+    def _taps(self, x: tuple[int, ...]) -> Iterator[tuple[tuple, tuple]]:
+        """For each tap that reads more than padding: where in the patches, and where in x[b h w g i]."""
+        for k, p, h in self.rows.taps(x[1], self.outputs.start, self.outputs.stop):
+            for l, q, w in self.columns.taps(x[2]):
+                yield (slice(None), slice(None), p, q, k, l), (self.samples, h, w)
+
+
+def _panels(x: Array, y: tuple[int, ...], rows: Window, columns: Window, groups: int) -> Iterator[_Panel]:
+    """All outputs y[b p q f] of x[b h w c], a panel of bounded size at a time: several samples, or rows of one."""
+    patch = rows.size, columns.size, x.shape[3] // groups
+    limit = DEVICE_PANEL_ELEMENTS if backend_of(x).on_device else PANEL_ELEMENTS
+    lines = max(1, limit // max(1, y[2] * prod(patch) * groups))  # rows of outputs
+    samples, height = max(1, lines // max(1, y[1])), max(1, min(lines, y[1]))
+    for b in range(0, y[0], samples):
+        of_batch = slice(b, min(b + samples, y[0]))
+        for p in range(0, y[1], height):
+            outputs = slice(p, min(p + height, y[1]))
+            shape = groups, of_batch.stop - b, outputs.stop - p, y[2], *patch
+            yield _Panel(of_batch, outputs, rows, columns, shape)

@@ -1,0 +1,156 @@
+"""Convolutions and pooling as calls of compiled loops, for float32 images on the host."""
+
+from __future__ import annotations
+
+from math import gcd, prod
+
+import numpy as np
+
+from spmd_engine.arrays.window import Window, check_convolution, check_gradient, outputs_of
+
+
+class FastImages:
+    """Each has the name, signature and result of its NumPy text, where both are documented."""
+
+    def __init__(self, of_convolution, of_pooling) -> None:
+        self._convolution, self._pooling = of_convolution, of_pooling
+
+    def call_all_of_images(self) -> None:
+        """Call everything once, so that it is loaded or compiled."""
+        x, window = np.zeros((1, 2, 2, 2), np.float32), Window(1)
+        for w, groups in ((np.zeros((1, 1, 2, 2), np.float32), 1), (np.zeros((1, 1, 1, 2), np.float32), 2)):
+            self.conv2d(x, w, window, window, groups)
+            self.conv2d_input_gradient(x, w, window, window, groups, (2, 2))
+            self.conv2d_weight_gradient(x, x, window, window, groups)
+        self.max_pool_gradient(*self.max_pool(x, window, window), window, window, (2, 2))
+
+    # Convolution
+
+    def conv2d(self, x, w, rows, columns, groups=1):
+        check_convolution(x.shape, w.shape, rows, columns, groups)
+        x, w = _contiguous(x), _contiguous(w)
+        shape = outputs_of(x.shape, rows, columns, w.shape[3])
+        if _is_depthwise(w.shape, groups):
+            y = np.zeros(shape, np.float32)
+            self._pooling.depthwise(x, w[:, :, 0], _numbers(rows), _numbers(columns), y)
+            return y
+        y = np.empty(shape, np.float32)
+        k, l, i, o = *w.shape[:3], shape[3] // groups
+        weights = self._tiles(w.reshape(k * l * i, groups, o).transpose(1, 0, 2))
+        self._correlate(x, weights, y, (*shape[:3], o), (0, 0), (1, 1), rows, columns)
+        return y
+
+    def conv2d_input_gradient(self, dy, w, rows, columns, groups, lengths):
+        b, (h, width), (k, l, i, f) = dy.shape[0], lengths, w.shape
+        dx = np.zeros((b, h, width, i * groups), np.float32)
+        check_convolution(dx.shape, w.shape, rows, columns, groups)
+        check_gradient(dy.shape, dx.shape, rows, columns, f)
+        dy, w = _contiguous(dy), _contiguous(w)
+        if _is_depthwise(w.shape, groups):
+            self._pooling.depthwise_input(dy, w[:, :, 0], _numbers(rows), _numbers(columns), dx)
+            return dx
+        w = w.reshape(k, l, i, groups, f // groups).transpose(3, 0, 1, 4, 2)
+        for row in range(min(h, rows.stride)):
+            for column in range(min(width, columns.stride)):
+                (row_taps, rows_back), (column_taps, columns_back) = _backward(rows, row), _backward(columns, column)
+                if row_taps and column_taps:
+                    weights = w[:, row_taps][:, :, column_taps]
+                    weights = self._tiles(weights.reshape(groups, prod(weights.shape[1:4]), i))
+                    strides = rows.stride, columns.stride
+                    outputs = b, -(-(h - row) // strides[0]), -(-(width - column) // strides[1]), i
+                    self._correlate(dy, weights, dx, outputs, (row, column), strides, rows_back, columns_back)
+        return dx
+
+    def conv2d_weight_gradient(self, x, dy, rows, columns, groups):
+        k, l, i, f = shape = rows.size, columns.size, x.shape[3] // groups, dy.shape[3]
+        check_convolution(x.shape, shape, rows, columns, groups)
+        check_gradient(dy.shape, x.shape, rows, columns, f)
+        x, dy = _contiguous(x), _contiguous(dy)
+        if _is_depthwise(shape, groups):
+            dw = np.zeros((k, l, f), np.float32)
+            self._pooling.depthwise_weights(x, dy, _numbers(rows), _numbers(columns), dw)
+            return dw[:, :, None]
+        wide, o = self._convolution.WIDE, f // groups
+        tiles = -(-o // wide)
+        dw = np.zeros((groups, tiles, k * l * i, wide), np.float32)
+        if dy.size and dw.size:
+            self._convolution.correlate_weights(x, dy, dw, *self._how(rows, columns))
+        dw = dw.transpose(2, 0, 1, 3).reshape(k * l * i, groups, tiles * wide)
+        return np.ascontiguousarray(dw[:, :, :o]).reshape(shape)
+
+    def _tiles(self, weights):
+        """weights[g (k l i) o] as [g t (k l i) j], where o = (t j) and j is as wide as a tile, filled up with 0."""
+        wide = self._convolution.WIDE
+        groups, inside, o = weights.shape
+        tiles = np.zeros((groups, inside, -(-o // wide) * wide), np.float32)
+        tiles[:, :, :o] = weights
+        return np.ascontiguousarray(tiles.reshape(groups, inside, tiles.shape[2] // wide, wide).transpose(0, 2, 1, 3))
+
+    def _correlate(self, x, weights, y, outputs, first, step, rows, columns):
+        """Write ``outputs``, [b p q o] of each group, to y[:, first::step, first::step]."""
+        if y.size and prod(outputs):
+            column = y.shape[3]
+            row, sample = y.shape[2] * column, y.shape[1] * y.shape[2] * column
+            strides = sample, step[0] * row, step[1] * column, first[0] * row + first[1] * column
+            flat = y.reshape(y.size)
+            self._convolution.correlate(x, weights, flat, outputs, strides, *self._how(rows, columns))
+
+    def _how(self, rows, columns):
+        return _numbers(rows), _numbers(columns), self._convolution.PANEL_ELEMENTS
+
+    # Pooling
+
+    def max_pool(self, x, rows, columns):
+        shape = outputs_of(x.shape, rows, columns, x.shape[3])
+        y = np.full(shape, -np.inf, np.float32)
+        chosen = np.zeros(shape, np.uint8 if rows.size * columns.size <= 256 else np.int32)
+        self._pooling.max_pool(_contiguous(x), _numbers(rows), _numbers(columns), y, chosen)
+        return y, chosen
+
+    def max_pool_gradient(self, dy, chosen, rows, columns, lengths):
+        dx = np.zeros((dy.shape[0], *lengths, dy.shape[3]), np.float32)
+        check_gradient(dy.shape, dx.shape, rows, columns, dy.shape[3])
+        chosen = np.ascontiguousarray(np.broadcast_to(chosen, dy.shape))
+        self._pooling.max_pool_gradient(_contiguous(dy), chosen, _numbers(rows), _numbers(columns), dx)
+        return dx
+
+    def window_sums(self, x, rows, columns):
+        y = np.zeros(outputs_of(x.shape, rows, columns, x.shape[3]), np.float32)
+        ones = np.ones((rows.size, columns.size, x.shape[3]), np.float32)
+        self._pooling.depthwise(_contiguous(x), ones, _numbers(rows), _numbers(columns), y)
+        return y
+
+    def window_sums_gradient(self, dy, rows, columns, lengths):
+        dx = np.zeros((dy.shape[0], *lengths, dy.shape[3]), np.float32)
+        check_gradient(dy.shape, dx.shape, rows, columns, dy.shape[3])
+        ones = np.ones((rows.size, columns.size, dy.shape[3]), np.float32)
+        self._pooling.depthwise_input(_contiguous(dy), ones, _numbers(rows), _numbers(columns), dx)
+        return dx
+
+
+def _contiguous(x: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(x, np.float32)
+
+
+def _numbers(window: Window) -> tuple[int, int, int, int]:
+    """A window as the loops take it."""
+    return window.size, window.stride, window.dilation, window.before
+
+
+def _is_depthwise(w: tuple[int, ...], groups: int) -> bool:
+    """Whether each channel is convolved with its own weights alone."""
+    return groups > 1 and w[2] == 1 and w[3] == groups
+
+
+def _backward(window: Window, first: int) -> tuple[list[int], Window]:
+    """The gradient at inputs first, first + stride, ... as a convolution of the outputs' gradient with stride 1.
+
+    Returns the window's taps that read these inputs, in the order in which that convolution has them, and its window.
+    Input first + m * stride was read by tap k of output p if p * stride = first + m * stride + before - k * dilation.
+    """
+    place, common = first + window.before, gcd(window.stride, window.dilation)
+    taps = [k for k in range(window.size) if (place - k * window.dilation) % window.stride == 0]
+    if not taps:
+        return [], window
+    nearest = (place - taps[-1] * window.dilation) // window.stride  # the output that the last tap reads, for m = 0
+    return taps[::-1], Window(len(taps), 1, window.dilation // common, -nearest)

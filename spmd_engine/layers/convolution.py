@@ -1,0 +1,215 @@
+"""A convolution of images whose rows, columns and channels may be cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod, sqrt
+
+from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.convolution import conv2d, conv2d_input_gradient, conv2d_weight_gradient
+from spmd_engine.errors import UsageError
+from spmd_engine.layers.declarations import Activation, Parameter
+from spmd_engine.layers.image_windows import ImageWindows, Padding, Pair, WindowsHere
+from spmd_engine.layers.layer import Layer
+from spmd_engine.sharding.placement import Interval
+
+#: Multiplications from which on the inner outputs are computed while the halo travels: with fewer, computing outputs
+#: in five parts costs more than waiting.
+OVERLAP_FROM = 20_000_000
+
+
+class Conv2d(Layer):
+    """y[b h w o] = sum over taps k, l and inputs i of x[b h' w' i] · weights[k l i o] (+ bias[o])
+
+    where h', w' is what output h, w reads by tap k, l of its window; beyond the image there are zeros. With rows and
+    columns cut over the mesh axes H and W, and channels i over R and o over C:
+
+    Forward
+        1. x[b h'/H w'/W i/R] = Halo_HW(x[b h/H w/W i/R])              what outputs read; inner ones meanwhile
+        2. y[b h/H w/W o/C] {U_R} = sum of x · weights[k l i/R o/C],   y = AllReduce_R(...), then + bias[o/C]
+    Backward
+        3. dx[b h'/H w'/W i/R] {U_C} = sum over k, l, o of dy[b h/H w/W o/C] · weights[k l i/R o/C]
+        4. dx[b h/H w/W i/R] = AllReduce_C(AddHalo_HW(dx))             travels while dweights is made
+        5. dweights[k l i/R o/C] = sum over b, h, w of x · dy          left unreduced over what cuts b, h and w
+
+    ``inputs`` and ``outputs`` are a letter and the number of channels each. Different letters, c -> f -> c -> ...: with
+    f cut over a mesh axis, convolutions split their output channels and their input channels in turn, as the two
+    products of an MLP do. One letter, f -> f: each rank makes its part of the outputs and needs all inputs that these
+    read. In ``groups``, those are the channels of its outputs' groups (the i of ``weights`` counts within a group);
+    in a depthwise convolution they are its own. In one group they are all channels: step 1 gathers them with the halo,
+    and step 4 reduces and scatters. Any number of channels and groups may be cut over any number of ranks.
+
+    ``image`` is the whole height and width. ``kernel``, ``stride``, ``dilation``: a number, or one for rows and one
+    for columns; ``padding``: see ``Padding``. ``letters`` are those of batch, rows and columns. ``std`` is the initial
+    weights' deviation, by default sqrt(2 / (k l i)) (He et al., 2015). With ``input_gradient=False`` steps 3 and 4
+    are left out: for a first layer, of which the inputs are data. Raises UsageError for groups that do not divide the
+    channels, or have different letters, and for windows that do not fit.
+
+    After Dryden et al., "Improving strong-scaling of CNN training by exploiting finer-grained parallelism" (2019),
+    whose halos these are, here for any window over any blocks.
+    """
+
+    def __init__(
+        self,
+        inputs: tuple[str, int],
+        outputs: tuple[str, int],
+        image: tuple[int, int],
+        kernel: Pair,
+        *,
+        stride: Pair = 1,
+        dilation: Pair = 1,
+        padding: Padding = 0,
+        groups: int = 1,
+        bias: bool = True,
+        std: float | None = None,
+        letters: str = "bhw",
+        input_gradient: bool = True,
+    ) -> None:
+        i, o = self.channels = inputs[0], outputs[0]
+        if groups > 1 and i != o:
+            raise UsageError(f"Conv2d from {i!r} to {o!r} in {groups} groups: give both the same letter")
+        if groups < 1 or inputs[1] % groups or outputs[1] % groups:
+            raise UsageError(f"Conv2d from {inputs[1]} to {outputs[1]} channels: {groups} groups do not divide them")
+        batch, y, x = self.letters = letters
+        self.windows = ImageWindows.of(
+            image, kernel, stride=stride, dilation=dilation, padding=padding, letters=y + x
+        )
+        self.groups = ChannelGroups(inputs[1], outputs[1], groups)
+        self.input_gradient = input_gradient
+        self.inputs, self.outputs = (Activation(f"{batch} {y} {x} {each}", where="inside") for each in (i, o))
+        self.may_cut = letters + "".join(dict.fromkeys(i + o))
+        each = i if i != o else "j"
+        taps = self.windows.rows.size, self.windows.columns.size
+        self.sizes = {"k": taps[0], "l": taps[1], each: inputs[1] // groups, o: outputs[1]}
+        if std is None:
+            std = sqrt(2 / (prod(taps) * inputs[1] // groups))
+        self.parameters = {"weights": Parameter(f"k l {each} {o}", std=std, summed=letters)}
+        if bias:
+            self.parameters["bias"] = Parameter(o, decay=False, summed=letters)
+
+    def cost(self, length):
+        return super().cost(length) * prod(self.windows.outputs)
+
+    def _reads(self):
+        i, o = self.channels
+        return {**self.windows.reads, **({i: (self.groups.inputs, self.groups)} if i == o else {})}
+
+    def _pieces(self, sh):
+        i, o = self.channels
+        if i != o or not sh.is_cut(i):
+            return [(slice(None), slice(None), self.groups.number)]
+        reach = sh.reach(i, self.groups.inputs, self.groups)
+        return list(self.groups.pieces(reach.outputs, reach.needed))
+
+    def forward(self, sh, p, x, ctx):
+        i, o = self.channels
+        here, pieces, w = self.windows.here(sh), self._pieces(sh), p["weights"]
+        y = backend_of(x).xp.empty((len(x), *(stop - start for start, stop in here.outputs), w.shape[3]), x.dtype)
+        wide = sh.start_with_halo(x, self.inputs.dims, self._reads())
+        if wide is x:
+            convolve(x, w, here, here.own, here.outputs, pieces, y)
+        elif i != o and y.size * w[..., 0].size >= OVERLAP_FROM:
+            convolve(x, w, here, here.own, here.inner, pieces, y)
+            wide = wide.wait()
+            for outputs in here.around():
+                convolve(wide, w, here, here.needed, outputs, pieces, y)
+        else:
+            wide = wide.wait()
+            convolve(wide, w, here, here.needed, here.outputs, pieces, y)
+        if i != o:
+            y = sh.all_reduce(y, over=i)
+        if "bias" in p:
+            y += p["bias"]
+        return y, wide
+
+    def backward_input(self, sh, p, wide, dy):
+        i, o = self.channels
+        rest = wide, dy
+        if not self.input_gradient:
+            return None, rest
+        here, w = self.windows.here(sh), p["weights"]
+        dx = backend_of(dy).xp.zeros(wide.shape, dy.dtype)
+        for of_inputs, of_outputs, groups in self._pieces(sh):
+            if dy.size and dx.size:
+                dx[..., of_inputs] += conv2d_input_gradient(
+                    dy[..., of_outputs], w[..., of_outputs], *here.local, groups, here.lengths
+                )
+        if i == o or not sh.is_cut(o):
+            return sh.start_add_halo(dx, self.inputs.dims, self._reads()), rest
+        return sh.start_all_reduce(sh.add_halo(dx, self.inputs.dims, self._reads()), over=o), rest
+
+    def backward_weight(self, sh, rest, g):
+        wide, dy = rest
+        here = self.windows.here(sh)
+        dw = g.open("weights")
+        for of_inputs, of_outputs, groups in self._pieces(sh):
+            if dy.size and wide.size:
+                dw[..., of_outputs] += conv2d_weight_gradient(
+                    wide[..., of_inputs], dy[..., of_outputs], *here.local, groups
+                )
+        if "bias" in self.parameters:
+            g.add("bias", dy.sum((0, 1, 2)))
+
+
+def convolve(
+    x: Array,
+    w: Array,
+    here: WindowsHere,
+    inputs: tuple[Interval, Interval],
+    outputs: tuple[Interval, Interval],
+    pieces: list[tuple[slice, slice, int]],
+    y: Array,
+) -> None:
+    """Compute intervals of rows and columns of the outputs, in ``y``, from intervals of the inputs, which are ``x``."""
+    place = y[here.at(outputs)]
+    if not x.size:
+        place[...] = 0
+        return
+    for of_inputs, of_outputs, groups in pieces if place.size else ():
+        place[..., of_outputs] = conv2d(
+            x[..., of_inputs], w[..., of_outputs], *here.of(outputs, inputs), groups
+        )
+
+
+@dataclass(frozen=True)
+class ChannelGroups:
+    """Which input channels the output channels read, in so many groups: all outputs of a group all inputs of it."""
+
+    inputs: int
+    all_outputs: int
+    number: int = 1
+
+    def outputs(self, length: int) -> int:
+        """How many there are, as ``Shards.with_halo`` asks."""
+        return self.all_outputs
+
+    def needs(self, first: int, stop: int, length: int) -> Interval:
+        """The interval of inputs that these outputs read: those of their groups."""
+        per_output, per_input = self.all_outputs // self.number, self.inputs // self.number
+        begin = first // per_output
+        end = -(-stop // per_output) if stop > first else begin
+        return begin * per_input, end * per_input
+
+    def pieces(self, outputs: Interval, inputs: Interval) -> Iterator[tuple[slice, slice, int]]:
+        """An interval of outputs in parts that are convolutions: of one group a part, whole groups, of one a part.
+
+        Of each part which of these inputs and outputs it has, and in how many groups.
+
+        >>> for part in ChannelGroups(6, 9, 3).pieces((1, 7), (0, 6)):
+        ...     print(*part)
+        slice(0, 2, None) slice(0, 2, None) 1
+        slice(2, 4, None) slice(2, 5, None) 1
+        slice(4, 6, None) slice(5, 6, None) 1
+        """
+        per_output = self.all_outputs // self.number
+        first, stop = -(-outputs[0] // per_output), outputs[1] // per_output  # whole groups
+        if first > stop:
+            parts = [(*outputs, 1)]
+        else:
+            ends = outputs[0], first * per_output, stop * per_output, outputs[1]
+            parts = zip(ends, ends[1:], (1, stop - first, 1), strict=False)
+        for begin, end, groups in parts:
+            if begin < end:
+                needed = self.needs(begin, end, self.inputs)
+                yield slice(*(n - inputs[0] for n in needed)), slice(begin - outputs[0], end - outputs[0]), groups

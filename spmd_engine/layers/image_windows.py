@@ -1,0 +1,145 @@
+"""Windows over an image's rows and columns, whole and as a rank has them that has some of both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from spmd_engine.arrays.window import Window
+from spmd_engine.errors import UsageError
+from spmd_engine.sharding.placement import Interval
+from spmd_engine.sharding.shards import Reading, Shards
+
+Pair = int | tuple[int, int]  #: of rows and of columns; a number stands for both
+
+#: Zeros around an image: as many on each side; before and behind the rows, and the columns; or as many as leave
+#: ceil(length / stride) outputs ("same", an odd one behind).
+Padding = int | tuple[Interval, Interval] | str
+
+
+@dataclass(frozen=True)
+class ImageWindows:
+    """What each output of a layer reads of an image whose letters are ``y`` and ``x``, and that is so large in all."""
+
+    image: tuple[int, int]  #: rows and columns
+    rows: Window
+    columns: Window
+    y: str = "h"
+    x: str = "w"
+
+    @classmethod
+    def of(
+        cls,
+        image: tuple[int, int],
+        kernel: Pair,
+        *,
+        stride: Pair = 1,
+        dilation: Pair = 1,
+        padding: Padding = 0,
+        letters: str = "hw",
+    ) -> ImageWindows:
+        """Raises UsageError for windows without an output, and for a padding that cannot be read."""
+        sizes, strides, dilations = (
+            (each, each) if isinstance(each, int) else each for each in (kernel, stride, dilation)
+        )
+        windows = []
+        for i in (0, 1):
+            if padding == "same":
+                windows.append(Window.same(sizes[i], strides[i], dilations[i], image[i]))
+                continue
+            if isinstance(padding, str):
+                raise UsageError(f'padding {padding!r}: write "same", a number, or ((before, after), (before, after))')
+            before, after = (padding, padding) if isinstance(padding, int) else padding[i]
+            windows.append(Window(sizes[i], strides[i], dilations[i], before, after))
+        if any(window.outputs(length) < 1 for window, length in zip(windows, image, strict=True)):
+            raise UsageError(f"windows of {sizes[0]} x {sizes[1]} do not fit into images of {image[0]} x {image[1]}")
+        return cls(image, *windows, *letters)
+
+    @property
+    def outputs(self) -> tuple[int, int]:
+        """How many rows and columns of outputs there are in all."""
+        return self.rows.outputs(self.image[0]), self.columns.outputs(self.image[1])
+
+    @property
+    def reads(self) -> Mapping[str, Reading]:
+        """As ``Shards.with_halo`` wants them."""
+        return {self.y: (self.image[0], self.rows), self.x: (self.image[1], self.columns)}
+
+    def here(self, sh: Shards) -> WindowsHere:
+        """As this rank has them."""
+        sides = []
+        for letter, (length, window) in self.reads.items():
+            reach = sh.reach(letter, length, window)
+            inner = inner_outputs(window, length, reach.own, reach.outputs) if sh.is_cut(letter) else reach.outputs
+            sides.append((window, reach.own, reach.needed, reach.outputs, inner))
+        return WindowsHere(*zip(*sides, strict=True))
+
+
+@dataclass(frozen=True)
+class WindowsHere:
+    """Windows over the rows and columns that a rank has: intervals of the whole image, and of all outputs."""
+
+    windows: tuple[Window, Window]
+    own: tuple[Interval, Interval]  #: inputs that this rank has
+    needed: tuple[Interval, Interval]  #: inputs that its outputs read, with the halo
+    outputs: tuple[Interval, Interval]  #: outputs that it makes
+    inner: tuple[Interval, Interval]  #: of these, those that read its own inputs alone
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """How many rows and columns it needs."""
+        (h0, h1), (w0, w1) = self.needed
+        return h1 - h0, w1 - w0
+
+    @property
+    def local(self) -> tuple[Window, Window]:
+        """The windows of all its outputs over the inputs needed: padded at the image's border and nowhere else."""
+        return self.of(self.outputs, self.needed)
+
+    def of(self, outputs: tuple[Interval, Interval], inputs: tuple[Interval, Interval]) -> tuple[Window, Window]:
+        """The windows of these outputs over these inputs."""
+        rows, columns = (part_of(*each) for each in zip(self.windows, outputs, inputs, strict=True))
+        return rows, columns
+
+    def at(self, outputs: tuple[Interval, Interval]) -> tuple[slice, ...]:
+        """Where these outputs are in this rank's array of outputs, whose rows and columns are dims 1 and 2."""
+        sides = zip(outputs, self.outputs, strict=True)
+        return slice(None), *(slice(start - first, stop - first) for (start, stop), (first, _) in sides)
+
+    def around(self) -> list[tuple[Interval, Interval]]:
+        """The outputs around the inner ones, as rectangles: above, below, left, right; without those that are empty."""
+        (rows, columns), (inner_rows, inner_columns) = self.outputs, self.inner
+        parts = [
+            ((rows[0], inner_rows[0]), columns),
+            ((inner_rows[1], rows[1]), columns),
+            (inner_rows, (columns[0], inner_columns[0])),
+            (inner_rows, (inner_columns[1], columns[1])),
+        ]
+        return [part for part in parts if all(start < stop for start, stop in part)]
+
+
+def part_of(window: Window, outputs: Interval, inputs: Interval) -> Window:
+    """The window whose outputs, over an interval of the inputs, are an interval of this window's outputs.
+
+    >>> part_of(Window(3, before=1, after=1), outputs=(0, 2), inputs=(0, 3))  # of 4 and more: padded on one side
+    Window(size=3, stride=1, dilation=1, before=1, after=0)
+    """
+    if outputs[0] == outputs[1]:
+        return replace(window, before=inputs[0] - inputs[1], after=0)  # leaves nothing to read
+    begin = outputs[0] * window.stride - window.before
+    end = (outputs[1] - 1) * window.stride - window.before + window.span
+    return replace(window, before=inputs[0] - begin, after=end - inputs[1])
+
+
+def inner_outputs(window: Window, length: int, own: Interval, outputs: Interval) -> Interval:
+    """Of an interval of outputs, those that read nothing of ``length`` inputs but an interval of them.
+
+    >>> inner_outputs(Window(3, before=1, after=1), 8, own=(4, 8), outputs=(4, 8))
+    (5, 8)
+    """
+    first, stop = outputs
+    if own[0] > 0:
+        first = max(first, -(-(own[0] + window.before) // window.stride))
+    if own[1] < length:
+        stop = min(stop, (own[1] + window.before - window.span) // window.stride + 1)
+    return (first, stop) if first < stop and own[0] < own[1] else (outputs[0], outputs[0])

@@ -1,0 +1,51 @@
+"""The block of a residual network: a branch of convolutions, and a way around it."""
+
+from __future__ import annotations
+
+from spmd_engine.arrays.backend import backend_of
+from spmd_engine.errors import UsageError
+from spmd_engine.layers.chain import Chain, joined
+from spmd_engine.layers.later import wait_for
+from spmd_engine.layers.layer import Extra, Layer
+
+
+class ResidualBlock(Layer):
+    """y = max(branch(x) + shortcut(x), 0); without a shortcut, x itself is added
+
+    The parameters stand under ``branch/`` and ``shortcut/``. Where channels are cut inside the branch, its last
+    convolution makes whole ones, so that the sum needs no communication. Raises UsageError if the ways do not end
+    with the same letters. After He et al., "Deep residual learning for image recognition" (2016).
+    """
+
+    def __init__(self, branch: Chain, shortcut: Chain | None = None) -> None:
+        self.ways = {"branch": branch} | ({"shortcut": shortcut} if shortcut else {})
+        left, right = branch.outputs, shortcut.outputs if shortcut else branch.inputs
+        if left != right:
+            raise UsageError(f"ResidualBlock: the branch ends in [{left.dims}], the way around it in [{right.dims}]")
+        self.inputs, self.outputs = branch.inputs, branch.outputs
+        self.parameters, self.buffers, self.sizes, self.may_cut = joined(self.ways.items())
+
+    def cost(self, length):
+        return sum(way.cost(length) for way in self.ways.values())
+
+    def forward(self, sh, p, x, ctx):
+        total, saved, updates = None if "shortcut" in self.ways else x, {}, {}
+        for name, way in self.ways.items():
+            y, saved[name], told = way.forward(sh, p[name], x, ctx)
+            updates |= {f"{name}/{own}": update for own, update in told.updates.items()}
+            total = y if total is None else total + y
+        positive = total > 0 if ctx.training and ctx.saving else None
+        return backend_of(total).xp.maximum(total, 0), (saved, positive), Extra(updates)
+
+    def backward_input(self, sh, p, saved, dy):
+        saved, positive = saved
+        dy = dy * positive
+        dx, rests = None if "shortcut" in self.ways else dy, {}
+        for name, way in self.ways.items():
+            dbranch, rests[name] = way.backward_input(sh, p[name], saved[name], dy)
+            dx = wait_for(dbranch) if dx is None else dx + wait_for(dbranch)
+        return dx, rests
+
+    def backward_weight(self, sh, rests, g):
+        for name, way in self.ways.items():
+            way.backward_weight(sh, rests[name], g[name])

@@ -1,0 +1,176 @@
+"""Convolutional networks: a small one, and residual networks after He et al. (2016). Images[b h w c] to scores[b k].
+
+Letters say what may be cut: samples b, rows h, columns w, and channels f; channels c, and classes k, are whole. A
+network may be a hybrid, ``recut_after`` so many blocks: from there on its samples n are cut over the ranks that cut
+rows and columns before, and each rank has whole images (letters y and x), which are small by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from spmd_engine.errors import UsageError
+from spmd_engine.layers import (
+    BatchNorm,
+    Chain,
+    Conv2d,
+    GatherSamples,
+    GlobalPool,
+    Layer,
+    Linear,
+    MaxPool,
+    Recut,
+    ReLU,
+    ResidualBlock,
+)
+from spmd_engine.models.images import ImageShape
+from spmd_engine.models.mlp import class_accuracy, class_loss
+from spmd_engine.models.model import Model
+
+Named = tuple[str, Layer]
+
+
+def convnet(
+    shape: ImageShape = ImageShape(),  # noqa: B008 (immutable)
+    name: str = "convnet",
+    *,
+    channels: Sequence[int] = (32, 32, 64, 64),
+    recut_after: int | None = None,
+) -> Model:
+    """Blocks of a 3 x 3 convolution, batch norm and ReLU; maxima of 2 x 2 after each pair; the mean; a dense head.
+
+    Channels take turns: c -> f -> c. Raises UsageError for an odd number of blocks and images smaller than 2 x 2.
+    """
+    if len(channels) % 2:
+        raise UsageError(f"{name}: {len(channels)} blocks; they come in pairs")
+    net = _Network(shape, name, recut_after)
+    for number, width in enumerate(channels):
+        net.begin_block(number)
+        into, out = "cf" if number % 2 == 0 else "fc"
+        net.add(f"block{number}/conv", net.conv(into, out, width, 3, padding=1))
+        net.add(f"block{number}/norm", net.norm(out, width))
+        net.add(f"block{number}/relu", ReLU(net.letters + out))
+        if number % 2 and number + 1 < len(channels) and min(net.image) > 1:
+            net.add(f"block{number}/pool", net.pool(2))
+    return net.finish(len(channels))
+
+
+def resnet(
+    shape: ImageShape,
+    name: str,
+    *,
+    blocks: Sequence[int],
+    width: int = 64,
+    bottleneck: bool = False,
+    large: bool = True,
+    recut_after: int | None = None,
+) -> Model:
+    """Stages of ``blocks`` residual blocks each; a stage has twice the channels of the one before, at half the size.
+
+    Basic blocks are two convolutions, c -> f -> c; bottlenecks three, c -> f -> f -> c, whose ends have four times
+    the channels. For ``large`` images a stem of 7 x 7 at stride 2 and maxima of 3 x 3 at stride 2 come first; for
+    others a stem of 3 x 3.
+    """
+    net = _Network(shape, name, recut_after)
+    kernel, stride = (7, 2) if large else (3, 1)
+    stem = net.conv("c", "c", width, kernel, stride=stride, padding=kernel // 2)
+    net.add("stem/conv", stem)
+    net.add("stem/norm", net.norm("c", width))
+    net.add("stem/relu", ReLU(net.letters + "c"))
+    if large:
+        net.add("stem/pool", net.pool(3, stride=2, padding=1))
+    number = 0
+    for stage, count in enumerate(blocks):
+        for k in range(count):
+            net.begin_block(number)
+            stride = 2 if stage and k == 0 else 1
+            net.add(f"block{number}/residual", _residual_block(net, width << stage, stride, bottleneck))
+            number += 1
+    return net.finish(number)
+
+
+def _residual_block(net: _Network, width: int, stride: int, bottleneck: bool) -> ResidualBlock:
+    image, channels = net.image, net.channels
+    out = 4 * width if bottleneck else width
+    if bottleneck:
+        steps = [("c", "f", width, 1, 1), ("f", "f", width, 3, stride), ("f", "c", out, 1, 1)]
+    else:
+        steps = [("c", "f", width, 3, stride), ("f", "c", width, 3, 1)]
+    branch: list[Named] = []
+    for i, (into, to, number, kernel, by) in enumerate(steps):
+        branch.append((f"conv{i}", net.conv(into, to, number, kernel, stride=by, padding=kernel // 2)))
+        branch.append((f"norm{i}", net.norm(to, number)))
+        if i + 1 < len(steps):
+            branch.append((f"relu{i}", ReLU(net.letters + to)))
+    shortcut = None
+    if stride > 1 or channels != out:
+        net.image, net.channels = image, channels
+        projection = net.conv("c", "c", out, 1, stride=stride)
+        shortcut = Chain(("conv", projection), ("norm", net.norm("c", out)))
+    return ResidualBlock(Chain(*branch), shortcut)
+
+
+class _Network:
+    """A network while it is built: its layers so far, and what comes out of them."""
+
+    def __init__(self, shape: ImageShape, name: str, recut_after: int | None) -> None:
+        self.shape, self.name, self.recut_after = shape, name, recut_after
+        self.image, self.channels, self.letters = (shape.height, shape.width), shape.channels, "bhw"
+        self.layers: list[Named] = []
+
+    def add(self, name: str, layer: Layer) -> None:
+        self.layers.append((name, layer))
+
+    def conv(
+        self, into: str, out: str, channels: int, kernel: int, *, stride: int = 1, padding: int = 0
+    ) -> Conv2d:
+        """A convolution of what came out last; no bias, since a batch norm follows."""
+        layer = Conv2d(
+            (into, self.channels),
+            (out, channels),
+            self.image,
+            kernel,
+            stride=stride,
+            padding=padding,
+            bias=False,
+            letters=self.letters,
+            input_gradient=bool(self.layers),
+        )
+        self.image, self.channels = layer.windows.outputs, channels
+        return layer
+
+    def norm(self, letter: str, channels: int) -> BatchNorm:
+        return BatchNorm((letter, channels), letters=self.letters)
+
+    def pool(self, kernel: int, *, stride: int | None = None, padding: int = 0) -> MaxPool:
+        layer = MaxPool(self.image, kernel, stride=stride, padding=padding, letters=self.letters + "c")
+        self.image = layer.windows.outputs
+        return layer
+
+    def begin_block(self, number: int) -> None:
+        """Change the cut, if it is to change here."""
+        if number == self.recut_after:
+            channel = self.layers[-1][1].outputs.dims[-1] if self.layers else "c"
+            self.add("recut", Recut(self.image, self.letters + channel, "nyx" + channel))
+            self.letters = "nyx"
+
+    def finish(self, blocks: int) -> Model:
+        """The model, with its head. Raises UsageError if the cut is to change where there is no block."""
+        after, shape = self.recut_after, self.shape
+        if after is not None and not 0 < after < blocks:
+            raise UsageError(f"{self.name}: recut after {after} blocks; it has {blocks}, so take 1 to {blocks - 1}")
+        batch = self.letters[0]
+        self.add("mean", GlobalPool(self.image, self.letters + "c"))
+        self.add("head", Linear(("c", self.channels), ("k", shape.classes), batch=batch))
+        if batch != "b":
+            self.add("gather", GatherSamples("nk", "bk"))
+        return Model(
+            self.name,
+            tuple(self.layers),
+            "b h w c",
+            "b k",
+            "b",
+            class_loss("k", shape.classes),
+            sample=(shape.height, shape.width, shape.channels),
+            metrics={"accuracy": class_accuracy("k", shape.classes)},
+        )

@@ -1,0 +1,131 @@
+"""The compiled loops of images against NumPy's text in float64."""
+
+import inspect
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from numerics import normals
+from spmd_engine.arrays import convolution, pooling
+from spmd_engine.arrays.convolution import conv2d, conv2d_input_gradient, conv2d_weight_gradient
+from spmd_engine.arrays.fast_functions import FastFunctions, fast_functions
+from spmd_engine.arrays.pooling import max_pool, max_pool_gradient, window_sums, window_sums_gradient
+from spmd_engine.arrays.window import Window
+from test_convolution import lengths, windows
+
+fast_convolution = pytest.importorskip("spmd_engine.arrays.fast_convolution")
+fast_kernels = pytest.importorskip("spmd_engine.arrays.fast_kernels")
+
+
+@pytest.fixture(scope="module")
+def loops():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPMD_FAST", "1")
+        return fast_functions()
+
+
+def close(found, expected):
+    assert (found.shape, found.dtype) == (expected.shape, np.float32)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6 * max(1.0, np.abs(expected).max(initial=0)))
+
+
+def compare(loops, x, w, rows, columns, groups):
+    """Convolution and both gradients."""
+    y = conv2d(x, w, rows, columns, groups)
+    dy = normals(*y.shape, seed=2)
+    x4, w4, dy4 = (each.astype(np.float32) for each in (x, w, dy))
+    close(loops.conv2d(x4, w4, rows, columns, groups), y)
+    dx = conv2d_input_gradient(dy, w, rows, columns, groups, x.shape[1:3])
+    close(loops.conv2d_input_gradient(dy4, w4, rows, columns, groups, x.shape[1:3]), dx)
+    dw = conv2d_weight_gradient(x, dy, rows, columns, groups)
+    close(loops.conv2d_weight_gradient(x4, dy4, rows, columns, groups), dw)
+
+
+@settings(deadline=None, max_examples=80)
+@given(windows, windows, lengths, lengths, st.integers(0, 2), st.integers(1, 3), st.integers(0, 2), st.integers(0, 2))
+def test_convolution(loops, rows, columns, height, width, batch, groups, i, o):
+    x, w = normals(batch, height, width, groups * i), normals(rows.size, columns.size, i, groups * o, seed=1)
+    compare(loops, x, w, rows, columns, groups)
+
+
+WIDE = fast_convolution.WIDE
+SIZES = {
+    "several tiles each way": (2, 9, 11, 5, 2 * WIDE + 3, 1),
+    "whole tiles": (1, 6, 8, 3, WIDE, 1),
+    "one channel": (3, 8, 8, 1, 1, 1),
+    "groups of several tiles": (1, 5, 7, 3, WIDE + 1, 2),
+    "depthwise": (2, 9, 10, 1, 1, 37),
+}
+
+
+@pytest.mark.parametrize("window", [Window(3, 1, 1, 1, 1), Window(3, 2, 1, 1, 1), Window(2, 1, 2, 1, 0)], ids=str)
+@pytest.mark.parametrize("room", [1 << 17, 900, 1], ids=["whole", "some rows", "a row"])
+@pytest.mark.parametrize("name", SIZES)
+def test_a_panel_at_a_time(loops, monkeypatch, name, room, window):
+    """The same for panels of several samples, of some rows and of one."""
+    monkeypatch.setattr(fast_convolution, "PANEL_ELEMENTS", room)
+    batch, height, width, i, o, groups = SIZES[name]
+    x, w = normals(batch, height, width, groups * i), normals(3, window.size, i, groups * o, seed=1)
+    compare(loops, x, w, Window(3, 1, 1, 1, 1), window, groups)
+
+
+@settings(deadline=None, max_examples=60)
+@given(windows, windows, lengths, lengths, st.integers(0, 2), st.integers(0, 3))
+def test_pooling(loops, rows, columns, height, width, batch, channels):
+    x = np.round(normals(batch, height, width, channels)).astype(np.float32)  # few values: many are equal
+    y, chosen = max_pool(x.astype(np.float64), rows, columns)
+    for found, expected in zip(loops.max_pool(x, rows, columns), (y.astype(np.float32), chosen), strict=True):
+        assert found.dtype == expected.dtype
+        np.testing.assert_array_equal(found, expected)
+    dy = normals(*y.shape, seed=1)
+    dy4 = dy.astype(np.float32)
+    dx = max_pool_gradient(dy, chosen, rows, columns, (height, width))
+    close(loops.max_pool_gradient(dy4, chosen, rows, columns, (height, width)), dx)
+    close(loops.window_sums(x, rows, columns), window_sums(x.astype(np.float64), rows, columns))
+    dx = window_sums_gradient(dy, rows, columns, (height, width))
+    close(loops.window_sums_gradient(dy4, rows, columns, (height, width)), dx)
+
+
+def test_windows_of_many_taps(loops):
+    x, window = normals(1, 20, 20, 3, dtype=np.float32), Window(17)
+    for found, expected in zip(loops.max_pool(x, window, window), max_pool.__wrapped__(x, window, window), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_what_is_not_a_number_stays_so(loops):
+    x, window = np.zeros((1, 4, 4, 40), np.float32), Window(2, stride=2)
+    x[0, 1, 2, 7] = np.nan
+    y, chosen = loops.max_pool(x, window, window)
+    assert np.argwhere(np.isnan(y)).tolist() == [[0, 0, 1, 7]]
+    assert chosen[0, 0, 1, 7] == 2
+
+
+def test_arrays_that_are_not_contiguous(loops):
+    x, w = normals(2, 7, 6, 10), normals(3, 3, 5, 8, seed=1)
+    compare(loops, x[:, ::2, 1:, 3:8], w[..., ::2], Window(3, before=1), Window(3), 1)
+
+
+def test_shapes_that_disagree_are_refused(loops):
+    x, w, window = normals(1, 5, 5, 4, dtype=np.float32), normals(3, 3, 4, 6, dtype=np.float32), Window(3)
+    with pytest.raises(ValueError, match="groups"):
+        loops.conv2d(x[..., :3], w, window, window)
+    with pytest.raises(ValueError, match="the outputs have shape"):
+        loops.conv2d_input_gradient(x, w, window, window, 1, (5, 5))
+    with pytest.raises(ValueError, match="the outputs have shape"):
+        loops.conv2d_weight_gradient(x, x, window, window, 1)
+    with pytest.raises(ValueError, match="the outputs have shape"):
+        loops.max_pool_gradient(x, x.astype(np.uint8), window, window, (5, 5))
+
+
+def of_images():
+    functions = [f for module in (convolution, pooling) for f in vars(module).values()]
+    return {f.__name__: f for f in functions if hasattr(f, "__wrapped__")}
+
+
+@pytest.mark.parametrize("function", of_images().values(), ids=lambda f: f.__name__)
+def test_they_have_every_function_with_its_signature(function):
+    own = inspect.signature(function).parameters.values()
+    others = list(inspect.signature(getattr(FastFunctions, function.__name__)).parameters.values())[1:]
+    assert [(p.name, p.kind, p.default) for p in others] == [(p.name, p.kind, p.default) for p in own]

@@ -1,0 +1,61 @@
+"""Image models by the command line."""
+
+import numpy as np
+import pytest
+
+from command_line import metrics
+from labelled_images import PIXELS, write_npz
+
+FEW = ["--model", "convnet", "--steps", "2", "--batch-size", "6", "--data", "a.npz", "--run", "r"]
+
+
+@pytest.fixture
+def images(tmp_path):
+    return write_npz(tmp_path / "a.npz")
+
+
+def test_train_tells_accuracy_and_infer_answers_for_bytes_and_floats(ok, here, images, tmp_path):
+    result = ok(2, "train", *FEW, "--mesh", "rows=2")
+    assert "18 images of 6 x 5 x 1 in 3 classes, 5 more held out" in result.stderr
+    accuracy = metrics(tmp_path / "runs" / "r")[-1]["validation_accuracy"]
+    told = f"accuracy {100 * accuracy:.1f}% ({round(5 * accuracy)} of 5 held out); results in runs/r"
+    assert told in result.stderr.splitlines()[-1]
+    answers = []
+    for inputs in (PIXELS[..., None], PIXELS[..., None] / 255):
+        np.save(tmp_path / "x.npy", inputs)
+        code, _, errors = here("infer", "--run", "r", "--input", "x.npy", "--output", "y.npy", "--batch-size", "10")
+        assert code == 0, errors
+        answers.append(np.load(tmp_path / "y.npy"))
+    assert answers[0].shape == (len(PIXELS), 3)
+    np.testing.assert_allclose(answers[0], answers[1], atol=1e-5)
+    np.save(tmp_path / "x.npy", PIXELS)
+    code, _, errors = here("infer", "--run", "r", "--input", "x.npy", "--output", "y.npy")
+    assert code == 2 and "has shape (23, 6, 5), but inputs are [b h w c]" in errors and "shape (b, 6, 5, 1)" in errors
+
+
+def test_sizes_of_images_can_be_said_where_there_are_no_data(here):
+    code, text, _ = here("inspect", "--model", "convnet", "--images", "9,7,2,5", "--mesh", "rows=2,model=2")
+    assert code == 0 and "inputs b h/rows w c" in text and "3x3x2x32" in text and "64x5" in text
+    assert here("show", "memory", "--model", "convnet", "--images", "9,7,2,5", "--mesh", "data=2")[0] == 0
+    verify = ["verify", "--model", "convnet", "--images", "5,4,2,3", "--steps", "1", "--batch-size", "2"]
+    code, text, _ = here(*verify)
+    assert code == 0 and "agrees to" in text
+
+
+@pytest.mark.parametrize(
+    "model, images, message",
+    [
+        ("gpt-nano", "8,8,1,10", "--images 8,8,1,10: gpt-nano is no model of images; choose convnet or"),
+        ("convnet", "8,8,1", "--images 8,8,1: write height,width,channels,classes, as in 28,28,1,10"),
+        ("convnet", "8,8,x,10", "--images 8,8,x,10: write height,width,channels,classes"),
+        ("convnet", "8,8,0,10", "--images 8,8,0,10: sizes are from 1"),
+    ],
+)
+def test_sizes_that_make_no_sense_are_refused(here, model, images, message):
+    code, output, errors = here("inspect", "--model", model, "--images", images)
+    assert code == 2 and message in errors and not output
+
+
+def test_help_says_the_defaults_of_image_models(here):
+    _, text, _ = here("train", "--help")
+    assert "(600; images: 150)" in " ".join(text.split()) and "scikit-learn's digits" in " ".join(text.split())

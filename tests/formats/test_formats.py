@@ -1,0 +1,138 @@
+"""IDX, .npz and folders of pictures: what is read is what was written, and what is damaged is one line."""
+
+import gzip
+
+import numpy as np
+import pytest
+
+from labelled_images import CODES, LABELS, PIXELS, idx, write_folder, write_npz
+from spmd_engine.errors import UsageError
+from spmd_engine.formats import StoredArray, image_files, npz_names, read_idx, read_npz
+
+
+def opened(array):
+    return array.open() if isinstance(array, StoredArray) else array
+
+
+# --- IDX
+
+
+@pytest.mark.parametrize("dtype", CODES)
+@pytest.mark.parametrize("shape", [(7,), (3, 4), (2, 3, 4), (0, 2)], ids=str)
+def test_idx_of_any_dtype_and_shape_is_mapped(tmp_path, dtype, shape):
+    array = np.random.default_rng(1).integers(0, 100, shape).astype(dtype)
+    (tmp_path / "a").write_bytes(idx(array, dtype))
+    found = read_idx(tmp_path / "a")
+    assert isinstance(found, StoredArray)
+    np.testing.assert_array_equal(found.open(), array)
+    assert found.open().dtype == dtype and found.open().shape == shape
+
+
+def test_compressed_idx_is_known_by_its_content_whatever_its_name(tmp_path):
+    (tmp_path / "images").write_bytes(gzip.compress(idx(PIXELS)))
+    np.testing.assert_array_equal(read_idx(tmp_path / "images"), PIXELS)
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"", "no IDX file: it begins with nothing"),
+        (b"\x89PNG and so on", "no IDX file: it begins with 89 50 4e 47"),
+        (idx(PIXELS)[:9], "ends within its header"),
+        (idx(PIXELS)[:-1], "its header says 23 x 6 x 5, 690 bytes, but 689 follow"),
+        (idx(PIXELS) + b"x", "690 bytes, but 691 follow"),
+        (gzip.compress(idx(PIXELS))[:-9], "is damaged"),
+        (gzip.compress(idx(PIXELS))[:20] + b"\0" * 30, "is damaged"),
+        (gzip.compress(idx(PIXELS)[:-1]), "690 bytes, but 689 follow"),
+    ],
+)
+def test_damaged_idx_is_one_line_that_names_the_file(tmp_path, content, message):
+    (tmp_path / "a").write_bytes(content)
+    with pytest.raises(UsageError, match=message) as caught:
+        read_idx(tmp_path / "a")
+    assert str(caught.value).startswith(f"{tmp_path}/a") and "Fetch it again" in str(caught.value)
+
+
+# --- npz
+
+
+@pytest.mark.parametrize("compressed", [False, True], ids=["stored", "compressed"])
+@pytest.mark.parametrize("dtype", ["u1", "f4", ">f8", "i8"])
+def test_npz_is_mapped_where_it_is_not_compressed(tmp_path, dtype, compressed):
+    arrays = {"first": np.arange(5), "x": PIXELS.astype(dtype), "fortran": np.asfortranarray(PIXELS)}
+    file = write_npz(tmp_path / "a.npz", compressed, **arrays)
+    assert npz_names(file) == ("first", "x", "fortran")
+    for name, array in arrays.items():
+        found = read_npz(file, name)
+        assert isinstance(found, StoredArray) == (not compressed and name != "fortran")
+        np.testing.assert_array_equal(opened(found), array)
+        assert opened(found).dtype == array.dtype
+
+
+def test_a_mapped_array_is_read_where_it_is_looked_at(tmp_path):
+    found = read_npz(write_npz(tmp_path / "a.npz"), "x").open()
+    assert isinstance(found, np.memmap) and not found.flags.writeable
+
+
+@pytest.mark.parametrize("compressed", [False, True], ids=["stored", "compressed"])
+def test_damaged_npz_is_one_line_that_names_the_file(tmp_path, compressed):
+    whole = write_npz(tmp_path / "a.npz", compressed).read_bytes()
+    middle = whole.index(PIXELS[9].tobytes()) if not compressed else 300
+    changed = whole[:middle] + b"\xff\x00\xff" + whole[middle + 3 :]
+    for damaged in (whole[:-30], whole[: len(whole) // 2], changed, b"PK"):
+        (tmp_path / "a.npz").write_bytes(damaged)
+        with pytest.raises(UsageError, match="is damaged or cannot be read") as caught:
+            npz_names(tmp_path / "a.npz")
+            read_npz(tmp_path / "a.npz", "x")
+        assert str(caught.value).startswith(f"{tmp_path}/a.npz") and "\n" not in str(caught.value)
+
+
+def test_arrays_of_objects_are_refused(tmp_path):
+    file = write_npz(tmp_path / "a.npz", x=np.array([{}, []], object))
+    with pytest.raises(UsageError, match="a.npz: array 'x' is damaged or cannot be read"):
+        read_npz(file, "x")
+
+
+# --- folders
+
+
+@pytest.mark.parametrize("mode, channels", [("L", 1), ("1", 1), ("RGB", 3), ("RGBA", 3), ("P", 3)])
+def test_a_folder_has_a_class_a_subfolder(tmp_path, mode, channels):
+    files, labels, names = image_files(write_folder(tmp_path, mode))
+    order = np.argsort(LABELS, kind="stable")
+    assert names == ["class0", "class1", "class2"] and files.shape == (*PIXELS.shape, channels)
+    np.testing.assert_array_equal(labels, LABELS[order])
+    expected = np.where(PIXELS < 128, 0, 255) if mode == "1" else PIXELS
+    if mode != "1":  # Pillow dithers
+        for rows in (files[:], files[np.arange(len(files))]):
+            np.testing.assert_array_equal(rows, np.repeat(expected[order][..., None], channels, axis=-1))
+    np.testing.assert_array_equal(files[np.array([4, 1])], files[:][[4, 1]])
+
+
+def test_pictures_of_several_sizes_are_refused_by_name(tmp_path):
+    from PIL import Image
+
+    write_folder(tmp_path)
+    Image.new("L", (5, 7)).save(tmp_path / "class2" / "other.png")
+    with pytest.raises(UsageError, match=r"class2/other.png: 5 x 7 pixels, but those before have 5 x 6.*scale or crop"):
+        image_files(tmp_path)
+
+
+def test_what_is_no_picture_is_refused_by_name(tmp_path):
+    write_folder(tmp_path)
+    files, _, _ = image_files(tmp_path)
+    (tmp_path / "class1" / "01.png").write_bytes((tmp_path / "class1" / "01.png").read_bytes()[:60])
+    with pytest.raises(UsageError, match=r"class1/01.png is damaged or cannot be read"):  # once it is wanted
+        files[:]
+    (tmp_path / "class1" / "notes.txt").write_text("to do")
+    with pytest.raises(UsageError, match=r"class1/notes.txt is no image that Pillow reads"):
+        image_files(tmp_path)
+
+
+def test_a_folder_needs_classes_with_pictures(tmp_path):
+    with pytest.raises(UsageError, match="no images in subfolders, one a class"):
+        image_files(tmp_path)
+    write_folder(tmp_path)
+    (tmp_path / "class10").mkdir()
+    with pytest.raises(UsageError, match="class10: a class without images"):
+        image_files(tmp_path)

@@ -1,0 +1,60 @@
+"""Small networks on images, their batches, and training on virtual ranks: what the tests of convolutions share."""
+
+import numpy as np
+
+from spmd_engine import Mesh, run
+from spmd_engine.engine import SGD, LayeredEngine, schedules
+from spmd_engine.engine.batch import batch_of
+from spmd_engine.engine.plan import Storage
+from spmd_engine.models import ImageShape, convnet, layout_for, resnet
+from spmd_engine.training import Trainer
+
+SHAPE = ImageShape(8, 7, 2, 5)
+BATCH, MICRO_BATCHES, STEPS = 7, 2, 3
+
+
+def small_convnet(**how):
+    """Channels that 2 to 8 ranks share unevenly, some of them none."""
+    return convnet(SHAPE, channels=(5, 4, 6, 3), **how)
+
+
+def small_resnet(bottleneck=False, large=True, **how):
+    return resnet(
+        SHAPE, "resnet-test", blocks=(1, 2), width=3, bottleneck=bottleneck, large=large, **how
+    )
+
+
+def pictures(step, shape=SHAPE, batch=BATCH):
+    rng = np.random.default_rng(step)
+    x = rng.standard_normal((batch, shape.height, shape.width, shape.channels))
+    return x, rng.integers(0, shape.classes, batch)
+
+
+def train(model, axes, *, layout=None, schedule=None, zero=None, steps=STEPS, micro_batches=MICRO_BATCHES, **how):
+    """Losses, gradients of the last step, parameters and buffers after it, whole; and the loss of an evaluation."""
+
+    def program():
+        with Mesh(**axes) as mesh:
+            chosen = layout or layout_for(model, mesh)
+            if schedule:
+                how["schedule"] = schedules.named(schedule)
+            engine = LayeredEngine(model, mesh, chosen, dtype=np.float64, seed=5, storage=Storage(zero), **how)
+            batches = lambda step: batch_of(*pictures(step), engine, micro_batches, step)
+            trainer = Trainer(engine, SGD(momentum=0.9), batches, lambda step: 0.05, grad_clip=None)
+            losses = [report.loss for report in trainer.run(steps)]
+            gradients = {name: engine.gather_owned(name, engine.gradients) for name in engine.names}
+            parameters = {name: engine.gather(name) for name in engine.names}
+            buffers = {name: engine.gather_buffer(name) for name in engine.buffer_names}
+            return losses, gradients, parameters, buffers, trainer.evaluate([batches(99)])
+
+    return run(program, ranks=int(np.prod(list(axes.values()))))
+
+
+def assert_same(found, expected):
+    for rank in found:
+        np.testing.assert_allclose(rank[0], expected[0], rtol=1e-9)
+        for ours, theirs, most in zip(rank[1:4], expected[1:4], (1e-8, 1e-9, 1e-9), strict=True):
+            assert ours.keys() == theirs.keys()
+            for name, value in theirs.items():
+                np.testing.assert_allclose(ours[name], value, rtol=0, atol=most, err_msg=name)
+        np.testing.assert_allclose(rank[4], expected[4], rtol=1e-9)
