@@ -97,7 +97,7 @@ class Composition(Configuration):
         return self._without_effect(axes, mesh)
 
     def _without_effect(self, axes: Mapping[str, int], mesh: str) -> list[str]:
-        pipeline, copies = axes.get(PIPE, 1) > 1, {"data", "shard", "context"} & set(axes)
+        pipeline, copies = axes.get(PIPE, 1) > 1, {"data", "expert", "shard", "context"} & set(axes)
         needed = {
             f"--zero {self.zero}": (self.zero and not copies, "data, shard or context to store over"),
             "--sequence-parallel": (self.sequence_parallel and "model" not in axes, "model"),

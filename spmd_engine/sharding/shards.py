@@ -24,6 +24,7 @@ class Shards:
         self.mesh, self.layout, self.label = mesh, layout, label
         self._axes: dict[tuple[str, str], tuple[str, ...]] = {}
         self._halos: dict[tuple, TransferPlan] = {}
+        self._parts: dict[tuple[str, int], tuple[int, ...]] = {}
 
     def axes(self, letters: Iterable[str], where: str = "inside") -> tuple[str, ...]:
         """The mesh axes that cut any of these letters, in the mesh's order, without those of size 1."""
@@ -39,6 +40,17 @@ class Shards:
     def span(self, letter: str, length: int, where: str = "inside") -> slice:
         """This rank's part of a letter that is ``length`` long in all."""
         return nested_span(length, self.layout.axes(letter, where), self.mesh.axes, self.mesh.coordinates)
+
+    def parts(self, letter: str, count: int) -> tuple[int, ...]:
+        """In which part each of this layer's ``count`` elements of a letter is: see ``Layout.parts``."""
+        key = letter, count
+        if key not in self._parts:
+            self._parts[key] = self.layout.parts(self.label, letter, count, self.mesh)
+        return self._parts[key]
+
+    def part(self, letter: str) -> int:
+        """The number of this rank's part of a letter; 0 where it is whole."""
+        return self.mesh.index(self.layout.axes(letter))
 
     def group_of(self, letter: str, where: str = "inside") -> Group | None:
         """The ranks among which a letter is cut, in the order of its parts; None where it is whole."""
