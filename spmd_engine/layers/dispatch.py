@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
-
-from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.backend import CPU, Array, backend_of
 from spmd_engine.layers.later import Later, then
 from spmd_engine.sharding.shards import Shards
 
@@ -23,42 +20,43 @@ class Dispatch:
     """
 
     def __init__(self, sh: Shards, experts: Array, count: int) -> None:
-        xp = backend_of(experts).xp
+        xp, host = backend_of(experts).xp, CPU.xp
         self._sh, self._shape = sh, experts.shape
-        parts = np.array(sh.parts("e", count), np.int64)
-        by_part = np.argsort(parts, kind="stable")  # experts, in the order of the parts they are in
-        slots = np.empty(count + 1, np.int64)
-        slots[by_part], slots[-1] = np.arange(count), count  # the last: of what is dropped
+        parts = host.array(sh.parts("e", count), host.int64)
+        by_part = host.argsort(parts, kind="stable")  # experts, in the order of the parts they are in
+        slots = host.empty(count + 1, host.int64)
+        slots[by_part], slots[-1] = host.arange(count), count  # the last: of what is dropped
         slot = xp.asarray(slots)[experts.reshape(-1)]
         order = xp.argsort(slot, kind="stable")
         counts = backend_of(experts).to_host(xp.bincount(slot, minlength=count + 1))[:count]
         order = order[: int(counts.sum())]
         self.choices = order  #: rows: the number of each one's choice, t k in all
         self.tokens = order // max(1, experts.shape[1])  #: rows: the token of each
-        self.load = np.empty(count, np.int64)  #: E: how many of this rank's tokens go to each expert
+        self.load = host.empty(count, host.int64)  #: E: how many of this rank's tokens go to each expert
         self.load[by_part] = counts
-        there = np.bincount(parts, minlength=max(parts, default=0) + 1)
+        there = host.bincount(parts, minlength=max(parts, default=0) + 1)
         group = sh.group_of("e")
-        there = np.pad(there, (0, (group.size if group else 1) - len(there)))
-        self.here: list[int] = np.flatnonzero(parts == sh.part("e")).tolist()  #: experts on this rank
-        ends = np.concatenate(([0], np.cumsum(there)))
+        there = host.pad(there, (0, (group.size if group else 1) - len(there)))
+        self.here: list[int] = host.flatnonzero(parts == sh.part("e")).tolist()  #: experts on this rank
+        ends = host.concatenate(([0], host.cumsum(there)))
         self._sent = [int(counts[a:b].sum()) for a, b in pairwise(ends)]
         came, _ = sh.all_to_all(counts, there.tolist(), over="e", received=[len(self.here)] * len(there))
         came = came.reshape(len(there), len(self.here))  # [ranks, experts here]
         self._came = came.sum(axis=1).tolist()
         self._arrange(came, xp)
 
-    def _arrange(self, came: np.ndarray, xp: Any) -> None:
+    def _arrange(self, came: Array, xp: Any) -> None:
         """Rows come rank by rank; they are wanted expert by expert."""
-        ends = np.concatenate(([0], np.cumsum(came.sum(axis=0)))).tolist()
+        host = CPU.xp
+        ends = host.concatenate(([0], host.cumsum(came.sum(axis=0)))).tolist()
         #: of each expert here, the rows that are its own
         self.rows = [slice(*pair) for pair in pairwise(ends)]
         self._by_expert = None
         if len(came) > 1 and len(self.here) > 1:
-            starts = (np.cumsum(came) - came.reshape(-1)).reshape(came.shape)
+            starts = (host.cumsum(came) - came.reshape(-1)).reshape(came.shape)
             lengths, starts = came.T.reshape(-1), starts.T.reshape(-1)
-            before = np.cumsum(lengths) - lengths
-            self._by_expert = xp.asarray(np.arange(ends[-1]) + np.repeat(starts - before, lengths))
+            before = host.cumsum(lengths) - lengths
+            self._by_expert = xp.asarray(host.arange(ends[-1]) + host.repeat(starts - before, lengths))
             self._by_rank = xp.empty_like(self._by_expert)
             self._by_rank[self._by_expert] = xp.arange(ends[-1])
 

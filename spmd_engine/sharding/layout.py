@@ -103,7 +103,8 @@ class Layout:
             return tuple(part for part, span in enumerate(spans) for _ in range(span.start, span.stop))
         parts, there = tuple(self.experts[layer]), mesh.axis_size(axes)
         if len(parts) != count or not set(parts) <= set(range(there)):
-            raise MeshError(f"{layer}: its {count} experts cannot be in parts {parts}; mesh {mesh} has 0 to {there - 1}")
+            listed = ", ".join(map(str, parts))
+            raise MeshError(f"{layer}: {count} experts in parts {listed}; on mesh {mesh} parts are 0 to {there - 1}")
         return parts
 
     def positions_by_rank(self, length: int, mesh: Place, letter: str = "s") -> list[np.ndarray]:
