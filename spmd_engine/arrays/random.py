@@ -63,7 +63,7 @@ def bernoulli(key: int, probability: float, rows: Array, width: int, backend: Ba
 
 
 def uniform_at(key: int, index: Array) -> Array:
-    """float64 in (0, 1) for each uint64 ``index``, of any shape, on whichever device that is."""
+    """float64 in (0, 1) for each ``index``, whole and not negative, of any shape, on the device of ``index``."""
     xp = backend_of(index).xp
     return _unit(hash_bits(key, index, xp), xp)
 

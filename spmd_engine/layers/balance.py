@@ -8,10 +8,10 @@ that cut the tokens, gradients are those of the rank's own tokens, with no furth
 from __future__ import annotations
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.layers.routing import Choice
+from spmd_engine.layers.routing import Choices
 
 
-def balance_loss(choice: Choice, counts: Array, tokens: int, coefficient: float) -> float:
+def balance_loss(choices: Choices, counts: Array, tokens: int, coefficient: float) -> float:
     """This rank's share of coefficient · E · Σ_i f_i P_i, the loss of Switch and GShard.
 
     f_i is the part of all pairs (token, choice) that went to expert i, from counts[1 E] (``expert_counts``, summed
@@ -22,20 +22,22 @@ def balance_loss(choice: Choice, counts: Array, tokens: int, coefficient: float)
     of that loss of each sequence (DeepSeek-V3, eq. 17-20). With a rank's own counts (scope "shard") it is the mean of
     the ranks' own losses, weighted by their tokens.
     """
-    pull = _pull(choice, counts, tokens, coefficient)
-    shares = choice.shares.reshape(len(pull), -1, choice.shares.shape[1]) if len(pull) else choice.shares[None]
-    return float((shares.sum(axis=1) * pull).sum()) if choice.shares.size else 0.0
+    if not choices.shares.size:
+        return 0.0
+    pull = _pull(choices, counts, tokens, coefficient)
+    shares = choices.shares.reshape(len(pull), -1, choices.shares.shape[1])
+    return float((shares.sum(axis=1) * pull).sum())
 
 
-def balance_gradient(choice: Choice, counts: Array, tokens: int, coefficient: float) -> Array:
+def balance_gradient(choices: Choices, counts: Array, tokens: int, coefficient: float) -> Array:
     """dlogits[t E] of ``balance_loss``. Counts are constants: only the scores carry a gradient."""
-    rows, width = choice.shares.shape
-    pull = _pull(choice, counts, tokens, coefficient)
+    rows, width = choices.shares.shape
+    pull = _pull(choices, counts, tokens, coefficient)
     pull = pull.repeat(rows // len(pull) if len(pull) else 0, axis=0)
-    dlogits = pull - (choice.shares * pull).sum(axis=1, keepdims=True)
-    dlogits *= choice.shares
-    if choice.slope is not None:
-        dlogits *= choice.slope
+    dlogits = pull - (choices.shares * pull).sum(axis=1, keepdims=True)
+    dlogits *= choices.shares
+    if choices.slope is not None:
+        dlogits *= choices.slope
     return dlogits
 
 
@@ -50,14 +52,14 @@ def z_gradient(logits: Array, tokens: int, coefficient: float) -> Array:
     return softmax * (log_sum * logits.dtype.type(2 * coefficient / max(tokens, 1)))[:, None]
 
 
-def entropy(choice: Choice, tokens: int) -> float:
+def entropy(choices: Choices, tokens: int) -> float:
     """This rank's share of the mean over T ``tokens`` of -Σ q log q, in nats, with q a token's shares of scores.
 
     log E where all experts score alike, 0 where one has it all.
     """
-    xp = backend_of(choice.shares).xp
-    logs = xp.log(xp.maximum(choice.shares, xp.finfo(choice.shares.dtype).tiny))
-    return -float((choice.shares * logs).sum()) / max(tokens, 1)
+    xp = backend_of(choices.shares).xp
+    logs = xp.log(xp.maximum(choices.shares, xp.finfo(choices.shares.dtype).tiny))
+    return -float((choices.shares * logs).sum()) / max(tokens, 1)
 
 
 def bias_fold(bias: Array, counts: Array, rate: float) -> Array:
@@ -72,9 +74,9 @@ def bias_fold(bias: Array, counts: Array, rate: float) -> Array:
     return bias + (change - change.mean()) * bias.dtype.type(rate)
 
 
-def _pull(choice: Choice, counts: Array, tokens: int, coefficient: float) -> Array:
+def _pull(choices: Choices, counts: Array, tokens: int, coefficient: float) -> Array:
     """[n E]: the gradient of the loss by a token's share of each expert."""
-    counts = counts.astype(choice.shares.dtype)
+    counts = counts.astype(choices.shares.dtype)
     f = counts / counts.sum(axis=1, keepdims=True).clip(1)
     return f * f.dtype.type(coefficient * counts.shape[1] / max(tokens, 1))
 

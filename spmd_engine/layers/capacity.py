@@ -13,7 +13,7 @@ from math import ceil
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.layers.router_options import RouterOptions
-from spmd_engine.layers.routing import Choice, Tokens
+from spmd_engine.layers.routing import Choices, Tokens
 
 Gather = Callable[[Array], list[Array]]  # int64[n m] of each rank that cuts the tokens, n may differ
 
@@ -27,65 +27,59 @@ def capacity_of(options: RouterOptions, tokens: int, experts: int) -> int | None
     return max(options.minimum_capacity, ceil(share))
 
 
-def keep(choice: Choice, capacity: int | None, tokens: Tokens, gather: Gather) -> Array:
+def keep(choices: Choices, capacity: int | None, tokens: Tokens, gather: Gather) -> Array:
     """bool[t k]: the used pairs that their expert takes. Collective by one ``gather`` if there is a capacity.
 
     ``gather`` returns the arrays of all ranks among which the tokens of the micro-batch are cut, in any order, this
     rank's own among them; ``lambda own: [own]`` on one device, and where capacity is a rank's own (scope "shard").
     """
     if capacity is None:
-        return choice.used
-    if choice.options.drop_by == "position":
-        return choice.used & (_places(choice, tokens, gather) < capacity)
-    return choice.used & _among_highest(choice, capacity, tokens, gather)
+        return choices.used
+    if choices.options.drop_by == "position":
+        return choices.used & (_places(choices, tokens, gather) < capacity)
+    return choices.used & _among_highest(choices, capacity, tokens, gather)
 
 
-def _places(choice: Choice, tokens: Tokens, gather: Gather) -> Array:
+def _places(choices: Choices, tokens: Tokens, gather: Gather) -> Array:
     """int64[t k]: how many claims of the same expert come before each pair's; of unused pairs, anything.
 
-    A rank's tokens are *runs*: consecutive positions of one sample, so that no other rank's token lies between them.
-    Counts of each run, choice and expert say all that others need to know.
+    Between the tokens of a run there is no other rank's: so the counts of each run, choice and expert say all that
+    others need to know.
     """
-    xp = backend_of(choice.experts).xp
-    k, width = choice.options.top_k, choice.shares.shape[1]
-    number = tokens.numbers()
-    breaks = xp.flatnonzero(number[:1, 1:] != number[:1, :-1] + xp.uint64(1)) + 1 if number.size else xp.zeros(0, int)
-    starts = xp.concatenate([xp.zeros(1 if number.size else 0, xp.int64), breaks])  # where runs of positions begin
-    first = number[:, starts].astype(xp.int64).reshape(-1)  # the first token of each run
-    in_sample = xp.zeros(number.shape[1], xp.int64)
-    in_sample[breaks] = 1
-    run = (xp.arange(len(number))[:, None] * len(starts) + in_sample.cumsum()).reshape(-1, 1)
-
-    cell = (run * k + xp.arange(k)) * width + choice.experts  # (run, choice, expert) of each pair
-    cell = xp.where(choice.used, cell, first.size * k * width).reshape(-1)  # unused pairs, after all others
-    counts = xp.bincount(cell, minlength=first.size * k * width + 1)
+    xp = backend_of(choices.experts).xp
+    k, width = choices.options.top_k, choices.shares.shape[1]
+    first, run = tokens.runs()
+    cells = first.size * k * width
+    cell = (run.reshape(-1, 1) * k + xp.arange(k)) * width + choices.experts  # (run, choice, expert) of each pair
+    cell = xp.where(choices.used, cell, cells).reshape(-1)  # unused pairs in one of their own, after the others
+    counts = xp.bincount(cell, minlength=cells + 1)
     order = xp.argsort(cell, kind="stable")
     place = xp.empty_like(order)
-    place[order] = xp.arange(cell.size) - (counts.cumsum() - counts)[cell[order]]  # within the run
+    place[order] = xp.arange(cell.size) - (counts.cumsum() - counts)[cell[order]]  # among those of the cell
 
     counts = counts[:-1].reshape(first.size, k * width)
     table = xp.concatenate(gather(xp.concatenate([first[:, None], counts], axis=1)))
     table = table[xp.argsort(table[:, 0])]
-    everyone = table[:, 1:].reshape(-1, k, width)
-    of_choice = everyone.sum(axis=0)
-    before = everyone.cumsum(axis=0) - everyone + (of_choice.cumsum(axis=0) - of_choice)
+    of_runs = table[:, 1:].reshape(-1, k, width)
+    of_choices = of_runs.sum(axis=0)
+    before = of_runs.cumsum(axis=0) - of_runs + of_choices.cumsum(axis=0) - of_choices  # earlier runs and choices
     ours = before[xp.searchsorted(table[:, 0], first)].reshape(-1)
-    return (place + xp.concatenate([ours, xp.zeros(1, ours.dtype)])[cell]).reshape(choice.experts.shape)
+    return (place + xp.concatenate([ours, xp.zeros(1, ours.dtype)])[cell]).reshape(choices.experts.shape)
 
 
-def _among_highest(choice: Choice, capacity: int, tokens: Tokens, gather: Gather) -> Array:
+def _among_highest(choices: Choices, capacity: int, tokens: Tokens, gather: Gather) -> Array:
     """bool[t k]: whether a pair is among the ``capacity`` first claims of its expert, highest weight first."""
-    xp = backend_of(choice.experts).xp
-    rows, k = choice.experts.shape
-    width = choice.shares.shape[1]
-    number = tokens.numbers().astype(xp.int64).reshape(-1, 1)
+    xp = backend_of(choices.experts).xp
+    rows, k = choices.experts.shape
+    width = choices.shares.shape[1]
+    number = tokens.numbers().reshape(-1, 1)
     # The bits of numbers that are not negative are in the order of the numbers: so integers say all of a claim.
-    weight = choice.weights.astype(xp.float64).view(xp.int64)
-    columns = choice.experts, -weight, xp.broadcast_to(xp.arange(k), (rows, k)), xp.broadcast_to(number, (rows, k))
+    weight = choices.weights.astype(xp.float64).view(xp.int64)
+    columns = choices.experts, -weight, xp.broadcast_to(xp.arange(k), (rows, k)), xp.broadcast_to(number, (rows, k))
     claims = xp.stack([column.reshape(-1) for column in columns], axis=1)
-    own = _first(claims[choice.used.reshape(-1)], capacity, width)[0]  # what is not among a rank's own first is out
+    own = _first(claims[choices.used.reshape(-1)], capacity, width)[0]  # what is not among a rank's own first is out
     last = _first(xp.concatenate(gather(own)), capacity, width)[1]  # of each expert, the last claim that it takes
-    limit = last[choice.experts.reshape(-1)]
+    limit = last[choices.experts.reshape(-1)]
     kept = claims[:, 3] <= limit[:, 3]
     for column in (2, 1):
         kept = (claims[:, column] < limit[:, column]) | ((claims[:, column] == limit[:, column]) & kept)

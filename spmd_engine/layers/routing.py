@@ -24,14 +24,22 @@ class Tokens:
     positions: Array  #: int[s]: of a sequence that is cut, any runs of it
 
     def numbers(self) -> Array:
-        """uint64[b s]: one number for each token, in the order (sample, position), the same on every mesh."""
+        """int64[b s]: one number for each token, in the order (sample, position), the same on every mesh."""
         xp = backend_of(self.samples).xp
-        first = self.samples.astype(xp.uint64)[:, None] * xp.uint64(POSITIONS)
-        return first + self.positions.astype(xp.uint64)[None, :]
+        return self.samples.astype(xp.int64)[:, None] * POSITIONS + self.positions.astype(xp.int64)
+
+    def runs(self) -> tuple[Array, Array]:
+        """Runs of consecutive positions of one sample: int64[r], the number of the first token of each run, and
+        int64[b s], the run of each token."""
+        xp = backend_of(self.samples).xp
+        begins = xp.ones(len(self.positions), bool)
+        begins[1:] = self.positions[1:] != self.positions[:-1] + 1
+        first = self.numbers()[:, begins]
+        return first.reshape(-1), xp.arange(len(first))[:, None] * first.shape[1] + begins.cumsum() - 1
 
 
 @dataclass(frozen=True)
-class Choice:
+class Choices:
     """What the tokens of this rank chose, and what the gradients need of it."""
 
     experts: Array  #: int64[t k], best first, all different in a row
@@ -55,11 +63,11 @@ def choose(
     tokens: Tokens | None = None,
     key: int = 0,
     decided: tuple[Array, Array] | None = None,
-) -> Choice:
+) -> Choices:
     """The choice for each row of logits[t E]; ``bias[E]`` is added to the scores for the choice alone.
 
     ``tokens`` says which tokens these are, and ``key`` (of seed, step and layer) seeds what is drawn by chance: both
-    are looked at only where ``options`` leave something to chance or to turns. With ``decided`` (``Choice.decided``
+    are looked at only where ``options`` leave something to chance or to turns. With ``decided`` (``Choices.decided``
     of the first forward) only the weights are computed.
     """
     xp = backend_of(logits).xp
@@ -72,7 +80,7 @@ def choose(
         turn = (tokens.samples[:, None] + tokens.positions[None, :]).reshape(-1, 1) * options.top_k
         experts = (turn + xp.arange(options.top_k)) % width
     elif options.routing == "random":
-        cells = tokens.numbers().reshape(-1, 1) * xp.uint64(width) + xp.arange(width, dtype=xp.uint64)
+        cells = tokens.numbers().reshape(-1, 1) * width + xp.arange(width)
         experts = top(hash_bits(key_of(key, "experts"), cells, xp).astype(xp.float64), options.top_k)
     else:
         basis = logits if options.when == "after" else scores
@@ -85,36 +93,36 @@ def choose(
             chance = uniform_at(key_of(key, "second choice"), tokens.numbers().reshape(-1))
             given = options.second_probability
             used[:, 1] = 2 * weights[:, 1] > chance * weights.sum(axis=1) if given is None else chance < given
-    return Choice(experts, weights, used, shares, slope, options)
+    return Choices(experts, weights, used, shares, slope, options)
 
 
-def weights_gradient(choice: Choice, dweights: Array) -> Array:
+def weights_gradient(choices: Choices, dweights: Array) -> Array:
     """dlogits[t E] of dweights[t k], which is 0 where a pair was not used or was dropped. Linear in dweights."""
     xp = backend_of(dweights).xp
-    options, experts, weights = choice.options, choice.experts, choice.weights
+    options, experts, weights = choices.options, choices.experts, choices.weights
     chosen = dweights * weights  # gradients of the log scores, but for what normalisation takes away
     total = chosen.sum(axis=1, keepdims=True)
     if _normalised(options):
         chosen -= weights * (total * weights.dtype.type(1 / options.scale))
     if options.score == "softmax" and not _normalised(options):
-        dlogits = -total * choice.shares
+        dlogits = -total * choices.shares
     else:
-        dlogits = xp.zeros_like(choice.shares)
+        dlogits = xp.zeros_like(choices.shares)
     dlogits[xp.arange(len(experts))[:, None], experts] += chosen
-    if choice.slope is not None:
-        dlogits *= choice.slope
+    if choices.slope is not None:
+        dlogits *= choices.slope
     return dlogits
 
 
-def expert_counts(choice: Choice, sequences: int = 1) -> Array:
+def expert_counts(choices: Choices, sequences: int = 1) -> Array:
     """int64[n E]: how many pairs (token, choice) use each expert, before any is dropped for want of capacity.
 
     ``sequences``: into how many equal runs of tokens these are counted, such as one a sample; 1 counts them all.
     """
-    xp = backend_of(choice.experts).xp
-    rows, width = choice.shares.shape
+    xp = backend_of(choices.experts).xp
+    rows, width = choices.shares.shape
     run = xp.arange(sequences).repeat(rows // sequences if sequences else 0)
-    cells = (run[:, None] * width + choice.experts)[choice.used]
+    cells = (run[:, None] * width + choices.experts)[choices.used]
     return xp.bincount(cells, minlength=sequences * width).reshape(sequences, width)
 
 
