@@ -16,7 +16,7 @@ from spmd_engine.layers.names import context_method
 from spmd_engine.layers.norm import LayerNorm
 from spmd_engine.layers.residual import Residual
 from spmd_engine.layers.ring_attention import RingAttention
-from spmd_engine.layers.routing import RouterOptions
+from spmd_engine.layers.router_options import RouterOptions
 from spmd_engine.layers.skip import Skip
 from spmd_engine.layers.ulysses import Ulysses
 

@@ -15,7 +15,8 @@ class Dispatch:
 
     Made of ``experts``[t k], the choices of this rank's tokens, of which those that are negative are dropped: nobody
     goes there. Rows lie in the order of their experts, those of one expert in the order of tokens, and experts in the
-    order of the parts they are in. So what goes to one rank lies together, and what an expert gets after ``arrived``.
+    order of the parts they are in: so what goes to one rank lies together. At its experts what comes is put in their
+    order: ``rows`` says which are each one's.
     Its making is collective along the axes of e: ranks tell each other how many rows come, E numbers each.
     """
 
@@ -32,11 +33,8 @@ class Dispatch:
         order = order[: int(counts.sum())]
         self.choices = order  #: rows: the number of each one's choice, t k in all
         self.tokens = order // max(1, experts.shape[1])  #: rows: the token of each
-        self.load = host.empty(count, host.int64)  #: E: how many of this rank's tokens go to each expert
-        self.load[by_part] = counts
-        there = host.bincount(parts, minlength=max(parts, default=0) + 1)
         group = sh.group_of("e")
-        there = host.pad(there, (0, (group.size if group else 1) - len(there)))
+        there = host.bincount(parts, minlength=group.size if group else 1)
         self.here: list[int] = host.flatnonzero(parts == sh.part("e")).tolist()  #: experts on this rank
         ends = host.concatenate(([0], host.cumsum(there)))
         self._sent = [int(counts[a:b].sum()) for a, b in pairwise(ends)]
@@ -61,7 +59,7 @@ class Dispatch:
             self._by_rank[self._by_expert] = xp.arange(ends[-1])
 
     def start(self, rows: Array) -> Array | Later:
-        """Rows, in the order of ``tokens``, on their way to their experts: see ``arrived``."""
+        """Rows, in the order of ``tokens``, on their way to their experts: there in the order of ``rows``."""
         return then(self._sh.start_all_to_all(rows, self._sent, over="e"), self._sorted)
 
     def _sorted(self, rows: Array) -> Array:

@@ -6,13 +6,12 @@ from dataclasses import replace
 
 from spmd_engine.arrays import einsum
 from spmd_engine.arrays.backend import backend_of
-from spmd_engine.errors import UsageError
-from spmd_engine.layers.declarations import Parameter, SideOutput
 from spmd_engine.layers.dispatch import Dispatch
 from spmd_engine.layers.experts import Perceptron
 from spmd_engine.layers.later import then, wait_for
-from spmd_engine.layers.layer import Extra, Layer
-from spmd_engine.layers.routing import RouterOptions, choose, weights_gradient
+from spmd_engine.layers.layer import Layer
+from spmd_engine.layers.router import Router
+from spmd_engine.layers.router_options import RouterOptions
 
 
 class MoE(Layer):
@@ -42,29 +41,27 @@ class MoE(Layer):
         std: float = 0.02,
         out_std: float = 0.02,
     ) -> None:
-        self.router = router or RouterOptions()
-        if not 1 <= self.router.k <= experts:
-            raise UsageError(f"a token cannot go to {self.router.k} of {experts} experts; choose from 1 to {experts}")
+        self.router = Router(width, experts, router or RouterOptions(), std)
         self.sizes = {"d": width, "f": hidden, "e": experts, "E": experts}
         self.perceptron, self.shared = Perceptron(activation, std, out_std), shared
-        self.parameters = {"router": Parameter("d E", std=std, summed="bsf")}
+        self.parameters = dict(self.router.parameters)
         for number in range(shared):
             self.parameters |= {f"shared{number}/{own}": each for own, each in self.perceptron.parameters.items()}
         for number in range(experts):
             for own, each in self.perceptron.parameters.items():
                 self.parameters[f"expert{number}/{own}"] = replace(each, element=("e", number))
-        self.side_outputs = {"load": SideOutput("E", summed="bs")}
+        self.buffers, self.side_outputs = self.router.buffers, self.router.side_outputs
 
     def cost(self, length):
-        active = (self.router.k + self.shared) * len(self.perceptron.parameters)
+        active = (self.router.options.top_k + self.shared) * len(self.perceptron.parameters)
         return float(self.sizes["d"] * (active * self.sizes["f"] + self.sizes["E"]))
 
     def forward(self, sh, p, x, ctx):
         x = sh.all_gather(x, "b s d", "s", across="f")
         shape, x = x.shape, x.reshape(-1, x.shape[2])
         keep = ctx.training and ctx.saving
-        choice = choose(einsum("td,dE->tE", x, p["router"]), self.router, ctx.decided)
-        dispatch = Dispatch(sh, choice.experts, self.sizes["e"])
+        routed = self.router.forward(sh, p, x, shape[0], ctx)
+        dispatch = Dispatch(sh, routed.experts, self.sizes["e"])
         rows = dispatch.start(x[dispatch.tokens])
         y, of_shared = self._through_shared(sh, p, x, keep)  # while tokens travel
         rows, of_experts = self.perceptron.forward(
@@ -74,20 +71,20 @@ class MoE(Layer):
             keep,
         )
         rows = wait_for(dispatch.start_back(rows))
-        y += dispatch.gathered(rows, shape[2], choice.weights)
+        y += dispatch.gathered(rows, shape[2], routed.choices.weights)
         y = sh.reduce_scatter(y.reshape(shape), "b s d", over="f", onto="s")
-        told = Extra(outputs={"load": dispatch.load}, decided=choice.experts)
-        return y, (shape, x, choice, dispatch, rows, of_shared, of_experts), told
+        saved = shape, x, routed, dispatch, rows, of_shared, of_experts
+        return y, saved, *([self.router.told(routed, ctx)] if ctx.training and ctx.decided is None else [])
 
-    def backward_input(self, sh, p, saved, dy):
-        shape, x, choice, dispatch, rows, of_shared, of_experts = saved
+    def backward_input(self, sh, p, saved, dy, *side):
+        shape, x, routed, dispatch, rows, of_shared, of_experts = saved
         dy = sh.all_gather(dy, "b s d", "s", across="f").reshape(-1, shape[2])
         drows = dy[dispatch.tokens]
         dweights = dispatch.spread(einsum("td,td->t", drows, rows))
-        drows *= choice.weights.reshape(-1)[dispatch.choices, None]
+        drows *= routed.choices.weights.reshape(-1)[dispatch.choices, None]
         drows = dispatch.start(drows)
         dx, rest_of_shared = self._back_through_shared(p, of_shared, dy)  # while gradients travel
-        dlogits = weights_gradient(choice, dweights, self.sizes["E"])
+        dlogits = self.router.backward(sh, routed, dweights, *side or [{}])
         dx += einsum("tE,dE->td", dlogits, p["router"])
         experts = [(p[f"expert{number}"], own) for number, own in zip(dispatch.here, dispatch.rows, strict=True)]
         drows, rest = self.perceptron.backward_input(experts, of_experts, wait_for(drows))

@@ -126,6 +126,13 @@ class Shards:
         group = self.group_of(over)
         return x if group is None else group.start_all_to_all(x, splits=splits, label=self.label)
 
+    def gather_rows(self, x: Array, *, over: str, where: str = "inside") -> Array:
+        """The rows of ``x``, however many, of all ranks along the axes of these letters; in order if of one."""
+        axes = self.axes(over, where)
+        if len(over) == 1:
+            axes = self._order(over, where, axes)
+        return self.mesh.group(axes).all_gather(x, label=self.label) if axes else x
+
     def gather_whole(self, x: Array, dims: str, letter: str) -> Array:
         """``x[dims]``, as it is inside a layer, with ``letter`` whole on every rank."""
         for axis in reversed(self._order(letter, "inside", self.axes(letter))):
