@@ -82,6 +82,14 @@ def default_of(configuration: type[Configuration], name: str) -> Any:
     return next(each.default for each in fields(configuration) if each.name == name)
 
 
+def section_of(configuration: Configuration, name: str) -> Configuration:
+    """A nested configuration; where there is none, the one that its type has by default."""
+    section = getattr(configuration, name)
+    if section is None:
+        section = _configuration(get_type_hints(type(configuration))[name])()
+    return section
+
+
 def _configuration(kind: Any) -> type[Configuration] | None:
     """The class of a field that holds a nested configuration, perhaps an optional one."""
     for each in (kind, *get_args(kind)):
