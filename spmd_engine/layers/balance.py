@@ -8,7 +8,7 @@ that cut the tokens, gradients are those of the rank's own tokens, with no furth
 from __future__ import annotations
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.layers.routing import Choices
+from spmd_engine.layers.routing import Choices, highest
 
 
 def balance_loss(choices: Choices, counts: Array, tokens: int, coefficient: float) -> float:
@@ -84,8 +84,8 @@ def _pull(choices: Choices, counts: Array, tokens: int, coefficient: float) -> A
 def _log_sum(logits: Array) -> tuple[Array, Array]:
     """logsumexp[t] and softmax[t E] of logits."""
     xp = backend_of(logits).xp
-    highest = logits.max(axis=1)
-    softmax = xp.exp(logits - highest[:, None])
+    top = highest(logits)
+    softmax = xp.exp(logits - top[:, None])
     sums = softmax.sum(axis=1)
     softmax /= sums[:, None]
-    return xp.log(sums) + highest, softmax
+    return xp.log(sums) + top, softmax

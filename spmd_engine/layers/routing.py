@@ -170,8 +170,13 @@ def _normalised(options: RouterOptions) -> bool:
     return options.renormalise or options.when == "after"
 
 
+def highest(x: Array) -> Array:
+    """[t] of x[t E]: down the columns of a copy, since NumPy takes ten times as long for maxima of short rows."""
+    return x.T.copy().max(axis=0)
+
+
 def _softmax(x: Array) -> Array:
-    y = x - x.max(axis=1, keepdims=True)
+    y = x - highest(x)[:, None]
     y = backend_of(x).xp.exp(y, out=y)
     y /= y.sum(axis=1, keepdims=True)
     return y
