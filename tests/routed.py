@@ -43,13 +43,14 @@ def engine_on(mesh, built, *, zero=None, schedule=None, layout=(), **options):
 
 
 def facts(engine, optimizer, losses):
-    """Everything a training has led to, whole."""
-    arrays = {name: engine.gather(name) for name in engine.names}
-    arrays |= {name: engine.gather_buffer(name) for name in engine.buffer_names}
-    arrays |= {f"gradient of {name}": engine.gather_owned(name, engine.gradients) for name in engine.names}
-    for kind, state in optimizer.state.items():
-        arrays |= {f"{kind} of {name}": engine.gather_owned(name, state) for name in engine.names}
-    return {"losses": np.array(losses)}, arrays | dict(engine.side_outputs)
+    """Numbers that all ranks have, and this rank's part of every array, with where it lies in the whole."""
+    numbers = {"losses": np.array(losses), **engine.side_outputs}
+    numbers |= {name: engine.gather_buffer(name) for name in engine.buffer_names}
+    parts = {name: (engine.index(name), part.copy()) for name, part in engine.parameters.items()}
+    for kind, arrays in {"gradient": engine.gradients, **optimizer.state}.items():
+        for name, part in engine.named(arrays).items():
+            parts[f"{kind} of {name}"] = engine.owned_index(name), part.copy()
+    return numbers, parts
 
 
 def train(axes, *, steps=3, micro_batches=2, between=lambda engine, optimizer: None, of=(), **options):
@@ -84,9 +85,14 @@ def alone(of=(), **options):
 
 
 def assert_as_alone(found, expected):
-    """Losses, norms and all arrays of every rank are one device's."""
-    for numbers, arrays in found:
-        np.testing.assert_allclose(numbers["losses"], expected[0]["losses"], rtol=1e-9)
-        assert arrays.keys() == expected[1].keys()
-        for name, array in expected[1].items():
-            np.testing.assert_allclose(arrays[name], array, rtol=0, atol=1e-8, err_msg=name)
+    """Losses, norms and counts of every rank are one device's, and so are its parts of arrays; nothing is missing."""
+    for numbers, _ in found:
+        assert numbers.keys() == expected[0].keys()
+        for name, number in expected[0].items():
+            np.testing.assert_allclose(numbers[name], number, rtol=1e-9, err_msg=name)
+    for name, (_, whole) in expected[1].items():
+        covered = np.zeros(whole.shape, bool)
+        for index, part in (parts[name] for _, parts in found if name in parts):
+            np.testing.assert_allclose(part, whole[index], rtol=0, atol=1e-8, err_msg=name)
+            covered[index] = True
+        assert covered.all(), name
