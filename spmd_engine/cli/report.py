@@ -8,6 +8,7 @@ from signal import Signals
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from spmd_engine.cli.terminal import console
+from spmd_engine.training.expert_load import ExpertLoad
 from spmd_engine.training.run import Run
 from spmd_engine.training.start import JobObserver
 from spmd_engine.training.trainer import StepReport
@@ -21,6 +22,8 @@ class Reporter(JobObserver):
         self.console = console()
         self.bar: Progress | None = None
         self.unit, self.each = "", "targets"
+        self.experts: ExpertLoad | None = None  # in the last step
+        self.warned = False
 
     def opened(self, workload: Workload, parameters: int, notices: Sequence[str]) -> None:
         job, mesh, corpus = workload.job, workload.engine.mesh, workload.corpus
@@ -47,11 +50,21 @@ class Reporter(JobObserver):
         self._say(f"step {step:>5}  validation loss {loss:.4f}{self.unit}")
 
     def stepped(self, report: StepReport) -> None:
+        self._look_at_experts(report)
         text = f"loss {report.loss:.4f}  {report.tokens_per_second:,.0f} {self.each}/s"
         if self.bar:
             self.bar.update(self.task, advance=1, description=text)
         elif report.step % max(1, self.stop // 20) == 0:
             self._say(f"step {report.step:>5}  {text}")
+
+    def _look_at_experts(self, report: StepReport) -> None:
+        self.experts = ExpertLoad.of(report.side_outputs)
+        if self.experts and self.experts.drops_most and not self.warned:
+            self.warned = True
+            self._say(
+                f"spmd_engine: warning: step {report.step}: {self.experts.dropped:,} of {self.experts.pairs:,} choices "
+                "of experts were dropped, more than half; raise --capacity-factor, or leave it out"
+            )
 
     def stopped(self, step: int, signal: int) -> None:
         self._say(
@@ -62,6 +75,8 @@ class Reporter(JobObserver):
     def finished(self, loss: float | None, sample: str) -> None:
         if sample:
             self._say(f"\n--- a sample of what it writes ---\n{sample}\n----------------------------------\n")
+        if self.experts:
+            self._say(str(self.experts))
         self._say(f"validation loss {loss:.4f}{self.unit}; results in {self.folder}")
 
     def closed(self) -> None:

@@ -6,6 +6,7 @@ import click
 
 from spmd_engine.cli.show.collective import collective
 from spmd_engine.cli.show.communication import communication
+from spmd_engine.cli.show.experts import experts
 from spmd_engine.cli.show.memory import memory
 from spmd_engine.cli.show.mesh import mesh
 from spmd_engine.cli.show.schedule import schedule
@@ -13,7 +14,7 @@ from spmd_engine.cli.show.sharding import sharding
 from spmd_engine.comm.world import launcher_rank
 
 
-@click.group(short_help="Draw a mesh, a sharding, a schedule, communication, memory or a collective.")
+@click.group(short_help="Draw a mesh, a sharding, a schedule, communication, memory, a collective or experts.")
 @click.pass_context
 def show(context: click.Context) -> None:
     """Draw what the engine does. No rank is started: any mesh can be drawn anywhere.
@@ -25,5 +26,5 @@ def show(context: click.Context) -> None:
         context.exit()
 
 
-for command in (mesh, sharding, schedule, communication, memory, collective):
+for command in (mesh, sharding, schedule, communication, memory, collective, experts):
     show.add_command(command)
