@@ -11,7 +11,7 @@ from zlib import crc32
 
 import numpy as np
 
-from spmd_engine.arrays.backend import CPU, Array, Backend
+from spmd_engine.arrays.backend import CPU, Array, Backend, backend_of
 
 _CHUNK = 1 << 15  # elements hashed at a time: a few temporaries of that size stay in cache
 
@@ -60,6 +60,12 @@ def bernoulli(key: int, probability: float, rows: Array, width: int, backend: Ba
         index = flat[start : start + step, None] * xp.uint64(width) + columns
         mask[start : start + step] = hash_bits(key, index, xp) < threshold
     return mask.reshape((*np.shape(rows), width))
+
+
+def uniform_at(key: int, index: Array) -> Array:
+    """float64 in (0, 1) for each ``index``, whole and not negative, of any shape, on the device of ``index``."""
+    xp = backend_of(index).xp
+    return _unit(hash_bits(key, index, xp), xp)
 
 
 def integers(key: int, high: int, index: Array) -> np.ndarray:

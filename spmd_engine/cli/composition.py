@@ -24,6 +24,7 @@ _OPTIONS = [
     click.option(
         "--context-method", type=click.Choice(list(CONTEXT_METHODS)), help="How 'context' attends. [default: ring]"
     ),
+    click.option("--experts-over", metavar="AXIS,...", help="Axes that cut the experts. [default: expert]"),
     click.option(
         "--recut-after",
         metavar="BLOCKS",
@@ -69,8 +70,8 @@ _OPTIONS = [
 ]
 #: Names of these options: but for ``compress``, they say how something is computed, not what.
 COMPOSITION = (
-    "zero", "sequence_parallel", "context_method", "recut_after", "schedule", "chunks", "stages", "recompute",
-    "compress", "group_threshold", "group_cap",
+    "zero", "sequence_parallel", "context_method", "experts_over", "recut_after", "schedule", "chunks", "stages",
+    "recompute", "compress", "group_threshold", "group_cap",
 )  # fmt: skip
 
 

@@ -11,12 +11,15 @@ from rich.console import Console
 from rich.table import Table
 
 from spmd_engine.cli.composition import composition_of, composition_options
+from spmd_engine.cli.experts import mixture_of, mixture_options
 from spmd_engine.cli.options import image_shape, images_option, mesh_option
 from spmd_engine.cli.show.bytes_per_rank import CLASSES, bytes_per_rank
+from spmd_engine.cli.show.experts import placement_text
 from spmd_engine.comm.mesh import parse_axes
 from spmd_engine.comm.place import Place, all_places
 from spmd_engine.comm.world import launcher_rank
-from spmd_engine.engine.plan import PIPE, Plan, make_plan
+from spmd_engine.engine.plan import PIPE, Plan, homes_of, make_plan
+from spmd_engine.layers import Parameter
 from spmd_engine.models import Model, layout_for
 from spmd_engine.models.names import MODELS, build_model
 from spmd_engine.sharding.layout import Layout
@@ -29,6 +32,7 @@ _STATES = 2  # arrays of AdamW for each parameter
 @images_option
 @mesh_option
 @click.option("--dtype", type=click.Choice(["float32", "float64"]), default="float32", show_default=True)
+@mixture_options
 @composition_options
 def inspect(model: str, images: str | None, mesh: str | None, dtype: str, **options: Any) -> None:
     """Print every parameter with its sharding ("d f/model": f divided over axis model) and what ranks hold.
@@ -43,10 +47,14 @@ def inspect(model: str, images: str | None, mesh: str | None, dtype: str, **opti
     if launcher_rank() > 0:
         return
     axes = parse_axes(mesh) if mesh else {"data": 1}
-    built = build_model(model, sample=image_shape(model, images), recut_after=options["recut_after"])
+    built = build_model(
+        model, sample=image_shape(model, images), recut_after=options["recut_after"], mixture=mixture_of(options)
+    )
     composition = composition_of(options, axes, built)
     places = all_places(axes)
-    layout = layout_for(built, places[0], sequence_parallel=composition.sequence_parallel)
+    layout = layout_for(
+        built, places[0], sequence_parallel=composition.sequence_parallel, experts_over=composition.expert_axes
+    )
     for name, layer in built.layers:
         layout.check(name, {"b", "s", *layer.sizes}, layer.may_cut, layer.across)
     itemsize = np.dtype(dtype).itemsize
@@ -61,6 +69,8 @@ def inspect(model: str, images: str | None, mesh: str | None, dtype: str, **opti
     console.print(f"inputs {layout.spec(built.inputs)}, outputs {layout.spec(built.outputs)}\n")
     console.print(_parameters(built, places[0], layout, plans[0] if len(plans) > 1 else None))
     console.print()
+    if any("e" in layer.sizes for _, layer in built.layers):
+        console.print(placement_text(built, places, layout).lstrip() + "\n", soft_wrap=True)
     for stage, plan in enumerate(plans):
         where = f"stage {stage}: " if len(plans) > 1 else ""
         here = _counted(len(plan.uses), "layer"), _counted(len(list(plan.members)), "parameter")
@@ -80,12 +90,30 @@ def _one_a_stage(places: Sequence[Place]) -> list[Place]:
 def _parameters(model: Model, place: Place, layout: Layout, plan: Plan | None) -> Table:
     columns = ["parameter", "sharding", "whole shape", "on the first rank", *(["stages"] if plan else [])]
     table = Table(*columns, box=None, header_style="bold")
+    homes = homes_of(model, layout, place)
+    counts: dict[str, list[int]] = {}  # of experts, and of those that the first rank has
+    for name, (parameter, _) in model.parameters():
+        if parameter.element:
+            of_all = counts.setdefault(_of_all(name, parameter), [0, 0])
+            of_all[0] += 1
+            of_all[1] += name not in homes or homes[name].has(place)
     for name, (parameter, shape) in model.parameters():
+        whole, here = "", ""
+        if parameter.element:
+            if parameter.element[1] > 0:  # the others are like the first
+                continue
+            whole, here = (f"{count} of " for count in counts[_of_all(name, parameter)])
         spec = layout.spec(parameter.dims)
         block = spec.local_shape(shape, place)
         stages = [",".join(map(str, plan.holders[name]))] if plan else []
-        table.add_row(name, str(spec), "x".join(map(str, shape)), "x".join(map(str, block)), *stages)
+        sizes = whole + "x".join(map(str, shape)), here + "x".join(map(str, block))
+        table.add_row(_of_all(name, parameter), str(spec), *sizes, *stages)
     return table
+
+
+def _of_all(name: str, parameter: Parameter) -> str:
+    """The name under which an expert's parameter is listed, with those of all others."""
+    return name.replace(f"/expert{parameter.element[1]}/", "/expert*/") if parameter.element else name
 
 
 def _summary(held: Sequence[Sequence[tuple[str, int]]]) -> Table:

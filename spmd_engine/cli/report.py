@@ -7,6 +7,7 @@ from signal import Signals
 from typing import TYPE_CHECKING
 
 from spmd_engine.cli.terminal import console
+from spmd_engine.training.expert_load import ExpertLoad
 from spmd_engine.training.images import Images
 from spmd_engine.training.run import Run
 from spmd_engine.training.start import JobObserver
@@ -26,6 +27,8 @@ class Reporter(JobObserver):
     def __init__(self) -> None:
         self.bar: Progress | None = None
         self.unit, self.each = "", "targets"
+        self.experts: ExpertLoad | None = None  # in the last step
+        self.warned = False
 
     def opened(self, workload: Workload, parameters: int, notices: Sequence[str]) -> None:
         self.console = console()
@@ -59,6 +62,7 @@ class Reporter(JobObserver):
     def stepped(self, report: StepReport) -> None:
         if report.skipped:
             self._say(f"spmd_engine: step {report.step} updated nothing: {report.skipped}")
+        self._look_at_experts(report)
         text = f"loss {report.loss:.4f}  {report.tokens_per_second:,.0f} {self.each}/s"
         if self.bar:
             self.bar.update(self.task, advance=1, description=text)
@@ -67,6 +71,15 @@ class Reporter(JobObserver):
 
     def not_saved(self, step: int, why: str) -> None:
         self._say(f"spmd_engine: {why}; training goes on after step {step}")
+
+    def _look_at_experts(self, report: StepReport) -> None:
+        self.experts = ExpertLoad.of(report.side_outputs)
+        if self.experts and self.experts.drops_most and not self.warned:
+            self.warned = True
+            self._say(
+                f"spmd_engine: warning: step {report.step}: {self.experts.dropped:,} of {self.experts.pairs:,} choices "
+                "of experts were dropped, more than half; raise --capacity-factor, or leave it out"
+            )
 
     def stopped(self, step: int, signal: int) -> None:
         self._say(
@@ -77,6 +90,8 @@ class Reporter(JobObserver):
     def finished(self, loss: float | None, sample: str) -> None:
         if sample:
             self._say(f"\n--- a sample of what it writes ---\n{sample}\n----------------------------------\n")
+        if self.experts:
+            self._say(str(self.experts))
         self._say(f"validation loss {loss:.4f}{self.unit}{self._metrics()}; results in {self.folder}")
 
     def closed(self) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from spmd_engine.arrays.backend import get_backend
 from spmd_engine.comm.mesh import Mesh
+from spmd_engine.comm.place import Place
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.engine import schedules
 from spmd_engine.engine.compression import compression
@@ -18,7 +19,7 @@ from spmd_engine.engine.recompute import Recompute
 from spmd_engine.engine.stages import Division, divide, parse_division
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.names import CONTEXT_METHODS
-from spmd_engine.models import ImageShape, Model, layout_for
+from spmd_engine.models import ImageShape, Mixture, Model, layout_for
 from spmd_engine.models.names import IMAGES, build_model
 from spmd_engine.sharding.groups import CAP, THRESHOLD
 
@@ -36,6 +37,7 @@ class ModelConfig(Configuration):
     seed: int = setting(0)  #: of parameters, samples and dropout
     #: of a model of images: what an ``ImageShape`` says, by name; None: its usual ones or, in training, the data's
     images: Mapping[str, int] | None = None
+    mixture: Mixture | None = None  #: of a model that has experts; None: its own
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -46,7 +48,7 @@ class ModelConfig(Configuration):
         """The model, as this composition computes it."""
         shape = ImageShape(**self.images) if self.images else None
         method = composition.context_method or "ring"
-        return build_model(self.name, self.dropout, method, shape, composition.recut_after)
+        return build_model(self.name, self.dropout, method, shape, composition.recut_after, self.mixture)
 
 
 def _check_images(name: str, images: Mapping[str, int]) -> None:
@@ -69,6 +71,7 @@ class Composition(Configuration):
     sequence_parallel: bool = False  #: whether "model" cuts the sequence between layers
     context_method: str | None = setting(None, choices=CONTEXT_METHODS)  #: how "context" attends; None: ring
     recut_after: int | None = setting(None, least=1)  #: blocks of images whose rows are cut, samples then; None: never
+    experts_over: str | None = None  #: axes that cut the experts, as in "data,context"; None: expert
     schedule: str | None = setting(None, choices=PIPELINES)  #: order of micro-batches along "pipe"; None: 1f1b
     chunks: int | None = setting(None, least=1)  #: of layers a stage; None: 2 if interleaved, else 1
     stages: str | None = None  #: "even", "cost", or the first layer of each chunk, as in "0,3,7"; None: even
@@ -86,6 +89,13 @@ class Composition(Configuration):
     def storage(self) -> Storage:
         """How parameters, gradients and optimizer state are stored."""
         return Storage(self.zero, self.group_threshold, self.group_cap, self.compress)
+
+    @property
+    def expert_axes(self) -> tuple[str, ...] | None:
+        """The axes that cut the experts; None: the customary one."""
+        if self.experts_over is None:
+            return None
+        return tuple(filter(None, (axis.strip() for axis in self.experts_over.split(","))))
 
     @property
     def division(self) -> Division:
@@ -113,14 +123,30 @@ class Composition(Configuration):
             refuse("axis 'replicate'", "it says that state is in parts over another axis", "Name it data, or add shard")
         if not compression(self.compress).in_parts and self.storage.stage(axes):
             refuse(f"--compress {self.compress}", "ZeRO needs parts of sums", "Choose float16 or bfloat16")
+        for axis in self.expert_axes or ():
+            if axis not in axes:
+                refuse(f"--experts-over {self.experts_over}", f"there is no axis {axis!r}", "Name axes of the mesh")
         if model is not None and axes.get(PIPE, 1) > 1:
             chunks = self.schedule_on(axes).chunks
             divide(model, axes[PIPE] * chunks, self.division, chunks)
-        return self._without_effect(axes, mesh)
+        return self._without_effect(axes, mesh) + (self._about_experts(axes, model) if model is not None else [])
+
+    def _about_experts(self, axes: Mapping[str, int], model: Model) -> list[str]:
+        """Notices of ranks that will have no experts, or none to have."""
+        over = self.expert_axes if self.experts_over is not None else tuple({"expert"} & set(axes))
+        parts = Place(axes, {}).axis_size(over)
+        fewest = min((layer.sizes["e"] for _, layer in model.layers if "e" in layer.sizes), default=None)
+        if fewest is None and self.experts_over is not None:
+            return [f"--experts-over {self.experts_over} has no effect: {model.name} has no experts"]
+        if fewest is None and parts > 1:
+            return [f"axis expert={parts} cuts the batch alone, as data would: {model.name} has no experts"]
+        if fewest is not None and fewest < parts:
+            return [f"{fewest} experts over {','.join(over)}={parts}: {parts - fewest} of {parts} parts hold none"]
+        return []
 
     def _without_effect(self, axes: Mapping[str, int], mesh: str) -> list[str]:
         spatial = {"rows", "columns"} & set(axes)
-        pipeline, copies = axes.get(PIPE, 1) > 1, {"data", "shard", "context"} & set(axes)
+        pipeline, copies = axes.get(PIPE, 1) > 1, {"data", "expert", "shard", "context"} & set(axes)
         needed = {
             f"--zero {self.zero}": (self.zero and not copies, "data, shard or context to store over"),
             "--sequence-parallel": (self.sequence_parallel and "model" not in axes, "model"),
@@ -176,6 +202,7 @@ def build_engine(
         mesh,
         sequence_parallel=composition.sequence_parallel,
         zigzag="context" in mesh.axes and method != "ulysses",  # whose ranks all have the whole sequence
+        experts_over=composition.expert_axes,
     )
     return LayeredEngine(
         built,

@@ -16,6 +16,7 @@ from spmd_engine.layers.linear import Linear
 from spmd_engine.layers.loss import cross_entropy, mean_squared_error
 from spmd_engine.layers.metrics import right_classes
 from spmd_engine.layers.mlp import MLP
+from spmd_engine.layers.moe import MoE
 from spmd_engine.layers.names import context_method
 from spmd_engine.layers.norm import LayerNorm
 from spmd_engine.layers.pooling import AveragePool, GlobalPool, MaxPool
@@ -24,6 +25,7 @@ from spmd_engine.layers.relu import ReLU
 from spmd_engine.layers.residual import Residual
 from spmd_engine.layers.residual_block import ResidualBlock
 from spmd_engine.layers.ring_attention import RingAttention
+from spmd_engine.layers.router_options import RouterOptions
 from spmd_engine.layers.skip import Skip
 from spmd_engine.layers.ulysses import Ulysses
 
@@ -49,7 +51,9 @@ __all__ = [
     "Layer",
     "LayerNorm",
     "Linear",
+    "MLP",
     "MaxPool",
+    "MoE",
     "Parameter",
     "Positions",
     "ReLU",
@@ -57,6 +61,7 @@ __all__ = [
     "Residual",
     "ResidualBlock",
     "RingAttention",
+    "RouterOptions",
     "SideOutput",
     "Skip",
     "Ulysses",

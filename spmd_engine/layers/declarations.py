@@ -17,6 +17,10 @@ class Parameter:
     ``summed`` are the letters over which the einsum of its gradient sums, as they are cut ``where`` the layer
     uses it: inside, or on the residual stream. The gradient stays unreduced over the axes of those letters.
     A ``shape`` is given by layers made of layers, in which one letter may have several sizes.
+
+    ``element=("e", 3)`` says that this is number 3 of the letter e: an expert's own parameter. Only those ranks have
+    it to whom the layout gives that element, and on the others it is missing in ``p`` and ``g``. Whatever it is used
+    with has come to them from all ranks along the axes of e, so its gradient is summed over the other axes alone.
     """
 
     dims: str
@@ -25,6 +29,7 @@ class Parameter:
     decay: bool = True
     where: str = "inside"
     summed: str = "bs"
+    element: tuple[str, int] | None = None
     shape: tuple[int, ...] | None = None  #: whole; None: as the layer's sizes say
 
     def whole(self, sizes: Mapping[str, int]) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from spmd_engine.models.convnet import convnet, resnet
 from spmd_engine.models.gpt import GPT_SIZES, GPTSize, gpt
 from spmd_engine.models.images import ImageShape
 from spmd_engine.models.layouts import layout_for
+from spmd_engine.models.mixture import Mixture
 from spmd_engine.models.mlp import deep_mlp, mlp, two_layers
 from spmd_engine.models.model import Model
 from spmd_engine.models.names import build_model
@@ -12,6 +13,7 @@ __all__ = [
     "GPT_SIZES",
     "GPTSize",
     "ImageShape",
+    "Mixture",
     "Model",
     "build_model",
     "convnet",

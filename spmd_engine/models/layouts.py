@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from spmd_engine.comm.place import Place
 from spmd_engine.errors import MeshError
@@ -19,7 +19,14 @@ OF_IMAGES = {
 }
 
 
-def layout_for(model: Model, mesh: Place, *, sequence_parallel: bool = False, zigzag: bool = False) -> Layout:
+def layout_for(
+    model: Model,
+    mesh: Place,
+    *,
+    sequence_parallel: bool = False,
+    zigzag: bool = False,
+    experts_over: Sequence[str] | None = None,
+) -> Layout:
     """``Layout.for_mesh``, with ``model`` cutting what the model's attention has enough of; of images, ``OF_IMAGES``.
 
     It cuts key heads; where there are fewer than ranks, the queries that share one, if that leaves less to the
@@ -51,7 +58,11 @@ def layout_for(model: Model, mesh: Place, *, sequence_parallel: bool = False, zi
     attentions = [layer.sizes for _, layer in model.layers if "h" in layer.sizes]
     queries_cut = bool(attentions) and all(_queries_divide_better(sizes, ranks) for sizes in attentions)
     return Layout.for_mesh(
-        mesh, sequence_parallel=sequence_parallel, zigzag=zigzag, queries_cut=queries_cut
+        mesh,
+        sequence_parallel=sequence_parallel,
+        zigzag=zigzag,
+        queries_cut=queries_cut,
+        experts_over=experts_over,
     )
 
 

@@ -1,11 +1,13 @@
 """Models by name, as the command line knows them."""
 
+from dataclasses import replace
 from functools import partial
 
 from spmd_engine.errors import UsageError
 from spmd_engine.models.convnet import convnet, resnet
 from spmd_engine.models.gpt import GPT_SIZES, gpt
 from spmd_engine.models.images import ImageShape
+from spmd_engine.models.mixture import Mixture
 from spmd_engine.models.mlp import deep_mlp, mlp, two_layers
 from spmd_engine.models.model import Model
 
@@ -26,17 +28,23 @@ def build_model(
     context_method: str = "gather",
     sample: ImageShape | None = None,
     recut_after: int | None = None,
+    mixture: Mixture | None = None,
 ) -> Model:
-    """The model called ``name``, of images of the shape of ``sample``; raises UsageError naming those there are.
+    """The model called ``name``: of images of the shape of ``sample``, or with this ``mixture`` of experts.
 
     ``context_method`` and ``recut_after`` (so many blocks of a model of images: see there) say how it is computed.
+    Raises UsageError for another name, naming those there are, and for what this model has not.
     """
     if name not in MODELS:
         raise UsageError(f"unknown model {name!r}; choose one of {', '.join(MODELS)}")
     if recut_after is not None and name not in IMAGES:
         raise UsageError(f"--recut-after {recut_after}: {name} is no model of images; choose {' or '.join(IMAGES)}")
+    if mixture is not None and (name not in GPT_SIZES or GPT_SIZES[name].mixture is None):
+        routed = ", ".join(each for each, size in GPT_SIZES.items() if size.mixture)
+        raise UsageError(f"{name} has no experts, and takes no options about them; choose one of {routed}")
     if name in GPT_SIZES:
-        return gpt(GPT_SIZES[name], name, dropout, context_method)
+        size = GPT_SIZES[name]
+        return gpt(replace(size, mixture=mixture or size.mixture), name, dropout, context_method)
     if dropout:
         raise UsageError(f"{name} has no dropout; leave it at 0 instead of {dropout}")
     if name in DENSE:

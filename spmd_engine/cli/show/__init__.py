@@ -10,8 +10,8 @@ from spmd_engine.comm.world import launcher_rank
 
 @click.group(
     cls=LazyGroup,
-    modules=modules_of(__name__, "mesh", "sharding", "schedule", "communication", "memory", "collective"),
-    short_help="Draw a mesh, a sharding, a schedule, communication, memory or a collective.",
+    modules=modules_of(__name__, "mesh", "sharding", "schedule", "communication", "memory", "collective", "experts"),
+    short_help="Draw a mesh, a sharding, a schedule, communication, memory, a collective or experts.",
 )
 @click.pass_context
 def show(context: click.Context) -> None:

@@ -83,9 +83,10 @@ def parameter_sharding(
     if name not in parameters:
         close = [known for known in parameters if name.split("/")[-1] in known] or list(parameters)
         raise UsageError(f"{model} has no parameter {name!r}; it has, for example: {', '.join(close[:4])}")
-    stages = make_plan(built, places[0], layout, itemsize=4).holders[name]
+    plan = make_plan(built, places[0], layout, itemsize=4)
+    stages, home = plan.holders[name], plan.homes.get(name)
     parameter, shape = parameters[name]
-    having = [place for place in places if place.coordinates.get(PIPE, 0) in stages]
+    having = [place for place in places if place.coordinates.get(PIPE, 0) in stages and (not home or home.has(place))]
     return layout.spec(parameter.dims), shape, having
 
 
@@ -113,10 +114,13 @@ def draw_sharding(spec: Spec, shape: Sequence[int], places: Sequence[Place], nam
     title = f'{name}"{spec}", shape {_by(shape)}, mesh {mesh}'
     notes = [_sizes(blocks)]
     notes += [_not_drawn(spec, dim, places, blocks) for dim in others]
-    if len(places) < mesh.axis_size(mesh.axes):
+    reach = {axis: len({place.coordinates[axis] for place in places}) for axis in mesh.axes}
+    if reach.get(PIPE, 1) < mesh.axes.get(PIPE, 1):
         stages = sorted({place.coordinates[PIPE] for place in places})
         notes.append(f"Pipeline: stage {' and stage '.join(map(str, stages))} alone.")
-    reach = {axis: len({place.coordinates[axis] for place in places}) for axis in mesh.axes}
+    if alone := [axis for axis, size in mesh.axes.items() if axis != PIPE and reach[axis] < size]:
+        where = " and ".join(f"{axis} {mesh.coordinates[axis]}" for axis in alone)
+        notes.append(f"One expert's: ranks with {where} alone, which cut the batch elsewhere.")
     if copied := [axis for axis, count in reach.items() if count > 1 and axis not in spec.axes]:
         copies = prod(reach[axis] for axis in copied)
         notes.append(f"Each block is on {copies} ranks, which differ along {' and '.join(copied)}.")

@@ -1,0 +1,121 @@
+"""``show experts``: where each expert is, and, of a run, how many tokens it gets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from spmd_engine.cli.experts import mixture_of, mixture_options
+from spmd_engine.cli.options import read_config, run_folder
+from spmd_engine.cli.show.options import model_option
+from spmd_engine.comm.mesh import parse_axes
+from spmd_engine.comm.place import Place, all_places
+from spmd_engine.engine.composition import Composition
+from spmd_engine.errors import UsageError
+from spmd_engine.models import Model, build_model, layout_for
+from spmd_engine.sharding.expert_table import routing_table
+from spmd_engine.sharding.layout import Layout
+from spmd_engine.training.observers import MetricsFile
+
+LOAD = "/load"  # ends the names of the side outputs that count tokens by expert
+
+
+@click.command(short_help="Where each expert is, and its load in a run.")
+@model_option
+@mixture_options
+@click.option("--mesh", metavar="AXIS=SIZE,...", help="The mesh. [default: the run's, or one rank]")
+@click.option("--experts-over", metavar="AXIS,...", help="Axes that cut the experts. [default: expert]")
+@click.option("--run", metavar="NAME", help="A run, for its model and the load it measured.")
+@click.option("--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Of the run, its last ones.")
+@click.option("--layer", metavar="NAME", help="One layer, as in block0/moe. [default: all, together]")
+def experts(
+    model: str, mesh: str | None, experts_over: str | None, run: str | None, steps: int, layer: str | None,
+    **options: Any,
+) -> None:
+    """Print a line for each expert, with the part and the ranks that hold it, then one for each part. Of a --run, also
+    the mean load of its last steps: pairs of a token and an expert that it chose, over the whole batch.
+
+    Outside of the layers with experts, axis 'expert' cuts the batch, as 'data' does.
+
+    \b
+      python -m spmd_engine show experts --model gpt-moe-nano --mesh expert=4,data=2
+      python -m spmd_engine show experts --run gpt-moe-nano-1 --layer block0/moe
+      python -m spmd_engine show experts --run gpt-moe-nano-1 --mesh expert=8
+    """
+    mixture = mixture_of(options)
+    composition = Composition(experts_over=experts_over)
+    loads: Mapping[str, Sequence[float]] = {}
+    axes = parse_axes(mesh) if mesh else {"data": 1}
+    if run:
+        job = read_config(run)
+        model, mixture = job.model.name, job.model.mixture
+        axes = axes if mesh else dict(job.composition.mesh or axes)
+        composition = composition if experts_over or mesh else job.composition
+        loads = mean_loads(run_folder(run), steps)
+    built = build_model(model, mixture=mixture)
+    composition.check(axes)
+    places = all_places(axes)
+    click.echo(f"{model}, mesh {places[0]}: inputs {_inputs(built, places[0], composition)}")
+    click.echo(placement_text(built, places, _layout(built, places[0], composition), loads, layer))
+
+
+def placement_text(
+    model: Model,
+    places: Sequence[Place],
+    layout: Layout,
+    loads: Mapping[str, Sequence[float]] | None = None,
+    layer: str | None = None,
+) -> str:
+    """Routing tables: one for all layers with the same placement, their loads added up, or of one ``layer``.
+
+    ``loads`` are those of each layer's experts, by the layer's name. Raises UsageError if there is no such layer.
+    """
+    routed = {name: each.sizes["e"] for name, each in model.layers if "e" in each.sizes}
+    if not routed or layer not in (None, *routed):
+        there = f"it has {', '.join(routed)}" if routed else "it has none"
+        raise UsageError(f"{model.name}: no layer {layer or 'with experts'}; {there}")
+    axes = layout.axes("e")
+    alike: dict[tuple[int, ...], list[str]] = {}
+    for name in [layer] if layer else routed:
+        alike.setdefault(layout.parts(name, "e", routed[name], places[0]), []).append(name)
+    parts = places[0].axis_size(axes)
+    ranks = [[place.index(None) for place in places if place.index(axes) == part] for part in range(parts)]
+    texts = []
+    for placement, names in alike.items():
+        known = [loads[name] for name in names if loads and name in loads]
+        together = [sum(each) for each in zip(*known, strict=True)] if known else None
+        over = f"over {','.join(axes)}" if parts > 1 else "on every rank"
+        texts.append(f"\n{_listed(names)}: {len(placement)} experts {over}\n")
+        texts.append(routing_table(placement, parts, together, ranks))
+    return "\n".join(texts)
+
+
+def mean_loads(folder: Path, steps: int) -> dict[str, list[int]]:
+    """The mean load of each layer's experts in the last ``steps`` of a run, from its ``metrics.jsonl``."""
+    path = folder / MetricsFile.NAME
+    try:
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
+    told = [line["side_outputs"] for line in lines if "side_outputs" in line][-steps:]
+    names = [name for name in (told[-1] if told else {}) if name.endswith(LOAD)]
+    if not names:
+        raise UsageError(f"{path} tells no load of experts: the run has made no step, or its model has none")
+    loads = {name: zip(*(one[name] for one in told), strict=True) for name in names}
+    return {name.removesuffix(LOAD): [round(sum(each) / len(told)) for each in load] for name, load in loads.items()}
+
+
+def _layout(model: Model, place: Place, composition: Composition) -> Layout:
+    return layout_for(model, place, experts_over=composition.expert_axes)
+
+
+def _inputs(model: Model, place: Place, composition: Composition) -> str:
+    return str(_layout(model, place, composition).spec(model.inputs))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) < 4 else f"{names[0]}, ..., {names[-1]} ({len(names)} layers)"

@@ -1,0 +1,98 @@
+"""A small GPT with experts, trained on virtual ranks: what the tests of experts share."""
+
+from dataclasses import replace
+from functools import cache
+from math import prod
+
+import numpy as np
+
+import tiny
+from spmd_engine import Mesh, run
+from spmd_engine.engine import AdamW, LayeredEngine
+from spmd_engine.engine.plan import Storage
+from spmd_engine.engine.schedules import named
+from spmd_engine.layers import RouterOptions
+from spmd_engine.models import Mixture, gpt
+from spmd_engine.sharding import Layout
+from spmd_engine.training import Trainer
+
+ROUTERS = {
+    "dropless": RouterOptions(balance_loss=0.3, z_loss=0.1),
+    "all losses": RouterOptions(balance_loss=0.3, sequence_balance_loss=0.2, z_loss=0.1, bias_rate=0.1),
+    "position": RouterOptions(capacity_factor=0.8, balance_loss=0.1),
+    "probability": RouterOptions(capacity_factor=0.8, drop_by="probability", second_choice="random"),
+    "sigmoid of three": RouterOptions(top_k=3, score="sigmoid", renormalise=False, scale=1.5, z_loss=0.01),
+    "balanced": RouterOptions(routing="balanced"),
+    "random": RouterOptions(routing="random", balance_loss=0.1),
+}
+
+
+def model(router="dropless", experts=5, shared=0, dense="", layers=2, context_method="gather"):
+    mixture = Mixture(experts, shared, 10, dense, ROUTERS[router])
+    size = replace(tiny.SIZE, layers=layers, mixture=mixture)
+    return gpt(size, dropout=0.1, context_method=context_method)
+
+
+def engine_on(mesh, built, *, zero=None, schedule=None, layout=(), **options):
+    layout = Layout.for_mesh(mesh, **dict(layout))
+    if schedule:
+        options["schedule"] = named(schedule)
+    return LayeredEngine(
+        built, mesh, layout, dtype=np.float64, seed=5, storage=Storage(zero, threshold=2000), **options
+    )
+
+
+def facts(engine, optimizer, losses):
+    """Numbers that all ranks have, and this rank's part of every array, with where it lies in the whole."""
+    numbers = {"losses": np.array(losses), **engine.side_outputs}
+    numbers |= {name: engine.gather_buffer(name) for name in engine.buffer_names}
+    parts = {name: (engine.index(name), part.copy()) for name, part in engine.parameters.items()}
+    for kind, arrays in {"gradient": engine.gradients, **optimizer.state}.items():
+        for name, part in engine.named(arrays).items():
+            parts[f"{kind} of {name}"] = engine.owned_index(name), part.copy()
+    return numbers, parts
+
+
+def train(axes, *, steps=3, micro_batches=2, between=lambda engine, optimizer: None, of=(), **options):
+    """What ``facts`` says after a few clipped steps and an evaluation; ``between`` is called after the first step."""
+
+    def program():
+        with Mesh(**axes) as mesh:
+            engine = engine_on(mesh, model(**dict(of)), **options)
+            optimizer = AdamW()
+            trainer = Trainer(
+                engine,
+                optimizer,
+                lambda step: tiny.batch(engine, step, micro_batches),
+                lambda step: 0.05,
+                grad_clip=0.3,
+            )
+            losses = []
+            for report in trainer.run(steps):
+                losses += [report.loss, report.grad_norm]
+                if len(losses) == 2:
+                    between(engine, optimizer)
+            side = facts(engine, optimizer, [*losses, trainer.evaluate([tiny.batch(engine, 9, 1)])])
+            mesh.barrier()
+            return side
+
+    return run(program, prod(axes.values()))
+
+
+@cache
+def alone(of=(), **options):
+    return train({"data": 1}, of=of, **options)[0]
+
+
+def assert_as_alone(found, expected):
+    """Losses, norms and counts of every rank are one device's, and so are its parts of arrays; nothing is missing."""
+    for numbers, _ in found:
+        assert numbers.keys() == expected[0].keys()
+        for name, number in expected[0].items():
+            np.testing.assert_allclose(numbers[name], number, rtol=1e-9, err_msg=name)
+    for name, (_, whole) in expected[1].items():
+        covered = np.zeros(whole.shape, bool)
+        for index, part in (parts[name] for _, parts in found if name in parts):
+            np.testing.assert_allclose(part, whole[index], rtol=0, atol=1e-8, err_msg=name)
+            covered[index] = True
+        assert covered.all(), name
