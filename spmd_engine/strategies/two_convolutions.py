@@ -13,7 +13,6 @@ from spmd_engine.comm.mesh import Mesh
 from spmd_engine.strategies.page import Page, Weight
 
 IMAGE = 7, 5  # h and w: few enough for tests, and nothing divides them
-SAME = Window(3, before=1, after=1)  # as many outputs as inputs; there are zeros around an image
 
 
 class TwoConvolutions(Page):
@@ -31,16 +30,24 @@ class TwoConvolutions(Page):
         self.w0, self.w1 = self.parameters.values()
 
 
-def conv(x: Array, w: Array, rows: Window = SAME) -> Array:
-    """y[b h w f] = sum over i, j, c of x[b h+i-1 w+j-1 c] · w[i j c f]; another window of rows for some of them."""
-    return conv2d(x, w, rows, SAME)
+def conv(x: Array, w: Array, rows: Window | None = None) -> Array:
+    """y[b h w f] = sum over i, j, c of x[b h+i-1 w+j-1 c] · w[i j c f], with zeros around the image.
+
+    ``rows`` is another window of rows, for some of them.
+    """
+    return conv2d(x, w, rows or same(), same())
 
 
-def conv_input(dy: Array, w: Array, height: int, rows: Window = SAME) -> Array:
+def conv_input(dy: Array, w: Array, height: int, rows: Window | None = None) -> Array:
     """dx[b h w c] of ``conv``, h being ``height`` long."""
-    return conv2d_input_gradient(dy, w, rows, SAME, 1, (height, dy.shape[2]))
+    return conv2d_input_gradient(dy, w, rows or same(), same(), 1, (height, dy.shape[2]))
 
 
-def conv_weight(x: Array, dy: Array, rows: Window = SAME) -> Array:
+def conv_weight(x: Array, dy: Array, rows: Window | None = None) -> Array:
     """dw[i j c f] of ``conv``."""
-    return conv2d_weight_gradient(x, dy, rows, SAME, 1)
+    return conv2d_weight_gradient(x, dy, rows or same(), same(), 1)
+
+
+def same() -> Window:
+    """The window that makes as many outputs as there are inputs."""
+    return Window(3, before=1, after=1)
