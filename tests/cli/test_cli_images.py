@@ -58,4 +58,4 @@ def test_sizes_that_make_no_sense_are_refused(here, model, images, message):
 
 def test_help_says_the_defaults_of_image_models(here):
     _, text, _ = here("train", "--help")
-    assert "(600; images: 150)" in " ".join(text.split()) and "scikit-learn's digits" in " ".join(text.split())
+    assert "(600; images: 100)" in " ".join(text.split()) and "scikit-learn's digits" in " ".join(text.split())
