@@ -20,6 +20,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.layers.names import CONTEXT_METHODS
 from spmd_engine.models import ImageShape, Model, layout_for
 from spmd_engine.models.names import IMAGES, build_model
+from spmd_engine.models.thin_cuts import note_of_thin_cut
 from spmd_engine.sharding.groups import CAP, THRESHOLD
 
 PIPELINES = tuple(name for name in schedules.SCHEDULES if name != "sequential")
@@ -98,7 +99,7 @@ class Composition(Configuration):
         return schedules.named(self.schedule or "1f1b", self.chunks)
 
     def check(self, axes: Mapping[str, int], model: Model | None = None) -> list[str]:
-        """Notices of what has no effect on a mesh with these axes; all else computes as it says.
+        """Notices of what has no effect on a mesh with these axes, or little use; all else computes as it says.
 
         Raises UsageError for what makes no sense there, with the nearest that does.
         """
@@ -116,7 +117,8 @@ class Composition(Configuration):
         if model is not None and axes.get(PIPE, 1) > 1:
             chunks = self.schedule_on(axes).chunks
             divide(model, axes[PIPE] * chunks, self.division, chunks)
-        return self._without_effect(axes, mesh)
+        thin = note_of_thin_cut(model, axes) if model is not None else None
+        return self._without_effect(axes, mesh) + ([thin] if thin else [])
 
     def _without_effect(self, axes: Mapping[str, int], mesh: str) -> list[str]:
         spatial = {"rows", "columns"} & set(axes)
