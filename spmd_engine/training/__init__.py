@@ -4,6 +4,7 @@ from spmd_engine.training.array_data import ArrayData
 from spmd_engine.training.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from spmd_engine.training.data import Corpus, load_corpus
 from spmd_engine.training.generate import generate
+from spmd_engine.training.images import ImageData, Images, load_images
 from spmd_engine.training.job import Job
 from spmd_engine.training.observers import Observer
 from spmd_engine.training.run import Run
@@ -14,6 +15,8 @@ __all__ = [
     "ArrayData",
     "Checkpoint",
     "Corpus",
+    "ImageData",
+    "Images",
     "Job",
     "Observer",
     "Run",
@@ -21,6 +24,7 @@ __all__ = [
     "generate",
     "load_checkpoint",
     "load_corpus",
+    "load_images",
     "save_checkpoint",
     "train",
 ]

@@ -31,6 +31,9 @@ def test_train_tells_accuracy_and_infer_answers_for_bytes_and_floats(ok, here, i
     np.save(tmp_path / "x.npy", PIXELS)
     code, _, errors = here("infer", "--run", "r", "--input", "x.npy", "--output", "y.npy")
     assert code == 2 and "has shape (23, 6, 5), but inputs are [b h w c]" in errors and "shape (b, 6, 5, 1)" in errors
+    np.save(tmp_path / "x.npy", PIXELS[..., None].astype(int))
+    code, _, errors = here("infer", "--run", "r", "--input", "x.npy", "--output", "y.npy")
+    assert code == 2 and "--input x.npy: images are int64; save them as uint8" in errors
 
 
 def test_sizes_of_images_can_be_said_where_there_are_no_data(here):
