@@ -29,6 +29,7 @@ from spmd_engine.engine.made import make_engine
 from spmd_engine.errors import NotationError, SpmdError, UsageError
 from spmd_engine.models.names import IMAGES
 from spmd_engine.sharding.notation import Spec
+from spmd_engine.training.image_sources import check_pixels
 from spmd_engine.training.images import as_floats
 
 
@@ -104,10 +105,13 @@ def _read(source: str, target: str) -> np.ndarray:
 def _pieces(inputs: np.ndarray, size: int | None, engine: ShardedEngine) -> Iterator[np.ndarray]:
     """Some inputs at a time; pixels as a run's model was trained on them."""
     step = size or len(inputs)
-    of_images = isinstance(engine, LayeredEngine) and engine.model.name in IMAGES
     for start in range(0, len(inputs), step):
         piece = inputs[start : start + step]
-        yield as_floats(piece, engine.dtype) if of_images else piece
+        yield as_floats(piece, engine.dtype) if _takes_images(engine) else piece
+
+
+def _takes_images(engine: ShardedEngine) -> bool:
+    return isinstance(engine, LayeredEngine) and engine.model.name in IMAGES
 
 
 def _own_engine(name: str, mesh: Mesh, asked: str | None) -> ShardedEngine:
@@ -117,13 +121,16 @@ def _own_engine(name: str, mesh: Mesh, asked: str | None) -> ShardedEngine:
 
 
 def _check_shape(inputs: np.ndarray, source: str, engine: ShardedEngine) -> None:
-    """Raise UsageError if whole inputs lack dims that the engine names, or are of other sizes than its model says."""
+    """Raise UsageError if whole inputs lack dims that the engine names, or are of other sizes than its model says; or
+    no pixels, if it wants these."""
     letters, sizes = Spec.parse(engine.input_sharding).letters, {}
     fits = inputs.ndim >= len(letters)  # what an engine of one's own does not name is whole
     if isinstance(engine, LayeredEngine):
         letters, sizes = engine.model.inputs.replace(" ", ""), engine.model.layers[0][1].sizes
         if engine.model.sample:
             sizes = dict(zip(letters[1:], engine.model.sample, strict=True))
+        if _takes_images(engine):
+            check_pixels(f"--input {source}", inputs.dtype)
         fits = inputs.ndim == len(letters)
     if not fits or any(sizes.get(letter, n) != n for letter, n in zip(letters, inputs.shape)):
         expected = ", ".join(str(sizes.get(letter, letter)) for letter in letters)

@@ -120,12 +120,17 @@ def _checked(found: list[tuple[str, Part, np.ndarray]], files: int) -> Source:
     return Source(tuple(parts), y, held_out, files)
 
 
+def check_pixels(where: str, dtype: np.dtype) -> None:
+    """Raise UsageError if numbers of this dtype are no pixels: of which it is known what is white."""
+    if dtype.kind != "f" and (dtype.kind != "u" or dtype.itemsize > 2):
+        raise UsageError(f"{where}: images are {dtype.name}; save them as uint8 (0 to 255), uint16, or floats (0 to 1)")
+
+
 def _check_images(where: str, x: Part, before: list[Part]) -> None:
     shape, dtype = tuple(x.shape), np.dtype(x.dtype)
     if len(shape) not in (3, 4) or 0 in shape:
         raise UsageError(f"{where}: images of shape {shape}; save some as [n h w], or [n h w c] with c the channels")
-    if dtype.kind != "f" and (dtype.kind != "u" or dtype.itemsize > 2):
-        raise UsageError(f"{where}: images are {dtype.name}; save them as uint8 (0 to 255), uint16, or floats (0 to 1)")
+    check_pixels(where, dtype)
     if before and (before[0].shape[1:], np.dtype(before[0].dtype)) != (shape[1:], dtype):
         raise UsageError(
             f"{where}: what is held out is {dtype.name} of shape {shape[1:]}, but what is learnt from "

@@ -16,7 +16,7 @@ from spmd_engine.formats import ImageFiles, StoredArray
 from spmd_engine.models import ImageShape
 from spmd_engine.training.array_data import ArrayData
 from spmd_engine.training.augment import augmented
-from spmd_engine.training.image_sources import Part, Source, find_images
+from spmd_engine.training.image_sources import Part, Source, check_pixels, find_images
 
 _MOST_BYTES = 1 << 24  # of images that the digest looks at together
 
@@ -35,7 +35,7 @@ class Rows:
         return self.shape[0]
 
     def __getitem__(self, numbers: slice | np.ndarray) -> np.ndarray:
-        numbers = np.arange(len(self))[numbers]
+        numbers = np.arange(*numbers.indices(len(self))) if isinstance(numbers, slice) else numbers
         rows = np.empty((len(numbers), *self.shape[1:]), self.dtype)
         for start, part in zip(self._starts, self.parts, strict=False):
             here = (numbers >= start) & (numbers < start + len(part))
@@ -129,9 +129,10 @@ class ImageData(ArrayData):
 def as_floats(x: np.ndarray, dtype: Any) -> np.ndarray:
     """Pixels as a model takes them: from 0 to 1, unsigned whole numbers being divided by the largest of their dtype.
 
-    Floats are taken as they are.
+    Floats are taken as they are. Raises UsageError for all other numbers, of which nobody knows the largest.
     """
+    check_pixels("pixels", x.dtype)
     dtype = np.dtype(dtype)
-    if x.dtype.kind != "u":
+    if x.dtype.kind == "f":
         return x.astype(dtype)
     return x.astype(dtype) / dtype.type(np.iinfo(x.dtype).max)

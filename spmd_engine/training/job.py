@@ -21,7 +21,7 @@ LARGEST = 1e30  #: of rates and the like
 OF_IMAGES = {
     "batch_size": 64,
     "eval_samples": 10_000,
-    "steps": 150,
+    "steps": 100,
     "learning_rate": 0.01,
     "warmup": 20,
 }

@@ -57,6 +57,7 @@ def train(
     with _open_mesh(job) as mesh:
         job, notices = _fitted(job, mesh, resume, given)
         workload = open_workload(job, mesh)
+        notices += _without_effect(workload)
         folder = Path(text_from_rank_zero(mesh.group(), lambda: _open_folder(job, run, resume)))
         made = _make_run(workload, folder, observers, trace)
         made.resume() if resume else made.write_config()
@@ -85,14 +86,21 @@ def _open_mesh(job: Job) -> Mesh:
 
 
 def _fitted(job: Job, mesh: Mesh, resume: bool, given: Collection[str]) -> tuple[Job, list[str]]:
-    """The job as this mesh can have it, and what of its composition has no effect or is left out."""
+    """The job as this mesh can have it, and what of its composition is left out."""
     if job.strategy:
         return job, []
     composition, left_out = job.composition, []
     model = job.model.build(composition)
     if resume:
         composition, left_out = composition.fitted(mesh.axes, model, given)
-    return job.changed(composition=composition), left_out + composition.check(mesh.axes, model)
+    composition.check(mesh.axes, model)  # before data are read
+    return job.changed(composition=composition), left_out
+
+
+def _without_effect(workload: Workload) -> list[str]:
+    """Notices of what has no effect, or little, on the model, which may have the sizes of the data."""
+    job, mesh = workload.job, workload.engine.mesh
+    return [] if job.strategy else job.composition.check(mesh.axes, job.model.build(job.composition))
 
 
 def _make_run(workload: Workload, folder: Path, observers: Sequence[Observer], trace: int) -> Run:

@@ -1,5 +1,7 @@
 """Image models by the command line."""
 
+from importlib.util import find_spec
+
 import numpy as np
 import pytest
 
@@ -31,6 +33,17 @@ def test_train_tells_accuracy_and_infer_answers_for_bytes_and_floats(ok, here, i
     np.save(tmp_path / "x.npy", PIXELS)
     code, _, errors = here("infer", "--run", "r", "--input", "x.npy", "--output", "y.npy")
     assert code == 2 and "has shape (23, 6, 5), but inputs are [b h w c]" in errors and "shape (b, 6, 5, 1)" in errors
+    np.save(tmp_path / "x.npy", PIXELS[..., None].astype(int))
+    code, _, errors = here("infer", "--run", "r", "--input", "x.npy", "--output", "y.npy")
+    assert code == 2 and "--input x.npy: images are int64; save them as uint8" in errors
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(find_spec("sklearn") is None, reason="scikit-learn is not installed")
+@pytest.mark.parametrize("mesh", ["data=8", "pipe=4,data=2", "model=2,rows=2,data=2", "rows=2,columns=2,data=2"])
+def test_convnet_knows_the_digits(ok, mesh, tmp_path):
+    ok(8, "train", "--model", "convnet", "--mesh", mesh, "--run", "r", timeout=280)
+    assert metrics(tmp_path / "runs" / "r")[-1]["validation_accuracy"] > 0.97
 
 
 def test_sizes_of_images_can_be_said_where_there_are_no_data(here):
@@ -58,4 +71,4 @@ def test_sizes_that_make_no_sense_are_refused(here, model, images, message):
 
 def test_help_says_the_defaults_of_image_models(here):
     _, text, _ = here("train", "--help")
-    assert "(600; images: 150)" in " ".join(text.split()) and "scikit-learn's digits" in " ".join(text.split())
+    assert "(600; images: 100)" in " ".join(text.split()) and "scikit-learn's digits" in " ".join(text.split())

@@ -11,6 +11,7 @@ from spmd_engine import Job, run, train
 from spmd_engine.engine.composition import ModelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.training.job import OF_IMAGES
+from spmd_engine.training.start import JobObserver
 
 SHAPE = {"height": 6, "width": 5, "channels": 1, "classes": 3}
 SMALL = {"model": "convnet", "dtype": "float64", "steps": 3, "batch_size": 6, "augment": "shift-flip", "eval_every": 2}
@@ -122,3 +123,17 @@ def test_a_model_may_have_more_classes_than_the_data(tmp_path):
 def test_text_is_not_shifted(tmp_path):
     with pytest.raises(UsageError, match="--augment shift: mlp learns from no images; leave it out"):
         train(Job.of(model="mlp", augment="shift"), tmp_path / "run")
+
+
+def test_what_is_noted_is_of_the_data_s_sizes(tmp_path):
+    class Notices(JobObserver):
+        def opened(self, workload, parameters, notices):
+            told.append(notices)
+
+    for height, noted in ((4, True), (40, False)):
+        told = []
+        x = np.zeros((6, height, 4), np.uint8)
+        data = write_npz(tmp_path / f"{height}.npz", x=x, y=np.arange(6) % 2)
+        job = Job.of(**SMALL | {"steps": 1, "data": str(data), "mesh": {"rows": 4}})
+        run(lambda job=job, height=height: train(job, tmp_path / str(height), observers=[Notices()]), 4)
+        assert [any("so thin" in notice for notice in notices) for notices in told] == [noted]
