@@ -279,6 +279,6 @@ def programs_and_dtypes():
         yield pytest.param(reductions, dtype, *way.values, marks=marks, id=f"reductions-{dtype}-{way.id}")
 
 
-@pytest.mark.parametrize("program, dtype, ranks", programs_and_dtypes())
+@pytest.mark.parametrize("program, dtype, ranks", list(programs_and_dtypes()))
 def test_the_short_ways_bring_what_numpy_computes(program, dtype, ranks):
     assert all(calls > 0 for calls in on_ranks(program, ranks, dtype))

@@ -102,7 +102,7 @@ def kinds_and_ranks():
         yield pytest.param(kind, *ranks.values, marks=marks, id=f"{kind}-{ranks.id}")
 
 
-@pytest.mark.parametrize("kind, ranks", kinds_and_ranks())
+@pytest.mark.parametrize("kind, ranks", list(kinds_and_ranks()))
 def test_exchanges(kind, ranks):
     on_ranks(exchanges, ranks, KINDS[kind]) if ranks != 1 else run(alone, 1, args=(KINDS[kind],))
 
