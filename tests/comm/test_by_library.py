@@ -78,7 +78,7 @@ def group_with_short_ways():
     """A group of all ranks, each of which acts as if it had a core; and its library."""
     everyone = range(world().size)
     comm = world().subset(everyone)
-    comm.looks, comm.board.room, comm.library = 100_000, ROOM, Counted(world().subset(everyone))
+    comm.looks, comm.board.room, comm.library = 3_000, ROOM, Counted(world().subset(everyone))
     return Group(comm, "all", Ledger(), timeout=TIMEOUT), comm.library
 
 
