@@ -1,5 +1,6 @@
 """Meshes, shardings and whole arrays: what the tests of reshard share."""
 
+from itertools import product
 from math import prod
 
 import numpy as np
@@ -17,7 +18,23 @@ CUBE = ["b s f", "b/a s f", "b/a,b s f", "b/b,a s f", "b/a,b,c s f", "b/c s/a f/
 CUBE += ["b/a s/b f/c", "b/c,b s f/a", "b s f/a,b,c", "b/b s f/c,a"]
 MESHES = [({"data": 2, "model": 2}, DATA_MODEL), ({"data": 3, "model": 2}, DATA_MODEL)]
 MESHES += [({"a": 2, "b": 2, "c": 2}, CUBE)]
-each_mesh = pytest.mark.parametrize("axes, names", MESHES, ids=["2x2", "3x2", "2x2x2"])
+MESH_IDS = ["2x2", "3x2", "2x2x2"]
+each_mesh = pytest.mark.parametrize("axes, names", MESHES, ids=MESH_IDS)
+
+
+def meshes_and_pairs():
+    """Pairs of shardings on each mesh: of larger ones every third, in which each is with several others; the rest are
+    in ``soak``."""
+    for (axes, names), name in zip(MESHES, MESH_IDS, strict=True):
+        pairs = list(product(enumerate(names), repeat=2))
+        of = 3 if prod(axes.values()) > 4 else 1
+        for part in range(of):
+            chosen = [(source, target) for (i, source), (j, target) in pairs if (i + 2 * j) % of == part]
+            id = name if of == 1 else f"{name}, part {part + 1} of {of}"
+            yield pytest.param(axes, chosen, id=id, marks=pytest.mark.soak if part else ())
+
+
+each_mesh_with_pairs = pytest.mark.parametrize("axes, pairs", list(meshes_and_pairs()))
 
 
 def numbered(shape, dtype=np.int64):

@@ -3,16 +3,13 @@
 import ast
 import importlib
 import inspect
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 import spmd_engine
 
 ROOT = Path(spmd_engine.__file__).parent
-FILES = sorted(ROOT.rglob("*.py"))
-TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in FILES}
-every_file = pytest.mark.parametrize("file", TREES)
+FILES = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.rglob("*.py"))]
 
 #: From the ground up; those of one line are neighbours, and do not import each other.
 FLOORS = [
@@ -44,6 +41,8 @@ STATE = {
     "arrays/backend.py: CPU": "the host's backend, and its compiled loops, found once",
     "arrays/backend.py: _device_backends": "the devices that were asked for",
     "arrays/einsum.py: _plan": "the cache of a pure function",
+    "engine/gather.py: _plan_to_whole": "the cache of a pure function",
+    "sharding/placement.py: _first_holders": "the cache of a pure function",
     "sharding/moves.py: _exchange_plan": "the cache of a pure function",
     "sharding/notation.py: _parsed": "the cache of a pure function",
     "comm/threads.py: _current": "which virtual rank this thread is",
@@ -51,6 +50,17 @@ STATE = {
     "runtime/mpi_job.py: is_open_mpi": "nor which it is",
     "comm/world.py: _process_world": "a process joins MPI once",
 }
+
+
+@cache
+def tree_of(file):
+    """A file's syntax; read by the first test that looks at it, not by everyone who collects the tests."""
+    return ast.parse((ROOT / file).read_text())
+
+
+@cache
+def nodes_of(file):
+    return list(ast.walk(tree_of(file)))
 
 
 def floor(module):
@@ -64,9 +74,9 @@ def floor_of_file(file):
     return "spmd_engine" if name == "__init__" else name
 
 
-def imports(tree):
-    """All modules that a file imports anywhere in it, also inside functions."""
-    for node in ast.walk(tree):
+def imports(nodes):
+    """All modules that are imported anywhere among them, also inside functions."""
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -75,58 +85,61 @@ def imports(tree):
                 yield from (f"spmd_engine.{a.name}" for a in node.names if a.name in HEIGHT)
 
 
-def own_imports(tree):
-    return {module for module in imports(tree) if module.split(".")[0] == "spmd_engine"}
+@cache
+def imported(file):
+    return list(imports(nodes_of(file)))
+
+
+def own(modules):
+    return {module for module in modules if module.split(".")[0] == "spmd_engine"}
 
 
 # --- floors
 
 
-@every_file
-def test_a_floor_imports_only_from_floors_below(file):
-    here = floor_of_file(file)
-    assert here in HEIGHT, f"{file}: a new floor; say in FLOORS how high it lies"
-    above = {m for m in own_imports(TREES[file]) if floor(m) != here and HEIGHT[floor(m)] >= HEIGHT[here]}
-    assert not above, f"{file} is on floor {here!r} and imports {sorted(above)}"
+def test_a_floor_imports_only_from_floors_below():
+    for file in FILES:
+        here = floor_of_file(file)
+        assert here in HEIGHT, f"{file}: a new floor; say in FLOORS how high it lies"
+        above = {m for m in own(imported(file)) if floor(m) != here and HEIGHT[floor(m)] >= HEIGHT[here]}
+        assert not above, f"{file} is on floor {here!r} and imports {sorted(above)}"
 
 
-@every_file
-def test_floors_that_keep_to_themselves(file):
-    here = floor_of_file(file)
-    allowed = ONLY.get(here, set(HEIGHT)) | {here}
-    assert {floor(module) for module in own_imports(TREES[file])} <= allowed
+def test_floors_that_keep_to_themselves():
+    for file in FILES:
+        here = floor_of_file(file)
+        allowed = ONLY.get(here, set(HEIGHT)) | {here}
+        assert {floor(module) for module in own(imported(file))} <= allowed, file
 
 
-@every_file
-def test_imports_are_absolute(file):
-    assert not [module for module in imports(TREES[file]) if module.startswith(".")]
+def test_imports_are_absolute():
+    for file in FILES:
+        assert not [module for module in imported(file) if module.startswith(".")], file
 
 
-@pytest.mark.parametrize("file", [f for f in TREES if floor_of_file(f) in ("arrays", "layers", "models")])
-def test_kernels_and_layers_ask_the_backend_for_their_array_module(file):
-    own = "backend", "random", "shaped", *(path.stem for path in FILES if path.stem.startswith("fast_"))
-    if file not in [f"arrays/{name}.py" for name in own]:
-        assert not {"numpy", "cupy"} & {module.split(".")[0] for module in imports(TREES[file])}
+def test_kernels_and_layers_ask_the_backend_for_their_array_module():
+    free = {"arrays/backend.py", "arrays/random.py", "arrays/shaped.py"}
+    for file in FILES:
+        if floor_of_file(file) in ("arrays", "layers", "models") and not (file in free or file.startswith("arrays/fast_")):
+            assert not {"numpy", "cupy"} & {module.split(".")[0] for module in imported(file)}, file
 
 
 # --- files
 
 
-@every_file
-def test_everything_public_has_a_docstring(file):
-    silent = [] if ast.get_docstring(TREES[file]) else ["the module"]
-    for node in TREES[file].body:
-        named = isinstance(node, (ast.ClassDef, ast.FunctionDef)) and not node.name.startswith("_")
-        if named and not ast.get_docstring(node):
-            silent.append(node.name)
-    assert not silent, f"{file}: no docstring: {', '.join(silent)}"
+def test_everything_public_has_a_docstring():
+    for file in FILES:
+        silent = [] if ast.get_docstring(tree_of(file)) else ["the module"]
+        for node in tree_of(file).body:
+            named = isinstance(node, (ast.ClassDef, ast.FunctionDef)) and not node.name.startswith("_")
+            if named and not ast.get_docstring(node):
+                silent.append(node.name)
+        assert not silent, f"{file}: no docstring: {', '.join(silent)}"
 
 
 # --- state
 
 MUTABLE = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "Counter", "OrderedDict", "local"}
-NODES = [node for tree in TREES.values() for node in ast.walk(tree)]
-OWN_CLASSES = {node.name for node in NODES if isinstance(node, ast.ClassDef)}
 DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 WRITES = {"append", "extend", "insert", "add", "update", "setdefault", "pop", "popitem", "remove", "clear"}
 
@@ -146,7 +159,7 @@ def assignments(tree):
 
 def written():
     """Names that are changed in place somewhere: ``x[i] = ...``, ``del x[i]``, ``x.append(...)``."""
-    for node in NODES:
+    for node in (node for file in FILES for node in nodes_of(file)):
         if isinstance(node, ast.Subscript) and isinstance(node.ctx, (ast.Store, ast.Del)):
             yield getattr(node.value, "id", getattr(node.value, "attr", ""))
         elif called(node) in WRITES and isinstance(node.func, ast.Attribute):
@@ -157,8 +170,8 @@ def test_tables_are_never_written():
     """A module's UPPER_CASE list or dict is a constant; so nobody may change it, here or elsewhere."""
     tables = {
         name
-        for tree in TREES.values()
-        for name, value in assignments(tree)
+        for file in FILES
+        for name, value in assignments(tree_of(file))
         if isinstance(value, DISPLAYS) and name.isupper()
     }
     assert "GPT_SIZES" in tables
@@ -166,22 +179,23 @@ def test_tables_are_never_written():
 
 
 def test_no_module_level_state_but_that_listed():
+    own_classes = {node.name for file in FILES for node in nodes_of(file) if isinstance(node, ast.ClassDef)}
     state = set()
-    for file, tree in TREES.items():
-        for name, value in assignments(tree):
+    for file in FILES:
+        for name, value in assignments(tree_of(file)):
             made = isinstance(value, DISPLAYS) and not name.isupper() and name != "__all__"
-            if made or called(value) in MUTABLE | OWN_CLASSES:
+            if made or called(value) in MUTABLE | own_classes:
                 state.add(f"{file}: {name}")
-        for node in ast.walk(tree):
+        for node in nodes_of(file):
             decorators = map(ast.unparse, getattr(node, "decorator_list", []))
             if any("cache" in decorator and decorator != "cached_property" for decorator in decorators):
                 state.add(f"{file}: {node.name}")
     assert state == STATE.keys()
 
 
-@every_file
-def test_no_function_rebinds_a_global(file):
-    assert not [node.names for node in ast.walk(TREES[file]) if isinstance(node, ast.Global)]
+def test_no_function_rebinds_a_global():
+    for file in FILES:
+        assert not [node.names for node in nodes_of(file) if isinstance(node, ast.Global)], file
 
 
 # --- circles, and classes
@@ -190,14 +204,16 @@ def test_no_function_rebinds_a_global(file):
 def test_no_circle_of_imports():
     """Within a floor, too; what is imported for annotations alone does not count."""
     uses = {}
-    for file in TREES:
+    for file in FILES:
         module = "spmd_engine." + file.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
         tree = ast.parse((ROOT / file).read_text())
         for node in ast.walk(tree):
             if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
                 node.body = [ast.Pass()]
         uses[module.removesuffix(".__init__")] = {
-            name for name in own_imports(tree) if name != module and f"{name.replace('.', '/')}.py" in MODULE_FILES
+            name
+            for name in own(imports(ast.walk(tree)))
+            if name != module and f"{name.replace('.', '/')}.py" in MODULE_FILES
         }
     while uses:
         done = {module for module, used in uses.items() if not used & uses.keys()}
@@ -205,26 +221,26 @@ def test_no_circle_of_imports():
         uses = {module: used for module, used in uses.items() if module not in done}
 
 
-MODULE_FILES = {f"spmd_engine/{path.relative_to(ROOT).as_posix()}" for path in FILES}
+MODULE_FILES = {f"spmd_engine/{file}" for file in FILES}
 #: What users subclass, and what they call on it, may be many methods; of ``Group`` and its bases there are more still.
 MANY_METHODS = {"ShardedEngine", "Group", "Door", "Messages", "Reductions", "Exchanges", "Collectives", "Mesh"}
 
 
-@every_file
-def test_classes_are_no_heaps(file):
+def test_classes_are_no_heaps():
     """At most two bases, and 25 public methods through them, without those of what users subclass."""
-    name = file.removesuffix(".py").replace("/", ".").removesuffix("__init__").strip(".")
-    if name == "__main__":
-        return
-    module = importlib.import_module(f"spmd_engine.{name}".strip("."))
-    for name, kind in inspect.getmembers(module, inspect.isclass):
-        if kind.__module__ != module.__name__ or name in MANY_METHODS:
+    for file in FILES:
+        name = file.removesuffix(".py").replace("/", ".").removesuffix("__init__").strip(".")
+        if name == "__main__":
             continue
-        assert len(kind.__bases__) <= 2, f"{name} has {len(kind.__bases__)} bases"
-        common = [base for base in kind.__mro__ if base.__name__ in MANY_METHODS or base.__module__ in BUILTINS]
-        given = {each for base in common for each in vars(base)}
-        own = {each for each in dir(kind) if not each.startswith("_") and callable(getattr(kind, each, None))} - given
-        assert len(own) <= 25, f"{name} has {len(own)} public methods"
+        module = importlib.import_module(f"spmd_engine.{name}".strip("."))
+        for name, kind in inspect.getmembers(module, inspect.isclass):
+            if kind.__module__ != module.__name__ or name in MANY_METHODS:
+                continue
+            assert len(kind.__bases__) <= 2, f"{name} has {len(kind.__bases__)} bases"
+            common = [base for base in kind.__mro__ if base.__name__ in MANY_METHODS or base.__module__ in BUILTINS]
+            given = {each for base in common for each in vars(base)}
+            public = {each for each in dir(kind) if not each.startswith("_") and callable(getattr(kind, each, None))}
+            assert len(public - given) <= 25, f"{name} has {len(public - given)} public methods"
 
 
 BUILTINS = {"builtins", "abc", "enum", "typing", "collections.abc", "collections", "weakref", "threading"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Protocol
 from zlib import crc32
 
@@ -35,6 +36,7 @@ class HasArrays(Protocol):
 
 
 _SAID = np.dtype([("what", "<u4"), ("known", "?"), ("dtype", "S40")])  # by each rank, before data moves
+_ARRAY = "array"  # any array's name in a plan, which serves all that are placed alike
 
 
 @dataclass
@@ -54,13 +56,21 @@ class KnownPlacement:
         """The transfer to the whole array on every rank, or on ``root``."""
         key = name, dtype, root
         if key not in self.plans:
-            source, ranks = replace(self.placement[name], dtype=dtype), self.placement.ranks
-            whole = (Rectangle.whole(source.shape),)
-            held = [whole if root in (None, rank) else () for rank in range(ranks)]
-            target = ArrayPlacement.of_rectangles(source.shape, dtype, held)
-            nodes = self.mesh.nodes_by_rank
-            self.plans[key] = plan_transfer(Placement({name: source}), Placement({name: target}), nodes=nodes)
+            source = replace(self.placement[name], dtype=dtype)
+            try:
+                self.plans[key] = _plan_to_whole(source, root, tuple(self.mesh.nodes_by_rank))
+            except UsageError as error:
+                raise UsageError(f"{name}: {str(error).removeprefix(f'{_ARRAY}: ')}") from None
         return self.plans[key]
+
+
+@lru_cache(maxsize=64)
+def _plan_to_whole(source: ArrayPlacement, root: int | None, nodes: tuple[str, ...]) -> TransferPlan:
+    """Layers of a kind are placed alike, and what ranks update often lies where it is stored: one plan does for all."""
+    ranks, whole = len(source.held), (Rectangle.whole(source.shape),)
+    held = [whole if root in (None, rank) else () for rank in range(ranks)]
+    target = ArrayPlacement.of_rectangles(source.shape, source.dtype, held)
+    return plan_transfer(Placement({_ARRAY: source}), Placement({_ARRAY: target}), nodes=nodes)
 
 
 def assemble(engine: HasArrays, name: str, part: Array | None, owned: bool, root: int | None = None) -> Array | None:
@@ -82,8 +92,8 @@ def assemble(engine: HasArrays, name: str, part: Array | None, owned: bool, root
     if name not in known[owned].placement:
         raise UsageError(f"no rank holds any of {name!r}")
     plan = known[owned].plan(name, dtype, root)
-    blocks = {name: [part] if plan.source[name].held[engine.group().rank] else []}
-    found = plan.execute(engine.group(), blocks, like=engine.backend, label="gather")[name]
+    blocks = {_ARRAY: [part] if plan.source[_ARRAY].held[engine.group().rank] else []}
+    found = plan.execute(engine.group(), blocks, like=engine.backend, label="gather")[_ARRAY]
     return found[0] if found else None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 
 import numpy as np
@@ -44,7 +44,7 @@ class ArrayPlacement:
     ) -> ArrayPlacement:
         """From what every rank holds. Where it is not said who owns an element, the first who holds it does."""
         everyone = tuple(map(tuple, held))
-        owners = tuple(map(tuple, owned)) if owned is not None else _first_holders(shape, everyone)
+        owners = tuple(map(tuple, owned)) if owned is not None else _first_holders(tuple(shape), everyone)
         return cls(tuple(shape), np.dtype(dtype), everyone, owners)
 
     @classmethod
@@ -198,8 +198,9 @@ def views(rectangles: Sequence[Rectangle], x: Array) -> list[Array]:
     return [x[(..., *index)] for index in indices]
 
 
-def _first_holders(shape: Sequence[int], held: Sequence[Rectangles]) -> tuple[Rectangles, ...]:
-    """The parts of the array of which each rank is the first that holds them."""
+@lru_cache(maxsize=256)
+def _first_holders(shape: tuple[int, ...], held: tuple[Rectangles, ...]) -> tuple[Rectangles, ...]:
+    """The parts of the array of which each rank is the first that holds them; of layers of a kind, the same."""
     grid = Grid(shape, [each for of_rank in held for each in of_rank])
     first = np.full(grid.shape, -1)
     for rank, of_rank in enumerate(held):

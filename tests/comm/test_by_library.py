@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from on_ranks import assert_same, everywhere, on_ranks, reduced, values
+from on_ranks import assert_same, numbers_of_ranks, on_ranks, reduced, values
 from spmd_engine import world
 from spmd_engine.comm.board import PAGES
 from spmd_engine.comm.group import Group
@@ -78,7 +78,7 @@ def group_with_short_ways():
     """A group of all ranks, each of which acts as if it had a core; and its library."""
     everyone = range(world().size)
     comm = world().subset(everyone)
-    comm.looks, comm.board.room, comm.library = 100_000, ROOM, Counted(world().subset(everyone))
+    comm.looks, comm.board.room, comm.library = 3_000, ROOM, Counted(world().subset(everyone))
     return Group(comm, "all", Ledger(), timeout=TIMEOUT), comm.library
 
 
@@ -261,15 +261,24 @@ def where_no_result_can_go(dtype):
 # --- tests
 
 
-@everywhere(2, 3, 5, soak=[8])  # 5: as many rounds as 8 has, and no power of two
-@pytest.mark.parametrize(
-    "program, dtype",
-    [
-        *((each, FLOAT) for each in (all_gather, all_to_all, parts_that_are_even_on_some_ranks, broadcasts)),
-        *((each, FLOAT) for each in (some_wait_and_some_start, one_fails, where_no_result_can_go)),
-        *((reductions, dtype) for dtype in (FLOAT, np.dtype(ml_dtypes.bfloat16), np.dtype(">f4"))),
-    ],
-    ids=lambda value: getattr(value, "__name__", str(value)),
-)
+PROGRAMS = [all_gather, all_to_all, parts_that_are_even_on_some_ranks, broadcasts]
+PROGRAMS += [some_wait_and_some_start, one_fails, where_no_result_can_go, reductions]
+OTHER_DTYPES = [np.dtype(ml_dtypes.bfloat16), np.dtype(">f4")]  # reduced in another dtype than they have
+
+
+def programs_and_dtypes():
+    """Every program on all numbers of ranks, and each dtype on them by threads or MPI in turn; else ``soak``."""
+    for way in numbers_of_ranks(2, 3, 5, soak=[8]):  # 5: as many rounds as 8 has, and no power of two
+        for program in PROGRAMS:
+            name = f"{program.__name__}-{FLOAT}-{way.id}"
+            yield pytest.param(program, FLOAT, *way.values, marks=way.marks, id=name)
+    ways = numbers_of_ranks(2, 3, 5, soak=[8])
+    for (i, dtype), way in itertools.product(enumerate(OTHER_DTYPES), ways):
+        turn = [["threads-2", "mpi-3", "threads-5"], ["mpi-2", "threads-3", "mpi-4"]][i]
+        marks = [*way.marks, *([] if way.id in turn else [pytest.mark.soak])]
+        yield pytest.param(reductions, dtype, *way.values, marks=marks, id=f"reductions-{dtype}-{way.id}")
+
+
+@pytest.mark.parametrize("program, dtype, ranks", list(programs_and_dtypes()))
 def test_the_short_ways_bring_what_numpy_computes(program, dtype, ranks):
     assert all(calls > 0 for calls in on_ranks(program, ranks, dtype))

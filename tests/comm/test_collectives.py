@@ -134,7 +134,7 @@ each_program = pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: 
 
 
 def programs_and_dtypes():
-    """Every pair on virtual ranks, and under MPI on 2, 3 or 4 ranks in turn.
+    """Every pair on one virtual rank and on 3 or 5 in turn, and under MPI on 2, 3 or 4 in turn.
 
     So each of these numbers meets every program and every dtype; below, in one dtype, also every program. The other
     triples, and those with 8 virtual ranks (below again), are in ``soak``.
@@ -142,8 +142,8 @@ def programs_and_dtypes():
     chosen = []
     for (i, program), (j, dtype) in itertools.product(enumerate(PROGRAMS), enumerate(DTYPES)):
         for ranks in numbers_of_ranks(1, 3, 5, soak=[8]):
-            mpi = MPI_SIZES.index(ranks.id) if ranks.id in MPI_SIZES else None
-            marks = [*ranks.marks, *([] if mpi in (None, (i + j) % 3) else [pytest.mark.soak])]
+            turn = ("threads-1", ("threads-3", "threads-5")[(i + j) % 2], MPI_SIZES[(i + j) % 3])
+            marks = [*ranks.marks, *([] if ranks.id in turn else [pytest.mark.soak])]
             name = f"{program.__name__}-{dtype}-{ranks.id}"
             chosen.append(pytest.param(program, dtype, *ranks.values, marks=marks, id=name))
     return chosen

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from on_ranks import everywhere, on_ranks
+from on_ranks import everywhere, numbers_of_ranks, on_ranks
 from spmd_engine import Mesh, run
 from spmd_engine.comm import dtypes
 from spmd_engine.errors import MismatchError, UsageError
@@ -94,8 +94,15 @@ def reductions(dtype):
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-@everywhere(1, 2, 3)
-@each_kind
+def kinds_and_ranks():
+    """Each kind on all numbers of virtual ranks, and under MPI on one of them in turn; the other pairs in ``soak``."""
+    for (i, kind), ranks in itertools.product(enumerate(KINDS), numbers_of_ranks(1, 2, 3)):
+        later = ranks.id.startswith("mpi") and ranks.id != f"mpi-{2 + i % 3}"
+        marks = [*ranks.marks, *([pytest.mark.soak] if later else [])]
+        yield pytest.param(kind, *ranks.values, marks=marks, id=f"{kind}-{ranks.id}")
+
+
+@pytest.mark.parametrize("kind, ranks", list(kinds_and_ranks()))
 def test_exchanges(kind, ranks):
     on_ranks(exchanges, ranks, KINDS[kind]) if ranks != 1 else run(alone, 1, args=(KINDS[kind],))
 

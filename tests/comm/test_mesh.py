@@ -266,7 +266,7 @@ def open_and_close(meshes, **axes):
 @pytest.mark.mpi(ranks=2, timeout_s=200)
 def test_meshes_by_the_thousand():
     """MPI libraries refuse some two thousand communicators that are not given back."""
-    open_and_close(2500, data=2, model=1)
+    open_and_close(2100, data=2, model=1)
 
 
 @pytest.mark.soak

@@ -1,6 +1,7 @@
 """Compressed gradients: what they sum to, what they cost, and that training goes on."""
 
 from functools import cache, partial
+from itertools import product
 from math import ceil, prod
 
 import numpy as np
@@ -149,12 +150,18 @@ def plain_losses():
     return losses("none", {"data": 1})[0][0]
 
 
-@pytest.mark.parametrize(
-    ("compress", "options"),
-    [("bfloat16", {}), ("float16", {"zero": 2}), ("top-k:0.3", {}), ("powersgd:4", {})],
-    ids=lambda x: str(x),
-)
-@pytest.mark.parametrize("axes", [{"data": 3}, {"data": 2, "model": 2}, {"pipe": 2, "data": 2}], ids=tiny.mesh_id)
+WAYS = [("bfloat16", {}), ("float16", {"zero": 2}), ("top-k:0.3", {}), ("powersgd:4", {})]
+AXES = [{"data": 3}, {"data": 2, "model": 2}, {"pipe": 2, "data": 2}]
+
+
+def ways_on_meshes():
+    """Every way on three replicas, and on replicas of parts of a model in turn; the other pairs are in ``soak``."""
+    for (i, (compress, options)), (j, axes) in product(enumerate(WAYS), enumerate(AXES)):
+        marks = () if j in (0, 1 + i % 2) else pytest.mark.soak
+        yield pytest.param(axes, compress, options, id=f"{tiny.mesh_id(axes)}-{compress}-{options}", marks=marks)
+
+
+@pytest.mark.parametrize("axes, compress, options", list(ways_on_meshes()))
 def test_training_goes_on_and_replicas_stay_alike(compress, options, axes):
     plain = plain_losses()
     results = losses(compress, axes, **options)

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from alive import is_alive
+from mpi_harness.parent import Crew
 
 SHARED = """
 @pytest.fixture
@@ -130,3 +131,16 @@ def test_after_the_first_failure_nothing_more_runs(run_parent, sample, tmp_path)
     run = run_parent("--with-mpi", "--jobs", "2", "-x", failing, sample(LONG, "test_b.py"))
     assert "stopping after 1 failures" in run.stdout and "1 failed" in run.stdout.splitlines()[-1]
     assert not any(is_alive(path.name) for path in tmp_path.iterdir() if path.name.isdigit())
+
+
+def test_all_jobs_are_ended_even_if_one_cannot_be():
+    class Stuck:
+        def stop(self):
+            ended.append(self)
+            raise OSError("directory not empty")
+
+    ended, crew = [], Crew(None, [], 2)
+    crew.at_work = [Stuck(), Stuck(), Stuck()]
+    with pytest.raises(OSError, match="not empty"):
+        crew.stop()
+    assert len(ended) == 3

@@ -49,7 +49,8 @@ class Batch:
         return {nodeid: self.reports.pop(nodeid) for nodeid in done}
 
     def launch(self):
-        self.temporary = tempfile.TemporaryDirectory(prefix="spmd-tests-")
+        # Of a job that was killed, a file may come while its folder goes: no reason to leave other jobs running.
+        self.temporary = tempfile.TemporaryDirectory(prefix="spmd-tests-", ignore_cleanup_errors=True)
         self.folder = Path(self.temporary.name)
         self.events = open(self.folder / "events.jsonl", "w+b")
         self.unread = b""

@@ -3,6 +3,7 @@
 import signal
 import time
 from collections import Counter, deque
+from contextlib import ExitStack
 
 import pytest
 
@@ -95,5 +96,7 @@ class Crew:
         return Batch(self.config, *self.sizes.popleft()) if self.sizes else None
 
     def stop(self):
-        for batch in self.at_work:
-            batch.stop()
+        """End all jobs, also if that fails, or is interrupted, with one of them."""
+        with ExitStack() as each:
+            for batch in self.at_work:
+                each.callback(batch.stop)

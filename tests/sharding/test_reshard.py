@@ -10,13 +10,10 @@ from hypothesis import strategies as st
 from fake_device import FakeDevice
 from numerics import normals
 from on_ranks import DTYPES, assert_same, on_ranks, values
-from resharding import DATA_MODEL, each_mesh, numbered, on_mesh, specs
+from resharding import DATA_MODEL, each_mesh, each_mesh_with_pairs, numbered, on_mesh, specs
 from spmd_engine import Mesh, run
 from spmd_engine.arrays.backend import register_backend, unregister_backend
 from spmd_engine.sharding import Spec, gather, reshard, reshard_plan, shard
-
-SHAPES = [(5, 6, 7), (1, 3, 2)]  # uneven; with empty blocks
-
 
 # --- every pair
 
@@ -30,12 +27,20 @@ def is_called(plan, move, shape, mesh):
 
 
 @each_mesh
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_every_pair_and_its_bytes(axes, names, shape):
+def test_every_pair_and_its_bytes(axes, names):
+    check_pairs(axes, list(product(names, names)), (5, 6, 7))
+
+
+@each_mesh_with_pairs
+def test_pairs_with_empty_blocks_and_their_bytes(axes, pairs):
+    check_pairs(axes, pairs, (1, 3, 2))
+
+
+def check_pairs(axes, pairs, shape):
     whole = numbered(shape)
 
     def body(mesh):
-        for source, target in product(names, names):
+        for source, target in pairs:
             mesh.ledger.clear()
             plan = reshard_plan(source, target, mesh.axes)
             x = whole[Spec.parse(source).block(shape, mesh)]
@@ -49,12 +54,12 @@ def test_every_pair_and_its_bytes(axes, names, shape):
     on_mesh(axes, body)
 
 
-@each_mesh
-def test_every_pair_without_being_told_the_shape(axes, names):
+@each_mesh_with_pairs
+def test_pairs_without_being_told_the_shape(axes, pairs):
     whole = numbered((5, 6, 7))
 
     def body(mesh):
-        for source, target in product(names, names):
+        for source, target in pairs:
             mesh.ledger.clear()
             plan = reshard_plan(source, target, mesh.axes)
             x = shard(whole, source, mesh)

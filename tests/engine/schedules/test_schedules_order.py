@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from pipelines import CASES, PIPELINES, RECEIVE, SEND, Written, equal, every_pipeline, executed
+from pipelines import CASES, PIPELINES, RECEIVE, SEND, Written, each_case, equal, every_pipeline, executed
 from spmd_engine.engine.schedules import (
     Backward,
     BackwardInput,
@@ -24,9 +24,10 @@ from spmd_engine.errors import UsageError
 # --- order
 
 
+@each_case
 @every_pipeline
-def test_nobody_deadlocks_or_runs_before_what_it_needs(schedule):
-    for stages, micro_batches in CASES:
+def test_nobody_deadlocks_or_runs_before_what_it_needs(schedule, cases):
+    for stages, micro_batches in cases:
         slots = executed(schedule, stages, micro_batches)
         start = {slot.instruction: slot.start for slot in slots}
         end = {slot.instruction: slot.end for slot in slots}

@@ -5,7 +5,18 @@ from math import ceil
 
 import pytest
 
-from pipelines import CASES, INTERLEAVED, RECEIVE, SEND, ZERO_BUBBLE, Written, equal, every_pipeline, executed
+from pipelines import (
+    CASES,
+    INTERLEAVED,
+    RECEIVE,
+    SEND,
+    ZERO_BUBBLE,
+    Written,
+    each_case,
+    equal,
+    every_pipeline,
+    executed,
+)
 from spmd_engine.engine.schedules import (
     Backward,
     BackwardInput,
@@ -76,15 +87,16 @@ def test_costs():
     assert makespan(timeline(Interleaved(4), 1, 3, one)) == 3 * 7
 
 
+@each_case
 @every_pipeline
-def test_bubbles_are_those_of_the_formulas(schedule):
+def test_bubbles_are_those_of_the_formulas(schedule, cases):
     known = 0
-    for stages, micro_batches in CASES:
+    for stages, micro_batches in cases:
         expected = schedule.expected_bubble(stages, micro_batches)
         if expected is not None:
             known += 1
             assert idle_fraction(executed(schedule, stages, micro_batches)) == equal(expected, abs=1e-12)
-    assert known >= sum(m >= p for p, m in CASES)
+    assert known >= sum(m >= p for p, m in cases)
 
 
 @pytest.mark.parametrize("p, m", CASES)
