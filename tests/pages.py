@@ -6,7 +6,7 @@ import numpy as np
 
 from spmd_engine import Mesh, run
 from spmd_engine.engine.batch import batch_of
-from spmd_engine.strategies import STRATEGIES, AttentionHeads, Pipeline, SingleDevice
+from spmd_engine.strategies import STRATEGIES, AttentionHeads, ExpertParallel, Pipeline, SingleDevice
 from spmd_engine.strategies.layer_stack import LayerStack
 from spmd_engine.strategies.one_attention import OneAttention
 from spmd_engine.strategies.two_layers import TwoLayers
@@ -52,6 +52,8 @@ def single(strategy):
     """What computes the same on one rank: the strategy's model in its plainest form, and how samples go into that."""
     if issubclass(strategy, TwoLayers):
         return SingleDevice, lambda x: x.reshape(-1, D)  # to which a position is a sample
+    if strategy is ExpertParallel:
+        return ExpertParallel, lambda x: x
     return Pipeline if issubclass(strategy, LayerStack) else AttentionHeads, lambda x: x
 
 

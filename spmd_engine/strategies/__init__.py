@@ -6,6 +6,7 @@ Read ``single_device`` first, then any other: the same model, if it names no oth
 from spmd_engine.strategies.attention_heads import AttentionHeads
 from spmd_engine.strategies.column_parallel import ColumnParallel
 from spmd_engine.strategies.data_parallel import DataParallel
+from spmd_engine.strategies.expert_parallel import ExpertParallel
 from spmd_engine.strategies.fully_sharded import FullySharded
 from spmd_engine.strategies.hybrid import Hybrid
 from spmd_engine.strategies.names import STRATEGIES, default_axes, strategy_named
@@ -24,6 +25,7 @@ __all__ = [
     "AttentionHeads",
     "ColumnParallel",
     "DataParallel",
+    "ExpertParallel",
     "FullySharded",
     "Hybrid",
     "Pipeline",
