@@ -51,8 +51,8 @@ class Configuration:
         return {each.name: _plain(getattr(self, each.name)) for each in fields(self)}
 
     @classmethod
-    def from_json(cls, content: Any, where: str = "") -> Self:
-        """The configuration that a JSON object describes; fields that it lacks have their defaults.
+    def from_json(cls, content: Any, where: str = "", base: Self | None = None) -> Self:
+        """The configuration that a JSON object describes; fields that it lacks are as ``base`` has them, or by default.
 
         Raises UsageError, in one line beginning with ``where`` (a file's name), for unknown fields and values that a
         field cannot have.
@@ -66,9 +66,12 @@ class Configuration:
         values = {}
         for name, value in content.items():
             section = _configuration(types[name])
-            values[name] = section.from_json(value, f"{where}: {name}") if section and value is not None else value
+            if section and value is not None:
+                usual = default_of(cls, name)
+                value = section.from_json(value, f"{where}: {name}", usual if isinstance(usual, section) else None)
+            values[name] = value
         try:
-            return cls(**values)
+            return replace(base, **values) if base is not None else cls(**values)
         except UsageError as error:
             raise UsageError(f"{where}: {error}" if where else str(error)) from None
         except TypeError:
@@ -80,6 +83,14 @@ class Configuration:
 def default_of(configuration: type[Configuration], name: str) -> Any:
     """The default of a field."""
     return next(each.default for each in fields(configuration) if each.name == name)
+
+
+def section_of(configuration: Configuration, name: str) -> Configuration:
+    """A nested configuration; where there is none, the one that its type has by default."""
+    section = getattr(configuration, name)
+    if section is None:
+        section = _configuration(get_type_hints(type(configuration))[name])()
+    return section
 
 
 def _configuration(kind: Any) -> type[Configuration] | None:

@@ -24,6 +24,7 @@ _OPTIONS = [
     click.option(
         "--context-method", type=click.Choice(list(CONTEXT_METHODS)), help="How 'context' attends. [default: ring]"
     ),
+    click.option("--experts-over", metavar="AXIS,...", help="Axes that cut the experts. [default: expert]"),
     click.option(
         "--schedule", type=click.Choice(PIPELINES), help="Order of micro-batches along 'pipe'. [default: 1f1b]"
     ),
@@ -63,8 +64,8 @@ _OPTIONS = [
 ]
 #: Names of these options: but for ``compress``, they say how something is computed, not what.
 COMPOSITION = (
-    "zero", "sequence_parallel", "context_method", "schedule", "chunks", "stages", "recompute", "compress",
-    "group_threshold", "group_cap",
+    "zero", "sequence_parallel", "context_method", "experts_over", "schedule", "chunks", "stages", "recompute",
+    "compress", "group_threshold", "group_cap",
 )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from spmd_engine.cli.composition import composition_of, composition_options
+from spmd_engine.cli.experts import mixture_of, mixture_options
 from spmd_engine.cli.options import mesh_option
 from spmd_engine.cli.show.bytes_per_rank import CLASSES, bytes_per_rank
 from spmd_engine.comm.mesh import parse_axes
@@ -28,6 +29,7 @@ _STATES = 2  # arrays of AdamW for each parameter
 @click.option("--model", default="gpt-nano", show_default=True, help=f"One of {', '.join(MODELS)}.")
 @mesh_option
 @click.option("--dtype", type=click.Choice(["float32", "float64"]), default="float32", show_default=True)
+@mixture_options
 @composition_options
 def inspect(model: str, mesh: str | None, dtype: str, **options: Any) -> None:
     """Print every parameter with its sharding ("d f/model": f divided over axis model) and what ranks hold.
@@ -42,10 +44,12 @@ def inspect(model: str, mesh: str | None, dtype: str, **options: Any) -> None:
     if launcher_rank() > 0:
         return
     axes = parse_axes(mesh) if mesh else {"data": 1}
-    built = build_model(model)
+    built = build_model(model, mixture=mixture_of(options))
     composition = composition_of(options, axes, built)
     places = all_places(axes)
-    layout = layout_for(built, places[0], sequence_parallel=composition.sequence_parallel)
+    layout = layout_for(
+        built, places[0], sequence_parallel=composition.sequence_parallel, experts_over=composition.expert_axes
+    )
     for name, layer in built.layers:
         layout.check(name, {"b", "s", *layer.sizes}, layer.may_cut, layer.across)
     itemsize = np.dtype(dtype).itemsize

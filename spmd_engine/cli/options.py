@@ -21,8 +21,9 @@ __all__ = ["run_folder"]
 mesh_option = click.option(
     "--mesh",
     metavar="AXIS=SIZE,...",
-    help="How ranks are arranged: 'data', 'replicate' and 'shard' cut the batch, 'model' heads, hidden width and "
-    "vocabulary, 'context' the sequence, 'pipe' the layers. [default: data=NUMBER OF RANKS]",
+    help="How ranks are arranged: 'data', 'replicate' and 'shard' cut the batch, 'expert' the batch and the experts, "
+    "'model' heads, hidden width and vocabulary, 'context' the sequence, 'pipe' the layers. "
+    "[default: data=NUMBER OF RANKS]",
 )
 device_option = click.option("--device", default="cpu", show_default=True, help="cpu (NumPy) or cuda (CuPy).")
 check_option = click.option(

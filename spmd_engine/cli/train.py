@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from spmd_engine.cli.composition import composition_options
+from spmd_engine.cli.experts import expert_options
 from spmd_engine.cli.options import check_option, device_option, field_option, mesh_option, options_given
 from spmd_engine.cli.report import Reporter
 from spmd_engine.engine.composition import ModelConfig
@@ -53,6 +54,7 @@ of its composition the mesh cannot have is left out."""
 @click.option("--resume", is_flag=True, help=_GO_ON)
 @click.option("--trace", metavar="STEPS", type=int, help="Trace so many steps to trace.json.")
 @click.option("--strategy", metavar="NAME", help=f"Train a page of strategies/ instead: {', '.join(STRATEGIES)}.")
+@expert_options
 @composition_options
 @device_option
 @check_option

@@ -12,6 +12,7 @@ from click.core import ParameterSource
 
 from spmd_engine.cli.composition import COMPOSITION, composition_of, composition_options
 from spmd_engine.cli.engine_by_name import check_mesh, engine_by_name
+from spmd_engine.cli.experts import MIXTURE, mixture_of, mixture_options
 from spmd_engine.cli.options import check_option, device_option, mesh_option, open_mesh
 from spmd_engine.comm.agreement import on_rank_zero
 from spmd_engine.comm.mesh import Mesh
@@ -28,7 +29,8 @@ from spmd_engine.verify.report import HEADING
 from spmd_engine.verify.samples import batches_for_model, batches_of_shape
 
 POSITIVE = click.IntRange(min=1)
-OF_MODELS = ("model", "dropout", "device", *COMPOSITION)  # options that mean nothing to an engine of one's own
+#: Options that mean nothing to an engine of one's own.
+OF_MODELS = ("model", "dropout", "device", *MIXTURE, *COMPOSITION)
 OF_OWN = ("input_shape", "tokens", "classes")  # and to nothing else
 WIDTH, HIDDEN, HEADS = 24, 54, 6  # of the small models of strategies/
 
@@ -59,6 +61,7 @@ WIDTH, HIDDEN, HEADS = 24, 54, 6  # of the small models of strategies/
     default=None,
     help="Compare one device's gradients with finite differences of its loss first. [default: of engines of one's own]",
 )
+@mixture_options
 @composition_options
 @device_option
 @check_option
@@ -117,7 +120,7 @@ def _verify_model(options: dict[str, Any], mesh: Mesh) -> Report:
             f"verify --compress {options['compress']}: it changes sums on purpose, which one device does not. Leave it "
             "out, or say by --tolerance how much is fine"
         )
-    model = ModelConfig(options["model"], options["dropout"], "float64", options["seed"])
+    model = ModelConfig(options["model"], options["dropout"], "float64", options["seed"], mixture_of(options))
     engine = build_engine(model, mesh, composition, device=options["device"])
     alone, axes = Composition(), {"data": 1}
     if "context" in mesh.axes:  # whatever the ranks' method, one device needs none

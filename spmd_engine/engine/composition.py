@@ -9,6 +9,7 @@ import numpy as np
 
 from spmd_engine.arrays.backend import get_backend
 from spmd_engine.comm.mesh import Mesh
+from spmd_engine.comm.place import Place
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.engine import schedules
 from spmd_engine.engine.compression import compression
@@ -18,7 +19,7 @@ from spmd_engine.engine.recompute import Recompute
 from spmd_engine.engine.stages import Division, divide, parse_division
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.names import CONTEXT_METHODS
-from spmd_engine.models import Model, layout_for
+from spmd_engine.models import Mixture, Model, layout_for
 from spmd_engine.models.names import build_model
 from spmd_engine.sharding.groups import CAP, THRESHOLD
 
@@ -34,6 +35,7 @@ class ModelConfig(Configuration):
     dropout: float = setting(0.0, least=0, below=1)  #: the probability that an activation is 0
     dtype: str = setting("float32", choices=("float32", "float64"))  #: of parameters and activations
     seed: int = setting(0)  #: of parameters, samples and dropout
+    mixture: Mixture | None = None  #: of a model that has experts; None: its own
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Composition(Configuration):
     zero: int | None = setting(None, least=0, most=3)  #: the stage of ZeRO; None: 3 over an axis "shard", else 0
     sequence_parallel: bool = False  #: whether "model" cuts the sequence between layers
     context_method: str | None = setting(None, choices=CONTEXT_METHODS)  #: how "context" attends; None: ring
+    experts_over: str | None = None  #: axes that cut the experts, as in "data,context"; None: expert
     schedule: str | None = setting(None, choices=PIPELINES)  #: order of micro-batches along "pipe"; None: 1f1b
     chunks: int | None = setting(None, least=1)  #: of layers a stage; None: 2 if interleaved, else 1
     stages: str | None = None  #: "even", "cost", or the first layer of each chunk, as in "0,3,7"; None: even
@@ -64,6 +67,13 @@ class Composition(Configuration):
     def storage(self) -> Storage:
         """How parameters, gradients and optimizer state are stored."""
         return Storage(self.zero, self.group_threshold, self.group_cap, self.compress)
+
+    @property
+    def expert_axes(self) -> tuple[str, ...] | None:
+        """The axes that cut the experts; None: the customary one."""
+        if self.experts_over is None:
+            return None
+        return tuple(filter(None, (axis.strip() for axis in self.experts_over.split(","))))
 
     @property
     def division(self) -> Division:
@@ -91,13 +101,29 @@ class Composition(Configuration):
             refuse("axis 'replicate'", "it says that state is in parts over another axis", "Name it data, or add shard")
         if not compression(self.compress).in_parts and self.storage.stage(axes):
             refuse(f"--compress {self.compress}", "ZeRO needs parts of sums", "Choose float16 or bfloat16")
+        for axis in self.expert_axes or ():
+            if axis not in axes:
+                refuse(f"--experts-over {self.experts_over}", f"there is no axis {axis!r}", "Name axes of the mesh")
         if model is not None and axes.get(PIPE, 1) > 1:
             chunks = self.schedule_on(axes).chunks
             divide(model, axes[PIPE] * chunks, self.division, chunks)
-        return self._without_effect(axes, mesh)
+        return self._without_effect(axes, mesh) + (self._about_experts(axes, model) if model is not None else [])
+
+    def _about_experts(self, axes: Mapping[str, int], model: Model) -> list[str]:
+        """Notices of ranks that will have no experts, or none to have."""
+        over = self.expert_axes if self.experts_over is not None else tuple({"expert"} & set(axes))
+        parts = Place(axes, {}).axis_size(over)
+        fewest = min((layer.sizes["e"] for _, layer in model.layers if "e" in layer.sizes), default=None)
+        if fewest is None and self.experts_over is not None:
+            return [f"--experts-over {self.experts_over} has no effect: {model.name} has no experts"]
+        if fewest is None and parts > 1:
+            return [f"axis expert={parts} cuts the batch alone, as data would: {model.name} has no experts"]
+        if fewest is not None and fewest < parts:
+            return [f"{fewest} experts over {','.join(over)}={parts}: {parts - fewest} of {parts} parts hold none"]
+        return []
 
     def _without_effect(self, axes: Mapping[str, int], mesh: str) -> list[str]:
-        pipeline, copies = axes.get(PIPE, 1) > 1, {"data", "shard", "context"} & set(axes)
+        pipeline, copies = axes.get(PIPE, 1) > 1, {"data", "expert", "shard", "context"} & set(axes)
         needed = {
             f"--zero {self.zero}": (self.zero and not copies, "data, shard or context to store over"),
             "--sequence-parallel": (self.sequence_parallel and "model" not in axes, "model"),
@@ -146,13 +172,14 @@ def build_engine(
     Raises UsageError for what makes no sense there.
     """
     method = composition.context_method or "ring"
-    built = build_model(model.name, model.dropout, method)
+    built = build_model(model.name, model.dropout, method, model.mixture)
     composition.check(mesh.axes, built)
     layout = layout_for(
         built,
         mesh,
         sequence_parallel=composition.sequence_parallel,
         zigzag="context" in mesh.axes and method != "ulysses",  # whose ranks all have the whole sequence
+        experts_over=composition.expert_axes,
     )
     return LayeredEngine(
         built,

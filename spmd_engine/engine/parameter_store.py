@@ -90,15 +90,17 @@ class ParameterStore:
 
     def counts_here(self, name: str) -> bool:
         """Whether this rank is the one, of all that own the same part of a parameter, to count it in a sum."""
-        cut = {*self.sharding(name).axes, *self._cut[name], PIPE}
-        first = self._mesh.coordinates.get(PIPE, 0) == self.plan.holders[name][0]
-        return first and all(place == 0 for axis, place in self._mesh.coordinates.items() if axis not in cut)
+        if name not in self._cut or self._mesh.coordinates.get(PIPE, 0) != self.plan.holders[name][0]:
+            return False
+        home = self.plan.homes.get(name)  # along its axes, no other rank has it
+        cut = {*self.sharding(name).axes, *self._cut[name], *(home.axes if home else ()), PIPE}
+        return all(place == 0 for axis, place in self._mesh.coordinates.items() if axis not in cut)
 
     @cached_property
     def counts_all(self) -> bool:
         """Whether this rank has the whole gradient, and sums it up just as all others do."""
         # Processors of other kinds add up in another order, and replicas must be scaled by one number.
-        if self._mesh.axes.get(PIPE, 1) > 1 or len(set(self._mesh.nodes)) > 1:
+        if self._mesh.axes.get(PIPE, 1) > 1 or len(set(self._mesh.nodes)) > 1 or self.plan.homes:
             return False
         cut = [axis for name in self.described for axis in (*self.sharding(name).axes, *self._cut[name])]
         return all(self._mesh.axes[axis] == 1 for axis in cut)

@@ -7,14 +7,14 @@ A pure function of the model, a place on a mesh (which need not exist) and the o
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 from spmd_engine.comm.place import Place
 from spmd_engine.engine.stages import Division, divide
 from spmd_engine.errors import UsageError
 from spmd_engine.models.model import Model
-from spmd_engine.sharding.groups import CAP, THRESHOLD, Member, ParameterGroup, Sum, make_groups
+from spmd_engine.sharding.groups import CAP, THRESHOLD, Home, Member, ParameterGroup, Sum, make_groups
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.sharding.shards import Shards
 
@@ -27,8 +27,8 @@ class Storage:
 
     ``zero`` is the stage of ZeRO: 0 whole on every rank of a batch axis, 1 the optimizer's state in parts, 2 the
     gradients too, 3 the parameters too (fully sharded). None: 3 if the mesh has an axis ``shard``, which then,
-    with ``context``, is what the parts are dealt over, while ranks along ``data`` keep replicas. A stage that is
-    given holds for ``data`` as well. Ranks along ``replicate`` always keep replicas.
+    with ``context``, is what the parts are dealt over, while ranks along ``data`` and ``expert`` keep replicas. A
+    stage that is given holds for those as well. Ranks along ``replicate`` always keep replicas.
     """
 
     zero: int | None = None
@@ -48,7 +48,7 @@ class Storage:
         """Of the axes over which a gradient is summed, those over which its parameter's state is in parts."""
         if self.stage(axes) == 0:
             return ()
-        replicas = {"replicate"} if self.zero is not None else {"replicate", "data"}
+        replicas = {"replicate"} if self.zero is not None else {"replicate", "data", "expert"}
         return tuple(axis for axis in summed if axis not in replicas)
 
 
@@ -58,9 +58,10 @@ class Plan:
 
     chunks: Sequence[range]  #: the layers of every chunk, on whichever stage
     mine: Sequence[int]  #: numbers of the chunks here
-    uses: Mapping[int, Mapping[str, str]]  #: layer here -> its own names of its parameters -> full names
+    uses: Mapping[int, Mapping[str, str]]  #: layer here -> its own names of its parameters here -> full names
     holders: Mapping[str, tuple[int, ...]]  #: stages that hold each parameter, of the whole model
     groups: Sequence[ParameterGroup]
+    homes: Mapping[str, Home] = field(default_factory=dict)  #: of parameters that not all ranks of a stage have
 
     @property
     def members(self) -> Iterator[Member]:
@@ -88,19 +89,42 @@ def make_plan(
             chunks_of.setdefault(full, set()).add(chunk_of[layer])
     holders = {name: tuple(sorted({chunk % count for chunk in held})) for name, held in chunks_of.items()}
     mine = [number for number in range(len(chunks)) if number % count == stage]
+    homes = homes_of(model, layout, place)
     shards = Shards(place, layout)
     members = []
     for name, (parameter, shape) in model.parameters():
         if stage not in holders[name]:
             continue
         spec = layout.spec(parameter.dims)
-        over = shards.axes(parameter.summed, parameter.where)
+        brought = layout.axes(parameter.element[0]) if parameter.element else ()
+        over = tuple(axis for axis in shards.axes(parameter.summed, parameter.where) if axis not in brought)
         summed = Sum(over, storage.cut(over, place.axes), holders[name] if len(holders[name]) > 1 else ())
         largest = prod(spec.largest_shape(shape, place))
         chunk = min(number for number in chunks_of[name] if number in mine)
-        members.append(Member(name, spec.local_shape(shape, place), parameter.decay, summed, largest, chunk))
-    uses = {layer: all_uses[layer] for number in mine for layer in chunks[number]}
-    return Plan(chunks, mine, uses, holders, make_groups(members, itemsize, storage.threshold, storage.cap))
+        block = spec.local_shape(shape, place)
+        members.append(Member(name, block, parameter.decay, summed, largest, chunk, homes.get(name)))
+    groups = make_groups(members, itemsize, storage.threshold, storage.cap)
+    here = [group for group in groups if group.home is None or group.home.has(place)]
+    away = {name for name, home in homes.items() if not home.has(place)}
+    uses = {
+        layer: {own: full for own, full in all_uses[layer].items() if full not in away}
+        for number in mine
+        for layer in chunks[number]
+    }
+    return Plan(chunks, mine, uses, holders, here, homes)
+
+
+def homes_of(model: Model, layout: Layout, mesh: Place) -> dict[str, Home]:
+    """The ranks that have each parameter that not all ranks of a stage have: those of an expert."""
+    described, homes, parts = dict(model.parameters()), {}, {}
+    for name, (layer, count) in model.elements():
+        letter, number = described[name][0].element
+        axes = layout.axes(letter)
+        if mesh.axis_size(axes) > 1:
+            if (layer, letter) not in parts:
+                parts[layer, letter] = layout.parts(layer, letter, count, mesh)
+            homes[name] = Home(axes, parts[layer, letter][number])
+    return homes
 
 
 def _parameters_of(layer_name: str, layer) -> dict[str, str]:

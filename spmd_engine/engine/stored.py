@@ -73,7 +73,7 @@ class StoredEngine(ShardedEngine):
     def _index_in(self, name: str, array: Any, owned: bool) -> Index:
         index = self.store.index(name, owned)
         if index is None:
-            raise UsageError(f"rank {self.mesh.rank} holds no part of {name!r}: another stage does, or another owner")
+            raise UsageError(f"rank {self.mesh.rank} holds no part of {name!r}: other ranks do")
         return index
 
     def _ask_shapes(self) -> Mapping[str, tuple[int, ...]]:

@@ -11,10 +11,12 @@ from spmd_engine.layers.layer import Extra, ForwardContext, Layer
 from spmd_engine.layers.linear import Linear
 from spmd_engine.layers.loss import cross_entropy, mean_squared_error
 from spmd_engine.layers.mlp import MLP
+from spmd_engine.layers.moe import MoE
 from spmd_engine.layers.names import context_method
 from spmd_engine.layers.norm import LayerNorm
 from spmd_engine.layers.residual import Residual
 from spmd_engine.layers.ring_attention import RingAttention
+from spmd_engine.layers.router_options import RouterOptions
 from spmd_engine.layers.skip import Skip
 from spmd_engine.layers.ulysses import Ulysses
 
@@ -33,10 +35,12 @@ __all__ = [
     "LayerNorm",
     "Linear",
     "MLP",
+    "MoE",
     "Parameter",
     "Positions",
     "Residual",
     "RingAttention",
+    "RouterOptions",
     "SideOutput",
     "Skip",
     "Ulysses",

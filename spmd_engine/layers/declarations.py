@@ -16,6 +16,10 @@ class Parameter:
     ``std`` is the standard deviation of its normal initial values; with 0 they are all ``mean``.
     ``summed`` are the letters over which the einsum of its gradient sums, as they are cut ``where`` the layer
     uses it: inside, or on the residual stream. The gradient stays unreduced over the axes of those letters.
+
+    ``element=("e", 3)`` says that this is number 3 of the letter e: an expert's own parameter. Only those ranks have
+    it to whom the layout gives that element, and on the others it is missing in ``p`` and ``g``. Whatever it is used
+    with has come to them from all ranks along the axes of e, so its gradient is summed over the other axes alone.
     """
 
     dims: str
@@ -24,6 +28,7 @@ class Parameter:
     decay: bool = True
     where: str = "inside"
     summed: str = "bs"
+    element: tuple[str, int] | None = None
 
     def __post_init__(self) -> None:
         if any(len(letter) != 1 for letter in self.dims.split()):

@@ -9,6 +9,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.layers import MLP, Attention, Embedding, Head, LayerNorm, Positions, Residual
 from spmd_engine.layers.loss import cross_entropy
 from spmd_engine.layers.names import context_method as method_called
+from spmd_engine.models.mixture import Mixture
 from spmd_engine.models.model import Model
 
 BYTES = 257  # every byte, and the end of a file
@@ -26,12 +27,16 @@ class GPTSize:
     hidden: int | None = None  #: f; None: 4 d
     tied: bool = True  #: whether the head uses the embedding's table
     key_value_heads: int | None = None  #: heads of keys and values, each shared by as many queries; None: all
+    mixture: Mixture | None = None  #: experts in the place of MLPs; None: all are dense
 
 
 GPT_SIZES = {
     "gpt-nano": GPTSize(layers=8, width=96, heads=6, context=128),
     "gpt-mini": GPTSize(layers=6, width=384, heads=6, context=256),
     "gpt2": GPTSize(layers=12, width=768, heads=12, context=1024, vocabulary=50257),
+    # as much work for each token as those of their names
+    "gpt-moe-nano": GPTSize(layers=8, width=96, heads=6, context=128, mixture=Mixture()),
+    "gpt-moe-mini": GPTSize(layers=6, width=384, heads=6, context=256, mixture=Mixture()),
 }
 
 
@@ -47,15 +52,18 @@ def gpt(size: GPTSize, name: str = "gpt", dropout: float = 0.0, context_method: 
         raise UsageError(f"{name}: {size.heads} heads cannot share {size.key_value_heads} heads of keys and values")
     if not 0.0 <= dropout < 1.0:
         raise UsageError(f"dropout {dropout} must be at least 0 and below 1")
-    d, v = size.width, size.vocabulary
+    d, v, hidden = size.width, size.vocabulary, size.hidden or 4 * size.width
     out_std = 0.02 / sqrt(2 * size.layers)
     context = method_called(context_method)
     layers = [("embedding", Embedding(v, d)), ("positions", Positions(size.context, d, dropout=dropout))]
     for i in range(size.layers):
         attention = Attention(d, size.heads, size.key_value_heads, context=context, out_std=out_std)
-        mlp = MLP(d, size.hidden or 4 * d, out_std=out_std)
         layers.append((f"block{i}/attention", Residual(LayerNorm(d), attention, dropout)))
-        layers.append((f"block{i}/mlp", Residual(LayerNorm(d), mlp, dropout)))
+        if size.mixture is not None and size.mixture.is_routed(i, size.layers):
+            moe = size.mixture.layer(d, hidden, out_std)
+            layers.append((f"block{i}/moe", Residual(LayerNorm(d), moe, dropout)))
+        else:
+            layers.append((f"block{i}/mlp", Residual(LayerNorm(d), MLP(d, hidden, out_std=out_std), dropout)))
     layers.append(("norm", LayerNorm(d)))
     layers.append(("head", Head(v, d, tied="embedding/table" if size.tied else None)))
     return Model(name, tuple(layers), "b s", "b s v", "b s", token_loss(v), size.context, v)

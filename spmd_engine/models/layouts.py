@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.errors import MeshError
@@ -10,7 +10,14 @@ from spmd_engine.models.model import Model
 from spmd_engine.sharding.layout import Layout
 
 
-def layout_for(model: Model, mesh: Mesh, *, sequence_parallel: bool = False, zigzag: bool = False) -> Layout:
+def layout_for(
+    model: Model,
+    mesh: Mesh,
+    *,
+    sequence_parallel: bool = False,
+    zigzag: bool = False,
+    experts_over: Sequence[str] | None = None,
+) -> Layout:
     """``Layout.for_mesh``, with ``model`` cutting what the model's attention has enough of.
 
     It cuts key heads; where there are fewer than ranks, the queries that share one, if that leaves less to the
@@ -31,7 +38,11 @@ def layout_for(model: Model, mesh: Mesh, *, sequence_parallel: bool = False, zig
     attentions = [layer.sizes for _, layer in model.layers if "h" in layer.sizes]
     queries_cut = bool(attentions) and all(_queries_divide_better(sizes, ranks) for sizes in attentions)
     return Layout.for_mesh(
-        mesh, sequence_parallel=sequence_parallel, zigzag=zigzag, queries_cut=queries_cut
+        mesh,
+        sequence_parallel=sequence_parallel,
+        zigzag=zigzag,
+        queries_cut=queries_cut,
+        experts_over=experts_over,
     )
 
 

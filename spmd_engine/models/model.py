@@ -40,6 +40,13 @@ class Model:
                     shape = tuple(layer.sizes[letter] for letter in parameter.dims.split())
                     yield f"{name}/{own}", (parameter, shape)
 
+    def elements(self) -> Iterator[tuple[str, tuple[str, int]]]:
+        """Full name of each parameter that belongs to one element of a letter, its layer, and that letter's length."""
+        for name, layer in self.layers:
+            for own, parameter in layer.parameters.items():
+                if parameter.element and own not in layer.tied:
+                    yield f"{name}/{own}", (name, layer.sizes[parameter.element[0]])
+
     def buffers(self) -> Iterator[tuple[str, tuple[Buffer, tuple[int, ...]]]]:
         """Full name, description and whole shape of each buffer."""
         for name, layer in self.layers:

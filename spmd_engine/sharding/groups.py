@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 from math import prod
 
 from spmd_engine.arrays.backend import Array
+from spmd_engine.comm.place import Place
 
 THRESHOLD = 1 << 20  # bytes: below this, one more neighbour costs less than one more collective
 CAP = 32 << 20  # bytes: beyond this, neighbours share nothing: what is gathered for one is held for all
@@ -28,6 +29,18 @@ class Sum:
 
 
 @dataclass(frozen=True)
+class Home:
+    """The ranks that have a parameter, where not all of a stage do: those with this ``part`` along these axes."""
+
+    axes: tuple[str, ...]
+    part: int
+
+    def has(self, place: Place) -> bool:
+        """Whether the rank at ``place`` is one of them."""
+        return place.index(self.axes) == self.part
+
+
+@dataclass(frozen=True)
 class Member:
     """A parameter as this rank uses it."""
 
@@ -37,6 +50,7 @@ class Member:
     summed: Sum
     largest: int  #: elements of the largest block on any rank, by which every rank cuts the same groups
     chunk: int = 0  #: the chunk of layers that it belongs to
+    home: Home | None = None  #: the ranks that have it; None: all of the stage
 
     @property
     def size(self) -> int:
@@ -64,7 +78,7 @@ class ParameterGroup:
     def __init__(self, index: int, members: Sequence[Member]) -> None:
         self.name = f"group{index}"
         self.members = sorted(members, key=lambda member: not member.decay)
-        self.summed = members[0].summed
+        self.summed, self.home = members[0].summed, members[0].home
         ends = [0, *accumulate(member.size for member in self.members)]
         self.spans = {m.name: slice(*pair) for m, pair in zip(self.members, pairwise(ends), strict=True)}
         self.size = ends[-1]
@@ -147,9 +161,17 @@ def make_groups(
     """Group neighbours in order: a group grows until it has ``threshold`` bytes, never beyond ``cap``.
 
     A parameter larger than the cap stands alone, and so does one that several stages of a pipeline hold: the
-    stages' other parameters differ.
+    stages' other parameters differ. Members with different homes are never together, and those of other homes do not
+    part neighbours. So, given the members of all homes, every rank makes the same groups under the same names, of
+    which it then has some.
     """
-    return [ParameterGroup(i, batch) for i, batch in enumerate(_batches(members, itemsize, threshold, cap))]
+    position, by_home = {}, {}
+    for number, member in enumerate(members):
+        position[member.name] = number
+        by_home.setdefault(member.home, []).append(member)
+    batches = [batch for neighbours in by_home.values() for batch in _batches(neighbours, itemsize, threshold, cap)]
+    batches.sort(key=lambda batch: position[batch[0].name])
+    return [ParameterGroup(i, batch) for i, batch in enumerate(batches)]
 
 
 def _batches(members: Iterable[Member], itemsize: int, threshold: int, cap: int) -> Iterator[list[Member]]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from types import MappingProxyType
 
 import numpy as np
 
@@ -13,11 +14,12 @@ from spmd_engine.errors import MeshError, NotationError
 from spmd_engine.sharding.notation import Spec, nested_span
 
 #: What each mesh axis, by its customary name, cuts: data parallel cuts the batch (``replicate`` and ``shard``
-#: say how parameters are stored meanwhile); tensor parallel the heads, the hidden width and the vocabulary;
-#: a 2-D mesh of weights their rows and their columns; context parallel the sequence; a pipeline the list of layers,
-#: and so no letter.
+#: say how parameters are stored meanwhile); expert parallel the experts and, outside the layers that have any, the
+#: batch; tensor parallel the heads, the hidden width and the vocabulary; a 2-D mesh of weights their rows and their
+#: columns; context parallel the sequence; a pipeline the list of layers, and so no letter.
 CUSTOMARY = {
     **dict.fromkeys(("data", "replicate", "shard"), "b"),
+    "expert": "be",
     "model": "hfv",
     "row": "d",
     "col": "f",
@@ -39,16 +41,26 @@ class Layout:
     inside: Axes = field(default_factory=dict)
     residual: Axes = field(default_factory=dict)
     zigzag: str = ""  #: letters of which each rank has an early and a late part: see ``positions_by_rank``
+    experts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  #: layer -> the part each is in: see ``parts``
 
     @classmethod
     def for_mesh(
-        cls, mesh: Place, *, sequence_parallel: bool = False, zigzag: bool = False, queries_cut: bool = False
+        cls,
+        mesh: Place,
+        *,
+        sequence_parallel: bool = False,
+        zigzag: bool = False,
+        queries_cut: bool = False,
+        experts_over: Sequence[str] | None = None,
+        experts: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     ) -> Layout:
         """The customary layout of a mesh whose axes have customary names; raises MeshError for others.
 
         ``sequence_parallel`` cuts the residual stream's s over ``model`` too. ``zigzag`` cuts the sequence
         over ``context`` so that causal attention is as much work on every rank. ``queries_cut`` lets ``model``
         cut the r queries that share a key head instead of the key heads: for models with too few of those.
+        ``experts_over`` are the axes that cut the experts instead of ``expert``: of those that cut tokens.
+        ``experts`` says, for some layers, in which part each expert is: see ``parts``.
         """
         inside: dict[str, tuple[str, ...]] = {}
         for axis in mesh.axes:
@@ -60,14 +72,40 @@ class Layout:
             letters = CUSTOMARY[axis].replace("h", "r") if queries_cut else CUSTOMARY[axis]
             for letter in letters:
                 inside[letter] = (*inside.get(letter, ()), axis)
+        if experts_over is not None:
+            cutting = [axis for axis in mesh.axes if set(CUSTOMARY[axis]) & set("bs")]
+            for axis in experts_over:
+                if axis not in cutting:
+                    raise MeshError(
+                        f"mesh {mesh}: experts cannot be over axis {axis!r}, along which ranks have the same tokens or "
+                        f"none; they can be over {', '.join(cutting) or 'no axis here'}"
+                    )
+            inside["e"] = tuple(experts_over)
         residual = dict(inside)
         if sequence_parallel and "model" in mesh.axes:
             residual["s"] = (*inside.get("s", ()), "model")
-        return cls(inside, residual, zigzag="s" if zigzag else "")
+        return cls(inside, residual, "s" if zigzag else "", experts)
 
     def axes(self, letter: str, where: str = "inside") -> tuple[str, ...]:
         """The axes that cut a letter ``inside`` a layer or on the ``residual`` stream."""
         return {"inside": self.inside, "residual": self.residual}[where].get(letter, ())
+
+    def parts(self, layer: str, letter: str, count: int, mesh: Place) -> tuple[int, ...]:
+        """In which part each of a layer's ``count`` elements of a letter is, such as its experts.
+
+        Parts are numbered along the axes that cut the letter, as ranks are in ``mesh.group(self.axes(letter))``. They
+        are as even as can be, consecutive elements together, unless ``experts`` has the layer. Raises MeshError for
+        parts there that the mesh does not have.
+        """
+        axes = self.axes(letter)
+        if layer not in self.experts:
+            spans = (nested_span(count, axes, mesh.axes, peer.coordinates) for peer in mesh.peers(axes))
+            return tuple(part for part, span in enumerate(spans) for _ in range(span.start, span.stop))
+        parts, there = tuple(self.experts[layer]), mesh.axis_size(axes)
+        if len(parts) != count or not set(parts) <= set(range(there)):
+            listed = ", ".join(map(str, parts))
+            raise MeshError(f"{layer}: {count} experts in parts {listed}; on mesh {mesh} parts are 0 to {there - 1}")
+        return parts
 
     def positions_by_rank(self, length: int, mesh: Place, letter: str = "s") -> list[np.ndarray]:
         """The indices of a letter, ``length`` long in all, that each rank of the axes that cut it has inside.

@@ -24,6 +24,7 @@ class Shards:
         self.mesh, self.layout, self.label = mesh, layout, label
         self._axes: dict[tuple[str, str], tuple[str, ...]] = {}
         self._halos: dict[tuple, TransferPlan] = {}
+        self._parts: dict[tuple[str, int], tuple[int, ...]] = {}
 
     def axes(self, letters: Iterable[str], where: str = "inside") -> tuple[str, ...]:
         """The mesh axes that cut any of these letters, in the mesh's order, without those of size 1."""
@@ -39,6 +40,17 @@ class Shards:
     def span(self, letter: str, length: int, where: str = "inside") -> slice:
         """This rank's part of a letter that is ``length`` long in all."""
         return nested_span(length, self.layout.axes(letter, where), self.mesh.axes, self.mesh.coordinates)
+
+    def parts(self, letter: str, count: int) -> tuple[int, ...]:
+        """In which part each of this layer's ``count`` elements of a letter is: see ``Layout.parts``."""
+        key = letter, count
+        if key not in self._parts:
+            self._parts[key] = self.layout.parts(self.label, letter, count, self.mesh)
+        return self._parts[key]
+
+    def part(self, letter: str) -> int:
+        """The number of this rank's part of a letter; 0 where it is whole."""
+        return self.mesh.index(self.layout.axes(letter))
 
     def group_of(self, letter: str, where: str = "inside") -> Group | None:
         """The ranks among which a letter is cut, in the order of its parts; None where it is whole."""
@@ -113,6 +125,13 @@ class Shards:
         """As ``all_to_all`` of rows whose way is known, to be waited for later."""
         group = self.group_of(over)
         return x if group is None else group.start_all_to_all(x, splits=splits, label=self.label)
+
+    def gather_rows(self, x: Array, *, over: str, where: str = "inside") -> Array:
+        """The rows of ``x``, however many, of all ranks along the axes of these letters; in order if of one."""
+        axes = self.axes(over, where)
+        if len(over) == 1:
+            axes = self._order(over, where, axes)
+        return self.mesh.group(axes).all_gather(x, label=self.label) if axes else x
 
     def gather_whole(self, x: Array, dims: str, letter: str) -> Array:
         """``x[dims]``, as it is inside a layer, with ``letter`` whole on every rank."""

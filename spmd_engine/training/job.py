@@ -8,17 +8,27 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
-from spmd_engine.configuration import Configuration, setting
+from spmd_engine.configuration import Configuration, section_of, setting
 from spmd_engine.engine.composition import Composition, ModelConfig
 from spmd_engine.errors import UsageError
+from spmd_engine.layers.router_options import RouterOptions
 
 VERSION = 1  #: of the JSON that jobs are written as
 LARGEST = 1e30  #: of rates and the like
 
 #: Options that decide what a run computes, by their names for ``Job.with_options``: it goes on with its own.
-FIXED = ("model", "strategy", "dropout", "dtype", "seed", "batch_size", "optimizer")
-_SECTIONS = ("model", "data", "training", "composition")
-_SHORT = {"model": ("model", "name"), "data": ("data", "path")}  # options that are called as their sections are
+FIXED = (
+    *("model", "strategy", "dropout", "dtype", "seed", "batch_size", "optimizer"),
+    *("experts", "top_k", "shared_experts", "dense_layers"),
+)
+#: Options that have other names than their fields, by the sections within sections where these are.
+_SHORT = {
+    "model": ("model", "name"),
+    "data": ("data", "path"),
+    "experts": ("model", "mixture", "experts"),
+    "shared_experts": ("model", "mixture", "shared"),
+    "dense_layers": ("model", "mixture", "dense"),
+}
 
 
 @dataclass(frozen=True)
@@ -105,21 +115,15 @@ class Job(Configuration):
 
         Raises UsageError for a name that no section has.
         """
-        sections: dict[str, dict[str, Any]] = {name: {} for name in _SECTIONS}
-        own = {}
-        for name, value in options.items():
-            place = _place(name)
-            if place is None:
-                own[name] = value
-            else:
-                sections[place[0]][place[1]] = value
-        own |= {name: getattr(self, name).changed(**values) for name, values in sections.items() if values}
-        return self.changed(**own)
+        return _changed(self, {_place(name): value for name, value in options.items()})
 
     def option(self, name: str) -> Any:
         """The value of one of ``with_options``' names."""
-        place = _place(name)
-        return getattr(self, name) if place is None else getattr(getattr(self, place[0]), place[1])
+        *sections, field = _place(name)
+        value: Any = self
+        for section in sections:
+            value = section_of(value, section)
+        return getattr(value, field)
 
     def resumed(self, where: str = "the run", **options: Any) -> Self:
         """This job, of a run that goes on, with other values of some options; its mesh, device and checks are new ones.
@@ -135,15 +139,30 @@ class Job(Configuration):
         return self.with_options(**{"mesh": None, "device": "cpu", "check": True} | options)
 
 
-def _place(name: str) -> tuple[str, str] | None:
-    """The section and field that an option stands for; None for the job's own fields."""
+def _changed(configuration: Configuration, values: Mapping[tuple[str, ...], Any]) -> Any:
+    """A configuration with other values of fields, of its own and in sections within it, all at once."""
+    own = {path[0]: value for path, value in values.items() if len(path) == 1}
+    for section in dict.fromkeys(path[0] for path in values if len(path) > 1):
+        within = {path[1:]: value for path, value in values.items() if len(path) > 1 and path[0] == section}
+        own[section] = _changed(section_of(configuration, section), within)
+    return configuration.changed(**own)
+
+
+def _place(name: str) -> tuple[str, ...]:
+    """The sections and the field that an option stands for."""
     if name in _SHORT:
         return _SHORT[name]
-    for section, kind in zip(_SECTIONS, (ModelConfig, DataConfig, TrainingConfig, Composition), strict=True):
+    kinds = {
+        ("model",): ModelConfig,
+        ("data",): DataConfig,
+        ("training",): TrainingConfig,
+        ("composition",): Composition,
+        (): Job,
+        ("model", "mixture", "router"): RouterOptions,
+    }
+    for sections, kind in kinds.items():
         if name in {each.name for each in fields(kind)}:
-            return section, name
-    if name in {each.name for each in fields(Job)}:
-        return None
+            return *sections, name
     raise UsageError(f"a job has no option {name!r}")
 
 

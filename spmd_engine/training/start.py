@@ -88,7 +88,7 @@ def _fitted(job: Job, mesh: Mesh, resume: bool, given: Collection[str]) -> tuple
     """The job as this mesh can have it, and what of its composition has no effect or is left out."""
     if job.strategy:
         return job, []
-    model = build_model(job.model.name)
+    model = build_model(job.model.name, mixture=job.model.mixture)
     composition, left_out = job.composition, []
     if resume:
         composition, left_out = composition.fitted(mesh.axes, model, given)

@@ -10,6 +10,8 @@ import pytest
 import spmd_engine
 from spmd_engine.engine.composition import Composition, ModelConfig
 from spmd_engine.errors import UsageError
+from spmd_engine.layers import RouterOptions
+from spmd_engine.models import Mixture
 from spmd_engine.models.names import build_model
 from spmd_engine.training.job import FIXED, DataConfig, Job, TrainingConfig
 
@@ -155,12 +157,33 @@ def test_what_was_given_this_time_is_not_left_out():
         Composition(stages="0,3,7").fitted({"pipe": 2}, build_model("gpt-nano"), given={"stages"})
 
 
+# --- experts
+
+
+def test_options_about_experts_are_found_in_their_sections():
+    job = Job.of(model="gpt-moe-nano", experts=10, top_k=3, shared_experts=1, dense_layers="0,2", z_loss=0)
+    mixture = job.model.mixture
+    assert (mixture.experts, mixture.shared, mixture.dense) == (10, 1, "0,2")
+    assert (mixture.router.top_k, mixture.router.z_loss, mixture.router.balance_loss) == (3, 0.0, 0.01)
+    assert Job.from_json(json.loads(json.dumps(job.as_json()))) == job
+    assert job.option("top_k") == 3 and Job().option("experts") == 8
+
+
+def test_what_a_section_within_leaves_out_is_as_the_section_around_has_it():
+    job = Job.from_json({"version": 1, "model": {"mixture": {"router": {"top_k": 1}}}})
+    assert job.model.mixture.router == Mixture().router.changed(top_k=1)
+    with pytest.raises(UsageError, match="top_k is 9, but there are 8 experts"):
+        Job.of(top_k=9)
+
+
 # --- the page about them
 
 PAGE = Path(spmd_engine.__file__).parent.parent / "docs" / "configuration.md"
 
 
-@pytest.mark.parametrize("kind", [Job, ModelConfig, DataConfig, TrainingConfig, Composition])
+@pytest.mark.parametrize(
+    "kind", [Job, ModelConfig, Mixture, RouterOptions, DataConfig, TrainingConfig, Composition]
+)
 def test_the_page_names_every_field(kind):
     named = set(re.findall(r"`(\w+)`", PAGE.read_text()))
     assert {each.name for each in fields(kind)} <= named

@@ -34,7 +34,9 @@ def bytes_per_rank(
     counted. Raises UsageError if there are fewer layers than stages.
     """
     layout = layout or layout_for(model, places[0])
-    letters = {letter for _, (parameter, _) in model.parameters() for letter in parameter.dims.split()}
+    parameters = [parameter for _, (parameter, _) in model.parameters()]
+    letters = {letter for each in parameters for letter in each.dims.split()}
+    letters |= {each.element[0] for each in parameters if each.element}
     shaping = {"pipe", *(axis for letter in letters for axis in layout.axes(letter))}
     shares: dict[tuple[int, ...], _Share] = {}
     ranks = []

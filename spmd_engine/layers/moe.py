@@ -1,0 +1,128 @@
+"""A mixture of experts: of many perceptrons each token goes through a few, which a router chooses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from spmd_engine.arrays import einsum
+from spmd_engine.arrays.backend import backend_of
+from spmd_engine.layers.dispatch import Dispatch
+from spmd_engine.layers.experts import Perceptron
+from spmd_engine.layers.later import then, wait_for
+from spmd_engine.layers.layer import Layer
+from spmd_engine.layers.router import Router
+from spmd_engine.layers.router_options import RouterOptions
+
+
+class MoE(Layer):
+    """y[b s d] = Σ_j weight_j · expert_j(x[b s d]) over the k experts that a token chose + Σ_i shared_i(x)
+
+    E experts, of which a rank has those of its part of e, each with f cut inside as in an MLP. Tokens travel to their
+    experts by all_to_all along the axes of e and back, so an expert sees the tokens of all ranks along them and its
+    gradient is summed over the other axes alone. What comes back is unreduced over f and is combined at the source,
+    then reduced together with what the shared experts, which every token goes through, make of it meanwhile.
+
+    In the backward the weights of the combination get a gradient that is unreduced over f. All that follows is linear
+    in it, and so it stays: one reduction of dx serves experts and router, and the router's gradient is summed over f
+    as well. Auxiliary losses, which are whole on every rank along f, count on the first of these.
+    """
+
+    may_cut, across = "bsfe", "f"
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        experts: int,
+        router: RouterOptions | None = None,
+        *,
+        shared: int = 0,
+        activation: str = "gelu",
+        std: float = 0.02,
+        out_std: float = 0.02,
+    ) -> None:
+        self.router = Router(width, experts, router or RouterOptions(), std)
+        self.sizes = {"d": width, "f": hidden, "e": experts, "E": experts}
+        self.perceptron, self.shared = Perceptron(activation, std, out_std), shared
+        self.parameters = dict(self.router.parameters)
+        for number in range(shared):
+            self.parameters |= {f"shared{number}/{own}": each for own, each in self.perceptron.parameters.items()}
+        for number in range(experts):
+            for own, each in self.perceptron.parameters.items():
+                self.parameters[f"expert{number}/{own}"] = replace(each, element=("e", number))
+        self.buffers, self.side_outputs = self.router.buffers, self.router.side_outputs
+
+    def cost(self, length):
+        active = (self.router.options.top_k + self.shared) * len(self.perceptron.parameters)
+        return float(self.sizes["d"] * (active * self.sizes["f"] + self.sizes["E"]))
+
+    def forward(self, sh, p, x, ctx):
+        x = sh.all_gather(x, "b s d", "s", across="f")
+        shape, x = x.shape, x.reshape(-1, x.shape[2])
+        keep = ctx.training and ctx.saving
+        routed = self.router.forward(sh, p, x, shape[0], ctx)
+        dispatch = Dispatch(sh, routed.experts, self.sizes["e"])
+        rows = dispatch.start(x[dispatch.tokens])
+        y, of_shared = self._through_shared(sh, p, x, keep)  # while tokens travel
+        rows, of_experts = self.perceptron.forward(
+            [(p[f"expert{number}"], own) for number, own in zip(dispatch.here, dispatch.rows, strict=True)],
+            wait_for(rows),
+            self._hidden(sh),
+            keep,
+        )
+        rows = wait_for(dispatch.start_back(rows))
+        y += dispatch.gathered(rows, shape[2], routed.choices.weights)
+        y = sh.reduce_scatter(y.reshape(shape), "b s d", over="f", onto="s")
+        saved = shape, x, routed, dispatch, rows, of_shared, of_experts
+        return y, saved, *([self.router.told(routed, ctx)] if ctx.training and ctx.decided is None else [])
+
+    def backward_input(self, sh, p, saved, dy, *side):
+        shape, x, routed, dispatch, rows, of_shared, of_experts = saved
+        dy = sh.all_gather(dy, "b s d", "s", across="f").reshape(-1, shape[2])
+        drows = dy[dispatch.tokens]
+        dweights = dispatch.spread(einsum("td,td->t", drows, rows))
+        drows *= routed.choices.weights.reshape(-1)[dispatch.choices, None]
+        drows = dispatch.start(drows)
+        dx, rest_of_shared = self._back_through_shared(p, of_shared, dy)  # while gradients travel
+        dlogits = self.router.backward(sh, routed, dweights, *side or [{}])
+        dx += einsum("tE,dE->td", dlogits, p["router"])
+        experts = [(p[f"expert{number}"], own) for number, own in zip(dispatch.here, dispatch.rows, strict=True)]
+        drows, rest = self.perceptron.backward_input(experts, of_experts, wait_for(drows))
+
+        def combined(drows):
+            whole = dx + dispatch.gathered(drows, shape[2])
+            return sh.reduce_scatter(whole.reshape(shape), "b s d", over="f", onto="s")
+
+        # The rows' gradients travel while those of the experts' weights are made.
+        return then(dispatch.start_back(drows), combined), (x, dlogits, dispatch, rest, rest_of_shared)
+
+    def backward_weight(self, sh, rest, g):
+        x, dlogits, dispatch, rest, rest_of_shared = rest
+        g.einsum("router", "td,tE->dE", x, dlogits)
+        here = zip(dispatch.here, dispatch.rows, strict=True)
+        self.perceptron.backward_weight(rest, [(g[f"expert{number}"], own) for number, own in here])
+        whole = slice(0, len(x))
+        for number, each in enumerate(rest_of_shared):
+            self.perceptron.backward_weight(each, [(g[f"shared{number}"], whole)])
+
+    def _through_shared(self, sh, p, x, keep):
+        """What all shared experts make of x[t d], unreduced over f, and what the backward needs of each."""
+        y, saved = backend_of(x).xp.zeros_like(x), []
+        for number in range(self.shared):
+            own, of_own = self.perceptron.forward([(p[f"shared{number}"], slice(0, len(x)))], x, self._hidden(sh), keep)
+            y += own
+            saved.append(of_own)
+        return y, saved
+
+    def _back_through_shared(self, p, saved, dy):
+        dx, rests = backend_of(dy).xp.zeros_like(dy), []
+        for number, of_own in enumerate(saved):
+            own, rest = self.perceptron.backward_input([(p[f"shared{number}"], slice(0, len(dy)))], of_own, dy)
+            dx += own
+            rests.append(rest)
+        return dx, rests
+
+    def _hidden(self, sh):
+        """How much of f is here."""
+        here = sh.span("f", self.sizes["f"])
+        return here.stop - here.start

@@ -1,0 +1,46 @@
+"""Mixtures of experts in the blocks of a model: how many there are, of what size, and in which layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spmd_engine.configuration import Configuration, setting
+from spmd_engine.errors import UsageError
+from spmd_engine.layers.moe import MoE
+from spmd_engine.layers.router_options import RouterOptions
+
+
+@dataclass(frozen=True)
+class Mixture(Configuration):
+    """What stands in the place of a block's MLP; ``router`` has all that is about choosing experts."""
+
+    experts: int = setting(8, least=1)  #: in each layer that has any
+    shared: int = setting(0, least=0)  #: further ones, of the same size, that every token goes through
+    hidden: int | None = setting(None, least=1)  #: f of an expert; None: a token's experts together are a dense MLP
+    dense: str = ""  #: blocks that keep their dense MLP, by number, as in "0,5"
+    router: RouterOptions = RouterOptions(balance_loss=0.01, z_loss=0.001)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.router.check(self.experts)
+        _numbers(self.dense)
+
+    def is_routed(self, block: int, blocks: int) -> bool:
+        """Whether block number ``block`` has experts; raises UsageError if ``dense`` names one that is not there."""
+        dense = _numbers(self.dense)
+        if dense and max(dense) >= blocks:
+            raise UsageError(f"dense {self.dense}: blocks are from 0 to {blocks - 1}")
+        return block not in dense
+
+    def layer(self, width: int, hidden: int, out_std: float) -> MoE:
+        """The layer for a dense MLP of this hidden width: as many active multiplications, unless ``hidden`` is said."""
+        active = self.router.top_k + self.shared
+        own = self.hidden or max(1, hidden // active)
+        return MoE(width, own, self.experts, self.router, shared=self.shared, out_std=out_std)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    numbers = [number.strip() for number in text.split(",")] if text.strip() else []
+    if not all(number.isdecimal() for number in numbers):
+        raise UsageError(f"dense is {text!r}: it is numbers of blocks, as in 0,5")
+    return tuple(map(int, numbers))
