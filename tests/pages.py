@@ -6,7 +6,15 @@ import numpy as np
 
 from spmd_engine import Mesh, run
 from spmd_engine.engine.batch import batch_of
-from spmd_engine.strategies import STRATEGIES, AttentionHeads, ChannelSplit, Pipeline, SingleDevice, VerticalCNN
+from spmd_engine.strategies import (
+    STRATEGIES,
+    AttentionHeads,
+    ChannelSplit,
+    ExpertParallel,
+    Pipeline,
+    SingleDevice,
+    VerticalCNN,
+)
 from spmd_engine.strategies.layer_stack import LayerStack
 from spmd_engine.strategies.one_attention import OneAttention
 from spmd_engine.strategies.two_convolutions import IMAGE, TwoConvolutions
@@ -55,7 +63,7 @@ def single(strategy):
     if issubclass(strategy, TwoLayers):
         return SingleDevice, lambda x: x.reshape(-1, D)  # to which a position is a sample
     plainest = {VerticalCNN: VerticalCNN, LayerStack: Pipeline, OneAttention: AttentionHeads}
-    plainest[TwoConvolutions] = ChannelSplit
+    plainest |= {TwoConvolutions: ChannelSplit, ExpertParallel: ExpertParallel}
     return next(plain for kind, plain in plainest.items() if issubclass(strategy, kind)), lambda x: x
 
 

@@ -1,4 +1,4 @@
-"""The adjoint of taking rows: adding rows to a table at given indices, repeated ones too."""
+"""The adjoint of taking rows: adding rows to a table at given indices, repeated ones too; and counting indices."""
 
 from spmd_engine.arrays.backend import Array, backend_of
 
@@ -23,3 +23,11 @@ def add_rows(table: Array, indices: Array, rows: Array) -> None:
         ends = running[xp.concatenate([starts[1:], xp.asarray([indices.size])]) - 1]
         ends[1:] -= ends[:-1].copy()
         table[ordered[starts]] += ends.astype(table.dtype)
+
+
+def count_each(indices: Array, size: int) -> Array:
+    """int64[size]: how often each number below ``size`` is among indices[n]."""
+    xp = backend_of(indices).xp
+    if indices.size == 0:  # where CuPy's bincount raises
+        return xp.zeros(size, xp.int64)
+    return xp.bincount(indices, minlength=size)

@@ -12,6 +12,7 @@ from fractions import Fraction
 from math import ceil
 
 from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.scatter import count_each
 from spmd_engine.layers.router_options import RouterOptions
 from spmd_engine.layers.routing import Choices, Tokens
 
@@ -52,7 +53,7 @@ def _places(choices: Choices, tokens: Tokens, gather: Gather) -> Array:
     cells = first.size * k * width
     cell = (run.reshape(-1, 1) * k + xp.arange(k)) * width + choices.experts  # (run, choice, expert) of each pair
     cell = xp.where(choices.used, cell, cells).reshape(-1)  # unused pairs in one of their own, after the others
-    counts = xp.bincount(cell, minlength=cells + 1)
+    counts = count_each(cell, cells + 1)
     order = xp.argsort(cell, kind="stable")
     place = xp.empty_like(order)
     place[order] = xp.arange(cell.size) - (counts.cumsum() - counts)[cell[order]]  # among those of the cell
@@ -93,7 +94,7 @@ def _first(claims: Array, capacity: int, width: int) -> tuple[Array, Array]:
     """
     xp = backend_of(claims).xp
     claims = claims[xp.lexsort(claims.T[::-1])]
-    counts = xp.bincount(claims[:, 0], minlength=width)
+    counts = count_each(claims[:, 0], width)
     starts = counts.cumsum() - counts
     taken = claims[xp.arange(len(claims)) - starts[claims[:, 0]] < capacity]
     bounds = xp.iinfo(xp.int64)

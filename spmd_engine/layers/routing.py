@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.random import hash_bits, key_of, uniform_at
+from spmd_engine.arrays.scatter import count_each
 from spmd_engine.layers.router_options import RouterOptions
 
 POSITIONS = 1 << 24  # more than any sequence has: a token's number must not depend on the sequence's length
@@ -123,7 +124,7 @@ def expert_counts(choices: Choices, sequences: int = 1) -> Array:
     rows, width = choices.shares.shape
     run = xp.arange(sequences).repeat(rows // sequences if sequences else 0)
     cells = (run[:, None] * width + choices.experts)[choices.used]
-    return xp.bincount(cells, minlength=sequences * width).reshape(sequences, width)
+    return count_each(cells, sequences * width).reshape(sequences, width)
 
 
 def top(scores: Array, k: int, allowed: Array | None = None) -> Array:

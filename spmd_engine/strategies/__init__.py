@@ -7,6 +7,7 @@ from spmd_engine.strategies.attention_heads import AttentionHeads
 from spmd_engine.strategies.channel_split import ChannelSplit
 from spmd_engine.strategies.column_parallel import ColumnParallel
 from spmd_engine.strategies.data_parallel import DataParallel
+from spmd_engine.strategies.expert_parallel import ExpertParallel
 from spmd_engine.strategies.fully_sharded import FullySharded
 from spmd_engine.strategies.hybrid import Hybrid
 from spmd_engine.strategies.hybrid_cnn import HybridCNN
@@ -29,6 +30,7 @@ __all__ = [
     "ChannelSplit",
     "ColumnParallel",
     "DataParallel",
+    "ExpertParallel",
     "FullySharded",
     "Hybrid",
     "HybridCNN",

@@ -7,6 +7,7 @@ from spmd_engine.strategies.attention_heads import AttentionHeads
 from spmd_engine.strategies.channel_split import ChannelSplit
 from spmd_engine.strategies.column_parallel import ColumnParallel
 from spmd_engine.strategies.data_parallel import DataParallel
+from spmd_engine.strategies.expert_parallel import ExpertParallel
 from spmd_engine.strategies.fully_sharded import FullySharded
 from spmd_engine.strategies.hybrid import Hybrid
 from spmd_engine.strategies.hybrid_cnn import HybridCNN
@@ -36,6 +37,7 @@ STRATEGIES: dict[str, type[Page]] = {
     "two-dimensional": TwoDimensional,
     "sequence-parallel": SequenceParallel,
     "ring-attention": RingAttention,
+    "expert-parallel": ExpertParallel,
     "pipeline": Pipeline,
     "hybrid": Hybrid,
     "channel-split": ChannelSplit,

@@ -11,7 +11,7 @@ from numerics import assert_gradient, frozen, normals
 from spmd_engine.arrays.activations import gelu, relu
 from spmd_engine.arrays.chunks import CACHE_ELEMENTS, chunks
 from spmd_engine.arrays.normalization import layer_norm, layer_norm_backward, layer_norm_backward_parameters
-from spmd_engine.arrays.scatter import add_rows
+from spmd_engine.arrays.scatter import add_rows, count_each
 from spmd_engine.arrays.updates import adamw, momentum_sgd, sum_of_squares
 
 LONG = 2 * CACHE_ELEMENTS + 77  # more than two chunks, and no whole number of them
@@ -162,6 +162,12 @@ def test_add_rows_many_times_to_one():
     table = np.zeros((4, 2), np.float32)
     add_rows(table, np.full(10_000, 2), np.ones((10_000, 2), np.float32))
     np.testing.assert_array_equal(table, [[0, 0], [0, 0], [10_000, 10_000], [0, 0]])
+
+
+@given(st.lists(st.integers(0, 6)), st.integers(7, 9))
+def test_count_each(indices, size):
+    counts = count_each(frozen(np.array(indices, np.int64)), size)
+    assert counts.tolist() == [indices.count(number) for number in range(size)]
 
 
 # --- optimizer updates

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmd_engine.arrays.random import bernoulli, hash_bits, integers, key_of, normal, uniform
+from spmd_engine.arrays.random import bernoulli, hash_bits, integers, key_of, normal, uniform, uniform_at
 
 KEY = key_of(7, "block0/mlp/w0")
 DRAWS = [uniform, normal]
@@ -45,6 +45,11 @@ def test_blocks_longer_than_a_chunk(draw):
 def test_one_number(draw):
     assert draw(KEY, (), np.float64).shape == ()
     assert draw(KEY, (), np.float64) == draw(KEY, (5,), np.float64)[0]
+
+
+def test_uniform_numbers_at_any_indices_are_those_of_the_whole():
+    index = np.array([[5, 0, 11], [3, 3, 7]])
+    np.testing.assert_array_equal(uniform_at(KEY, index), uniform(KEY, (12,), np.float64)[index])
 
 
 def test_an_index_beyond_32_bits():

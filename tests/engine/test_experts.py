@@ -7,11 +7,13 @@ import routed
 import tiny
 from spmd_engine import Mesh, run
 from spmd_engine.comm.place import all_places
-from spmd_engine.engine import schedules
+from spmd_engine.engine import AdamW, schedules
 from spmd_engine.engine.plan import Storage, make_plan
 from spmd_engine.engine.recompute import Recompute
 from spmd_engine.errors import MeshError, UsageError
 from spmd_engine.sharding import Layout
+from spmd_engine.training import Trainer
+from spmd_engine.training.checkpoint import load_checkpoint, save_checkpoint
 
 BLOCK = Recompute.BLOCK
 PARALLEL = {"layout": {"sequence_parallel": True}}
@@ -176,6 +178,31 @@ def test_a_training_goes_on_on_another_mesh(after):
 
     found = routed.train({"expert": 4}, between=move, zero=3, of=(("experts", 5),))
     routed.assert_as_alone(found, routed.alone(of=(("experts", 5),)))
+
+
+def test_a_checkpoint_goes_on_on_another_mesh(tmp_path):
+    """Experts under their global names: whoever has one now finds it, with its optimizer state."""
+    expected = routed.alone(of=(("router", "all losses"),))
+
+    def program(axes, first, last):
+        with Mesh(**axes) as mesh:
+            engine, optimizer = routed.engine_on(mesh, routed.model("all losses"), zero=2), AdamW()
+            if first:
+                assert load_checkpoint(tmp_path, engine, optimizer)["step"] == first
+            trainer = Trainer(
+                engine,
+                optimizer,
+                lambda step: tiny.batch(engine, step, 2),
+                lambda step: 0.05,
+                grad_clip=0.3,
+                first_step=first,
+            )
+            losses = [number for report in trainer.run(last) for number in (report.loss, report.grad_norm)]
+            save_checkpoint(tmp_path, engine, optimizer, step=last)
+            return losses
+
+    losses = run(lambda: program({"expert": 4}, 0, 2), 4)[0] + run(lambda: program({"data": 3}, 2, 3), 3)[0]
+    np.testing.assert_allclose(losses, expected[0]["losses"][:6], rtol=1e-9)
 
 
 # --- what is wrong is said

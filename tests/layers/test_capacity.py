@@ -66,6 +66,13 @@ def test_first_choices_come_before_second_ones_whatever_the_token():
     assert one(choices, 1, 3) == [[True, False], [True, False], [False, True]]
 
 
+@pytest.mark.parametrize("drop_by", BY)
+def test_first_choices_come_before_second_ones_of_equal_weight_too(drop_by):
+    choices = chosen([[1, 0], [0, 1], [2, 0], [0, 2]])
+    choices = replace(choices, options=replace(choices.options, drop_by=drop_by))
+    assert one(choices, 2, 4) == [[True, False], [True, True], [True, False], [True, True]]
+
+
 def test_by_probability_the_highest_weights_stay():
     weights = np.array([[0.6, 0.4], [0.9, 0.1], [0.7, 0.3]])
     choices = chosen([[0, 1], [0, 1], [0, 1]], weights=weights)

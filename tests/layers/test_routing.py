@@ -169,10 +169,15 @@ def test_pairs_that_chance_left_out_are_not_counted():
 
 
 def test_balanced_routing_gives_every_expert_as_many():
-    options = RouterOptions(routing="balanced", top_k=3)
-    choices = choose(LOGITS[:, :8].reshape(-1, EXPERTS), None, options, tokens=tokens_of(range(6), range(8)))
-    assert expert_counts(choices).tolist() == [[18] * 8]
-    assert all(len(set(row)) == 3 for row in choices.experts.tolist())
+    """In each sequence, if it has as many pairs as experts, and else together."""
+    for k, positions in ((2, 4), (3, 8), (1, 3)):
+        tokens = tokens_of(range(8), range(positions))
+        options = RouterOptions(routing="balanced", top_k=k)
+        choices = choose(np.zeros((8 * positions, EXPERTS)), None, options, tokens=tokens)
+        assert expert_counts(choices).tolist() == [[k * positions] * 8]
+        assert all(len(set(row)) == k for row in choices.experts.tolist())
+        if k * positions % EXPERTS == 0:
+            assert expert_counts(choices, sequences=8).tolist() == [[k * positions // 8] * 8] * 8
 
 
 def test_random_routing_spreads_and_never_takes_an_expert_twice():
@@ -188,6 +193,17 @@ def test_forced_routing_weighs_by_what_was_learned(routing):
     choices = choose(FLAT, None, options, tokens=tokens_of(range(6), range(9)))
     rows = np.arange(len(FLAT))[:, None]
     np.testing.assert_array_equal(choices.weights, choices.shares[rows, choices.experts])
+
+
+# --- tokens
+
+
+def test_tokens_are_numbered_by_sample_and_position_and_know_their_runs():
+    tokens = tokens_of([3, 5], [0, 1, 2, 7, 8, 4])
+    assert (tokens.numbers() == np.array([[3], [5]]) * 2**24 + [0, 1, 2, 7, 8, 4]).all()
+    first, run = tokens.runs()
+    assert first.tolist() == [3 * 2**24 + p for p in (0, 7, 4)] + [5 * 2**24 + p for p in (0, 7, 4)]
+    assert run.tolist() == [[0, 0, 0, 1, 1, 2], [3, 3, 3, 4, 4, 5]]
 
 
 # --- options

@@ -53,6 +53,7 @@ def test_greedy_places_every_expert_on_a_part_with_room(loads, parts, spare):
 
 @given(few, st.integers(1, 4), st.none() | st.integers(2, 6))
 @example([3, 3, 2, 2, 2], 2, None)  # greedy has 7
+@example([11, 9, 7, 7, 6], 2, None)  # 20 against 22
 @example([5.0, 1.0, 1.0, 1.0], 2, 2)
 def test_optimal_is_as_good_as_the_best_of_all(loads, parts, most):
     if most is not None and most * parts < len(loads):

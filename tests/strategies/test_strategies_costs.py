@@ -11,6 +11,7 @@ from spmd_engine import Mesh, run
 from spmd_engine.engine import AdamW
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.strategies import STRATEGIES, Pipeline
+from spmd_engine.strategies.page import Weight
 from spmd_engine.strategies.two_convolutions import IMAGE
 from spmd_engine.training import Trainer
 
@@ -33,6 +34,20 @@ def parts_of(length, n):
 def one_axis(sent, calls, *held):
     """Formulas on one axis: numbers sent, calls of each rank, and held (parameters, gradients, owned, saved)."""
     return lambda m, n: (sent(n, m), {op: n * each for op, each in calls(m).items()}, *(each(n) for each in held))
+
+
+E = 5  # experts
+
+
+def leaving(m, n):
+    """Rows whose expert is on another rank, in a step of m micro-batches on n ranks."""
+    router = Weight((D, E), inputs=D).initial(3, "router", np.float64)
+    owner = np.repeat(np.arange(n), [len(part) for part in np.array_split(np.arange(E), n)])
+    rows = 0
+    for micro_batch in np.array_split(data(STRATEGIES["expert-parallel"], 0)[0], m):
+        for rank, x in enumerate(np.array_split(micro_batch, n)):
+            rows += (owner[(x @ router).argmax(axis=1)] != rank).sum()
+    return rows
 
 
 whole, cut = (lambda n: n * P), (lambda n: P)
@@ -93,6 +108,12 @@ COSTS = {
         {"all_reduce": 4 * m * r * c},
         *[P] * 3,
         c * BD + r * BF,
+    ),
+    "expert-parallel": lambda m, n: (
+        4 * D * leaving(m, n) + (E * (n - 1) + 2 * D * E * (n - 1)) * m,
+        {"all_to_all": 5 * n * m, "all_reduce": n * m},
+        *[E * P + n * D * E] * 3,
+        3 * BD + BF + B * E + 2 * B + 2 * n * E,
     ),
     "pipeline": lambda m, p: (
         2 * BD * (p - 1),

@@ -48,6 +48,7 @@ PAIRS = [
     ("sequence-parallel", "data-parallel"),
     ("attention-heads", "ring-attention"),
     ("ring-attention", "attention-heads"),
+    ("expert-parallel", "expert-parallel"),
     ("pipeline", "hybrid"),
     ("hybrid", "pipeline"),
     ("channel-split", "spatial"),

@@ -105,8 +105,11 @@ def mean_loads(folder: Path, steps: int) -> dict[str, list[int]]:
     names = [name for name in (told[-1] if told else {}) if name.endswith(LOAD)]
     if not names:
         raise UsageError(f"{path} tells no load of experts: the run has made no step, or its model has none")
-    loads = {name: zip(*(one[name] for one in told), strict=True) for name in names}
-    return {name.removesuffix(LOAD): [round(sum(each) / len(told)) for each in load] for name, load in loads.items()}
+    by_name = {name: zip(*(each[name] for each in told), strict=True) for name in names}
+    return {
+        name.removesuffix(LOAD): [round(sum(of_expert) / len(told)) for of_expert in of_layer]
+        for name, of_layer in by_name.items()
+    }
 
 
 def _layout(model: Model, place: Place, composition: Composition) -> Layout:

@@ -1,0 +1,67 @@
+"""verify names what goes wrong with the gradients of experts, and of what routes to them."""
+
+from dataclasses import replace
+
+import routed
+import tiny
+from spmd_engine import Mesh, run
+from spmd_engine.comm.pending import Pending
+from spmd_engine.verify import Cause, mesh_of_one, verify
+
+
+def disagreement(spoil, **axes):
+    def program():
+        with Mesh(**axes) as mesh:
+            engine = routed.engine_on(mesh, routed.model(layers=1))
+            spoil(engine)
+            reference = routed.engine_on(mesh_of_one(), routed.model(layers=1)) if mesh.rank == 0 else None
+            return verify(engine, reference, tiny.batch, steps=2)
+
+    return run(program, tiny.ranks_of(axes))[0].disagreement
+
+
+def test_experts_agree():
+    assert disagreement(lambda engine: None, expert=2, data=2) is None
+
+
+def test_a_missing_sum_of_experts_over_their_replicas_is_named():
+    def forget(engine):
+        for storage in engine.storages:
+            if storage.group.home is not None:
+                storage.start_reduce = lambda: Pending.completed(None)
+
+    found = disagreement(forget, expert=2, data=2)
+    assert "expert" in found.name and found.findings[0].cause is Cause.MISSING_SUM
+    assert found.findings[0].axes == ("data",)
+
+
+def test_a_sum_too_many_of_experts_is_named():
+    def twice(engine):
+        for storage in engine.storages:
+            if storage.group.home is not None:
+                plain = storage.start_reduce
+
+                def again(plain=plain, storage=storage):
+                    plain().wait()
+                    return plain()
+
+                storage.start_reduce = again
+
+    found = disagreement(twice, expert=2, data=2)
+    assert "expert" in found.name and found.findings[0].cause is Cause.REPEATED_SUM
+    assert found.findings[0].axes == ("data",)
+
+
+def test_a_router_that_is_not_summed_over_f_is_named():
+    def program():
+        with Mesh(expert=2, model=2) as mesh:
+            built = routed.model(layers=1)
+            parameters = dict(built.layers)["block0/moe"].parameters
+            parameters["router"] = replace(parameters["router"], summed="bs")
+            engine = routed.engine_on(mesh, built)
+            reference = routed.engine_on(mesh_of_one(), routed.model(layers=1)) if mesh.rank == 0 else None
+            return verify(engine, reference, tiny.batch, steps=1)
+
+    found = run(program, 4)[0].disagreement
+    assert "router" in found.name and found.findings[0].cause is Cause.MISSING_SUM
+    assert found.findings[0].axes == ("model",)
