@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from spmd_engine.training.checkpoint import load_checkpoint, save_checkpoint
 
 import routed
 import tiny
@@ -13,7 +14,6 @@ from spmd_engine.engine.recompute import Recompute
 from spmd_engine.errors import MeshError, UsageError
 from spmd_engine.sharding import Layout
 from spmd_engine.training import Trainer
-from spmd_engine.training.checkpoint import load_checkpoint, save_checkpoint
 
 BLOCK = Recompute.BLOCK
 PARALLEL = {"layout": {"sequence_parallel": True}}
