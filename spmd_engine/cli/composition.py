@@ -26,6 +26,14 @@ _OPTIONS = [
     ),
     click.option("--experts-over", metavar="AXIS,...", help="Axes that cut the experts. [default: expert]"),
     click.option(
+        "--rebalance-every",
+        metavar="STEPS",
+        type=int,
+        default=default_of(Composition, "rebalance_every"),
+        show_default=True,
+        help="Move experts to where there is room, by the load measured since; 0: never.",
+    ),
+    click.option(
         "--schedule", type=click.Choice(PIPELINES), help="Order of micro-batches along 'pipe'. [default: 1f1b]"
     ),
     click.option("--chunks", type=int, help="Of layers a stage, for interleaved. [default: 2]"),
@@ -64,8 +72,8 @@ _OPTIONS = [
 ]
 #: Names of these options: but for ``compress``, they say how something is computed, not what.
 COMPOSITION = (
-    "zero", "sequence_parallel", "context_method", "experts_over", "schedule", "chunks", "stages", "recompute",
-    "compress", "group_threshold", "group_cap",
+    "zero", "sequence_parallel", "context_method", "experts_over", "rebalance_every", "schedule", "chunks", "stages",
+    "recompute", "compress", "group_threshold", "group_cap",
 )  # fmt: skip
 
 

@@ -30,7 +30,8 @@ class Run:
     ``validation`` are the batches to evaluate on, every ``eval_every`` steps and at both ends. The checkpoint is
     written every ``save_every`` steps and at the end; 0 is at the end alone. ``facts`` (JSON) are kept with it, and a
     run with others cannot go on from it. ``trace`` traces so many steps, from the second on, to ``trace.json``.
-    ``sample`` is called on all ranks when all is done, for a text that shows what was learnt.
+    ``sample`` is called on all ranks when all is done, for a text that shows what was learnt; ``after_step`` with the
+    number of each step, when its metrics are told and before anything is saved.
 
     SIGINT or SIGTERM to any rank ends the run after the step that is under way: saved, told to the observers, and with
     SystemExit, whose code is 128 + the signal's number, on every rank. A second signal ends the program at once.
@@ -49,10 +50,11 @@ class Run:
         observers: Sequence[Observer] = (),
         trace: int = 0,
         sample: Callable[[], str] = lambda: "",
+        after_step: Callable[[int], None] = lambda step: None,
     ) -> None:
         self.folder, self.trainer, self.validation = Path(folder), trainer, validation
         self.eval_every, self.save_every, self.trace, self.sample = eval_every, save_every, trace, sample
-        self.config, self.facts = config, dict(facts or {})
+        self.config, self.facts, self.after_step = config, dict(facts or {}), after_step
         self.loss: float | None = None  #: of the last evaluation
         self._observers = (MetricsFile(), *observers) if self.engine.device_id == 0 else ()
 
@@ -78,6 +80,7 @@ class Run:
                 self._tell(lambda each, report=report: each.stepped(report))
                 if evaluates:
                     self._tell_evaluated()
+                self.after_step(report.step)
                 if last or stop.taken or _due(self.save_every, report.step):
                     self.save()
             if stop.taken:

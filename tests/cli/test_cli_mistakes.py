@@ -52,6 +52,10 @@ MISTAKES = {
     "--stop-at 9 with --steps 5": ["--steps", "5", "--stop-at", "9"],
     "steps is -5: it must be from 0": ["--steps", "-5"],
     "cannot be read as JSON": ["--config", "empty"],
+    "top_k is 9, but there are 8 experts": ["--model", "gpt-moe-nano", "--top-k", "9"],
+    "gpt-nano has no experts": ["--experts", "4"],
+    "there is no axis 'context'. Name axes": ["--model", "gpt-moe-nano", "--experts-over", "context"],
+    "dense 8: blocks are from 0 to 7": ["--model", "gpt-moe-nano", "--dense-layers", "8"],
 }
 
 
