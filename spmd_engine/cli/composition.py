@@ -32,6 +32,14 @@ _OPTIONS = [
         help="Of images: after so many blocks cut samples over 'rows' and 'columns', too. [default: never]",
     ),
     click.option(
+        "--rebalance-every",
+        metavar="STEPS",
+        type=int,
+        default=default_of(Composition, "rebalance_every"),
+        show_default=True,
+        help="Move experts to where there is room, by the load measured since; 0: never.",
+    ),
+    click.option(
         "--schedule", type=click.Choice(PIPELINES), help="Order of micro-batches along 'pipe'. [default: 1f1b]"
     ),
     click.option("--chunks", type=int, help="Of layers a stage, for interleaved. [default: 2]"),
@@ -70,8 +78,8 @@ _OPTIONS = [
 ]
 #: Names of these options: but for ``compress``, they say how something is computed, not what.
 COMPOSITION = (
-    "zero", "sequence_parallel", "context_method", "experts_over", "recut_after", "schedule", "chunks", "stages",
-    "recompute", "compress", "group_threshold", "group_cap",
+    "zero", "sequence_parallel", "context_method", "experts_over", "rebalance_every", "recut_after", "schedule", "chunks",
+    "stages", "recompute", "compress", "group_threshold", "group_cap",
 )  # fmt: skip
 
 

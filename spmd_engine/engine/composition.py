@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
@@ -73,6 +74,7 @@ class Composition(Configuration):
     context_method: str | None = setting(None, choices=CONTEXT_METHODS)  #: how "context" attends; None: ring
     recut_after: int | None = setting(None, least=1)  #: blocks of images whose rows are cut, samples then; None: never
     experts_over: str | None = None  #: axes that cut the experts, as in "data,context"; None: expert
+    rebalance_every: int = setting(0, least=0)  #: steps after which experts move to where there is room; 0: never
     schedule: str | None = setting(None, choices=PIPELINES)  #: order of micro-batches along "pipe"; None: 1f1b
     chunks: int | None = setting(None, least=1)  #: of layers a stage; None: 2 if interleaved, else 1
     stages: str | None = None  #: "even", "cost", or the first layer of each chunk, as in "0,3,7"; None: even
@@ -107,6 +109,15 @@ class Composition(Configuration):
         if axes.get(PIPE, 1) == 1:
             return schedules.named("sequential")
         return schedules.named(self.schedule or "1f1b", self.chunks)
+
+    def how_on(self, axes: Mapping[str, int]) -> dict[str, Any]:
+        """The options of ``LayeredEngine`` and its ``reshard``, on a mesh with these axes."""
+        return {
+            "storage": self.storage,
+            "schedule": self.schedule_on(axes),
+            "stages": self.division,
+            "recompute": Recompute(self.recompute),
+        }
 
     def check(self, axes: Mapping[str, int], model: Model | None = None) -> list[str]:
         """Notices of what has no effect on a mesh with these axes, or little use; all else computes as it says.
@@ -145,6 +156,8 @@ class Composition(Configuration):
             return [f"--experts-over {self.experts_over} has no effect: {model.name} has no experts"]
         if fewest is None and parts > 1:
             return [f"axis expert={parts} cuts the batch alone, as data would: {model.name} has no experts"]
+        if self.rebalance_every and (fewest is None or parts == 1):
+            return [f"--rebalance-every {self.rebalance_every} has no effect: experts are not in parts here"]
         if fewest is not None and fewest < parts:
             return [f"{fewest} experts over {','.join(over)}={parts}: {parts - fewest} of {parts} parts hold none"]
         return []
@@ -216,8 +229,5 @@ def build_engine(
         seed=model.seed,
         dtype=np.dtype(model.dtype),
         backend=get_backend(device, mesh.local_rank),
-        storage=composition.storage,
-        schedule=composition.schedule_on(mesh.axes),
-        stages=composition.division,
-        recompute=Recompute(composition.recompute),
+        **composition.how_on(mesh.axes),
     )

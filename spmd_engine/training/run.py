@@ -41,7 +41,8 @@ class Run:
     the observers are told, and the next one is tried when it is due; the last one, at the end, must be written.
     Every ``check_replicas_every`` steps (0: never) ranks compare what they hold alike, and a flipped bit ends the run.
     ``trace`` traces so many steps, from the second on, to ``trace.json``. ``sample`` is called on all ranks when all is
-    done, for a text that shows what was learnt.
+    done, for a text that shows what was learnt; ``after_step`` with the number of each step, when its metrics are told
+    and before anything is saved.
 
     SIGINT or SIGTERM to any rank ends the run after the step that is under way: saved, told to the observers, and with
     SystemExit, whose code is 128 + the signal's number, on every rank. A second signal ends the program at once.
@@ -64,10 +65,11 @@ class Run:
         observers: Sequence[Observer] = (),
         trace: int = 0,
         sample: Callable[[], str] = lambda: "",
+        after_step: Callable[[int], None] = lambda step: None,
     ) -> None:
         self.folder, self.trainer, self.validation = Path(folder), trainer, validation
         self.eval_every, self.save_every, self.trace, self.sample = eval_every, save_every, trace, sample
-        self.config, self.facts = config, dict(facts or {})
+        self.config, self.facts, self.after_step = config, dict(facts or {}), after_step
         self._keep, self._background, self._go_on_unsaved = keep, background, go_on_unsaved
         self._check_replicas_every = check_replicas_every
         self._saving: Save | None = None  # begun, and not yet known to be complete
@@ -103,6 +105,7 @@ class Run:
                 self._tell(lambda each, report=report: each.stepped(report))
                 if evaluates:
                     self._tell_evaluated()
+                self.after_step(report.step)
                 ends = last or bool(stop.taken)
                 if _due(self._check_replicas_every, report.step):
                     check_replicas(self.engine, self.trainer.optimizer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,17 @@ from spmd_engine.checkpoints.read import read_manifest
 from spmd_engine.comm.agreement import text_from_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
+from spmd_engine.engine.composition import Composition
+from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import UsageError
 from spmd_engine.strategies import default_axes, strategy_named
 from spmd_engine.training.data import decode, encode
 from spmd_engine.training.generate import generate
 from spmd_engine.training.job import CorpusFacts, Job
 from spmd_engine.training.observers import Observer
+from spmd_engine.training.rebalance import Rebalancer
 from spmd_engine.training.run import CONFIG, Run
+from spmd_engine.training.trainer import Trainer
 from spmd_engine.training.workload import Workload, make_trainer, open_workload
 
 PROMPT = "def "
@@ -112,9 +116,10 @@ def _make_run(workload: Workload, folder: Path, observers: Sequence[Observer], t
             return ""
         return PROMPT + decode(generate(engine, encode(PROMPT), job.sample, seed=job.model.seed))
 
+    trainer = make_trainer(workload)
     return Run(
         folder,
-        make_trainer(workload),
+        trainer,
         validation=workload.validation,
         eval_every=job.training.eval_every,
         save_every=job.training.save_every,
@@ -127,7 +132,16 @@ def _make_run(workload: Workload, folder: Path, observers: Sequence[Observer], t
         observers=observers,
         trace=trace,
         sample=sample,
+        **_rebalancing(job.composition, trainer),
     )
+
+
+def _rebalancing(composition: Composition, trainer: Trainer) -> dict[str, Callable[[int], None]]:
+    """What is done after each step, if experts are to move."""
+    engine, every = trainer.engine, composition.rebalance_every
+    if not every or not isinstance(engine, LayeredEngine):
+        return {}
+    return {"after_step": Rebalancer(engine, trainer.optimizer, every, **composition.how_on(engine.mesh.axes)).after}
 
 
 # --- folders

@@ -55,6 +55,10 @@ MISTAKES = {
     "cannot be read as JSON": ["--config", "empty"],
     "short: not images in a format known here": ["--model", "convnet", "--data", "short"],
     "gpt-nano learns from no images": ["--augment", "shift"],
+    "top_k is 9, but there are 8 experts": ["--model", "gpt-moe-nano", "--top-k", "9"],
+    "gpt-nano has no experts": ["--experts", "4"],
+    "there is no axis 'context'. Name axes": ["--model", "gpt-moe-nano", "--experts-over", "context"],
+    "dense 8: blocks are from 0 to 7": ["--model", "gpt-moe-nano", "--dense-layers", "8"],
 }
 
 
