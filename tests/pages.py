@@ -6,9 +6,10 @@ import numpy as np
 
 from spmd_engine import Mesh, run
 from spmd_engine.engine.batch import batch_of
-from spmd_engine.strategies import STRATEGIES, AttentionHeads, Pipeline, SingleDevice
+from spmd_engine.strategies import STRATEGIES, AttentionHeads, ChannelSplit, Pipeline, SingleDevice, VerticalCNN
 from spmd_engine.strategies.layer_stack import LayerStack
 from spmd_engine.strategies.one_attention import OneAttention
+from spmd_engine.strategies.two_convolutions import IMAGE, TwoConvolutions
 from spmd_engine.strategies.two_layers import TwoLayers
 from spmd_engine.training import Trainer
 
@@ -44,7 +45,8 @@ def build(strategy, mesh, dtype=np.float64):
 
 def data(strategy, step, dtype=np.float64, samples=B):
     rng = np.random.default_rng(step)
-    shape = tuple({"b": samples, "s": S, "d": D}[letter] for letter in strategy.sample.split())
+    sizes = {"b": samples, "s": S, "d": D, "h": IMAGE[0], "w": IMAGE[1], "c": D}
+    shape = tuple(sizes[letter] for letter in strategy.sample.split())
     return rng.standard_normal(shape).astype(dtype), rng.standard_normal(shape).astype(dtype)
 
 
@@ -52,7 +54,9 @@ def single(strategy):
     """What computes the same on one rank: the strategy's model in its plainest form, and how samples go into that."""
     if issubclass(strategy, TwoLayers):
         return SingleDevice, lambda x: x.reshape(-1, D)  # to which a position is a sample
-    return Pipeline if issubclass(strategy, LayerStack) else AttentionHeads, lambda x: x
+    plainest = {VerticalCNN: VerticalCNN, LayerStack: Pipeline, OneAttention: AttentionHeads}
+    plainest[TwoConvolutions] = ChannelSplit
+    return next(plain for kind, plain in plainest.items() if issubclass(strategy, kind)), lambda x: x
 
 
 def one_rank(strategy):

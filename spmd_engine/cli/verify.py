@@ -30,6 +30,7 @@ from spmd_engine.engine.optimizers import SGD, AdamW
 from spmd_engine.errors import UsageError
 from spmd_engine.models.names import MODELS
 from spmd_engine.strategies import STRATEGIES, default_axes, strategy_named
+from spmd_engine.strategies.two_convolutions import IMAGE
 from spmd_engine.verify import Distances, GradientCheck, Report, engine_and_reference, fill_zeros, mesh_of_one
 from spmd_engine.verify import verify as compare
 from spmd_engine.verify.report import HEADING
@@ -157,6 +158,7 @@ def _verify_page(name: str, options: dict[str, Any], mesh: Mesh) -> Report:
     if missing := [axis for axis in page.axes if axis not in mesh.axes]:
         raise UsageError(f"--strategy {name} with --mesh {mesh}: it needs the axes {', '.join(missing)}, too")
     sizes = {"b": options["batch_size"], "s": options["length"], "d": WIDTH}
+    sizes |= {"h": IMAGE[0], "w": IMAGE[1], "c": WIDTH}
     shape = tuple(sizes[letter] for letter in page.sample.split())
     return _verify_made(name, partial(page, WIDTH, HEADS if "heads" in page.sizes else HIDDEN), shape, options, mesh)
 

@@ -4,10 +4,12 @@ Read ``single_device`` first, then any other: the same model, if it names no oth
 """
 
 from spmd_engine.strategies.attention_heads import AttentionHeads
+from spmd_engine.strategies.channel_split import ChannelSplit
 from spmd_engine.strategies.column_parallel import ColumnParallel
 from spmd_engine.strategies.data_parallel import DataParallel
 from spmd_engine.strategies.fully_sharded import FullySharded
 from spmd_engine.strategies.hybrid import Hybrid
+from spmd_engine.strategies.hybrid_cnn import HybridCNN
 from spmd_engine.strategies.names import STRATEGIES, default_axes, strategy_named
 from spmd_engine.strategies.pipeline import Pipeline
 from spmd_engine.strategies.replicate_shard import ReplicateShard
@@ -16,16 +18,20 @@ from spmd_engine.strategies.sequence_parallel import SequenceParallel
 from spmd_engine.strategies.sharded_gradients import ShardedGradients
 from spmd_engine.strategies.sharded_optimizer import ShardedOptimizer
 from spmd_engine.strategies.single_device import SingleDevice
+from spmd_engine.strategies.spatial import Spatial
 from spmd_engine.strategies.tensor_parallel import TensorParallel
 from spmd_engine.strategies.two_dimensional import TwoDimensional
+from spmd_engine.strategies.vertical_cnn import VerticalCNN
 
 __all__ = [
     "STRATEGIES",
     "AttentionHeads",
+    "ChannelSplit",
     "ColumnParallel",
     "DataParallel",
     "FullySharded",
     "Hybrid",
+    "HybridCNN",
     "Pipeline",
     "ReplicateShard",
     "RingAttention",
@@ -33,8 +39,10 @@ __all__ = [
     "ShardedGradients",
     "ShardedOptimizer",
     "SingleDevice",
+    "Spatial",
     "TensorParallel",
     "TwoDimensional",
+    "VerticalCNN",
     "default_axes",
     "strategy_named",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -18,13 +19,14 @@ class LayerStack(Page):
 
     sample = "b d"
     sizes = ("model_dim", "hidden_dim")
+    kernel: tuple[int, ...] = ()  #: of layers that are convolutions, the size of their windows
 
     def __init__(
         self, model_dim: int, hidden_dim: int, mesh: Mesh | None = None, dtype: Any = np.float32, *, layers: int = 8
     ) -> None:
         weights = {
-            "layers/w0": Weight((layers, model_dim, hidden_dim), inputs=model_dim),
-            "layers/w1": Weight((layers, hidden_dim, model_dim), inputs=hidden_dim),
+            "layers/w0": Weight((layers, *self.kernel, model_dim, hidden_dim), inputs=prod(self.kernel) * model_dim),
+            "layers/w1": Weight((layers, *self.kernel, hidden_dim, model_dim), inputs=prod(self.kernel) * hidden_dim),
         }
         self._store(weights, mesh, dtype)
         self.w0, self.w1 = self.parameters.values()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from spmd_engine.errors import UsageError
 from spmd_engine.strategies.attention_heads import AttentionHeads
+from spmd_engine.strategies.channel_split import ChannelSplit
 from spmd_engine.strategies.column_parallel import ColumnParallel
 from spmd_engine.strategies.data_parallel import DataParallel
 from spmd_engine.strategies.fully_sharded import FullySharded
 from spmd_engine.strategies.hybrid import Hybrid
+from spmd_engine.strategies.hybrid_cnn import HybridCNN
 from spmd_engine.strategies.page import Page
 from spmd_engine.strategies.pipeline import Pipeline
 from spmd_engine.strategies.replicate_shard import ReplicateShard
@@ -16,8 +18,10 @@ from spmd_engine.strategies.sequence_parallel import SequenceParallel
 from spmd_engine.strategies.sharded_gradients import ShardedGradients
 from spmd_engine.strategies.sharded_optimizer import ShardedOptimizer
 from spmd_engine.strategies.single_device import SingleDevice
+from spmd_engine.strategies.spatial import Spatial
 from spmd_engine.strategies.tensor_parallel import TensorParallel
 from spmd_engine.strategies.two_dimensional import TwoDimensional
+from spmd_engine.strategies.vertical_cnn import VerticalCNN
 
 STRATEGIES: dict[str, type[Page]] = {
     "single-device": SingleDevice,
@@ -34,6 +38,10 @@ STRATEGIES: dict[str, type[Page]] = {
     "ring-attention": RingAttention,
     "pipeline": Pipeline,
     "hybrid": Hybrid,
+    "channel-split": ChannelSplit,
+    "spatial": Spatial,
+    "vertical-cnn": VerticalCNN,
+    "hybrid-cnn": HybridCNN,
 }
 
 

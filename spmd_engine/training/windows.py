@@ -138,14 +138,14 @@ class BytePairs(Windows):
 
 
 @dataclass(frozen=True)
-class BytePairSequences(BytePairs):
-    """x[b s d]: the windows of ``BytePairs``, each as so many vectors of d = ``width`` bytes; targets alike."""
+class ShapedBytePairs(BytePairs):
+    """x[b s d], or x[b h w c]: the windows of ``BytePairs``, each in the ``shape`` of a sample; targets alike."""
 
-    width: int = 1
+    shape: tuple[int, ...] = (-1,)
 
     def examples(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         inputs, targets = super().examples(tokens)
-        shape = (len(tokens), -1, self.width)
+        shape = (len(tokens), *self.shape)
         return inputs.reshape(shape), targets.reshape(shape)
 
 

@@ -13,11 +13,12 @@ from spmd_engine.engine.optimizers import SGD, AdamW, Optimizer, WarmupCosine
 from spmd_engine.errors import UsageError
 from spmd_engine.models.names import IMAGES
 from spmd_engine.strategies import strategy_named
+from spmd_engine.strategies.two_convolutions import IMAGE
 from spmd_engine.training.data import Corpus, load_corpus
 from spmd_engine.training.images import ImageData, Images, load_images
 from spmd_engine.training.job import Job
 from spmd_engine.training.trainer import Trainer
-from spmd_engine.training.windows import BytePairs, BytePairSequences, Windows, data_for
+from spmd_engine.training.windows import BytePairs, ShapedBytePairs, Windows, data_for
 
 PAGE_MODEL = "mlp"  #: what the model's name is for any page: each has its own small model
 _WIDTH, _HIDDEN, _HEADS, _LENGTH = 64, 256, 4, 16
@@ -132,10 +133,11 @@ def _page(job: Job, mesh: Mesh) -> Workload:
     engine.initialize(job.model.seed)
     corpus = load_corpus(mesh.group(), job.data.path, 1)
     _check_corpus(job, corpus)
-    if page.sample == "b s d":
-        data: Windows = BytePairSequences(corpus, _LENGTH * _WIDTH, dtype, width=_WIDTH)
-    else:
-        data = BytePairs(corpus, _WIDTH, dtype)
+    sizes = {"s": _LENGTH, "d": _WIDTH, "h": IMAGE[0], "w": IMAGE[1], "c": _WIDTH}
+    shape = tuple(sizes[letter] for letter in page.sample.split()[1:])
+    data: Windows = BytePairs(corpus, _WIDTH, dtype)
+    if len(shape) > 1:
+        data = ShapedBytePairs(corpus, prod(shape), dtype, shape=shape)
     return Workload(job, engine, corpus, Sampled(data, 1, job.model.seed))
 
 

@@ -33,7 +33,12 @@ def diagnose(
         PARAMETER: [lambda: _multiple_of_update(wrong, limit)],
         INITIAL: [],
     }.get(kind, [lambda: _missing_sum(teams, limit), lambda: _multiple(wrong, teams, limit, micro_batches)])
-    attempts += [lambda: _stale(wrong, limit, kind), lambda: _zero(wrong, limit), lambda: _replicas(teams, limit)]
+    attempts += [
+        lambda: _missing_halo(blocks, wrong, axes, limit),
+        lambda: _stale(wrong, limit, kind),
+        lambda: _zero(wrong, limit),
+        lambda: _replicas(teams, limit),
+    ]
     return next((found for attempt in attempts if (found := tuple(attempt()))), ())
 
 
@@ -88,6 +93,42 @@ def _stale(wrong: Sequence[Block], limit: float, kind: str) -> Iterable[Finding]
 def _zero(wrong: Sequence[Block], limit: float) -> Iterable[Finding]:
     if all(_everywhere_off(block, np.zeros_like(block.found), limit) for block in wrong):
         yield Finding(Cause.ZERO, "what is off is 0: nothing was ever added to it")
+
+
+def _missing_halo(
+    blocks: Sequence[Block], wrong: Sequence[Block], axes: Mapping[str, int], limit: float
+) -> Iterable[Finding]:
+    """Along a dim that is cut, only the first and the last places of blocks are off, and only where others go on."""
+    for dim in range(wrong[0].found.ndim):
+        over = [axis for axis in axes if _cuts(blocks, axis, dim)]
+        length = 1 + max((int(block.index[dim].max()) for block in blocks if block.found.size), default=0)
+        edges = [_edges_off(block, dim, length, limit) for block in wrong]
+        if over and all(off is not None for off in edges) and min(edges) < 1:
+            what = " and ".join(over)
+            text = f"only what lies next to other ranks' parts along {what} is off: a halo over {what} is missing"
+            yield Finding(Cause.MISSING_HALO, text, tuple(over))
+            return
+
+
+def _cuts(blocks: Sequence[Block], axis: str, dim: int) -> bool:
+    """Whether ranks that differ along an axis alone have other places of a dim."""
+    first: dict[tuple[int, ...], np.ndarray] = {}
+    for block in blocks:
+        key = tuple(place for name, place in block.coordinates.items() if name != axis)
+        if not np.array_equal(first.setdefault(key, block.index[dim]), block.index[dim]):
+            return True
+    return False
+
+
+def _edges_off(block: Block, dim: int, length: int, limit: float) -> float | None:
+    """Which share of a block's places along a dim is off, if these are its first and last ones where others go on."""
+    off = (block.difference > limit).any(axis=tuple(d for d in range(block.found.ndim) if d != dim))
+    right, places = np.flatnonzero(~off), block.index[dim]
+    if not len(right):
+        return 1.0 if len(places) < length else None
+    inner = off[right[0] : right[-1]].any()
+    beyond = (off[0] and places[0] == 0) or (off[-1] and places[-1] == length - 1)
+    return None if inner or beyond else float(off.mean())
 
 
 def _everywhere_off(block: Block, other: np.ndarray, limit: float) -> bool:

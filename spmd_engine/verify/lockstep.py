@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -168,13 +168,14 @@ class Pair:
         return measured, self._with_missing_sums(found, [each for each in measured if each.is_off(self.tolerance)])
 
     def _with_missing_sums(self, found: Disagreement, wrong: Sequence[Measured]) -> Disagreement:
-        """A disagreement of an engine of one's own that nothing explains: is a sum missing on the way to it?
-
-        Layers are watched one by one, so that what they pass to each other explains itself.
-        """
+        """A disagreement of an engine, or a layer, of one's own that nothing explains: is a sum missing before it?"""
+        whose: Any = self.engine
         method = {OUTPUT: "forward", LOSS: "forward", GRADIENT: "backward"}.get(found.kind)
+        if isinstance(self.engine, LayeredEngine):  # layers are watched one by one
+            whose = dict(self.engine.model.layers).get(found.layer)
+            method = {OUTPUT: "forward", INPUT_GRADIENT: "backward_input"}.get(found.kind) if whose else None
         told = {finding.cause for finding in found.findings} - {Cause.REPLICAS_DIFFER}
-        if method is None or told or isinstance(self.engine, LayeredEngine):
+        if method is None or told:
             return found
 
         def repeat() -> list[str]:
@@ -182,7 +183,7 @@ class Pair:
             again = measure(self.world, self.computed())
             return [_key(each.tensor) for each in again if each.is_off(self.tolerance)]
 
-        sums = missing_sums(self.engine, method, repeat, [_key(each.tensor) for each in wrong])
+        sums = missing_sums(self.engine, whose, method, repeat, [_key(each.tensor) for each in wrong])
         return replace(found, findings=sums or found.findings)
 
     def parameters(self, kind: str) -> list[Tensor]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import combinations
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -29,18 +30,21 @@ MOST = 300  # repeated steps
 Repeat = Callable[[], Sequence[str]]
 
 
-def missing_sums(engine: ShardedEngine, method: str, repeat: Repeat, wrong: Sequence[str]) -> tuple[Finding, ...]:
+def missing_sums(
+    engine: ShardedEngine, whose: Any, method: str, repeat: Repeat, wrong: Sequence[str]
+) -> tuple[Finding, ...]:
     """The sums, over ranks, that would make the first of ``wrong`` tensors right; empty if none does. Collective.
 
-    ``method`` is the engine's "forward" or "backward". While some tensor is still wrong, a further sum is looked for.
+    ``method`` is "forward" or "backward" of the engine, or "forward" or "backward_input" of one of its layers:
+    ``whose``. While some tensor is still wrong, a further sum is looked for.
     """
     sums: dict[Name, Axes] = {}
-    order = _candidates(engine, method, repeat)
+    order = _candidates(engine, whose, method, repeat)
     left = MOST
     while wrong and left > 0:
         for name, over in order[:left]:
             left -= 1
-            with _summing(engine, method, {**sums, name: over}):
+            with _summing(engine, whose, method, {**sums, name: over}):
                 still = repeat()
             if wrong[0] not in still and set(still) <= set(wrong):
                 sums[name], wrong = over, still
@@ -57,7 +61,7 @@ def _finding(method: str, name: Name, over: Axes) -> Finding:
     return Finding(Cause.MISSING_SUM, text, over)
 
 
-def _candidates(engine: ShardedEngine, method: str, repeat: Repeat) -> list[tuple[Name, Axes]]:
+def _candidates(engine: ShardedEngine, whose: Any, method: str, repeat: Repeat) -> list[tuple[Name, Axes]]:
     """Names in the order of their lines' first runs, with the axes along which ranks have other values of one shape."""
     seen: dict[Name, list[tuple[tuple[int, ...], int]]] = {}
 
@@ -65,14 +69,16 @@ def _candidates(engine: ShardedEngine, method: str, repeat: Repeat) -> list[tupl
         host = np.ascontiguousarray(backend_of(array).to_host(array))
         seen.setdefault(name, []).append((array.shape, crc32(host.view(np.uint8).data)))
 
-    with _observed(engine, method, see):
+    with _observed(whose, method, see):
         repeat()
     mesh, found = engine.mesh, None
     everyone = to_first(engine.group(), (dict(mesh.coordinates), seen))
     if everyone is not None:
-        long = [axis for axis, size in mesh.axes.items() if size > 1]
+        everyone = [each for each in everyone if each[1]]  # a layer is called on the ranks of its stage alone
+        long = [axis for axis in mesh.axes if len({coordinates[axis] for coordinates, _ in everyone}) > 1]
         sets = [over for count in range(1, len(long) + 1) for over in combinations(long, count)]
-        names = [name for name in seen if all(name in theirs for _, theirs in everyone)]
+        first = everyone[0][1] if everyone else {}
+        names = [name for name in first if all(name in theirs for _, theirs in everyone)]
         found = [(name, over) for name in names for over in sets if _may_be_summed(name, over, everyone)]
     return from_first(engine.group(), found)
 
@@ -87,28 +93,30 @@ def _may_be_summed(name: Name, over: Axes, everyone: Sequence[tuple[dict, dict]]
     return shapes and any(runs != team[0] for team in teams.values() for runs in team)
 
 
-def _summing(engine: ShardedEngine, method: str, sums: dict[Name, Axes]) -> AbstractContextManager[None]:
+def _summing(
+    engine: ShardedEngine, whose: Any, method: str, sums: dict[Name, Axes]
+) -> AbstractContextManager[None]:
     """Meanwhile these names are bound to their arrays' sums over ranks."""
 
     def see(name: Name, array: Array) -> Array | None:
         return engine.group(sums[name]).all_reduce(array, label="verify") if name in sums else None
 
-    return _observed(engine, method, see)
+    return _observed(whose, method, see)
 
 
 @contextmanager
-def _observed(engine: ShardedEngine, method: str, see: Callable[[Name, Array], Array | None]) -> Iterator[None]:
-    """Meanwhile ``see`` is shown what the engine's method, and what it calls, binds to names."""
-    plain, own = getattr(engine, method), engine.__dict__.get(method)
+def _observed(whose: Any, method: str, see: Callable[[Name, Array], Array | None]) -> Iterator[None]:
+    """Meanwhile ``see`` is shown what a method of an engine or a layer, and what it calls, binds to names."""
+    plain, own = getattr(whose, method), whose.__dict__.get(method)
 
     def observed(*args):
         with Bindings(see):
             return plain(*args)
 
-    setattr(engine, method, observed)
+    setattr(whose, method, observed)
     try:
         yield
     finally:
-        delattr(engine, method)
+        delattr(whose, method)
         if own is not None:
-            setattr(engine, method, own)
+            setattr(whose, method, own)

@@ -16,6 +16,7 @@ class Cause(Enum):
     STALE = "stale"  #: the values are those of the step before
     ZERO = "zero"
     FACTOR = "factor"  #: another multiple of the right values
+    MISSING_HALO = "missing halo"  #: only what lies next to other ranks' parts is off
     REPLICAS_DIFFER = "replicas differ"  #: ranks that should have the same values have not
 
 

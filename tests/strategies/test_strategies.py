@@ -26,7 +26,16 @@ from spmd_engine import Mesh, run, world
 from spmd_engine.engine import SGD, AdamW
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.errors import UsageError
-from spmd_engine.strategies import STRATEGIES, AttentionHeads, Pipeline, SingleDevice, default_axes, strategy_named
+from spmd_engine.strategies import (
+    STRATEGIES,
+    AttentionHeads,
+    ChannelSplit,
+    Pipeline,
+    SingleDevice,
+    VerticalCNN,
+    default_axes,
+    strategy_named,
+)
 from spmd_engine.training import Trainer
 
 every_strategy = pytest.mark.parametrize("name", STRATEGIES)
@@ -71,7 +80,31 @@ def attention(x, w):
     return y
 
 
-@pytest.mark.parametrize(("strategy", "formula"), [(SingleDevice, mlp), (Pipeline, stack), (AttentionHeads, attention)])
+def conv(x, w):
+    """Output by output, of images with a border of zeros."""
+    _, height, width, _ = x.shape
+    x = np.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
+    rows = [[np.einsum("bijc,ijcf->bf", x[:, h : h + 3, k : k + 3], w) for k in range(width)] for h in range(height)]
+    return np.stack([np.stack(row, 1) for row in rows], 1)
+
+
+def two_convolutions(x, w):
+    return conv(np.maximum(conv(x, w["conv_0/weights"]), 0), w["conv_1/weights"])
+
+
+def stack_of_convolutions(x, w):
+    for w0, w1 in zip(w["layers/w0"], w["layers/w1"], strict=True):
+        x = x + conv(np.maximum(conv(x, w0), 0), w1)
+    return x
+
+
+FORMULAS = [
+    *((SingleDevice, mlp), (Pipeline, stack), (AttentionHeads, attention)),
+    *((ChannelSplit, two_convolutions), (VerticalCNN, stack_of_convolutions)),
+]
+
+
+@pytest.mark.parametrize(("strategy", "formula"), FORMULAS)
 def test_the_single_ranks_are_right(strategy, formula):
     """Forward by a formula of the test's own, backward by finite differences of it."""
     x, dy = data(strategy, 0)
@@ -214,7 +247,9 @@ def test_starting_values_are_functions_of_the_seed_alone(name):
     (alone,), (together, *_) = run(program, 1), run(program, 3)
     for each, value in alone.items():
         assert np.array_equal(value, together[each])
-        inputs = F if value.shape[-2] == F else D
+        inputs = value.shape[-2] * (9 if "conv" in each or value.ndim == 5 else 1)
+        if each.startswith("attention"):
+            inputs = D
         assert 0.7 < value.std() * inputs**0.5 < 1.3
 
 

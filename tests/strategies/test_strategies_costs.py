@@ -11,10 +11,23 @@ from spmd_engine import Mesh, run
 from spmd_engine.engine import AdamW
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.strategies import STRATEGIES, Pipeline
+from spmd_engine.strategies.two_convolutions import IMAGE
 from spmd_engine.training import Trainer
 
 P, A, L = 2 * D * F, 4 * D * D, LAYERS * 2 * D * F  # parameters of the two layers, of attention, of the stack
 BD, BF, BSD = B * D, B * F, B * S * D
+P9, BW, BHW = 9 * P, B * IMAGE[1], B * IMAGE[0] * IMAGE[1]  # windows of 3 x 3
+
+
+def travelling(micro_batches, n):
+    """Rows of samples that do not stay, when rows are cut in n parts, and then samples: n - 1 of n, if all divide."""
+    parts = [parts_of(samples, n) for samples in parts_of(B, micro_batches)]
+    stay = sum(h * b for part in parts for h, b in zip(parts_of(IMAGE[0], n), part, strict=True))
+    return B * IMAGE[0] - stay
+
+
+def parts_of(length, n):
+    return [length // n + (i < length % n) for i in range(n)]
 
 
 def one_axis(sent, calls, *held):
@@ -86,6 +99,30 @@ COSTS = {
         {"send": 2 * (p - 1) * m, "receive": 2 * (p - 1) * m},
         *[L] * 3,
         LAYERS * (BD + BF),
+    ),
+    "channel-split": one_axis(
+        lambda n, m: 4 * BHW * D * (n - 1),
+        lambda m: {"all_reduce": 2 * m},
+        *[lambda n: P9] * 3,
+        lambda n: BHW * (n * D + F),
+    ),
+    "spatial": one_axis(
+        lambda n, m: (4 * BW * (D + F) + 2 * P9 * m) * (n - 1),
+        lambda m: {"all_to_all": 4 * m, "all_reduce": 2 * m},
+        *[lambda n: n * P9] * 3,
+        lambda n: BW * (IMAGE[0] + 2 * (n - 1)) * (D + F),
+    ),
+    "vertical-cnn": lambda m, p: (
+        2 * BHW * D * (p - 1),
+        {"send": 2 * (p - 1) * m, "receive": 2 * (p - 1) * m},
+        *[9 * L] * 3,
+        LAYERS * BHW * (D + F),
+    ),
+    "hybrid-cnn": lambda m, n: (
+        4 * BW * D * (n - 1) + 2 * (D + F) * IMAGE[1] * travelling(m, n) + 2 * P9 * (n - 1) * m,
+        {"all_to_all": 6 * m * n, "all_reduce": 2 * m * n},
+        *[n * P9] * 3,
+        BW * (IMAGE[0] + 2 * (n - 1)) * D + 2 * BHW * F,
     ),
     "hybrid": lambda m, p, n, t: (
         4 * LAYERS * BD * (t - 1) + 2 * t * BD * (p - 1) + 2 * L * (n - 1),

@@ -50,6 +50,10 @@ PAIRS = [
     ("ring-attention", "attention-heads"),
     ("pipeline", "hybrid"),
     ("hybrid", "pipeline"),
+    ("channel-split", "spatial"),
+    ("spatial", "hybrid-cnn"),
+    ("hybrid-cnn", "channel-split"),
+    ("vertical-cnn", "vertical-cnn"),
 ]
 
 
