@@ -8,8 +8,9 @@ round, so that a machine that slows down or speeds up meets all sides alike. Rat
 are kept to the same cores, one a rank and two at most, and have one thread a rank.
 
 Of several settings of one peer the fastest counts; it is marked with *. How a step is timed, and what the models and
-batches are, `peers_protocol.py` says; the settings of a peer, its worker: `peers_*.py`. The parent needs only the
-standard library and click. Peers that `--peer-python` cannot import are left out, with one line.
+batches are, `peers_protocol.py` says, and of convolutions `peers_convolution.py`; the settings of a peer, its worker:
+`peers_*.py`. The parent needs only the standard library and click. Peers that `--peer-python` cannot import are left
+out, with one line.
 """
 
 import json
@@ -31,6 +32,16 @@ MODELS = {
 }
 ADAMW = {"learning_rate": 3e-4, "betas": [0.9, 0.95], "epsilon": 1e-8, "weight_decay": 0.1, "clip_norm": 1.0}
 MLP = {"sizes": [784, 128, 127, 10], "batch_size": 128, "learning_rate": 0.01, "clip_norm": 0.0, "block": 40}
+CONVOLUTIONS = {
+    "3x3, 64 to 64 channels of 32x32": {"batch": 32, "length": 32, "inputs": 64, "outputs": 64, "kernel": 3,
+                                        "stride": 1, "padding": 1, "input_gradient": True},
+    "7x7 by 2, 3 to 64 channels of 64x64": {"batch": 32, "length": 64, "inputs": 3, "outputs": 64, "kernel": 7,
+                                            "stride": 2, "padding": 3, "input_gradient": False},
+    "3x3 by 2, 64 to 128 channels of 32x32": {"batch": 32, "length": 32, "inputs": 64, "outputs": 128, "kernel": 3,
+                                              "stride": 2, "padding": 1, "input_gradient": True},
+    "1x1, 64 to 256 channels of 16x16": {"batch": 32, "length": 16, "inputs": 64, "outputs": 256, "kernel": 1,
+                                         "stride": 1, "padding": 0, "input_gradient": True},
+}
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS",
                     "VECLIB_MAXIMUM_THREADS", "NUMEXPR_NUM_THREADS")
 CORES = 2
@@ -76,12 +87,12 @@ class Comparison:
 
     @property
     def unit(self):
-        return "steps/s" if "sizes" in self.config else "tokens/s"
+        return "tokens/s" if "context" in self.config else "steps/s"
 
     @property
     def amount(self):
         """How many units a step is."""
-        return 1 if "sizes" in self.config else self.config["batch_size"] * self.config["context"]
+        return self.config["batch_size"] * self.config["context"] if "context" in self.config else 1
 
 
 def ours(name="ours", **options):
@@ -106,6 +117,11 @@ def comparisons(model, batch_size, compiled):
         ours("pipe=2, 1f1b", **pipe, schedule="1f1b"),
         ours("pipe=2, zero-bubble", **pipe, schedule="zero-bubble"),
     ]
+    convolution = [
+        Side("ours", "bench_worker_convolution"),
+        Side("PyTorch, channels first", "peers_torch_convolution"),
+        Side("PyTorch, channels last", "peers_torch_convolution", {"channels_last": True}),
+    ]
     return [
         Comparison(f"{model}, 1 rank", 1, gpt, [ours(), eager, *compile_too]),
         Comparison(f"{model}, 2 ranks, data parallel", 2, gpt, [ours(), *ddp, *jax]),
@@ -114,6 +130,8 @@ def comparisons(model, batch_size, compiled):
         Comparison("mlp, 1 rank", 1, MLP, [ours(), eager]),
         Comparison("mlp, 2 ranks, data parallel", 2, MLP, [ours(), ddp[0]]),
         Comparison("mlp, 4 ranks, data parallel", 4, MLP, [ours(), ddp[0]]),
+        *(Comparison(f"convolution, {name}", 1, {"convolution": of, "block": 5}, convolution)
+          for name, of in CONVOLUTIONS.items()),
     ]
 
 
@@ -238,8 +256,8 @@ POSITIVE = click.IntRange(min=1)
 @click.option("--model", type=click.Choice(list(MODELS)), default="gpt-mini")
 @click.option("--batch-size", type=click.IntRange(min=8), default=8, help="Sequences a step, over all ranks.")
 @click.option("--compile", "compiled", is_flag=True, help="Compare with torch.compile, too.")
-@click.option("--steps", type=POSITIVE, default=5, help=f"Timed, of every worker; mlp: blocks of {MLP['block']} steps.")
-@click.option("--warmup", type=click.IntRange(min=0), default=2, help="Steps (mlp: blocks) before them.")
+@click.option("--steps", type=POSITIVE, default=5, help="Timed, of every worker; mlp, convolution: blocks of them.")
+@click.option("--warmup", type=click.IntRange(min=0), default=2, help="Steps (or blocks) before them.")
 @click.option("--rounds", type=POSITIVE, default=5, help="How often all sides run.")
 @click.option("--seed", default=0, help="Of the batches and the parameters.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path),

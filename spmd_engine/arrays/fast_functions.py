@@ -22,13 +22,13 @@ def fast_functions() -> FastFunctions | None:
     if os.environ.get("SPMD_FAST", "1") == "0":
         return None
     try:
-        from spmd_engine.arrays import fast_cache, fast_convolution, fast_kernels, fast_pooling
+        from spmd_engine.arrays import fast_cache, fast_channels, fast_convolution, fast_kernels, fast_pooling
     except ModuleNotFoundError:
         return None
     except (ImportError, SystemError) as error:  # its releases follow NumPy's with a delay
         logger.warning("Numba is installed, but cannot be used (%s): NumPy computes instead", error)
         return None
-    functions = FastFunctions(fast_kernels, fast_convolution, fast_pooling)
+    functions = FastFunctions(fast_kernels, fast_convolution, fast_pooling, fast_channels)
     folder = fast_kernels.relu.stats.cache_path
     if folder is None:  # nothing is kept: this process is the only one to compile for
         functions.call_all()
@@ -40,8 +40,8 @@ def fast_functions() -> FastFunctions | None:
 class FastFunctions(FastImages):
     """Each has the name, signature and result of its NumPy text, where both are documented."""
 
-    def __init__(self, loops, of_convolution, of_pooling) -> None:
-        super().__init__(of_convolution, of_pooling)
+    def __init__(self, loops, *of_images) -> None:
+        super().__init__(*of_images)
         self._loops = loops
 
     def takes(self, x: np.ndarray) -> bool:
@@ -50,6 +50,7 @@ class FastFunctions(FastImages):
 
     def call_all(self) -> None:
         """Call everything once, so that it is loaded or compiled."""
+        super().call_all()
         z, targets = np.zeros((2, 3), np.float32), np.zeros(2, np.int64)
         row, rows = np.ones(3, np.float32), np.ones(2, np.float32)
         for want_slope in (True, False):
@@ -67,7 +68,6 @@ class FastFunctions(FastImages):
         self.softmax_backward(block, block.copy(), row[None, None])
         self.scores_of_targets(z, targets, rows)
         self.cross_entropy_gradient(z.copy(), rows, rows, targets)
-        self.call_all_of_images()
 
     # Activations
 

@@ -1,4 +1,4 @@
-"""Convolutions and pooling as calls of compiled loops, for float32 images on the host."""
+"""Convolutions, pooling and normalised channels as calls of compiled loops, for float32 images on the host."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from spmd_engine.arrays.window import Window, check_convolution, check_gradient,
 class FastImages:
     """Each has the name, signature and result of its NumPy text, where both are documented."""
 
-    def __init__(self, of_convolution, of_pooling) -> None:
-        self._convolution, self._pooling = of_convolution, of_pooling
+    def __init__(self, of_convolution, of_pooling, of_channels) -> None:
+        self._convolution, self._pooling, self._channels = of_convolution, of_pooling, of_channels
 
-    def call_all_of_images(self) -> None:
+    def call_all(self) -> None:
         """Call everything once, so that it is loaded or compiled."""
         x, window = np.zeros((1, 2, 2, 2), np.float32), Window(1)
         for w, groups in ((np.zeros((1, 1, 2, 2), np.float32), 1), (np.zeros((1, 1, 1, 2), np.float32), 2)):
@@ -23,6 +23,12 @@ class FastImages:
             self.conv2d_input_gradient(x, w, window, window, groups, (2, 2))
             self.conv2d_weight_gradient(x, x, window, window, groups)
         self.max_pool_gradient(*self.max_pool(x, window, window), window, window, (2, 2))
+        row = np.ones(2, np.float32)
+        self.channel_sums(x)
+        self.channel_squares(x, row)
+        self.scale_channels(x, row, row, row)
+        self.channel_gradients(x, x, row, row)
+        self.normalized_gradient(x, x, row, row, row, row, row)
 
     # Convolution
 
@@ -127,9 +133,48 @@ class FastImages:
         self._pooling.depthwise_input(_contiguous(dy), ones, _numbers(rows), _numbers(columns), dx)
         return dx
 
+    # Channels
+
+    def channel_sums(self, x):
+        sums = np.zeros(x.shape[-1], np.float32)
+        self._channels.channel_sums(_rows(x), sums)
+        return sums
+
+    def channel_squares(self, x, mean):
+        squares = np.zeros(x.shape[-1], np.float32)
+        self._channels.channel_squares(_rows(x), *_of_channels(x, mean), squares)
+        return squares
+
+    def scale_channels(self, x, mean, factor, shift):
+        y = np.empty(x.shape, np.float32)
+        self._channels.scale_channels(_rows(x), *_of_channels(x, mean, factor, shift), _rows(y))
+        return y
+
+    def channel_gradients(self, dy, x, mean, inverse):
+        sums = np.zeros((2, x.shape[-1]), np.float32)
+        self._channels.channel_gradients(_rows(dy, x.shape), _rows(x), *_of_channels(x, mean), *sums)
+        return sums[0] * inverse, sums[1]
+
+    def normalized_gradient(self, dy, x, mean, inverse, scale, mean_dscale, mean_dshift):
+        dx = np.empty(x.shape, np.float32)
+        factors = _of_channels(x, mean, inverse * mean_dscale, mean_dshift, inverse * scale)
+        self._channels.normalized_gradient(_rows(dy, x.shape), _rows(x), *factors, _rows(dx))
+        return dx
+
 
 def _contiguous(x: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(x, np.float32)
+
+
+def _rows(x: np.ndarray, shape: tuple[int, ...] | None = None) -> np.ndarray:
+    """x[... c] as [n c], spread to this shape as NumPy does, ValueError if it cannot: the loops look at no bounds."""
+    x = _contiguous(x if shape in (None, x.shape) else np.broadcast_to(x, shape))
+    return x.reshape(prod(x.shape[:-1]), x.shape[-1])
+
+
+def _of_channels(x: np.ndarray, *factors: np.ndarray) -> list[np.ndarray]:
+    """Numbers of each channel of x[... c]."""
+    return [_contiguous(np.broadcast_to(each, x.shape[-1:])) for each in factors]
 
 
 def _numbers(window: Window) -> tuple[int, int, int, int]:

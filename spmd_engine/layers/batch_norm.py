@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from functools import partial
+from math import prod
 
 from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.channels import (
+    channel_gradients,
+    channel_squares,
+    channel_sums,
+    normalized_gradient,
+    scale_channels,
+)
 from spmd_engine.layers.declarations import Activation, Buffer, Parameter
 from spmd_engine.layers.layer import Extra, Layer
 
@@ -18,7 +26,7 @@ class BatchNorm(Layer):
         1. mean[c] = AllReduce_BHW(sum of x) / AllReduce_BHW(count)             one reduction
         2. variance[c] = AllReduce_BHW(sum of (x - mean)²) / n                  about the mean that all share
     Backward, with x̂ = (x - mean) / sqrt(variance + epsilon)
-        3. dshift[c] {U_BHW} = sum of dy,   dscale[c] {U_BHW} = sum of dy · x̂
+        3. dscale[c] {U_BHW} = sum of dy · x̂,   dshift[c] {U_BHW} = sum of dy
         4. dx = scale / sqrt(variance + epsilon) · (dy - AllReduce_BHW(dshift) / n - x̂ · AllReduce_BHW(dscale) / n)
 
     Channels may be cut over other axes: each rank normalises its own. The running mean and the running variance are
@@ -50,40 +58,33 @@ class BatchNorm(Layer):
         self.buffers = {"mean": Buffer(c, running), "variance": Buffer(c, running, initial=1.0)}
 
     def forward(self, sh, p, x, ctx):
+        xp = backend_of(x).xp
         if not ctx.training:
-            inverse = 1 / backend_of(x).xp.sqrt(p["variance"] + self.epsilon)
-            return (x - p["mean"]) * (inverse * p["scale"]) + p["shift"], None
-        xp, channels = backend_of(x).xp, x.shape[3]
-        here = x.reshape(x.shape[0] * x.shape[1] * x.shape[2], channels)
+            inverse = 1 / xp.sqrt(p["variance"] + self.epsilon)
+            return scale_channels(x, p["mean"], inverse * p["scale"], p["shift"]), None
+        channels = x.shape[3]
         sums = xp.empty(channels + 1, x.dtype)
-        here.sum(0, out=sums[:channels])
-        sums[channels] = len(here)
+        sums[:channels] = channel_sums(x)
+        sums[channels] = prod(x.shape[:3])
         sums = sh.all_reduce(sums, over=self.over)
         count = float(sums[channels])
         mean = sums[:channels] / max(count, 1.0)
-        normal = here - mean
-        squares = sh.all_reduce((normal * normal).sum(0), over=self.over)
+        squares = sh.all_reduce(channel_squares(x, mean), over=self.over)
         inverse = 1 / xp.sqrt(squares / max(count, 1.0) + self.epsilon)
-        normal *= inverse
-        y = normal * p["scale"]
-        y += p["shift"]
+        y = scale_channels(x, mean, inverse * p["scale"], p["shift"])
         told = Extra({"mean": mean, "variance": squares / max(count - 1, 1.0)})
-        return y.reshape(x.shape), (normal, inverse, count), told
+        return y, (x, mean, inverse, count), told
 
     def backward_input(self, sh, p, saved, dy):
-        normal, inverse, count = saved
-        xp = backend_of(dy).xp
-        here = dy.reshape(normal.shape)
-        sums = xp.stack([here.sum(0), (here * normal).sum(0)])  # dshift and dscale
-        whole = sh.all_reduce(sums.copy(), over=self.over) / max(count, 1.0)
-        dx = here - whole[0]
-        dx -= normal * whole[1]
-        dx *= inverse * p["scale"]
-        return dx.reshape(dy.shape), sums
+        x, mean, inverse, count = saved
+        sums = backend_of(dy).xp.stack(channel_gradients(dy, x, mean, inverse))
+        means = sh.all_reduce(sums.copy(), over=self.over) / max(count, 1.0)
+        dx = normalized_gradient(dy, x, mean, inverse, p["scale"], means[0], means[1])
+        return dx, sums
 
     def backward_weight(self, sh, rest, g):
-        g.add("shift", rest[0])
-        g.add("scale", rest[1])
+        g.add("scale", rest[0])
+        g.add("shift", rest[1])
 
 
 def _running(momentum: float, old: Array, new: Array) -> Array:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from math import prod, sqrt
 
-from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.arrays.convolution import conv2d, conv2d_input_gradient, conv2d_weight_gradient
+from spmd_engine.arrays.backend import backend_of
 from spmd_engine.errors import UsageError
+from spmd_engine.layers.channel_groups import ChannelGroups, PartsOfGroups
 from spmd_engine.layers.declarations import Activation, Parameter
-from spmd_engine.layers.image_windows import ImageWindows, Padding, Pair, WindowsHere
+from spmd_engine.layers.image_windows import ImageWindows, Padding, Pair
+from spmd_engine.layers.later import wait_for
 from spmd_engine.layers.layer import Layer
-from spmd_engine.sharding.placement import Interval
 
 #: Multiplications from which on the inner outputs are computed while the halo travels: with fewer, computing outputs
 #: in five parts costs more than waiting.
@@ -95,121 +93,50 @@ class Conv2d(Layer):
         i, o = self.channels
         return {**self.windows.reads, **({i: (self.groups.inputs, self.groups)} if i == o else {})}
 
-    def _pieces(self, sh):
+    def _parts(self, sh):
+        """How the convolution of this rank's channels is made: see ``ChannelGroups``."""
         i, o = self.channels
         if i != o or not sh.is_cut(i):
-            return [(slice(None), slice(None), self.groups.number)]
+            return PartsOfGroups(((slice(None), slice(None), self.groups.number),))
         reach = sh.reach(i, self.groups.inputs, self.groups)
-        return list(self.groups.pieces(reach.outputs, reach.needed))
+        return PartsOfGroups(tuple(self.groups.parts(reach.outputs, reach.needed)))
 
     def forward(self, sh, p, x, ctx):
         i, o = self.channels
-        here, pieces, w = self.windows.here(sh), self._pieces(sh), p["weights"]
-        y = backend_of(x).xp.empty((len(x), *(stop - start for start, stop in here.outputs), w.shape[3]), x.dtype)
+        here, parts, w = self.windows.here(sh), self._parts(sh), p["weights"]
         wide = sh.start_with_halo(x, self.inputs.dims, self._reads())
-        if wide is x:
-            convolve(x, w, here, here.own, here.outputs, pieces, y)
-        elif i != o and y.size * w[..., 0].size >= OVERLAP_FROM:
-            convolve(x, w, here, here.own, here.inner, pieces, y)
+        if wide is not x and i != o and self._is_much(x, w):
+            y = backend_of(x).xp.empty((len(x), *here.output_lengths, w.shape[3]), x.dtype)
+            y[here.at(here.inner)] = parts.conv2d(x, w, *here.of(here.inner, here.own))
             wide = wide.wait()
             for outputs in here.around():
-                convolve(wide, w, here, here.needed, outputs, pieces, y)
+                y[here.at(outputs)] = parts.conv2d(wide, w, *here.of(outputs, here.needed))
         else:
-            wide = wide.wait()
-            convolve(wide, w, here, here.needed, here.outputs, pieces, y)
+            wide = wait_for(wide)
+            y = parts.conv2d(wide, w, *here.local)
         if i != o:
             y = sh.all_reduce(y, over=i)
         if "bias" in p:
             y += p["bias"]
         return y, wide
 
+    def _is_much(self, x, w):
+        """Whether so much is computed of these inputs that a halo can travel meanwhile."""
+        return x.size // max(1, x.shape[3]) * w.size >= OVERLAP_FROM
+
     def backward_input(self, sh, p, wide, dy):
         i, o = self.channels
-        rest = wide, dy
         if not self.input_gradient:
-            return None, rest
+            return None, (wide, dy)
         here, w = self.windows.here(sh), p["weights"]
-        dx = backend_of(dy).xp.zeros(wide.shape, dy.dtype)
-        for of_inputs, of_outputs, groups in self._pieces(sh):
-            if dy.size and dx.size:
-                dx[..., of_inputs] += conv2d_input_gradient(
-                    dy[..., of_outputs], w[..., of_outputs], *here.local, groups, here.lengths
-                )
+        dx = self._parts(sh).input_gradient(dy, w, *here.local, wide.shape)
         if i == o or not sh.is_cut(o):
-            return sh.start_add_halo(dx, self.inputs.dims, self._reads()), rest
-        return sh.start_all_reduce(sh.add_halo(dx, self.inputs.dims, self._reads()), over=o), rest
+            return sh.start_add_halo(dx, self.inputs.dims, self._reads()), (wide, dy)
+        return sh.start_all_reduce(sh.add_halo(dx, self.inputs.dims, self._reads()), over=o), (wide, dy)
 
     def backward_weight(self, sh, rest, g):
         wide, dy = rest
-        here = self.windows.here(sh)
-        dw = g.open("weights")
-        for of_inputs, of_outputs, groups in self._pieces(sh):
-            if dy.size and wide.size:
-                dw[..., of_outputs] += conv2d_weight_gradient(
-                    wide[..., of_inputs], dy[..., of_outputs], *here.local, groups
-                )
+        rows, columns = self.windows.here(sh).local
+        g.add("weights", self._parts(sh).weight_gradient(wide, dy, rows, columns))
         if "bias" in self.parameters:
             g.add("bias", dy.sum((0, 1, 2)))
-
-
-def convolve(
-    x: Array,
-    w: Array,
-    here: WindowsHere,
-    inputs: tuple[Interval, Interval],
-    outputs: tuple[Interval, Interval],
-    pieces: list[tuple[slice, slice, int]],
-    y: Array,
-) -> None:
-    """Compute intervals of rows and columns of the outputs, in ``y``, from intervals of the inputs, which are ``x``."""
-    place = y[here.at(outputs)]
-    if not x.size:
-        place[...] = 0
-        return
-    for of_inputs, of_outputs, groups in pieces if place.size else ():
-        place[..., of_outputs] = conv2d(
-            x[..., of_inputs], w[..., of_outputs], *here.of(outputs, inputs), groups
-        )
-
-
-@dataclass(frozen=True)
-class ChannelGroups:
-    """Which input channels the output channels read, in so many groups: all outputs of a group all inputs of it."""
-
-    inputs: int
-    all_outputs: int
-    number: int = 1
-
-    def outputs(self, length: int) -> int:
-        """How many there are, as ``Shards.with_halo`` asks."""
-        return self.all_outputs
-
-    def needs(self, first: int, stop: int, length: int) -> Interval:
-        """The interval of inputs that these outputs read: those of their groups."""
-        per_output, per_input = self.all_outputs // self.number, self.inputs // self.number
-        begin = first // per_output
-        end = -(-stop // per_output) if stop > first else begin
-        return begin * per_input, end * per_input
-
-    def pieces(self, outputs: Interval, inputs: Interval) -> Iterator[tuple[slice, slice, int]]:
-        """An interval of outputs in parts that are convolutions: of one group a part, whole groups, of one a part.
-
-        Of each part which of these inputs and outputs it has, and in how many groups.
-
-        >>> for part in ChannelGroups(6, 9, 3).pieces((1, 7), (0, 6)):
-        ...     print(*part)
-        slice(0, 2, None) slice(0, 2, None) 1
-        slice(2, 4, None) slice(2, 5, None) 1
-        slice(4, 6, None) slice(5, 6, None) 1
-        """
-        per_output = self.all_outputs // self.number
-        first, stop = -(-outputs[0] // per_output), outputs[1] // per_output  # whole groups
-        if first > stop:
-            parts = [(*outputs, 1)]
-        else:
-            ends = outputs[0], first * per_output, stop * per_output, outputs[1]
-            parts = zip(ends, ends[1:], (1, stop - first, 1), strict=False)
-        for begin, end, groups in parts:
-            if begin < end:
-                needed = self.needs(begin, end, self.inputs)
-                yield slice(*(n - inputs[0] for n in needed)), slice(begin - outputs[0], end - outputs[0]), groups

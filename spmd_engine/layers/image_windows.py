@@ -88,8 +88,12 @@ class WindowsHere:
     @property
     def lengths(self) -> tuple[int, int]:
         """How many rows and columns it needs."""
-        (h0, h1), (w0, w1) = self.needed
-        return h1 - h0, w1 - w0
+        return _lengths(self.needed)
+
+    @property
+    def output_lengths(self) -> tuple[int, int]:
+        """How many rows and columns of outputs it makes."""
+        return _lengths(self.outputs)
 
     @property
     def local(self) -> tuple[Window, Window]:
@@ -116,6 +120,11 @@ class WindowsHere:
             (inner_rows, (inner_columns[1], columns[1])),
         ]
         return [part for part in parts if all(start < stop for start, stop in part)]
+
+
+def _lengths(sides: tuple[Interval, Interval]) -> tuple[int, int]:
+    (h0, h1), (w0, w1) = sides
+    return h1 - h0, w1 - w0
 
 
 def part_of(window: Window, outputs: Interval, inputs: Interval) -> Window:

@@ -66,6 +66,7 @@ def fused_functions():
 OF_IMAGES = {
     *("conv2d", "conv2d_input_gradient", "conv2d_weight_gradient"),
     *("max_pool", "max_pool_gradient", "window_sums", "window_sums_gradient"),
+    *("channel_sums", "channel_squares", "scale_channels", "channel_gradients", "normalized_gradient"),
 }
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from numerics import normals
-from spmd_engine.arrays import convolution, pooling
+from spmd_engine.arrays import channels, convolution, pooling
 from spmd_engine.arrays.convolution import conv2d, conv2d_input_gradient, conv2d_weight_gradient
 from spmd_engine.arrays.fast_functions import FastFunctions, fast_functions
 from spmd_engine.arrays.pooling import max_pool, max_pool_gradient, window_sums, window_sums_gradient
@@ -88,6 +88,40 @@ def test_pooling(loops, rows, columns, height, width, batch, channels):
     close(loops.window_sums_gradient(dy4, rows, columns, (height, width)), dx)
 
 
+ROW = normals(6, seed=7)
+OF_CHANNELS = {
+    "channel_sums": lambda x, dy: (x,),
+    "channel_squares": lambda x, dy: (x, ROW),
+    "scale_channels": lambda x, dy: (x, ROW, ROW + 1, ROW + 2),
+    "channel_gradients": lambda x, dy: (dy, x, ROW, ROW + 1),
+    "normalized_gradient": lambda x, dy: (dy, x, ROW, ROW + 1, ROW + 2, ROW + 3, ROW + 4),
+}
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 7, 6), (3000, 6), (0, 3, 3, 6)], ids=str)
+@pytest.mark.parametrize("name", OF_CHANNELS)
+def test_channels(loops, name, shape):
+    arguments = OF_CHANNELS[name](normals(*shape), normals(*shape, seed=1))
+    expected = getattr(channels, name)(*arguments)
+    found = getattr(loops, name)(*(each.astype(np.float32) for each in arguments))
+    for pair in zip(found, expected, strict=True) if isinstance(found, tuple) else [(found, expected)]:
+        close(*pair)
+
+
+def test_nothing_is_read_beyond_the_end_of_a_channel_s_numbers(loops):
+    x, row = normals(4, 6, dtype=np.float32), normals(5, dtype=np.float32)
+    for arguments in ((x, row, row, row), (x, x[0], x[0], row)):
+        with pytest.raises(ValueError, match="broadcast"):
+            loops.scale_channels(*arguments)
+    with pytest.raises(ValueError, match="broadcast"):
+        loops.channel_gradients(x[:3], x, x[0], x[0])
+
+
+def test_sums_over_a_million_rows_keep_their_digits(loops):
+    rows = np.full((1_000_000, 2), 0.1, np.float32)
+    np.testing.assert_allclose(loops.channel_sums(rows), 1e6 * rows[0].astype(np.float64), rtol=1e-4)
+
+
 def test_windows_of_many_taps(loops):
     x, window = normals(1, 20, 20, 3, dtype=np.float32), Window(17)
     for found, expected in zip(loops.max_pool(x, window, window), max_pool.__wrapped__(x, window, window), strict=True):
@@ -120,7 +154,7 @@ def test_shapes_that_disagree_are_refused(loops):
 
 
 def of_images():
-    functions = [f for module in (convolution, pooling) for f in vars(module).values()]
+    functions = [f for module in (channels, convolution, pooling) for f in vars(module).values()]
     return {f.__name__: f for f in functions if hasattr(f, "__wrapped__")}
 
 
