@@ -393,15 +393,17 @@ class ShardedEngine(Collectives, ABC):
         total, held = 0.0, dict.fromkeys(self.metrics, 0.0)
         with self.inference():
             for batch, count in zip(batches, counts, strict=True):
+                share = 0.0
                 for micro in batch.micro_batches:
                     outputs = self.forward(micro.inputs)
                     if outputs is not None:
                         for name, metric in self.metrics.items():  # before the loss, which may write over the outputs
                             held[name] += metric(outputs, micro.targets, **micro.metric_options)
-                        total += count * loss(outputs, micro.targets, **micro.loss_options(count))[0]
+                        share += loss(outputs, micro.targets, **micro.loss_options(count))[0]
+                total += count * self._sum_loss(share)  # batch by batch, lest a first stage run far ahead
         count = sum(counts)
-        sums = [self._sum_loss(value) / (count or 1.0) for value in (total, *held.values())]
-        return Evaluation(sums[0], dict(zip(held, sums[1:], strict=True)), count)
+        metrics = {name: self._sum_loss(value) / (count or 1.0) for name, value in held.items()}
+        return Evaluation(total / (count or 1.0), metrics, count)
 
     def _sum_loss(self, value: float) -> float:
         """The global loss of all ranks' shares."""

@@ -4,6 +4,7 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
+from PIL import Image
 
 import tiny
 from labelled_images import CLASSES, LABELS, PIXELS, H, N, W, idx, write_folder, write_idx, write_npz
@@ -103,6 +104,15 @@ def spoiled(tmp_path, how):
         (write_idx(folder, held_out=3) / "t10k-images-idx3-ubyte").write_bytes(idx(PIXELS[-3:, :-1]))
     elif how == "a class of its own":
         (write_idx(folder, held_out=3) / "t10k-labels-idx1-ubyte").write_bytes(idx([0, 1, CLASSES]))
+    elif how == "a damaged picture":
+        file = write_folder(folder) / "class1" / "04.png"
+        file.write_bytes(file.read_bytes()[:70])
+        return folder
+    elif how == "pictures of two sizes":
+        file = write_folder(folder) / "class1" / "04.png"
+        with Image.open(file) as picture:
+            picture.resize((9, 9)).save(file)
+        return folder
     elif how == "no images":
         file.write_text("some text")
     else:
@@ -126,6 +136,8 @@ BAD = {
     "without classes": "train-images.* and train-labels.* go together, and one is missing",
     "sizes apart": r"t10k-images-idx3-ubyte: what is held out is uint8 of shape \(5, 5\), but what is learnt from",
     "a class of its own": "t10k-images-idx3-ubyte: classes from 0 to 3, but .* those learnt from end at 2",
+    "a damaged picture": "class1/04.png is damaged or cannot be read: .*Replace or remove it",
+    "pictures of two sizes": "class1/04.png: 9 x 9 pixels, but those before have 5 x 6.*scale or crop them first",
     "no images": r"a.npz: not images in a format known here: a folder of IDX files",
     "a class too few": r"a.npz: 23 images, but classes of shape \(22,\)",
     "below 0": "a.npz: classes from -1 to 1, but they are numbers from 0",
