@@ -1,5 +1,9 @@
 """One family of exceptions. Each message says what is wrong, where, and what to do."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+
 
 class SpmdError(Exception):
     """Base of every error that spmd_engine raises on purpose."""
@@ -26,6 +30,13 @@ class WrongNumberOfRanks(MeshError):
             f"Change the sizes, or start with: mpiexec -n {ranks} ..."
         )
         self.mesh, self.ranks = mesh, ranks  #: its axes, as in "data=2,model=2"; how many ranks it needs
+
+
+class UnknownParameter(UsageError):
+    """An engine has no parameter of this name."""
+
+    def __init__(self, name: str, names: Iterable[str]) -> None:
+        super().__init__(f"no parameter {name!r}; this engine has: {', '.join(names)}")
 
 
 class NotationError(UsageError):

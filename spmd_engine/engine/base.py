@@ -23,7 +23,7 @@ from spmd_engine.engine.parameter_store import Index
 from spmd_engine.engine.replicas import check_replicas
 from spmd_engine.engine.serving import Writer, serve
 from spmd_engine.engine.tape import Tape, Tapes
-from spmd_engine.errors import UsageError
+from spmd_engine.errors import UnknownParameter, UsageError
 from spmd_engine.layers.loss import mean_squared_error
 from spmd_engine.sharding.asking import ask_placement, ask_shapes
 from spmd_engine.sharding.notation import Spec
@@ -177,7 +177,7 @@ class ShardedEngine(Collectives, ABC):
         if name in self.shardings:
             return Spec.parse(self.shardings[name])
         if name not in self.parameters:
-            raise UsageError(f"no parameter {name!r}; this engine has: {', '.join(self.names)}")
+            raise UnknownParameter(name, self.names)
         return Spec.parse(" ".join("ijklmnop"[: np.ndim(self.parameters[name])]))
 
     def owned_sharding(self, name: str) -> Spec:
@@ -198,7 +198,7 @@ class ShardedEngine(Collectives, ABC):
         Raises UsageError if the model has no such parameter.
         """
         if name not in self.names:
-            raise UsageError(f"no parameter {name!r}; this engine has: {', '.join(self.names)}")
+            raise UnknownParameter(name, self.names)
         index = self.index(name)
         return None if index is None else Shard(index, self.parameters[name])
 
@@ -222,7 +222,7 @@ class ShardedEngine(Collectives, ABC):
     def global_shape(self, name: str) -> tuple[int, ...]:
         """The whole shape of a parameter. Collective over the axes that cut it."""
         if name not in self.parameters:
-            raise UsageError(f"no parameter {name!r}; this engine has: {', '.join(self.names)}")
+            raise UnknownParameter(name, self.names)
         if name in self._told_shapes:
             return self._told_shapes[name]
         shape = list(self.parameters[name].shape)

@@ -12,7 +12,7 @@ from spmd_engine.arrays.backend import Array, Backend
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.plan import PIPE, Plan, Storage
 from spmd_engine.engine.storage import GroupStorage
-from spmd_engine.errors import UsageError
+from spmd_engine.errors import UnknownParameter
 from spmd_engine.layers.declarations import Parameter
 from spmd_engine.sharding.groups import Member
 from spmd_engine.sharding.layout import Layout
@@ -66,7 +66,7 @@ class ParameterStore:
     def sharding(self, name: str) -> Spec:
         """How a parameter is cut while layers use it; stored in parts, this rank has rows of that: ``index``."""
         if name not in self.described:
-            raise UsageError(f"no parameter {name!r}; this engine has: {', '.join(self.described)}")
+            raise UnknownParameter(name, self.described)
         return self._layout.spec(self.described[name][0].dims)
 
     def index(self, name: str, owned: bool = False) -> Index | None:

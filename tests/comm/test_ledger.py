@@ -1,17 +1,28 @@
 """The ledger's bytes equal the formulas, to the byte, however small, uneven or empty the shards are."""
 
 import time
+from itertools import product
 
 import numpy as np
 import pytest
 
-from on_ranks import DTYPES, INLINE, everywhere, on_ranks
+from on_ranks import DTYPES, INLINE, everywhere, numbers_of_ranks, on_ranks
 from spmd_engine import Ledger, Mesh, run
 from spmd_engine.comm.ledger import Entry
 
 LENGTHS = [0, 1, 5, 24, INLINE, INLINE + 1]  # of all shards together: fewer than ranks, inline, large
-each_length = pytest.mark.parametrize("length", LENGTHS)
-each_dtype = pytest.mark.parametrize("dtype", [DTYPES[1], *DTYPES[-2:]], ids=str)
+SOME_DTYPES = [DTYPES[1], *DTYPES[-2:]]
+
+
+def lengths_dtypes_and_ranks():
+    """Each length with each dtype, and either on all numbers of ranks; the other triples are in ``soak``."""
+    numbers = numbers_of_ranks(1, 2, 3, 8)
+    for (i, length), (j, dtype), (k, ranks) in product(*map(enumerate, (LENGTHS, SOME_DTYPES, numbers))):
+        marks = [*ranks.marks, *([] if (i + k) % len(SOME_DTYPES) == j else [pytest.mark.soak])]
+        yield pytest.param(length, dtype, *ranks.values, marks=marks, id=f"{length}-{dtype}-{ranks.id}")
+
+
+each_two_of_length_dtype_and_ranks = pytest.mark.parametrize("length, dtype, ranks", list(lengths_dtypes_and_ranks()))
 
 
 class Account:
@@ -32,9 +43,7 @@ def shard(length, n, rank):
     return len(np.array_split(range(length), n)[rank])
 
 
-@everywhere(1, 2, 3, 8)
-@each_dtype
-@each_length
+@each_two_of_length_dtype_and_ranks
 def test_all_gather(length, dtype, ranks):
     def program():
         account = Account(lambda g: g.all_gather(np.zeros(shard(length, g.size, g.rank), dtype)))
@@ -45,9 +54,7 @@ def test_all_gather(length, dtype, ranks):
     on_ranks(program, ranks)
 
 
-@everywhere(1, 2, 3, 8)
-@each_dtype
-@each_length
+@each_two_of_length_dtype_and_ranks
 def test_reduce_scatter(length, dtype, ranks):
     def program():
         account = Account(lambda g: g.reduce_scatter(np.zeros(length, dtype)))
@@ -59,9 +66,7 @@ def test_reduce_scatter(length, dtype, ranks):
     on_ranks(program, ranks)
 
 
-@everywhere(1, 2, 3, 8)
-@each_dtype
-@each_length
+@each_two_of_length_dtype_and_ranks
 def test_all_reduce(length, dtype, ranks):
     def program():
         account = Account(lambda g: g.all_reduce(np.zeros(length, dtype)))
@@ -73,9 +78,7 @@ def test_all_reduce(length, dtype, ranks):
     on_ranks(program, ranks)
 
 
-@everywhere(1, 2, 3, 8)
-@each_dtype
-@each_length
+@each_two_of_length_dtype_and_ranks
 def test_broadcast(length, dtype, ranks):
     def program():
         account = Account(lambda g: g.broadcast(np.zeros(length, dtype), g.size - 1))
@@ -87,9 +90,7 @@ def test_broadcast(length, dtype, ranks):
     on_ranks(program, ranks)
 
 
-@everywhere(1, 2, 3, 8)
-@each_dtype
-@each_length
+@each_two_of_length_dtype_and_ranks
 def test_all_to_all(length, dtype, ranks):
     def program():
         account = Account(lambda g: g.all_to_all(np.zeros((length, g.rank), dtype), 0, 1))

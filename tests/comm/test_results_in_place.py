@@ -2,6 +2,7 @@
 
 import sys
 from collections import deque
+from itertools import product
 
 import numpy as np
 import pytest
@@ -113,11 +114,20 @@ def test_one_rank_s_wrong_out_is_everyone_s_error():
 # --- reduce_scatter
 
 
+def two_choices_of_each():
+    """Of four choices between two, any three in every combination; with the fourth against them in ``soak``."""
+    for which in product((0, 1), repeat=4):
+        arena, op, scale, check = (two[i] for two, i in zip(CHOICES, which, strict=True))
+        words = ("arena" if arena else "ordinary memory", op, "inline" if scale == 1 else "large", f"check={check}")
+        marks = pytest.mark.soak if sum(which) % 2 else ()
+        yield pytest.param(arena, op, scale, check, id="-".join(words), marks=marks)
+
+
+CHOICES = [(True, False), ("sum", "mean"), (1, INLINE // 4), (True, False)]
+
+
 @everywhere(2, 4)
-@checked
-@small_and_large
-@pytest.mark.parametrize("op", ["sum", "mean"])
-@somewhere
+@pytest.mark.parametrize("arena, op, scale, check", list(two_choices_of_each()))
 @some_dtypes
 def test_a_rank_s_part_is_reduced_where_it_is(dtype, arena, op, scale, check, ranks):
     def program():

@@ -15,7 +15,7 @@ def test_memory_of_a_rank(mpi_run, zero):
 
     By PSS, which counts a page that several ranks share by their parts; freed memory is kept, so that it is a peak.
     """
-    result = mpi_run(3, PROGRAM, zero, env={"OMP_NUM_THREADS": "1"}, timeout=120)
+    result = mpi_run(2, PROGRAM, zero, env={"OMP_NUM_THREADS": "1"}, timeout=120)
     assert result.returncode == 0, result.stderr
     facts = json.loads(result.stdout.splitlines()[-1])
     assert np.mean(facts["held"]) == pytest.approx(np.mean(facts["expected"]), rel=0.05), facts

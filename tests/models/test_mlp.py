@@ -79,7 +79,8 @@ MODELS = {
     "two layers": two_layers(10, 13),
     "deep": deep_mlp(12, 6),
 }
-one_device = cache(lambda name, **options: train(MODELS[name], {"data": 1}, steps=10, **options)[0])
+STEPS = 5
+one_device = cache(lambda name, **options: train(MODELS[name], {"data": 1}, steps=STEPS, **options)[0])
 
 
 @every_mesh
@@ -87,13 +88,13 @@ one_device = cache(lambda name, **options: train(MODELS[name], {"data": 1}, step
 def test_every_mesh_trains_as_one_device_does(name, axes):
     expected = one_device(name)
     assert all(abs(gradient).max() > 1e-7 for gradient in expected[1].values())  # what is nothing is always equal
-    for result in train(MODELS[name], axes, steps=10):
+    for result in train(MODELS[name], axes, steps=STEPS):
         assert_same(result, expected, 1e-10)
 
 
 @pytest.mark.mpi(ranks=4)
 def test_under_mpi():
-    assert_same(train_here(MODELS["mlp"], {"row": 2, "col": 2}, steps=10), one_device("mlp"), 1e-10)
+    assert_same(train_here(MODELS["mlp"], {"row": 2, "col": 2}, steps=STEPS), one_device("mlp"), 1e-10)
 
 
 EPOCH = 8  # steps
