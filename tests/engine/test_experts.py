@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from spmd_engine.training.checkpoint import load_checkpoint, save_checkpoint
 
 import routed
 import tiny
 from spmd_engine import Mesh, run
+from spmd_engine.checkpoints import load_checkpoint, save_checkpoint
 from spmd_engine.comm.place import all_places
 from spmd_engine.engine import AdamW, schedules
 from spmd_engine.engine.plan import Storage, make_plan
