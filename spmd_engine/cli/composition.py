@@ -78,8 +78,8 @@ _OPTIONS = [
 ]
 #: Names of these options: but for ``compress``, they say how something is computed, not what.
 COMPOSITION = (
-    "zero", "sequence_parallel", "context_method", "experts_over", "rebalance_every", "recut_after", "schedule", "chunks",
-    "stages", "recompute", "compress", "group_threshold", "group_cap",
+    "zero", "sequence_parallel", "context_method", "experts_over", "rebalance_every", "recut_after", "schedule",
+    "chunks", "stages", "recompute", "compress", "group_threshold", "group_cap",
 )  # fmt: skip
 
 
