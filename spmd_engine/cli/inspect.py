@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from spmd_engine.cli.composition import composition_of, composition_options
+from spmd_engine.cli.config_file import config_option
 from spmd_engine.cli.experts import mixture_of, mixture_options
 from spmd_engine.cli.options import image_shape, images_option, mesh_option
 from spmd_engine.cli.show.bytes_per_rank import CLASSES, bytes_per_rank
@@ -28,6 +29,7 @@ _STATES = 2  # arrays of AdamW for each parameter
 
 
 @click.command(short_help="Show how a model is cut, and bytes per rank.")
+@config_option
 @click.option("--model", default="gpt-nano", show_default=True, help=f"One of {', '.join(MODELS)}.")
 @images_option
 @mesh_option

@@ -12,6 +12,7 @@ import click
 from click.core import ParameterSource
 
 from spmd_engine.cli.composition import COMPOSITION, composition_of, composition_options
+from spmd_engine.cli.config_file import config_option
 from spmd_engine.cli.engine_by_name import check_mesh, engine_by_name
 from spmd_engine.cli.experts import MIXTURE, mixture_of, mixture_options
 from spmd_engine.cli.options import (
@@ -45,6 +46,7 @@ WIDTH, HIDDEN, HEADS = 24, 54, 6  # of the small models of strategies/
 
 
 @click.command(short_help="Compare a sharded engine with one device.")
+@config_option
 @click.argument("engine", metavar="[MODULE:NAME]", required=False)
 @click.option("--model", default="gpt-nano", show_default=True, help=f"One of {', '.join(MODELS)}.")
 @images_option

@@ -9,6 +9,7 @@ import click
 import numpy as np
 
 from spmd_engine.cli.composition import composition_of, composition_options
+from spmd_engine.cli.config_file import config_option
 from spmd_engine.cli.options import image_shape, images_option
 from spmd_engine.cli.show.options import mesh_option, model_option, output_option
 from spmd_engine.cli.show.output import present
@@ -35,6 +36,7 @@ MOST = 400  # transfers
 
 
 @click.command(short_help="What a rank sends in a step, and when.")
+@config_option
 @model_option
 @images_option
 @mesh_option

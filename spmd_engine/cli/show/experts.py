@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from spmd_engine.cli.config_file import config_option
 from spmd_engine.cli.experts import mixture_of, mixture_options
 from spmd_engine.cli.options import read_config, run_folder
 from spmd_engine.cli.show.options import model_option
@@ -25,6 +26,7 @@ LOAD = "/load"  # ends the names of the side outputs that count tokens by expert
 
 
 @click.command(short_help="Where each expert is, and its load in a run.")
+@config_option
 @model_option
 @mixture_options
 @click.option("--mesh", metavar="AXIS=SIZE,...", help="The mesh. [default: the run's, or one rank]")

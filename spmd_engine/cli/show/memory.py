@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 import numpy as np
 
+from spmd_engine.cli.config_file import config_option
 from spmd_engine.cli.options import image_shape, images_option
 from spmd_engine.cli.show.bytes_per_rank import CLASSES, bytes_per_rank
 from spmd_engine.cli.show.options import mesh_option, model_option, output_option
@@ -29,6 +30,7 @@ Held = tuple[tuple[str, int], ...]  # classes with their bytes
 
 
 @click.command(short_help="Bytes per rank, by what they are for.")
+@config_option
 @model_option
 @images_option
 @mesh_option

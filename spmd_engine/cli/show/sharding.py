@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from spmd_engine.cli.config_file import config_option
 from spmd_engine.cli.options import image_shape, images_option
 from spmd_engine.cli.show.options import mesh_option, model_option, output_option
 from spmd_engine.cli.show.output import present
@@ -24,6 +25,7 @@ MOST = 1024  # blocks
 
 
 @click.command(short_help="An array's blocks, and the ranks that hold them.")
+@config_option
 @click.argument("spec", metavar="SHARDING", required=False)
 @click.option("--shape", metavar="N,...", help="The whole array's shape: a size for each letter.")
 @click.option("--param", metavar="NAME", help="A parameter of --model, instead of SHARDING and --shape.")
