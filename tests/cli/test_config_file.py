@@ -16,7 +16,7 @@ def write(tmp_path):
 def test_inspect_and_show_look_at_the_job(here, write):
     write(model="gpt-moe-nano", mesh={"expert": 3, "data": 2}, experts=5, top_k=3, zero=2, steps=77)
     of_job = here("inspect", "--config", "job.json")
-    by_hand = "--model gpt-moe-nano --mesh expert=3,data=2 --experts 5 --top-k 3 --zero 2".split()
+    by_hand = ["--model", "gpt-moe-nano", "--mesh", "expert=3,data=2", "--experts", "5", "--top-k", "3", "--zero", "2"]
     assert of_job == here("inspect", *by_hand) and of_job[0] == 0
     assert here("inspect", "--config", "job.json", "--zero", "0") == here("inspect", *by_hand[:-1], "0")
     assert here("show", "memory", "--config", "job.json")[0] == 0
@@ -26,7 +26,7 @@ def test_inspect_and_show_look_at_the_job(here, write):
 
 def test_images_are_of_the_job_s_sizes(here, write):
     write(model="convnet", images={"height": 9, "width": 7, "channels": 2, "classes": 3}, mesh={"rows": 2})
-    by_hand = "--model convnet --images 9,7,2,3 --mesh rows=2".split()
+    by_hand = ["--model", "convnet", "--images", "9,7,2,3", "--mesh", "rows=2"]
     assert here("inspect", "--config", "job.json") == here("inspect", *by_hand)
 
 
