@@ -130,7 +130,7 @@ def comparisons(model, batch_size, compiled):
         Comparison("mlp, 1 rank", 1, MLP, [ours(), eager]),
         Comparison("mlp, 2 ranks, data parallel", 2, MLP, [ours(), ddp[0]]),
         Comparison("mlp, 4 ranks, data parallel", 4, MLP, [ours(), ddp[0]]),
-        *(Comparison(f"convolution, {name}", 1, {"convolution": of, "block": 5}, convolution)
+        *(Comparison(f"convolution, {name}", 1, {"convolution": of}, convolution)
           for name, of in CONVOLUTIONS.items()),
     ]
 
@@ -256,8 +256,8 @@ POSITIVE = click.IntRange(min=1)
 @click.option("--model", type=click.Choice(list(MODELS)), default="gpt-mini")
 @click.option("--batch-size", type=click.IntRange(min=8), default=8, help="Sequences a step, over all ranks.")
 @click.option("--compile", "compiled", is_flag=True, help="Compare with torch.compile, too.")
-@click.option("--steps", type=POSITIVE, default=5, help="Timed, of every worker; mlp, convolution: blocks of them.")
-@click.option("--warmup", type=click.IntRange(min=0), default=2, help="Steps (or blocks) before them.")
+@click.option("--steps", type=POSITIVE, default=5, help=f"Timed, of every worker; mlp: blocks of {MLP['block']} steps.")
+@click.option("--warmup", type=click.IntRange(min=0), default=2, help="Steps (mlp: blocks) before them.")
 @click.option("--rounds", type=POSITIVE, default=5, help="How often all sides run.")
 @click.option("--seed", default=0, help="Of the batches and the parameters.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path),

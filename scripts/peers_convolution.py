@@ -6,7 +6,8 @@ Beside `warmup`, `steps`, `block`, `seed` and `threads`, see `peers_protocol.py`
                    and whether the gradient of the input is wanted, too: no first layer does
 
 A step is the convolution, and its gradients for one dy. Its loss is the mean of the weights' gradient's absolute
-values: sides that compute the same tell the same.
+values: sides that compute the same tell the same. Its seconds are those of the processor: with one rank and one thread
+that is the time on a machine that nobody else uses.
 """
 
 import numpy as np

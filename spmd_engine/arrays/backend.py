@@ -17,6 +17,7 @@ import numpy as np
 
 from spmd_engine.arrays.cuda_functions import CudaFunctions
 from spmd_engine.arrays.fast_functions import FastFunctions, fast_functions
+from spmd_engine.arrays.fast_images import FastImages, fast_images
 from spmd_engine.errors import UsageError
 
 Array = Any  # numpy.ndarray or cupy.ndarray; neither library offers a common base class
@@ -29,6 +30,7 @@ class Backend:
     on_device = False
     xp: ModuleType = np
     kernels: Any = None  # functions in place of those marked ``@fused``, and ``takes``, for which arrays
+    image_kernels: Any = None  # the same for ``@fused_of_images``
 
     def synchronize(self) -> None:
         """Return once all work queued for arrays of this backend has finished."""
@@ -64,6 +66,11 @@ class Host(Backend):
     @cached_property
     def kernels(self) -> FastFunctions | None:
         return fast_functions()
+
+    @cached_property
+    def image_kernels(self) -> FastImages | None:
+        """Apart, since to compile them takes longer than all others, and most models have no images."""
+        return fast_images()
 
 
 class CudaBackend(Backend):

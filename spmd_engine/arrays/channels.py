@@ -14,10 +14,10 @@ from math import prod
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.chunks import chunks
-from spmd_engine.arrays.fused import fused
+from spmd_engine.arrays.fused import fused_of_images
 
 
-@fused
+@fused_of_images
 def channel_sums(x: Array) -> Array:
     """sums[c] of x[... c]."""
     xp, rows = backend_of(x).xp, _rows(x)
@@ -27,7 +27,7 @@ def channel_sums(x: Array) -> Array:
     return sums
 
 
-@fused
+@fused_of_images
 def channel_squares(x: Array, mean: Array) -> Array:
     """squares[c], the sums of (x - mean)^2 of x[... c]."""
     xp, rows = backend_of(x).xp, _rows(x)
@@ -38,7 +38,7 @@ def channel_squares(x: Array, mean: Array) -> Array:
     return squares
 
 
-@fused
+@fused_of_images
 def scale_channels(x: Array, mean: Array, factor: Array, shift: Array) -> Array:
     """y[... c] = (x - mean) * factor + shift."""
     xp, rows = backend_of(x).xp, _rows(x)
@@ -50,7 +50,7 @@ def scale_channels(x: Array, mean: Array, factor: Array, shift: Array) -> Array:
     return y.reshape(x.shape)
 
 
-@fused
+@fused_of_images
 def channel_gradients(dy: Array, x: Array, mean: Array, inverse: Array) -> tuple[Array, Array]:
     """dscale[c] and dshift[c], the sums of dy * (x - mean) * inverse and of dy[... c]."""
     xp, rows, dy_rows = backend_of(dy).xp, _rows(x), _rows(dy)
@@ -62,7 +62,7 @@ def channel_gradients(dy: Array, x: Array, mean: Array, inverse: Array) -> tuple
     return dscale, dshift
 
 
-@fused
+@fused_of_images
 def normalized_gradient(
     dy: Array, x: Array, mean: Array, inverse: Array, scale: Array, mean_dscale: Array, mean_dshift: Array
 ) -> Array:

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from math import prod
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.arrays.fused import fused
+from spmd_engine.arrays.fused import fused_of_images
 from spmd_engine.arrays.window import Window, check_convolution, check_gradient, outputs_of
 
 PANEL_ELEMENTS = 1 << 18  # 1 MiB of float32: fits a core's L2 cache
 DEVICE_PANEL_ELEMENTS = 1 << 26  # a device wants few and large launches
 
 
-@fused
+@fused_of_images
 def conv2d(x: Array, w: Array, rows: Window, columns: Window, groups: int = 1) -> Array:
     """y[b p q f] = sum over k, l, i of x[b h w c] * w[k l i f], where output p, q reads its windows of h and w.
 
@@ -36,7 +36,7 @@ def conv2d(x: Array, w: Array, rows: Window, columns: Window, groups: int = 1) -
     return y
 
 
-@fused
+@fused_of_images
 def conv2d_input_gradient(
     dy: Array, w: Array, rows: Window, columns: Window, groups: int, lengths: tuple[int, int]
 ) -> Array:
@@ -51,7 +51,7 @@ def conv2d_input_gradient(
     return dx
 
 
-@fused
+@fused_of_images
 def conv2d_weight_gradient(x: Array, dy: Array, rows: Window, columns: Window, groups: int) -> Array:
     """dw[k l i f] of ``conv2d`` for dy[b p q f]."""
     xp = backend_of(x).xp

@@ -1,8 +1,8 @@
 """The functions marked ``@fused`` as launches of CUDA kernels: every chain of elementwise steps is one launch.
 
 Each has the name, signature and result of its NumPy text, where both are documented. Not here, since a library's
-single call serves them: matrix products, sums and maxima of rows, and ``sum_of_squares``, a dot product; nor those of
-images, whose text is a few large matrix products and additions of slices.
+single call serves them: matrix products, sums and maxima of rows, and ``sum_of_squares``, a dot product. Nor are those
+of images, ``@fused_of_images``, whose text is a few large matrix products and additions of slices.
 """
 
 from types import ModuleType, SimpleNamespace

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from spmd_engine.arrays.factors import adamw_factors
-from spmd_engine.arrays.fast_images import FastImages
 from spmd_engine.arrays.mask import hide
 
 _SUMMED = 1024  # rows whose sum is made one by one: a sum of a million would have lost two digits more
@@ -19,17 +20,24 @@ logger = logging.getLogger(__name__)
 
 def fast_functions() -> FastFunctions | None:
     """The compiled functions, where Numba is installed and SPMD_FAST is not 0; else None, and NumPy does it."""
+    return compiled_functions(FastFunctions, "fast_kernels")
+
+
+def compiled_functions(kind: type, *modules: str) -> Any:
+    """``kind(*modules)`` with all its loops compiled; None without Numba, and with SPMD_FAST=0."""
     if os.environ.get("SPMD_FAST", "1") == "0":
         return None
     try:
-        from spmd_engine.arrays import fast_cache, fast_channels, fast_convolution, fast_kernels, fast_pooling
+        from spmd_engine.arrays import fast_cache
+
+        loops = [import_module(f"spmd_engine.arrays.{name}") for name in modules]
+        from spmd_engine.arrays.fast_kernels import relu
     except ModuleNotFoundError:
         return None
     except (ImportError, SystemError) as error:  # its releases follow NumPy's with a delay
         logger.warning("Numba is installed, but cannot be used (%s): NumPy computes instead", error)
         return None
-    functions = FastFunctions(fast_kernels, fast_convolution, fast_pooling, fast_channels)
-    folder = fast_kernels.relu.stats.cache_path
+    functions, folder = kind(*loops), relu.stats.cache_path
     if folder is None:  # nothing is kept: this process is the only one to compile for
         functions.call_all()
     else:
@@ -37,11 +45,10 @@ def fast_functions() -> FastFunctions | None:
     return functions
 
 
-class FastFunctions(FastImages):
+class FastFunctions:
     """Each has the name, signature and result of its NumPy text, where both are documented."""
 
-    def __init__(self, loops, *of_images) -> None:
-        super().__init__(*of_images)
+    def __init__(self, loops) -> None:
         self._loops = loops
 
     def takes(self, x: np.ndarray) -> bool:
@@ -50,7 +57,6 @@ class FastFunctions(FastImages):
 
     def call_all(self) -> None:
         """Call everything once, so that it is loaded or compiled."""
-        super().call_all()
         z, targets = np.zeros((2, 3), np.float32), np.zeros(2, np.int64)
         row, rows = np.ones(3, np.float32), np.ones(2, np.float32)
         for want_slope in (True, False):

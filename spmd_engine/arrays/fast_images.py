@@ -6,7 +6,13 @@ from math import gcd, prod
 
 import numpy as np
 
+from spmd_engine.arrays.fast_functions import compiled_functions
 from spmd_engine.arrays.window import Window, check_convolution, check_gradient, outputs_of
+
+
+def fast_images() -> FastImages | None:
+    """The compiled functions of images, as ``fast_functions``."""
+    return compiled_functions(FastImages, "fast_convolution", "fast_pooling", "fast_channels")
 
 
 class FastImages:
@@ -14,6 +20,10 @@ class FastImages:
 
     def __init__(self, of_convolution, of_pooling, of_channels) -> None:
         self._convolution, self._pooling, self._channels = of_convolution, of_pooling, of_channels
+
+    def takes(self, x: np.ndarray) -> bool:
+        """As of ``FastFunctions``: float64 is left to NumPy."""
+        return x.dtype == np.float32
 
     def call_all(self) -> None:
         """Call everything once, so that it is loaded or compiled."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.arrays.fused import fused
+from spmd_engine.arrays.fused import fused_of_images
 from spmd_engine.arrays.window import Window, check_gradient, outputs_of
 
 
-@fused
+@fused_of_images
 def max_pool(x: Array, rows: Window, columns: Window) -> tuple[Array, Array]:
     """y[b p q c], the greatest that each window reads of x[b h w c], and which tap of its window that is.
 
@@ -28,7 +28,7 @@ def max_pool(x: Array, rows: Window, columns: Window) -> tuple[Array, Array]:
     return y, chosen
 
 
-@fused
+@fused_of_images
 def max_pool_gradient(
     dy: Array, chosen: Array, rows: Window, columns: Window, lengths: tuple[int, int]
 ) -> Array:
@@ -57,7 +57,7 @@ def average_pool_gradient(
     return window_sums_gradient(dy * _shares(dy, lengths, rows, columns, count_include_pad), rows, columns, lengths)
 
 
-@fused
+@fused_of_images
 def window_sums(x: Array, rows: Window, columns: Window) -> Array:
     """y[b p q c], the sum of what each window reads of x[b h w c]."""
     y = backend_of(x).xp.zeros(outputs_of(x.shape, rows, columns, x.shape[3]), x.dtype)
@@ -66,7 +66,7 @@ def window_sums(x: Array, rows: Window, columns: Window) -> Array:
     return y
 
 
-@fused
+@fused_of_images
 def window_sums_gradient(dy: Array, rows: Window, columns: Window, lengths: tuple[int, int]) -> Array:
     """dx[b h w c] of ``window_sums`` for dy[b p q c]."""
     dx = backend_of(dy).xp.zeros((dy.shape[0], *lengths, dy.shape[3]), dy.dtype)

@@ -62,21 +62,13 @@ def fused_functions():
     return {f.__name__: f for f in own if hasattr(f, "__wrapped__")}
 
 
-#: On a device these are as they are written: matrix products, and additions of slices.
-OF_IMAGES = {
-    *("conv2d", "conv2d_input_gradient", "conv2d_weight_gradient"),
-    *("max_pool", "max_pool_gradient", "window_sums", "window_sums_gradient"),
-    *("channel_sums", "channel_squares", "scale_channels", "channel_gradients", "normalized_gradient"),
-}
-
-
-def test_the_kernels_have_every_function_that_is_marked_fused_but_those_of_images():
+def test_the_kernels_have_every_function_that_is_marked_fused():
     files = Path(inspect.getfile(activations)).parent.glob("*.py")
     trees = [ast.parse(path.read_text()) for path in files]
     functions = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     marked = {f.name for f in functions if "fused" in map(ast.unparse, f.decorator_list)}
     brought = {name for name in vars(CudaFunctions) if not name.startswith("_")}
-    assert marked - OF_IMAGES == brought - {"takes"} == fused_functions().keys()
+    assert marked == brought - {"takes"} == fused_functions().keys()
 
 
 @pytest.mark.parametrize("name", fused_functions())

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from numerics import normals
 from spmd_engine.arrays import channels, convolution, pooling
+from spmd_engine.arrays.backend import CPU
 from spmd_engine.arrays.convolution import conv2d, conv2d_input_gradient, conv2d_weight_gradient
-from spmd_engine.arrays.fast_functions import FastFunctions, fast_functions
+from spmd_engine.arrays.fast_images import FastImages, fast_images
 from spmd_engine.arrays.pooling import max_pool, max_pool_gradient, window_sums, window_sums_gradient
 from spmd_engine.arrays.window import Window
 from test_convolution import lengths, windows
@@ -23,7 +24,7 @@ fast_kernels = pytest.importorskip("spmd_engine.arrays.fast_kernels")
 def loops():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPMD_FAST", "1")
-        return fast_functions()
+        return fast_images()
 
 
 def close(found, expected):
@@ -158,8 +159,18 @@ def of_images():
     return {f.__name__: f for f in functions if hasattr(f, "__wrapped__")}
 
 
+def test_arrays_of_the_host_go_there(loops, monkeypatch):
+    monkeypatch.setitem(CPU.__dict__, "image_kernels", loops)
+    x, w = normals(1, 5, 6, 3, dtype=np.float32), normals(3, 3, 3, 4, dtype=np.float32)
+    called = []
+    monkeypatch.setattr(loops, "conv2d", lambda x, *others: called.append(x.dtype))
+    for dtype in (np.float32, np.float64):
+        conv2d(x.astype(dtype), w.astype(dtype), Window(3), Window(3), 1)
+    assert called == [np.float32]
+
+
 @pytest.mark.parametrize("function", of_images().values(), ids=lambda f: f.__name__)
 def test_they_have_every_function_with_its_signature(function):
     own = inspect.signature(function).parameters.values()
-    others = list(inspect.signature(getattr(FastFunctions, function.__name__)).parameters.values())[1:]
+    others = list(inspect.signature(getattr(FastImages, function.__name__)).parameters.values())[1:]
     assert [(p.name, p.kind, p.default) for p in others] == [(p.name, p.kind, p.default) for p in own]
