@@ -32,21 +32,22 @@ PANEL_ELEMENTS = 1 << 17  # of the copied images at a time: 512 KiB, so that the
 
 
 @intrinsic
-def _multiply_tile(typing, a, first, rows, row, runs, length, step, b, place, tile):
-    """tile[ROWS WIDE] = sum over s of a[first + rows[row + r] + at(s)] * b[place + s * WIDE + j].
+def _multiply_tile(typing, a, rows, row, runs, length, step, b, place, tile):
+    """tile[r j] = the sum over steps s = (run t) of a[rows[row + r] + runs[run] + t * step] * b[place + s * WIDE + j].
 
-    Step s = (run t) is at runs[run] + t * step of ``a``, with t < length. No bounds are looked at.
+    ``a``, ``b``, ``rows`` and ``runs`` are flat, and t < length. No bounds are looked at.
     """
     number = types.intp
-    signature = types.void(a, number, rows, number, runs, number, number, b, number, tile)
+    signature = types.void(a, rows, number, runs, number, number, b, number, tile)
 
-    def generate(context, builder, signature, arguments):
-        a, first, rows, row, runs, length, step, b, place, tile = arguments
+    def generate(context, builder, signature, values):
+        given = [
+            context.make_array(kind)(context, builder, value) if isinstance(kind, types.Array) else value
+            for kind, value in zip(signature.args, values, strict=True)
+        ]
+        a, rows, row, runs, length, step, b, place, tile = given
         single, integer, vector = ir.FloatType(), ir.IntType(64), ir.VectorType(ir.FloatType(), LANES)
-
-        def memory(position, index):
-            array = context.make_array(signature.args[position])(context, builder, arguments[position])
-            return builder.gep(array.data, [index])
+        columns = range(0, WIDE, LANES)  # where the vectors of a row begin
 
         def vector_at(pointer, j):
             return builder.bitcast(builder.gep(pointer, [integer(j)]), vector.as_pointer())
@@ -56,32 +57,33 @@ def _multiply_tile(typing, a, first, rows, row, runs, length, step, b, place, ti
             builder.store(value, pointer)
             return pointer
 
+        def advance(pointer, numbers):
+            builder.store(builder.gep(builder.load(pointer), [numbers]), pointer)
+
         def spread(value):
             one = builder.insert_element(ir.Constant(vector, ir.Undefined), value, integer(0))
             return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES))
 
-        places = range(0, WIDE, LANES)
-        zero = ir.Constant(vector, [single(0)] * LANES)
-        sums = [[variable(zero) for _ in places] for _ in range(ROWS)]
-        offsets = [builder.load(builder.gep(memory(2, row), [integer(r)])) for r in range(ROWS)]
-        right, left = variable(memory(7, place)), variable(memory(0, first))
-        count = cgutils.unpack_tuple(builder, context.make_array(signature.args[4])(context, builder, runs).shape, 1)[0]
+        sums = [[variable(ir.Constant(vector, [single(0)] * LANES)) for _ in columns] for _ in range(ROWS)]
+        first = builder.gep(rows.data, [row])
+        offsets = [builder.load(builder.gep(first, [integer(r)])) for r in range(ROWS)]
+        left, right = variable(a.data), variable(builder.gep(b.data, [place]))
+        (count,) = cgutils.unpack_tuple(builder, runs.shape, 1)
         with cgutils.for_range(builder, count) as run:
-            builder.store(builder.gep(memory(0, first), [builder.load(memory(4, run.index))]), left)
+            start = builder.load(builder.gep(runs.data, [run.index]))
+            builder.store(builder.gep(a.data, [start]), left)
             with cgutils.for_range(builder, length):
-                at, factors = builder.load(left), []
-                for j in places:
-                    factors.append(builder.load(vector_at(builder.load(right), j), align=4))
+                factors = [builder.load(vector_at(builder.load(right), j), align=4) for j in columns]
                 for r in range(ROWS):
-                    value = spread(builder.load(builder.gep(at, [offsets[r]])))
+                    value = spread(builder.load(builder.gep(builder.load(left), [offsets[r]])))
                     for total, factor in zip(sums[r], factors, strict=True):
                         product = builder.fmul(value, factor, flags=["contract"])
                         builder.store(builder.fadd(builder.load(total), product, flags=["contract"]), total)
-                builder.store(builder.gep(at, [step]), left)
-                builder.store(builder.gep(builder.load(right), [integer(WIDE)]), right)
+                advance(left, step)
+                advance(right, integer(WIDE))
         for r in range(ROWS):
-            for j, total in zip(places, sums[r], strict=True):
-                builder.store(builder.load(total), vector_at(memory(9, integer(0)), r * WIDE + j), align=4)
+            for j, total in zip(columns, sums[r], strict=True):
+                builder.store(builder.load(total), vector_at(tile.data, r * WIDE + j), align=4)
         return context.get_dummy_value()
 
     return signature, generate
@@ -157,10 +159,10 @@ def correlate(x, w, y, outputs, strides, rows, columns, limit):
                     filled = min(WIDE, o - t * WIDE)
                     for m in range(0, patches, ROWS):
                         weights = (g * tiles + t) * inside * WIDE
-                        _multiply_tile(left, 0, reads, m, runs, length, 1, right, weights, tile)
+                        _multiply_tile(left, reads, m, runs, length, 1, right, weights, tile)
                         for r in range(min(ROWS, patches - m)):
                             to = place + writes[m + r] + g * o + t * WIDE
-                            if filled == WIDE:
+                            if filled == WIDE:  # a loop of known length is a few vectors
                                 for j in range(WIDE):
                                     y[to + j] = tile[r, j]
                             else:
@@ -201,7 +203,7 @@ def correlate_weights(x, dy, dw, rows, columns, limit):
                                     right[(n * height + h) * q + v, j] = value
                     for m in range(0, inside, ROWS):
                         step = columns[1] * channels
-                        _multiply_tile(left, 0, reads, m, of_block, q, step, factors, 0, tile)
+                        _multiply_tile(left, reads, m, of_block, q, step, factors, 0, tile)
                         for r in range(min(ROWS, inside - m)):
                             for j in range(WIDE):
                                 dw[g, t, m + r, j] += tile[r, j]
