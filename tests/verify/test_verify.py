@@ -110,7 +110,7 @@ def test_pages_agree(name):
     make = partial(page, pages.D, pages.HEADS if issubclass(page, OneAttention) else pages.F)
     if issubclass(page, LayerStack):
         make = partial(make, layers=3)
-    shape = tuple({"b": 6, "s": pages.S, "d": pages.D}[letter] for letter in page.sample.split())
+    shape = pages.data(page, 0, samples=6)[0].shape
     report = verified(make, pages.meshes(page)[3], shape, micro_batches=2)
     assert report.agrees and report.distance < 1e-12
 
