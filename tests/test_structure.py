@@ -41,12 +41,9 @@ STATE = {
     "arrays/backend.py: CPU": "the host's backend, and its compiled loops, found once",
     "arrays/backend.py: _device_backends": "the devices that were asked for",
     "arrays/einsum.py: _plan": "the cache of a pure function",
-<<<<<<< HEAD
     "engine/gather.py: _plan_to_whole": "the cache of a pure function",
     "sharding/placement.py: _first_holders": "the cache of a pure function",
-=======
     "sharding/halos.py: plan_halos": "the cache of a pure function",
->>>>>>> conv-layers
     "sharding/moves.py: _exchange_plan": "the cache of a pure function",
     "sharding/notation.py: _parsed": "the cache of a pure function",
     "comm/threads.py: _current": "which virtual rank this thread is",
