@@ -43,6 +43,7 @@ STATE = {
     "arrays/backend.py: CPU": "the host's backend, and its compiled loops, found once",
     "arrays/backend.py: _device_backends": "the devices that were asked for",
     "arrays/einsum.py: _plan": "the cache of a pure function",
+    "sharding/halos.py: plan_halos": "the cache of a pure function",
     "sharding/moves.py: _exchange_plan": "the cache of a pure function",
     "sharding/notation.py: _parsed": "the cache of a pure function",
     "comm/threads.py: _current": "which virtual rank this thread is",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -45,23 +46,24 @@ class Reach:
         return cls(own, outputs, reads.needs(*outputs, length) if axes else own)
 
 
+@lru_cache(maxsize=512)  # many layers of a network have halos of the same shapes
 def plan_halos(
-    shape: Sequence[int], dtype: np.dtype, reaches: Sequence[Mapping[int, Reach]]
+    shape: tuple[int, ...], dtype: np.dtype, reaches: tuple[tuple[tuple[int, Reach], ...], ...]
 ) -> TransferPlan | None:
     """How each rank of a group gets what it needs of an array of which each has a part; None if each has it already.
 
-    ``shape`` is that of the whole array, ``reaches`` are of each rank, by the number of the dim; other dims are whole.
+    ``shape`` is that of the whole array, ``reaches`` are of each rank, with the number of the dim; others are whole.
     Only owners give, so that the adjoint leaves sums with them.
     """
     own, needed = (
-        [_rectangle(shape, {dim: getattr(reach, what) for dim, reach in each.items()}) for each in reaches]
+        [_rectangle(shape, {dim: getattr(reach, what) for dim, reach in each}) for each in reaches]
         for what in ("own", "needed")
     )
     if own == needed:
         return None
     parts, wanted = (tuple((each,) for each in rectangles) for rectangles in (own, needed))
-    source = ArrayPlacement(tuple(shape), np.dtype(dtype), parts, parts)
-    target = ArrayPlacement(tuple(shape), np.dtype(dtype), wanted, ((),) * len(wanted))
+    source = ArrayPlacement(shape, np.dtype(dtype), parts, parts)
+    target = ArrayPlacement(shape, np.dtype(dtype), wanted, ((),) * len(wanted))
     return plan_transfer(Placement({"x": source}), Placement({"x": target}), from_owners=True)
 
 

@@ -214,10 +214,11 @@ class Shards:
         key = shape, x.dtype, where, tuple((dim, letter, *reads[letter]) for dim, letter in cut.items())
         group_axes = self.axes("".join(cut.values()), where)
         if key not in self._plans:
-            reaches = [
-                {dim: Reach.of(*reads[letter], self.axes_in_order(letter, where), peer) for dim, letter in cut.items()}
+            axes = {letter: self.axes_in_order(letter, where) for letter in cut.values()}
+            reaches = tuple(
+                tuple((dim, Reach.of(*reads[letter], axes[letter], peer)) for dim, letter in cut.items())
                 for peer in self.mesh.peers(group_axes)
-            ]
+            )
             self._plans[key] = plan_halos(shape, x.dtype, reaches)
         return self._plans[key], self.mesh.group(group_axes)
 

@@ -14,15 +14,19 @@ from spmd_engine.training import Trainer
 GOLDEN = dict(np.load(Path(__file__).parents[1] / "golden" / "resnet_tiny.npz"))
 SHAPE = ImageShape(17, 14, 3, 5)
 NETWORKS = {"basic": {"bottleneck": False, "large": True}, "bottleneck": {"bottleneck": True, "large": False}}
-MESHES = [{"data": 1}, {"rows": 3}, {"model": 2, "columns": 2}]
+CASES = [
+    ("basic", {"data": 1}),
+    ("basic", {"rows": 3}),
+    ("bottleneck", {"data": 1}),
+    ("bottleneck", {"model": 2, "columns": 2}),
+]
 
 
 def part(prefix):
     return {name.removeprefix(prefix): value for name, value in GOLDEN.items() if name.startswith(prefix)}
 
 
-@pytest.mark.parametrize("axes", MESHES, ids=str)
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(("name", "axes"), CASES, ids=str)
 def test_three_steps(name, axes):
     """Losses, the first gradients, then parameters and running statistics, and what these give in evaluation."""
 
