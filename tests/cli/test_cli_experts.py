@@ -32,7 +32,8 @@ def test_inspect_lists_experts_and_where_they_are(here):
     assert code == 0
     assert "block0/moe/expert*/w0         d f       10 of 96x192  3 of 96x192" in output
     assert "block0/moe, ..., block7/moe (8 layers): 10 experts over expert" in output
-    assert all(part in output for part in ("0     0, 1   0-2", "1     2, 3   3-5", "2     4, 5   6, 7", "3     6, 7   8, 9"))
+    for part in ("0     0, 1   0-2", "1     2, 3   3-5", "2     4, 5   6, 7", "3     6, 7   8, 9"):
+        assert part in output
 
 
 def test_ranks_without_experts_are_a_notice(here):
