@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from spmd_engine.arrays.backend import CPU, Array, backend_of
+from spmd_engine.arrays.scatter import count_each
 from spmd_engine.layers.later import Later, then
 from spmd_engine.sharding.shards import Shards
 
@@ -29,7 +30,7 @@ class Dispatch:
         slots[by_part], slots[-1] = host.arange(count), count  # the last: of what is dropped
         slot = xp.asarray(slots)[experts.reshape(-1)]
         order = xp.argsort(slot, kind="stable")
-        counts = backend_of(experts).to_host(xp.bincount(slot, minlength=count + 1))[:count]
+        counts = backend_of(experts).to_host(count_each(slot, count + 1))[:count]
         order = order[: int(counts.sum())]
         self.choices = order  #: rows: the number of each one's choice, t k in all
         self.tokens = order // max(1, experts.shape[1])  #: rows: the token of each
