@@ -16,7 +16,7 @@ from spmd_engine.sharding.placement import Placement
 from spmd_engine.sharding.rectangles import Rectangle
 
 
-def check_replicas(engine: ShardedEngine, optimizer: Optimizer | None = None) -> None:
+def compare_replicas(engine: ShardedEngine, optimizer: Optimizer | None = None) -> None:
     """Raise ReplicasDifferError, on every rank, unless all who hold a block of an array have the same bits of it.
 
     Of parameters, buffers and the optimizer's state. By the CRC-32 of each block, in one all_gather, so that any one

@@ -14,7 +14,7 @@ from spmd_engine.checkpoints.files import Source, header, read_block, write_bloc
 from spmd_engine.checkpoints.folder import CheckpointFolder, discard
 from spmd_engine.checkpoints.manifest import Arrays, Block, StoredArray
 from spmd_engine.checkpoints.read import Checkpoint, Sliceable, read_file_header
-from spmd_engine.checkpoints.save import block_name, deal
+from spmd_engine.checkpoints.save import block_name, deal, file_name, stored_arrays
 from spmd_engine.comm.agreement import on_rank_zero
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import CheckpointError
@@ -76,16 +76,13 @@ def reshard_checkpoint(checkpoint: Checkpoint, folder: str | os.PathLike, files:
     unfinished = into.begin()
     try:
         for section, arrays in checkpoint.manifest.sections.items():
-            pieces = deal(_whole_on_all(arrays, files), loads)
-            blocks: dict[str, list[Block]] = {name: [] for name in arrays}
-            readable = checkpoint.section(section)
+            placement, readable = _whole_on_all(arrays, files), checkpoint.section(section)
+            pieces, written = deal(placement, loads), []
             for number, own in enumerate(pieces):
-                file = f"{section}-{number:05d}.safetensors"
                 parts = [_source(name, readable[name], piece) for name, piece in own]
-                written = write_blocks(unfinished / file, parts, {"step": str(checkpoint.manifest.step)}) if own else []
-                for (name, piece), each in zip(own, written, strict=True):
-                    blocks[name].append(Block(piece, file, each.offset, each.sha256))
-            sections[section] = {name: replace(each, blocks=tuple(blocks[name])) for name, each in arrays.items()}
+                path = unfinished / file_name(section, number)
+                written.append(write_blocks(path, parts, {"step": str(checkpoint.manifest.step)}) if own else [])
+            sections[section] = stored_arrays(section, placement, pieces, written)
         manifest = replace(checkpoint.manifest, sections=sections)
         return into.commit(unfinished, manifest.step, manifest.text(), keep=1 << 30)
     except BaseException:

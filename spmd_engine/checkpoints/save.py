@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from math import prod
@@ -17,9 +17,8 @@ from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.checkpoints.dtypes import dtype_name
 from spmd_engine.checkpoints.files import Source, Written, write_blocks
 from spmd_engine.checkpoints.folder import CheckpointFolder, discard
-from spmd_engine.checkpoints.manifest import MODEL, OPTIMIZER, Block, Manifest, StoredArray
+from spmd_engine.checkpoints.manifest import MODEL, OPTIMIZER, Arrays, Block, Manifest, StoredArray
 from spmd_engine.comm.agreement import gather_json, on_rank_zero, text_from_rank_zero
-from spmd_engine.comm.group import Group
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.errors import CheckpointError, UsageError
@@ -90,7 +89,7 @@ class Save:
         self._folder = CheckpointFolder(folder)
         self._config, self._facts, self._mesh = config, dict(facts or {}), str(engine.mesh)
         self._shares = shares_of(engine, optimizer)
-        self._into = Path(text_from_rank_zero(self._group, lambda: str(self._folder.begin())))
+        self._into = Path(text_from_rank_zero(self._group, lambda: str(self._folder.begin()), CheckpointError))
         self._written: dict[str, list[Written]] = {}
         self._error = ""
         self._thread: Thread | None = None
@@ -126,7 +125,7 @@ class Save:
                 discard(self._into)
                 raise self._failed(str(error)) from error
 
-        _agreed(self._group, commit)
+        on_rank_zero(self._group, commit, CheckpointError)
 
     def _failed(self, why: str) -> CheckpointError:
         return CheckpointError(
@@ -137,31 +136,40 @@ class Save:
         try:
             for section, own in blocks.items():
                 if own:
-                    self._written[section] = write_blocks(self._file(section), own, {"step": str(self.step)})
+                    path = self._into / file_name(section, self._group.rank)
+                    self._written[section] = write_blocks(path, own, {"step": str(self.step)})
         except (OSError, UsageError) as error:
             self._error = str(error) or repr(error)
         except Exception as error:  # noqa: BLE001 (of a thread: told to all ranks by finish)
             self._error = f"{type(error).__name__}: {error}"
 
-    def _file(self, section: str, rank: int | None = None) -> Path:
-        return self._into / f"{section}-{self._group.rank if rank is None else rank:05d}.safetensors"
-
     def _manifest(self, everyone: Sequence[Mapping[str, Any]]) -> Manifest:
         sections = {}
         for share in self._shares:
-            blocks: dict[str, list[Block]] = {name: [] for name in share.placement}
-            dtypes: dict[str, str] = {}
-            for rank, pieces in enumerate(share.pieces):
-                file = self._file(share.section, rank).name
-                said = everyone[rank]["written"].get(share.section, [])
-                for (name, rectangle), (dtype, offset, sha256) in zip(pieces, said, strict=True):
-                    blocks[name].append(Block(rectangle, file, offset, sha256))
-                    dtypes[name] = dtype
-            sections[share.section] = {
-                name: StoredArray(array.shape, dtypes.get(name) or dtype_name(array.dtype, name), tuple(blocks[name]))
-                for name, array in share.placement.items()
-            }
+            said = [[Written(*each) for each in rank["written"].get(share.section, [])] for rank in everyone]
+            sections[share.section] = stored_arrays(share.section, share.placement, share.pieces, said)
         return Manifest(self.step, sections, self._facts, self._config, self._mesh)
+
+
+def file_name(section: str, rank: int) -> str:
+    """The file of what a rank writes of a section."""
+    return f"{section}-{rank:05d}.safetensors"
+
+
+def stored_arrays(
+    section: str, placement: Placement, pieces: Sequence[Sequence[Piece]], written: Sequence[Sequence[Written]]
+) -> Arrays:
+    """A section of the manifest: of every rank the pieces that it was dealt, and where it has written each of them."""
+    blocks: dict[str, list[Block]] = {name: [] for name in placement}
+    dtypes: dict[str, str] = {}  # as written: of optimizer state a placement does not know them
+    for rank, (own, places) in enumerate(zip(pieces, written, strict=True)):
+        for (name, rectangle), place in zip(own, places, strict=True):
+            blocks[name].append(Block(rectangle, file_name(section, rank), place.offset, place.sha256))
+            dtypes[name] = place.dtype
+    return {
+        name: StoredArray(array.shape, dtypes.get(name) or dtype_name(array.dtype, name), tuple(blocks[name]))
+        for name, array in placement.items()
+    }
 
 
 def deal(placement: Placement, loads: list[int], *, block_bytes: int = BLOCK) -> list[list[Piece]]:
@@ -194,16 +202,11 @@ def _holders(array: ArrayPlacement) -> Iterator[tuple[Rectangle, list[int]]]:
 
 
 def _pieces(rectangle: Rectangle, itemsize: int, block_bytes: int) -> Iterator[Rectangle]:
-    """A rectangle in runs of whole rows, of about so many bytes."""
-    if not rectangle.start:
-        yield rectangle
-        return
-    first, last = rectangle.start[0], rectangle.stop[0]
-    row_bytes = max(1, prod(rectangle.shape[1:]) * itemsize)
-    rows = max(1, block_bytes // row_bytes)
-    for begin in range(first, last, rows):
-        end = min(last, begin + rows)
-        yield Rectangle((begin, *rectangle.start[1:]), (end, *rectangle.stop[1:]))
+    """A rectangle, which is not empty, in runs of whole rows, of about so many bytes."""
+    row = prod(rectangle.shape[1:])
+    run = row * max(1, block_bytes // (row * itemsize))
+    for first in range(0, rectangle.size, run):
+        yield from rectangle.elements(first, min(rectangle.size, first + run))
 
 
 def shares_of(engine: ShardedEngine, optimizer: Optimizer | None) -> list[Shares]:
@@ -243,13 +246,3 @@ def _copied(block: Source) -> Source:
 
 def _itself(block: Array) -> Array:
     return block
-
-
-def _agreed(group: Group, do: Callable[[], None]) -> None:
-    """As ``on_rank_zero``, of a CheckpointError."""
-    try:
-        on_rank_zero(group, do)
-    except CheckpointError:
-        raise
-    except UsageError as error:
-        raise CheckpointError(str(error)) from None

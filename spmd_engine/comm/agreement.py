@@ -14,16 +14,16 @@ from spmd_engine.errors import UsageError
 T = TypeVar("T")
 
 
-def on_rank_zero(group: Group, do: Callable[[], T]) -> T | None:
+def on_rank_zero(group: Group, do: Callable[[], T], error: type[UsageError] = UsageError) -> T | None:
     """``do()`` on rank 0 alone; its result there, None elsewhere.
 
-    A UsageError or OSError of rank 0 (a missing file, say) is raised on every rank as the same UsageError, so
+    A UsageError or OSError of rank 0 (a missing file, say) is raised on every rank as the same ``error``, so
     that the program ends in one way everywhere.
     """
     result, message = _attempt(do) if group.rank == 0 else (None, b"")
     said = group.broadcast(np.frombuffer(message, np.uint8), label="agreement")
     if said.size:
-        raise UsageError(said.tobytes().decode())
+        raise error(said.tobytes().decode())
     return result
 
 
@@ -45,9 +45,9 @@ def _attempt(do: Callable[[], T]) -> tuple[T | None, bytes]:
         return None, (str(error) or repr(error)).encode(errors="replace")
 
 
-def text_from_rank_zero(group: Group, make: Callable[[], str]) -> str:
+def text_from_rank_zero(group: Group, make: Callable[[], str], error: type[UsageError] = UsageError) -> str:
     """A text that rank 0 makes, on every rank; errors as in ``on_rank_zero``."""
-    text = on_rank_zero(group, make)
+    text = on_rank_zero(group, make, error)
     data = np.frombuffer(text.encode(errors="surrogateescape"), np.uint8) if text is not None else None
     return group.broadcast(data, label="agreement").tobytes().decode(errors="surrogateescape")
 

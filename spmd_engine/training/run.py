@@ -15,7 +15,7 @@ import numpy as np
 from spmd_engine.checkpoints import CheckpointFolder, Save, load_checkpoint
 from spmd_engine.checkpoints.folder import replace_file
 from spmd_engine.checkpoints.lock import RunLock
-from spmd_engine.checkpoints.replicas import check_replicas
+from spmd_engine.checkpoints.replicas import compare_replicas
 from spmd_engine.checkpoints.save import KEEP
 from spmd_engine.comm.agreement import on_rank_zero
 from spmd_engine.engine.base import ShardedEngine
@@ -108,7 +108,7 @@ class Run:
                 self.after_step(report.step)
                 ends = last or bool(stop.taken)
                 if _due(self._check_replicas_every, report.step):
-                    check_replicas(self.engine, self.trainer.optimizer)
+                    compare_replicas(self.engine, self.trainer.optimizer)
                 if self._saving and self._written_everywhere():
                     self._finish_saving(must=ends)
                 if ends or _due(self.save_every, report.step):
@@ -135,7 +135,7 @@ class Run:
             if self.config is not None:
                 replace_file(self.folder / CONFIG, json.dumps(self.config, indent=2) + "\n")
 
-        on_rank_zero(self.engine.group(), write)
+        on_rank_zero(self.engine.group(), write, CheckpointError)
 
     def resume(self) -> None:
         """Take up the folder's checkpoint where it left off. Collective.

@@ -5,7 +5,7 @@ import pytest
 
 import tiny
 from spmd_engine import Mesh, run
-from spmd_engine.checkpoints.replicas import check_replicas
+from spmd_engine.checkpoints.replicas import compare_replicas
 from spmd_engine.engine import AdamW
 from spmd_engine.errors import ReplicasDifferError
 
@@ -18,11 +18,11 @@ def message(axes, victim, spoil, **options):
             engine, optimizer = tiny.make_engine(mesh, **options), AdamW()
             engine.step(tiny.batch(engine, 0))
             optimizer.update(engine, engine.gradients, step=1, rate=0.1)
-            check_replicas(engine, optimizer)
+            compare_replicas(engine, optimizer)
             if mesh.rank == victim:
                 spoil(engine, optimizer)
             try:
-                check_replicas(engine, optimizer)
+                compare_replicas(engine, optimizer)
             except ReplicasDifferError as error:
                 return str(error)
 

@@ -15,6 +15,7 @@ import tiny
 from spmd_engine import ArrayData, Job, Mesh, Run, run, train
 from spmd_engine.checkpoints import Checkpoint, CheckpointFolder
 from spmd_engine.checkpoints.files import write_blocks
+from spmd_engine.checkpoints.folder import replace_file
 from spmd_engine.checkpoints.lock import RunLock
 from spmd_engine.engine import AdamW
 from spmd_engine.errors import UsageError
@@ -203,6 +204,37 @@ def test_a_run_may_go_on_unsaved_but_not_end_so(tmp_path, monkeypatch, backgroun
     assert Checkpoint(tmp_path / "stops").metadata["step"] == 2
     with pytest.raises(UsageError, match="step 2 could not be saved"):
         trained(tmp_path / "ends", {"data": 2}, 2, go_on_unsaved=True, **options)
+
+
+@pytest.mark.parametrize("fails", ["CheckpointFolder.begin", "config.json"])
+def test_what_fails_before_anything_is_written_is_a_save_that_failed(tmp_path, monkeypatch, fails):
+    """On a full disk nothing can be begun, either."""
+
+    class Told(Observer):
+        def saved(self, step):
+            told.append(step)
+            disk.full = not disk.full
+
+        def not_saved(self, step, why):
+            told.append(why)
+            disk.full = False
+
+    def maybe(real):
+        def call(*args):
+            if disk.full:
+                raise OSError(28, "No space left on device")
+            return real(*args)
+
+        return call
+
+    told, disk = [], SimpleNamespace(full=False)
+    if fails == "config.json":
+        monkeypatch.setattr("spmd_engine.training.run.replace_file", maybe(replace_file))
+    else:
+        monkeypatch.setattr(CheckpointFolder, "begin", maybe(CheckpointFolder.begin))
+    options = {"save_every": 2, "observers": [Told()], "config": {"a": 1}, "go_on_unsaved": True}
+    trained(tmp_path, {"data": 2}, 6, **options)
+    assert told[0] == 2 and "No space left on device" in told[1] and told[2] == 6
 
 
 def test_a_run_whose_config_is_lost_has_it_in_its_checkpoint(tmp_path):
