@@ -7,6 +7,7 @@ leaves and a piece that comes.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -82,8 +83,33 @@ def plan_transfer(
     return TransferPlan(source, target, routes, rounds)
 
 
+class Exchange(ABC):
+    """What takes blocks from one placement to another, in rounds: a plan, or its adjoint."""
+
+    def execute(
+        self, group: Group, blocks: Blocks, *, out: Blocks | None = None, like: Backend = CPU, label: str = "transfer"
+    ) -> Blocks:
+        """This rank's blocks of ``target``, in ``out`` or new, from its ``blocks`` of ``source``. Collective.
+
+        By name, an array for each rectangle that this rank holds. Those of ``source`` may lie in ``out``, where they
+        belong there, as what is inside a halo does. ``like``: where new blocks are made by a rank that has none itself.
+        Raises UsageError for blocks that are not those of the placement.
+        """
+        return _carry_out(self._steps(group, blocks, out, like), group, label)
+
+    def start(
+        self, group: Group, blocks: Blocks, *, out: Blocks | None = None, like: Backend = CPU, label: str = "transfer"
+    ) -> UnderWay:
+        """As ``execute``, to be waited for later. Of several rounds, the first is under way meanwhile."""
+        return UnderWay(self._steps(group, blocks, out, like), group, label)
+
+    @abstractmethod
+    def _steps(self, group: Group, blocks: Blocks, out: Blocks | None, like: Backend) -> Steps:
+        """Yields what leaves in each round and is sent what came; returns this rank's blocks of the target."""
+
+
 @dataclass(frozen=True)
-class TransferPlan:
+class TransferPlan(Exchange):
     """What ``plan_transfer`` found: made once, the same on every rank, and executed as often as one likes."""
 
     source: Placement
@@ -111,23 +137,6 @@ class TransferPlan:
     def adjoint(self) -> Adjoint:
         """The transposed operation: back by the same routes, where what several had received is added up."""
         return Adjoint(self)
-
-    def execute(
-        self, group: Group, blocks: Blocks, *, out: Blocks | None = None, like: Backend = CPU, label: str = "transfer"
-    ) -> Blocks:
-        """This rank's blocks of ``target``, in ``out`` or new, from its ``blocks`` of ``source``. Collective.
-
-        By name, an array for each rectangle that this rank holds. Those of ``source`` may lie in ``out``, where they
-        belong there, as what is inside a halo does. ``like``: where new blocks are made by a rank that has none itself.
-        Raises UsageError for blocks that are not those of the placement.
-        """
-        return _carry_out(self._steps(group, blocks, out, like), group, label)
-
-    def start(
-        self, group: Group, blocks: Blocks, *, out: Blocks | None = None, like: Backend = CPU, label: str = "transfer"
-    ) -> UnderWay:
-        """As ``execute``, to be waited for later. Of several rounds, the first is under way meanwhile."""
-        return UnderWay(self._steps(group, blocks, out, like), group, label)
 
     def _steps(self, group: Group, blocks: Blocks, out: Blocks | None, like: Backend) -> Steps:
         backend = check_blocks(self.source, group, blocks) or like
@@ -177,11 +186,12 @@ class TransferPlan:
 
 
 @dataclass(frozen=True)
-class Adjoint:
+class Adjoint(Exchange):
     """The transpose of a transfer: what an element was given to several ranks as, comes back from them and is added.
 
     It is added up in the order of the ranks, and on the rank that gave it: with ``from_owners``, on its owner. Of a
-    transfer that gathers, this is a reduce_scatter; of halos, the sum of what overlaps.
+    transfer that gathers, this is a reduce_scatter; of halos, the sum of what overlaps. Its blocks are new, or added to
+    ``out``; what the transfer gave to nobody is zero. 16-bit floats are added up in float32.
     """
 
     plan: TransferPlan
@@ -200,21 +210,6 @@ class Adjoint:
 
     def adjoint(self) -> TransferPlan:
         return self.plan
-
-    def execute(
-        self, group: Group, blocks: Blocks, *, out: Blocks | None = None, like: Backend = CPU, label: str = "transfer"
-    ) -> Blocks:
-        """This rank's blocks of the plan's source: new, or added to ``out``. As ``TransferPlan.execute`` else.
-
-        What the transfer gave to nobody is zero. 16-bit floats are added up in float32.
-        """
-        return _carry_out(self._steps(group, blocks, out, like), group, label)
-
-    def start(
-        self, group: Group, blocks: Blocks, *, out: Blocks | None = None, like: Backend = CPU, label: str = "transfer"
-    ) -> UnderWay:
-        """As ``execute``, to be waited for later. Of several rounds, the first is under way meanwhile."""
-        return UnderWay(self._steps(group, blocks, out, like), group, label)
 
     def _steps(self, group: Group, blocks: Blocks, out: Blocks | None, like: Backend) -> Steps:
         plan, rank = self.plan, group.rank
