@@ -8,7 +8,7 @@ import click
 
 from spmd_engine.errors import UsageError
 from spmd_engine.models import Mixture
-from spmd_engine.training.job import Job
+from spmd_engine.training.job import MIXTURE, Job
 from spmd_engine.training.start import read_job
 
 _JOB = "spmd_engine.job"  # in a context's meta
@@ -24,7 +24,7 @@ def _take(context: click.Context, _: click.Parameter, path: str | None) -> None:
     if job.strategy:
         names &= {"strategy", "mesh"}
     if job.model.mixture is None:
-        names -= {"experts", "top_k", "shared_experts", "dense_layers"}
+        names -= set(MIXTURE)
     found = {name: _option(job, name) for name in names}
     context.default_map = {name: value for name, value in found.items() if value is not None}
 

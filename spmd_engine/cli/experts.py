@@ -9,6 +9,7 @@ import click
 
 from spmd_engine.cli.config_file import configured_mixture
 from spmd_engine.models import Mixture
+from spmd_engine.training.job import MIXTURE
 
 _OF_MODELS = [
     click.option("--experts", type=int, help="Of a gpt-moe model, in each layer that has any. [default: 8]"),
@@ -32,7 +33,6 @@ _OF_ROUTERS = [
     click.option("--z-loss", type=float, help="Of the loss that keeps the router's logits small. [default: 0.001]"),
     click.option("--bias-rate", type=float, help="Of the bias that balances without a loss. [default: 0, none]"),
 ]
-MIXTURE = ("experts", "top_k", "shared_experts", "dense_layers")  #: names of the options that a model's shape hangs on
 
 
 def mixture_options(command: Callable) -> Callable:

@@ -14,7 +14,7 @@ from click.core import ParameterSource
 from spmd_engine.cli.composition import COMPOSITION, composition_of, composition_options
 from spmd_engine.cli.config_file import config_option
 from spmd_engine.cli.engine_by_name import check_mesh, engine_by_name
-from spmd_engine.cli.experts import MIXTURE, mixture_of, mixture_options
+from spmd_engine.cli.experts import mixture_of, mixture_options
 from spmd_engine.cli.options import (
     check_option,
     device_option,
@@ -33,6 +33,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.models.names import MODELS
 from spmd_engine.strategies import STRATEGIES, default_axes, strategy_named
 from spmd_engine.strategies.two_convolutions import IMAGE
+from spmd_engine.training.job import MIXTURE
 from spmd_engine.verify import Distances, GradientCheck, Report, engine_and_reference, fill_zeros, mesh_of_one
 from spmd_engine.verify import verify as compare
 from spmd_engine.verify.report import HEADING

@@ -2,7 +2,7 @@
 
 from spmd_engine.formats.folder import ImageFiles, image_files
 from spmd_engine.formats.idx import read_idx
+from spmd_engine.formats.mapped import MappedArray
 from spmd_engine.formats.npz import npz_names, read_npz
-from spmd_engine.formats.stored import StoredArray
 
-__all__ = ["ImageFiles", "StoredArray", "image_files", "npz_names", "read_idx", "read_npz"]
+__all__ = ["ImageFiles", "MappedArray", "image_files", "npz_names", "read_idx", "read_npz"]

@@ -20,7 +20,7 @@ _HINT = "pip install 'spmd_engine[images]'"
 class ImageFiles:
     """Images[n h w c] of bytes, one a file: rows by numbers or slices, read anew each time.
 
-    Plain values, as a StoredArray is. Raises UsageError, naming the file, for one that is damaged or has changed its
+    Plain values, as a MappedArray is. Raises UsageError, naming the file, for one that is damaged or has changed its
     size.
     """
 
@@ -39,7 +39,7 @@ class ImageFiles:
         return rows
 
     def open(self) -> ImageFiles:
-        """As of a StoredArray: something to take rows from."""
+        """As of a MappedArray: something to take rows from."""
         return self
 
     def _read(self, path: str) -> np.ndarray:

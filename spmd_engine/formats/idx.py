@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 
 from spmd_engine.errors import UsageError
-from spmd_engine.formats.stored import StoredArray
+from spmd_engine.formats.mapped import MappedArray
 
 _DTYPES = {8: "u1", 9: "i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
 _GZIP = b"\x1f\x8b"
 
 
-def read_idx(path: str | Path) -> StoredArray | np.ndarray:
+def read_idx(path: str | Path) -> MappedArray | np.ndarray:
     """The array of an IDX file: where it lies in the file or, of a compressed one (.gz), the array itself.
 
     Raises UsageError if the file is none, is compressed wrongly, or is longer or shorter than its header says.
@@ -26,7 +26,7 @@ def read_idx(path: str | Path) -> StoredArray | np.ndarray:
         if start[:2] != _GZIP:
             dtype, shape, offset = _header(path, start)
             _check_length(path, dtype, shape, Path(path).stat().st_size - offset)
-            return StoredArray(str(Path(path).resolve()), dtype, offset, shape)
+            return MappedArray(str(Path(path).resolve()), dtype, offset, shape)
     try:
         with gzip.open(path) as file:
             content = file.read()

@@ -10,7 +10,7 @@ from spmd_engine.errors import UsageError
 
 
 @dataclass(frozen=True)
-class StoredArray:
+class MappedArray:
     """Where an array in C order lies in a file. Plain values: another rank can open it by them."""
 
     path: str

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from spmd_engine.errors import UsageError
-from spmd_engine.formats.stored import StoredArray
+from spmd_engine.formats.mapped import MappedArray
 
 _LOCAL_HEADER = 30  # bytes of a zip member's own header, before its name and its extra field
 
@@ -22,7 +22,7 @@ def npz_names(path: str | Path) -> tuple[str, ...]:
         return tuple(name.removesuffix(".npy") for name in archive.namelist())
 
 
-def read_npz(path: str | Path, name: str) -> StoredArray | np.ndarray:
+def read_npz(path: str | Path, name: str) -> MappedArray | np.ndarray:
     """An array: where it lies in the file or, of a compressed one (``savez_compressed``), the array itself.
 
     Its checksum is compared in any case. Raises UsageError for what is damaged, and for arrays of Python's objects.
@@ -47,7 +47,7 @@ def read_npz(path: str | Path, name: str) -> StoredArray | np.ndarray:
         file.seek(info.header_offset + _LOCAL_HEADER - 4)
         lengths = np.frombuffer(file.read(4), "<u2")
     offset = info.header_offset + _LOCAL_HEADER + int(lengths.sum()) + begins
-    return StoredArray(str(Path(path).resolve()), dtype.str, offset, shape)
+    return MappedArray(str(Path(path).resolve()), dtype.str, offset, shape)
 
 
 @contextmanager

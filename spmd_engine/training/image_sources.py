@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from spmd_engine.errors import UsageError
-from spmd_engine.formats import ImageFiles, StoredArray, image_files, npz_names, read_idx, read_npz
+from spmd_engine.formats import ImageFiles, MappedArray, image_files, npz_names, read_idx, read_npz
 from spmd_engine.training.array_data import part_of
 
 HELD_OUT = 5  #: one image in so many is for validation where the data have no part for that; the same in every run
@@ -28,7 +28,7 @@ _KNOWN = (
     "a folder with a subfolder of images a class"
 )
 
-Part = StoredArray | ImageFiles | np.ndarray
+Part = MappedArray | ImageFiles | np.ndarray
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,8 @@ def _npz(file: Path) -> Source:
     )
 
 
-def _whole(array: StoredArray | np.ndarray) -> np.ndarray:
-    return np.array(array.open() if isinstance(array, StoredArray) else array)
+def _whole(array: MappedArray | np.ndarray) -> np.ndarray:
+    return np.array(array.open() if isinstance(array, MappedArray) else array)
 
 
 def _checked(found: list[tuple[str, Part, np.ndarray]], files: int) -> Source:

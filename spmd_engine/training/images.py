@@ -12,7 +12,7 @@ import numpy as np
 
 from spmd_engine.comm.agreement import on_all_ranks, on_rank_zero, text_from_rank_zero
 from spmd_engine.comm.group import Group
-from spmd_engine.formats import ImageFiles, StoredArray
+from spmd_engine.formats import ImageFiles, MappedArray
 from spmd_engine.models import ImageShape
 from spmd_engine.training.array_data import ArrayData
 from spmd_engine.training.augment import augmented
@@ -92,9 +92,9 @@ def _described(found: Source) -> dict[str, Any]:
     return {"parts": parts, "files": found.files, "sha256": _digest(Rows(found.parts), found.y, found.held_out)}
 
 
-def _part(described: dict[str, Any]) -> StoredArray | ImageFiles:
+def _part(described: dict[str, Any]) -> MappedArray | ImageFiles:
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in described.items()}
-    return (StoredArray if "offset" in values else ImageFiles)(**values)
+    return (MappedArray if "offset" in values else ImageFiles)(**values)
 
 
 def _digest(x: Rows, y: np.ndarray, held_out: np.ndarray) -> str:

@@ -26,11 +26,10 @@ OF_IMAGES = {
     "warmup": 20,
 }
 
+#: Options of models that have experts, on which their parameters' shapes hang.
+MIXTURE = ("experts", "top_k", "shared_experts", "dense_layers")
 #: Options that decide what a run computes, by their names for ``Job.with_options``: it goes on with its own.
-FIXED = (
-    *("model", "strategy", "dropout", "dtype", "seed", "batch_size", "optimizer"),
-    *("experts", "top_k", "shared_experts", "dense_layers"),
-)
+FIXED = ("model", "strategy", "dropout", "dtype", "seed", "batch_size", "optimizer", *MIXTURE)
 #: Options that have other names than their fields, by the sections within sections where these are.
 _SHORT = {
     "model": ("model", "name"),

@@ -7,11 +7,11 @@ import pytest
 
 from labelled_images import CODES, LABELS, PIXELS, idx, write_folder, write_npz
 from spmd_engine.errors import UsageError
-from spmd_engine.formats import StoredArray, image_files, npz_names, read_idx, read_npz
+from spmd_engine.formats import MappedArray, image_files, npz_names, read_idx, read_npz
 
 
 def opened(array):
-    return array.open() if isinstance(array, StoredArray) else array
+    return array.open() if isinstance(array, MappedArray) else array
 
 
 # --- IDX
@@ -23,7 +23,7 @@ def test_idx_of_any_dtype_and_shape_is_mapped(tmp_path, dtype, shape):
     array = np.random.default_rng(1).integers(0, 100, shape).astype(dtype)
     (tmp_path / "a").write_bytes(idx(array, dtype))
     found = read_idx(tmp_path / "a")
-    assert isinstance(found, StoredArray)
+    assert isinstance(found, MappedArray)
     np.testing.assert_array_equal(found.open(), array)
     assert found.open().dtype == dtype and found.open().shape == shape
 
@@ -65,7 +65,7 @@ def test_npz_is_mapped_where_it_is_not_compressed(tmp_path, dtype, compressed):
     assert npz_names(file) == ("first", "x", "fortran")
     for name, array in arrays.items():
         found = read_npz(file, name)
-        assert isinstance(found, StoredArray) == (not compressed and name != "fortran")
+        assert isinstance(found, MappedArray) == (not compressed and name != "fortran")
         np.testing.assert_array_equal(opened(found), array)
         assert opened(found).dtype == array.dtype
 

@@ -166,9 +166,9 @@ def test_what_makes_no_sense_is_one_line_on_every_rank(tmp_path, how):
 
 def test_a_file_that_one_rank_cannot_see_is_an_error_on_all(tmp_path, monkeypatch):
     from spmd_engine.comm.world import world
-    from spmd_engine.formats import StoredArray
+    from spmd_engine.formats import MappedArray
 
-    opened = StoredArray.open
+    opened = MappedArray.open
 
     def open_but_on_rank_two(self):
         if world().rank == 2:
@@ -176,7 +176,7 @@ def test_a_file_that_one_rank_cannot_see_is_an_error_on_all(tmp_path, monkeypatc
         return opened(self)
 
     path = write_npz(tmp_path / "a.npz")
-    monkeypatch.setattr(StoredArray, "open", open_but_on_rank_two)
+    monkeypatch.setattr(MappedArray, "open", open_but_on_rank_two)
 
     def program():
         with Mesh() as mesh, pytest.raises(UsageError, match="rank 2 of 3: no such file here"):
