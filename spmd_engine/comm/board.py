@@ -158,8 +158,7 @@ class Board:
         self._head(page, header)
         if header.inline:
             self._view(page, self.rank, header)[...] = data
-        else:
-            self._rows[page][self.rank][: _PLACES.size] = _PLACES.pack(*(place or _NOWHERE), *(result or _NOWHERE))
+        self._rows[page][self.rank][: _PLACES.size] = _PLACES.pack(*(place or _NOWHERE), *(result or _NOWHERE))
 
     def hear(self, number: int, expected: Said) -> tuple[Said, list[Block | None]]:
         """What all ranks said, ``expected`` itself if that is it, and their data where they lie (None: not shown)."""

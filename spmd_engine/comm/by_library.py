@@ -12,8 +12,8 @@ from typing import Protocol
 
 import numpy as np
 
-from spmd_engine.comm.algorithms import joined, span, spans
 from spmd_engine.comm.shared import Reducer
+from spmd_engine.comm.spans import joined, span, spans
 
 #: Bytes of the array handed in up to which the library is faster than reading where the data lie.
 MOST = {"all_gather": 1 << 22, "all_to_all": 1 << 23, "reduce_scatter": 1 << 21, "all_reduce": 1 << 21}

@@ -16,10 +16,13 @@ from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.arena import Neighbours
 from spmd_engine.comm.board import Board
 from spmd_engine.comm.pending import Progress
+from spmd_engine.comm.transports.turns import Turns
+from spmd_engine.comm.tuning import Tuning
 
 if TYPE_CHECKING:
     from spmd_engine.comm.by_library import Library
-    from spmd_engine.comm.lanes import Lanes
+    from spmd_engine.comm.transports.exchange import Exchange
+    from spmd_engine.comm.transports.hierarchical import Lanes
 
 
 class Communicator(ABC):
@@ -28,13 +31,18 @@ class Communicator(ABC):
     rank: int
     size: int
     node: str  #: name of the host this rank runs on
+    hosts: Sequence[str]  #: the same of every rank
     progress: Progress  #: this rank's outstanding operations, shared with every sub-communicator
+    tuning: Tuning = Tuning()
+    turns: Turns  #: of the calls that may use ``collectives`` or ``lane_collectives``
     calls = 0  #: collectives begun here; equal on all ranks, whichever meshes share this communicator
     device_aware = False  #: whether device arrays may be handed to it as they are
     looks = 0  #: how often to look for what is waited for before giving way, where every rank has a core
     neighbours: Neighbours | None = None  #: memory shared with ranks of this node, where it can be had
     board: Board | None = None  #: where this communicator's ranks meet, if all are on one node and share memory
     lanes: Lanes | None = None  #: the ways between its nodes, if there are several, with as many ranks each
+    collectives: Exchange | None = None  #: the MPI library's, of these ranks, for calls between nodes
+    lane_collectives: Exchange | None = None  #: the same for this rank's lane
     library: Library | None = None  #: faster at some calls of ranks that have all come, and have a core each
 
     def next_call(self) -> int:
@@ -57,7 +65,7 @@ class Communicator(ABC):
         return x if x is not None else np.empty(shape, dtype)
 
     def outer(self, rank: int) -> int:
-        """The number of ``rank`` in this communicator: the same; see ``algorithms.Part``."""
+        """The number of ``rank`` in this communicator: the same; see ``transports.messages.Part``."""
         return rank
 
     @abstractmethod
@@ -86,11 +94,11 @@ class Communicator(ABC):
 
     @abstractmethod
     def announce_end(self) -> None:
-        """Tell all ranks of the world that this rank's program has ended."""
+        """Tell those ranks of the world that have asked, or will see it, that this rank's program has ended."""
 
     @abstractmethod
-    def ended(self) -> list[int]:
-        """Ranks of this communicator whose programs have ended."""
+    def ended(self, suspects: Sequence[int]) -> list[int]:
+        """Those of these ranks of this communicator whose programs are known to have ended; the others are asked."""
 
     @abstractmethod
     def pause(self, idle: int, activity: int, messages: bool = True) -> None:

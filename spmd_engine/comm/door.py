@@ -9,17 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.comm import by_library, dtypes, header, lanes, meeting
+from spmd_engine.arrays.backend import Array
+from spmd_engine.comm import by_library, dtypes, header, meeting, staging
+from spmd_engine.comm.between_nodes import BetweenNodes
 from spmd_engine.comm.board import LEFT
 from spmd_engine.comm.communicator import Communicator
 from spmd_engine.comm.header import Call, Header, Said
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.pending import TIMEOUT, Pending, Steps
+from spmd_engine.comm.transports.messages import Messages
 from spmd_engine.errors import UsageError
 
-_PHASES = 4  # tags a collective may use
-COLLECTIVE_TAGS = 4096 * _PHASES  # collectives use tags below, send and receive those above
 _PLANS = 512  # plans that are kept at most
 
 
@@ -43,6 +43,7 @@ class Plan:
     at_once: bool = False  # whether a blocking call may be made without the machinery for those under way
     said: Said | None = None  # by everyone on the board, last time
     by_library: Plan | None = None  # for blocking calls, if the MPI library is to move the data
+    told: Header | None = None  # what ranks of several nodes tell each other: the terms of it in place of the sizes
     quick: bool = False  # whether this rank needs no more than the others say to finish
 
 
@@ -66,7 +67,10 @@ class Door:
         self.rank, self.size = comm.rank, comm.size
         self._board, self._lanes = comm.board, comm.lanes
         self._pages = comm.lanes.board if comm.lanes else comm.board  #: whose pages calls take in turn, if any
-        self._inline = comm.board.room if comm.board else meeting.INLINE  #: bytes of data that a header brings along
+        self._between = BetweenNodes(comm, axes) if comm.board is None else None
+        self._messages = Messages(comm)
+        #: bytes of data that a header brings along
+        self._inline = comm.board.room if comm.board else comm.tuning.with_agreement // comm.size
         self._plans: dict[tuple, Plan] = {}
 
     def _keep(self, key: tuple, plan: Plan, x: Array | None = None) -> Plan:
@@ -74,6 +78,11 @@ class Door:
         if len(self._plans) >= _PLANS:
             self._plans.clear()
         self._plans[key] = plan
+        if self._between is not None:
+            host = x is None or isinstance(x, np.ndarray)
+            terms = plan.header.terms(plan.sizes, host, plan.payload)
+            inline = plan.header.inline if plan.header.shape is not None else 0
+            plan.told = replace(plan.header, sizes=terms, inline=inline)
         if self._board is not None and self.comm.looks > 0:
             if self._is_for_the_library(plan, x):
                 told = replace(plan.header, by_library=True)
@@ -109,35 +118,37 @@ class Door:
     def _is_ordinary(self, out: Array) -> bool:
         return type(out) is np.ndarray and not self._is_shared(out)
 
-    def _header(
-        self, operation: str, x: Array | None, *, limit: int | None = None, always: bool = False, **fields: Any
-    ) -> Header:
-        """What to tell the others, with at most ``limit`` bytes of data. ``always``: even with checks switched off."""
+    def _header(self, operation: str, x: Array | None, *, limit: int | None = None, **fields: Any) -> Header:
+        """What to tell the others, with at most ``limit`` bytes of data."""
         if x is None:
             return Header(operation, **fields)
         if x.ndim > header.MAX_DIMS:
             raise UsageError(f"{operation}: {x.ndim} dimensions; at most {header.MAX_DIMS} can be told to others")
         small = x.nbytes <= (self._inline if limit is None else limit) and isinstance(x, np.ndarray)
-        small = small and self._meets(always)
         name = dtypes.describe(x.dtype)
         return Header(operation, dtype=name, shape=x.shape, inline=x.nbytes if small else 0, **fields)
 
-    def _refuse(self, operation: str, label: str, error: UsageError, *, always: bool = False) -> Pending:
-        """A call that this rank cannot make. It says so in its place, and all ranks raise the same UsageError.
-
-        ``always``: whether the others hear of the call even with checks switched off; who cannot tell them raises
-        the error at once.
-        """
-        if self.size == 1 or not self._meets(always):
+    def _refuse(self, operation: str, label: str, error: UsageError) -> Pending:
+        """A call that this rank cannot make. It says so in its place, and all ranks raise the same UsageError."""
+        if self.size == 1:
             raise error
         text = meeting.bytes_of(str(error))
-        where = operation, self.axes, label
-        return self._begin(Plan(Header("refuse", inline=text.size), where, self._meet_only), text)
+        return self._begin(self._say("refuse", (operation, self.axes, label), text), text)
+
+    def _say(self, what: str, where: tuple[str, str, str], text: np.ndarray) -> Plan:
+        """A call that only brings a text."""
+        steps = self._between.meet_only if self._between else self._meet_only
+        plan = Plan(Header(what, inline=text.size), where, steps)
+        if self._between:
+            plan.told = Header(what, sizes=plan.header.terms(None, True, 0))
+        return plan
 
     def _begin(self, plan: Plan, x: Array | None, out: Any = None) -> Pending:
         """Start the next call; write to the ledger when it ends."""
         number, began = self.comm.next_call(), perf_counter()
         steps = plan.steps(plan, number, x, out)
+        if self._between is not None:
+            self.comm.turns.enter(number)
         if self._lanes is not None:
             steps = self._lanes.in_turn(number, steps)
         pending = self.comm.progress.begin(Operation(self, plan, number, steps))
@@ -160,54 +171,24 @@ class Door:
         self.ledger.record(*plan.where, payload=plan.payload, sent=sent, seconds=perf_counter() - began)
         return result
 
-    def _in_lanes(self, size: int) -> bool:
-        """Whether an array of that many bytes, of all ranks together or of each, goes within nodes, then between."""
-        return self._lanes is not None and size >= lanes.LARGE
-
-    def _meets(self, always: bool) -> bool:
-        return always or self.check or self._board is not None
-
-    def _meet(self, plan: Plan, number: int, x: Array | None, *, always: bool = False, **how: Any) -> Steps:
+    def _meet(self, plan: Plan, number: int, x: Array | None, **how: Any) -> Steps:
         """Tell the others of this call, show them ``x``, and hear them: steps to a Meeting. ``how``: see on_board."""
         # device memory goes by messages
         shown = x if isinstance(x, np.ndarray) and not plan.header.by_library else None
-        call = Call(number, plan.header)
-        if self._board is not None:
-            how["expected"] = plan.said
-            met = yield from meeting.on_board(self._board, call, shown, self.axes, self.check, **how)
-            if met.said is not plan.said:
-                self._expect(plan, met.said)
-            return met
-        if not self._meets(always):
-            return meeting.Meeting([], [])
-        return (yield from meeting.by_messages(self.comm, call, shown, self.axes, self.check, self._tag(number)))
+        how["expected"] = plan.said
+        met = yield from meeting.on_board(self._board, Call(number, plan.header), shown, self.axes, self.check, **how)
+        if met.said is not plan.said:
+            self._expect(plan, met.said)
+        return met
 
     def _meet_only(self, plan: Plan, number: int, text: np.ndarray | None, _: None) -> Steps:
-        yield from self._meet(plan, number, text, always=True)
-
-    def _tag(self, number: int) -> int:
-        """The first of the tags of call ``number``."""
-        return number % (COLLECTIVE_TAGS // _PHASES) * _PHASES
+        yield from self._meet(plan, number, text)
 
     def _ready(self, x: Array) -> tuple[Array, Callable[[Array], Array]]:
-        """``x`` contiguous where the transport can read it, and what brings a result home to its device."""
-        if isinstance(x, np.ndarray):
-            return x if x.flags.c_contiguous else np.ascontiguousarray(x).reshape(x.shape), _stays
-        backend = backend_of(x)
-        if not self.comm.device_aware:
-            return self._host(x), backend.asarray
-        return backend.xp.ascontiguousarray(x).reshape(x.shape), _stays  # ascontiguousarray makes scalars 1-D
-
-    def _host(self, x: Array) -> np.ndarray:
-        backend = backend_of(x)
-        staged = backend.pinned_empty(x.shape, x.dtype)
-        backend.synchronize()
-        backend.copy_to_host(x, staged)
-        return staged
+        return staging.ready(self.comm, x)
 
     def _reachable(self, x: Array) -> bool:
-        """Whether the transport can write to ``x``."""
-        return isinstance(x, np.ndarray) or self.comm.device_aware
+        return staging.is_reachable(self.comm, x)
 
 
 class Operation(Pending):
@@ -233,8 +214,10 @@ class Operation(Pending):
         )
 
     def on_end(self) -> None:
-        if self._number and self._door._pages is not None:
-            self._door._pages.say(self._number, LEFT)
+        if self._number:
+            self._door.comm.turns.over(self._number)
+            if self._door._pages is not None:
+                self._door._pages.say(self._number, LEFT)
 
     def on_wait(self, seconds: float) -> None:
         self._door.ledger.record_wait(*self._plan.where, seconds)
@@ -249,7 +232,3 @@ def suits(plan: Plan, out: Array | None) -> bool:
         and out.dtype is plan.dtype
         and out.flags.carray  # contiguous, and can be written to
     )
-
-
-def _stays(result: Array) -> Array:
-    return result

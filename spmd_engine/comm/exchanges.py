@@ -7,14 +7,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.comm import algorithms, by_library, lanes
-from spmd_engine.comm.algorithms import span
+from spmd_engine.comm import by_library
 from spmd_engine.comm.door import Plan, suits
-from spmd_engine.comm.header import Call, Header
+from spmd_engine.comm.header import Header
 from spmd_engine.comm.lending import fill
 from spmd_engine.comm.meeting import Meeting
 from spmd_engine.comm.pending import Pending, Steps
-from spmd_engine.comm.reductions import Reductions, check_out, copied, ints, takes_results
+from spmd_engine.comm.reductions import Reductions, check_out, ints, takes_results
+from spmd_engine.comm.spans import joined, span, spans
+from spmd_engine.comm.staging import copied
+from spmd_engine.comm.transports.messages import DATA, exchange, tag
 from spmd_engine.errors import UsageError
 
 
@@ -32,8 +34,8 @@ class Exchanges(Reductions):
     ) -> Array:
         """Everyone's ``x`` joined along ``axis`` in rank order. Shards may differ along ``axis`` and be empty.
 
-        ``sizes`` (each rank's length along ``axis``) spares the exchange of shapes where checks are switched
-        off. ``out``, contiguous, with axis 0, receives the result; ``x`` may be this rank's part of it.
+        ``sizes`` (each rank's length along ``axis``) spares ranks of several nodes the exchange of lengths. ``out``,
+        contiguous, with axis 0, receives the result; ``x`` may be this rank's part of it.
         """
         plan = self._plans.get(("all_gather", type(x), x.dtype, x.shape, axis, ints(sizes), label))
         if plan is not None and plan.at_once and suits(plan, out):
@@ -60,7 +62,7 @@ class Exchanges(Reductions):
             if out is not None and (plan.header.axis or out.dtype != x.dtype or not takes_results(out)):
                 raise UsageError(f"all_gather: out must be a contiguous, writable array of {x.dtype}, and axis 0")
         except UsageError as error:
-            return self._refuse("all_gather", label, error, always=sizes is None)
+            return self._refuse("all_gather", label, error)
         if self.size == 1:
             check_out("all_gather", x, out)
             return Pending.completed(x.copy() if out is None else copied(x, out))
@@ -74,9 +76,9 @@ class Exchanges(Reductions):
                 f"{self.rank} is {x.shape[axis]}, the length of this rank's array along axis {axis}"
             )
         return Plan(
-            self._header("all_gather", x, axis=axis, always=sizes is None),
+            self._header("all_gather", x, axis=axis),
             ("all_gather", self.axes, label),
-            self._all_gather,
+            self._between.all_gather if self._between else self._all_gather,
             _joined,
             self._gathered_by_library,
             payload=x.nbytes,
@@ -93,8 +95,8 @@ class Exchanges(Reductions):
     def _all_gather(self, plan: Plan, number: int, x: Array, out: Array | None) -> Steps:
         own, home = self._ready(x)
         axis, xp = plan.header.axis, backend_of(own).xp
-        meeting = yield from self._meet(plan, number, own, always=plan.sizes is None, lend=True)
-        lengths = [header.shape[axis] for header in meeting.headers] if meeting.headers else plan.sizes
+        meeting = yield from self._meet(plan, number, own, lend=True)
+        lengths = [header.shape[axis] for header in meeting.headers]
         shape = (*own.shape[:axis], sum(lengths), *own.shape[axis + 1 :])
         fits = out is None or out.shape == shape  # if not, this rank is still to give the others what is theirs
         result = out if out is not None and fits and self._reachable(out) else xp.empty(shape, own.dtype)
@@ -112,23 +114,19 @@ class Exchanges(Reductions):
     ) -> Steps:
         """Fill ``result`` with everyone's array: what this rank gives is ``own``."""
         axis = plan.header.axis
-        parts = algorithms.spans(lengths)
+        parts = spans(lengths)
         spaces = [result[(slice(None),) * axis + (part,)] for part in parts]
         copied(own, spaces[self.rank])
-        if axis == 0 and self._in_lanes(result.nbytes):
-            yield from lanes.all_gather(self._lanes, Call(number, plan.header), result, parts, self._tag(number) + 1)
-        else:
-            for r, block in enumerate(meeting.blocks):
-                if block is not None and r != self.rank and spaces[r].size:
-                    fill(spaces[r], block)
-            if not meeting.readable:
-                blocks = meeting.blocks or [None] * self.size
-                yield from self._receive_missing(own, blocks, spaces, axis, self._tag(number) + 1)
+        for r, block in enumerate(meeting.blocks):
+            if block is not None and r != self.rank and spaces[r].size:
+                fill(spaces[r], block)
+        if not meeting.readable:
+            yield from self._receive_missing(own, meeting.blocks, spaces, axis, tag(number, DATA))
         if meeting.exposed:
             yield from meeting.end()
 
     def _receive_missing(
-        self, own: Array, blocks: Sequence[Array | None], spaces: Sequence[Array], axis: int, tag: int
+        self, own: Array, blocks: Sequence[Array | None], spaces: Sequence[Array], axis: int, data_tag: int
     ) -> Steps:
         """Fill the ``spaces`` along ``axis`` whose ``blocks`` could not be read; ``own`` is sent if it could not be."""
         missing: list[Array | None] = [None] * self.size
@@ -136,7 +134,7 @@ class Exchanges(Reductions):
             if block is None:  # received straight into the result, if it lies there in one piece
                 missing[r] = space if axis == 0 else backend_of(own).empty(space.shape, own.dtype)
         outgoing = own if blocks[self.rank] is None else None
-        yield from algorithms.exchange(self.comm, [outgoing] * self.size, missing, tag)
+        yield from exchange(self.comm, [outgoing] * self.size, missing, data_tag)
         for r, each in enumerate(missing):
             if axis and each is not None and r != self.rank:
                 spaces[r][...] = each
@@ -179,7 +177,7 @@ class Exchanges(Reductions):
             plan = self._plans.get(key)
             plan = plan or self._keep(key, self._plan_all_to_all(x, axis, concat_axis, splits, label), x)
         except UsageError as error:
-            return self._refuse("all_to_all", label, error, always=True)
+            return self._refuse("all_to_all", label, error)
         if self.size == 1:
             return Pending.completed(x.copy())
         return (self._begin_blocking if waits else self._begin)(plan, x)
@@ -191,9 +189,9 @@ class Exchanges(Reductions):
         concat = axis if concat_axis is None else self._axis("all_to_all", x, concat_axis)
         parts = self._parts("all_to_all", x, axis, splits)
         return Plan(
-            self._header("all_to_all", x, axis=axis, concat_axis=concat, sizes=splits or (), always=True),
+            self._header("all_to_all", x, axis=axis, concat_axis=concat, sizes=splits or ()),
             ("all_to_all", self.axes, label),
-            self._all_to_all,
+            self._between.all_to_all if self._between else self._all_to_all,
             self._parts_joined,
             self._exchanged_by_library,
             payload=x.nbytes,
@@ -208,7 +206,7 @@ class Exchanges(Reductions):
             along = (slice(None),) * plan.header.axis
             cuts = [(*along, self._part_for_me(header)) for header in plan.said.headers]
         parts = [block[cut] for block, cut in zip(blocks, cuts, strict=True)]
-        return algorithms.joined(parts, plan.header.concat_axis, plan.dtype)
+        return joined(parts, plan.header.concat_axis, plan.dtype)
 
     def _exchanged_by_library(self, plan: Plan, x: np.ndarray, _: Sequence[None], out: None) -> np.ndarray:
         shapes = [self._shape_for_me(header) for header in plan.said.headers]
@@ -218,12 +216,12 @@ class Exchanges(Reductions):
     def _all_to_all(self, plan: Plan, number: int, x: Array, out: None) -> Steps:
         own, home = self._ready(x)
         axis, concat, xp = plan.header.axis, plan.header.concat_axis, backend_of(own).xp
-        meeting = yield from self._meet(plan, number, own, always=True, lend=axis == 0)
+        meeting = yield from self._meet(plan, number, own, lend=axis == 0)
         if meeting.by_library:
             return self._exchanged_by_library(plan, own, meeting.blocks, out)
         cuts = [self._part_for_me(header) for header in meeting.headers]
         shapes = [self._shape_for_me(header) for header in meeting.headers]
-        places = algorithms.spans([shape[concat] for shape in shapes])
+        places = spans([shape[concat] for shape in shapes])
         result = xp.empty((*shapes[0][:concat], places[-1].stop, *shapes[0][concat + 1 :]), own.dtype)
         spaces = [result[(slice(None),) * concat + (place,)] for place in places]
         missing: list[Array | None] = [None] * self.size
@@ -237,7 +235,7 @@ class Exchanges(Reductions):
         if not meeting.readable:
             sends = meeting.blocks[self.rank] is None
             outgoing = [xp.ascontiguousarray(own[part]) if sends else None for part in plan.parts]
-            yield from algorithms.exchange(self.comm, outgoing, missing, self._tag(number) + 1)
+            yield from exchange(self.comm, outgoing, missing, tag(number, DATA))
             for r, each in enumerate(missing):
                 if concat and each is not None:
                     spaces[r][...] = each
@@ -257,4 +255,4 @@ class Exchanges(Reductions):
 
 
 def _joined(plan: Plan, _: np.ndarray, blocks: Sequence[np.ndarray], out: np.ndarray | None) -> np.ndarray:
-    return algorithms.joined(blocks, plan.header.axis, plan.dtype, out)
+    return joined(blocks, plan.header.axis, plan.dtype, out)

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from spmd_engine.arrays.backend import CPU, Array, Backend, backend_of
-from spmd_engine.comm import algorithms, dtypes
-from spmd_engine.comm.algorithms import span
+from spmd_engine.comm import dtypes
 from spmd_engine.comm.door import Plan
 from spmd_engine.comm.exchanges import Exchanges
 from spmd_engine.comm.header import Header
 from spmd_engine.comm.lending import fill
 from spmd_engine.comm.meeting import bytes_of
 from spmd_engine.comm.pending import Pending, Steps
+from spmd_engine.comm.spans import span
 from spmd_engine.errors import UsageError
 
 
@@ -40,7 +40,8 @@ class Group(Exchanges):
         plan = self._plans.get(key)
         if plan is None:
             where = "barrier", self.axes, label
-            plan = self._keep(key, Plan(Header("barrier"), where, self._meet_only, lambda *_: None))
+            steps = self._between.meet_only if self._between else self._meet_only
+            plan = self._keep(key, Plan(Header("barrier"), where, steps, lambda *_: None))
         return self._begin(plan, None)
 
     def leave(self, reason: str = "") -> None:
@@ -52,11 +53,11 @@ class Group(Exchanges):
             text = bytes_of(reason)
             if not reason:
                 self.comm.announce_end()  # for those who wait in other groups
-            plan = Plan(Header("leave", inline=text.size), ("leave", self.axes, ""), self._meet_only)
-            meeting = self._begin(plan, text)
+            meeting = self._begin(self._say("leave", ("leave", self.axes, ""), text), text)
             meeting.until_the_end = True
             meeting.wait()
-            self.comm.ended()  # take in what the others announced
+            if not reason:
+                self.comm.announce_end()  # to those who have asked meanwhile
 
     def broadcast(self, x: Array | None, root: int = 0, *, label: str = "") -> Array:
         """The root's ``x`` on every rank; what the others give is not looked at, and may be None."""
@@ -80,7 +81,7 @@ class Group(Exchanges):
             key = _broadcast_key(mine, root, label)
             plan = self._plans.get(key) or self._keep(key, self._plan_broadcast(mine, root, label), mine)
         except UsageError as error:
-            return self._refuse("broadcast", label, error, always=True)
+            return self._refuse("broadcast", label, error)
         return self._begin(plan, mine, backend_of(x) if x is not None else CPU)
 
     def _plan_broadcast(self, mine: Array | None, root: int, label: str) -> Plan:
@@ -89,20 +90,21 @@ class Group(Exchanges):
             part = (own.stop - own.start) * result.itemsize
             return result.nbytes - part + part * (self.size - 1) if self.rank == root else part * (self.size - 2)
 
-        header = self._header("broadcast", mine, root=root, always=True)
+        header = self._header("broadcast", mine, root=root)
         payload = mine.nbytes if mine is not None else 0
         dtype = mine.dtype if mine is not None else None
         where = "broadcast", self.axes, label
-        return Plan(header, where, self._broadcast, _received, payload=payload, sent=sent, dtype=dtype)
+        steps = self._between.broadcast if self._between else self._broadcast
+        return Plan(header, where, steps, _received, payload=payload, sent=sent, dtype=dtype)
 
     def _broadcast(self, plan: Plan, number: int, mine: Array | None, home: Backend) -> Steps:
         root = plan.header.root
-        meeting = yield from self._meet(plan, number, mine, always=True, lend=True)
+        meeting = yield from self._meet(plan, number, mine, lend=True)
         block = meeting.blocks[root]
         where = home if self.comm.device_aware and block is None else CPU
         data = mine.copy() if mine is not None else where.empty(*meeting.headers[root].array_type)
         if block is None:
-            yield from algorithms.broadcast(self.comm, data.reshape(-1), root, self._tag(number) + 1)
+            yield from self._messages.broadcast(number, data.reshape(-1), root)
         elif mine is None:
             fill(data, block)
         if meeting.exposed:

@@ -18,13 +18,14 @@ OPERATIONS = ("barrier", "broadcast", "all_gather", "all_reduce", "reduce_scatte
 OPERATIONS += ("leave", "refuse")  # instead of a call: the program ends; this rank cannot make the call
 REDUCTIONS = ("", "sum", "mean", "max", "min", "prod")
 MAX_DIMS = 16
+TERMS = 5  # of Header.terms
 
 _LAYOUT = struct.Struct(f"<BBBBiiiIII{MAX_DIMS}q")
 
 
 def room(ranks: int) -> int:
     """Bytes of a header at most, in a group of so many ranks."""
-    return _LAYOUT.size + 8 * ranks + dtypes.LONGEST
+    return _LAYOUT.size + 8 * max(ranks, TERMS) + dtypes.LONGEST
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,27 @@ class Header:
     def digest(self) -> int:
         """A number by which it is recognized."""
         return int.from_bytes(blake2b(self.packed, digest_size=8).digest(), "little", signed=True)
+
+    @cached_property
+    def agreed(self) -> int:
+        """A number that is equal where this header's ``agreement`` is."""
+        return number_of(self.agreement())
+
+    @cached_property
+    def variable(self) -> int:
+        """A number that is equal where, besides, all gather arrays of one length, or split them alike."""
+        if self.operation == "all_gather" and self.shape:
+            return self.shape[self.axis]
+        return number_of((self.shape, self.sizes)) if self.operation == "all_to_all" else 0
+
+    def terms(self, sizes: Sequence[int] | None, host: bool, size: int) -> tuple[int, ...]:
+        """Numbers on which ranks of several nodes agree, in place of all the rest; see ``dissemination``.
+
+        ``sizes``: of all ranks' arrays, as far as the caller says; ``host``: whether this rank's is in the host's
+        memory; ``size``: its bytes.
+        """
+        known = number_of(tuple(map(int, sizes))) if sizes is not None else -1
+        return self.agreed, self.variable, known, int(host), size
 
     @classmethod
     def unpack(cls, data: bytes) -> Header:
@@ -125,6 +147,11 @@ class Header:
         return self.operation, self.reduction, self.dtype, tuple(shape), self.axis, self.concat_axis, sizes
 
 
+def number_of(what: tuple) -> int:
+    """A number below 2^62, which can be negated, for texts and numbers: another one for others, as good as surely."""
+    return int.from_bytes(blake2b(repr(what).encode(), digest_size=8).digest(), "little") >> 2
+
+
 class Call(NamedTuple):
     """A header, and which of the calls in its group it is, counted from 1."""
 
@@ -177,4 +204,3 @@ def refused(texts: Mapping[str, Sequence[int]], group: str, size: int) -> UsageE
 def named(ranks: Sequence[int]) -> str:
     """``rank 1``, or ``ranks 0, 2``."""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
-

@@ -7,14 +7,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spmd_engine.comm import algorithms, header
+from spmd_engine.comm import header
 from spmd_engine.comm.board import LEFT, SAID, Board
 from spmd_engine.comm.header import Call, Header, Said
 from spmd_engine.comm.lending import Block
 from spmd_engine.comm.pending import Steps
+from spmd_engine.comm.transports.messages import EXPLANATION, Ranks, exchange, tag
 from spmd_engine.errors import RankAborted
 
-INLINE = 4096  # bytes that travel with a header's message: small collectives then need one exchange, not three
+INLINE = 4096  # bytes that travel with a header's message
 STAGED = 4 << 20  # bytes of ordinary memory that are copied for neighbours; more goes by messages
 
 _NUMBER = struct.Struct("<q")
@@ -57,9 +58,10 @@ def on_board(
     board: Board,
     call: Call,
     data: np.ndarray | None,
-    axes: str,
-    check: bool,
+    axes: str = "",
+    check: bool = False,
     *,
+    agree: bool = True,
     lend: bool = False,
     copy: bool = False,
     result: np.ndarray | None = None,
@@ -70,7 +72,7 @@ def on_board(
     What does not lie in the arena is shown where it is, if this rank may ``lend`` it, else as a copy if it is not too
     large; with ``copy`` it always is a copy, because this rank is going to change its data. Who shows None for an
     array, as it is on a device, reads none; what the MPI library may move is not shown. ``expected``: what was said,
-    and agreed to, last time. Returns the Meeting.
+    and agreed to, last time. Without ``agree`` the caller compares what was said. Returns the Meeting.
     """
     number, own = call
     expected = expected or Said([own] * board.size)
@@ -87,7 +89,7 @@ def on_board(
     if not board.reached(number, SAID):
         yield board.until(number, SAID)
     said, blocks = board.hear(number, expected)
-    if said is not expected or own.operation == "refuse":
+    if agree and (said is not expected or own.operation == "refuse"):
         _agree([Call(number, each) for each in said.headers], blocks, own, axes, check)
     if data is None and own.shape is not None and not own.by_library:
         blocks = [None] * board.size
@@ -98,26 +100,23 @@ def on_board(
     return meeting
 
 
-def by_messages(comm: algorithms.Ranks, call: Call, data: np.ndarray | None, axes: str, check: bool, tag: int) -> Steps:
-    """Meet by one message to each other rank, with data of at most INLINE bytes. Returns the Meeting."""
+def explain(ranks: Ranks, call: Call, text: np.ndarray | None, axes: str) -> Steps:
+    """Raise the error of all when they do not call the same, or cannot: each tells every other what it calls.
+
+    ``text``: of a header that has data inline. Everyone has agreed before that there is something to explain.
+    """
     own = call.header
-    shown = data.tobytes() if own.inline else b""
-    said = np.frombuffer(_NUMBER.pack(call.number) + own.packed + shown, np.uint8)
-    heard = np.empty((comm.size, _NUMBER.size + header.room(comm.size) + INLINE), np.uint8)
-    yield from algorithms.exchange(comm, [said] * comm.size, list(heard), tag)
-    heard[comm.rank, : said.size] = said
-    calls, blocks = [], []
+    said = np.frombuffer(_NUMBER.pack(call.number) + own.packed + (text.tobytes() if own.inline else b""), np.uint8)
+    heard = np.empty((ranks.size, _NUMBER.size + header.room(ranks.size) + INLINE), np.uint8)
+    yield from exchange(ranks, [said] * ranks.size, list(heard), tag(call.number, EXPLANATION))
+    heard[ranks.rank, : said.size] = said
+    calls, texts = [], []
     for row in heard:
         theirs = Header.unpack(row[_NUMBER.size :].tobytes())
         calls.append(Call(*_NUMBER.unpack_from(row), theirs))
-        shape, dtype = theirs.array_type
         begin = _NUMBER.size + len(theirs.packed)
-        shown = theirs.inline or (theirs.shape is not None and 0 in shape)
-        blocks.append(np.ndarray(shape, dtype, row, begin) if shown else None)
-    _agree(calls, blocks, own, axes, check)
-    if data is None and own.shape is not None:
-        blocks = [None] * comm.size
-    return Meeting([each.header for each in calls], blocks)
+        texts.append(row[begin : begin + theirs.inline])
+    _agree(calls, texts, own, axes, True)
 
 
 def bytes_of(text: str) -> np.ndarray:

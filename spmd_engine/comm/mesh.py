@@ -14,7 +14,7 @@ from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.pending import TIMEOUT, Pending
 from spmd_engine.comm.place import Over, Place
-from spmd_engine.comm.world import gather_texts, world
+from spmd_engine.comm.world import world
 from spmd_engine.errors import MeshError, UsageError, WrongNumberOfRanks
 
 
@@ -110,7 +110,7 @@ class Mesh(Collectives, Place):
         self._groups: dict[tuple, Group] = {}
         self._owned: list[Communicator] = []
         self._validate()
-        nodes = gather_texts(self.comm, self.comm.node) if self.comm.size > 1 else [self.comm.node]
+        nodes = list(self.comm.hosts)
         first_seen = {node: nodes.index(node) for node in nodes}
         order = sorted(range(self.comm.size), key=lambda r: (first_seen[nodes[r]], r))
         #: ranks of the communicator by coordinates: an array with one dimension an axis

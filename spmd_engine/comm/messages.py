@@ -7,10 +7,11 @@ import numpy as np
 from spmd_engine.arrays.backend import CPU, Array, Backend, backend_of
 from spmd_engine.comm import header
 from spmd_engine.comm.awaited import Requests
-from spmd_engine.comm.door import COLLECTIVE_TAGS, Door, Operation, Plan
+from spmd_engine.comm.door import Door, Operation, Plan
 from spmd_engine.comm.header import Header
 from spmd_engine.comm.meeting import INLINE, bytes_of, text_of
 from spmd_engine.comm.pending import Pending, Steps
+from spmd_engine.comm.transports.messages import COLLECTIVE_TAGS
 from spmd_engine.errors import UsageError
 
 _NUMBERED, _CHANNELS = 4096, 4094  # messages of a pair that can be told apart while they are under way

@@ -12,17 +12,22 @@ import numpy as np
 from mpi4py import MPI
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.comm.board import room_for_board, size_of_board
+from spmd_engine.comm.awaited import Requests
+from spmd_engine.comm.board import Board, room_for_board, size_of_board
 from spmd_engine.comm.communicator import Communicator
-from spmd_engine.comm.lanes import Lanes, even_nodes
+from spmd_engine.comm.dissemination import disseminate, words_of
 from spmd_engine.comm.mover import Mover
 from spmd_engine.comm.mpi_library import MPILibrary
 from spmd_engine.comm.node import Node, open_node
-from spmd_engine.comm.pending import TIMEOUT, Pending, Progress, Steps
+from spmd_engine.comm.pending import TIMEOUT, Pending, Progress, RanksEnded, Steps
+from spmd_engine.comm.transports.hierarchical import Lanes, even_nodes
+from spmd_engine.comm.transports.messages import Part
+from spmd_engine.comm.transports.mpi import NonblockingCollectives
+from spmd_engine.comm.transports.turns import Turns
 from spmd_engine.errors import MeshError
 
 PIECE = 1 << 30  # bytes a message: some MPI libraries refuse counts of 2^31 and more
-_MEETING, _END = 32766, 32765  # tags that no other message has
+_MEETING, _END, _ASK, _FOUNDING = 32766, 32765, 32764, 32763  # tags that no other message has
 _LOOKS = 1000  # look again this often before giving way at all, some 200 microseconds
 _YIELDS = 100  # give way this often before sleeping: a peer that is nearly there needs no sleep
 _CROWDED = 5  # and this often where ranks wait for a core
@@ -53,13 +58,18 @@ class MPICommunicator(Communicator):
         self._yields = _YIELDS
         self._members = list(members) if members is not None else list(range(comm.size))
         self._ended: set[int] = set()
+        self._asked: set[int] = set()  # ranks of the world that are to say when their programs end
+        self._lane_comm: MPI.Comm | None = None
+        self.turns = Turns()
         self.rank, self.size = comm.rank, comm.size
         self.node = node if node is not None else MPI.Get_processor_name()
         self.progress = progress if progress is not None else Progress()
         self.device_aware = is_device_aware()
 
-    def open_node(self, ranks: Sequence[int], cores: int, tell: Callable[[str], list[str]]) -> None:
-        """Share memory with ``ranks``, those of this node; for the world, once. ``tell``: see ``node``."""
+    def open_node(self, hosts: Sequence[str], cores: int, tell: Callable[[str], list[str]]) -> None:
+        """Share memory with this node's ranks, of all ranks' ``hosts``; for the world, once. ``tell``: see ``node``."""
+        self.hosts = list(hosts)
+        ranks = [rank for rank, host in enumerate(hosts) if host == self.node]
         node = open_node(self._comm, ranks, tell)
         self._live_on(node, crowded=len(ranks) > cores)
         if len(ranks) < self.size:
@@ -67,11 +77,17 @@ class MPICommunicator(Communicator):
                 mover = Mover(self.progress)
                 self.progress.on_begin = mover.wake
                 atexit.register(mover.stop)
-            hosts = tell(self.node if node is not None else "")
-            if "" not in hosts and (nodes := even_nodes(hosts)):
-                self.lanes = Lanes(self, nodes, node.board(ranks, ranks.index(self.rank), calls=self.calls))
+            self.collectives = NonblockingCollectives(self._comm.Dup(), self.turns, self.tuning)
+            shared = tell("yes" if node is not None else "no")
+            if "no" not in shared and (nodes := even_nodes(hosts)):
+                self._go_by_nodes(nodes, node.board(ranks, ranks.index(self.rank), calls=self.calls))
         elif node is not None:
             self.board = node.board(ranks, self.rank, calls=self.calls)
+
+    def _go_by_nodes(self, nodes: Sequence[Sequence[int]], board: Board) -> None:
+        self.lanes = Lanes(self, nodes, board)
+        self._lane_comm = self._create(self.lanes.lane.members)
+        self.lane_collectives = NonblockingCollectives(self._lane_comm, self.turns, self.tuning)
 
     def _live_on(self, node: Node | None, crowded: bool) -> None:
         self._node, self.neighbours = node, node.neighbours if node is not None else None
@@ -89,10 +105,28 @@ class MPICommunicator(Communicator):
 
     def subset(self, ranks: Sequence[int]) -> MPICommunicator:
         offset, nodes = self.progress.begin(_Founding(self, self._meet(ranks), TIMEOUT, ranks)).wait()
+        members = [self._members[rank] for rank in ranks]
+        made = MPICommunicator(self._create(ranks), self.progress, self.node, self._world, members)
+        made.hosts = [self.hosts[rank] for rank in ranks]
+        made._live_on(self._node, crowded=self.looks == 0)
+        board = None
+        if nodes is not None:
+            own = next(node for node in nodes if made.rank in node)
+            board = self._node.board([members[rank] for rank in own], own.index(made.rank), offset)
+        if nodes is not None and len(nodes) == 1:
+            made.board = board
+        else:
+            made.collectives = NonblockingCollectives(made._comm, made.turns, made.tuning)
+            if board is not None:
+                made._go_by_nodes(nodes, board)
+        return made
+
+    def _create(self, ranks: Sequence[int]) -> MPI.Comm:
+        """A communicator of MPI's, of these ranks, which have all come to make it."""
         everyone = self._comm.Get_group()
         group = everyone.Incl(ranks)
         try:
-            comm = self._comm.Create_group(group)
+            return self._comm.Create_group(group)
         except MPI.Exception as error:
             raise MeshError(
                 f"MPI refused another communicator ({error}); close() meshes that are no longer used, "
@@ -101,17 +135,6 @@ class MPICommunicator(Communicator):
         finally:
             group.Free()
             everyone.Free()
-        members = [self._members[rank] for rank in ranks]
-        made = MPICommunicator(comm, self.progress, self.node, self._world, members)
-        made._live_on(self._node, crowded=self.looks == 0)
-        if nodes is not None:
-            own = next(node for node in nodes if made.rank in node)
-            board = self._node.board([members[rank] for rank in own], own.index(made.rank), offset)
-            if len(nodes) == 1:
-                made.board = board
-            else:
-                made.lanes = Lanes(made, nodes, board)
-        return made
 
     def _meet(self, ranks: Sequence[int]) -> Steps:
         """Wait here for those who do not come yet: inside MPI this rank would spin, and its operations rest.
@@ -119,23 +142,31 @@ class MPICommunicator(Communicator):
         Returns where the first of this node's ranks has made room for a board, and the ranks by nodes, counted in
         ``ranks``; None for these if boards cannot be had on all nodes, or would be of no use.
         """
-        others = [rank for rank in ranks if rank != self.rank]
-        said = {rank: np.full(2, -1, np.int64) for rank in ranks}  # the node's first rank, and where its room is
-        near = [rank for rank in ranks if self._node is not None and self._members[rank] in self._node.ranks]
-        if len(near) > 1:
-            offset = room_for_board(self.neighbours, len(near)) if self.rank == near[0] else None
-            said[self.rank][:] = near[0], -1 if offset is None else offset
-        receives = [self.start_receive(said[rank], rank, _MEETING) for rank in others]
-        sends = [self.start_send(said[self.rank], rank, _MEETING) for rank in others]
-        yield sum(receives + sends, [])
-        firsts = [int(said[rank][0]) for rank in ranks]
-        nodes = None
-        if all(first >= 0 and said[first][1] >= 0 for first in firsts):
-            nodes = [list(range(len(ranks)))] if len(set(firsts)) == 1 else even_nodes(firsts)
-        offset = int(said[near[0]][1]) if near else -1
-        if nodes is None and offset >= 0 and self.rank == near[0]:
-            self.neighbours.own.release(offset, size_of_board(len(near)))
-        return offset, nodes
+        hosts = [self.hosts[rank] for rank in ranks]
+        nodes = [list(range(len(ranks)))] if len(set(hosts)) == 1 else even_nodes(hosts)
+        near = [rank for rank, host in zip(ranks, hosts, strict=True) if host == self.node]
+        offset, ended = np.full(1, -1, np.int64), None
+        if nodes is not None and self._node is not None:
+            requests = Requests()
+            if self.rank == near[0]:
+                room = room_for_board(self.neighbours, len(near))
+                offset[0] = -1 if room is None else room
+                for rank in near[1:]:
+                    requests.add(rank, self.start_send(offset, rank, _MEETING))
+            else:
+                requests.add(near[0], self.start_receive(offset, near[0], _MEETING))
+            try:
+                yield requests
+            except RanksEnded as error:
+                ended = error
+        here = int(offset[0])
+        words = words_of((int(here >= 0), 0, -1, 1, 0))
+        agreed = yield from disseminate(Part(self, ranks), words, b"", _FOUNDING, ended=ended)
+        if nodes is not None and not (agreed.same and here >= 0):
+            nodes = None
+            if here >= 0 and self.rank == near[0]:
+                self.neighbours.own.release(here, size_of_board(len(near)))
+        return here, nodes
 
     def free(self) -> None:
         for board in (self.board, self.lanes and self.lanes.board):
@@ -143,23 +174,33 @@ class MPICommunicator(Communicator):
                 with self.progress.lock:
                     self.neighbours.retire(board)
         if not MPI.Is_finalized():
-            self._comm.Free()
+            for comm in (self._comm, self._lane_comm):
+                if comm is not None:
+                    comm.Free()
 
     def announce_end(self) -> None:
-        told = set()
         if self._node is not None:
             self._node.announce_end()
-            told = set(self._node.ranks)
-        for to in set(range(self._world.size)) - {self._world.rank, *told}:
-            self._world.start_send(np.zeros(1, np.uint8), to, _END)
+        for asking in self._world._come(_ASK):
+            self._world.start_send(np.zeros(1, np.uint8), asking, _END)
 
-    def ended(self) -> list[int]:
-        world, status = self._world, MPI.Status()
-        while world._comm.Iprobe(MPI.ANY_SOURCE, _END, status):
-            world._comm.Recv([np.empty(1, np.uint8), MPI.BYTE], status.source, _END)  # it is here: no wait
-            world._ended.add(status.source)
+    def ended(self, suspects: Sequence[int]) -> list[int]:
+        world, near = self._world, self._node.ranks if self._node is not None else ()
+        members = {self._members[rank]: rank for rank in suspects}
+        for member in members.keys() - world._asked - set(near):
+            world._asked.add(member)
+            world.start_send(np.zeros(1, np.uint8), member, _ASK)
+        world._ended.update(world._come(_END))
         ended = world._ended.union(self._node.ended() if self._node is not None else ())
-        return [rank for rank, member in enumerate(self._members) if member in ended]
+        return sorted(rank for member, rank in members.items() if member in ended)
+
+    def _come(self, tag: int) -> list[int]:
+        """Ranks from which such a message of one byte has come; it is taken in."""
+        sources, status = [], MPI.Status()
+        while self._comm.Iprobe(MPI.ANY_SOURCE, tag, status):
+            self._comm.Recv([np.empty(1, np.uint8), MPI.BYTE], status.source, tag)  # it is here: no wait
+            sources.append(status.source)
+        return sources
 
     def activity(self, idle: int) -> int:
         if self._node is not None and idle >= self._yields:

@@ -10,7 +10,7 @@ for ever.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from threading import RLock
 from time import perf_counter
 from typing import Any, Protocol
@@ -28,9 +28,18 @@ logger = logging.getLogger(__name__)
 Steps = Generator[list | Callable[[], bool], None, Any]  # yields what to wait for, returns the operation's result
 
 
+class RanksEnded(Exception):
+    """Thrown into an operation that waits for ranks whose programs have ended: these, of its communicator."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        super().__init__(ranks)
+        self.ranks = list(ranks)
+
+
 class Waiting(Protocol):
     """What those who wait need of a communicator; see there."""
 
+    size: int
     looks: int
     progress: Progress
 
@@ -43,8 +52,11 @@ class Waiting(Protocol):
     def pause(self, idle: int, activity: int, messages: bool = True) -> None:
         """Leave the processor to others for a moment."""
 
-    def ended(self) -> list[int]:
-        """Ranks whose programs have ended."""
+    def announce_end(self) -> None:
+        """Let others know that this rank's program has ended."""
+
+    def ended(self, suspects: Sequence[int]) -> list[int]:
+        """Those of these ranks whose programs are known to have ended."""
 
 
 class Pending:
@@ -115,12 +127,30 @@ class Pending:
                 self._awaited = next(self._steps)
             return moved
         except StopIteration as stop:
-            self.result, self.done, self._awaited = stop.value, True, []
-            self.on_result()
+            self._finish(stop.value)
         except Exception as error:
-            self.error = error
-        self.on_end()
+            self._fail(error)
         return True
+
+    def give_up(self, ended: Sequence[int]) -> None:
+        """Let the operation end, since these ranks' programs have; it may have to tell others before it does."""
+        try:
+            self._awaited = self._steps.throw(RanksEnded(ended))
+        except StopIteration as stop:
+            self._finish(stop.value)
+        except Exception as error:
+            self._fail(error)
+
+    def _finish(self, result: Any) -> None:
+        self.result, self.done, self._awaited = result, True, []
+        self.on_result()
+        self.on_end()
+
+    def _fail(self, error: Exception) -> None:
+        if isinstance(error, RanksEnded):
+            error = MismatchError(f"waits for ranks whose program has ended ({error.ranks}): {self.describe()}")
+        self.error = error
+        self.on_end()
 
     def wait(self) -> Any:
         """Block, without spinning, until the result is there.
@@ -210,16 +240,22 @@ class Progress:
                 # It stays under way: its messages may still come, into memory that must then still be there.
                 raise CommunicationTimeout(f"waited {timeout:g} s: {wanted.describe()}")
             if waited > look_after:
-                ended = [rank for rank in communicator.ended() if wanted.waits_for(rank)]
-                if ended and not wanted.until_the_end:
-                    raise MismatchError(f"waits for ranks whose program has ended ({ended}): {wanted.describe()}")
-                look_after = waited + wanted.patience
+                suspects = [rank for rank in range(communicator.size) if wanted.waits_for(rank)]
+                if wanted.until_the_end:
+                    communicator.announce_end()
+                elif ended := communicator.ended(suspects):
+                    wanted.give_up(ended)
+                    self._forget_if_over(wanted)
+                look_after = waited + LOOK_AFTER  # now those were asked who may have ended
             if waited > warn_after:
                 logger.warning("has waited %.0f s: %s", waited, wanted.describe())
                 warn_after *= 4
 
     def _advance(self, pending: Pending) -> bool:
         moved = pending.advance()
+        self._forget_if_over(pending)
+        return moved
+
+    def _forget_if_over(self, pending: Pending) -> None:
         if (pending.done or pending.error) and pending in self._pending:
             self._pending.remove(pending)
-        return moved

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.comm import algorithms, by_library, lanes, shared
-from spmd_engine.comm.algorithms import span
+from spmd_engine.comm import by_library, shared
 from spmd_engine.comm.door import Plan, suits
-from spmd_engine.comm.header import Call
 from spmd_engine.comm.messages import Messages
 from spmd_engine.comm.pending import Pending, Steps
+from spmd_engine.comm.reducing import reducer, reducible
+from spmd_engine.comm.spans import span, spans
+from spmd_engine.comm.staging import copied, packed
 from spmd_engine.errors import UsageError
 
 
@@ -20,7 +21,8 @@ class Reductions(Messages):
     """Sums and their kin over a group of ranks, always made in the same order and once, so equal on all ranks.
 
     That is the order of ranks; but large arrays of a group that has several ranks on each of several nodes are first
-    combined within nodes, in rank order, and then node by node, in the order of the nodes' first ranks (see ``lanes``).
+    combined within nodes, in rank order, and then node by node, in the order of the nodes' first ranks (see
+    ``transports.hierarchical``); and those of many nodes in an order of the MPI library's (see ``Tuning``).
     """
 
     def all_reduce(self, x: Array, op: str = "sum", *, out: Array | None = None, label: str = "") -> Array:
@@ -34,9 +36,7 @@ class Reductions(Messages):
             return self._at_once(plan, x, out)
         return self._start_all_reduce(x, op, out, label, waits=True).wait()
 
-    def start_all_reduce(
-        self, x: Array, op: str = "sum", *, out: Array | None = None, label: str = ""
-    ) -> Pending:
+    def start_all_reduce(self, x: Array, op: str = "sum", *, out: Array | None = None, label: str = "") -> Pending:
         return self._start_all_reduce(x, op, out, label, waits=False)
 
     def _start_all_reduce(self, x: Array, op: str, out: Array | None, label: str, waits: bool) -> Pending:
@@ -54,23 +54,23 @@ class Reductions(Messages):
     @property
     def _whole(self) -> int:
         """Bytes of an array of which every rank reduces all, rather than a part that it then tells the others."""
-        return min(self._inline, shared.WHOLE // self.size) if self._board is not None else self._inline
+        return min(self._inline, shared.WHOLE // self.size)
 
     def _plan_all_reduce(self, x: Array, op: str, label: str) -> Plan:
-        own = algorithms.reducible("all_reduce", x, op)
+        own = reducible("all_reduce", x, op)
         mine = span(own.size, self.size, self.rank)
         part = (mine.stop - mine.start) * own.itemsize
         return Plan(
-            self._header("all_reduce", own, reduction=op, limit=self._whole, always=own.nbytes <= self._whole),
+            self._header("all_reduce", own, reduction=op, limit=self._whole),
             ("all_reduce", self.axes, label),
-            self._all_reduce_in_lanes if self._in_lanes(own.nbytes) else self._all_reduce,
+            self._between.all_reduce if self._between else self._all_reduce,
             _reduced,
             self._reduced_by_library,
             payload=own.nbytes,
             sent=own.nbytes - part + part * (self.size - 1),
             shape=own.shape,
             dtype=own.dtype,
-            reduce=algorithms.reducer(op, own.dtype, backend_of(own).xp if self._reachable(own) else np),
+            reduce=reducer(op, own.dtype, backend_of(own).xp if self._reachable(own) else np),
         )
 
     def _reduced_by_library(self, plan: Plan, x: np.ndarray, _: Sequence[None], out: np.ndarray | None) -> np.ndarray:
@@ -82,13 +82,13 @@ class Reductions(Messages):
         target = out if out is not None and self._reachable(out) else None
         small = own.nbytes <= self._whole
         prepared = None
-        shows = self._board is not None and isinstance(own, np.ndarray) and not plan.header.by_library
+        shows = isinstance(own, np.ndarray) and not plan.header.by_library
         if shows and not small:
             prepared = shared.prepare(self._board, own, target)
             shown, result = prepared or (None, None)
             meeting = yield from self._meet(plan, number, shown, lend=True, result=result)
         else:
-            meeting = yield from self._meet(plan, number, own, always=small)
+            meeting = yield from self._meet(plan, number, own)
         if meeting.by_library:
             return self._reduced_by_library(plan, own, meeting.blocks, out)
         if meeting.readable and prepared:
@@ -98,16 +98,7 @@ class Reductions(Messages):
             result = _reduced(plan, own, meeting.blocks, target)
         else:
             result = target if target is not None else backend_of(own).empty(own.shape, own.dtype)
-            flat, tag = (own.reshape(-1), result.reshape(-1)), self._tag(number) + 1
-            yield from algorithms.all_reduce(self.comm, *flat, plan.header.reduction, tag)
-        return home(result) if out is None else copied(home(result), out)
-
-    def _all_reduce_in_lanes(self, plan: Plan, number: int, x: Array, out: Array | None) -> Steps:
-        own, home = self._ready(x)
-        target = out if out is not None and self._reachable(out) else None
-        yield from self._meet(plan, number, own)
-        call = Call(number, plan.header)
-        result = yield from lanes.all_reduce(self._lanes, call, own, target, self._tag(number) + 1)
+            yield from self._messages.all_reduce(number, own.reshape(-1), result.reshape(-1), plan.header.reduction)
         return home(result) if out is None else copied(home(result), out)
 
     def reduce_scatter(
@@ -158,14 +149,14 @@ class Reductions(Messages):
         return (self._begin_blocking if waits else self._begin)(plan, x, out)
 
     def _plan_reduce_scatter(self, x: Array, axis: int, op: str, sizes: tuple[int, ...] | None, label: str) -> Plan:
-        own = algorithms.reducible("reduce_scatter", x, op)
+        own = reducible("reduce_scatter", x, op)
         axis = self._axis("reduce_scatter", own, axis)
         parts = self._parts("reduce_scatter", own, axis, sizes)
-        mine, small = own[parts[self.rank]], own.nbytes <= self._inline
+        mine = own[parts[self.rank]]
         return Plan(
-            self._header("reduce_scatter", own, reduction=op, axis=axis, sizes=sizes or (), always=small),
+            self._header("reduce_scatter", own, reduction=op, axis=axis, sizes=sizes or ()),
             ("reduce_scatter", self.axes, label),
-            self._reduce_scatter_in_lanes if self._in_lanes(own.nbytes) else self._reduce_scatter,
+            self._between.reduce_scatter if self._between else self._reduce_scatter,
             self._reduced_part,
             self._reduced_part_by_library,
             payload=own.nbytes,
@@ -173,7 +164,7 @@ class Reductions(Messages):
             shape=mine.shape,
             dtype=own.dtype,
             parts=parts,
-            reduce=algorithms.reducer(op, own.dtype, backend_of(own).xp if self._reachable(own) else np),
+            reduce=reducer(op, own.dtype, backend_of(own).xp if self._reachable(own) else np),
         )
 
     def _reduced_part(
@@ -194,7 +185,7 @@ class Reductions(Messages):
         small = own.nbytes <= self._inline
         copy = target is not None and not small and not shared.keeps_apart(target, own, plan.parts[self.rank])
         lend = plan.header.axis == 0  # else a part lies in too many pieces
-        meeting = yield from self._meet(plan, number, own, always=small, lend=lend, copy=copy)
+        meeting = yield from self._meet(plan, number, own, lend=lend, copy=copy)
         if meeting.by_library:
             return self._reduced_part_by_library(plan, own, meeting.blocks, out)
         if meeting.readable:
@@ -203,18 +194,8 @@ class Reductions(Messages):
                 yield from meeting.end()
         else:
             result = target if target is not None else backend_of(own).empty(plan.shape, own.dtype)
-            blocks = [backend_of(own).xp.ascontiguousarray(own[part]) for part in plan.parts]
-            tag = self._tag(number) + 1
-            yield from algorithms.reduce_scatter(self.comm, blocks, result, plan.header.reduction, tag)
-        return home(result) if out is None else copied(home(result), out)
-
-    def _reduce_scatter_in_lanes(self, plan: Plan, number: int, x: Array, out: Array | None) -> Steps:
-        own, home = self._ready(x)
-        result = out if out is not None and self._reachable(out) else backend_of(own).empty(plan.shape, own.dtype)
-        how = {"lend": plan.header.axis == 0, "copy": not shared.keeps_apart(result, own, plan.parts[self.rank])}
-        yield from self._meet(plan, number, own)
-        call, tag = Call(number, plan.header), self._tag(number) + 1
-        yield from lanes.reduce_scatter(self._lanes, call, own, plan.parts, result, tag, **how)
+            flat, parts = packed(own, plan.parts)
+            yield from self._messages.reduce_scatter(number, flat, parts, result.reshape(-1), plan.header.reduction)
         return home(result) if out is None else copied(home(result), out)
 
     def _axis(self, operation: str, x: Array, axis: int) -> int:
@@ -232,7 +213,7 @@ class Reductions(Messages):
                     f"{operation} over {self.axes!r}: sizes {list(sizes)} must be {self.size} numbers that "
                     f"add up to {x.shape[axis]}, the array's length along axis {axis}"
                 )
-            cuts = algorithms.spans(sizes)
+            cuts = spans(sizes)
         return [(slice(None),) * axis + (cut,) for cut in cuts]
 
 
@@ -247,13 +228,6 @@ def _reduced(plan: Plan, _: np.ndarray, blocks: Sequence[np.ndarray], out: np.nd
 def ints(sizes: Sequence[int] | None) -> tuple[int, ...] | None:
     """Sizes as a header carries them."""
     return None if sizes is None else tuple(map(int, sizes))
-
-
-def copied(x: Array, out: Array) -> Array:
-    """``out``, with the values of ``x``, which may be ``out`` itself."""
-    if x is not out:
-        out[...] = x
-    return out
 
 
 def check_out(operation: str, result: Array, out: Array | None) -> None:

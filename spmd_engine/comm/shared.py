@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from spmd_engine.arrays.memory import address_of
-from spmd_engine.comm import algorithms
 from spmd_engine.comm.board import REDUCED, Board
 from spmd_engine.comm.lending import Block, Lent, fill, flat, here
 from spmd_engine.comm.meeting import Meeting
 from spmd_engine.comm.pending import Steps
+from spmd_engine.comm.spans import span
 
 CACHE = 1 << 19  # bytes of all ranks' blocks together that are worked on at a time: they stay in the second-level cache
 WHOLE = 1 << 19  # bytes of all ranks' blocks up to which every rank reduces all of them, rather than meet twice
-Reducer = Callable[[np.ndarray, Sequence[np.ndarray]], None]  # of algorithms.reducer
+Reducer = Callable[[np.ndarray, Sequence[np.ndarray]], None]  # of reducing.reducer
 LINE = 64  # bytes that ranks do not share, as they would have to pass them to and fro
 
 
@@ -84,7 +84,7 @@ def keeps_apart(out: np.ndarray, x: np.ndarray, part: tuple[slice, ...]) -> bool
 def _part(x: np.ndarray, parts: int, index: int) -> slice:
     """This part of flat ``x``, cut between cache lines."""
     unit = max(1, LINE // x.itemsize)
-    part = algorithms.span(-(-x.size // unit), parts, index)
+    part = span(-(-x.size // unit), parts, index)
     return slice(min(part.start * unit, x.size), min(part.stop * unit, x.size))
 
 

@@ -19,10 +19,11 @@ from spmd_engine.comm.arena import Neighbours, bound
 from spmd_engine.comm.board import Board, size_of_board
 from spmd_engine.comm.communicator import Communicator
 from spmd_engine.comm.group import Group
-from spmd_engine.comm.lanes import Lanes, even_nodes
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.lending import Lender
 from spmd_engine.comm.pending import Progress
+from spmd_engine.comm.transports.hierarchical import Lanes, even_nodes
+from spmd_engine.comm.transports.turns import Turns
 from spmd_engine.errors import RankAborted, UsageError
 
 _current = threading.local()
@@ -210,6 +211,8 @@ class ThreadCommunicator(Communicator):
         self.rank, self.size, self.progress, self.neighbours = rank, len(self._members), progress, neighbours
         self._me = self._members[rank]
         self.node = fabric.nodes[self._me]
+        self.hosts = [fabric.nodes[member] for member in members]
+        self.turns = Turns()
         self._subsets: defaultdict[tuple[int, ...], int] = defaultdict(int)
         self.board = fabric.board(name, rank, self._members, neighbours)
         self.lanes = fabric.lanes(self, name, self._members)
@@ -240,8 +243,8 @@ class ThreadCommunicator(Communicator):
     def announce_end(self) -> None:
         self._fabric.ended.add(self._me)
 
-    def ended(self) -> list[int]:
-        return [rank for rank, member in enumerate(self._members) if member in self._fabric.ended]
+    def ended(self, suspects: Sequence[int]) -> list[int]:
+        return [rank for rank in suspects if self._members[rank] in self._fabric.ended]
 
     def activity(self, idle: int) -> int:
         return self._fabric.boxes[self._me].arrivals

@@ -50,9 +50,9 @@ def _process_world() -> Communicator:
         return solo()
     _end_all_ranks_on_error(MPI.COMM_WORLD)
     comm = MPICommunicator(MPI.COMM_WORLD)
-    ranks, cores = _of_this_node(comm)
-    _share_cores(cores // len(ranks))
-    comm.open_node(ranks, cores, partial(gather_texts, comm))
+    hosts, cores = _hosts_and_cores(comm)
+    _share_cores(cores // hosts.count(comm.node))
+    comm.open_node(hosts, cores, partial(gather_texts, comm))
     atexit.register(_leave, comm)
     return comm
 
@@ -77,12 +77,13 @@ def gather_texts(comm: Communicator, text: str) -> list[str]:
     return everyones.tobytes().decode().split("\0")[:-1]
 
 
-def _of_this_node(comm: Communicator) -> tuple[list[int], int]:
-    """The ranks of this node, and how many cores they have between them."""
+def _hosts_and_cores(comm: Communicator) -> tuple[list[str], int]:
+    """The host of each rank, and how many cores the ranks of this one have between them."""
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     texts = gather_texts(comm, f"{comm.node}|{cores}")
-    ranks = [rank for rank, text in enumerate(texts) if text.split("|")[0] == comm.node]
-    return ranks, len({core for rank in ranks for core in texts[rank].split("|")[1].split(",")})
+    hosts, cores_of = zip(*(text.split("|") for text in texts), strict=True)
+    here = [of_rank for host, of_rank in zip(hosts, cores_of, strict=True) if host == comm.node]
+    return list(hosts), len({core for of_rank in here for core in of_rank.split(",")})
 
 
 def _share_cores(threads: int) -> None:
@@ -97,6 +98,7 @@ def _end_all_ranks_on_error(comm) -> None:
     Of ranks that fail together (a mismatch is the same error everywhere) only the lowest speaks, so that
     there is one traceback.
     """
+
     def hook(kind, error, trace):
         if issubclass(kind, RankAborted):
             time.sleep(5)  # the rank that failed says why, and ends the job

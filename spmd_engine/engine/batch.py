@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
-from spmd_engine.comm.algorithms import span
+from spmd_engine.comm.spans import span
 
 
 class CutsBatches(Protocol):

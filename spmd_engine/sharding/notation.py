@@ -8,9 +8,9 @@ from functools import cache
 from types import MappingProxyType
 
 from spmd_engine.arrays.backend import Array
-from spmd_engine.comm.algorithms import span
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.place import Place
+from spmd_engine.comm.spans import span
 from spmd_engine.errors import MeshError, NotationError
 
 EVEN: Mapping[str, tuple[int, ...]] = MappingProxyType({})  #: no axis cuts by weights

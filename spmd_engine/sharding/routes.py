@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from spmd_engine.comm.algorithms import span
+from spmd_engine.comm.spans import span
 from spmd_engine.errors import UsageError
 from spmd_engine.sharding.placement import ArrayPlacement
 from spmd_engine.sharding.rectangles import Grid, Rectangle

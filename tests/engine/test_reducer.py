@@ -7,7 +7,8 @@ import pytest
 
 import tiny
 from spmd_engine import Mesh, run
-from spmd_engine.comm import algorithms
+from spmd_engine.comm.communicator import Communicator
+from spmd_engine.comm.tuning import Tuning
 from spmd_engine.engine.plan import Storage
 from spmd_engine.engine.reducer import Reducer
 from spmd_engine.engine.storage import GroupStorage
@@ -163,7 +164,7 @@ def test_few_whole_gradients_are_here_at_once(zero):
 @every_stage_of_zero
 def test_a_reducer_begins_anew_after_a_step_that_broke_off(zero, monkeypatch):
     """Sums under way, of many pieces here, must not end in the gradients of the next step."""
-    monkeypatch.setattr(algorithms, "PIECE", 256)
+    monkeypatch.setattr(Communicator, "tuning", Tuning(piece=256))
 
     def program():
         with Garbage(data=2) as mesh:

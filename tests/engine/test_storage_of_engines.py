@@ -8,7 +8,8 @@ import pytest
 
 import tiny
 from spmd_engine import Mesh, run
-from spmd_engine.comm import algorithms
+from spmd_engine.comm.communicator import Communicator
+from spmd_engine.comm.tuning import Tuning
 from spmd_engine.engine import LayeredEngine
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.plan import Storage
@@ -120,7 +121,7 @@ def test_nothing_stays_whole_between_steps():
 
 @every_stage_of_zero
 def test_a_step_after_one_that_broke_off_is_right(zero, monkeypatch):
-    monkeypatch.setattr(algorithms, "PIECE", 256)
+    monkeypatch.setattr(Communicator, "tuning", Tuning(piece=256))
 
     def program():
         with Mesh(data=2) as mesh:

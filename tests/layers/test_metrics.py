@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from spmd_engine import Mesh, run
-from spmd_engine.comm.algorithms import span
+from spmd_engine.comm.spans import span
 from spmd_engine.layers import right_classes
 
 CLASSES = 7

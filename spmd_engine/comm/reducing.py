@@ -1,0 +1,76 @@
+"""Reductions, made here, in a fixed order: equal on all ranks, by any transport, and for 16-bit floats as well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+import numpy as np
+
+from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.errors import UsageError
+
+_UFUNCS = {"sum": "add", "mean": "add", "max": "maximum", "min": "minimum", "prod": "multiply"}
+
+
+def reducible(operation: str, x: Array, op: str) -> Array:
+    """``x`` in the dtype in which its reduction is made: bool is counted, the mean of integers is float64.
+
+    Raises UsageError if there is no such reduction: later it would raise only on ranks that have something to reduce.
+    """
+    if op not in _UFUNCS:
+        raise UsageError(f"{operation}: unknown op {op!r}; choose one of {', '.join(_UFUNCS)}")
+    if x.dtype.kind == "b" and op in ("sum", "prod", "mean"):
+        x = x.astype(np.int64)
+    if op == "mean" and x.dtype.kind in "iu":
+        x = x.astype(np.float64)
+    nothing = np.empty(0, x.dtype)
+    try:
+        reducer(op, x.dtype, np)(nothing, [nothing, nothing])
+    except TypeError:
+        raise UsageError(f"{operation}: there is no {op} of {x.dtype}") from None
+    return x
+
+
+def reduce_into(out: Array, blocks: Sequence[Array], reduction: str) -> None:
+    """``out`` = blocks[0] op blocks[1] op ... in that order; 16-bit floats are accumulated in float32.
+
+    ``out`` may be, or overlap, one of the blocks.
+    """
+    xp = backend_of(out).xp
+    overlap = any(xp.may_share_memory(out, block) for block in blocks)
+    # Never into a block: it may have to wait for its turn, and NumPy multiplies complex numbers in place
+    # with other last bits than into a new array, so that ranks would differ.
+    total = xp.empty_like(out) if overlap else out
+    reducer(reduction, out.dtype, xp)(total, blocks)
+    if total is not out:
+        out[...] = total
+
+
+def reducer(reduction: str, dtype: np.dtype, xp: ModuleType) -> Callable[[Array, Sequence[Array]], None]:
+    """A function (out, blocks) for at least two blocks, like ``reduce_into`` but for an ``out`` that overlaps none.
+
+    It may be one of them, though: only the last operation writes to it.
+    """
+    ufunc, mean, half = getattr(xp, _UFUNCS[reduction]), reduction == "mean", accumulated_in(dtype) != dtype
+
+    def reduce(out: Array, blocks: Sequence[Array]) -> None:
+        if half:
+            blocks = [block.astype(np.float32) for block in blocks]
+        total = blocks[0]
+        between = xp.empty_like(total) if half or len(blocks) > 2 else out
+        for block in blocks[1:-1]:
+            total = ufunc(total, block, out=between)
+        total = ufunc(total, blocks[-1], out=between if half else out)
+        if mean:
+            total /= total.dtype.type(len(blocks))
+        if half:
+            out[...] = total
+
+    return reduce
+
+
+def accumulated_in(dtype: np.dtype) -> np.dtype:
+    """The dtype in which arrays of ``dtype`` are added up: float32 for float16 and bfloat16, else their own."""
+    half = dtype.itemsize == 2 and (dtype.kind == "f" or dtype.isbuiltin == 2)  # 2: bfloat16, of ml_dtypes
+    return np.dtype(np.float32) if half else dtype

@@ -1,0 +1,33 @@
+"""An array's length cut into parts, and parts joined to an array again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+
+
+def span(length: int, parts: int, index: int) -> slice:
+    """Part ``index`` of ``length`` cut in ``parts``: with length = q parts + r, the first r have one more."""
+    q, r = divmod(length, parts)
+    start = index * q + min(index, r)
+    return slice(start, start + q + (index < r))
+
+
+def spans(lengths: Sequence[int]) -> list[slice]:
+    """Parts of these lengths, one after the other."""
+    ends = list(accumulate(lengths))
+    return [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+
+
+def joined(blocks: Sequence[np.ndarray], axis: int, dtype: np.dtype, out: np.ndarray | None = None) -> np.ndarray:
+    """``blocks`` of this ``dtype``, one after the other along ``axis``.
+
+    NumPy alone would bring their bytes into the machine's order, and their fields into an order of its own.
+    """
+    if out is None:
+        shape = list(blocks[0].shape)
+        shape[axis] = sum([block.shape[axis] for block in blocks])
+        out = np.empty(shape, dtype)
+    return np.concatenate(blocks, axis, out)

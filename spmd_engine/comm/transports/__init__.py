@@ -1,0 +1,1 @@
+"""Ways for data to get from rank to rank: one file each, with all operations in it."""

@@ -1,0 +1,83 @@
+"""All collectives on top of two: everyone's block for everyone (all_gather), and a block for each (all_to_all)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.comm.pending import Steps
+from spmd_engine.comm.reducing import reduce_into
+from spmd_engine.comm.spans import span, spans
+from spmd_engine.comm.tuning import Tuning
+
+Parts = Sequence[slice]  #: of a flat array, by rank
+
+
+class Exchange(ABC):
+    """Moves data among some ranks, this one being number ``rank`` of ``size``; all have agreed on the call.
+
+    Arrays are flat and contiguous, and parts of them are slices by rank. Every method is a generator (see
+    ``pending``). ``number`` is the call's in its group; ``last`` says that nothing more of this call follows.
+    """
+
+    rank: int
+    size: int
+    tuning: Tuning
+
+    @abstractmethod
+    def all_gather(self, number: int, x: Array, parts: Parts, *, last: bool = True) -> Steps:
+        """Fill each other rank's part of ``x`` with what that rank has there."""
+
+    @abstractmethod
+    def all_to_all(
+        self, number: int, x: Array, parts: Parts, out: Array, out_parts: Parts, *, last: bool = True
+    ) -> Steps:
+        """Send part r of ``x`` to each other rank r, and fill part r of ``out`` with what comes from there.
+
+        This rank's own part of ``x`` is not moved, and its part of ``out`` not written to.
+        """
+
+    def broadcast(self, number: int, x: Array, root: int) -> Steps:
+        """Fill ``x`` from ``root``: cut into a part a rank, then gathered, so that no one sends it n times."""
+        parts = [span(x.size, self.size, r) for r in range(self.size)]
+        nothing = [slice(0, 0)] * self.size
+        incoming = list(nothing)
+        if self.rank != root:
+            incoming[root] = parts[self.rank]
+        outgoing = parts if self.rank == root else nothing
+        yield from self.all_to_all(number, x, outgoing, x, incoming, last=False)
+        yield from self.all_gather(number, x, parts)
+
+    def reduce_scatter(
+        self, number: int, x: Array, parts: Parts, out: Array, reduction: str, *, last: bool = True
+    ) -> Steps:
+        """``out`` = the reduction over ranks, in rank order, of everyone's part ``rank`` of ``x``.
+
+        In rounds, so that not all of everyone's parts need be here at once. ``out`` may be this rank's part of ``x``.
+        """
+        step = self._elements_a_round(x.itemsize)
+        space = backend_of(out).empty((self.size * min(step, out.size),), out.dtype)
+        rounds = max(1, -(-max(part.stop - part.start for part in parts) // step))
+        for i in range(rounds):
+            ours = out[i * step : (i + 1) * step]
+            pieces = [slice(min(p.start + i * step, p.stop), min(p.start + (i + 1) * step, p.stop)) for p in parts]
+            places = spans([ours.size] * self.size)
+            end = last and i == rounds - 1
+            yield from self.all_to_all(number, x, pieces, space, places, last=end)
+            if ours.size:
+                blocks = [space[place] for place in places]
+                blocks[self.rank] = x[pieces[self.rank]]
+                reduce_into(ours, blocks, reduction)
+
+    def all_reduce(self, number: int, x: Array, out: Array, reduction: str) -> Steps:
+        """``out`` = the reduction of ``x`` over ranks. ``out`` may be ``x``.
+
+        It is a reduce_scatter, then an all_gather of the same parts: whoever calls these gets the same bits.
+        """
+        parts = [span(x.size, self.size, r) for r in range(self.size)]
+        yield from self.reduce_scatter(number, x, parts, out[parts[self.rank]], reduction, last=False)
+        yield from self.all_gather(number, out, parts)
+
+    def _elements_a_round(self, itemsize: int) -> int:
+        return max(1, min(self.tuning.piece, self.tuning.largest_count // self.size) // itemsize)

@@ -1,0 +1,97 @@
+"""By messages between two ranks: for threads, device memory, and what the MPI library cannot do.
+
+Blocks go straight from owner to reader, all at once, so that a rank which was away meets finished messages when it
+looks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.comm.awaited import Requests
+from spmd_engine.comm.pending import Steps
+from spmd_engine.comm.transports.exchange import Exchange, Parts
+from spmd_engine.comm.tuning import Tuning
+
+PHASES = 3  # tags that a call may use: to agree, to explain why not, and for data
+AGREEMENT, EXPLANATION, DATA = range(PHASES)
+COLLECTIVE_TAGS = 4096 * PHASES  # collectives use tags below, send and receive those above
+
+
+def tag(number: int, phase: int) -> int:
+    """The tag of what call ``number`` sends in this phase."""
+    return number * PHASES % COLLECTIVE_TAGS + phase
+
+
+class Ranks(Protocol):
+    """Ranks that can send each other messages: a communicator, or a part of one."""
+
+    rank: int
+    size: int
+    tuning: Tuning
+
+    def outer(self, rank: int) -> int:
+        """The number of a rank in the whole communicator."""
+
+    def start_send(self, data: Array, to: int, tag: int) -> list:
+        """See ``Communicator``."""
+
+    def start_receive(self, data: Array, source: int, tag: int) -> list:
+        """See ``Communicator``."""
+
+
+class Part:
+    """Some ranks of a communicator, this one among them, in an order of their own: enough to exchange messages."""
+
+    def __init__(self, communicator: Ranks, members: Sequence[int]) -> None:
+        self.members = list(members)  #: ranks of the communicator
+        self.rank, self.size = self.members.index(communicator.rank), len(self.members)
+        self.tuning, self._communicator = communicator.tuning, communicator
+
+    def outer(self, rank: int) -> int:
+        return self.members[rank]
+
+    def start_send(self, data: Array, to: int, tag: int) -> list:
+        return self._communicator.start_send(data, self.members[to], tag)
+
+    def start_receive(self, data: Array, source: int, tag: int) -> list:
+        return self._communicator.start_receive(data, self.members[source], tag)
+
+
+def exchange(ranks: Ranks, outgoing: Sequence[Array | None], incoming: Sequence[Array | None], tag: int) -> Steps:
+    """Send ``outgoing[r]`` to each other rank r and fill ``incoming[r]`` from it; None or empty: nothing."""
+    backends = {id(b): b for b in (backend_of(x) for x in (*outgoing, *incoming) if x is not None)}
+    for backend in backends.values():
+        backend.synchronize()  # MPI reads and writes device memory without asking the stream that uses it
+    requests = Requests()
+    for step in range(1, ranks.size):  # rank r begins with r + 1: nobody is everyone's first target
+        source = (ranks.rank - step) % ranks.size
+        if incoming[source] is not None and incoming[source].size:
+            requests.add(ranks.outer(source), ranks.start_receive(incoming[source], source, tag))
+    for step in range(1, ranks.size):
+        to = (ranks.rank + step) % ranks.size
+        if outgoing[to] is not None and outgoing[to].size:
+            requests.add(ranks.outer(to), ranks.start_send(outgoing[to], to, tag))
+    yield requests
+
+
+class Messages(Exchange):
+    """See ``Exchange``. Sums are always in rank order."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.rank, self.size, self.tuning, self._ranks = ranks.rank, ranks.size, ranks.tuning, ranks
+
+    def all_gather(self, number: int, x: Array, parts: Parts, *, last: bool = True) -> Steps:
+        own = x[parts[self.rank]]
+        yield from exchange(self._ranks, [own] * self.size, [x[part] for part in parts], tag(number, DATA))
+
+    def all_to_all(
+        self, number: int, x: Array, parts: Parts, out: Array, out_parts: Parts, *, last: bool = True
+    ) -> Steps:
+        outgoing, incoming = [x[part] for part in parts], [out[part] for part in out_parts]
+        yield from exchange(self._ranks, outgoing, incoming, tag(number, DATA))
+
+    def _elements_a_round(self, itemsize: int) -> int:
+        return max(1, self.tuning.piece // itemsize)  # a message has no largest count: it is cut into pieces

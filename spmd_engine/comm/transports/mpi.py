@@ -1,0 +1,74 @@
+"""By the MPI library's nonblocking collectives, which know their fabric: between nodes, with data in the host's memory.
+
+Ranks must begin them in one order on a communicator. So calls take turns, in the order in which they were made: a call
+begins to move data when all before it have begun the last of theirs, or need none, or have failed. And they begin only
+after all ranks have agreed on the call: the libraries do not survive unequal sizes, nor ranks that never come.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from mpi4py import MPI
+
+from spmd_engine.arrays.backend import Array
+from spmd_engine.comm.pending import Steps
+from spmd_engine.comm.reducing import accumulated_in
+from spmd_engine.comm.transports.exchange import Exchange, Parts
+from spmd_engine.comm.transports.turns import Turns
+from spmd_engine.comm.tuning import Tuning
+
+_KINDS = "iufc"  # of dtypes that the library adds up
+
+
+class NonblockingCollectives(Exchange):
+    """See ``Exchange``. Max, min and prod are in rank order; sums of many ranks in the library's (see ``Tuning``)."""
+
+    def __init__(self, comm: MPI.Comm, turns: Turns, tuning: Tuning) -> None:
+        self.rank, self.size, self.tuning = comm.rank, comm.size, tuning
+        self._comm, self._turns = comm, turns
+
+    def all_gather(self, number: int, x: Array, parts: Parts, *, last: bool = True) -> Steps:
+        yield from self._turns.wait(number)
+        request = self._comm.Iallgatherv(MPI.IN_PLACE, _in_bytes(x, parts))
+        yield from self._begun(number, request, last)
+
+    def all_to_all(
+        self, number: int, x: Array, parts: Parts, out: Array, out_parts: Parts, *, last: bool = True
+    ) -> Steps:
+        yield from self._turns.wait(number)
+        request = self._comm.Ialltoallv(_in_bytes(x, parts, self.rank), _in_bytes(out, out_parts, self.rank))
+        yield from self._begun(number, request, last)
+
+    def broadcast(self, number: int, x: Array, root: int) -> Steps:
+        """Fill ``x`` from ``root``."""
+        yield from self._turns.wait(number)
+        request = self._comm.Ibcast([x.view(np.uint8), MPI.BYTE], root)
+        yield from self._begun(number, request, True)
+
+    def reduce_scatter(
+        self, number: int, x: Array, parts: Parts, out: Array, reduction: str, *, last: bool = True
+    ) -> Steps:
+        """See ``Exchange``; the sum of many ranks is in an order of the library's own, 16-bit floats in float32."""
+        wide = accumulated_in(x.dtype)
+        native = x.dtype.isnative and (x.dtype.kind in _KINDS or wide != x.dtype)
+        if self.size <= self.tuning.in_rank_order or reduction not in ("sum", "mean") or not native:
+            yield from super().reduce_scatter(number, x, parts, out, reduction, last=last)
+            return
+        total = np.empty(out.shape, wide)
+        yield from self._turns.wait(number)
+        counts = [part.stop - part.start for part in parts]
+        request = self._comm.Ireduce_scatter(x.astype(wide, copy=False), total, counts, MPI.SUM)
+        yield from self._begun(number, request, last)
+        out[...] = total / wide.type(self.size) if reduction == "mean" else total
+
+    def _begun(self, number: int, request: MPI.Request, last: bool) -> Steps:
+        if last:
+            self._turns.over(number)
+        yield [request]
+
+
+def _in_bytes(x: np.ndarray, parts: Parts, but: int | None = None) -> list:
+    """Parts of ``x``, as MPI wants to hear of them; none of rank ``but``."""
+    size = x.itemsize
+    counts = [(part.stop - part.start) * size if r != but else 0 for r, part in enumerate(parts)]
+    return [x.view(np.uint8), counts, [part.start * size for part in parts], MPI.BYTE]

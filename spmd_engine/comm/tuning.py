@@ -1,0 +1,21 @@
+"""Every threshold by which the way of a call is chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Sizes in bytes, unless it says otherwise. Equal on all ranks: the choice of a way follows from it."""
+
+    #: Data of all ranks together that travel with the agreement between nodes, so that a small call is one exchange.
+    with_agreement: int = 1 << 14
+    #: A whole array from which ranks of a node first combine theirs, and then one of each node exchange them.
+    hierarchical: int = 1 << 16
+    #: What is received of each rank's block before it is reduced: bounds the memory that a reduction takes.
+    piece: int = 4 << 20
+    #: Ranks (or nodes, of a hierarchical call) up to which sums are made here, in rank order; beyond, by the library.
+    in_rank_order: int = 32
+    #: The largest count or displacement that the MPI library is given; larger arrays go by messages.
+    largest_count: int = (1 << 31) - 1

@@ -1,0 +1,79 @@
+"""What a rank sends between nodes: messages that grow with log2(n), and the bytes of a ring."""
+
+from collections import Counter
+from math import ceil, log2
+
+import numpy as np
+import pytest
+
+from nodes import everyone
+from spmd_engine import run
+from spmd_engine.comm.threads import ThreadCommunicator
+
+PLACEMENTS = [(8, 1), (16, 1), (32, 1), (16, 4), (32, 4), (16, 8), (32, 8)]  # ranks, and how many share a node
+placements = pytest.mark.parametrize("ranks, per_node", PLACEMENTS)
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """Messages, and their bytes, by the rank that sends them."""
+    counts = Counter(), Counter()
+    start_send = ThreadCommunicator.start_send
+
+    def counted(self, data, to, tag):
+        counts[0][self._me] += 1
+        counts[1][self._me] += data.nbytes
+        return start_send(self, data, to, tag)
+
+    monkeypatch.setattr(ThreadCommunicator, "start_send", counted)
+    return counts
+
+
+def times(call, many):
+    """A program of that many calls; messages of its end are not of interest, so what they are without calls is."""
+
+    def program():
+        group = everyone()
+        for _ in range(many):
+            call(group)
+
+    return program
+
+
+def of_one_call(sent, call, ranks, per_node):
+    """What each rank sends for a call: messages and bytes."""
+    nodes = [str(r // per_node) for r in range(ranks)]
+    totals = []
+    for many in (1, 3):
+        for count in sent:
+            count.clear()
+        run(times(call, many), ranks, nodes=nodes)
+        totals.append([np.array([count[r] for r in range(ranks)]) for count in sent])
+    (messages, data), (more_messages, more_data) = totals
+    return (more_messages - messages) / 2, (more_data - data) / 2
+
+
+SMALL = {
+    "barrier": lambda group: group.barrier(),
+    "all_reduce": lambda group: group.all_reduce(np.ones(1)),
+    "reduce_scatter": lambda group: group.reduce_scatter(np.ones(group.size)[: 512 // group.size]),
+    "all_gather": lambda group: group.all_gather(np.ones(1)),
+    "broadcast": lambda group: group.broadcast(np.ones(9) if group.rank == 3 else None, 3),
+}
+
+
+@placements
+@pytest.mark.parametrize("name", SMALL)
+def test_messages_of_a_small_call(name, ranks, per_node, sent):
+    messages, _ = of_one_call(sent, SMALL[name], ranks, per_node)
+    assert set(messages) == {ceil(log2(ranks // per_node))}
+
+
+@placements
+def test_bytes_of_a_large_call(ranks, per_node, sent):
+    """2 S (M-1)/M leave each of M nodes for an all_reduce of S bytes, which is 2 S (n-1)/n a rank where each is one."""
+    x, nodes = np.ones(1 << 15), ranks // per_node
+    messages, data = of_one_call(sent, lambda group: group.all_reduce(x), ranks, per_node)
+    payload = 2 * x.nbytes * (nodes - 1) // nodes // per_node
+    assert (abs(data - payload) <= 100 * ceil(log2(nodes))).all()
+    assert set(messages) == {ceil(log2(nodes)) + 2 * (nodes - 1)}
