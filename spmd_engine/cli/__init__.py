@@ -11,8 +11,9 @@ import click
 
 from spmd_engine import __version__
 from spmd_engine.cli.lazy import LazyGroup, modules_of
-from spmd_engine.comm.world import end_at_once, fail, launcher_rank
+from spmd_engine.comm.world import end_at_once, fail
 from spmd_engine.errors import UsageError
+from spmd_engine.launchers import launcher_rank
 from spmd_engine.signals import exit_code, raise_interrupted
 
 

@@ -12,8 +12,8 @@ from spmd_engine.checkpoints.digest import differences, digest_of_checkpoint, di
 from spmd_engine.checkpoints.manifest import MODEL, OPTIMIZER
 from spmd_engine.checkpoints.rewrite import export_checkpoint, problems, reshard_checkpoint
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.comm.world import launcher_rank
 from spmd_engine.errors import UsageError
+from spmd_engine.launchers import launcher_rank
 from spmd_engine.training.start import run_folder
 
 

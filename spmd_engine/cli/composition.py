@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
-from spmd_engine.comm.world import launcher_rank
 from spmd_engine.configuration import default_of
 from spmd_engine.engine.composition import PIPELINES, RECOMPUTE, Composition
+from spmd_engine.launchers import launcher_rank
 from spmd_engine.layers.names import CONTEXT_METHODS
 from spmd_engine.models import Model
 

@@ -18,8 +18,8 @@ from spmd_engine.cli.show.bytes_per_rank import CLASSES, bytes_per_rank
 from spmd_engine.cli.show.experts import placement_text
 from spmd_engine.comm.mesh import parse_axes
 from spmd_engine.comm.place import Place, all_places
-from spmd_engine.comm.world import launcher_rank
 from spmd_engine.engine.plan import PIPE, Plan, homes_of, make_plan
+from spmd_engine.launchers import launcher_rank
 from spmd_engine.layers import Parameter
 from spmd_engine.models import Model, layout_for
 from spmd_engine.models.names import MODELS, build_model

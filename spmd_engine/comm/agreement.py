@@ -46,10 +46,13 @@ def _attempt(do: Callable[[], T]) -> tuple[T | None, bytes]:
 
 
 def text_from_rank_zero(group: Group, make: Callable[[], str], error: type[UsageError] = UsageError) -> str:
-    """A text that rank 0 makes, on every rank; errors as in ``on_rank_zero``."""
-    text = on_rank_zero(group, make, error)
-    data = np.frombuffer(text.encode(errors="surrogateescape"), np.uint8) if text is not None else None
-    return group.broadcast(data, label="agreement").tobytes().decode(errors="surrogateescape")
+    """A text that rank 0 makes, on every rank, in one broadcast; errors as in ``on_rank_zero``."""
+    text, message = _attempt(make) if group.rank == 0 else (None, b"")
+    answer = b"!" + message if message else b"=" + (text or "").encode(errors="surrogateescape")
+    said = group.broadcast(np.frombuffer(answer, np.uint8), label="agreement").tobytes()
+    if said.startswith(b"!"):
+        raise error(said[1:].decode())
+    return said[1:].decode(errors="surrogateescape")
 
 
 def gather_json(group: Group, mine: Any, label: str) -> list[Any]:

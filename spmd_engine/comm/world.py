@@ -20,9 +20,9 @@ from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.threads import current_thread_communicator, solo
 from spmd_engine.errors import RankAborted, SpmdError, UsageError
+from spmd_engine.launchers import is_launched, launcher_rank
 from spmd_engine.signals import exit_code
 
-RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 JOIN = 10  #: seconds within which other ranks should come, too, when one joins MPI only to leave
 _FAILED = 32767  # the largest tag that every MPI allows
@@ -36,11 +36,10 @@ def world() -> Communicator:
 @lru_cache(maxsize=1)
 def _process_world() -> Communicator:
     keep_freed_memory()
-    launched = any(name in os.environ for name in RANK_VARIABLES)
     try:
         from spmd_engine.comm.mpi import MPI, MPICommunicator
     except (ImportError, RuntimeError) as error:
-        if launched:
+        if is_launched():
             raise UsageError(
                 f"started by an MPI launcher, but mpi4py cannot load an MPI library ({error}). Install one: "
                 "pip install 'spmd_engine[mpich]', or load your cluster's MPI module"
@@ -63,11 +62,6 @@ def _leave(comm: Communicator) -> None:
         Group(comm, "world", Ledger()).leave()
     except SpmdError:
         sys.excepthook(*sys.exc_info())  # atexit would print it and go on into MPI_Finalize, which hangs
-
-
-def launcher_rank() -> int:
-    """The rank that the launcher gave this process, 0 without one; known before MPI starts."""
-    return next((int(os.environ[name]) for name in RANK_VARIABLES if os.environ.get(name, "").isdigit()), 0)
 
 
 def gather_texts(comm: Communicator, text: str) -> list[str]:
@@ -127,7 +121,7 @@ def _end_job(comm, text: str, code: int, patience: float = 0.3) -> None:
 def end_at_once(message: str, code: int) -> None:
     """Say why in one line and end the program, all its ranks, without waiting for any of them."""
     comm = None
-    if any(name in os.environ for name in RANK_VARIABLES):
+    if is_launched():
         # A rank that leaves before it has joined MPI has the others wait for it there for ever. So it joins; should
         # they never come, the alarm ends this process, and the launcher then the job.
         signal.alarm(JOIN)

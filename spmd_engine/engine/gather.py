@@ -6,11 +6,11 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Protocol
-from zlib import crc32
 
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, Backend
+from spmd_engine.comm.agreement import gather_json
 from spmd_engine.comm.dtypes import describe, described
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
@@ -35,7 +35,6 @@ class HasArrays(Protocol):
         """Which part of every array each of them has. Collective."""
 
 
-_SAID = np.dtype([("what", "<u4"), ("known", "?"), ("dtype", "S40")])  # by each rank, before data moves
 _ARRAY = "array"  # any array's name in a plan, which serves all that are placed alike
 
 
@@ -100,16 +99,17 @@ def assemble(engine: HasArrays, name: str, part: Array | None, owned: bool, root
 def _agree(world: Group, what: str, fits: bool, part: Array | None) -> tuple[bool, np.dtype]:
     """Whether what is known fits on all ranks, and the array's dtype, which those without a part cannot know.
 
-    Before anything else, and over the world, so that any rank's mistake meets the others.
+    Before anything else, and over the world, so that any rank's mistake meets the others. One all_gather.
     """
-    said = np.array([(crc32(what.encode()), fits, describe(part.dtype).encode() if part is not None else b"")], _SAID)
-    everyone = world.all_gather(said.view(np.uint8), label="gather").view(_SAID)
-    asked = everyone["what"]
-    if (asked != asked[world.rank]).any():
-        others = np.flatnonzero(asked != asked[0]).tolist()
-        raise MismatchError(f"gather: ranks {others} ask for another parameter than rank 0, or otherwise; here: {what}")
-    dtypes: Sequence[bytes] = [dtype for dtype in everyone["dtype"].tolist() if dtype]
-    if len(set(dtypes)) > 1:
-        found = ", ".join(sorted(each.decode() for each in set(dtypes)))
-        raise MismatchError(f"gather: ranks hold {what}, in several dtypes: {found}")
-    return bool(everyone["known"].all()), described(dtypes[0].decode()) if dtypes else np.dtype(np.float32)
+    everyone = gather_json(world, [what, fits, None if part is None else describe(part.dtype)], "gather")
+    asked = [each for each, _, _ in everyone]
+    others = [rank for rank, each in enumerate(asked) if each != asked[0]]
+    if others:
+        raise MismatchError(
+            f"gather: ranks {others} ask for another parameter than rank 0, or otherwise: rank 0 for {asked[0]}; "
+            f"rank {others[0]} for {asked[others[0]]}"
+        )
+    dtypes = sorted({dtype for _, _, dtype in everyone if dtype is not None})
+    if len(dtypes) > 1:
+        raise MismatchError(f"gather: ranks hold {what}, in several dtypes: {', '.join(dtypes)}")
+    return all(fits for _, fits, _ in everyone), described(dtypes[0]) if dtypes else np.dtype(np.float32)

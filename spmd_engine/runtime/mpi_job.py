@@ -15,9 +15,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
+from spmd_engine.launchers import RANK_VARIABLES
+
 SHARED_MEMORY = ("mpich_shm_*", "sm_segment.*")  # what MPICH and Open MPI leave in /dev/shm when a rank is killed
 LAUNCHER_VARIABLES = ("PMI_", "PMIX_", "PRTE_", "HYDI_", "MPI_LOCAL", "OMPI_COMM_WORLD_")
-RANK_VARIABLES = (b"PMI_RANK=", b"OMPI_COMM_WORLD_RANK=", b"PMIX_RANK=")
 
 
 @cache
@@ -79,8 +80,8 @@ class MPIJob:
 
     def ranks(self) -> list[int]:
         """Numbers of the processes here that are ranks, in no order."""
-        marked = _processes_with(self._mark)
-        return [pid for pid, environment in marked if any(each in environment for each in RANK_VARIABLES)]
+        marked, told = _processes_with(self._mark), [f"{name}=".encode() for name in RANK_VARIABLES]
+        return [pid for pid, environment in marked if any(each in environment for each in told)]
 
     def signal(self, number: int) -> None:
         """Send a signal to a rank here, since Open MPI's launcher hands on none, or else to the launcher."""

@@ -99,17 +99,6 @@ class ArrayPlacement:
         held = [[_rectangle(sides) for sides in product(*sides_by_dim)] for sides_by_dim in _by_rank(cuts, len(places))]
         return cls.of_rectangles(shape, dtype, held)
 
-    @classmethod
-    def of_intervals(
-        cls, shape: Sequence[int], dtype: np.dtype, dim: int, intervals: Sequence[Interval], halo: Interval = (0, 0)
-    ) -> ArrayPlacement:
-        """Each rank owns an interval of one dim, uneven or empty, and holds a halo around it: see ``of_spec``."""
-        whole = Rectangle.whole(shape)
-        around = [halo if each == dim else (0, 0) for each in range(len(whole.start))]
-        owned = [_rectangle([*_sides(whole)[:dim], pair, *_sides(whole)[dim + 1 :]]) for pair in intervals]
-        held = [(_with_halo(each, shape, around),) for each in owned]
-        return cls(tuple(shape), np.dtype(dtype), tuple(held), tuple((each,) for each in owned))
-
     def on(self, ranks: Sequence[int], size: int) -> ArrayPlacement:
         """The same in a group of ``size`` ranks, of which number ``ranks[i]`` is this placement's rank i."""
         held, owned = [()] * size, [()] * size

@@ -1,19 +1,10 @@
 """Start `mpiexec`, and end it so that neither processes nor shared memory stay behind."""
 
-import os
 import sys
 
 from spmd_engine.runtime.mpi_job import MPIJob, clean_environment, find_mpiexec
 
-__all__ = ["Job", "clean_environment", "environment_rank", "mpiexec"]
-
-
-def environment_rank():
-    """This process's rank if mpiexec or srun started it, else None. Asking MPI would initialise it."""
-    for name in ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK"):  # SLURM_PROCID is set in batch scripts too
-        if name in os.environ:
-            return int(os.environ[name])
-    return None
+__all__ = ["Job", "clean_environment", "mpiexec"]
 
 
 def mpiexec():

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from .launch import Job, environment_rank
+from spmd_engine.launchers import is_launched, launcher_rank
+
+from .launch import Job
 from .parent import Parent
 from .ranks import Ranks
 from .serial import Serial
@@ -28,7 +30,7 @@ def pytest_configure(config):
         if type(plugin).__name__ == "MPIPlugin":  # and initialise MPI in the parent
             plugins.unregister(plugin)
     if config.getoption("--with-mpi") or config.getoption("--only-mpi"):
-        rank, folder = environment_rank(), os.environ.pop("SPMD_TEST_FOLDER", None)
+        rank, folder = launcher_rank() if is_launched() else None, os.environ.pop("SPMD_TEST_FOLDER", None)
         folder = folder and Path(folder)
         if rank is not None:
             harness = Ranks(config, rank, folder)

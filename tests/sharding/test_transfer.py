@@ -27,9 +27,16 @@ def of_spec(spec, axes, shape=SHAPE, dtype=np.float64, **options):
 
 
 def rows(*lengths, halo=(0, 0), shape=SHAPE, dtype=np.float64):
-    """So many rows on each rank."""
+    """So many rows on each rank, and beside them the halo's, where there are so many."""
+
+    def part(start, stop):
+        return (Rectangle((start, 0), (stop, shape[1])),)
+
     ends = np.cumsum([0, *lengths]).tolist()
-    return ArrayPlacement.of_intervals(shape, dtype, 0, list(zip(ends, ends[1:])), halo)
+    pairs = list(zip(ends, ends[1:]))
+    owned = [part(a, b) for a, b in pairs]
+    held = [part(max(0, a - halo[0]), min(shape[0], b + halo[1])) if a < b else part(a, b) for a, b in pairs]
+    return ArrayPlacement.of_rectangles(shape, dtype, held, owned)
 
 
 def zigzag(ranks, shape=SHAPE, dtype=np.float64):

@@ -116,7 +116,7 @@ HEAD = """
 import os, signal, sys, threading, time
 from pathlib import Path
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from spmd_engine.comm.world import launcher_rank
+from spmd_engine.launchers import launcher_rank
 """
 
 TRAIN = HEAD + """
