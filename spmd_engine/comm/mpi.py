@@ -12,6 +12,7 @@ import numpy as np
 from mpi4py import MPI
 
 from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.comm.awaited import Requests
 from spmd_engine.comm.board import room_for_board, size_of_board
 from spmd_engine.comm.communicator import Communicator
 from spmd_engine.comm.lanes import Lanes, even_nodes
@@ -56,6 +57,7 @@ class MPICommunicator(Communicator):
         self.rank, self.size = comm.rank, comm.size
         self.node = node if node is not None else MPI.Get_processor_name()
         self.progress = progress if progress is not None else Progress()
+        self.line = self.progress.activity.line(self._members)
         self.device_aware = is_device_aware()
 
     def open_node(self, ranks: Sequence[int], cores: int, tell: Callable[[str], list[str]]) -> None:
@@ -87,8 +89,8 @@ class MPICommunicator(Communicator):
     def done(self, requests: list) -> bool:
         return not requests or MPI.Request.Testall(requests)
 
-    def subset(self, ranks: Sequence[int]) -> MPICommunicator:
-        offset, nodes = self.progress.begin(_Founding(self, self._meet(ranks), TIMEOUT, ranks)).wait()
+    def subset(self, ranks: Sequence[int], timeout: float | None = TIMEOUT) -> MPICommunicator:
+        offset, nodes = self.progress.begin(_Founding(self, self._meet(ranks), timeout, ranks)).wait()
         everyone = self._comm.Get_group()
         group = everyone.Incl(ranks)
         try:
@@ -125,9 +127,12 @@ class MPICommunicator(Communicator):
         if len(near) > 1:
             offset = room_for_board(self.neighbours, len(near)) if self.rank == near[0] else None
             said[self.rank][:] = near[0], -1 if offset is None else offset
-        receives = [self.start_receive(said[rank], rank, _MEETING) for rank in others]
-        sends = [self.start_send(said[self.rank], rank, _MEETING) for rank in others]
-        yield sum(receives + sends, [])
+        messages = Requests()
+        for rank in others:
+            messages.add(rank, self.start_receive(said[rank], rank, _MEETING))
+        for rank in others:
+            messages.add(rank, self.start_send(said[self.rank], rank, _MEETING))
+        yield messages
         firsts = [int(said[rank][0]) for rank in ranks]
         nodes = None
         if all(first >= 0 and said[first][1] >= 0 for first in firsts):
@@ -138,6 +143,7 @@ class MPICommunicator(Communicator):
         return offset, nodes
 
     def free(self) -> None:
+        self.progress.activity.close(self.line)
         for board in (self.board, self.lanes and self.lanes.board):
             if board is not None:
                 with self.progress.lock:
@@ -182,7 +188,7 @@ class _Founding(Pending):
 
     __slots__ = ("_ranks",)
 
-    def __init__(self, communicator: Communicator, steps: Steps, timeout: float, ranks: Sequence[int]) -> None:
+    def __init__(self, communicator: Communicator, steps: Steps, timeout: float | None, ranks: Sequence[int]) -> None:
         super().__init__(communicator, steps, timeout)
         self._ranks = ranks
 

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import lru_cache, partial
 
@@ -15,10 +16,14 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from spmd_engine.arrays.memory import keep_freed_memory
+from spmd_engine.comm.activity import SIZE, Activity, Memory
 from spmd_engine.comm.communicator import Communicator
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
+from spmd_engine.comm.pending import Progress
+from spmd_engine.comm.records import Record
 from spmd_engine.comm.threads import current_thread_communicator, solo
+from spmd_engine.comm.watchdog import Watchdog
 from spmd_engine.errors import RankAborted, SpmdError, UsageError
 from spmd_engine.signals import exit_code
 
@@ -39,6 +44,7 @@ def _process_world() -> Communicator:
     launched = any(name in os.environ for name in RANK_VARIABLES)
     try:
         from spmd_engine.comm.mpi import MPI, MPICommunicator
+        from spmd_engine.comm.node import OwnMemory, mapped
     except (ImportError, RuntimeError) as error:
         if launched:
             raise UsageError(
@@ -49,12 +55,27 @@ def _process_world() -> Communicator:
     if MPI.COMM_WORLD.size == 1:
         return solo()
     _end_all_ranks_on_error(MPI.COMM_WORLD)
-    comm = MPICommunicator(MPI.COMM_WORLD)
-    ranks, cores = _of_this_node(comm)
+    record = OwnMemory(SIZE)
+    comm = MPICommunicator(MPI.COMM_WORLD, Progress(Activity(record.map())))
+    ranks, cores, told = _of_this_node(comm, record.told)
+    records = mapped(told) or [comm.progress.activity.memory]
     _share_cores(cores // len(ranks))
     comm.open_node(ranks, cores, partial(gather_texts, comm))
+    record.close()  # all have opened it: they met since
+    _watch(comm, dict(zip(ranks if len(records) == len(ranks) else [comm.rank], records, strict=True)))
     atexit.register(_leave, comm)
     return comm
+
+
+def _watch(comm: Communicator, records: Mapping[int, Memory]) -> None:
+    """Start a watchdog, which sees these ranks' records, and asks others for theirs."""
+    from spmd_engine.comm.elsewhere import MPI, OtherNodes
+
+    several = len(records) < comm.size and MPI.Query_thread() == MPI.THREAD_MULTIPLE
+    seen = [Record(rank, memory) for rank, memory in records.items()]
+    elsewhere = OtherNodes(MPI.COMM_WORLD, list(records)) if several else None
+    watchdog = Watchdog(comm.progress.activity, seen, comm.rank, comm.size, elsewhere)
+    atexit.register(watchdog.stop)
 
 
 def _leave(comm: Communicator) -> None:
@@ -77,12 +98,13 @@ def gather_texts(comm: Communicator, text: str) -> list[str]:
     return everyones.tobytes().decode().split("\0")[:-1]
 
 
-def _of_this_node(comm: Communicator) -> tuple[list[int], int]:
-    """The ranks of this node, and how many cores they have between them."""
+def _of_this_node(comm: Communicator, record: str) -> tuple[list[int], int, list[str]]:
+    """The ranks of this node, how many cores they have between them, and where their records are, as each tells."""
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-    texts = gather_texts(comm, f"{comm.node}|{cores}")
-    ranks = [rank for rank, text in enumerate(texts) if text.split("|")[0] == comm.node]
-    return ranks, len({core for rank in ranks for core in texts[rank].split("|")[1].split(",")})
+    texts = [text.split("|") for text in gather_texts(comm, f"{comm.node}|{cores}|{record}")]
+    ranks = [rank for rank, (node, _, _) in enumerate(texts) if node == comm.node]
+    shared = {core for rank in ranks for core in texts[rank][1].split(",")}
+    return ranks, len(shared), [texts[rank][2] for rank in ranks]
 
 
 def _share_cores(threads: int) -> None:

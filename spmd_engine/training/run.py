@@ -72,6 +72,7 @@ class Run:
         self.config, self.facts, self.after_step = config, dict(facts or {}), after_step
         self._keep, self._background, self._go_on_unsaved = keep, background, go_on_unsaved
         self._check_replicas_every = check_replicas_every
+        self._phase = trainer.engine.mesh.activity.phase
         self._saving: Save | None = None  # begun, and not yet known to be complete
         self.evaluation: Evaluation | None = None  #: the last one
         self._observers = (MetricsFile(), *observers) if self.engine.device_id == 0 else ()
@@ -91,6 +92,7 @@ class Run:
 
     def train(self, steps: int) -> float | None:
         """Steps until ``steps`` have been made in all. Returns the last validation loss. Collective."""
+        self.engine.mesh.activity.folder = self.folder  # where a watchdog puts the stacks of a job that hangs
         with self._locked(), self._observed(steps), StopFlag() as stop:
             self.trainer.stop = stop
             self._evaluate()
@@ -108,7 +110,8 @@ class Run:
                 self.after_step(report.step)
                 ends = last or bool(stop.taken)
                 if _due(self._check_replicas_every, report.step):
-                    compare_replicas(self.engine, self.trainer.optimizer)
+                    with self._phase("comparing replicas, step", report.step):
+                        compare_replicas(self.engine, self.trainer.optimizer)
                 if self._saving and self._written_everywhere():
                     self._finish_saving(must=ends)
                 if ends or _due(self.save_every, report.step):
@@ -142,7 +145,8 @@ class Run:
 
         Raises UsageError if there is none, or if it was made with other ``facts``.
         """
-        facts = load_checkpoint(self.folder, self.engine, self.trainer.optimizer)
+        with self._phase("loading a checkpoint"):
+            facts = load_checkpoint(self.folder, self.engine, self.trainer.optimizer)
         if missing := {"step", *self.facts} - set(facts):
             raise UsageError(f"{self.folder}: its checkpoint does not say its {', '.join(sorted(missing))}")
         for name, value in self.facts.items():
@@ -152,7 +156,7 @@ class Run:
 
     def _start_saving(self, must: bool) -> None:
         self._finish_saving(must)  # the one before
-        with self._maybe_unsaved(must):
+        with self._maybe_unsaved(must), self._phase("saving, step", self.steps_done):
             self.write_config()
             self._saving = Save(
                 self.folder,
@@ -174,7 +178,7 @@ class Run:
     def _finish_saving(self, must: bool) -> None:
         saving, self._saving = self._saving, None
         if saving is not None:
-            with self._maybe_unsaved(must):
+            with self._maybe_unsaved(must), self._phase("saving, step", saving.step):
                 saving.finish()
                 self._tell(lambda each: each.saved(saving.step))
 
