@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,8 +16,9 @@ import numpy as np
 from spmd_engine.checkpoints import CheckpointFolder, Save, load_checkpoint
 from spmd_engine.checkpoints.folder import replace_file
 from spmd_engine.checkpoints.lock import RunLock
+from spmd_engine.checkpoints.read import read_manifest
 from spmd_engine.checkpoints.replicas import compare_replicas
-from spmd_engine.checkpoints.save import KEEP
+from spmd_engine.checkpoints.save import KEEP, mesh_name
 from spmd_engine.comm.agreement import on_rank_zero
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch
@@ -26,6 +28,8 @@ from spmd_engine.signals import StopFlag
 from spmd_engine.training.observers import MetricsFile, Observer
 from spmd_engine.training.trace import Trace
 from spmd_engine.training.trainer import StepReport, Trainer
+
+logger = logging.getLogger(__name__)
 
 CONFIG = "config.json"
 
@@ -147,12 +151,21 @@ class Run:
         """
         with self._phase("loading a checkpoint"):
             facts = load_checkpoint(self.folder, self.engine, self.trainer.optimizer)
+            if self.engine.device_id == 0:
+                self._tell_of_another_mesh()
         if missing := {"step", *self.facts} - set(facts):
             raise UsageError(f"{self.folder}: its checkpoint does not say its {', '.join(sorted(missing))}")
         for name, value in self.facts.items():
             if facts[name] != value:
                 raise UsageError(f"{self.folder} was trained with {name} {facts[name]!r}, and this is {value!r}")
         self.trainer.steps_done = facts["step"]
+
+    def _tell_of_another_mesh(self) -> None:
+        newest = CheckpointFolder(self.folder).newest()
+        saved_on, here = read_manifest(newest).mesh if newest else "", mesh_name(self.engine)
+        if saved_on and saved_on != here:
+            said = "%s was saved on mesh %s; on mesh %s the results agree to rounding, not to the bit"
+            logger.warning(said, newest, saved_on, here)
 
     def _start_saving(self, must: bool) -> None:
         self._finish_saving(must)  # the one before
