@@ -21,7 +21,8 @@ from spmd_engine.errors import CheckpointError
 from spmd_engine.sharding.rectangles import Rectangle
 
 FORMAT, VERSION = "spmd_engine checkpoint", 1
-MODEL, OPTIMIZER = "model", "optimizer"  #: sections: parameters and buffers by name; optimizer state by kind/name
+#: Sections: parameters and buffers by name; optimizer state by kind/name; what single ranks keep, by rank/name.
+MODEL, OPTIMIZER, RESIDUES = "model", "optimizer", "residues"
 _FILE = re.compile(r"[a-z]+-\d{5,}\.safetensors")
 _HASH = re.compile(r"[0-9a-f]{64}")
 _LARGEST = 1 << 62

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -14,11 +15,14 @@ from safetensors import SafetensorError, safe_open
 from spmd_engine.checkpoints.dtypes import DTYPES
 from spmd_engine.checkpoints.files import read_block
 from spmd_engine.checkpoints.folder import CHECKPOINTS, MANIFEST, find_checkpoint
-from spmd_engine.checkpoints.manifest import MODEL, OPTIMIZER, Block, Manifest, StoredArray
+from spmd_engine.checkpoints.manifest import MODEL, OPTIMIZER, RESIDUES, Block, Manifest, StoredArray
+from spmd_engine.checkpoints.save import mesh_name
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.errors import CheckpointError
 from spmd_engine.sharding.rectangles import Rectangle
+
+logger = logging.getLogger(__name__)
 
 LARGEST_MANIFEST = 1 << 30  #: bytes
 EXPORTED = "parameters.safetensors"  #: the plain file that a folder may hold instead of checkpoints
@@ -166,7 +170,24 @@ def load_checkpoint(
                     )
                 if engine.owned_index(name) is not None:  # of a number, others may be the owners
                     array[...] = engine.block(name, state[f"{kind}/{name}"], owned=True)
+    if checkpoint.manifest is not None:
+        _take_residues(checkpoint, engine)
     return dict(checkpoint.metadata)
+
+
+def _take_residues(checkpoint: Checkpoint, engine: ShardedEngine) -> None:
+    """What this rank alone kept: on the mesh on which it was saved all of it, on others nothing. Collective."""
+    if engine.residues is None:
+        return
+    assert checkpoint.manifest is not None
+    group, section = engine.group(), checkpoint.section(RESIDUES)
+    begins = f"{group.rank:05d}/"
+    own = {name.removeprefix(begins): array[...] for name, array in section.items() if name.startswith(begins)}
+    saved_on, here = checkpoint.manifest.mesh, mesh_name(engine)
+    taken = engine.take_residues(own if saved_on == here else {})
+    if section and group.rank == 0 and not (taken and saved_on == here):
+        why = f"on mesh {saved_on}; on mesh {here}" if saved_on != here else "by another --compress; with this one"
+        logger.warning("%s: what --compress has yet to send was saved %s it begins anew", checkpoint.path, why)
 
 
 def _sliceable(folder: Path, name: str, array: StoredArray) -> Sliceable:

@@ -17,11 +17,12 @@ from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.checkpoints.dtypes import dtype_name
 from spmd_engine.checkpoints.files import Source, Written, write_blocks
 from spmd_engine.checkpoints.folder import CheckpointFolder, discard
-from spmd_engine.checkpoints.manifest import MODEL, OPTIMIZER, Arrays, Block, Manifest, StoredArray
+from spmd_engine.checkpoints.manifest import MODEL, OPTIMIZER, RESIDUES, Arrays, Block, Manifest, StoredArray
 from spmd_engine.comm.agreement import gather_json, on_rank_zero, text_from_rank_zero
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.errors import CheckpointError, UsageError
+from spmd_engine.sharding.asking import ask_placement
 from spmd_engine.sharding.placement import ArrayPlacement, Placement
 from spmd_engine.sharding.rectangles import Rectangle
 
@@ -87,8 +88,8 @@ class Save:
     ) -> None:
         self.step, self._keep, self._group = step, keep, engine.group()
         self._folder = CheckpointFolder(folder)
-        self._config, self._facts, self._mesh = config, dict(facts or {}), str(engine.mesh)
-        self._shares = shares_of(engine, optimizer)
+        self._config, self._facts, self._mesh = config, dict(facts or {}), mesh_name(engine)
+        self._shares = [*shares_of(engine, optimizer), *residues_of(engine)]
         self._into = Path(text_from_rank_zero(self._group, lambda: str(self._folder.begin()), CheckpointError))
         self._written: dict[str, list[Written]] = {}
         self._error = ""
@@ -225,6 +226,26 @@ def shares_of(engine: ShardedEngine, optimizer: Optimizer | None) -> list[Shares
         }
         shares.append(Shares(OPTIMIZER, placement, deal(placement, loads), arrays))
     return shares
+
+
+def residues_of(engine: ShardedEngine) -> list[Shares]:
+    """What each rank writes of what it alone keeps from step to step, if ranks do: all of its own. Collective then."""
+    if engine.residues is None:
+        return []
+    group = engine.group()
+    mine = {f"{group.rank:05d}/{name}": array for name, array in engine.residues.items()}
+    held = {name: (array.dtype, Rectangle.whole(array.shape)) for name, array in mine.items()}
+    placement = ask_placement(group, held, label="residues")
+    return [Shares(RESIDUES, placement, deal(placement, [0] * group.size), mine)]
+
+
+def mesh_name(engine: ShardedEngine) -> str:
+    """The mesh that a checkpoint is written on, and how it lies on several nodes: what bears on the last bits."""
+    mesh = engine.mesh
+    if mesh.node_count == 1:
+        return str(mesh)
+    hosts = list(dict.fromkeys(mesh.nodes_by_rank))
+    return f"{mesh} on nodes {','.join(str(hosts.index(node)) for node in mesh.nodes_by_rank)}"
 
 
 def _blocks(share: Shares, rank: int) -> Iterator[Source]:

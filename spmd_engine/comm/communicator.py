@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
+from spmd_engine.comm.activity import Line
 from spmd_engine.comm.arena import Neighbours
 from spmd_engine.comm.board import Board
-from spmd_engine.comm.pending import Progress
+from spmd_engine.comm.pending import TIMEOUT, Progress
 from spmd_engine.comm.transports.turns import Turns
 from spmd_engine.comm.tuning import Tuning
 
@@ -35,6 +36,7 @@ class Communicator(ABC):
     progress: Progress  #: this rank's outstanding operations, shared with every sub-communicator
     tuning: Tuning = Tuning()
     turns: Turns  #: of the calls that may use ``collectives`` or ``lane_collectives``
+    line: Line  #: where this rank's calls are published
     calls = 0  #: collectives begun here; equal on all ranks, whichever meshes share this communicator
     device_aware = False  #: whether device arrays may be handed to it as they are
     looks = 0  #: how often to look for what is waited for before giving way, where every rank has a core
@@ -45,9 +47,12 @@ class Communicator(ABC):
     lane_collectives: Exchange | None = None  #: the same for this rank's lane
     library: Library | None = None  #: faster at some calls of ranks that have all come, and have a core each
 
-    def next_call(self) -> int:
-        self.calls += 1
-        return self.calls
+    def next_call(self, text: int = 0) -> int:
+        """The number of the call that begins now; ``text``: the number of what it is, see ``Activity.called``."""
+        self.calls = number = self.calls + 1
+        words = self.line.words
+        words[0], words[1] = number, text
+        return number
 
     def next_message(self, way: str, rank: int) -> int:
         """The number of this message among those to, or from, one other rank."""
@@ -81,8 +86,8 @@ class Communicator(ABC):
         """Whether all requests have completed. Moves messages on; never blocks."""
 
     @abstractmethod
-    def subset(self, ranks: Sequence[int]) -> Communicator:
-        """A communicator of these ranks in this order; only they call it."""
+    def subset(self, ranks: Sequence[int], timeout: float | None = TIMEOUT) -> Communicator:
+        """A communicator of these ranks in this order; only they call it, and wait so many seconds for each other."""
 
     @abstractmethod
     def free(self) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.comm import by_library, dtypes, header, meeting, staging
+from spmd_engine.comm.activity import Line
 from spmd_engine.comm.between_nodes import BetweenNodes
 from spmd_engine.comm.board import LEFT
 from spmd_engine.comm.communicator import Communicator
@@ -44,6 +45,7 @@ class Plan:
     said: Said | None = None  # by everyone on the board, last time
     by_library: Plan | None = None  # for blocking calls, if the MPI library is to move the data
     told: Header | None = None  # what ranks of several nodes tell each other: the terms of it in place of the sizes
+    text: int = 0  # the number of what it is, see ``Activity.called``; 0: not asked for yet
     quick: bool = False  # whether this rank needs no more than the others say to finish
 
 
@@ -77,6 +79,7 @@ class Door:
         """Keep ``plan`` for the next call that is described by ``key``, of an array like ``x``."""
         if len(self._plans) >= _PLANS:
             self._plans.clear()
+        plan.text = self.comm.progress.activity.called(*plan.where)
         self._plans[key] = plan
         if self._between is not None:
             host = x is None or isinstance(x, np.ndarray)
@@ -145,7 +148,7 @@ class Door:
 
     def _begin(self, plan: Plan, x: Array | None, out: Any = None) -> Pending:
         """Start the next call; write to the ledger when it ends."""
-        number, began = self.comm.next_call(), perf_counter()
+        number, began = self.comm.next_call(plan.text), perf_counter()
         steps = plan.steps(plan, number, x, out)
         if self._between is not None:
             self.comm.turns.enter(number)
@@ -157,7 +160,7 @@ class Door:
 
     def _at_once(self, plan: Plan, x: np.ndarray | None, out: np.ndarray | None) -> Array:
         """The whole of a small call; where the others are far away, or do not agree, by its steps."""
-        began, number = perf_counter(), self.comm.next_call()
+        began, number = perf_counter(), self.comm.next_call(plan.text)
         with self.comm.progress.lock:
             blocks = self._board.meet_at_once(number, plan.said, x, self.comm.progress, self.comm.looks)
             if blocks is None:
@@ -206,6 +209,10 @@ class Operation(Pending):
         what = str(Call(self._number, self._plan.header)) if self._number else operation
         door = self._door
         return f"{what} over {axes!r}{f' ({label})' if label else ''}, group rank {door.rank} of {door.size}"
+
+    def call(self) -> tuple[Line, int, int]:
+        plan, comm = self._plan, self._door.comm
+        return comm.line, self._number, plan.text or comm.progress.activity.called(*plan.where)
 
     def on_result(self) -> None:
         sent = self._plan.sent

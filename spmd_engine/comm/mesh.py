@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
+from spmd_engine.comm.activity import Activity
 from spmd_engine.comm.communicator import Communicator
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
@@ -143,7 +144,7 @@ class Mesh(Collectives, Place):
             if members == list(range(self.size)):
                 comm = self.comm
             else:
-                comm = self.comm.subset(members)
+                comm = self.comm.subset(members, self._options["timeout"])
                 self._owned.append(comm)
             self._groups[names, places] = Group(comm, ",".join(names) or "nobody", self.ledger, **self._options)
         return self._groups[names, places]
@@ -170,6 +171,11 @@ class Mesh(Collectives, Place):
     def checks(self) -> bool:
         """Whether ranks compare what they call."""
         return bool(self._options["check"])
+
+    @property
+    def activity(self) -> Activity:
+        """What this rank is doing, for a watchdog to tell: ``with mesh.activity.phase("reading data"): ...``."""
+        return self.comm.progress.activity
 
     @property
     def local_rank(self) -> int:

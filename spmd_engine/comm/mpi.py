@@ -64,6 +64,7 @@ class MPICommunicator(Communicator):
         self.rank, self.size = comm.rank, comm.size
         self.node = node if node is not None else MPI.Get_processor_name()
         self.progress = progress if progress is not None else Progress()
+        self.line = self.progress.activity.line(self._members)
         self.device_aware = is_device_aware()
 
     def open_node(self, hosts: Sequence[str], cores: int, tell: Callable[[str], list[str]]) -> None:
@@ -103,8 +104,8 @@ class MPICommunicator(Communicator):
     def done(self, requests: list) -> bool:
         return not requests or MPI.Request.Testall(requests)
 
-    def subset(self, ranks: Sequence[int]) -> MPICommunicator:
-        offset, nodes = self.progress.begin(_Founding(self, self._meet(ranks), TIMEOUT, ranks)).wait()
+    def subset(self, ranks: Sequence[int], timeout: float | None = TIMEOUT) -> MPICommunicator:
+        offset, nodes = self.progress.begin(_Founding(self, self._meet(ranks), timeout, ranks)).wait()
         members = [self._members[rank] for rank in ranks]
         made = MPICommunicator(self._create(ranks), self.progress, self.node, self._world, members)
         made.hosts = [self.hosts[rank] for rank in ranks]
@@ -169,6 +170,7 @@ class MPICommunicator(Communicator):
         return here, nodes
 
     def free(self) -> None:
+        self.progress.activity.close(self.line)
         for board in (self.board, self.lanes and self.lanes.board):
             if board is not None:
                 with self.progress.lock:
@@ -223,7 +225,7 @@ class _Founding(Pending):
 
     __slots__ = ("_ranks",)
 
-    def __init__(self, communicator: Communicator, steps: Steps, timeout: float, ranks: Sequence[int]) -> None:
+    def __init__(self, communicator: Communicator, steps: Steps, timeout: float | None, ranks: Sequence[int]) -> None:
         super().__init__(communicator, steps, timeout)
         self._ranks = ranks
 

@@ -70,9 +70,9 @@ def open_node(comm: MPI.Comm, ranks: Sequence[int], tell: Callable[[str], list[s
     if size < HEAD + size_of_board(len(ranks)):
         size = 0
     wanted = size > 0
-    own = _Own(size if os.environ.get("SPMD_ARENA", "memfd") == "memfd" else 0)
+    own = OwnMemory(size if os.environ.get("SPMD_ARENA", "memfd") == "memfd" else 0)
     said = [text for rank, text in enumerate(tell(own.told)) if rank in ranks]
-    memories = _mapped(said)
+    memories = mapped(said)
     lender = _lender(said) if memories else None
     answers = tell(f"{'yes' if memories or not wanted else 'no'} {'lends' if lender else ''}")
     own.close()  # all have opened what they could
@@ -90,8 +90,8 @@ def open_node(comm: MPI.Comm, ranks: Sequence[int], tell: Callable[[str], list[s
     return Node(memories, ranks, comm.rank, lender) if wanted and fine and memories else None
 
 
-class _Own:
-    """This rank's anonymous file, until the others have opened it; of size 0: none."""
+class OwnMemory:
+    """This rank's anonymous file, until the others have opened it; of size 0: none. ``told`` is how they find it."""
 
     def __init__(self, size: int) -> None:
         self.told, self._descriptor = "", None
@@ -106,12 +106,16 @@ class _Own:
                 probe = f"{address_of(self._probe)} {self._probe.tobytes().hex()}"
                 self.told = f"{os.getpid()} {self._descriptor} {size} {token.hex()} {probe}"
 
+    def map(self) -> mmap.mmap | None:
+        """The memory; None where there is none."""
+        return mmap.mmap(self._descriptor, 0) if self.told else None
+
     def close(self) -> None:
         if self._descriptor is not None:
             os.close(self._descriptor)
 
 
-def _mapped(texts: Sequence[str]) -> list | None:
+def mapped(texts: Sequence[str]) -> list | None:
     """The memory of all ranks that told these texts; None unless all can be had."""
     memories = []
     for text in texts:

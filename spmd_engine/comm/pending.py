@@ -9,21 +9,19 @@ for ever.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Generator, Sequence
 from threading import RLock
 from time import perf_counter
 from typing import Any, Protocol
 
+from spmd_engine.comm.activity import Activity, Line
 from spmd_engine.errors import CommunicationTimeout, MismatchError, SpmdError
 
 TIMEOUT = 1800.0  #: seconds a rank waits for others, unless it is told another number
-WARN_AFTER = 60.0  #: seconds after which a rank that waits says so; then after four times as long, and so on
 
 LOOK_AFTER = 0.5  #: seconds without progress after which a rank looks whether those it waits for have ended
+SAY_AFTER = 0.5  #: seconds of waiting after which a rank publishes for whom; then after twice as long, and so on
 MESSAGES_AFTER = 2.0  #: as many for messages, which may be on their way from a rank that has ended
-
-logger = logging.getLogger(__name__)
 
 Steps = Generator[list | Callable[[], bool], None, Any]  # yields what to wait for, returns the operation's result
 
@@ -42,6 +40,7 @@ class Waiting(Protocol):
     size: int
     looks: int
     progress: Progress
+    line: Line
 
     def done(self, requests: list) -> bool:
         """Whether all requests have completed."""
@@ -89,6 +88,10 @@ class Pending:
         """What is waited for."""
         return "an operation"
 
+    def call(self) -> tuple[Line | None, int, int]:
+        """Which call this is: of which communicator, its number there, and that of its text; see ``Activity``."""
+        return None, 0, 0
+
     def on_result(self) -> None:
         """Called once the result is here."""
 
@@ -117,6 +120,11 @@ class Pending:
         """Whether it is ``rank``, maybe among others, for whom it waits."""
         waits_for = getattr(self._awaited, "waits_for", None)
         return waits_for(rank, self._communicator) if waits_for else True
+
+    def missing(self) -> list[int]:
+        """Ranks of the world for whom it waits."""
+        communicator = self._communicator
+        return [member for rank, member in enumerate(communicator.line.members) if self.waits_for(rank)]
 
     def advance(self) -> bool:
         """Go on as far as possible without waiting. Returns whether anything moved."""
@@ -170,7 +178,8 @@ class Pending:
 class Progress:
     """The outstanding operations of one rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, activity: Activity | None = None) -> None:
+        self.activity = activity or Activity()  #: what this rank is doing, for others to read
         self._pending: list[Pending] = []
         self.idle_seconds = 0.0  #: spent in waits with nothing to do: for others to come, not for data to move
         self.lock = RLock()  #: held by whoever starts operations, moves them on, or uses the memory that ranks share
@@ -221,9 +230,21 @@ class Progress:
 
     def _wait_long_for(self, wanted: Pending, timeout: float | None) -> None:
         """Move all operations on until ``wanted`` is done, leaving the processor to others in between."""
+        self.activity.waits(*wanted.call(), timeout)
+        try:
+            self._move_on_until(wanted, timeout)
+        except CommunicationTimeout:
+            self.activity.gives_up()
+            raise
+        except BaseException:
+            self.activity.goes_on()
+            raise
+        self.activity.goes_on()
+
+    def _move_on_until(self, wanted: Pending, timeout: float | None) -> None:
         communicator = wanted._communicator
         began = perf_counter()
-        warn_after, look_after, idle = WARN_AFTER, wanted.patience, 0
+        look_after, say_after, idle = wanted.patience, SAY_AFTER, 0
         while not (wanted.done or wanted.error):
             activity = communicator.activity(idle)
             if any([self._advance(pending) for pending in tuple(self._pending)]):
@@ -238,7 +259,8 @@ class Progress:
             waited = now - began
             if timeout and waited > timeout:
                 # It stays under way: its messages may still come, into memory that must then still be there.
-                raise CommunicationTimeout(f"waited {timeout:g} s: {wanted.describe()}")
+                why = self.activity.explain()
+                raise CommunicationTimeout(f"waited {timeout:g} s: {wanted.describe()}{f'; {why}' if why else ''}")
             if waited > look_after:
                 suspects = [rank for rank in range(communicator.size) if wanted.waits_for(rank)]
                 if wanted.until_the_end:
@@ -247,9 +269,9 @@ class Progress:
                     wanted.give_up(ended)
                     self._forget_if_over(wanted)
                 look_after = waited + LOOK_AFTER  # now those were asked who may have ended
-            if waited > warn_after:
-                logger.warning("has waited %.0f s: %s", waited, wanted.describe())
-                warn_after *= 4
+            if waited > say_after:
+                self.activity.waits_long(wanted.describe(), wanted.missing())
+                say_after = 2 * waited
 
     def _advance(self, pending: Pending) -> bool:
         moved = pending.advance()

@@ -21,9 +21,10 @@ from spmd_engine.comm.communicator import Communicator
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.lending import Lender
-from spmd_engine.comm.pending import Progress
+from spmd_engine.comm.pending import TIMEOUT, Progress
 from spmd_engine.comm.transports.hierarchical import Lanes, even_nodes
 from spmd_engine.comm.transports.turns import Turns
+from spmd_engine.comm.watchdog import watch_threads
 from spmd_engine.errors import RankAborted, UsageError
 
 _current = threading.local()
@@ -60,9 +61,14 @@ def run(
         raise UsageError(f"run: nodes names {len(nodes)} hosts; one for each of {ranks} ranks is needed")
     fabric = _Fabric(nodes or [os.uname().nodename] * ranks)
     results: list[Any] = [None] * ranks
+    progresses = [Progress() for _ in range(ranks)]
+    numbers: dict[int, int] = {}  # of threads, by rank
+    stop_watching = watch_threads([each.activity for each in progresses], lambda: numbers)
 
     def body(rank: int) -> None:
-        _current.communicator = ThreadCommunicator(fabric, range(ranks), rank, Progress(), fabric.neighbours(rank))
+        numbers[rank] = threading.get_ident()
+        neighbours = fabric.neighbours(rank)
+        _current.communicator = ThreadCommunicator(fabric, range(ranks), rank, progresses[rank], neighbours)
         try:
             results[rank] = fn(*args)
             Group(_current.communicator, "world", Ledger()).leave()
@@ -80,6 +86,8 @@ def run(
         except BaseException as error:  # Ctrl-C: ranks that wait must not do so in the background for ever
             fabric.fail(0, error)
             raise
+        finally:
+            stop_watching()
     if fabric.failure:
         rank, error = fabric.failure
         error.add_note(f"raised on rank {rank} of {ranks}")
@@ -214,6 +222,7 @@ class ThreadCommunicator(Communicator):
         self.hosts = [fabric.nodes[member] for member in members]
         self.turns = Turns()
         self._subsets: defaultdict[tuple[int, ...], int] = defaultdict(int)
+        self.line = progress.activity.line(members)
         self.board = fabric.board(name, rank, self._members, neighbours)
         self.lanes = fabric.lanes(self, name, self._members)
 
@@ -228,7 +237,7 @@ class ThreadCommunicator(Communicator):
     def done(self, requests: list) -> bool:
         return all([request.test() for request in requests])
 
-    def subset(self, ranks: Sequence[int]) -> ThreadCommunicator:
+    def subset(self, ranks: Sequence[int], timeout: float | None = TIMEOUT) -> ThreadCommunicator:
         members = tuple(self._members[r] for r in ranks)
         self._subsets[members] += 1  # the same set made twice must not share messages
         name = (*self._name, members, self._subsets[members])
@@ -236,6 +245,7 @@ class ThreadCommunicator(Communicator):
         return ThreadCommunicator(self._fabric, members, rank, self.progress, self.neighbours, name)
 
     def free(self) -> None:
+        self.progress.activity.close(self.line)
         for board in (self.board, self.lanes and self.lanes.board):
             if board is not None:
                 self.neighbours.retire(board)

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import lru_cache, partial
 
@@ -15,10 +16,14 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from spmd_engine.arrays.memory import keep_freed_memory
+from spmd_engine.comm.activity import SIZE, Activity, Memory
 from spmd_engine.comm.communicator import Communicator
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
+from spmd_engine.comm.pending import Progress
+from spmd_engine.comm.records import Record
 from spmd_engine.comm.threads import current_thread_communicator, solo
+from spmd_engine.comm.watchdog import Watchdog
 from spmd_engine.errors import RankAborted, SpmdError, UsageError
 from spmd_engine.launchers import is_launched, launcher_rank
 from spmd_engine.signals import exit_code
@@ -38,6 +43,7 @@ def _process_world() -> Communicator:
     keep_freed_memory()
     try:
         from spmd_engine.comm.mpi import MPI, MPICommunicator
+        from spmd_engine.comm.node import OwnMemory, mapped
     except (ImportError, RuntimeError) as error:
         if is_launched():
             raise UsageError(
@@ -48,12 +54,28 @@ def _process_world() -> Communicator:
     if MPI.COMM_WORLD.size == 1:
         return solo()
     _end_all_ranks_on_error(MPI.COMM_WORLD)
-    comm = MPICommunicator(MPI.COMM_WORLD)
-    hosts, cores = _hosts_and_cores(comm)
-    _share_cores(cores // hosts.count(comm.node))
+    record = OwnMemory(SIZE)
+    comm = MPICommunicator(MPI.COMM_WORLD, Progress(Activity(record.map())))
+    hosts, cores, told = _hosts_and_cores(comm, record.told)
+    ranks = [rank for rank, host in enumerate(hosts) if host == comm.node]
+    records = mapped(told) or [comm.progress.activity.memory]
+    _share_cores(cores // len(ranks))
     comm.open_node(hosts, cores, partial(gather_texts, comm))
+    record.close()  # all have opened it: they met since
+    _watch(comm, dict(zip(ranks if len(records) == len(ranks) else [comm.rank], records, strict=True)))
     atexit.register(_leave, comm)
     return comm
+
+
+def _watch(comm: Communicator, records: Mapping[int, Memory]) -> None:
+    """Start a watchdog, which sees these ranks' records, and asks others for theirs."""
+    from spmd_engine.comm.elsewhere import MPI, OtherNodes
+
+    several = len(records) < comm.size and MPI.Query_thread() == MPI.THREAD_MULTIPLE
+    seen = [Record(rank, memory) for rank, memory in records.items()]
+    elsewhere = OtherNodes(MPI.COMM_WORLD, list(records)) if several else None
+    watchdog = Watchdog(comm.progress.activity, seen, comm.rank, comm.size, elsewhere)
+    atexit.register(watchdog.stop)
 
 
 def _leave(comm: Communicator) -> None:
@@ -71,13 +93,13 @@ def gather_texts(comm: Communicator, text: str) -> list[str]:
     return everyones.tobytes().decode().split("\0")[:-1]
 
 
-def _hosts_and_cores(comm: Communicator) -> tuple[list[str], int]:
-    """The host of each rank, and how many cores the ranks of this one have between them."""
+def _hosts_and_cores(comm: Communicator, record: str) -> tuple[list[str], int, list[str]]:
+    """The host of each rank; how many cores the ranks of this one have between them; and where their records are."""
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-    texts = gather_texts(comm, f"{comm.node}|{cores}")
-    hosts, cores_of = zip(*(text.split("|") for text in texts), strict=True)
-    here = [of_rank for host, of_rank in zip(hosts, cores_of, strict=True) if host == comm.node]
-    return list(hosts), len({core for of_rank in here for core in of_rank.split(",")})
+    texts = [text.split("|") for text in gather_texts(comm, f"{comm.node}|{cores}|{record}")]
+    here = [(cores_of, where) for host, cores_of, where in texts if host == comm.node]
+    shared = {core for cores_of, _ in here for core in cores_of.split(",")}
+    return [host for host, _, _ in texts], len(shared), [where for _, where in here]
 
 
 def _share_cores(threads: int) -> None:

@@ -77,6 +77,8 @@ class ShardedEngine(Collectives, ABC):
     shardings: Mapping[str, str] = MappingProxyType({})
     gradients: Mapping[str, Array] = MappingProxyType({})  #: of the last step, like ``owned``
     buffers: Mapping[str, Array] = MappingProxyType({})  #: this rank's blocks of state without a gradient
+    #: What this rank alone keeps from step to step, beside the model: compression's residues. None: no rank does.
+    residues: Mapping[str, Array] | None = None
     #: Auxiliary losses and counts of the last step, whole, on every rank; see ``layers.SideOutput``.
     side_outputs: Mapping[str, np.ndarray] = MappingProxyType({})
     backend: Backend = CPU
@@ -168,6 +170,11 @@ class ShardedEngine(Collectives, ABC):
 
     def after_update(self) -> None:
         """Called when the optimizer has changed ``owned``."""
+
+    def take_residues(self, residues: Mapping[str, Array]) -> bool:
+        """Go on from these ``residues``, which this rank had; False, on all ranks: they do not fit, it goes on without.
+        """
+        return not residues
 
     def update_skipped(self) -> None:
         """Called in place of that where a step updates nothing, since its gradients are not finite."""

@@ -7,7 +7,7 @@ What the last two leave out of a step is kept and added to the next gradient (er
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import ceil
 from typing import Any
 
@@ -36,9 +36,19 @@ class Compression(ABC):
     """How the whole gradients of a parameter group are summed. One object serves one group on one rank."""
 
     in_parts = False  #: whether it can also scatter the sum to those who own parts of it
+    feeds_back = False  #: whether it keeps something of a step for the next
 
     def forget(self) -> None:
         """Nothing of what was given so far is to be added to later gradients: some of it was not finite."""
+
+    @property
+    def residues(self) -> dict[str, Array]:
+        """What this rank keeps for the next step, by name: none before the first."""
+        return {}
+
+    def take(self, residues: Mapping[str, Array]) -> bool:
+        """Go on from what was saved as ``residues`` of a group of the same parameters; False: they do not fit."""
+        return not residues
 
     @abstractmethod
     def start_all_reduce(self, gradients: Array, over: Group) -> Pending | Reduction:
@@ -91,6 +101,8 @@ class TopK(Compression):
     After Aji and Heafield, "Sparse Communication for Distributed Gradient Descent" (2017).
     """
 
+    feeds_back = True
+
     def __init__(self, fraction: float, group: ParameterGroup | None) -> None:
         if not 0.0 < fraction <= 1.0:
             raise UsageError(f"top-k keeps a fraction of the gradient above 0 and up to 1, not {fraction}")
@@ -99,6 +111,17 @@ class TopK(Compression):
 
     def forget(self):
         self._left_out = None
+
+    @property
+    def residues(self):
+        return {} if self._left_out is None else {"left_out": self._left_out}
+
+    def take(self, residues):
+        self._left_out = residues.get("left_out")
+        fits = set(residues) <= {"left_out"} and (self._left_out is None or self._left_out.shape == (self._group.size,))
+        if not fits:
+            self.forget()
+        return fits
 
     def start_all_reduce(self, gradients, over):
         xp = backend_of(gradients).xp
@@ -134,6 +157,8 @@ class PowerSGD(Compression):
     matrices that would not be smaller so, are sent as they are. After Vogels et al., "PowerSGD" (2019).
     """
 
+    feeds_back = True
+
     def __init__(self, rank: int, group: ParameterGroup | None) -> None:
         if rank < 1:
             raise UsageError(f"PowerSGD needs a rank of at least 1, not {rank}")
@@ -144,6 +169,22 @@ class PowerSGD(Compression):
     def forget(self):
         self._thin.clear()
         self._left_out.clear()
+
+    @property
+    def residues(self):
+        kinds = {"thin": self._thin, "left_out": self._left_out}
+        return {f"{kind}/{name}": array for kind, arrays in kinds.items() for name, array in arrays.items()}
+
+    def take(self, residues):
+        self.forget()
+        matrices = {each.name: _as_matrix(each) for each in self._group.members if self._is_low_rank(each)}
+        shapes = {f"thin/{name}": (columns, self._rank) for name, (_, columns) in matrices.items()}
+        shapes |= {f"left_out/{name}": shape for name, shape in matrices.items()}
+        if residues and {key: array.shape for key, array in residues.items()} != shapes:
+            return False
+        for name in matrices if residues else ():
+            self._thin[name], self._left_out[name] = residues[f"thin/{name}"], residues[f"left_out/{name}"]
+        return True
 
     def _is_low_rank(self, member: Member) -> bool:
         rows, columns = _as_matrix(member)

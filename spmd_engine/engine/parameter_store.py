@@ -10,6 +10,7 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array, Backend
 from spmd_engine.comm.mesh import Mesh
+from spmd_engine.engine.compression import compression
 from spmd_engine.engine.plan import PIPE, Plan, Storage
 from spmd_engine.engine.storage import GroupStorage
 from spmd_engine.errors import UnknownParameter
@@ -41,6 +42,7 @@ class ParameterStore:
     ) -> None:
         self.described, self.plan, self._mesh, self._layout = described, plan, mesh, layout
         zero = storage.stage(mesh.axes)
+        self.feeds_back = compression(storage.compress).feeds_back  #: whether steps leave something for the next
         self.storages = [GroupStorage(group, mesh, zero, dtype, backend, storage.compress) for group in plan.groups]
         #: this rank's blocks by name; fully sharded, some rows of them (none, perhaps)
         self.parameters: dict[str, Array] = self._by_name(

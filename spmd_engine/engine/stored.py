@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from spmd_engine.arrays.backend import Array
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.parameter_store import Index, ParameterStore
@@ -63,6 +65,27 @@ class StoredEngine(ShardedEngine):
     def update_skipped(self) -> None:
         for storage in self.storages:
             storage.compression.forget()
+
+    @property
+    def residues(self) -> Mapping[str, Array] | None:  # type: ignore[override]
+        if not self.store.feeds_back:
+            return None
+        return {
+            f"{each.group.members[0].name}/{kind}": array
+            for each in self.storages
+            for kind, array in each.compression.residues.items()
+        }
+
+    def take_residues(self, residues: Mapping[str, Array]) -> bool:
+        fit = True
+        for each in self.storages:
+            begins = f"{each.group.members[0].name}/"
+            own = {key.removeprefix(begins): array for key, array in residues.items() if key.startswith(begins)}
+            fit &= each.compression.take({kind: self.backend.asarray(array) for kind, array in own.items()})
+        agreed = bool(self.group().all_reduce(np.array(fit, np.int64), "min", label="residues"))
+        if not agreed:  # what ranks have in common must stay so
+            self.update_skipped()
+        return agreed
 
     def counts_here(self, name: str) -> bool:
         return self.store.counts_here(name)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
+from spmd_engine.comm.pending import TIMEOUT
 from spmd_engine.configuration import Configuration, section_of, setting
 from spmd_engine.engine.composition import Composition, ModelConfig
 from spmd_engine.errors import UsageError
@@ -91,6 +92,7 @@ class Job(Configuration):
     strategy: str | None = None  #: a page of ``strategies/``, with a small model of its own; None: ``model``
     device: str = "cpu"  #: cpu (NumPy) or cuda (CuPy)
     check: bool = True  #: whether ranks compare what they call in every collective
+    timeout: float = setting(TIMEOUT, least=0.1, most=LARGEST)  #: seconds that a rank waits for others at most
     sample: int = setting(240, least=0)  #: tokens written at the end, by a model of text
     corpus: CorpusFacts | None = None  #: what the data must be; None: whatever is found
 

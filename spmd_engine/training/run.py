@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,8 +16,9 @@ import numpy as np
 from spmd_engine.checkpoints import CheckpointFolder, Save, load_checkpoint
 from spmd_engine.checkpoints.folder import replace_file
 from spmd_engine.checkpoints.lock import RunLock
+from spmd_engine.checkpoints.read import read_manifest
 from spmd_engine.checkpoints.replicas import compare_replicas
-from spmd_engine.checkpoints.save import KEEP
+from spmd_engine.checkpoints.save import KEEP, mesh_name
 from spmd_engine.comm.agreement import on_rank_zero
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch
@@ -26,6 +28,8 @@ from spmd_engine.signals import StopFlag
 from spmd_engine.training.observers import MetricsFile, Observer
 from spmd_engine.training.trace import Trace
 from spmd_engine.training.trainer import StepReport, Trainer
+
+logger = logging.getLogger(__name__)
 
 CONFIG = "config.json"
 
@@ -72,6 +76,7 @@ class Run:
         self.config, self.facts, self.after_step = config, dict(facts or {}), after_step
         self._keep, self._background, self._go_on_unsaved = keep, background, go_on_unsaved
         self._check_replicas_every = check_replicas_every
+        self._phase = trainer.engine.mesh.activity.phase
         self._saving: Save | None = None  # begun, and not yet known to be complete
         self.evaluation: Evaluation | None = None  #: the last one
         self._observers = (MetricsFile(), *observers) if self.engine.device_id == 0 else ()
@@ -91,6 +96,7 @@ class Run:
 
     def train(self, steps: int) -> float | None:
         """Steps until ``steps`` have been made in all. Returns the last validation loss. Collective."""
+        self.engine.mesh.activity.folder = self.folder  # where a watchdog puts the stacks of a job that hangs
         with self._locked(), self._observed(steps), StopFlag() as stop:
             self.trainer.stop = stop
             self._evaluate()
@@ -108,7 +114,8 @@ class Run:
                 self.after_step(report.step)
                 ends = last or bool(stop.taken)
                 if _due(self._check_replicas_every, report.step):
-                    compare_replicas(self.engine, self.trainer.optimizer)
+                    with self._phase("comparing replicas, step", report.step):
+                        compare_replicas(self.engine, self.trainer.optimizer)
                 if self._saving and self._written_everywhere():
                     self._finish_saving(must=ends)
                 if ends or _due(self.save_every, report.step):
@@ -142,7 +149,10 @@ class Run:
 
         Raises UsageError if there is none, or if it was made with other ``facts``.
         """
-        facts = load_checkpoint(self.folder, self.engine, self.trainer.optimizer)
+        with self._phase("loading a checkpoint"):
+            facts = load_checkpoint(self.folder, self.engine, self.trainer.optimizer)
+            if self.engine.device_id == 0:
+                self._tell_of_another_mesh()
         if missing := {"step", *self.facts} - set(facts):
             raise UsageError(f"{self.folder}: its checkpoint does not say its {', '.join(sorted(missing))}")
         for name, value in self.facts.items():
@@ -150,9 +160,16 @@ class Run:
                 raise UsageError(f"{self.folder} was trained with {name} {facts[name]!r}, and this is {value!r}")
         self.trainer.steps_done = facts["step"]
 
+    def _tell_of_another_mesh(self) -> None:
+        newest = CheckpointFolder(self.folder).newest()
+        saved_on, here = read_manifest(newest).mesh if newest else "", mesh_name(self.engine)
+        if saved_on and saved_on != here:
+            said = "%s was saved on mesh %s; on mesh %s the results agree to rounding, not to the bit"
+            logger.warning(said, newest, saved_on, here)
+
     def _start_saving(self, must: bool) -> None:
         self._finish_saving(must)  # the one before
-        with self._maybe_unsaved(must):
+        with self._maybe_unsaved(must), self._phase("saving, step", self.steps_done):
             self.write_config()
             self._saving = Save(
                 self.folder,
@@ -174,7 +191,7 @@ class Run:
     def _finish_saving(self, must: bool) -> None:
         saving, self._saving = self._saving, None
         if saving is not None:
-            with self._maybe_unsaved(must):
+            with self._maybe_unsaved(must), self._phase("saving, step", saving.step):
                 saving.finish()
                 self._tell(lambda each: each.saved(saving.step))
 

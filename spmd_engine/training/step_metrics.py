@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from spmd_engine.comm.header import named
 from spmd_engine.comm.mesh import Mesh
+from spmd_engine.errors import ReplicasDifferError
 
 
 class StepMetrics:
@@ -17,23 +19,25 @@ class StepMetrics:
         self._mesh, self._brief, self._began = mesh, brief, perf_counter()
         self._before = _state(mesh) if mesh.size > 1 and not brief else None
 
-    def close(self, signal: int | None = None) -> tuple[float, dict[str, Any], int]:
+    def close(self, skips: bool = False, signal: int | None = None) -> tuple[float, dict[str, Any], int]:
         """The step's seconds on this rank, facts about all ranks, and the largest ``signal`` that one of them says.
 
+        Raises ReplicasDifferError, on all ranks, if some but not all of them say that this step ``skips`` its update.
         Collective over the world; if it is brief, only where there are signals to be told.
         A rank is *idle* where it stands in a collective with nothing to do, since others have not come or their
         messages are under way; it *communicates* for the rest of the time it stands there.
         """
         seconds = perf_counter() - self._began
         if self._brief:
-            return seconds, {}, self._largest(signal)
+            return seconds, {}, self._largest(skips, signal)
         if self._mesh.size == 1:
             return seconds, {"bytes_sent": 0}, signal or 0
-        mine = np.concatenate([_state(self._mesh) - self._before, [seconds, signal or 0]])
+        mine = np.concatenate([_state(self._mesh) - self._before, [seconds, skips, signal or 0]])
         axes = list(self._mesh.axes)
         ranks = self._mesh.all_gather(mine[None], label="metrics")
-        idle, seconds, signals = ranks[:, 0], ranks[:, -2], ranks[:, -1]
-        sent, waited = ranks[:, 1 : 1 + len(axes)], ranks[:, 1 + len(axes) : -2]
+        _check_alike(ranks[:, -2])
+        idle, seconds, signals = ranks[:, 0], ranks[:, -3], ranks[:, -1]
+        sent, waited = ranks[:, 1 : 1 + len(axes)], ranks[:, 1 + len(axes) : -3]
         stood = waited.sum(axis=1)
         idle = np.minimum(idle, stood)
         parts = np.stack([seconds - stood, stood - idle, idle], axis=1) / seconds[:, None]
@@ -46,10 +50,23 @@ class StepMetrics:
         }
         return perf_counter() - self._began, facts, int(signals.max())
 
-    def _largest(self, signal: int | None) -> int:
+    def _largest(self, skips: bool, signal: int | None) -> int:
         if signal is None or self._mesh.size == 1:
             return signal or 0
-        return int(self._mesh.all_reduce(np.array(signal), "max", label="metrics"))
+        said = self._mesh.all_gather(np.array([[skips, signal]]), label="metrics")
+        _check_alike(said[:, 0])
+        return int(said[:, 1].max())
+
+
+def _check_alike(skips: np.ndarray) -> None:
+    """Raise ReplicasDifferError unless all ranks say the same."""
+    if skips.any() and not skips.all():
+        ranks = np.flatnonzero(skips).tolist()
+        raise ReplicasDifferError(
+            f"{named(ranks)} of {len(skips)} found something in the summed gradients that is not finite; the others, "
+            "whose gradients should be equal, did not. A bit was flipped there, or something else made them differ; go "
+            "on from the last checkpoint (--resume)"
+        )
 
 
 def _state(mesh: Mesh) -> np.ndarray:

@@ -55,7 +55,8 @@ class Trainer:
     ``batches(step)`` gives this rank's Batch of step ``step`` (from 0), ``rate(step)`` its learning rate.
     Gradients whose whole norm exceeds ``grad_clip`` are scaled down to it; 0 switches that off. With a loss or a
     norm that is not finite nothing is updated, on any rank, and the report says why; after more than ``max_skipped``
-    such steps in a row NotFiniteError is raised, on every rank alike. With
+    such steps in a row NotFiniteError is raised, on every rank alike. If only some ranks find it so, in gradients that
+    should be equal, ReplicasDifferError is. With
     ``step_metrics`` every report tells what all ranks sent and waited for, which takes a small collective; what layers
     tell beside their outputs, auxiliary losses and counts, it tells always. ``run`` ends after a step
     at whose end any rank had a signal in its ``stop`` flag: all ranks' flags are then taken.
@@ -82,24 +83,30 @@ class Trainer:
 
     def step(self) -> StepReport:
         """One optimizer step. Collective."""
+        with self.engine.mesh.activity.phase("step", self.steps_done + 1):
+            return self._step()
+
+    def _step(self) -> StepReport:
         engine, step = self.engine, self.steps_done
         metrics = StepMetrics(engine.mesh, brief=not self.step_metrics)
-        batch = self.batches(step)
+        with engine.mesh.activity.phase("reading data of step", step + 1):
+            batch = self.batches(step)
         if batch.count is None:
             batch = replace(batch, count=engine.count(batch))
         with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is told below, once
             loss = engine.step(batch, self.loss)
             norm = engine.gradient_norm()
-        rate, skipped = self.rate(step), None
-        if isfinite(loss) and isfinite(norm):
+        rate, skips = self.rate(step), not (isfinite(loss) and isfinite(norm))
+        if not skips:
             scale = min(1.0, self.grad_clip / (norm + 1e-6)) if self.grad_clip else 1.0
             self.optimizer.update(engine, engine.gradients, step=step + 1, rate=rate, scale=scale)
             self.skipped_in_a_row = 0
-        else:  # on every rank: loss and norm are of all of them
-            skipped = self._skip(loss, norm)
+        else:
             engine.update_skipped()
+        # That all ranks skip is sure only now: each may have taken the norm of its own copy of the summed gradients.
+        seconds, facts, signal = metrics.close(skips, self.stop.received if self.stop else None)
+        skipped = self._skip(loss, norm) if skips else None
         self.steps_done += 1
-        seconds, facts, signal = metrics.close(self.stop.received if self.stop else None)
         if self.stop:
             self.stop.take(signal)
         tokens = int(batch.count)
@@ -136,9 +143,24 @@ class Trainer:
 
     def evaluation(self, batches: Sequence[Batch]) -> Evaluation:
         """The mean loss, and the engine's metrics, over whole batches. Collective."""
-        found = self.engine.evaluation(batches, self.loss)
+        with self.engine.mesh.activity.phase("evaluating, step", self.steps_done):
+            found = self._evaluated(batches)
         if not np.isfinite(found.loss):
             raise NotFiniteError(
                 f"the validation loss is {found.loss} after step {self.steps_done}; lower the learning rate"
             )
         return found
+
+    def _evaluated(self, batches: Sequence[Batch]) -> Evaluation:
+        engine = self.engine
+        if not _is_newer(type(engine), "evaluate", than="evaluation"):
+            return engine.evaluation(batches, self.loss)
+        counts = [engine.count(batch) for batch in batches]  # the engine says itself what a batch's loss is
+        total = sum(count * engine.evaluate(batch, self.loss) for batch, count in zip(batches, counts, strict=True))
+        return Evaluation(total / (sum(counts) or 1.0), {}, sum(counts))
+
+
+def _is_newer(kind: type, method: str, than: str) -> bool:
+    """Whether a class has one of its methods from a subclass of the class that it has the other from."""
+    order = [next(i for i, each in enumerate(kind.__mro__) if name in vars(each)) for name in (method, than)]
+    return order[0] < order[1]

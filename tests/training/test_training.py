@@ -11,9 +11,11 @@ from spmd_engine import Mesh, run
 from spmd_engine.arrays.updates import sum_of_squares
 from spmd_engine.checkpoints import load_checkpoint, save_checkpoint
 from spmd_engine.engine import SGD, AdamW
-from spmd_engine.engine.batch import make_batch
+from spmd_engine.engine.batch import batch_of, make_batch
 from spmd_engine.engine.optimizers import WarmupCosine
-from spmd_engine.errors import NotFiniteError, UsageError
+from spmd_engine.errors import NotFiniteError, ReplicasDifferError, UsageError
+from spmd_engine.signals import StopFlag
+from spmd_engine.strategies import DataParallel
 from spmd_engine.training import Trainer, generate
 
 
@@ -212,6 +214,42 @@ def test_what_compression_keeps_is_finite_again(compress):
             return [bool(trainer.step().skipped) for _ in range(4)]
 
     assert run(program, 2) == [[False, True, False, False]] * 2
+
+
+@pytest.mark.parametrize("step_metrics", [True, False])
+def test_a_norm_that_is_not_finite_on_one_rank_alone_is_a_flipped_bit(step_metrics):
+    def program():
+        with Mesh(data=3) as mesh:
+            trainer = make_trainer(mesh, max_skipped=2, step_metrics=step_metrics, stop=StopFlag())
+            trainer.step()
+            norm = trainer.engine.gradient_norm
+
+            def spoilt_here():
+                if mesh.rank == 1:
+                    next(iter(trainer.engine.gradients.values())).reshape(-1)[3] = np.inf
+                return norm()
+
+            trainer.engine.gradient_norm = spoilt_here
+            with pytest.raises(ReplicasDifferError, match="rank 1 of 3 found something in the summed gradients"):
+                trainer.step()
+
+    run(program, 3)
+
+
+def test_an_engine_that_says_itself_what_a_loss_is_is_asked():
+    class Doubling(DataParallel):
+        def evaluate(self, batch, loss=None):
+            return 2.0 * super().evaluate(batch, loss)
+
+    def program(kind):
+        with Mesh(data=2) as mesh:
+            engine = kind(4, 6, mesh)
+            engine.initialize(0)
+            x = np.arange(32.0).reshape(8, 4) / 32
+            trainer = Trainer(engine, SGD(), lambda step: None, lambda step: 0.1)
+            return trainer.evaluate([batch_of(x, x, engine, step=step) for step in range(2)])
+
+    assert run(program, 2, args=(Doubling,))[0] == pytest.approx(2 * run(program, 2, args=(DataParallel,))[0])
 
 
 def test_too_many_in_a_row_end_the_training():

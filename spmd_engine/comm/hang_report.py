@@ -1,0 +1,152 @@
+"""Who waits for whom, in words: one list for all ranks, made of what each of them says it is doing.
+
+Pure functions of the states of ranks, wherever these come from.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from spmd_engine.comm.activity import ranges
+from spmd_engine.comm.records import Call, State
+
+_STANDARD = sysconfig.get_path("stdlib")
+HELD = 5.0  #: seconds without a sign of life from a process that runs, after which this is told
+
+
+@dataclass(frozen=True)
+class Hang:
+    """What came of looking at all ranks' states."""
+
+    summary: str  #: in one line: how many wait, and for whom
+    lines: tuple[str, ...]  #: all ranks, in groups that do the same, those for whom the others wait first
+    stuck: tuple[int, ...]  #: the ranks for whom the others wait
+    why: str  #: in one line: what these do, or who wait for each other
+
+    def __str__(self) -> str:
+        return "\n".join([self.summary, *(f"  {line}" for line in self.lines)])
+
+
+def look_at(states: Sequence[State], size: int) -> Hang | None:
+    """What keeps ranks waiting for too long; None if nobody waits so. ``size``: how many ranks there are in all."""
+    by_rank = {state.rank: state for state in states}
+    late = [state for state in states if state.wait and state.wait.overdue]
+    if not late:
+        return None
+    waits_for = {state.rank: awaited(state, by_rank) for state in states if state.wait}
+    reached: set[int] = set()
+    ahead = [state.rank for state in late]
+    while ahead:
+        for other in waits_for.get(ahead.pop(), ()):
+            if other not in reached:
+                reached.add(other)
+                ahead.append(other)
+    stuck = sorted(rank for rank in reached if rank not in waits_for)
+    longest = max(state.wait.seconds for state in late if state.wait)
+    waiting = [state.rank for state in late]
+    begins = f"{_named(waiting)} of {size} {'has' if len(waiting) == 1 else 'have'} waited for {longest:.0f} s"
+    if stuck:
+        why = "; ".join(f"{_named(ranks)} {text}" for text, ranks in _grouped(stuck, by_rank).items())
+        summary = f"{begins}, for {_named(stuck)}:"
+    else:
+        circle = (f"{_named([rank])} for {_named(others)}" for rank, others in sorted(waits_for.items()) if others)
+        why = f"ranks wait for each other: {', '.join(circle) or 'for nobody that could be told'}"
+        summary = f"{begins}; {why}"
+    order = [*stuck, *(rank for rank in sorted(by_rank) if rank not in stuck)]
+    lines = [f"{_named(ranks)} {text}" for text, ranks in _grouped(order, by_rank, waits_for).items()]
+    return Hang(summary, tuple(lines), tuple(stuck), why)
+
+
+def awaited(state: State, by_rank: Mapping[int, State]) -> list[int]:
+    """The ranks for whom a rank waits: of a collective, the members that have not begun it; else those it names."""
+    wait = state.wait
+    assert wait
+    if not wait.call.number:
+        return list(wait.missing)
+    missing = [
+        rank
+        for rank in wait.call.members
+        if rank != state.rank and (rank not in by_rank or last_begun(by_rank[rank], wait.call) < wait.call.number)
+    ]
+    return missing or [rank for rank in wait.missing if rank != state.rank]
+
+
+def last_begun(state: State, of: Call) -> int:
+    """The number of the last call that a rank has begun of a call's communicator."""
+    return next((call.number for call in state.begun if call.communicator == of.communicator), 0)
+
+
+def _grouped(
+    ranks: Sequence[int], by_rank: Mapping[int, State], waits_for: Mapping[int, Sequence[int]] | None = None
+) -> dict[str, list[int]]:
+    """Ranks by what is said of them."""
+    groups: defaultdict[str, list[int]] = defaultdict(list)
+    for rank in ranks:
+        state = by_rank.get(rank)
+        if state is None:
+            groups["not heard from: on another node, or gone"].append(rank)
+        elif state.wait:
+            groups[_waiting(state, (waits_for or {}).get(rank, ()))].append(rank)
+        else:
+            groups[_busy(state, by_rank)].append(rank)
+    return groups
+
+
+def _waiting(state: State, for_whom: Sequence[int]) -> str:
+    wait = state.wait
+    assert wait
+    call = wait.call
+    if call.operation == "leave":
+        return "at the end of the program"
+    if call.operation:
+        label = f" ({call.label})" if call.label else ""
+        counted = f" #{call.number}" if call.number else ""
+        what = f"in {call.operation}{counted}{label} over {call.axes!r}"
+    else:
+        what = f"waiting {wait.what}".rstrip()
+    others = f", for {_named(for_whom)}" if for_whom else ""
+    at = f", at {wait.at}" if wait.at else ""
+    return f"{what}{others}, since {wait.seconds:.0f} s{at}{_phase(state)}{_condition(state)}"
+
+
+def _busy(state: State, by_rank: Mapping[int, State]) -> str:
+    """What is said of a rank that waits for nobody: what it finished, and what it did not join."""
+    called = {
+        other.wait.call.communicator: other.wait.call
+        for other in by_rank.values()
+        if other.wait and other.wait.overdue and other.wait.call.number and state.rank in other.wait.call.members
+    }
+    told = []
+    for call in called.values():
+        begun = next((each for each in state.begun if each.communicator == call.communicator), None)
+        if begun is None:
+            told.append(f"has not come to #{call.number} over {call.axes!r}, nor to one before")
+        elif begun.number < call.number:
+            label = f" ({begun.label})" if begun.label else ""
+            told.append(
+                f"came to {begun.operation} #{begun.number}{label} over {begun.axes!r} and not to #{call.number}"
+            )
+    lines = [line.strip() for line in state.stack.split("\n") if " in " in line]
+    own = [line for line in lines if not line.startswith(_STANDARD) or "site-packages" in line]  # not threading.py, say
+    at = f", at {(own or lines)[-1].rpartition('/')[2]}" if lines else ""
+    return f"{'; '.join(told) or 'waits for nobody'}{_phase(state)}{at}{_condition(state)}"
+
+
+def _phase(state: State) -> str:
+    return f", {state.phase} (since {state.phase_seconds:.0f} s)" if state.phase else ""
+
+
+def _condition(state: State) -> str:
+    if state.condition:
+        return f", {state.condition}"
+    if state.stack_seconds > HELD:
+        return f", no sign of life since {state.stack_seconds:.0f} s: in a call that lets no other thread run"
+    return ""
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """``rank 1``, or ``ranks 0-2,5``."""
+    return ("rank " if len(ranks) == 1 else "ranks ") + ranges(sorted(ranks))

@@ -1,0 +1,188 @@
+"""A thread that tells who waits for whom when a rank has waited for too long.
+
+Every process has one. It sees the records of all ranks of its node (``activity``), also of those that are stopped or
+were killed, and writes the stacks of its own threads into its own. When a wait is overdue, the lowest rank of the node
+whose watchdog lives tells it, once for all; where there are several nodes, these first tell each other what they see.
+Ending the job is not its business: who waits raises CommunicationTimeout in the end.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+from spmd_engine.comm.activity import Activity, stack_of, stacks_here
+from spmd_engine.comm.hang_report import Hang, look_at
+from spmd_engine.comm.records import Record, State
+
+PERIOD = 0.5  # seconds between looks
+FRESH = 10.0  # seconds after which what nodes have told each other is asked for anew
+ANSWERS = 3 * PERIOD  # seconds that other nodes get for theirs
+ALIVE = 4.0  # seconds: a watchdog that was seen within these lives
+AGAIN = 4  # a hang that lasts is told again when it has lasted so many times as long
+FILE = "hang.txt"  #: in the folder of a run: the list, and all stacks
+
+logger = logging.getLogger(__name__)
+
+
+class Elsewhere(Protocol):
+    """The other nodes."""
+
+    def tell(self, states: Sequence[State]) -> None:
+        """Tell them what this node's ranks are doing."""
+
+    def heard(self) -> list[State]:
+        """What other nodes have told lately, of their ranks."""
+
+
+class Watchdog:
+    """Watches the ranks of a node from one of them: ``activity`` is its own, ``records`` are all."""
+
+    def __init__(
+        self, activity: Activity, records: Sequence[Record], rank: int, size: int, elsewhere: Elsewhere | None = None
+    ) -> None:
+        self._activity, self._records, self._rank, self._size = activity, list(records), rank, size
+        self._elsewhere = elsewhere
+        self._ends = threading.Event()
+        self._told_others, self._heard = -FRESH, list[State]()
+        activity.explain = self.explain
+        self._thread = threading.Thread(target=self._run, name="spmd_engine watchdog", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._ends.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            names = {thread.ident or 0: thread.name for thread in threading.enumerate()}
+            self._activity.beat(stacks_here(names, without=threading.get_ident()))
+            if self._ends.wait(PERIOD):
+                return
+            try:
+                self._heard = self._elsewhere.heard() if self._elsewhere else []
+                if self._leads and (self._heard or any(record.is_overdue for record in self._records)):
+                    self._look(self._heard)
+            except Exception:  # noqa: BLE001 (whatever it is, the job it watches is more important)
+                logger.warning("the watchdog could not look this time", exc_info=True)
+
+    def explain(self) -> str:
+        """What those do for whom others wait: of the ranks that are seen from here, or have been heard from."""
+        states = [record.state(condition_of(record.process)) for record in self._records]
+        hang = look_at([*states, *self._heard], self._size)
+        return hang.why if hang else ""
+
+    @property
+    def _leads(self) -> bool:
+        """Whether no lower rank of this node has a watchdog that lives."""
+        now = time.monotonic_ns()
+        lower = [record for record in self._records if record.rank < self._rank]
+        return not any(now - record.beat < 1e9 * ALIVE for record in lower)
+
+    def _look(self, heard: Sequence[State]) -> None:
+        states = [record.state(condition_of(record.process)) for record in self._records]
+        if self._elsewhere:
+            now = time.monotonic()
+            if now - self._told_others > FRESH:
+                self._told_others = now
+                self._elsewhere.tell(states)
+            if now - self._told_others < ANSWERS:
+                return  # they are on their way
+            if any(state.rank < states[0].rank for state in heard):
+                return  # a node with lower ranks lives, and tells it
+        everyone = sorted([*states, *heard], key=lambda state: state.rank)
+        hang = look_at(everyone, self._size)
+        if hang is not None and self._is_news(states):
+            self._activity.told = time.monotonic_ns()
+            tell(hang, everyone, self._activity.folder)
+
+    def _is_news(self, states: Sequence[State]) -> bool:
+        """Whether nobody of this node has told of it, or that was long ago, as long as it had lasted then, and more."""
+        told = max(record.told for record in self._records)
+        if not told:
+            return True
+        since = (time.monotonic_ns() - told) / 1e9
+        longest = max((state.wait.seconds for state in states if state.wait and state.wait.overdue), default=0.0)
+        lasted = longest - since  # then
+        return lasted <= 0 or longest > AGAIN * lasted
+
+
+def watch_threads(ranks: Sequence[Activity], threads: Callable[[], Mapping[int, int]]) -> Callable[[], None]:
+    """Watch virtual ranks, from when one of them waits for long; returns what ends it. ``threads``: theirs, by rank."""
+    ends, begun = threading.Event(), threading.Lock()
+    told = [0.0, 0.0]  # when, and how long it had lasted then
+    records = [Record(rank, each.memory) for rank, each in enumerate(ranks)]
+
+    def look() -> list[State]:
+        frames, thread_of = sys._current_frames(), threads()
+        return [record.state(stack=stack_of(frames.get(thread_of.get(record.rank, 0)))) for record in records]
+
+    def explain() -> str:
+        hang = look_at(look(), len(records))
+        return hang.why if hang else ""
+
+    def run() -> None:
+        while not ends.wait(PERIOD):
+            if not any(record.is_overdue for record in records):
+                continue
+            states = look()
+            longest = max((state.wait.seconds for state in states if state.wait), default=0.0)
+            lasts_on = longest > time.monotonic() - told[0]
+            hang = look_at(states, len(records))
+            if hang and not (lasts_on and longest < AGAIN * told[1]):
+                told[:] = time.monotonic(), longest
+                tell(hang, states, ranks[0].folder)
+
+    def begin() -> None:
+        if begun.acquire(blocking=False):
+            threading.Thread(target=run, name="spmd_engine watchdog", daemon=True).start()
+
+    for each in ranks:
+        each.on_long_wait, each.explain = begin, explain
+    return ends.set
+
+
+def tell(hang: Hang, states: Sequence[State], folder: Path | None) -> None:
+    """Log the list, with the stacks of those who keep others waiting; all stacks go into the folder."""
+    everything = "\n\n".join(
+        f"rank {state.rank}, process {state.process}{_ago(state)}:\n{state.stack}" for state in states
+    )
+    where = ""
+    if folder is not None:
+        with suppress(OSError):
+            with (folder / FILE).open("a") as file:
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{hang}\n\n{everything}\n\n")
+            where = f"\n  all stacks are in {folder / FILE}"
+    few = [state for state in states if state.rank in hang.stuck and state.stack][:2]
+    stacks = "".join(f"\n  stack of rank {state.rank}{_ago(state)}:\n{_end_of(state.stack)}" for state in few)
+    logger.warning("%s%s%s", hang, where, stacks)
+
+
+def condition_of(process: int) -> str:
+    """What the system says of a process that keeps it from going on: that it is stopped, or gone."""
+    try:
+        letter = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "its process is gone" if Path("/proc/self/stat").exists() else ""
+    return {
+        "T": "its process is stopped (SIGSTOP)",
+        "t": "its process is stopped by a debugger",
+        "Z": "its process has ended",
+        "X": "its process has ended",
+        "D": "its process waits for a disk or a device",
+    }.get(letter, "")
+
+
+def _ago(state: State) -> str:
+    return f", {state.stack_seconds:.0f} s ago" if state.stack_seconds > 2 * PERIOD else ""
+
+
+def _end_of(stack: str) -> str:
+    """The main thread's last lines: it comes last."""
+    return "\n".join(f"  {line}" for line in stack.rpartition("MainThread:\n")[2].split("\n")[-8:])

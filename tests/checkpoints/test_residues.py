@@ -1,0 +1,68 @@
+"""What compression has yet to send is saved, rank by rank: who goes on has the bits of a run that was not stopped."""
+
+import logging
+
+import numpy as np
+import pytest
+
+import saved
+import tiny
+from spmd_engine import Mesh, run
+from spmd_engine.checkpoints import Checkpoint, load_checkpoint, save_checkpoint
+from spmd_engine.checkpoints.digest import digest_of_checkpoint, digest_of_engine, digest_text
+from spmd_engine.engine import AdamW
+
+PLACES = [{"data": 2, "model": 2}, {"pipe": 2, "data": 2}]
+
+
+def train(axes, compress, folder, begin, end):
+    """Steps from ``begin``, where the folder's checkpoint is, to ``end``, and a checkpoint there; the losses."""
+
+    def program():
+        with Mesh(**axes) as mesh:
+            engine, optimizer, losses = tiny.make_engine(mesh, compress=compress), AdamW(), []
+            if begin:
+                assert load_checkpoint(folder, engine, optimizer)["step"] == begin
+            for step in range(begin, end):
+                losses.append(engine.step(tiny.batch(engine, step)))
+                optimizer.update(engine, engine.gradients, step=step + 1, rate=0.01)
+            save_checkpoint(folder, engine, optimizer, step=end)
+            return losses, digest_text(digest_of_engine(engine, optimizer))
+
+    return run(program, tiny.ranks_of(axes))[0]
+
+
+@pytest.mark.parametrize("compress", ["top-k:0.1", "powersgd:2"])
+@pytest.mark.parametrize("axes", PLACES, ids=str)
+def test_a_run_that_is_compressed_goes_on_with_the_same_bits(tmp_path, axes, compress):
+    whole, _ = train(axes, compress, tmp_path / "whole", 0, 5)
+    train(axes, compress, tmp_path / "parts", 0, 2)
+    rest, digest = train(axes, compress, tmp_path / "parts", 2, 5)
+    assert rest == whole[2:]
+    assert saved.everything(tmp_path / "parts") == saved.everything(tmp_path / "whole")
+    residues = [Checkpoint(tmp_path / name).section("residues") for name in ("parts", "whole")]
+    assert residues[0].keys() == residues[1].keys() and len(residues[0]) > 2
+    assert len({name[:5] for name in residues[0]}) == tiny.ranks_of(axes)
+    for name, array in residues[0].items():
+        np.testing.assert_array_equal(array[...], residues[1][name][...])
+    assert digest_text(digest_of_checkpoint(Checkpoint(tmp_path / "parts"))) == digest  # of the model alone
+
+
+def test_on_another_mesh_it_begins_anew_and_that_is_told(tmp_path, caplog):
+    train({"data": 2}, "powersgd:2", tmp_path, 0, 2)
+    with caplog.at_level(logging.WARNING):
+        train({"data": 3}, "powersgd:2", tmp_path, 2, 3)
+    assert "was saved on mesh data=2; on mesh data=3 it begins anew" in caplog.text
+
+
+def test_with_another_compression_it_begins_anew_on_all_ranks(tmp_path, caplog):
+    train({"data": 2}, "powersgd:2", tmp_path, 0, 2)
+    with caplog.at_level(logging.WARNING):
+        for step, compress in ((2, "powersgd:1"), (3, "top-k:0.5")):
+            train({"data": 2}, compress, tmp_path, step, step + 1)
+    assert caplog.text.count("was saved by another --compress; with this one it begins anew") == 2
+
+
+def test_without_compression_there_is_no_such_section(tmp_path):
+    train({"data": 2}, "bfloat16", tmp_path, 0, 1)
+    assert list(Checkpoint(tmp_path).manifest.sections) == ["model", "optimizer"]

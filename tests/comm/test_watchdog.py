@@ -1,0 +1,189 @@
+"""Who waits too long is told for whom, by one list for all ranks, and the job ends."""
+
+import logging
+import time
+
+import numpy as np
+import pytest
+
+from mpi_harness.launch import mpiexec
+from spmd_engine import Mesh, run
+from spmd_engine.comm.activity import SIZE, Activity
+from spmd_engine.comm.hang_report import look_at
+from spmd_engine.comm.records import Call, Record, State, Wait
+from spmd_engine.errors import CommunicationTimeout
+
+ALL = (0, 1, 2, 3)
+
+
+def state(rank, begun=(), wait=None, **options):
+    """What a rank does: the numbers of the last all_reduces that it began, by members, and what it waits for."""
+    calls = tuple(Call(members, 1, number, "all_reduce", "data", "gradients") for members, number in begun)
+    facts = {"process": 1, "phase": "", "phase_seconds": 0.0, "stack": "", "stack_seconds": 0.0} | options
+    return State(rank=rank, begun=calls, wait=wait, **facts)
+
+
+def waiting(members, number, operation="all_reduce", seconds=30.0, overdue=True, missing=()):
+    call = Call(members, 1, number, operation, "data", "gradients")
+    return Wait(call, seconds, overdue, "something", missing, "mine.py:7")
+
+
+def test_nobody_is_late():
+    states = [state(0, [(ALL, 4)], waiting(ALL, 4, overdue=False)), state(1, [(ALL, 3)])]
+    assert look_at(states, 4) is None
+
+
+def test_ranks_that_do_the_same_are_one_line_and_who_never_came_is_the_first():
+    states = [state(rank, [(ALL, 183)], waiting(ALL, 183)) for rank in (0, 1, 2)]
+    states.append(state(3, [(ALL, 182)], condition="its process is stopped"))
+    assert str(look_at(states, 4)).splitlines() == [
+        "ranks 0-2 of 4 have waited for 30 s, for rank 3:",
+        "  rank 3 came to all_reduce #182 (gradients) over 'data' and not to #183, its process is stopped",
+        "  ranks 0-2 in all_reduce #183 (gradients) over 'data', for rank 3, since 30 s, at mine.py:7",
+    ]
+
+
+def test_who_keeps_those_waiting_that_others_wait_for_is_found():
+    """0 waits for 1, which waits for 2 in another group, which computes."""
+    states = [
+        state(0, [((0, 1), 5)], waiting((0, 1), 5)),
+        state(1, [((0, 1), 4), ((1, 2), 8)], waiting((1, 2), 8)),
+        state(2, [((1, 2), 7)], phase="saving, step 40", phase_seconds=33.0, stack="  /a/b.py:3 in x"),
+    ]
+    hang = look_at(states, 3)
+    assert hang.stuck == (2,)
+    assert hang.lines[0].startswith("rank 2 came to all_reduce #7")
+    assert hang.lines[0].endswith("not to #8, saving, step 40 (since 33 s), at b.py:3 in x")
+
+
+def test_ranks_that_wait_for_each_other():
+    ring = [state(rank, wait=waiting(ALL, 0, "receive", missing=((rank + 1) % 3,))) for rank in range(3)]
+    assert look_at(ring, 3).summary.endswith("each other: rank 0 for rank 1, rank 1 for rank 2, rank 2 for rank 0")
+    crossed = [
+        state(0, [((0, 1), 1)], waiting((0, 1), 1)),
+        state(1, [((1, 2), 1)], waiting((1, 2), 1)),
+        state(2, [((0, 2), 1)], waiting((0, 2), 1)),
+    ]
+    assert look_at(crossed, 3).why == (
+        "ranks wait for each other: rank 0 for rank 1, rank 1 for rank 2, rank 2 for rank 0"
+    )
+
+
+def test_who_is_not_seen_is_said():
+    hang = look_at([state(0, [(ALL, 2)], waiting(ALL, 2)), state(1, [(ALL, 2)], waiting(ALL, 2))], 4)
+    assert hang.stuck == (2, 3) and "ranks 2-3 not heard from" in hang.lines[0]
+
+
+def test_a_rank_without_a_sign_of_life_is_in_a_call():
+    states = [state(0, [(ALL, 2)], waiting(ALL, 2, missing=(1,))), state(1, [(ALL, 1)], stack_seconds=9.0)]
+    assert "no sign of life since 9 s" in look_at(states, 2).lines[0]
+
+
+def test_a_record_says_what_its_rank_does():
+    memory = bytearray(SIZE)
+    activity, record = Activity(memory), Record(3, memory)
+    line, text = activity.line((0, 1, 2, 9)), activity.called("all_reduce", "data", "loss")
+    line.words[0], line.words[1] = 7, text
+    assert record.state().begun == (Call((0, 1, 2, 9), 1, 7, "all_reduce", "data", "loss"),)
+    with activity.phase("step", 12):
+        activity.waits(line, 7, text, timeout=1e-6)
+        activity.waits_long("a sum", [1, 9])
+        said = record.state()
+        assert said.phase == "step 12" and record.is_overdue
+        assert (said.wait.what, said.wait.missing, said.wait.call.number) == ("a sum", (1, 9), 7)
+        assert said.wait.at.startswith("test_watchdog.py:")
+    activity.goes_on()
+    activity.waits(line, 8, text, timeout=None)
+    said = record.state()
+    assert said.phase == "" and not said.wait.overdue and said.wait.what == ""  # nothing of the wait before
+    activity.close(line)
+    assert record.state().begun == ()
+    assert activity.line((0, 1, 2, 9)).words[3] == 2  # another communicator of the same ranks
+
+
+def test_a_record_that_is_full_says_less():
+    activity = Activity()
+    lines = [activity.line((0, rank)) for rank in range(300)]
+    assert lines[0].place >= 0 > lines[-1].place
+    texts = [activity.called("all_reduce", "data", "x" * 99 + str(number)) for number in range(999)]
+    assert texts[0] > 0 == texts[-1]
+    assert len(Record(0, activity.memory).state().begun) == 0
+
+
+def stuck_at(how):
+    mesh = Mesh(rows=2, columns=2, timeout=2)
+    mesh.barrier(over="rows")
+    mesh.barrier(over="columns")
+    if how == "computes":
+        if mesh.rank == 3:
+            time.sleep(4)
+        mesh.all_reduce(np.ones(3), over="columns", label="loss")
+    elif how == "everyone receives":
+        mesh.receive((mesh.rank + 1) % 4)
+    else:  # two groups that each wait for a rank of the other
+        mesh.all_reduce(np.ones(3), over="rows" if mesh.rank in (0, 3) else "columns")
+
+
+HOW = {
+    "computes": "rank 3 came to barrier #1 over 'columns' and not to #2, at test_watchdog.py",
+    "everyone receives": "rank 0 for rank 1, rank 1 for rank 2, rank 2 for rank 3, rank 3 for rank 0",
+    "crossed groups": "rank 0 for rank 2, rank 1 for rank 0, rank 2 for rank 3, rank 3 for rank 1",
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_virtual_ranks_that_hang_are_told_of(how, caplog):
+    with caplog.at_level(logging.WARNING), pytest.raises(CommunicationTimeout) as caught:
+        run(stuck_at, 4, args=(how,))
+    told = [each.getMessage() for each in caplog.records if "waited for" in each.getMessage()]
+    assert len(told) == 1 and HOW[how] in told[0]
+    assert HOW[how] in str(caught.value)
+
+
+PROGRAM = """
+import os, signal, time
+import numpy as np
+from spmd_engine import Mesh
+mesh = Mesh(data=2, model=2, timeout={timeout})
+for _ in range(3):
+    mesh.all_reduce(np.ones(3), over="data", label="gradients")
+    mesh.all_reduce(np.ones(3), over="model")
+if mesh.rank == 3:
+    {fault}
+mesh.all_reduce(np.ones(3), over="data", label="gradients")
+mesh.all_reduce(np.ones(3), over="model")
+"""
+FAULTS = {
+    "stopped": ("os.kill(os.getpid(), signal.SIGSTOP)", "its process is stopped (SIGSTOP)"),
+    "computes": ("while True: pass", "at program.py:10 in <module>"),
+    "in a call": ("import ctypes; ctypes.PyDLL(None).sleep(100)", "no sign of life since"),
+}
+
+
+@pytest.mark.skipif(mpiexec() is None, reason="needs an MPI library and its mpiexec")
+@pytest.mark.parametrize("how", ["stopped", *(pytest.param(n, marks=pytest.mark.soak) for n in list(FAULTS)[1:])])
+def test_a_rank_that_never_comes_is_named_and_the_job_ends(how, mpi_run, tmp_path):
+    fault, said = FAULTS[how]
+    (tmp_path / "program.py").write_text(PROGRAM.format(fault=fault, timeout=12 if how == "in a call" else 3))
+    ended = mpi_run(4, tmp_path / "program.py", timeout=60, cwd=tmp_path)
+    assert ended.returncode != 0
+    assert ended.stderr.count("have waited") == 1 and "for rank 3:" in ended.stderr
+    assert "rank 3 came to all_reduce #3" in ended.stderr and said in ended.stderr
+    assert "CommunicationTimeout: waited" in ended.stderr
+
+
+NODES = """
+from mpi4py import MPI
+MPI.Get_processor_name = lambda: f"host{MPI.COMM_WORLD.rank // 2}"
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(mpiexec() is None, reason="needs an MPI library and its mpiexec")
+@pytest.mark.parametrize("victims", ["(3,)", "(2, 3)"])
+def test_nodes_tell_each_other_and_one_list_tells_it(victims, mpi_run, tmp_path):
+    fault = f"0\nif mesh.rank in {victims}:\n    os.kill(os.getpid(), signal.SIGSTOP)"
+    (tmp_path / "program.py").write_text(NODES + PROGRAM.format(fault=fault, timeout=8))
+    ended = mpi_run(4, tmp_path / "program.py", timeout=60, cwd=tmp_path)
+    assert ended.returncode != 0 and ended.stderr.count("waited for") == 1
+    assert "rank 3 came to" in ended.stderr or "ranks 2-3 not heard from" in ended.stderr
