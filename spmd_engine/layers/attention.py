@@ -74,7 +74,7 @@ class Attention(Layer):
         k += p["key_bias"]
         v += p["value_bias"]
         if ctx.cache is not None:
-            mixed, attended = cached_attention(sh, ctx.cache, q, k, v), None
+            mixed, attended = cached_attention(sh, ctx.cache, q, k, v, ctx.positions), None
         else:
             mixed, attended = self.context.forward(sh, q, k, v, ctx)
         y = einsum(f"bs{self.across}k,{self.across}kd->bsd", mixed, p["output"])

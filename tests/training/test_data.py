@@ -45,7 +45,9 @@ def test_every_rank_has_the_same_tokens(folder):
 def test_one_file_in_twenty_is_held_out_whole(folder):
     (corpus,) = load(folder)
     assert decode(corpus.validation).split("-----") == [
-        "file number 10\n" * 11 + "\n", "\n" + "file number 30\n" * 31 + "\n", "\n"
+        "file number 10\n" * 11 + "\n",
+        "\n" + "file number 30\n" * 31 + "\n",
+        "\n",
     ]
     assert "file number 10\n" not in decode(corpus.train)
     assert "not read" not in decode(corpus.train)
