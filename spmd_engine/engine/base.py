@@ -83,6 +83,7 @@ class ShardedEngine(Collectives, ABC):
     _told_shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # of whole arrays, while all are asked for
     input_sharding: str = ""
     output_sharding: str = ""
+    outputs_everywhere: bool = False  #: whether ``forward`` returns the whole output on every rank
     loss: Loss = staticmethod(mean_squared_error)
     #: What an evaluation tells beside the loss, by name: see ``Evaluation``.
     metrics: Mapping[str, Metric] = MappingProxyType({})

@@ -51,6 +51,17 @@ class Cache:
             raise UsageError(f"the cache has {len(self._lengths)} sequences on this rank, the inputs {sequences}")
         return self.lengths
 
+    def add_empty(self, sequences: int) -> None:
+        """So many sequences more, behind the others, of which nothing is remembered yet."""
+        before = len(self.lengths)
+        self._lengths = self.lengths + [0] * sequences
+        if self._places is None:
+            return
+        self.whole = False
+        self._places = _taller(self._places, before + sequences, HIDDEN)
+        for layer, arrays in self._room.items():
+            self._room[layer] = [_taller(each, before + sequences, 0) for each in arrays]
+
     def begin(self, places: Array, growth: Sequence[int]) -> None:
         """A call of the model appends columns with these positions, places[b s] of this rank (HIDDEN: to be ignored);
         over all ranks, so many to each sequence."""
@@ -129,7 +140,7 @@ class Cache:
         made.whole = all(cache.whole and cache._used == most for cache in caches)
         for layer in caches[0]._room:
             several = [[each[:, : cache._used] for each in cache._room[layer]] for cache in caches]
-            parts = ([_grown(each, most) for each in arrays] for arrays in several)
+            parts = ([_grown(each, most, 0) for each in arrays] for arrays in several)  # hidden, but finite
             made._room[layer] = [xp.concatenate(of_one) for of_one in zip(*parts, strict=True)]
         return made
 
@@ -163,6 +174,13 @@ def cached_attention(sh: Shards, cache: Cache, q: Array, k: Array, v: Array, pos
 
 def _empty(like: Array, length: int) -> Array:
     return backend_of(like).xp.empty((like.shape[0], length, *like.shape[2:]), like.dtype)
+
+
+def _taller(array: Array, rows: int, fill: int) -> Array:
+    """With more rows, that hold ``fill``: what is hidden must be finite."""
+    taller = backend_of(array).xp.full((rows, *array.shape[1:]), fill, array.dtype)
+    taller[: len(array)] = array
+    return taller
 
 
 def _grown(array: Array, length: int, fill: int | None = None) -> Array:

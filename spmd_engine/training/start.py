@@ -15,9 +15,9 @@ from spmd_engine.comm.world import world
 from spmd_engine.engine.composition import Composition
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import UsageError
+from spmd_engine.serving import Limits, SamplingOptions, generate
 from spmd_engine.strategies import default_axes, strategy_named
-from spmd_engine.training.data import decode, encode
-from spmd_engine.training.generate import generate
+from spmd_engine.tokens import ByteTokenizer
 from spmd_engine.training.job import CorpusFacts, Job
 from spmd_engine.training.observers import Observer
 from spmd_engine.training.rebalance import Rebalancer
@@ -25,7 +25,8 @@ from spmd_engine.training.run import CONFIG, Run
 from spmd_engine.training.trainer import Trainer
 from spmd_engine.training.workload import Workload, make_trainer, open_workload
 
-PROMPT = "def "
+PROMPT = "def "  #: how a sample begins
+TEMPERATURE = 0.8  #: of samples
 
 
 class JobObserver(Observer):
@@ -114,7 +115,10 @@ def _make_run(workload: Workload, folder: Path, observers: Sequence[Observer], t
     def sample() -> str:
         if not (job.sample and workload.writes):
             return ""
-        return PROMPT + decode(generate(engine, encode(PROMPT), job.sample, seed=job.model.seed))
+        sampling = SamplingOptions(sample=True, temperature=TEMPERATURE, seed=job.model.seed)
+        limits, tokenizer = Limits(job.sample, slide=True), ByteTokenizer()
+        (written,) = generate(engine, [tokenizer.encode(PROMPT)], sampling=sampling, limits=limits, tokenizer=tokenizer)
+        return PROMPT + written.text
 
     trainer = make_trainer(workload)
     return Run(
