@@ -20,7 +20,7 @@ from spmd_engine.engine.recompute import Recompute
 from spmd_engine.engine.stages import Division, divide, parse_division
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.names import CONTEXT_METHODS
-from spmd_engine.models import ImageShape, Mixture, Model, layout_for
+from spmd_engine.models import DecoderShape, ImageShape, Mixture, Model, layout_for
 from spmd_engine.models.names import IMAGES, build_model
 from spmd_engine.models.thin_cuts import note_of_thin_cut
 from spmd_engine.sharding.groups import CAP, THRESHOLD
@@ -33,13 +33,15 @@ RECOMPUTE = tuple(each.value for each in Recompute)
 class ModelConfig(Configuration):
     """A model by name, and what its parameters begin with."""
 
-    name: str = setting("gpt-nano")  #: one of ``models.names.MODELS``
+    #: One of ``models.names.MODELS``, or the path of a folder with config.json or of a GGUF file, whose weights are it
+    name: str = setting("gpt-nano")
     dropout: float = setting(0.0, least=0, below=1)  #: the probability that an activation is 0
     dtype: str = setting("float32", choices=("float32", "float64"))  #: of parameters and activations
     seed: int = setting(0)  #: of parameters, samples and dropout
     #: of a model of images: what an ``ImageShape`` says, by name; None: its usual ones or, in training, the data's
     images: Mapping[str, int] | None = None
     mixture: Mixture | None = None  #: of a model that has experts; None: its own
+    shape: DecoderShape | None = None  #: of a model by path, as was found there; None: not looked yet, or by name
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,7 +52,7 @@ class ModelConfig(Configuration):
         """The model, as this composition computes it."""
         shape = ImageShape(**self.images) if self.images else None
         method = composition.context_method or "ring"
-        return build_model(self.name, self.dropout, method, shape, composition.recut_after, self.mixture)
+        return build_model(self.name, self.dropout, method, shape, composition.recut_after, self.mixture, self.shape)
 
 
 def _check_images(name: str, images: Mapping[str, int]) -> None:

@@ -219,7 +219,7 @@ def test_parameters_are_of_known_letters(name):
 @every_layer
 def test_norms_and_biases_do_not_decay(name):
     for own, parameter in LAYERS[name].parameters.items():
-        plain = own.endswith(("bias", "b0", "b1", "scale", "shift"))
+        plain = own.endswith(("bias", "b0", "b1", "_norm", "scale", "shift"))
         assert parameter.decay is not plain
         assert (parameter.std == 0) is plain
 
