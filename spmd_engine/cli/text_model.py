@@ -8,13 +8,15 @@ from dataclasses import dataclass
 import click
 
 from spmd_engine.checkpoints import load_checkpoint
+from spmd_engine.checkpoints.pretrained import load_pretrained, shape_at
 from spmd_engine.cli.options import read_config, run_folder, what_it_computes
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.engine.composition import build_engine
+from spmd_engine.engine.composition import ModelConfig, build_engine
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import UsageError
-from spmd_engine.serving.options import GenerationConfig
+from spmd_engine.serving.options import GenerationConfig, read_generation_config
 from spmd_engine.tokens import ByteTokenizer, Tokenizer
+from spmd_engine.tokens.hugging_face import read_tokenizer
 
 
 @dataclass(frozen=True)
@@ -34,19 +36,35 @@ class TextModel:
 
 def text_model_options(command: Callable) -> Callable:
     """``--run`` or ``--model``: which model."""
-    command = click.option("--model", metavar="PATH", help="Or a model's folder from Hugging Face, or a GGUF file.")(
-        command
-    )
-    return click.option("--run", metavar="DIR", help="Folder that 'train' wrote.")(command)
+    for option in (
+        click.option("--dtype", type=click.Choice(["float32", "float64"]), help="Of --model. [default: float32]"),
+        click.option("--model", metavar="PATH", help="Or a model's folder, in Hugging Face's format."),
+        click.option("--run", metavar="DIR", help="Folder that 'train' wrote."),
+    ):
+        command = option(command)
+    return command
 
 
-def open_text_model(run: str | None, model: str | None, mesh: Mesh, device: str) -> TextModel:
-    """The model that ``--run`` or ``--model`` names, on this mesh. Collective. Raises UsageError if it is none of text."""
+def open_text_model(run: str | None, model: str | None, dtype: str | None, mesh: Mesh, device: str) -> TextModel:
+    """The model that ``--run`` or ``--model`` names. Collective; raises UsageError if it is none of text."""
     if bool(run) == bool(model):
         raise UsageError("which model? give either --run DIR or --model PATH")
-    config = read_config(run)
+    if run:
+        if dtype:
+            raise UsageError("--dtype goes with --model; a run has its own")
+        return _of_run(run, mesh, device)
+    config = ModelConfig(name=str(model), shape=shape_at(model), dtype=dtype or "float32")
+    tokenizer, generation = read_tokenizer(model), read_generation_config(model)
+    engine = build_engine(config, mesh, device=device)
+    load_pretrained(engine, model)
+    return TextModel(engine, tokenizer, generation)
+
+
+def _of_run(run: str, mesh: Mesh, device: str) -> TextModel:
+    config, folder = read_config(run), run_folder(run)
     engine = build_engine(what_it_computes(config), mesh, device=device)
     if not engine.model.vocabulary:
         raise UsageError(f"{engine.model.name} is no model of text, it takes no tokens")
-    load_checkpoint(run_folder(run), engine)
-    return TextModel(engine, ByteTokenizer(), GenerationConfig())
+    load_checkpoint(folder, engine)
+    own = (folder / "tokenizer.json").is_file()
+    return TextModel(engine, read_tokenizer(folder) if own else ByteTokenizer(), read_generation_config(folder))
