@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,13 +12,16 @@ from pathlib import Path
 import numpy as np
 
 from spmd_engine.checkpoints.read import Sliceable
-from spmd_engine.comm.agreement import on_all_ranks, on_rank_zero
+from spmd_engine.comm.agreement import on_all_ranks, on_rank_zero, text_from_rank_zero
+from spmd_engine.comm.group import Group
+from spmd_engine.comm.mesh import Mesh
+from spmd_engine.engine.composition import Composition, ModelConfig, build_engine
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import CheckpointError
-from spmd_engine.formats.huggingface import CONFIG, folder_tensors, read_json
+from spmd_engine.formats.huggingface import CONFIG, folder_tensors
 from spmd_engine.formats.tensor import FileTensor
 from spmd_engine.models.decoder import DecoderShape, decoder
-from spmd_engine.models.huggingface_config import shape_of_config
+from spmd_engine.models.shape_at import shape_at
 from spmd_engine.models.stored_names import IGNORED, Names, Stored, stored_names
 
 COMPARED = 1 << 22  #: elements at a time
@@ -101,6 +105,11 @@ class Pretrained(Mapping[str, Sliceable]):
                     f"stored and differ (from row {first} on). Set it to false in {CONFIG} to use both"
                 )
 
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors that are used."""
+        return sum({each.tensor.name: each.tensor.nbytes for each in self.filled.values()}.values())
+
     def __getitem__(self, name: str) -> Sliceable:
         return self.filled[name].array
 
@@ -109,6 +118,34 @@ class Pretrained(Mapping[str, Sliceable]):
 
     def __len__(self) -> int:
         return len(self.filled)
+
+
+def with_shape(model: ModelConfig, group: Group) -> ModelConfig:
+    """A model by path with the shape that rank 0 finds there, and the path from the root; any other as it is.
+
+    Collective. Raises CheckpointError if none is there.
+    """
+    if model.path is None or model.shape is not None:
+        return model
+
+    def read() -> str:
+        found = model.changed(name=str(Path(model.name).resolve()), shape=shape_at(model.name))
+        return json.dumps(found.as_json())
+
+    return ModelConfig.from_json(json.loads(text_from_rank_zero(group, read, CheckpointError)), model.name)
+
+
+def open_pretrained(
+    model: ModelConfig,
+    mesh: Mesh,
+    composition: Composition = Composition(),  # noqa: B008 (immutable)
+    *,
+    device: str = "cpu",
+) -> tuple[LayeredEngine, Pretrained]:
+    """The engine of a model by path with its weights, on this mesh, and where each came from. Collective."""
+    model = with_shape(model, mesh.group())
+    engine = build_engine(model, mesh, composition, device=device)
+    return engine, load_pretrained(engine, model.name)
 
 
 def load_pretrained(engine: LayeredEngine, path: str | Path) -> Pretrained:
@@ -126,15 +163,6 @@ def load_pretrained(engine: LayeredEngine, path: str | Path) -> Pretrained:
     on_rank_zero(engine.group(), found.check_copies)
     engine.after_update()
     return found
-
-
-def shape_at(path: str | Path) -> DecoderShape:
-    """The decoder whose weights are there, by its configuration alone; raises CheckpointError."""
-    folder = Path(path)
-    if not (folder / CONFIG).is_file():
-        what = "there is no such folder" if not folder.exists() else f"it has no {CONFIG}"
-        raise CheckpointError(f"{folder} is no model: {what}")
-    return shape_of_config(read_json(folder / CONFIG), str(folder / CONFIG))
 
 
 def pairs_of_neighbours(width: int) -> np.ndarray:

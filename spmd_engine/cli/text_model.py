@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import click
 
 from spmd_engine.checkpoints import load_checkpoint
-from spmd_engine.checkpoints.pretrained import load_pretrained, shape_at
+from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.cli.options import read_config, run_folder, what_it_computes
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.composition import ModelConfig, build_engine
@@ -53,11 +53,8 @@ def open_text_model(run: str | None, model: str | None, dtype: str | None, mesh:
         if dtype:
             raise UsageError("--dtype goes with --model; a run has its own")
         return _of_run(run, mesh, device)
-    config = ModelConfig(name=str(model), shape=shape_at(model), dtype=dtype or "float32")
-    tokenizer, generation = read_tokenizer(model), read_generation_config(model)
-    engine = build_engine(config, mesh, device=device)
-    load_pretrained(engine, model)
-    return TextModel(engine, tokenizer, generation)
+    engine, _ = open_pretrained(ModelConfig(name=str(model), dtype=dtype or "float32"), mesh, device=device)
+    return TextModel(engine, read_tokenizer(str(model)), read_generation_config(str(model)))
 
 
 def _of_run(run: str, mesh: Mesh, device: str) -> TextModel:

@@ -39,9 +39,9 @@ def folder_tensors(folder: Path) -> dict[str, FileTensor]:
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
     if pickles:
         raise CheckpointError(
-            f"{folder / pickles[0]} is pickled: to read it would run whatever code it holds. Convert it where you trust "
-            f"it: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER) of transformers writes "
-            f"{ONE_FILE}"
+            f"{folder / pickles[0]} is pickled: to read it would run whatever code it holds. Convert it where "
+            "you trust it: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER) of transformers "
+            f"writes {ONE_FILE}"
         )
     raise CheckpointError(f"{folder}: there is neither {ONE_FILE} nor {INDEX}")
 

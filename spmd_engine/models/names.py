@@ -11,6 +11,7 @@ from spmd_engine.models.images import ImageShape
 from spmd_engine.models.mixture import Mixture
 from spmd_engine.models.mlp import deep_mlp, mlp, two_layers
 from spmd_engine.models.model import Model
+from spmd_engine.models.shape_at import is_path, shape_at
 
 DENSE = {"mlp": mlp, "deep-mlp": deep_mlp, "two-layers": two_layers}
 #: Models of images, and the images that they are for unless told otherwise.
@@ -34,14 +35,17 @@ def build_model(
 ) -> Model:
     """The model called ``name``: of images of the shape of ``sample``, or with this ``mixture`` of experts.
 
-    With a ``shape`` it is that decoder, and the name, such as the path of its weights, is only what it is called.
+    A path is that of a decoder's weights, whose configuration is read; with a ``shape`` it is that decoder, and the
+    name, such as the path, is only what it is called.
     ``context_method`` and ``recut_after`` (so many blocks of a model of images: see there) say how it is computed.
     Raises UsageError for another name, naming those there are, and for what this model has not.
     """
     if shape is None and name not in MODELS:
-        raise UsageError(
-            f"unknown model {name!r}; choose one of {', '.join(MODELS)}, or give the path of a folder with config.json"
-        )
+        if not is_path(name):
+            raise UsageError(
+                f"unknown model {name!r}; choose one of {', '.join(MODELS)}, or the path of a folder with config.json"
+            )
+        shape = shape_at(name)
     if recut_after is not None and name not in IMAGES:
         raise UsageError(f"--recut-after {recut_after}: {name} is no model of images; choose {' or '.join(IMAGES)}")
     routed = [each for each, size in (GPT_SIZES | DECODERS).items() if size.mixture]

@@ -27,11 +27,8 @@ class Stored:
 #: A parameter's full name, and the ways in which it may be stored, the first of which is how it is written.
 Names = Iterator[tuple[str, tuple[Stored, ...]]]
 
-IGNORED = (
-    "attn.bias",
-    "attn.masked_bias",
-    "rotary_emb.inv_freq",
-)  #: endings of what is no parameter, but may be stored
+#: Endings of the names of what is no parameter, but may be stored.
+IGNORED = ("attn.bias", "attn.masked_bias", "rotary_emb.inv_freq")
 _ATTENTION = {"query": "q", "key": "k", "value": "v"}
 
 

@@ -7,10 +7,11 @@ import pytest
 
 import tiny
 from spmd_engine import Mesh, run
-from spmd_engine.checkpoints.pretrained import Pretrained, load_pretrained, shape_at
+from spmd_engine.checkpoints.pretrained import Pretrained, load_pretrained
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.composition import Composition, ModelConfig, build_engine
 from spmd_engine.layers.cache import Cache
+from spmd_engine.models.shape_at import shape_at
 from spmd_engine.models.stored_names import stored_names
 
 FOLDERS = Path(__file__).parents[1] / "golden" / "decoders"

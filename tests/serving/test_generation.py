@@ -5,7 +5,9 @@ import pytest
 
 import tiny
 from spmd_engine import Mesh, run
+from spmd_engine.engine.composition import ModelConfig, build_engine
 from spmd_engine.errors import NotFiniteError, UsageError
+from spmd_engine.models import DecoderShape
 from spmd_engine.serving import Limits, SamplingOptions, generate
 from spmd_engine.tokens import ByteTokenizer
 
@@ -48,6 +50,27 @@ def test_one_seed_is_one_text_on_every_mesh_and_rank(sampling):
             assert [each.tokens for each in found] == [each.tokens for each in expected], axes
             likely, other = ([each.log_probs for each in texts] for texts in (expected, found))
             np.testing.assert_allclose(other, likely, rtol=1e-9)
+
+
+LLAMA = DecoderShape(width=12, heads=6, key_value_heads=2, head_width=4, hidden=14, layers=2, vocabulary=13, context=40)
+
+
+def write_llama(axes):
+    def program():
+        with Mesh(**axes) as mesh:
+            model = ModelConfig(name="llama", shape=LLAMA, dtype="float64", seed=3)
+            engine = build_engine(model, mesh)
+            return generate(engine, PROMPTS, sampling=DRAWN, limits=Limits(30), log_probs=True)
+
+    return run(program, tiny.ranks_of(axes))
+
+
+def test_shared_key_heads_and_rotary_positions_write_the_same_on_every_mesh():
+    """Key heads are two: on four ranks, the queries that share one are cut."""
+    (expected,) = write_llama({"data": 1})
+    for axes in {"model": 4}, {"model": 2, "context": 2}, {"pipe": 3}, {"data": 2, "model": 2}:
+        for found in write_llama(axes):
+            assert [each.tokens for each in found] == [each.tokens for each in expected], axes
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, ALL], ids=["greedy", "all"])
