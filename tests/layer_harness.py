@@ -17,12 +17,16 @@ from spmd_engine.layers import (
     Attention,
     Embedding,
     ForwardContext,
+    GatedMLP,
     GradientSums,
     Head,
     Layer,
     LayerNorm,
     Positions,
     Residual,
+    RMSNorm,
+    Rotary,
+    RotaryOptions,
 )
 from spmd_engine.layers.later import wait_for
 from spmd_engine.sharding import Layout, Shards
@@ -62,9 +66,16 @@ LAYERS = {
     "attention 3 heads": Attention(WIDTH, 3),
     "attention 6 heads": Attention(12, 6),
     "attention 6 heads sharing 2": Attention(12, 6, 2),
+    "attention turned": Attention(WIDTH, 3, rotary=Rotary(2, RotaryOptions())),
+    "attention of Qwen3": Attention(
+        10, 6, 2, head_width=4, bias=False, output_bias=False, rotary=Rotary(4, RotaryOptions()), norm_epsilon=1e-6
+    ),
+    "rms norm": RMSNorm(WIDTH),
+    "gated mlp": GatedMLP(WIDTH, 10),
     "head": Head(VOCABULARY, WIDTH),
     "tied ends": TiedEnds(),
     "residual mlp": Residual(LayerNorm(WIDTH), MLP(WIDTH, 10), dropout=0.3),
+    "residual gated mlp": Residual(RMSNorm(WIDTH), GatedMLP(WIDTH, 10)),
     "residual attention": Residual(LayerNorm(WIDTH), Attention(WIDTH, 3), dropout=0.3),
 }
 every_layer = pytest.mark.parametrize("name", LAYERS)

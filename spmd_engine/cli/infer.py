@@ -10,6 +10,7 @@ import click
 import numpy as np
 
 from spmd_engine.checkpoints import Checkpoint, load_checkpoint
+from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.cli.engine_by_name import check_mesh, engine_by_name
 from spmd_engine.cli.options import (
     check_option,
@@ -23,7 +24,7 @@ from spmd_engine.cli.options import (
 from spmd_engine.comm.agreement import on_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.base import ShardedEngine
-from spmd_engine.engine.composition import build_engine
+from spmd_engine.engine.composition import ModelConfig, build_engine
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.made import make_engine
 from spmd_engine.errors import NotationError, SpmdError, UsageError
@@ -37,38 +38,42 @@ from spmd_engine.training.images import as_floats
 @click.option("--input", "source", metavar="X.npy", required=True, help="Whole inputs; the first dim is the batch.")
 @click.option("--output", "target", metavar="Y.npy", required=True, help="Where whole outputs go.")
 @click.option("--run", metavar="DIR", help="Folder that 'train' wrote.")
+@click.option("--model", metavar="PATH", help="Or a model's folder of Hugging Face's format.")
 @click.option("--engine", metavar="MODULE:NAME", help="Or your own engine, MODULE as in import: a class or function.")
 @click.option("--checkpoint", metavar="PATH", help="Its parameters: a safetensors file, or a saved folder.")
 @click.option("--batch-size", type=click.IntRange(min=1), help="Inputs at a time. [default: all]")
 @mesh_option
 @device_option
 @check_option
-def infer(source, target, run, engine, checkpoint, batch_size, mesh, device, check) -> None:
+def infer(source, target, run, model, engine, checkpoint, batch_size, mesh, device, check) -> None:
     """Read an array on rank 0, run the model on all ranks, write the outputs from rank 0.
 
-    Inputs of a model of text are tokens[b s], bytes or 256 for the end of a file, its outputs logits[b s v]; those of
+    Inputs of a model of text are tokens[b s], of a --run usually bytes or 256 for the end of a file, its outputs
+    logits[b s v]; those of
     a model of images are images[b h w c], from 0 to 1 or as uint8, and scores[b k] of the classes. An engine of
     your own is made with mesh=... if it takes that, and nothing else; its load_checkpoint is called with --checkpoint
     alone.
     """
-    if bool(run) == bool(engine):
-        raise UsageError("infer needs a model: either --run DIR or --engine MODULE:NAME")
-    if run and checkpoint:
+    if sum(map(bool, (run, model, engine))) != 1:
+        raise UsageError("infer needs a model: either --run DIR, --model PATH or --engine MODULE:NAME")
+    if checkpoint and not engine:
         raise UsageError("--checkpoint goes with --engine; a run has its own")
     config = read_config(run) if run else None
     with open_mesh(mesh, check=check) as opened:
         inputs = on_rank_zero(opened.group(), lambda: _read(source, target))
         if run:
-            model: ShardedEngine = build_engine(what_it_computes(config), opened, device=device)
-            load_checkpoint(run_folder(run), model)
+            serving: ShardedEngine = build_engine(what_it_computes(config), opened, device=device)
+            load_checkpoint(run_folder(run), serving)
+        elif model:
+            serving, _ = open_pretrained(ModelConfig(model), opened, device=device)
         else:
-            model = _own_engine(engine, opened, mesh)
+            serving = _own_engine(engine, opened, mesh)
             if checkpoint:
-                model.load_checkpoint(Checkpoint(checkpoint))
-        on_rank_zero(opened.group(), lambda: _check_shape(inputs, source, model))
+                serving.load_checkpoint(Checkpoint(checkpoint))
+        on_rank_zero(opened.group(), lambda: _check_shape(inputs, source, serving))
         outputs = _Outputs()
-        with _telling_shapes(inputs, source, model):
-            model.inference_loop(_pieces(inputs, batch_size, model) if inputs is not None else None, outputs)
+        with _telling_shapes(inputs, source, serving):
+            serving.inference_loop(_pieces(inputs, batch_size, serving) if inputs is not None else None, outputs)
         on_rank_zero(opened.group(), lambda: outputs.save(target))
 
 

@@ -10,6 +10,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from spmd_engine.checkpoints.pretrained import Pretrained
+from spmd_engine.checkpoints.pretrained_table import table
 from spmd_engine.cli.composition import composition_of, composition_options
 from spmd_engine.cli.config_file import config_option
 from spmd_engine.cli.experts import mixture_of, mixture_options
@@ -23,6 +25,7 @@ from spmd_engine.launchers import launcher_rank
 from spmd_engine.layers import Parameter
 from spmd_engine.models import Model, layout_for
 from spmd_engine.models.names import MODELS, build_model
+from spmd_engine.models.shape_at import is_path
 from spmd_engine.sharding.layout import Layout
 
 _STATES = 2  # arrays of AdamW for each parameter
@@ -30,7 +33,7 @@ _STATES = 2  # arrays of AdamW for each parameter
 
 @click.command(short_help="Show how a model is cut, and bytes per rank.")
 @config_option
-@click.option("--model", default="gpt-nano", show_default=True, help=f"One of {', '.join(MODELS)}.")
+@click.option("--model", default="gpt-nano", show_default=True, help=f"One of {', '.join(MODELS)}, or a path.")
 @images_option
 @mesh_option
 @click.option("--dtype", type=click.Choice(["float32", "float64"]), default="float32", show_default=True)
@@ -69,6 +72,11 @@ def inspect(model: str, images: str | None, mesh: str | None, dtype: str, **opti
     console.print(f"{model}: {built.parameter_count:,} parameters, {dtype}")
     console.print(f"mesh {places[0]}: {len(places)} ranks")
     console.print(f"inputs {layout.spec(built.inputs)}, outputs {layout.spec(built.outputs)}\n")
+    if is_path(model) and model not in MODELS:
+        specs = {name: str(layout.spec(parameter.dims)) for name, (parameter, _) in built.parameters()}
+        for line in table(Pretrained(model), specs):
+            console.print(line, soft_wrap=True, markup=False)
+        console.print()
     console.print(_parameters(built, places[0], layout, plans[0] if len(plans) > 1 else None))
     console.print()
     if any("e" in layer.sizes for _, layer in built.layers):
@@ -77,9 +85,7 @@ def inspect(model: str, images: str | None, mesh: str | None, dtype: str, **opti
         where = f"stage {stage}: " if len(plans) > 1 else ""
         here = _counted(len(plan.uses), "layer"), _counted(len(list(plan.members)), "parameter")
         console.print(f"{where}{here[0]} with {here[1]} -> {_counted(len(plan.groups), 'group')}")
-    held = bytes_per_rank(
-        built, places, storage, itemsize, _STATES, stages, layout=layout, chunks_per_stage=chunks
-    )
+    held = bytes_per_rank(built, places, storage, itemsize, _STATES, stages, layout=layout, chunks_per_stage=chunks)
     console.print()
     console.print(_summary(held))
 

@@ -44,6 +44,10 @@ class Reporter(JobObserver):
             f"on {mesh.node_count} node(s); {workload.corpus}"
         )
 
+    def loaded(self, table: Sequence[str]) -> None:
+        for line in table:
+            self._say(line)
+
     def started(self, run: Run, stop: int) -> None:
         self.run, self.folder, self.stop, done = run, run.folder, stop, run.steps_done
         if done >= stop:

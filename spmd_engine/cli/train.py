@@ -32,7 +32,7 @@ of its composition the mesh cannot have is left out."""
 
 
 @click.command(short_help="Train a model of text, or of images.")
-@field_option(ModelConfig, "name", "--model", help=f"One of {', '.join(MODELS)}.")
+@field_option(ModelConfig, "name", "--model", help=f"One of {', '.join(MODELS)}, or a path.")
 @click.option("--data", metavar="PATH", help=_DATA)
 @mesh_option
 @field_option(DataConfig, "batch_size", help="Samples a step, over all ranks.")

@@ -49,7 +49,7 @@ WIDTH, HIDDEN, HEADS = 24, 54, 6  # of the small models of strategies/
 @click.command(short_help="Compare a sharded engine with one device.")
 @config_option
 @click.argument("engine", metavar="[MODULE:NAME]", required=False)
-@click.option("--model", default="gpt-nano", show_default=True, help=f"One of {', '.join(MODELS)}.")
+@click.option("--model", default="gpt-nano", show_default=True, help=f"One of {', '.join(MODELS)}, or a path.")
 @images_option
 @mesh_option
 @click.option("--steps", type=POSITIVE, default=3, show_default=True, help="Optimizer steps.")

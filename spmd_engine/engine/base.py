@@ -85,6 +85,7 @@ class ShardedEngine(Collectives, ABC):
     _told_shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # of whole arrays, while all are asked for
     input_sharding: str = ""
     output_sharding: str = ""
+    outputs_everywhere: bool = False  #: whether ``forward`` returns the whole output on every rank
     loss: Loss = staticmethod(mean_squared_error)
     #: What an evaluation tells beside the loss, by name: see ``Evaluation``.
     metrics: Mapping[str, Metric] = MappingProxyType({})
@@ -330,7 +331,7 @@ class ShardedEngine(Collectives, ABC):
         if inputs and targets != inputs:
             raise UsageError(
                 f'inputs are "{self.input_sharding}", targets "{self.target_sharding}": say by output_sharding (or '
-                f'target_sharding) that the batch is cut over {",".join(axis for axis, _ in inputs)} there too, alike'
+                f"target_sharding) that the batch is cut over {','.join(axis for axis, _ in inputs)} there too, alike"
             )
 
     @property

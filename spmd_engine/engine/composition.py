@@ -20,8 +20,9 @@ from spmd_engine.engine.recompute import Recompute
 from spmd_engine.engine.stages import Division, divide, parse_division
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.names import CONTEXT_METHODS
-from spmd_engine.models import ImageShape, Mixture, Model, layout_for
-from spmd_engine.models.names import IMAGES, build_model
+from spmd_engine.models import DecoderShape, ImageShape, Mixture, Model, layout_for
+from spmd_engine.models.names import IMAGES, MODELS, build_model
+from spmd_engine.models.shape_at import is_path
 from spmd_engine.models.thin_cuts import note_of_thin_cut
 from spmd_engine.sharding.groups import CAP, THRESHOLD
 
@@ -33,24 +34,30 @@ RECOMPUTE = tuple(each.value for each in Recompute)
 class ModelConfig(Configuration):
     """A model by name, and what its parameters begin with."""
 
-    name: str = setting("gpt-nano")  #: one of ``models.names.MODELS``
+    name: str = setting("gpt-nano")  #: one of ``models.names.MODELS``, or the path of a decoder's weights
     dropout: float = setting(0.0, least=0, below=1)  #: the probability that an activation is 0
     dtype: str = setting("float32", choices=("float32", "float64"))  #: of parameters and activations
     seed: int = setting(0)  #: of parameters, samples and dropout
     #: of a model of images: what an ``ImageShape`` says, by name; None: its usual ones or, in training, the data's
     images: Mapping[str, int] | None = None
     mixture: Mixture | None = None  #: of a model that has experts; None: its own
+    shape: DecoderShape | None = None  #: of a model by path: what was found there; None: look there, or by name
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.images is not None:
             _check_images(self.name, self.images)
 
+    @property
+    def path(self) -> str | None:
+        """Where the weights are that it begins with; None: they are drawn by the seed."""
+        return self.name if self.name not in MODELS and is_path(self.name) else None
+
     def build(self, composition: Composition) -> Model:
         """The model, as this composition computes it."""
         shape = ImageShape(**self.images) if self.images else None
         method = composition.context_method or "ring"
-        return build_model(self.name, self.dropout, method, shape, composition.recut_after, self.mixture)
+        return build_model(self.name, self.dropout, method, shape, composition.recut_after, self.mixture, self.shape)
 
 
 def _check_images(name: str, images: Mapping[str, int]) -> None:

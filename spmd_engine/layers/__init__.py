@@ -7,6 +7,7 @@ from spmd_engine.layers.context import ContextMethod
 from spmd_engine.layers.convolution import Conv2d
 from spmd_engine.layers.declarations import Activation, Buffer, Parameter, SideOutput
 from spmd_engine.layers.embedding import Embedding, Positions
+from spmd_engine.layers.gated_mlp import GatedMLP
 from spmd_engine.layers.gather_keys import GatherKeys
 from spmd_engine.layers.gradients import GradientSums
 from spmd_engine.layers.group_norm import GroupNorm
@@ -18,13 +19,14 @@ from spmd_engine.layers.metrics import right_classes
 from spmd_engine.layers.mlp import MLP
 from spmd_engine.layers.moe import MoE
 from spmd_engine.layers.names import context_method
-from spmd_engine.layers.norm import LayerNorm
+from spmd_engine.layers.norm import LayerNorm, RMSNorm
 from spmd_engine.layers.pooling import AveragePool, GlobalPool, MaxPool
 from spmd_engine.layers.recut import GatherSamples, Recut
 from spmd_engine.layers.relu import ReLU
 from spmd_engine.layers.residual import Residual
 from spmd_engine.layers.residual_block import ResidualBlock
 from spmd_engine.layers.ring_attention import RingAttention
+from spmd_engine.layers.rotary import Rotary, RotaryOptions
 from spmd_engine.layers.router_options import RouterOptions
 from spmd_engine.layers.skip import Skip
 from spmd_engine.layers.ulysses import Ulysses
@@ -42,6 +44,7 @@ __all__ = [
     "Embedding",
     "Extra",
     "ForwardContext",
+    "GatedMLP",
     "GatherKeys",
     "GatherSamples",
     "GlobalPool",
@@ -56,11 +59,14 @@ __all__ = [
     "MoE",
     "Parameter",
     "Positions",
+    "RMSNorm",
     "ReLU",
     "Recut",
     "Residual",
     "ResidualBlock",
     "RingAttention",
+    "Rotary",
+    "RotaryOptions",
     "RouterOptions",
     "SideOutput",
     "Skip",

@@ -10,6 +10,8 @@ from spmd_engine.layers.context import ContextMethod
 from spmd_engine.layers.declarations import Parameter
 from spmd_engine.layers.gather_keys import GatherKeys
 from spmd_engine.layers.layer import Layer
+from spmd_engine.layers.queries_and_keys import QueriesAndKeys
+from spmd_engine.layers.rotary import Rotary
 
 PROJECTIONS = ("query", "key", "value")
 
@@ -26,6 +28,10 @@ class Attention(Layer):
     queries are q[b s h r k], and their weights have r besides h. A layout may then cut r instead of h. Keys and
     values are computed alike on all its ranks, but each rank's queries give only a part of their gradients,
     which are unreduced over r: for x as those of the queries are, for the weights as over b and s.
+
+    Heads are width / heads wide, or ``head_width``. Without ``bias`` q, k and v have none, without ``output_bias`` y
+    has none. With ``rotary`` or ``norm_epsilon`` queries and keys are turned by their positions, or normalised head by
+    head before: see ``QueriesAndKeys``.
     """
 
     attends = True
@@ -36,22 +42,28 @@ class Attention(Layer):
         heads: int,
         key_value_heads: int | None = None,
         *,
+        head_width: int | None = None,
+        bias: bool = True,
+        output_bias: bool = True,
+        rotary: Rotary | None = None,
+        norm_epsilon: float | None = None,
         context: ContextMethod | None = None,
         std: float = 0.02,
         out_std: float = 0.02,
     ):
         shared = heads if key_value_heads is None else key_value_heads
-        if shared < 1 or heads % shared or width % heads:
+        if shared < 1 or heads % shared or (head_width is None and width % heads):
             raise UsageError(
                 f"attention: {heads} heads must divide the width {width}, and {shared} key heads the {heads}"
             )
         self.context = context or GatherKeys()
-        self.sizes = {"d": width, "h": shared, "k": width // heads}
+        self.sizes = {"d": width, "h": shared, "k": head_width or width // heads}
         if shared < heads:
             self.sizes["r"] = heads // shared
         self.across = "hr" if shared < heads else "h"
         self.may_cut = "bs" + self.across
         self.heads = {"query": self.across, "key": "h", "value": "h"}  # letters of each projection's heads
+        self.ready = QueriesAndKeys(self.across, rotary, norm_epsilon)
         weights, biases = {}, {}
         for name, heads_of in self.heads.items():
             summed = "bs" + self.across.removeprefix(heads_of)  # r over keys and values: queries that share them
@@ -59,46 +71,60 @@ class Attention(Layer):
             biases[f"{name}_bias"] = Parameter(_dims(heads_of, "k"), decay=False, summed=summed)
         self.parameters = {
             **weights,
-            **biases,
+            **(biases if bias else {}),
+            **self.ready.parameters,
             "output": Parameter(_dims(self.across, "k", "d"), std=out_std),
-            "output_bias": Parameter("d", decay=False, where="residual"),
         }
+        if output_bias:
+            self.parameters["output_bias"] = Parameter("d", decay=False, where="residual")
 
     def cost(self, length):
         return super().cost(length) + self.sizes["d"] * length  # on average, half the keys twice: scores and values
 
     def forward(self, sh, p, x, ctx):
         x = sh.all_gather(x, "b s d", "s", across=self.across)
-        q, k, v = (einsum(f"bsd,d{h}k->bs{h}k", x, p[name]) for name, h in self.heads.items())
-        q += p["query_bias"]
-        k += p["key_bias"]
-        v += p["value_bias"]
+        q, k, v = (self._project(p, name, x) for name in PROJECTIONS)
+        q, k, made_ready = self.ready.forward(p, q, k, ctx.positions)
         if ctx.cache is not None:
-            mixed, attended = cached_attention(sh, ctx.cache, q, k, v), None
+            mixed, attended = cached_attention(sh, ctx.cache, q, k, v, ctx.positions), None
         else:
             mixed, attended = self.context.forward(sh, q, k, v, ctx)
         y = einsum(f"bs{self.across}k,{self.across}kd->bsd", mixed, p["output"])
         y = sh.reduce_scatter(y, "b s d", over=self.across, onto="s")
-        y += p["output_bias"]
-        return y, (x, mixed, attended)
+        if "output_bias" in self.parameters:
+            y += p["output_bias"]
+        return y, (x, mixed, made_ready, attended)
+
+    def _project(self, p, name, x):
+        """q, k or v of x[b s d]."""
+        heads = self.heads[name]
+        y = einsum(f"bsd,d{heads}k->bs{heads}k", x, p[name])
+        if f"{name}_bias" in self.parameters:
+            y += p[f"{name}_bias"]
+        return y
 
     def backward_input(self, sh, p, saved, dy):
-        x, mixed, attended = saved
+        x, mixed, made_ready, attended = saved
         dy_whole = sh.all_gather(dy, "b s d", "s", across=self.across)
         dmixed = einsum(f"bsd,{self.across}kd->bs{self.across}k", dy_whole, p["output"])
         gradients = dict(zip(PROJECTIONS, self.context.backward(sh, attended, dmixed), strict=True))
+        of_scales = self.ready.backward(p, made_ready, gradients)
         parts = (einsum(f"bs{h}k,d{h}k->bsd", gradients[name], p[name]) for name, h in self.heads.items())
         dx = reduce(iadd, parts)
         dx = sh.start_reduce_scatter(dx, "b s d", over=self.across, onto="s")
-        return dx, (x, gradients, mixed, dy_whole, dy)
+        return dx, (x, gradients, of_scales, mixed, dy_whole, dy)
 
     def backward_weight(self, sh, rest, g):
-        x, gradients, mixed, dy_whole, dy = rest
+        x, gradients, of_scales, mixed, dy_whole, dy = rest
         for name, h in self.heads.items():
             g.einsum(name, f"bsd,bs{h}k->d{h}k", x, gradients[name])
-            g.einsum(f"{name}_bias", f"bs{h}k->{h}k", gradients[name])
+            if f"{name}_bias" in self.parameters:
+                g.einsum(f"{name}_bias", f"bs{h}k->{h}k", gradients[name])
+        for name, gradient in of_scales.items():
+            g.add(name, gradient)
         g.einsum("output", f"bs{self.across}k,bsd->{self.across}kd", mixed, dy_whole)
-        g.einsum("output_bias", "bsd->d", dy)
+        if "output_bias" in self.parameters:
+            g.einsum("output_bias", "bsd->d", dy)
 
 
 def _dims(*letters: str) -> str:

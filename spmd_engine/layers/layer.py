@@ -36,6 +36,8 @@ class ForwardContext:
     share: float = 1.0  #: the weight of this micro-batch's auxiliary losses in the loss of the step
     mask: Array | None = None  #: like the targets; 0 where one does not count
     cache: Cache | None = None  #: when serving: what attention remembers of the positions before these
+    #: when serving: rows[n] and columns[n] of the inputs here whose outputs [n 1 ...] alone are wanted of the head
+    wanted: tuple[Array, Array] | None = None
     decided: Any = None  #: in a recomputation: ``Extra.decided`` of the first forward
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from spmd_engine.arrays import einsum
 from spmd_engine.arrays.backend import backend_of
 from spmd_engine.layers.dispatch import Dispatch
-from spmd_engine.layers.experts import Perceptron
+from spmd_engine.layers.experts import GatedPerceptron, Perceptron
 from spmd_engine.layers.later import then, wait_for
 from spmd_engine.layers.layer import Layer
 from spmd_engine.layers.router import Router
@@ -25,6 +25,8 @@ class MoE(Layer):
     In the backward the weights of the combination get a gradient that is unreduced over f. All that follows is linear
     in it, and so it stays: one reduction of dx serves experts and router, and the router's gradient is summed over f
     as well. Auxiliary losses, which are whole on every rank along f, count on the first of these.
+
+    Experts are ``Perceptron``s with that ``activation`` or, ``gated``, ``GatedPerceptron``s.
     """
 
     may_cut, across = "bsfe", "f"
@@ -38,12 +40,14 @@ class MoE(Layer):
         *,
         shared: int = 0,
         activation: str = "gelu",
+        gated: bool = False,
         std: float = 0.02,
         out_std: float = 0.02,
     ) -> None:
         self.router = Router(width, experts, router or RouterOptions(), std)
         self.sizes = {"d": width, "f": hidden, "e": experts, "E": experts}
-        self.perceptron, self.shared = Perceptron(activation, std, out_std), shared
+        self.perceptron = GatedPerceptron(std, out_std) if gated else Perceptron(activation, std, out_std)
+        self.shared = shared
         self.parameters = dict(self.router.parameters)
         for number in range(shared):
             self.parameters |= {f"shared{number}/{own}": each for own, each in self.perceptron.parameters.items()}

@@ -1,6 +1,7 @@
 """Models as lists of layers, with sizes by name."""
 
 from spmd_engine.models.convnet import convnet, resnet
+from spmd_engine.models.decoder import DECODERS, DecoderShape, decoder
 from spmd_engine.models.gpt import GPT_SIZES, GPTSize, gpt
 from spmd_engine.models.images import ImageShape
 from spmd_engine.models.layouts import layout_for
@@ -10,13 +11,16 @@ from spmd_engine.models.model import Model
 from spmd_engine.models.names import build_model
 
 __all__ = [
+    "DECODERS",
     "GPT_SIZES",
+    "DecoderShape",
     "GPTSize",
     "ImageShape",
     "Mixture",
     "Model",
     "build_model",
     "convnet",
+    "decoder",
     "deep_mlp",
     "gpt",
     "layout_for",

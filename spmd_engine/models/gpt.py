@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from math import sqrt
 
 from spmd_engine.errors import UsageError
@@ -28,6 +29,7 @@ class GPTSize:
     tied: bool = True  #: whether the head uses the embedding's table
     key_value_heads: int | None = None  #: heads of keys and values, each shared by as many queries; None: all
     mixture: Mixture | None = None  #: experts in the place of MLPs; None: all are dense
+    epsilon: float = 1e-5  #: of layer norms
 
 
 GPT_SIZES = {
@@ -54,17 +56,17 @@ def gpt(size: GPTSize, name: str = "gpt", dropout: float = 0.0, context_method: 
         raise UsageError(f"dropout {dropout} must be at least 0 and below 1")
     d, v, hidden = size.width, size.vocabulary, size.hidden or 4 * size.width
     out_std = 0.02 / sqrt(2 * size.layers)
-    context = method_called(context_method)
+    context, norm = method_called(context_method), partial(LayerNorm, d, size.epsilon)
     layers = [("embedding", Embedding(v, d)), ("positions", Positions(size.context, d, dropout=dropout))]
     for i in range(size.layers):
         attention = Attention(d, size.heads, size.key_value_heads, context=context, out_std=out_std)
-        layers.append((f"block{i}/attention", Residual(LayerNorm(d), attention, dropout)))
+        layers.append((f"block{i}/attention", Residual(norm(), attention, dropout)))
         if size.mixture is not None and size.mixture.is_routed(i, size.layers):
             moe = size.mixture.layer(d, hidden, out_std)
-            layers.append((f"block{i}/moe", Residual(LayerNorm(d), moe, dropout)))
+            layers.append((f"block{i}/moe", Residual(norm(), moe, dropout)))
         else:
-            layers.append((f"block{i}/mlp", Residual(LayerNorm(d), MLP(d, hidden, out_std=out_std), dropout)))
-    layers.append(("norm", LayerNorm(d)))
+            layers.append((f"block{i}/mlp", Residual(norm(), MLP(d, hidden, out_std=out_std), dropout)))
+    layers.append(("norm", norm()))
     layers.append(("head", Head(v, d, tied="embedding/table" if size.tied else None)))
     return Model(name, tuple(layers), "b s", "b s v", "b s", token_loss(v), size.context, v)
 

@@ -32,11 +32,13 @@ class Mixture(Configuration):
             raise UsageError(f"dense {self.dense}: blocks are from 0 to {blocks - 1}")
         return block not in dense
 
-    def layer(self, width: int, hidden: int, out_std: float) -> MoE:
-        """The layer for a dense MLP of this hidden width: as many active multiplications, unless ``hidden`` is said."""
+    def layer(self, width: int, hidden: int, out_std: float, gated: bool = False) -> MoE:
+        """The layer for a dense MLP of this hidden width: as many active multiplications, unless ``hidden`` is said.
+
+        ``gated`` says of which kind the experts are, as of the MLP."""
         active = self.router.top_k + self.shared
         own = self.hidden or max(1, hidden // active)
-        return MoE(width, own, self.experts, self.router, shared=self.shared, out_std=out_std)
+        return MoE(width, own, self.experts, self.router, shared=self.shared, gated=gated, out_std=out_std)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

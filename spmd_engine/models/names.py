@@ -5,11 +5,13 @@ from functools import partial
 
 from spmd_engine.errors import UsageError
 from spmd_engine.models.convnet import convnet, resnet
+from spmd_engine.models.decoder import DECODERS, DecoderShape, decoder
 from spmd_engine.models.gpt import GPT_SIZES, gpt
 from spmd_engine.models.images import ImageShape
 from spmd_engine.models.mixture import Mixture
 from spmd_engine.models.mlp import deep_mlp, mlp, two_layers
 from spmd_engine.models.model import Model
+from spmd_engine.models.shape_at import is_path, shape_at
 
 DENSE = {"mlp": mlp, "deep-mlp": deep_mlp, "two-layers": two_layers}
 #: Models of images, and the images that they are for unless told otherwise.
@@ -19,7 +21,7 @@ IMAGES = {
     "resnet18": (partial(resnet, blocks=(2, 2, 2, 2)), ImageShape(224, 224, 3, 1000)),
     "resnet50": (partial(resnet, blocks=(3, 4, 6, 3), bottleneck=True), ImageShape(224, 224, 3, 1000)),
 }
-MODELS = (*GPT_SIZES, *DENSE, *IMAGES)
+MODELS = (*GPT_SIZES, *DECODERS, *DENSE, *IMAGES)
 
 
 def build_model(
@@ -29,19 +31,34 @@ def build_model(
     sample: ImageShape | None = None,
     recut_after: int | None = None,
     mixture: Mixture | None = None,
+    shape: DecoderShape | None = None,
 ) -> Model:
     """The model called ``name``: of images of the shape of ``sample``, or with this ``mixture`` of experts.
 
+    A path is that of a decoder's weights, whose configuration is read; with a ``shape`` it is that decoder, and the
+    name, such as the path, is only what it is called.
     ``context_method`` and ``recut_after`` (so many blocks of a model of images: see there) say how it is computed.
     Raises UsageError for another name, naming those there are, and for what this model has not.
     """
-    if name not in MODELS:
-        raise UsageError(f"unknown model {name!r}; choose one of {', '.join(MODELS)}")
+    if shape is None and name not in MODELS:
+        if not is_path(name):
+            raise UsageError(
+                f"unknown model {name!r}; choose one of {', '.join(MODELS)}, or the path of a folder with config.json"
+            )
+        shape = shape_at(name)
     if recut_after is not None and name not in IMAGES:
         raise UsageError(f"--recut-after {recut_after}: {name} is no model of images; choose {' or '.join(IMAGES)}")
-    if mixture is not None and (name not in GPT_SIZES or GPT_SIZES[name].mixture is None):
-        routed = ", ".join(each for each, size in GPT_SIZES.items() if size.mixture)
-        raise UsageError(f"{name} has no experts, and takes no options about them; choose one of {routed}")
+    routed = [each for each, size in (GPT_SIZES | DECODERS).items() if size.mixture]
+    if mixture is not None and name not in routed:
+        raise UsageError(
+            f"{name} has no experts, and takes no options about them; choose one of {', '.join(routed)}"
+            if shape is None or shape.mixture is None
+            else f"{name}: its own config.json says all about its experts; leave the options about them out"
+        )
+    if shape is not None or name in DECODERS:
+        shape = shape or DECODERS[name]
+        shape = shape if mixture is None else shape.changed(mixture=mixture)
+        return decoder(shape, name, dropout, context_method)
     if name in GPT_SIZES:
         size = GPT_SIZES[name]
         return gpt(replace(size, mixture=mixture or size.mixture), name, dropout, context_method)
@@ -49,5 +66,5 @@ def build_model(
         raise UsageError(f"{name} has no dropout; leave it at 0 instead of {dropout}")
     if name in DENSE:
         return DENSE[name]()
-    build, shape = IMAGES[name]
-    return build(sample or shape, name, recut_after=recut_after)
+    build, image = IMAGES[name]
+    return build(sample or image, name, recut_after=recut_after)

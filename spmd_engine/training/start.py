@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from spmd_engine.checkpoints import CheckpointFolder
+from spmd_engine.checkpoints.pretrained import load_pretrained, with_shape
+from spmd_engine.checkpoints.pretrained_table import table
 from spmd_engine.checkpoints.read import read_manifest
 from spmd_engine.comm.agreement import text_from_rank_zero
 from spmd_engine.comm.mesh import Mesh
@@ -15,9 +17,9 @@ from spmd_engine.comm.world import world
 from spmd_engine.engine.composition import Composition
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import UsageError
+from spmd_engine.serving import Limits, SamplingOptions, generate
 from spmd_engine.strategies import default_axes, strategy_named
-from spmd_engine.training.data import decode, encode
-from spmd_engine.training.generate import generate
+from spmd_engine.tokens import ByteTokenizer
 from spmd_engine.training.job import CorpusFacts, Job
 from spmd_engine.training.observers import Observer
 from spmd_engine.training.rebalance import Rebalancer
@@ -25,7 +27,8 @@ from spmd_engine.training.run import CONFIG, Run
 from spmd_engine.training.trainer import Trainer
 from spmd_engine.training.workload import Workload, make_trainer, open_workload
 
-PROMPT = "def "
+PROMPT = "def "  #: how a sample begins
+TEMPERATURE = 0.8  #: of samples
 
 
 class JobObserver(Observer):
@@ -33,6 +36,9 @@ class JobObserver(Observer):
 
     def opened(self, workload: Workload, parameters: int, notices: Sequence[str]) -> None:
         """What is trained, its number of parameters, and what of the job has no effect. Comes before ``started``."""
+
+    def loaded(self, table: Sequence[str]) -> None:
+        """Lines that say from what the weights were read that it begins with; none, if they are drawn."""
 
 
 def train(
@@ -59,16 +65,23 @@ def train(
     if resume and run is None:
         raise UsageError("--resume needs --run NAME: which run shall go on?")
     with _open_mesh(job) as mesh:
+        job = job.changed(model=with_shape(job.model, mesh.group()))
         job, notices = _fitted(job, mesh, resume, given)
         workload = open_workload(job, mesh)
         notices += _without_effect(workload)
         folder = Path(text_from_rank_zero(mesh.group(), lambda: _open_folder(job, run, resume)))
         made = _make_run(workload, folder, observers, trace)
-        made.resume() if resume else made.write_config()
+        loaded: list[str] = []
+        if resume:
+            made.resume()
+        else:
+            loaded = _load_weights(workload)
+            made.write_config()
         parameters = workload.parameter_count
         for each in observers if mesh.rank == 0 else ():
             if isinstance(each, JobObserver):
                 each.opened(workload, parameters, notices)
+                each.loaded(loaded)
         made.train(stop_at or steps)
     return made
 
@@ -107,6 +120,14 @@ def _without_effect(workload: Workload) -> list[str]:
     return [] if job.strategy else job.composition.check(mesh.axes, job.model.build(job.composition))
 
 
+def _load_weights(workload: Workload) -> list[str]:
+    """Load the weights that the job's model begins with, if there are any; a table of what went where."""
+    path = workload.job.model.path
+    if path is None or not isinstance(workload.engine, LayeredEngine):
+        return []
+    return list(table(load_pretrained(workload.engine, path), workload.engine.shardings))
+
+
 def _make_run(workload: Workload, folder: Path, observers: Sequence[Observer], trace: int) -> Run:
     job, engine, corpus = workload.job, workload.engine, workload.corpus
     job = job.changed(corpus=CorpusFacts(corpus.files, corpus.sha256))
@@ -114,7 +135,10 @@ def _make_run(workload: Workload, folder: Path, observers: Sequence[Observer], t
     def sample() -> str:
         if not (job.sample and workload.writes):
             return ""
-        return PROMPT + decode(generate(engine, encode(PROMPT), job.sample, seed=job.model.seed))
+        sampling = SamplingOptions(sample=True, temperature=TEMPERATURE, seed=job.model.seed)
+        limits, tokenizer = Limits(job.sample, slide=True), ByteTokenizer()
+        (written,) = generate(engine, [tokenizer.encode(PROMPT)], sampling=sampling, limits=limits, tokenizer=tokenizer)
+        return PROMPT + written.text
 
     trainer = make_trainer(workload)
     return Run(
@@ -188,7 +212,7 @@ def _open_folder(job: Job, run: str | Path | None, resume: bool) -> str:
         return str(folder)
     number = 1
     while True:
-        folder = Path("runs") / f"{job.model.name}-{number}"
+        folder = Path("runs") / f"{Path(job.model.name).name}-{number}"
         try:
             folder.mkdir(parents=True)
         except FileExistsError:  # perhaps by another job, a moment ago

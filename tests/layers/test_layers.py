@@ -50,6 +50,7 @@ def test_backward_by_finite_differences(name):
 
 # --- many ranks compute what one does
 
+
 @every_layer
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_sharded_as_single(name, axes):
@@ -218,7 +219,7 @@ def test_parameters_are_of_known_letters(name):
 @every_layer
 def test_norms_and_biases_do_not_decay(name):
     for own, parameter in LAYERS[name].parameters.items():
-        plain = own.endswith(("bias", "b0", "b1", "scale", "shift"))
+        plain = own.endswith(("bias", "b0", "b1", "_norm", "scale", "shift"))
         assert parameter.decay is not plain
         assert (parameter.std == 0) is plain
 

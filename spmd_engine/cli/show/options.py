@@ -18,7 +18,7 @@ model_option = click.option(
     "--model",
     default="gpt-nano",
     show_default=True,
-    help=f"One of {', '.join(MODELS)}.",
+    help=f"One of {', '.join(MODELS)}, or a path.",
 )
 output_option = click.option(
     "--output",

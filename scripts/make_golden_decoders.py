@@ -1,0 +1,155 @@
+"""Write `tests/golden/decoders/`: tiny decoders with random weights, and what transformers computes with them.
+
+    pip install torch==2.13.0 transformers==5.23.0 numpy
+    python scripts/make_golden_decoders.py
+
+Of each family there is a folder as `save_pretrained` writes it (config.json, model.safetensors, float32 weights), and
+`reference.npz`:
+
+    tokens, targets  int64    b s; s is beyond 64, where wrong rotary positions no longer pass for right ones
+    logits64         float64  b s v, of the model in float64 with the weights as they are stored
+    loss64           float64  the mean cross-entropy of the targets
+    gradient/NAME    float64  of that loss, by the names of `state_dict`
+    logits32         float32  of the last eight positions, of the model as it is
+
+For float64, what transformers casts to float32 on its way is patched out: RMSNorm, the angles of rotary positions, the
+softmax of the attention (the "eager" one takes a dtype) and that of the router. Only so is an agreement to 1e-10 one of
+formulas. All weights are random, those of norms and biases as well.
+"""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from torch.nn import functional
+
+LAST = 8  # positions of which float32 logits are kept
+FOLDER = Path(__file__).resolve().parent.parent / "tests" / "golden" / "decoders"
+SIZES = {
+    "vocab_size": 23,
+    "hidden_size": 12,
+    "intermediate_size": 14,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 96,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 24,
+}
+MODELS = {
+    "gpt2": transformers.GPT2Config(vocab_size=23, n_embd=12, n_layer=2, n_head=3, n_positions=96, n_inner=20),
+    "llama": transformers.LlamaConfig(
+        **SIZES, head_dim=4, rope_parameters=LLAMA3, rms_norm_eps=1e-5, attention_bias=True),
+    "qwen2": transformers.Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "qwen3": transformers.Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True),
+    "mixtral": transformers.MixtralConfig(**SIZES, num_local_experts=5, num_experts_per_tok=2, sliding_window=None),
+    "qwen3_moe": transformers.Qwen3MoeConfig(
+        **SIZES, head_dim=4, num_experts=5, num_experts_per_tok=3, moe_intermediate_size=7, norm_topk_prob=True,
+        mlp_only_layers=[1]),
+}  # fmt: skip
+
+
+def without_casts():
+    """Replace, in all of transformers' modules, what goes through float32."""
+
+    def rms_norm(self, x):
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+
+    def rotary(self, x, position_ids):
+        wide = self.inv_freq64 if hasattr(self, "inv_freq64") else self.inv_freq
+        angles = position_ids[:, :, None].to(x.dtype) * wide.to(x.dtype)
+        both = torch.cat((angles, angles), dim=-1)
+        return both.cos() * self.attention_scaling, both.sin() * self.attention_scaling
+
+    for family in ("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe"):
+        module = getattr(transformers.models, family)
+        module = getattr(module, f"modeling_{family}")
+        for name in dir(module):
+            if name.endswith("RMSNorm"):
+                getattr(module, name).forward = rms_norm
+            if name.endswith("RotaryEmbedding"):
+                getattr(module, name).forward = rotary
+    narrow = torch.Tensor.float
+    torch.Tensor.float = lambda x: x if x.dtype is torch.float64 else narrow(x)  # of the router's logits
+    plain = functional.softmax
+
+    def softmax(x, dim=None, dtype=None, **options):
+        return plain(x, dim=dim, dtype=x.dtype if dtype is torch.float32 else dtype)
+
+    functional.softmax = torch.nn.functional.softmax = softmax
+
+
+def frequencies(model):
+    """Of the rotary positions, in float64, by the formulas of transformers' `modeling_rope_utils`."""
+    for module in model.modules():
+        if not hasattr(module, "inv_freq"):
+            continue
+        said, width = model.config.rope_parameters, 2 * len(module.inv_freq)
+        plain = said["rope_theta"] ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+        if said["rope_type"] == "llama3":
+            length, low, high = (
+                said[name] for name in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+            )
+            waves = 2 * torch.pi / plain
+            smooth = (length / waves - low) / (high - low)
+            between = (1 - smooth) * plain / said["factor"] + smooth * plain
+            plain, kept = torch.where(waves > length / low, plain / said["factor"], plain), plain
+            medium = (waves >= length / high) & (waves <= length / low)
+            plain = torch.where(medium, between, torch.where(waves > length / low, plain, kept))
+        torch.testing.assert_close(plain.float(), module.inv_freq.float(), rtol=1e-5, atol=0)
+        module.inv_freq64 = plain
+
+
+def make(family, config):
+    """One family's folder and the model, with what it computes as it is."""
+    torch.manual_seed(1)
+    config.initializer_range = 0.3
+    config._attn_implementation = config._experts_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.3 * torch.randn_like(parameter)
+    shutil.rmtree(FOLDER / family, ignore_errors=True)
+    model.save_pretrained(FOLDER / family)
+    (FOLDER / family / "generation_config.json").unlink(missing_ok=True)
+    tokens, targets = torch.randint(config.vocab_size, (2, 2, 72), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        logits = model(tokens, use_cache=False).logits
+    return model, {"tokens": tokens, "targets": targets, "logits32": logits[:, -LAST:]}
+
+
+def in_float64(model, out):
+    """What the model computes in float64, beside what is known; after ``without_casts``."""
+    model = model.double()
+    frequencies(model)
+    logits = model(out["tokens"], use_cache=False).logits
+    loss = functional.cross_entropy(logits.flatten(0, 1), out["targets"].flatten())
+    loss.backward()
+    gradients = {f"gradient/{name}": parameter.grad for name, parameter in model.named_parameters()}
+    out = out | {"logits64": logits, "loss64": loss} | gradients
+    return {name: np.array(each.detach().numpy(), order="C") for name, each in out.items()}
+
+
+def main():
+    """All families: first transformers as it is, which is then patched."""
+    torch.set_num_threads(1)
+    made = {family: make(family, config) for family, config in MODELS.items()}
+    without_casts()
+    for family, (model, out) in made.items():
+        arrays = in_float64(model, out)
+        np.savez_compressed(FOLDER / family / "reference.npz", **arrays)
+        off = abs(arrays["logits32"] - arrays["logits64"][:, -LAST:]).max()
+        print(family, f"loss {arrays['loss64']:.4f}", f"float32 is {off:.1e} off")
+
+
+if __name__ == "__main__":
+    main()

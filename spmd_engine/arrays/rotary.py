@@ -1,0 +1,49 @@
+"""Rotary positions: pairs of numbers turned by angles that grow with the position, forward and backward."""
+
+from __future__ import annotations
+
+from spmd_engine.arrays.backend import Array, backend_of
+
+Turn = tuple[Array, Array]  #: cosines and sines, each [s n], or [b s n]: of n pairs at each position
+
+
+def turn_at(positions: Array, frequencies: Array, like: Array) -> Turn:
+    """The turn of each pair at ``positions[s]``, or ``[b s]``, by ``frequencies[n]`` in radians a position.
+
+    Angles are float64, which keeps a position of a million to 1e-10; cosines and sines have the dtype of ``like``.
+    """
+    xp = backend_of(like).xp
+    angles = xp.asarray(positions, xp.float64)[..., None] * xp.asarray(frequencies)
+    return xp.cos(angles).astype(like.dtype), xp.sin(angles).astype(like.dtype)
+
+
+def rotate(x: Array, turn: Turn, neighbours: bool, *, back: bool = False) -> Array:
+    """x[b s ... k] with its k/2 pairs turned; ``back``, by the opposite angles, which is also the backward.
+
+    A pair is (x[i], x[i + k/2]), or, of ``neighbours``, (x[2i], x[2i + 1]).
+    Su et al., "RoFormer" (2021), section 3.4.
+    """
+    first, second = _halves(x, neighbours)
+    y = backend_of(x).xp.empty(x.shape, x.dtype)
+    turned_first, turned_second = _halves(y, neighbours)
+    cosine, sine = (_over_heads(each, x.ndim) for each in turn)
+    if back:
+        sine = -sine
+    xp = backend_of(x).xp
+    xp.multiply(first, cosine, out=turned_first)
+    turned_first -= second * sine
+    xp.multiply(second, cosine, out=turned_second)
+    turned_second += first * sine
+    return y
+
+
+def _halves(x: Array, neighbours: bool) -> tuple[Array, Array]:
+    """Views of the first and the second of each pair."""
+    half = x.shape[-1] // 2
+    return (x[..., 0::2], x[..., 1::2]) if neighbours else (x[..., :half], x[..., half:])
+
+
+def _over_heads(table: Array, ndim: int) -> Array:
+    """[s n] or [b s n] as a factor of [b s ... n], an array of ``ndim`` dims."""
+    heads = (1,) * (ndim - 3)
+    return table.reshape(*table.shape[:-1], *heads, table.shape[-1])

@@ -1,0 +1,75 @@
+"""Safetensors files as anybody writes them: the header is believed only as far as the file bears it out.
+
+Eight bytes say how long the header is; the header, JSON, says of each tensor dtype, shape, and where it lies behind
+the header. Read here and not by its library, which reads BF16 tensors whole, and maps nothing for others to slice.
+"""
+
+from __future__ import annotations
+
+import json
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+from spmd_engine.errors import CheckpointError
+from spmd_engine.formats.tensor import PlainTensor
+
+#: What the format calls dtypes of numbers that weights have, and what NumPy does.
+NUMPY = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+LARGEST_HEADER = 100_000_000  #: bytes, as its library has it
+
+
+def read_safetensors(path: str | Path) -> dict[str, PlainTensor]:
+    """The tensors of a file by name; nothing but the header is read.
+
+    Raises CheckpointError, naming the tensor, for a header that cannot be: one that is cut short or no JSON, tensors
+    of dtypes that are no weights', or that do not lie in the file side by side.
+    """
+    path = Path(path)
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(LARGEST_HEADER, size - 8):
+                raise CheckpointError(f"{path}: a header of {length} bytes in a file of {size}; fetch it again")
+            described = json.loads(file.read(length))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as a safetensors file: {error}") from error
+    if not isinstance(described, dict):
+        raise CheckpointError(f"{path}: its header is no JSON object; fetch it again")
+    described.pop("__metadata__", None)
+    tensors, end = {}, 0
+    for name, each in sorted(described.items(), key=lambda item: _begin(path, *item)):
+        tensor = _tensor(path, name, each, 8 + length)
+        if tensor.offset - 8 - length != end:
+            raise CheckpointError(f"{path}: {name} begins at byte {tensor.offset - 8 - length}, not where others end")
+        end += tensor.nbytes
+        tensors[name] = tensor
+    if 8 + length + end != size:
+        raise CheckpointError(f"{path}: its tensors need {8 + length + end} bytes, the file has {size}; fetch it again")
+    return tensors
+
+
+def _begin(path: Path, name: str, described: object) -> int:
+    try:
+        begin = described["data_offsets"][0]  # type: ignore[index]
+    except (TypeError, KeyError, IndexError):
+        begin = None
+    if type(begin) is not int:
+        raise CheckpointError(f"{path}: the header does not say where {name} lies")
+    return begin
+
+
+def _tensor(path: Path, name: str, described: dict, after: int) -> PlainTensor:
+    dtype, shape, offsets = (described.get(each) for each in ("dtype", "shape", "data_offsets"))
+    if dtype not in NUMPY:
+        raise CheckpointError(f"{path}: {name} is of dtype {dtype}; weights are read of {', '.join(NUMPY)}")
+    plain = isinstance(shape, list) and all(type(length) is int and length >= 0 for length in shape)
+    if not plain or len(offsets) != 2 or offsets[0] < 0:
+        raise CheckpointError(f"{path}: the header says of {name} shape {shape} at {offsets}")
+    needed = prod(shape) * np.dtype(NUMPY[dtype]).itemsize
+    if offsets[1] - offsets[0] != needed:
+        said = f"{offsets[1] - offsets[0]} bytes for {name}, {dtype}{shape}, which needs {needed}"
+        raise CheckpointError(f"{path}: the header has {said}")
+    return PlainTensor(name, str(path), tuple(shape), dtype, after + offsets[0], NUMPY[dtype])

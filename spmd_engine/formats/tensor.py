@@ -1,0 +1,63 @@
+"""A tensor in somebody's file: its sizes are known, and any rectangle of it can be read without the rest."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import ml_dtypes  # noqa: F401 (NumPy then knows bfloat16 by its name)
+import numpy as np
+
+from spmd_engine.errors import CheckpointError
+from spmd_engine.formats.mapped import MappedArray
+
+Index = Sequence[slice | int]
+
+
+@dataclass(frozen=True)
+class FileTensor(ABC):
+    """Where a tensor lies, and as what; plain values."""
+
+    name: str
+    path: str  #: of the file
+    shape: tuple[int, ...]
+    dtype: str  #: as its format calls it: BF16, Q8_0, ...
+    offset: int  #: bytes from the file's beginning
+
+    @abstractmethod
+    def read(self, split: Sequence[Sequence[int]], index: Index) -> np.ndarray:
+        """A rectangle: each dim seen as several (``split``, of which it is the product), with an ``index`` for each.
+
+        16-bit and smaller numbers come as float32. It may be a view of the file, and is not to be written to.
+        """
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """In the file."""
+
+    def of_sizes(self, split: Sequence[Sequence[int]]) -> None:
+        """Raise CheckpointError unless each dim is as large as its parts say."""
+        expected = tuple(prod(sizes) for sizes in split)
+        if expected != self.shape:
+            raise CheckpointError(
+                f"{self.path}: {self.name} is {list(self.shape)}, but the model's configuration says {list(expected)}"
+            )
+
+
+@dataclass(frozen=True)
+class PlainTensor(FileTensor):
+    """One that is stored as it is, in C order; ``numpy`` is its dtype's name there."""
+
+    numpy: str
+
+    def read(self, split: Sequence[Sequence[int]], index: Index) -> np.ndarray:
+        whole = MappedArray(self.path, self.numpy, self.offset, self.shape or (1,)).open()
+        part = whole.reshape([size for sizes in split for size in sizes])[tuple(index)]
+        return np.asarray(part)
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * np.dtype(self.numpy).itemsize

@@ -1,0 +1,47 @@
+"""The gated perceptron of a transformer block (SwiGLU): column-parallel, then row-parallel."""
+
+from spmd_engine.arrays import einsum
+from spmd_engine.arrays.gate import silu_gate
+from spmd_engine.layers.declarations import Parameter
+from spmd_engine.layers.layer import Layer
+
+
+class GatedMLP(Layer):
+    """y[b s d] = (silu(x[b s d] · gate[d f]) · (x · up[d f])) · down[f d], the product in the middle element by element
+
+    With f cut, gate and up are column-parallel and down is row-parallel, as in the MLP; there are no biases.
+    Shazeer, "GLU variants improve transformer" (2020).
+    """
+
+    may_cut, across = "bsf", "f"
+
+    def __init__(self, width: int, hidden: int, *, std: float = 0.02, out_std: float = 0.02):
+        self.sizes = {"d": width, "f": hidden}
+        self.parameters = {
+            "gate": Parameter("d f", std=std),
+            "up": Parameter("d f", std=std),
+            "down": Parameter("f d", std=out_std),
+        }
+
+    def forward(self, sh, p, x, ctx):
+        x = sh.all_gather(x, "b s d", "s", across="f")
+        z, u = (einsum("bsd,df->bsf", x, p[name]) for name in ("gate", "up"))
+        h, slopes = silu_gate(z, u, want_slopes=ctx.training and ctx.saving)
+        y = sh.reduce_scatter(einsum("bsf,fd->bsd", h, p["down"]), "b s d", over="f", onto="s")
+        return y, (x, h, slopes)
+
+    def backward_input(self, sh, p, saved, dy):
+        x, h, slopes = saved
+        dy = sh.all_gather(dy, "b s d", "s", across="f")
+        dh = einsum("bsd,fd->bsf", dy, p["down"])
+        dz, du = (dh * slope for slope in slopes)
+        dx = einsum("bsf,df->bsd", dz, p["gate"])
+        dx += einsum("bsf,df->bsd", du, p["up"])
+        dx = sh.start_reduce_scatter(dx, "b s d", over="f", onto="s")
+        return dx, (x, h, dz, du, dy)
+
+    def backward_weight(self, sh, rest, g):
+        x, h, dz, du, dy = rest
+        g.einsum("gate", "bsd,bsf->df", x, dz)
+        g.einsum("up", "bsd,bsf->df", x, du)
+        g.einsum("down", "bsf,bsd->fd", h, dy)

@@ -1,0 +1,122 @@
+"""Decoders of the families that people have weights of: Llama and its kin, with or without experts, and GPT-2."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+
+from spmd_engine.configuration import Configuration, setting
+from spmd_engine.errors import UsageError
+from spmd_engine.layers import Attention, Embedding, GatedMLP, Head, Residual, RMSNorm, Rotary, RotaryOptions
+from spmd_engine.layers.layer import Layer
+from spmd_engine.layers.names import context_method as method_called
+from spmd_engine.layers.router_options import RouterOptions
+from spmd_engine.models.gpt import BYTES, GPTSize, gpt, token_loss
+from spmd_engine.models.mixture import Mixture
+from spmd_engine.models.model import Model
+
+FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3-moe")
+
+
+@dataclass(frozen=True)
+class DecoderShape(Configuration):
+    """All that decides what a decoder computes, but its parameters. Raises UsageError for what does not go together.
+
+    A family says what else is in the layers: ``gpt2`` has learned positions, layer norm, GELU and biases everywhere,
+    and looks at none of ``rotary`` to ``mixture``; the others have RMSNorm, rotary positions and gated perceptrons.
+    ``qwen2`` has biases of queries, keys and values, ``qwen3`` and ``qwen3-moe`` normalise queries and keys by heads.
+    """
+
+    family: str = setting("llama", choices=FAMILIES)
+    layers: int = setting(8, least=1)
+    width: int = setting(96, least=1)  #: d
+    heads: int = setting(6, least=1)  #: of queries
+    key_value_heads: int | None = setting(None, least=1)  #: of keys and values; None: as many
+    head_width: int | None = setting(None, least=1)  #: k; None: width / heads
+    hidden: int = setting(256, least=1)  #: f, of the dense perceptrons
+    vocabulary: int = setting(BYTES, least=1)  #: v
+    context: int = setting(128, least=1)  #: longest s
+    epsilon: float = setting(1e-6, least=0)  #: of norms
+    tied: bool = True  #: whether the head uses the embedding's table
+    rotary: RotaryOptions = RotaryOptions()
+    bias: bool = False  #: whether queries, keys and values have biases
+    output_bias: bool = False  #: whether the attention's output has one
+    query_key_norm: bool = False  #: whether queries and keys are normalised, head by head
+    mixture: Mixture | None = None  #: experts in the place of dense perceptrons; None: there are none
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.head_width is None and self.width % self.heads:
+            raise UsageError(f"width {self.width} is not a multiple of {self.heads} heads; give a head_width")
+        if self.heads % (self.key_value_heads or self.heads):
+            raise UsageError(f"{self.heads} heads cannot share {self.key_value_heads} heads of keys and values")
+        if self.mixture is not None:
+            self.mixture.is_routed(0, self.layers)  # raises if there are no such layers
+
+
+NANO = {"layers": 8, "width": 96, "heads": 6, "key_value_heads": 2}
+#: Small ones, to be trained from nothing, on bytes.
+DECODERS = {
+    "llama-nano": DecoderShape(**NANO),
+    "llama-mini": DecoderShape(layers=6, width=384, heads=6, key_value_heads=2, hidden=1024, context=256),
+    "qwen2-nano": DecoderShape(family="qwen2", bias=True, **NANO),
+    "qwen3-nano": DecoderShape(family="qwen3", query_key_norm=True, head_width=24, **NANO),
+    "mixtral-nano": DecoderShape(family="mixtral", mixture=Mixture(hidden=128), **NANO),
+    "qwen3-moe-nano": DecoderShape(
+        family="qwen3-moe",
+        query_key_norm=True,
+        mixture=Mixture(hidden=64, router=RouterOptions(top_k=4, balance_loss=0.01, z_loss=0.001)),
+        **NANO,
+    ),
+}
+
+
+def decoder(shape: DecoderShape, name: str = "decoder", dropout: float = 0.0, context_method: str = "gather") -> Model:
+    """Tokens[b s] to logits[b s v]. ``dropout`` applies to every residual branch.
+
+    Initial weights are normal with deviation 0.02, those that end a branch with 0.02 / sqrt(2 layers). How queries
+    meet keys where a layout cuts s is the ``context_method``: gather, ring or ulysses.
+    """
+    if shape.family == "gpt2":
+        return gpt(_as_gpt(shape), name, dropout, context_method)
+    d, v = shape.width, shape.vocabulary
+    layers: list[tuple[str, Layer]] = [("embedding", Embedding(v, d))]
+    out_std = 0.02 / sqrt(2 * shape.layers)
+    rotary = Rotary(shape.head_width or d // shape.heads, shape.rotary)
+    context = method_called(context_method)
+    for i in range(shape.layers):
+        attention = Attention(
+            d,
+            shape.heads,
+            shape.key_value_heads,
+            head_width=shape.head_width,
+            bias=shape.bias,
+            output_bias=shape.output_bias,
+            rotary=rotary,
+            norm_epsilon=shape.epsilon if shape.query_key_norm else None,
+            context=context,
+            out_std=out_std,
+        )
+        layers.append((f"block{i}/attention", Residual(RMSNorm(d, shape.epsilon), attention, dropout)))
+        inner: Layer
+        if shape.mixture is not None and shape.mixture.is_routed(i, shape.layers):
+            kind, inner = "moe", shape.mixture.layer(d, shape.hidden, out_std, gated=True)
+        else:
+            kind, inner = "mlp", GatedMLP(d, shape.hidden, out_std=out_std)
+        layers.append((f"block{i}/{kind}", Residual(RMSNorm(d, shape.epsilon), inner, dropout)))
+    layers.append(("norm", RMSNorm(d, shape.epsilon)))
+    layers.append(("head", Head(v, d, tied="embedding/table" if shape.tied else None)))
+    return Model(name, tuple(layers), "b s", "b s v", "b s", token_loss(v), shape.context, v)
+
+
+def _as_gpt(shape: DecoderShape) -> GPTSize:
+    return GPTSize(
+        layers=shape.layers,
+        width=shape.width,
+        heads=shape.heads,
+        context=shape.context,
+        vocabulary=shape.vocabulary,
+        hidden=shape.hidden,
+        tied=shape.tied,
+        epsilon=shape.epsilon,
+    )

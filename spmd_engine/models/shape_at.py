@@ -1,0 +1,24 @@
+"""The decoder whose weights are at a path, by its configuration alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from spmd_engine.errors import CheckpointError
+from spmd_engine.formats.huggingface import CONFIG, read_json
+from spmd_engine.models.decoder import DecoderShape
+from spmd_engine.models.huggingface_config import shape_of_config
+
+
+def is_path(name: str) -> bool:
+    """Whether a model's name is that of a file or a folder: it has a slash, or something is there."""
+    return "/" in name or Path(name).exists()
+
+
+def shape_at(path: str | Path) -> DecoderShape:
+    """What is there: a folder with ``config.json``. Raises CheckpointError."""
+    folder = Path(path)
+    if not (folder / CONFIG).is_file():
+        what = "there is no such folder" if not folder.exists() else f"it has no {CONFIG}"
+        raise CheckpointError(f"{folder} is no model: {what}")
+    return shape_of_config(read_json(folder / CONFIG), str(folder / CONFIG))

@@ -1,0 +1,119 @@
+"""Where each parameter of a decoder stands in files of Hugging Face's format: names and dims, as data.
+
+A tensor's dims are written as words of the parameter's letters: a query's weights d h r k are stored as ``"hrk d"``,
+two dims, of which the first runs over h, r and k. A letter that the parameter has not stands for several parameters
+in one tensor, and ``at`` says which of them this is: of GPT-2's ``"d nhk"`` the query is n = 0 of 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from spmd_engine.models.decoder import DecoderShape
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A parameter in a tensor."""
+
+    tensor: str
+    dims: str
+    at: Mapping[str, tuple[int, int]] = field(default_factory=dict)  #: letter -> number of this parameter, of how many
+    #: Whether in the file the halves of k, which rotary positions pair, lie side by side: see ``RotaryOptions.pairs``.
+    other_pairs: bool = False
+
+
+#: A parameter's full name, and the ways in which it may be stored, the first of which is how it is written.
+Names = Iterator[tuple[str, tuple[Stored, ...]]]
+
+#: Endings of the names of what is no parameter, but may be stored.
+IGNORED = ("attn.bias", "attn.masked_bias", "rotary_emb.inv_freq")
+_ATTENTION = {"query": "q", "key": "k", "value": "v"}
+
+
+def stored_names(shape: DecoderShape) -> Names:
+    """All parameters of a decoder, in its order."""
+    return _of_gpt2(shape) if shape.family == "gpt2" else _of_llama(shape)
+
+
+def _of_gpt2(shape: DecoderShape) -> Names:
+    def at(name: str, dims: str, number: int | None = None) -> tuple[Stored, ...]:
+        place = {} if number is None else {"n": (number, 3)}
+        return Stored(f"transformer.{name}", dims, place), Stored(name, dims, place)
+
+    yield "embedding/table", at("wte.weight", "v d")
+    yield "positions/table", at("wpe.weight", "p d")
+    for i in range(shape.layers):
+        yield f"block{i}/attention/norm/scale", at(f"h.{i}.ln_1.weight", "d")
+        yield f"block{i}/attention/norm/shift", at(f"h.{i}.ln_1.bias", "d")
+        for number, name in enumerate(_ATTENTION):
+            yield f"block{i}/attention/{name}", at(f"h.{i}.attn.c_attn.weight", "d nhk", number)
+        for number, name in enumerate(_ATTENTION):
+            yield f"block{i}/attention/{name}_bias", at(f"h.{i}.attn.c_attn.bias", "nhk", number)
+        yield f"block{i}/attention/output", at(f"h.{i}.attn.c_proj.weight", "hk d")
+        yield f"block{i}/attention/output_bias", at(f"h.{i}.attn.c_proj.bias", "d")
+        yield f"block{i}/mlp/norm/scale", at(f"h.{i}.ln_2.weight", "d")
+        yield f"block{i}/mlp/norm/shift", at(f"h.{i}.ln_2.bias", "d")
+        yield f"block{i}/mlp/w0", at(f"h.{i}.mlp.c_fc.weight", "d f")
+        yield f"block{i}/mlp/b0", at(f"h.{i}.mlp.c_fc.bias", "f")
+        yield f"block{i}/mlp/w1", at(f"h.{i}.mlp.c_proj.weight", "f d")
+        yield f"block{i}/mlp/b1", at(f"h.{i}.mlp.c_proj.bias", "d")
+    yield "norm/scale", at("ln_f.weight", "d")
+    yield "norm/shift", at("ln_f.bias", "d")
+    if not shape.tied:
+        yield "head/table", (Stored("lm_head.weight", "v d"),)
+
+
+def _of_llama(shape: DecoderShape) -> Names:
+    queries = "hr" if shape.heads > (shape.key_value_heads or shape.heads) else "h"
+    neighbours = shape.rotary.pairs == "neighbours"
+
+    def at(name: str, dims: str, turned: bool = False) -> tuple[Stored, ...]:
+        return Stored(f"model.{name}", dims, other_pairs=turned), Stored(name, dims, other_pairs=turned)
+
+    yield "embedding/table", at("embed_tokens.weight", "v d")
+    for i in range(shape.layers):
+        block, attention = f"block{i}/attention", f"layers.{i}.self_attn"
+        yield f"{block}/norm/scale", at(f"layers.{i}.input_layernorm.weight", "d")
+        for name, short in _ATTENTION.items():
+            heads, turned = queries if name == "query" else "h", neighbours and name != "value"
+            yield f"{block}/{name}", at(f"{attention}.{short}_proj.weight", f"{heads}k d", turned)
+            if shape.bias:
+                yield f"{block}/{name}_bias", at(f"{attention}.{short}_proj.bias", f"{heads}k", turned)
+        if shape.query_key_norm:
+            yield f"{block}/query_norm", at(f"{attention}.q_norm.weight", "k", neighbours)
+            yield f"{block}/key_norm", at(f"{attention}.k_norm.weight", "k", neighbours)
+        yield f"{block}/output", at(f"{attention}.o_proj.weight", f"d {queries}k")
+        if shape.output_bias:
+            yield f"{block}/output_bias", at(f"{attention}.o_proj.bias", "d")
+        routed = shape.mixture is not None and shape.mixture.is_routed(i, shape.layers)
+        kind = "moe" if routed else "mlp"
+        yield f"block{i}/{kind}/norm/scale", at(f"layers.{i}.post_attention_layernorm.weight", "d")
+        if routed:
+            yield from _of_experts(shape, i)
+            continue
+        for name in ("gate", "up"):
+            yield f"block{i}/mlp/{name}", at(f"layers.{i}.mlp.{name}_proj.weight", "f d")
+        yield f"block{i}/mlp/down", at(f"layers.{i}.mlp.down_proj.weight", "d f")
+    yield "norm/scale", at("norm.weight", "d")
+    if not shape.tied:
+        yield "head/table", (Stored("lm_head.weight", "v d"),)
+
+
+def _of_experts(shape: DecoderShape, i: int) -> Names:
+    """One tensor an expert, or, as newer programs write them, all of a layer in one, gate and up side by side."""
+    mixtral, experts = shape.family == "mixtral", shape.mixture.experts
+    own, called = f"block{i}/moe", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+    folder = f"model.layers.{i}.mlp"
+    each = folder
+    if mixtral:
+        each, called = f"model.layers.{i}.block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}
+    router = dict.fromkeys((f"{each}.gate.weight", f"{folder}.gate.weight"))
+    yield f"{own}/router", tuple(Stored(name, "E d") for name in router)
+    for e in range(experts):
+        for number, name in enumerate(("gate", "up")):
+            together = Stored(f"{folder}.experts.gate_up_proj", "e nf d", {"e": (e, experts), "n": (number, 2)})
+            yield f"{own}/expert{e}/{name}", (Stored(f"{each}.experts.{e}.{called[name]}.weight", "f d"), together)
+        together = Stored(f"{folder}.experts.down_proj", "e d f", {"e": (e, experts)})
+        yield f"{own}/expert{e}/down", (Stored(f"{each}.experts.{e}.{called['down']}.weight", "d f"), together)
