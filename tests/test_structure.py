@@ -22,6 +22,7 @@ FLOORS = [
     {"models"},
     {"engine"},
     {"strategies", "checkpoints"},
+    {"planning"},
     {"training", "verify"},
     {"runtime"},
     {"spmd_engine"},
