@@ -14,14 +14,12 @@ from functools import cached_property
 import numpy as np
 
 from spmd_engine.engine import schedules
-from spmd_engine.engine.recompute import Recompute, segments
-from spmd_engine.engine.schedules.instructions import Backward, BackwardInput, BackwardWeight, Compute, Forward
-from spmd_engine.engine.schedules.timeline import Slot, makespan, timeline
 from spmd_engine.models import Model
 from spmd_engine.planning.collective_time import CollectiveTimes
 from spmd_engine.planning.lattice import BATCH, PIPE, Candidate
-from spmd_engine.planning.layer_costs import LayerCosts
+from spmd_engine.planning.layer_costs import CutLayers, LayerCosts
 from spmd_engine.planning.machine import Machine
+from spmd_engine.planning.pipeline_time import Slots
 from spmd_engine.planning.stage_division import best_division
 
 LONG = 2048  #: forwards of all stages beyond which a schedule is executed for fewer micro-batches, and continued
@@ -63,34 +61,35 @@ class Setting:
     machine: Machine
     itemsize: int
     states: int  #: arrays of optimizer state for each parameter
-    update: float  #: seconds of the optimizer for each element
 
     @cached_property
     def collectives(self) -> CollectiveTimes:
         return CollectiveTimes(self.machine)
 
+    @cached_property
+    def _slots(self) -> dict[tuple, Slots]:
+        return {}
+
+    def slots(self, candidate: Candidate, micro_batches: int) -> Slots:
+        """Of the candidate's schedule, found once."""
+        key = candidate.schedule, candidate.chunks, candidate.pipe, micro_batches
+        if key not in self._slots:
+            schedule = schedules.named(candidate.schedule, candidate.chunks if candidate.chunks > 1 else None)
+            self._slots[key] = Slots(schedule, candidate.pipe, micro_batches)
+        return self._slots[key]
+
 
 class Estimator:
     """Estimates a candidate, given its layers' costs."""
 
-    def __init__(self, setting: Setting, candidate: Candidate, costs: Sequence[LayerCosts]) -> None:
-        self.setting, self.candidate, self.costs = setting, candidate, costs
+    def __init__(self, setting: Setting, candidate: Candidate, layers: CutLayers, update: float) -> None:
+        """``update``: seconds of the optimizer for each element."""
+        self.setting, self.candidate, self.layers, self.costs = setting, candidate, layers, layers.costs
+        self.update = update
         self.pipe, self.m = candidate.pipe, candidate.micro_batches
         self.itemsize = setting.itemsize
-        again = np.zeros(len(costs), bool)
-        self._segments = segments(setting.model, range(len(costs)), Recompute(candidate.recompute))
-        for segment in self._segments:
-            if segment.recomputed:
-                again[segment.layers.start : segment.layers.stop] = True
-        self.again = again
 
     # --- bounds
-
-    @cached_property
-    def work(self) -> np.ndarray:
-        """float64[layers]: seconds of each layer for a micro-batch, forward, repeated forward and backward."""
-        repeated = [each.all_forward * twice for each, twice in zip(self.costs, self.again, strict=True)]
-        return np.array([each.all_forward + each.backward for each in self.costs]) + repeated
 
     def bound(self) -> Bound:
         """Seconds: of a pipeline whose stages are as uneven as is best, with nothing sent between them.
@@ -100,18 +99,16 @@ class Estimator:
         X_s the share of the stages before. The shares that are best for all s make all of these equal, and then
         T = (r W / v) / (1 - (1 - r / (v m))^p).
         """
-        candidate, p, m = self.candidate, self.pipe, self.m
-        whole = float(self.work.sum())
-        seconds = m * whole
+        layers, p, m = self.layers, self.pipe, self.m
+        seconds = m * layers.whole
         if p > 1:
-            way = float(sum(each.all_forward + each.backward_input for each in self.costs)) / candidate.chunks
-            share = min(way / (m * whole), 1.0)
-            seconds = way / (1 - (1 - share) ** p) if share > 1e-9 else m * whole / p
-        seconds = max(seconds, self._crowded(m * whole / p))
-        elements = sum(each.parameters - each.tied for each in self.costs) / p
-        stored = self._stored(elements)
-        kept = float(self.kept.sum()) / p
-        return Bound(seconds + self._update(elements), sum(stored.values()) + kept * (1 if self.m == 1 else 1))
+            way = layers.way / self.candidate.chunks
+            share = min(way / seconds, 1.0) if seconds else 0.0
+            seconds = way / (1 - (1 - share) ** p) if share > 1e-9 else seconds / p
+        seconds = max(seconds, self._crowded(m * layers.whole / p))
+        elements = layers.own_elements / p
+        stored = self._stored_in_all(elements)
+        return Bound(seconds + self._update(elements), stored + layers.all_kept / p)
 
     def _crowded(self, work: float) -> float:
         """The least time if each rank works so long, where ranks share cores."""
@@ -119,16 +116,6 @@ class Estimator:
         if node.cores is None:
             return work
         return work * max(1.0, min(self.candidate.ranks, node.ranks) / node.cores)
-
-    @cached_property
-    def kept(self) -> np.ndarray:
-        """float64[layers]: bytes that a forward of each layer leaves for its backward."""
-        kept = np.array([float(each.saved) for each in self.costs])
-        kept[self.again] = 0.0
-        for segment in self._segments:
-            if segment.recomputed and segment.layers.start > 0:
-                kept[segment.layers.start] = self.costs[segment.layers.start - 1].output
-        return kept
 
     # --- stages
 
@@ -144,7 +131,7 @@ class Estimator:
         chunks = self.pipe * self.candidate.chunks
         hop = [self._hop(layer) for layer in range(len(self.costs))]
         fits = self._fits(limit) if np.isfinite(limit) and self.candidate.chunks == 1 else None
-        return best_division(self.work.tolist(), chunks, boundary=hop, fits=fits)
+        return best_division(self.layers.work.tolist(), chunks, boundary=hop, fits=fits)
 
     def _hop(self, layer: int) -> float:
         """Seconds that both sides of a boundary before a layer lose by it: where ranks move the bytes themselves."""
@@ -168,17 +155,16 @@ class Estimator:
         return stride
 
     def _fits(self, limit: float):
-        elements = np.array([0.0, *np.cumsum([each.parameters for each in self.costs])])
-        kept = np.array([0.0, *np.cumsum(self.kept)])
-        one = sum(self._stored(1.0).values())
-        lengths = range(len(self.costs) + 1)
+        elements = np.array([0.0, *np.cumsum(self.layers.elements)])
+        kept = np.array([0.0, *np.cumsum(self.layers.kept)])
+        one = self._stored_in_all(1.0)
 
         def fits(k: int) -> np.ndarray:
             flight = self.m if self.candidate.schedule == "gpipe" else min(self.m, self.pipe - k)
             held = one * (elements[None, :] - elements[:, None]) + flight * (kept[None, :] - kept[:, None])
             return held <= limit
 
-        return fits if lengths else None
+        return fits
 
     # --- memory
 
@@ -191,6 +177,9 @@ class Estimator:
             "gradients": part if zero >= 2 else size,
             "optimizer state": self.setting.states * (part if zero >= 1 else size),
         }
+
+    def _stored_in_all(self, elements: float) -> float:
+        return sum(self._stored(elements).values())
 
     @cached_property
     def _cut(self) -> int:
@@ -226,18 +215,14 @@ class Estimator:
         update = self._update(max(stage_elements))
         busy = [self.m * sum(sum(chunk_costs[c][:3]) for c in range(s, len(chunks), self.pipe)) for s in range(self.pipe)]
         crowd = self._crowded(float(np.mean(busy)))
-        inner = self.m * sum(each.inside_forward * (1 + twice) + each.inside_backward
-                             for each, twice in zip(self.costs, self.again, strict=True)) / self.pipe
+        inner = self.m * self.layers.inside / self.pipe
         idle = max(seconds - float(np.mean(busy)), 0.0)
         seconds = max(seconds, crowd)
         total = seconds + exposed + update
         held = [self._held(stage, chunks, slots, stage_elements[stage]) for stage in range(self.pipe)]
         stage = max(range(self.pipe), key=lambda s: sum(held[s].values()))
-        inside_sent = self.m * sum(
-            each.sent_forward * (1 + twice) + each.sent_backward
-            for each, twice in zip(self.costs, self.again, strict=True)
-        ) * self.candidate.ranks / self.pipe
-        hops = 2 * self.m * sum(self.costs[first - 1].output for first in starts if first) * self.candidate.ranks / self.pipe
+        hops = 2 * sum(self.costs[first - 1].output for first in starts if first)
+        inside_sent = self.m * (self.layers.sent + hops) * self.candidate.ranks / self.pipe
         parts = {
             "work": float(np.mean(busy)) - inner,
             "communication inside layers": inner,
@@ -250,7 +235,7 @@ class Estimator:
             candidate=replace(self.candidate, stages=starts if self.pipe > 1 else None),
             seconds=total,
             memory=sum(held[stage].values()),
-            sent=inside_sent + hops + sent,
+            sent=inside_sent + sent,
             work=max(busy) + update,
             imbalance=max(busy) / float(np.mean(busy)) if any(busy) else 1.0,
             parts={name: max(value, 0.0) for name, value in parts.items()},
@@ -263,7 +248,7 @@ class Estimator:
         forward = inputs = weights = 0.0
         gather = self.candidate.zero >= 3 and self._cut > 1
         for layer in layers:
-            each, twice = self.costs[layer], self.again[layer]
+            each, twice = self.costs[layer], self.layers.again[layer]
             forward += max(each.all_forward, self._gather(each)) if gather else each.all_forward
             back = each.backward_input + each.inside_backward + twice * each.all_forward
             inputs += max(back, self._gather(each)) if gather else back
@@ -274,31 +259,21 @@ class Estimator:
         duration = self.setting.collectives.of("all_gather", self._summed, each.parameters * self.itemsize)
         return 0.0 if duration.works else duration.seconds
 
-    def _run(self, chunk_costs: Sequence[tuple[float, float, float]]) -> tuple[list[Slot], float]:
-        """The schedule on paper, and its length; of a long one, as it goes on once it is under way."""
+    def _run(self, chunk_costs: Sequence[tuple[float, float, float]]) -> tuple[Slots | None, float]:
+        """The schedule's slots and their length; of a long one, as it goes on once it is under way."""
         if self.pipe == 1:
-            forward, inputs, weights = chunk_costs[0]
-            return [], self.m * (forward + inputs + weights)
-        schedule = schedules.named(self.candidate.schedule, self.candidate.chunks if self.candidate.chunks > 1 else None)
+            return None, self.m * sum(chunk_costs[0])
         size = max((self.costs[layer].output for layer in range(len(self.costs) - 1)), default=0)
         duration = self._between(size)
         transfer = 0.0 if duration.works else duration.seconds
-
-        def cost(instruction: Compute) -> float:
-            forward, inputs, weights = chunk_costs[instruction.chunk]
-            kinds = {Forward: forward, BackwardInput: inputs, BackwardWeight: weights, Backward: inputs + weights}
-            return kinds[type(instruction)]
-
-        def run(m: int) -> list[Slot]:
-            return timeline(schedule, self.pipe, m, cost, transfer)
-
         few = 2 * self.pipe
-        if self.m * self.pipe * schedule.chunks <= LONG or self.m <= few + self.pipe:
-            slots = run(self.m)
-            return slots, makespan(slots)
-        slots, more = run(few), run(few + self.pipe)
-        each = (makespan(more) - makespan(slots)) / self.pipe
-        return slots, makespan(slots) + (self.m - few) * each
+        if self.m * len(chunk_costs) <= LONG or self.m <= few + self.pipe:
+            slots = self.setting.slots(self.candidate, self.m)
+            return slots, slots.seconds(chunk_costs, transfer)
+        slots, more = self.setting.slots(self.candidate, few), self.setting.slots(self.candidate, few + self.pipe)
+        seconds = slots.seconds(chunk_costs, transfer)
+        each = (more.seconds(chunk_costs, transfer) - seconds) / self.pipe
+        return slots, seconds + (self.m - few) * each
 
     def _works(self) -> bool:
         """Whether ranks that sum gradients move the bytes with their own cores."""
@@ -335,9 +310,9 @@ class Estimator:
 
     def _update(self, elements: float) -> float:
         parts = self._cut if self.candidate.zero else 1
-        return self._crowded(elements / parts * self.setting.update)
+        return self._crowded(elements / parts * self.update)
 
-    def _held(self, stage: int, chunks: Sequence[range], slots: Sequence[Slot], elements: float) -> dict[str, float]:
+    def _held(self, stage: int, chunks: Sequence[range], slots: Slots | None, elements: float) -> dict[str, float]:
         """Bytes on a rank of a stage at its worst moment, by what they are for."""
         held = self._stored(elements)
         mine = range(stage, len(chunks), self.pipe)
@@ -347,28 +322,21 @@ class Estimator:
             held["gathered groups"] = 2.0 * largest
         if self.candidate.zero >= 2 and self._cut > 1:
             held["whole gradients"] = float(largest)
-        of_chunk = {chunk: float(self.kept[list(chunks[chunk])].sum()) for chunk in mine}
+        of_chunk = {chunk: float(self.layers.kept[list(chunks[chunk])].sum()) for chunk in mine}
         held["activations"] = self._in_flight(stage, of_chunk, slots)
         above = [max(self.costs[layer].above_forward, self.costs[layer].above_backward) for layer in layers]
         repeated = [
             sum(self.costs[layer].saved for layer in segment.layers if layer in set(layers))
-            for segment in self._segments
+            for segment in self.layers.segments
             if segment.recomputed
         ]
         held["temporaries"] = max(above, default=0.0) + max(repeated, default=0.0)
         return held
 
-    def _in_flight(self, stage: int, of_chunk: Mapping[int, float], slots: Sequence[Slot]) -> float:
+    def _in_flight(self, stage: int, of_chunk: dict[int, float], slots: Slots | None) -> float:
         """Bytes of activations that a stage keeps at most."""
-        if not slots:
+        if slots is None:
             return sum(of_chunk.values())
         if self.candidate.schedule == "gpipe":
             return self.m * sum(of_chunk.values())
-        now = most = 0.0
-        for slot in slots:
-            if slot.stage == stage:
-                kind, bytes_here = slot.instruction, of_chunk[slot.instruction.chunk]
-                now += bytes_here if isinstance(kind, Forward) else 0.0
-                most = max(most, now)
-                now -= bytes_here if isinstance(kind, Backward | BackwardWeight) else 0.0
-        return most
+        return slots.most_held(stage, of_chunk)

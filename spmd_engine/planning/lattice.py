@@ -16,6 +16,7 @@ from spmd_engine.engine.composition import Composition
 from spmd_engine.errors import SpmdError
 from spmd_engine.models import Model, layout_for
 
+LONG_CONTEXT = 8192  #: positions from which cutting the sequence is looked at, unless axes are named
 PIPE, BATCH = "pipe", ("data", "replicate", "shard", "expert")
 
 
@@ -141,7 +142,7 @@ def _limits(model: Model) -> dict[str, int]:
         limits["expert"] = sizes["e"]
     if {"h", "w"} <= letters:
         limits |= {"rows": 8, "columns": 8}
-    if "s" in letters:
+    if "s" in letters and model.context >= LONG_CONTEXT:
         limits["context"] = max(1, min(model.context // 64, 64))
     tensor = sizes.get("h", 0) * sizes.get("r", 1) if "h" in sizes and "s" in letters else sizes.get("f", 0)
     if tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from spmd_engine.engine.schedules.instructions import (
@@ -37,11 +37,7 @@ class Slot:
 
 
 def timeline(
-    schedule: Schedule,
-    stages: int,
-    micro_batches: int,
-    costs: Mapping[type[Compute], float] | Callable[[Compute], float] = COSTS,
-    transfer: float = 0.0,
+    schedule: Schedule, stages: int, micro_batches: int, costs: Mapping[type[Compute], float] = COSTS
 ) -> list[Slot]:
     """Execute the programs of all stages; what each computes and when, by stage and time.
 
@@ -50,16 +46,11 @@ def timeline(
     before both have begun, as with a synchronous send. Raises UsageError if a program does something before
     what it needs is there, or if stages wait for each other; it says which, and for what.
     """
-    cost = costs if callable(costs) else _alike(costs, schedule.chunks)
-    programs = [schedule.program(stages, micro_batches, stage) for stage in range(stages)]
-    return _Execution(programs, stages * schedule.chunks - 1, cost, transfer).run()
-
-
-def _alike(costs: Mapping[type[Compute], float], chunks: int) -> Callable[[Compute], float]:
-    """Costs of instructions where all stages are alike."""
     costs = {**COSTS, **costs}
     costs = {Backward: costs[BackwardInput] + costs[BackwardWeight], **costs}
-    return lambda instruction: costs[type(instruction)] / chunks
+    costs = {kind: cost / schedule.chunks for kind, cost in costs.items()}
+    programs = [schedule.program(stages, micro_batches, stage) for stage in range(stages)]
+    return _Execution(programs, stages * schedule.chunks - 1, costs).run()
 
 
 class _Execution:
@@ -69,10 +60,8 @@ class _Execution:
     at which transfers begin.
     """
 
-    def __init__(
-        self, programs: list[Program], last_chunk: int, cost: Callable[[Compute], float], transfer: float
-    ) -> None:
-        self.programs, self.last_chunk, self.cost, self.transfer = programs, last_chunk, cost, transfer
+    def __init__(self, programs: list[Program], last_chunk: int, costs: Mapping[type[Compute], float]) -> None:
+        self.programs, self.last_chunk, self.costs = programs, last_chunk, costs
         self.next = [0] * len(programs)  # place in each stage's program
         self.clock = [0.0] * len(programs)
         self.done: list[set[Instruction | Wait]] = [set() for _ in programs]
@@ -108,12 +97,11 @@ class _Execution:
         now = self.clock[stage]
         self.done[stage].add(instruction)
         if isinstance(instruction, Wait):
-            begun = max(self.began[instruction.started], self.began[other_end(instruction.started)])
-            self.clock[stage] = max(now, begun + self.transfer)
+            self.clock[stage] = max(now, self.began[other_end(instruction.started)])
         elif isinstance(instruction, Transfer):
             self.began[instruction] = now
         else:
-            self.clock[stage] = now + self.cost(instruction)
+            self.clock[stage] = now + self.costs[type(instruction)]
             self.slots.append(Slot(stage, now, self.clock[stage], instruction))
             if isinstance(instruction, Backward):  # both parts
                 self.done[stage].add(BackwardInput(instruction.m, instruction.chunk))
