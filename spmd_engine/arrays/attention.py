@@ -12,6 +12,7 @@ from math import prod
 from typing import NamedTuple
 
 from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.chunks import alike
 from spmd_engine.arrays.mask import hide
 from spmd_engine.arrays.softmax import exponentiate, softmax_backward
 
@@ -117,8 +118,8 @@ def _blocks(q: Array, positions: Array, key_positions: Array, buffers: int) -> I
         if seen_by_all < keys:
             hidden = key_positions[seen_by_all:keys, None] > positions[rows]
             mask = seen_by_all, xp.where(hidden, q.dtype.type(-xp.inf), q.dtype.type(0))
-        for b in range(batch):
-            for first in range(0, heads, several):
+        for b in alike(range(batch), q):
+            for first in alike(range(0, heads, several), q, last=heads % several != 0):
                 some = slice(first, min(first + several, heads))
                 shape = some.stop - first, keys, (rows.stop - start) * prod(shared)
                 yield _Block(b, some, rows, keys, mask, [each[: prod(shape)].reshape(shape) for each in memory])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,11 @@ logger = logging.getLogger(__name__)
 def fast_functions() -> FastFunctions | None:
     """The compiled functions, where Numba is installed and SPMD_FAST is not 0; else None, and NumPy does it."""
     return compiled_functions(FastFunctions, "fast_kernels")
+
+
+def loops_are_there() -> bool:
+    """Whether ``fast_functions`` will find them, without loading them."""
+    return os.environ.get("SPMD_FAST", "1") != "0" and find_spec("numba") is not None
 
 
 def compiled_functions(kind: type, *modules: str) -> Any:
@@ -78,17 +84,17 @@ class FastFunctions:
     # Activations
 
     def relu(self, z, want_slope=True):
-        flat = np.ascontiguousarray(z).reshape(-1)
+        flat = _contiguous(z).reshape(-1)
         y = np.empty_like(flat)
         if not want_slope:
             self._loops.relu_value(flat, y)
             return y.reshape(z.shape), None
-        slope = np.empty(flat.shape, np.bool_)
+        slope = np.empty_like(flat, np.bool_)
         self._loops.relu(flat, y, slope)
         return y.reshape(z.shape), slope.reshape(z.shape)
 
     def gelu(self, z, want_slope=True):
-        flat = np.ascontiguousarray(z).reshape(-1)
+        flat = _contiguous(z).reshape(-1)
         y = np.empty_like(flat)
         if not want_slope:
             self._loops.gelu_value(flat, y)
@@ -101,7 +107,7 @@ class FastFunctions:
 
     def layer_norm(self, x, scale, shift, epsilon):
         rows = _rows(x)
-        y, normal, inverse = np.empty_like(rows), np.empty_like(rows), np.empty(len(rows), rows.dtype)
+        y, normal, inverse = np.empty_like(rows), np.empty_like(rows), np.empty_like(rows, shape=len(rows))
         scale, shift = _spread(scale, x.shape[-1:]), _spread(shift, x.shape[-1:])
         self._loops.layer_norm(rows, scale, shift, np.float32(epsilon), y, normal, inverse)
         return y.reshape(x.shape), normal.reshape(x.shape), inverse.reshape(x.shape[:-1])
@@ -115,7 +121,7 @@ class FastFunctions:
 
     def layer_norm_backward_parameters(self, dy, normal):
         rows, normal_rows = _rows(dy), _rows(_spread(normal, dy.shape))
-        sums = np.zeros((2, dy.shape[-1]), dy.dtype)
+        sums = np.zeros_like(dy, shape=(2, dy.shape[-1]))
         for start in range(0, len(rows), _SUMMED):
             part, some = slice(start, start + _SUMMED), np.zeros_like(sums)
             self._loops.layer_norm_backward_parameters(rows[part], normal_rows[part], *some)
@@ -150,7 +156,7 @@ class FastFunctions:
         self._loops.softmax_backward(ds, _spread(p, ds.shape), _of_columns(projection, ds))
 
     def scores_of_targets(self, scores, targets, top):
-        found = np.empty(len(targets), scores.dtype)
+        found = np.empty_like(scores, shape=len(targets))
         rows = scores.shape[:1]
         self._loops.scores_of_targets(scores, _spread(targets, rows), _spread(top, rows), found)
         return found
@@ -162,7 +168,7 @@ class FastFunctions:
 
 def _spread(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Contiguous ``x`` of this shape, as NumPy broadcasts; ValueError if it cannot. The loops look at no bounds."""
-    return np.ascontiguousarray(x if x.shape == shape else np.broadcast_to(x, shape))
+    return _contiguous(x if x.shape == shape else np.broadcast_to(x, shape))
 
 
 def _of_columns(x: np.ndarray, scores: np.ndarray) -> np.ndarray:
@@ -188,5 +194,9 @@ def _gradient(g: np.ndarray, p: np.ndarray) -> np.ndarray:
     return _spread(g, p.shape).astype(p.dtype, copy=False).reshape(-1)
 
 
+def _contiguous(x: np.ndarray) -> np.ndarray:
+    return x if x.flags.c_contiguous else x.copy()
+
+
 def _rows(x: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(x).reshape(-1, x.shape[-1])
+    return _contiguous(x).reshape(-1, x.shape[-1])

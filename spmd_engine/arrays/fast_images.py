@@ -47,10 +47,10 @@ class FastImages:
         x, w = _contiguous(x), _contiguous(w)
         shape = outputs_of(x.shape, rows, columns, w.shape[3])
         if _is_depthwise(w.shape, groups):
-            y = np.zeros(shape, np.float32)
+            y = np.zeros_like(x, np.float32, shape=shape)
             self._pooling.depthwise(x, w[:, :, 0], _numbers(rows), _numbers(columns), y)
             return y
-        y = np.empty(shape, np.float32)
+        y = np.empty_like(x, np.float32, shape=shape)
         k, l, i, o = *w.shape[:3], shape[3] // groups
         weights = self._tiles(w.reshape(k * l * i, groups, o).transpose(1, 0, 2))
         self._correlate(x, weights, y, (*shape[:3], o), (0, 0), (1, 1), rows, columns)
@@ -58,7 +58,7 @@ class FastImages:
 
     def conv2d_input_gradient(self, dy, w, rows, columns, groups, lengths):
         b, (h, width), (k, l, i, f) = dy.shape[0], lengths, w.shape
-        dx = np.zeros((b, h, width, i * groups), np.float32)
+        dx = np.zeros_like(dy, np.float32, shape=(b, h, width, i * groups))
         check_convolution(dx.shape, w.shape, rows, columns, groups)
         check_gradient(dy.shape, dx.shape, rows, columns, f)
         dy, w = _contiguous(dy), _contiguous(w)
@@ -83,24 +83,24 @@ class FastImages:
         check_gradient(dy.shape, x.shape, rows, columns, f)
         x, dy = _contiguous(x), _contiguous(dy)
         if _is_depthwise(shape, groups):
-            dw = np.zeros((k, l, f), np.float32)
+            dw = np.zeros_like(x, np.float32, shape=(k, l, f))
             self._pooling.depthwise_weights(x, dy, _numbers(rows), _numbers(columns), dw)
             return dw[:, :, None]
         wide, o = self._convolution.WIDE, f // groups
         tiles = -(-o // wide)
-        dw = np.zeros((groups, tiles, k * l * i, wide), np.float32)
+        dw = np.zeros_like(x, np.float32, shape=(groups, tiles, k * l * i, wide))
         if dy.size and dw.size:
             self._convolution.correlate_weights(x, dy, dw, *self._how(rows, columns))
         dw = dw.transpose(2, 0, 1, 3).reshape(k * l * i, groups, tiles * wide)
-        return np.ascontiguousarray(dw[:, :, :o]).reshape(shape)
+        return _contiguous(dw[:, :, :o]).reshape(shape)
 
     def _tiles(self, weights):
         """weights[g (k l i) o] as [g t (k l i) j], where o = (t j) and j is as wide as a tile, filled up with 0."""
         wide = self._convolution.WIDE
         groups, inside, o = weights.shape
-        tiles = np.zeros((groups, inside, -(-o // wide) * wide), np.float32)
+        tiles = np.zeros_like(weights, np.float32, shape=(groups, inside, -(-o // wide) * wide))
         tiles[:, :, :o] = weights
-        return np.ascontiguousarray(tiles.reshape(groups, inside, tiles.shape[2] // wide, wide).transpose(0, 2, 1, 3))
+        return tiles.reshape(groups, inside, tiles.shape[2] // wide, wide).transpose(0, 2, 1, 3).copy()
 
     def _correlate(self, x, weights, y, outputs, first, step, rows, columns):
         """Write ``outputs``, [b p q o] of each group, to y[:, first::step, first::step]."""
@@ -118,62 +118,62 @@ class FastImages:
 
     def max_pool(self, x, rows, columns):
         shape = outputs_of(x.shape, rows, columns, x.shape[3])
-        y = np.full(shape, -np.inf, np.float32)
-        chosen = np.zeros(shape, np.uint8 if rows.size * columns.size <= 256 else np.int32)
+        y = np.full_like(x, -np.inf, np.float32, shape=shape)
+        chosen = np.zeros_like(y, np.uint8 if rows.size * columns.size <= 256 else np.int32)
         self._pooling.max_pool(_contiguous(x), _numbers(rows), _numbers(columns), y, chosen)
         return y, chosen
 
     def max_pool_gradient(self, dy, chosen, rows, columns, lengths):
-        dx = np.zeros((dy.shape[0], *lengths, dy.shape[3]), np.float32)
+        dx = np.zeros_like(dy, np.float32, shape=(dy.shape[0], *lengths, dy.shape[3]))
         check_gradient(dy.shape, dx.shape, rows, columns, dy.shape[3])
-        chosen = np.ascontiguousarray(np.broadcast_to(chosen, dy.shape))
+        chosen = np.broadcast_to(chosen, dy.shape).astype(chosen.dtype, order="C", copy=False)
         self._pooling.max_pool_gradient(_contiguous(dy), chosen, _numbers(rows), _numbers(columns), dx)
         return dx
 
     def window_sums(self, x, rows, columns):
-        y = np.zeros(outputs_of(x.shape, rows, columns, x.shape[3]), np.float32)
-        ones = np.ones((rows.size, columns.size, x.shape[3]), np.float32)
+        y = np.zeros_like(x, np.float32, shape=outputs_of(x.shape, rows, columns, x.shape[3]))
+        ones = np.ones_like(x, np.float32, shape=(rows.size, columns.size, x.shape[3]))
         self._pooling.depthwise(_contiguous(x), ones, _numbers(rows), _numbers(columns), y)
         return y
 
     def window_sums_gradient(self, dy, rows, columns, lengths):
-        dx = np.zeros((dy.shape[0], *lengths, dy.shape[3]), np.float32)
+        dx = np.zeros_like(dy, np.float32, shape=(dy.shape[0], *lengths, dy.shape[3]))
         check_gradient(dy.shape, dx.shape, rows, columns, dy.shape[3])
-        ones = np.ones((rows.size, columns.size, dy.shape[3]), np.float32)
+        ones = np.ones_like(dy, np.float32, shape=(rows.size, columns.size, dy.shape[3]))
         self._pooling.depthwise_input(_contiguous(dy), ones, _numbers(rows), _numbers(columns), dx)
         return dx
 
     # Channels
 
     def channel_sums(self, x):
-        sums = np.zeros(x.shape[-1], np.float32)
+        sums = np.zeros_like(x, np.float32, shape=x.shape[-1])
         self._channels.channel_sums(_rows(x), sums)
         return sums
 
     def channel_squares(self, x, mean):
-        squares = np.zeros(x.shape[-1], np.float32)
+        squares = np.zeros_like(x, np.float32, shape=x.shape[-1])
         self._channels.channel_squares(_rows(x), *_of_channels(x, mean), squares)
         return squares
 
     def scale_channels(self, x, mean, factor, shift):
-        y = np.empty(x.shape, np.float32)
+        y = np.empty_like(x, np.float32, order="C")
         self._channels.scale_channels(_rows(x), *_of_channels(x, mean, factor, shift), _rows(y))
         return y
 
     def channel_gradients(self, dy, x, mean, inverse):
-        sums = np.zeros((2, x.shape[-1]), np.float32)
+        sums = np.zeros_like(x, np.float32, shape=(2, x.shape[-1]))
         self._channels.channel_gradients(_rows(dy, x.shape), _rows(x), *_of_channels(x, mean), *sums)
         return sums[0] * inverse, sums[1]
 
     def normalized_gradient(self, dy, x, mean, inverse, scale, mean_dscale, mean_dshift):
-        dx = np.empty(x.shape, np.float32)
+        dx = np.empty_like(x, np.float32, order="C")
         factors = _of_channels(x, mean, inverse * mean_dscale, mean_dshift, inverse * scale)
         self._channels.normalized_gradient(_rows(dy, x.shape), _rows(x), *factors, _rows(dx))
         return dx
 
 
 def _contiguous(x: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(x, np.float32)
+    return x.astype(np.float32, order="C", copy=False)
 
 
 def _rows(x: np.ndarray, shape: tuple[int, ...] | None = None) -> np.ndarray:

@@ -1,56 +1,272 @@
-"""Arrays without memory: what code that only moves and cuts arrays can be run on to see what it does."""
+"""Arrays without memory: a shape, strides and a dtype, on which code for arrays can be run to see what it does.
+
+``ShapedArray`` takes part in NumPy's functions and operators in the place of an array: views, reshapes and
+transpositions are NumPy's own, of an array whose elements nobody touches; results have the shapes and dtypes that
+NumPy's would have; the meter of this thread is told of the memory and of the work.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any, ClassVar
 
 import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
+from numpy.lib.stride_tricks import as_strided
+
+from spmd_engine.arrays import meter as metering
+from spmd_engine.arrays.meter import Memory
+from spmd_engine.errors import UsageError
 
 
-class ShapedArray:
+class ShapedArray(NDArrayOperatorsMixin):
     """A shape and a dtype. Parts can be taken and shapes changed as of any array; what is written is forgotten."""
 
-    def __init__(self, shape: Sequence[int], dtype: Any) -> None:
-        self._like = np.broadcast_to(np.zeros((), dtype), tuple(shape))  # one number, whatever the shape
+    __slots__ = ("_like", "memory")
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self._like.shape
+    def __init__(self, shape: int | Sequence[int], dtype: Any, memory: Memory | None = None) -> None:
+        """``memory``: what it is a view of; None: of none that anybody counts."""
+        sizes = (shape,) if isinstance(shape, (int, np.integer)) else tuple(map(int, shape))
+        self._like, self.memory = _phantom(sizes, np.dtype(dtype)), memory
 
-    @property
-    def dtype(self) -> np.dtype:
-        return self._like.dtype
+    @classmethod
+    def new(cls, shape: int | Sequence[int], dtype: Any) -> ShapedArray:
+        """One with memory of its own."""
+        array = cls(shape, dtype)
+        array.memory = metering.meter().allocate(array._like.nbytes)
+        return array
 
-    @property
-    def ndim(self) -> int:
-        return self._like.ndim
+    def _view(self, like: np.ndarray) -> ShapedArray:
+        view = ShapedArray.__new__(ShapedArray)
+        view._like, view.memory = like, self.memory
+        return view
 
-    @property
-    def size(self) -> int:
-        return self._like.size
+    # --- what it is --------------------------------------------------------------------------------------
 
-    @property
-    def nbytes(self) -> int:
-        return self._like.size * self._like.itemsize
+    shape = property(lambda self: self._like.shape)
+    dtype = property(lambda self: self._like.dtype)
+    ndim = property(lambda self: self._like.ndim)
+    size = property(lambda self: self._like.size)
+    nbytes = property(lambda self: self._like.nbytes)
+    itemsize = property(lambda self: self._like.itemsize)
+    flags = property(lambda self: self._like.flags)
+    strides = property(lambda self: self._like.strides)
 
     def __len__(self) -> int:
         return len(self._like)
 
-    def __getitem__(self, index: Any) -> ShapedArray:
-        return ShapedArray(self._like[index].shape, self.dtype)
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        """Nothing is kept."""
-
-    def __iadd__(self, other: Any) -> ShapedArray:
-        return self
-
-    def reshape(self, *shape: int | Sequence[int]) -> ShapedArray:
-        return ShapedArray(self._like.reshape(*shape).shape, self.dtype)
-
-    def astype(self, dtype: Any) -> ShapedArray:
-        return ShapedArray(self.shape, dtype)
-
     def __repr__(self) -> str:
         return f"ShapedArray({list(self.shape)}, {self.dtype})"
+
+    # --- views, as NumPy makes them ----------------------------------------------------------------------
+
+    @property
+    def T(self) -> ShapedArray:
+        return self._view(self._like.T)
+
+    def transpose(self, *axes: Any) -> ShapedArray:
+        return self._view(self._like.transpose(*axes))
+
+    def swapaxes(self, one: int, other: int) -> ShapedArray:
+        return self._view(self._like.swapaxes(one, other))
+
+    def squeeze(self, axis: Any = None) -> ShapedArray:
+        return self._view(self._like.squeeze(axis))
+
+    def view(self, dtype: Any) -> ShapedArray:
+        return self._view(self._like.view(dtype))
+
+    def reshape(self, *shape: Any) -> ShapedArray:
+        shape = shape[0] if len(shape) == 1 else shape
+        try:
+            return self._view(np.reshape(self._like, shape, copy=False))
+        except ValueError:
+            known = [shape] if isinstance(shape, int) else list(shape)
+            if -1 in known:
+                known[known.index(-1)] = self.size // max(1, -prod(known))
+            if prod(known) != self.size:
+                raise
+            return self._copied(tuple(known))
+
+    def ravel(self) -> ShapedArray:
+        return self.reshape(-1)
+
+    def __getitem__(self, index: Any) -> ShapedArray:
+        if _is_basic(index):
+            return self._view(_part(self._like, index))
+        result = ShapedArray.new(_taken(self.shape, index), self.dtype)
+        count(result.size, (result,), (result,))
+        return result
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        shape = _part(self._like, index).shape if _is_basic(index) else _taken(self.shape, index)
+        size = prod(shape)
+        read = value.nbytes if isinstance(value, (ShapedArray, np.ndarray)) else 0
+        metering.meter().elementwise(size, read, size * self.itemsize)
+
+    # --- copies ------------------------------------------------------------------------------------------
+
+    def _copied(self, shape: tuple[int, ...]) -> ShapedArray:
+        result = ShapedArray.new(shape, self.dtype)
+        count(self.size, (self,), (result,))
+        return result
+
+    def copy(self, order: str = "C") -> ShapedArray:
+        return self._copied(self.shape)
+
+    def astype(self, dtype: Any, order: str = "K", copy: bool = True) -> ShapedArray:
+        if not copy and np.dtype(dtype) == self.dtype and (order == "K" or self.flags.c_contiguous):
+            return self
+        result = ShapedArray.new(self.shape, dtype)
+        count(self.size, (self,), (result,))
+        return result
+
+    def fill(self, value: Any) -> None:
+        self[...] = value
+
+    # --- the functions of NumPy, as methods --------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        if name in METHODS:
+            function = getattr(np, name)
+            return lambda *args, **options: function(self, *args, **options)
+        raise AttributeError(f"an array that is only a shape has no {name!r}")
+
+    #: What NumPy's operators and functions make of such arrays: ``shaped_functions`` says it.
+    apply_ufunc: ClassVar[Callable]
+    apply_function: ClassVar[Callable]
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, out: Any = None, **options: Any) -> Any:
+        return self.apply_ufunc(ufunc, method, inputs, out[0] if out else None, options)
+
+    def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:
+        return self.apply_function(function, args, options)
+
+    # --- values, of which there are none -----------------------------------------------------------------
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        if self.dtype == np.bool_:
+            metering.meter().assume("conditions on values hold wherever an array of them is looked at")
+            return np.ones(self.shape, bool)
+        raise _no_values(self, "its elements are asked for")
+
+    def __float__(self) -> float:
+        if self.size != 1:
+            raise TypeError("only an array of one element is a number")
+        return 1.0
+
+    def item(self) -> float:
+        """Some number, of an array of one."""
+        return float(self)
+
+    def __bool__(self) -> bool:
+        raise _no_values(self, "what is done depends on whether it is true")
+
+    def __int__(self) -> int:
+        raise _no_values(self, "what is done depends on its value")
+
+    __index__ = __int__
+
+
+#: Functions of NumPy that arrays have as methods, too.
+METHODS = frozenset(
+    [
+        "sum",
+        "max",
+        "min",
+        "mean",
+        "prod",
+        "any",
+        "all",
+        "take",
+        "argsort",
+        "argmax",
+        "argmin",
+        "cumsum",
+        "repeat",
+        "clip",
+        "dot",
+        "nonzero",
+        "searchsorted",
+        "sort",
+        "round",
+        "std",
+        "var",
+    ]
+)
+
+
+def count(elements: int, read: Sequence[Any], written: Sequence[Any]) -> None:
+    """Tell the meter of an operation on so many elements of these arrays."""
+    metering.meter().elementwise(elements, sum(x.nbytes for x in read), sum(x.nbytes for x in written))
+
+
+def _no_values(x: ShapedArray, why: str) -> UsageError:
+    return UsageError(
+        f"this cannot be foretold from shapes: {why}, of an array {list(x.shape)} of {x.dtype} whose values only "
+        "a real step has"
+    )
+
+
+@lru_cache(maxsize=4096)
+def _phantom(sizes: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An array of this shape, with the strides of a contiguous one, of whose elements only the first exists."""
+    strides, step = [], dtype.itemsize
+    for size in reversed(sizes):
+        strides.append(step)
+        step *= max(size, 1)
+    return as_strided(np.empty(1, dtype), sizes, strides[::-1])
+
+
+def _is_basic(index: Any) -> bool:
+    parts = index if isinstance(index, tuple) else (index,)
+    return not any(isinstance(part, (np.ndarray, list, ShapedArray)) and np.ndim(part) for part in parts)
+
+
+def _part(like: np.ndarray, index: Any) -> np.ndarray:
+    """A view, of one element, too."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return like[parts if Ellipsis in parts else (*parts, Ellipsis)]
+
+
+def _taken(shape: tuple[int, ...], index: Any) -> tuple[int, ...]:
+    """The shape of what an index with arrays in it takes."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    used = sum(_dims(part) for part in parts)
+    at = next((i for i, part in enumerate(parts) if part is Ellipsis), len(parts))
+    parts[at : at + 1] = [slice(None)] * (len(shape) - used)
+    before: list[int] = []
+    after: list[int] = []
+    arrays: list[tuple[int, ...]] = []
+    where: list[int] = []
+    dim = 0
+    for place, part in enumerate(parts):
+        if part is None:
+            (after if arrays else before).append(1)
+        elif isinstance(part, slice):
+            (after if arrays else before).append(len(range(*part.indices(shape[dim]))))
+            dim += 1
+        else:
+            where.append(place)
+            arrays.append(_index_shape(part))
+            dim += _dims(part)
+    together = where == list(range(where[0], where[-1] + 1))
+    joint = np.broadcast_shapes(*arrays)
+    return (*before, *joint, *after) if together else (*joint, *before, *after)
+
+
+def _dims(part: Any) -> int:
+    """How many dims of an array an index of it uses."""
+    if part is None or part is Ellipsis:
+        return 0
+    return part.ndim if getattr(part, "dtype", None) == np.bool_ else 1
+
+
+def _index_shape(part: Any) -> tuple[int, ...]:
+    if getattr(part, "dtype", None) == np.bool_:
+        if isinstance(part, ShapedArray):
+            raise _no_values(part, "it selects elements")
+        return (int(np.count_nonzero(part)),)
+    return np.shape(part)

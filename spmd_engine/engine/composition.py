@@ -25,6 +25,7 @@ from spmd_engine.models.names import IMAGES, MODELS, build_model
 from spmd_engine.models.shape_at import is_path
 from spmd_engine.models.thin_cuts import note_of_thin_cut
 from spmd_engine.sharding.groups import CAP, THRESHOLD
+from spmd_engine.sharding.layout import Layout
 
 PIPELINES = tuple(name for name in schedules.SCHEDULES if name != "sequential")
 RECOMPUTE = tuple(each.value for each in Recompute)
@@ -220,21 +221,27 @@ def build_engine(
 
     Raises UsageError for what makes no sense there.
     """
-    built, method = model.build(composition), composition.context_method
-    composition.check(mesh.axes, built)
-    layout = layout_for(
-        built,
-        mesh,
-        sequence_parallel=composition.sequence_parallel,
-        zigzag="context" in mesh.axes and method != "ulysses",  # whose ranks all have the whole sequence
-        experts_over=composition.expert_axes,
-    )
+    built = model.build(composition)
     return LayeredEngine(
         built,
         mesh,
-        layout,
+        composed_layout(built, mesh, composition),
         seed=model.seed,
         dtype=np.dtype(model.dtype),
         backend=get_backend(device, mesh.local_rank),
         **composition.how_on(mesh.axes),
+    )
+
+
+def composed_layout(model: Model, place: Place, composition: Composition) -> Layout:
+    """What the axes of a mesh cut of this model, as the composition has it; raises UsageError for what makes no sense
+    there."""
+    composition.check(place.axes, model)
+    return layout_for(
+        model,
+        place,
+        sequence_parallel=composition.sequence_parallel,
+        # but under ulysses, where all ranks have the whole sequence
+        zigzag="context" in place.axes and composition.context_method != "ulysses",
+        experts_over=composition.expert_axes,
     )

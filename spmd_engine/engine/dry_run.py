@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.arrays.backend import CPU
+from spmd_engine.arrays.meter import Meter, metered
 from spmd_engine.arrays.shaped import ShapedArray
+from spmd_engine.arrays.shapes import on_shapes
 from spmd_engine.comm.place import Place
 from spmd_engine.engine.chunk import Chunk, Segment
 from spmd_engine.engine.execution import Execution, Neighbours
@@ -82,6 +84,11 @@ def dry_run(
     """
     if compress.startswith(("top-k", "powersgd")):
         raise UsageError(f"compression {compress!r} sends what it finds in gradients: that shows only in a real step")
+    with on_shapes(), metered(Meter()):
+        return _run(plan, names, program, segments, place, zero, micro_batches, dtype, compress)
+
+
+def _run(plan, names, program, segments, place, zero, micro_batches, dtype, compress) -> DryRun:
     run = DryRun()
     storages = [
         GroupStorage(group, _Mesh(place, run, group.name, group.size), zero, np.dtype(dtype), CPU, compress)

@@ -1,0 +1,300 @@
+"""What NumPy's functions make of arrays that have shapes alone: the shapes of their results, and the work they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from spmd_engine.arrays.meter import meter
+from spmd_engine.arrays.shaped import ShapedArray, count
+from spmd_engine.errors import UsageError
+
+# --- operators and other functions that go element by element
+
+
+def apply_ufunc(ufunc: np.ufunc, method: str, inputs: Sequence[Any], out: Any, options: dict[str, Any]) -> Any:
+    """``ufunc(*inputs, out=out)``, or its ``reduce``, ``reduceat`` or ``at``."""
+    if method == "__call__":
+        if ufunc is np.matmul:
+            return _matmul(*inputs, out=out)
+        shape = np.broadcast_shapes(*map(np.shape, inputs))
+        result = out if out is not None else ShapedArray.new(shape, options.get("dtype") or _dtype(ufunc, inputs))
+        arrays = [x for x in inputs if isinstance(x, (ShapedArray, np.ndarray))]
+        count(result.size, arrays, (result,))
+        return result
+    if method == "reduce":
+        x, axis, keepdims = inputs[0], options.get("axis", 0), options.get("keepdims", False)
+        return _reduced(x, axis, keepdims, options.get("dtype") or _reduced_dtype(ufunc, x.dtype), out)
+    if method == "reduceat":
+        x, places = inputs
+        axis = options.get("axis", 0) % x.ndim
+        return _result((*x.shape[:axis], len(places), *x.shape[axis + 1 :]), x.dtype, x.size, (x,))
+    if method == "at":
+        target, places = inputs[:2]
+        count(target[places].size, (target,), (target,))
+        return None
+    raise UsageError(f"numpy.{ufunc.__name__}.{method} of arrays that are only shapes is not known")
+
+
+def _dtype(ufunc: np.ufunc, inputs: Sequence[Any]) -> np.dtype:
+    kinds = tuple(
+        type(x)
+        if isinstance(x, (bool, int, float, complex))
+        else np.asarray(x).dtype
+        if not isinstance(x, ShapedArray)
+        else x.dtype
+        for x in inputs
+    )
+    return _resolved(ufunc, kinds)
+
+
+@lru_cache(maxsize=1024)
+def _resolved(ufunc: np.ufunc, kinds: tuple) -> np.dtype:
+    weak = tuple(int if kind is bool else kind for kind in kinds)
+    return ufunc.resolve_dtypes((*weak, *(None,) * ufunc.nout))[-1]
+
+
+@lru_cache(maxsize=256)
+def _reduced_dtype(ufunc: np.ufunc, dtype: np.dtype) -> np.dtype:
+    return ufunc.reduce(np.ones(1, dtype)).dtype
+
+
+def _result(shape: Sequence[int], dtype: Any, elements: int, read: Sequence[Any], out: Any = None) -> Any:
+    result = out if out is not None else ShapedArray.new(shape, dtype)
+    count(elements, read, (result,))
+    return result
+
+
+def _reduced(x: Any, axis: Any, keepdims: bool, dtype: Any, out: Any = None) -> Any:
+    axes = range(x.ndim) if axis is None else [a % x.ndim for a in (axis if isinstance(axis, tuple) else (axis,))]
+    if keepdims:
+        shape = [1 if dim in axes else size for dim, size in enumerate(x.shape)]
+    else:
+        shape = [size for dim, size in enumerate(x.shape) if dim not in axes]
+    return _result(shape, dtype, x.size, (x,), out)
+
+
+# --- products
+
+
+def _matmul(a: Any, b: Any, out: Any = None) -> Any:
+    m = a.shape[-2] if a.ndim > 1 else 1
+    n = b.shape[-1] if b.ndim > 1 else 1
+    k = a.shape[-1]
+    if k != b.shape[-2 if b.ndim > 1 else 0]:
+        raise ValueError(f"matmul: shapes {a.shape} and {b.shape} do not fit")
+    batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    shape = (*batch, *((m,) if a.ndim > 1 else ()), *((n,) if b.ndim > 1 else ()))
+    dtype = np.result_type(a.dtype, b.dtype)
+    meter().product(prod(batch), m, n, k, dtype.itemsize)
+    return out if out is not None else ShapedArray.new(shape, dtype)
+
+
+def _dot(a: Any, b: Any, out: Any = None) -> Any:
+    if a.ndim == 1 and b.ndim == 1:
+        count(a.size, (a, b), ())
+        return ShapedArray((), np.result_type(a.dtype, b.dtype))
+    return _matmul(a, b, out)
+
+
+def _einsum(pattern: str, *operands: Any, out: Any = None, **options: Any) -> Any:
+    terms, _, output = pattern.replace(" ", "").partition("->")
+    sizes: dict[str, int] = {}
+    rest: tuple[int, ...] = ()
+    for term, x in zip(terms.split(","), operands, strict=True):
+        front, dots, back = term.partition("...")
+        shape = x.shape
+        sizes |= zip(front, shape)
+        sizes |= zip(reversed(back), reversed(shape)) if dots else {}
+        if dots:
+            rest = np.broadcast_shapes(rest, shape[len(front) : len(shape) - len(back)])
+    front, dots, back = output.partition("...")
+    shape = (*(sizes[c] for c in front), *(rest if dots else ()), *(sizes[c] for c in back))
+    dtype = np.result_type(*(x.dtype for x in operands))
+    return _result(shape, dtype, prod(sizes.values()) * prod(rest), operands, out)
+
+
+# --- new arrays, and arrays made of others
+
+
+def _like(x: Any, dtype: Any = None, order: Any = None, subok: bool = True, shape: Any = None, **_: Any) -> ShapedArray:
+    return ShapedArray.new(x.shape if shape is None else shape, x.dtype if dtype is None else dtype)
+
+
+def _filled_like(x: Any, *args: Any, dtype: Any = None, shape: Any = None, **_: Any) -> ShapedArray:
+    result = _like(x, dtype, shape=shape)
+    count(result.size, (), (result,))
+    return result
+
+
+def _concatenate(arrays: Sequence[Any], axis: int = 0, out: Any = None, dtype: Any = None, **_: Any) -> Any:
+    first = arrays[0]
+    axis %= first.ndim
+    shape = (*first.shape[:axis], sum(x.shape[axis] for x in arrays), *first.shape[axis + 1 :])
+    return _result(shape, dtype or np.result_type(*(x.dtype for x in arrays)), prod(shape), arrays, out)
+
+
+def _stack(arrays: Sequence[Any], axis: int = 0, out: Any = None, **_: Any) -> Any:
+    shape = list(arrays[0].shape)
+    shape.insert(axis % (len(shape) + 1), len(arrays))
+    return _result(shape, np.result_type(*(x.dtype for x in arrays)), prod(shape), arrays, out)
+
+
+def _where(condition: Any, a: Any, b: Any) -> ShapedArray:
+    shape = np.broadcast_shapes(*map(np.shape, (condition, a, b)))
+    arrays = [x for x in (condition, a, b) if isinstance(x, (ShapedArray, np.ndarray))]
+    return _result(shape, np.result_type(*(getattr(x, "dtype", x) for x in (a, b))), prod(shape), arrays)
+
+
+def _broadcast_to(x: Any, shape: Any, subok: bool = False) -> ShapedArray:
+    return x._view(np.broadcast_to(x._like, shape)) if isinstance(x, ShapedArray) else np.broadcast_to(x, shape)
+
+
+def _split(x: ShapedArray, places: Any, axis: int = 0) -> list[ShapedArray]:
+    ends = (
+        [0, *places, x.shape[axis]]
+        if not isinstance(places, int)
+        else list(range(0, x.shape[axis] + 1, x.shape[axis] // places))
+    )
+    return [x[(slice(None),) * axis + (slice(a, b),)] for a, b in zip(ends, ends[1:])]
+
+
+def _copyto(target: Any, source: Any, **_: Any) -> None:
+    count(target.size, [source] if isinstance(source, (ShapedArray, np.ndarray)) else [], (target,))
+
+
+# --- sums and choices
+
+
+def _summing(ufunc: np.ufunc) -> Callable:
+    def reduce(x: Any, axis: Any = None, dtype: Any = None, out: Any = None, keepdims: Any = False, **_: Any) -> Any:
+        kept = keepdims is True
+        return _reduced(x, axis, kept, dtype or _reduced_dtype(ufunc, x.dtype), out)
+
+    return reduce
+
+
+def _mean(x: Any, axis: Any = None, dtype: Any = None, out: Any = None, keepdims: Any = False, **_: Any) -> Any:
+    kept = keepdims is True
+    return _reduced(x, axis, kept, dtype or (x.dtype if x.dtype.kind not in "iub" else np.float64), out)
+
+
+def _cumsum(x: Any, axis: Any = None, dtype: Any = None, out: Any = None) -> Any:
+    return _result(x.shape if axis is not None else (x.size,), dtype or x.dtype, x.size, (x,), out)
+
+
+def _take(x: Any, indices: Any, axis: Any = None, out: Any = None, mode: str = "raise") -> Any:
+    if axis is None:
+        return x.reshape(-1)[indices]
+    return x[(slice(None),) * (axis % x.ndim) + (np.asarray(indices),)]
+
+
+def _take_along_axis(x: Any, indices: Any, axis: int = -1) -> ShapedArray:
+    shape = list(x.shape)
+    shape[axis] = indices.shape[axis]
+    return _result(shape, x.dtype, prod(shape), (x, indices))
+
+
+def _argmax(x: Any, axis: Any = None, out: Any = None, **_: Any) -> np.ndarray:
+    """Choices, of experts as a rule: evenly over the columns, or, at worst, the same for all rows."""
+    m = meter()
+    count(x.size, (x,), ())
+    shape = [size for dim, size in enumerate(x.shape) if axis is not None and dim != axis % x.ndim]
+    width, turn = (x.size if axis is None else x.shape[axis]), m.turn()
+    m.assume(f"choices by value are {m.choose}: " + ("each as often" if m.choose == "balanced" else "all the same"))
+    rows = np.arange(prod(shape)) if m.choose == "balanced" else np.zeros(prod(shape), np.int64)
+    return ((rows + turn) % max(1, width)).reshape(shape)
+
+
+def _sorted(x: Any, axis: int = -1, **_: Any) -> ShapedArray:
+    return _result(x.shape, x.dtype, x.size, (x,))
+
+
+def _clip(x: Any, low: Any = None, high: Any = None, out: Any = None, **_: Any) -> Any:
+    return _result(x.shape, x.dtype, x.size, (x,), out)
+
+
+def _repeat(x: Any, repeats: int, axis: Any = None) -> ShapedArray:
+    shape = [x.size * repeats] if axis is None else list(x.shape)
+    if axis is not None:
+        shape[axis] *= repeats
+    return _result(shape, x.dtype, prod(shape), (x,))
+
+
+def _qr(x: Any, mode: str = "reduced") -> tuple[ShapedArray, ShapedArray]:
+    (m, n), rank = x.shape, min(x.shape)
+    count(2 * m * n * rank, (x,), (x,))
+    return ShapedArray.new((m, rank), x.dtype), ShapedArray.new((rank, n), x.dtype)
+
+
+def _argpartition(x: Any, kth: int, axis: int = -1, **_: Any) -> np.ndarray:
+    """Some order; which elements come last is not looked at, but how many."""
+    meter().assume("the largest entries are some or other: how many there are is all that is asked")
+    count(x.size, (x,), ())
+    return np.arange(x.shape[axis])
+
+
+FUNCTIONS: dict[Callable, Callable] = {
+    np.dot: _dot,
+    np.einsum: _einsum,
+    np.empty_like: _like,
+    np.zeros_like: _filled_like,
+    np.ones_like: _filled_like,
+    np.full_like: _filled_like,
+    np.concatenate: _concatenate,
+    np.stack: _stack,
+    np.where: _where,
+    np.broadcast_to: _broadcast_to,
+    np.ravel: lambda x, order="C": x.reshape(-1),
+    np.reshape: lambda x, shape, *_, **__: x.reshape(shape),
+    np.transpose: lambda x, axes=None: x.transpose(*([axes] if axes is not None else [])),
+    np.moveaxis: lambda x, source, to: x._view(np.moveaxis(x._like, source, to)),
+    np.swapaxes: lambda x, one, other: x.swapaxes(one, other),
+    np.expand_dims: lambda x, axis: x._view(np.expand_dims(x._like, axis)),
+    np.split: _split,
+    np.copyto: _copyto,
+    np.sum: _summing(np.add),
+    np.prod: _summing(np.multiply),
+    np.max: _summing(np.maximum),
+    np.min: _summing(np.minimum),
+    np.any: _summing(np.logical_or),
+    np.all: _summing(np.logical_and),
+    np.mean: _mean,
+    np.var: _mean,
+    np.std: _mean,
+    np.cumsum: _cumsum,
+    np.take: _take,
+    np.take_along_axis: _take_along_axis,
+    np.argmax: _argmax,
+    np.argmin: _argmax,
+    np.sort: _sorted,
+    np.clip: _clip,
+    np.round: _clip,
+    np.repeat: _repeat,
+    np.linalg.qr: _qr,
+    np.argpartition: _argpartition,
+    np.shape: lambda x: x.shape,
+    np.ndim: lambda x: x.ndim,
+    np.size: lambda x, axis=None: x.size if axis is None else x.shape[axis],
+    np.copy: lambda x, *_, **__: x.copy(),
+    np.isfinite: lambda x: x,
+}
+
+
+def apply_function(function: Callable, args: Sequence[Any], options: dict[str, Any]) -> Any:
+    """``function(*args, **options)``; raises UsageError for one whose result only values tell."""
+    known = FUNCTIONS.get(function)
+    if known is None:
+        raise UsageError(
+            f"this cannot be foretold from shapes: numpy.{function.__name__} is asked of an array whose values only a "
+            "real step has"
+        )
+    return known(*args, **options)
+
+
+ShapedArray.apply_ufunc = staticmethod(apply_ufunc)
+ShapedArray.apply_function = staticmethod(apply_function)

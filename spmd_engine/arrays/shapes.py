@@ -1,0 +1,140 @@
+"""A backend whose arrays are shapes alone, so that the text of layers and engines runs on it and is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from spmd_engine.arrays.backend import Array, Backend, register_backend, unregister_backend
+from spmd_engine.arrays.fast_functions import FastFunctions, loops_are_there
+from spmd_engine.arrays.fast_images import FastImages
+from spmd_engine.arrays.meter import meter
+from spmd_engine.arrays.shaped import ShapedArray, count
+from spmd_engine.arrays.shaped_functions import FUNCTIONS
+
+
+class ShapedModule:
+    """NumPy, but that new arrays of numbers with a point, and of bytes, are shapes. Indices stay what they are."""
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(np, name)
+        setattr(self, name, value)  # found at once the next time
+        return value
+
+    __name__ = "numpy"
+
+    def empty(self, shape: Any, dtype: Any = np.float64) -> Array:
+        return ShapedArray.new(shape, dtype) if _is_data(dtype) else np.empty(shape, dtype)
+
+    def zeros(self, shape: Any, dtype: Any = np.float64) -> Array:
+        return _written(shape, dtype) if _is_data(dtype) else np.zeros(shape, dtype)
+
+    def ones(self, shape: Any, dtype: Any = np.float64) -> Array:
+        return _written(shape, dtype) if _is_data(dtype) else np.ones(shape, dtype)
+
+    def full(self, shape: Any, value: Any, dtype: Any = None) -> Array:
+        kind = np.asarray(value).dtype if dtype is None else dtype
+        return _written(shape, kind) if _is_data(kind) else np.full(shape, value, kind)
+
+    def asarray(self, x: Any, dtype: Any = None, **options: Any) -> Array:
+        if isinstance(x, ShapedArray):
+            return x if dtype is None else x.astype(dtype, copy=False)
+        x = np.asarray(x, dtype, **options)
+        return ShapedArray(x.shape, x.dtype) if _is_data(x.dtype) and x.ndim else x
+
+    array = asarray
+
+    def ascontiguousarray(self, x: Any) -> Array:
+        if not isinstance(x, ShapedArray):
+            return np.ascontiguousarray(x)
+        return x if x.flags.c_contiguous else x.copy()
+
+
+def _is_data(dtype: Any) -> bool:
+    """Whether arrays of it hold data, and not indices, of which values are needed and known."""
+    dtype = np.dtype(dtype)
+    return dtype.kind in "fcV" or dtype == np.uint8
+
+
+def _written(shape: Any, dtype: Any) -> ShapedArray:
+    array = ShapedArray.new(shape, dtype)
+    count(array.size, (), (array,))
+    return array
+
+
+class Shapes(Backend):
+    """The host's backend, of shapes: its compiled loops are counted where the host has them, too."""
+
+    name = "shapes"
+    xp: Any = ShapedModule()
+    functions = FUNCTIONS  #: of NumPy that know what to make of shapes
+
+    def __init__(self) -> None:
+        self.kernels = FastFunctions(_Loops()) if loops_are_there() else None
+
+    @cached_property
+    def image_kernels(self) -> FastImages | None:  # type: ignore[override]
+        """Apart, since only models of images need them, and finding them takes a while."""
+        if self.kernels is None:
+            return None
+        return FastImages(_Loops(import_module("spmd_engine.arrays.fast_convolution")), _Loops(), _Loops())
+
+    def owns(self, x: Array) -> bool:
+        return isinstance(x, ShapedArray)
+
+    def errstate(self, **kinds: str):
+        return nullcontext()
+
+    def empty(self, shape: Any, dtype: Any) -> ShapedArray:
+        return ShapedArray.new(shape, dtype)
+
+    def asarray(self, x: Array) -> Array:
+        return x if isinstance(x, ShapedArray) else self.xp.asarray(x)
+
+    def copy_to_host(self, x: Array, host: Array) -> None:
+        host[...] = x
+
+    def pinned_empty(self, shape: Any, dtype: Any) -> ShapedArray:
+        return ShapedArray.new(shape, dtype)
+
+
+class _Loops:
+    """In the place of compiled loops: what they are given is read, and counted. Convolutions are products."""
+
+    def __init__(self, constants: Any = None) -> None:
+        self._constants = constants
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._constants, name) if name.isupper() else _counted
+
+    def correlate(self, x, w, y, outputs, strides, rows, columns, limit) -> None:
+        groups, _, inside = w.shape[:3]
+        b, p, q, o = outputs
+        meter().product(groups, b * p * q, o, inside, 4)
+
+    def correlate_weights(self, x, dy, dw, rows, columns, limit) -> None:
+        groups, _, inside = dw.shape[:3]
+        b, p, q, f = dy.shape
+        meter().product(groups, inside, f // groups, b * p * q, 4)
+
+
+def _counted(*args: Any) -> None:
+    arrays = [x for x in args if isinstance(x, ShapedArray)]
+    size = max((x.size for x in arrays), default=0)
+    meter().elementwise(size, sum(x.nbytes for x in arrays[:-1]), arrays[-1].nbytes if arrays else 0)
+
+
+@contextmanager
+def on_shapes() -> Iterator[Shapes]:
+    """Meanwhile ``backend_of`` knows arrays that are shapes."""
+    backend = Shapes()
+    register_backend(backend)
+    try:
+        yield backend
+    finally:
+        unregister_backend(backend)

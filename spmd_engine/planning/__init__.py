@@ -1,0 +1,27 @@
+"""Foresight: what every rank computes, sends and holds in a step, before a rank is started."""
+
+from spmd_engine.planning.analyze import analyze
+from spmd_engine.planning.step_analysis import (
+    Communication,
+    Computation,
+    ModelShard,
+    Moment,
+    Peak,
+    Product,
+    RankClass,
+    RankStep,
+    StepAnalysis,
+)
+
+__all__ = [
+    "Communication",
+    "Computation",
+    "ModelShard",
+    "Moment",
+    "Peak",
+    "Product",
+    "RankClass",
+    "RankStep",
+    "StepAnalysis",
+    "analyze",
+]

@@ -1,0 +1,71 @@
+"""How long a computation takes on a rank: its matrix products by their sizes, all else by the bytes that it moves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spmd_engine.planning.machine import Machine
+from spmd_engine.planning.step_analysis import Computation, Product
+
+DTYPES = {2: "float16", 4: "float32", 8: "float64"}  #: of a product whose elements have so many bytes
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds that a rank works, with one core where cores are shared: in products, and in all else."""
+
+    products: float
+    rest: float
+
+    @property
+    def seconds(self) -> float:
+        return self.products + self.rest
+
+
+class ComputeTimes:
+    """Seconds of computations on the ranks of a machine.
+
+    A product takes as long as its FLOPs or its bytes, whichever takes longer (the roofline of Williams et al., 2009);
+    elementwise work its bytes; every operation on arrays ``call_seconds`` besides.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self._known: dict[tuple, Work] = {}
+
+    def of(self, rank: int, computation: Computation) -> Work:
+        """Of a rank that has the core, or the device, for itself."""
+        node = self.machine.node(rank)
+        key = (
+            node.name,
+            computation.products,
+            computation.calls,
+            computation.bytes_read + computation.bytes_written,
+        )
+        if key not in self._known:
+            self._known[key] = self._of(rank, computation)
+        return self._known[key]
+
+    def _of(self, rank: int, computation: Computation) -> Work:
+        node, fitted = self.machine.node(rank), self.machine.fitted
+        products = sum(self._product(rank, product) for product in computation.products)
+        moved = computation.bytes_read + computation.bytes_written - sum(map(bytes_of, computation.products))
+        calls = computation.calls - sum(product.calls for product in computation.products)
+        bandwidth = node.memory_bandwidth(max(moved, 1) / max(calls, 1)) * fitted.memory_share
+        rest = max(moved, 0) / bandwidth + computation.calls * fitted.call_seconds
+        return Work(products, rest)
+
+    def _product(self, rank: int, product: Product) -> float:
+        each = 2 * product.m * product.n * product.k
+        if not each:
+            return 0.0
+        speed = self.machine.speed(rank, DTYPES[product.itemsize], each)
+        moved = bytes_of(product)
+        bandwidth = self.machine.node(rank).memory_bandwidth(moved / product.calls) * self.machine.fitted.memory_share
+        return max(product.flops / speed, moved / bandwidth)
+
+
+def bytes_of(product: Product) -> int:
+    """Read and written by all calls of a product."""
+    one = product.m * product.k + product.k * product.n + product.m * product.n
+    return product.itemsize * product.batch * product.calls * one

@@ -1,0 +1,237 @@
+"""What a planner may choose from: meshes, storage, schedules, micro-batches, recomputation, as candidates.
+
+The lattice is pruned where a choice has no effect, or is refused by ``Composition.check``, and of choices that
+compute the same in the same order one is left: ZeRO-1 is never worse than replicas in memory, but both are kept, since
+one collective is quicker than two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from spmd_engine.comm.place import Place
+from spmd_engine.engine.composition import Composition
+from spmd_engine.errors import SpmdError
+from spmd_engine.models import Model, layout_for
+
+LONG_CONTEXT = 8192  #: positions from which cutting the sequence is looked at, unless axes are named
+PIPE, BATCH = "pipe", ("data", "replicate", "shard", "expert")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to spread a step over ranks."""
+
+    axes: tuple[tuple[str, int], ...]  #: of the mesh, in its order
+    batch_size: int  #: samples a step
+    micro_batches: int
+    zero: int = 0
+    sequence_parallel: bool = False
+    context_method: str | None = None
+    schedule: str | None = None
+    chunks: int = 1
+    recompute: str = "none"
+    stages: tuple[int, ...] | None = None  #: the first layer of each chunk; None: to be chosen
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        return dict(self.axes)
+
+    @property
+    def ranks(self) -> int:
+        return prod(size for _, size in self.axes)
+
+    @property
+    def pipe(self) -> int:
+        return self.mesh.get(PIPE, 1)
+
+    @property
+    def batch_ranks(self) -> int:
+        """Over how many ranks a micro-batch's samples are cut."""
+        return prod(size for axis, size in self.axes if axis in BATCH)
+
+    @property
+    def samples(self) -> int:
+        """Samples of a micro-batch on the rank that has most."""
+        return -(-(self.batch_size // self.micro_batches) // self.batch_ranks)
+
+    def composition(self, base: Composition = Composition()) -> Composition:  # noqa: B008 (immutable)
+        """As the engine takes it."""
+        pipeline = self.pipe > 1
+        return base.changed(
+            mesh=self.mesh,
+            zero=self.zero or None,
+            sequence_parallel=self.sequence_parallel,
+            context_method=self.context_method,
+            schedule=self.schedule if pipeline else None,
+            chunks=self.chunks if pipeline and self.chunks > 1 else None,
+            stages=",".join(map(str, self.stages)) if pipeline and self.stages else None,
+            recompute=self.recompute,
+        )
+
+    def __str__(self) -> str:
+        parts = [",".join(f"{axis}={size}" for axis, size in self.axes)]
+        parts += [f"zero {self.zero}"] * bool(self.zero)
+        parts += ["sequence parallel"] * self.sequence_parallel
+        parts += [f"{self.schedule}" + (f" of {self.chunks} chunks" if self.chunks > 1 else "")] * (self.pipe > 1)
+        parts += [f"{self.micro_batches} micro-batches"] * (self.micro_batches > 1)
+        parts += [f"recompute {self.recompute}"] * (self.recompute != "none")
+        return "; ".join(parts)
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What may be chosen; a field that is given fixes it."""
+
+    model: Model
+    ranks: Sequence[int]  #: numbers of ranks to consider
+    batch_sizes: Sequence[int]
+    node_ranks: int  #: ranks of a node: axes that talk much stay inside it where they can
+    mesh: Mapping[str, int] | None = None
+    micro_batches: int | None = None
+    zero: int | None = None
+    sequence_parallel: bool | None = None
+    schedule: str | None = None
+    chunks: int | None = None
+    recompute: str | None = None
+    stages: tuple[int, ...] | None = None
+    axes: Sequence[str] | None = None  #: those to use; None: all that cut something of this model
+
+    def without(self, *names: str) -> Choices:
+        """The same with some of what is fixed left open."""
+        return replace(self, **dict.fromkeys(names))
+
+
+FIXABLE = ("mesh", "micro_batches", "zero", "sequence_parallel", "schedule", "chunks", "recompute", "stages")
+
+
+def candidates(choices: Choices) -> Iterator[Candidate]:
+    """All that may be chosen, once each."""
+    for axes in meshes(choices):
+        for batch_size in choices.batch_sizes:
+            yield from _on(choices, axes, batch_size)
+
+
+def meshes(choices: Choices) -> Iterator[dict[str, int]]:
+    """Meshes that the model can be laid out on."""
+    if choices.mesh is not None:
+        yield dict(choices.mesh)
+        return
+    model = choices.model
+    limits = _limits(model)
+    names = [axis for axis in limits if choices.axes is None or axis in choices.axes]
+    for ranks in sorted(set(choices.ranks)):
+        for sizes in _factorings(ranks, [limits[axis] for axis in names]):
+            axes = {axis: size for axis, size in zip(names, sizes, strict=True) if size > 1} or {"data": 1}
+            for ordered in _orders(axes, choices.node_ranks):
+                if _can_be(model, ordered):
+                    yield ordered
+
+
+def _limits(model: Model) -> dict[str, int]:
+    """Axes that cut something of the model, outermost first, and into how many parts at most."""
+    letters = set(model.inputs.split())
+    sizes: dict[str, int] = {}
+    for _, layer in model.layers:
+        for letter, size in layer.sizes.items():
+            sizes[letter] = max(sizes.get(letter, 0), size)
+    limits = {PIPE: len(model.layers), "data": 1 << 30}
+    if "e" in sizes:
+        limits["expert"] = sizes["e"]
+    if {"h", "w"} <= letters:
+        limits |= {"rows": 8, "columns": 8}
+    if "s" in letters and model.context >= LONG_CONTEXT:
+        limits["context"] = max(1, min(model.context // 64, 64))
+    tensor = sizes.get("h", 0) * sizes.get("r", 1) if "h" in sizes and "s" in letters else sizes.get("f", 0)
+    if tensor:
+        limits["model"] = tensor
+    return limits
+
+
+def _factorings(number: int, limits: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """All ways to write a number as a product of so many factors, none above its limit."""
+    if not limits:
+        if number == 1:
+            yield ()
+        return
+    for factor in _divisors(number):
+        if factor <= limits[0]:
+            for rest in _factorings(number // factor, limits[1:]):
+                yield factor, *rest
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def _orders(axes: dict[str, int], node_ranks: int) -> Iterator[dict[str, int]]:
+    """The orders that differ in what stays inside a node: a pipeline outside, as is usual, or inside of data."""
+    yield axes
+    inner = prod(size for axis, size in axes.items() if axis not in (PIPE, "data"))
+    if {PIPE, "data"} <= set(axes) and inner < node_ranks < prod(axes.values()):
+        rest = {axis: size for axis, size in axes.items() if axis not in (PIPE, "data")}
+        yield {"data": axes["data"], PIPE: axes[PIPE], **rest}
+
+
+def _can_be(model: Model, axes: Mapping[str, int]) -> bool:
+    try:
+        layout_for(model, Place(axes, dict.fromkeys(axes, 0)))
+    except SpmdError:
+        return False
+    return True
+
+
+def _on(choices: Choices, axes: Mapping[str, int], batch_size: int) -> Iterator[Candidate]:
+    """Candidates on one mesh."""
+    model, pipe = choices.model, axes.get(PIPE, 1)
+    cut = prod(size for axis, size in axes.items() if axis in BATCH)
+    stored = prod(size for axis, size in axes.items() if axis in (*BATCH, "context"))
+    tokens = "s" in model.inputs.split()
+    micro = [choices.micro_batches] if choices.micro_batches else micro_batch_numbers(batch_size, cut, pipe)
+    zeros = [choices.zero] if choices.zero is not None else range(4) if stored > 1 else [0]
+    parallel = [choices.sequence_parallel] if choices.sequence_parallel is not None else [False, True]
+    attends = any(layer.attends for _, layer in model.layers)
+    blocks = any("/" in name for name, _ in model.layers)
+    recompute = [choices.recompute] if choices.recompute else ["none"] + ["attention"] * attends + ["block"] * blocks
+    for m in micro:
+        if batch_size // m < cut:
+            continue
+        for schedule, chunks in _schedules(choices, pipe, m, len(model.layers)):
+            for zero in zeros:
+                for sequence in parallel if tokens and axes.get("model", 1) > 1 else [False]:
+                    for again in recompute:
+                        yield Candidate(
+                            tuple(axes.items()),
+                            batch_size,
+                            m,
+                            zero,
+                            sequence,
+                            None,
+                            schedule,
+                            chunks,
+                            again,
+                            choices.stages,
+                        )
+
+
+def micro_batch_numbers(batch_size: int, cut: int, pipe: int) -> list[int]:
+    """Numbers of micro-batches to consider: divisors of the batch that leave each rank a sample; 1 without need."""
+    return [m for m in _divisors(batch_size) if batch_size // m >= cut and (m > 1 or pipe == 1 or batch_size == 1)] or [
+        1
+    ]
+
+
+def _schedules(choices: Choices, pipe: int, m: int, layers: int) -> Iterator[tuple[str | None, int]]:
+    if pipe == 1:
+        yield None, 1
+        return
+    for name in [choices.schedule] if choices.schedule else ("1f1b", "interleaved", "zero-bubble", "gpipe"):
+        if name == "interleaved":
+            for chunks in [choices.chunks] if choices.chunks else (2, 3, 4):
+                if m % pipe == 0 and pipe * chunks <= layers:
+                    yield name, chunks
+        elif pipe <= layers and choices.chunks in (None, 1):
+            yield name, 1

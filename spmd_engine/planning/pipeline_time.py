@@ -1,0 +1,82 @@
+"""How long a pipeline's schedule takes with given costs of chunks: its slots in an order in which each can be timed.
+
+What ``engine.schedules.timeline`` does for pictures, for a planner that asks thousands of times: which slot waits for
+which is found once for a schedule, stages and micro-batches. A stage is not held up by its own sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from spmd_engine.engine.schedules.instructions import Backward, BackwardInput, BackwardWeight, Compute, Forward
+from spmd_engine.engine.schedules.schedule import Schedule
+
+FORWARD, INPUT, WEIGHT, BOTH = range(4)
+_KINDS = {Forward: FORWARD, BackwardInput: INPUT, BackwardWeight: WEIGHT, Backward: BOTH}
+
+
+class Slots:
+    """All slots of a schedule, each after what it waits for."""
+
+    def __init__(self, schedule: Schedule, stages: int, micro_batches: int) -> None:
+        self.stages, self.chunks = stages, stages * schedule.chunks
+        orders = [schedule.order(stages, micro_batches, stage) for stage in range(stages)]
+        self.held = [_changes(order) for order in orders]
+        numbers: dict[tuple[int, int, int], int] = {}  # (whether forward, micro-batch, chunk) -> slot
+        #: stage, chunk, kind, the slot that hands over what is needed, or -1, and whether it comes from elsewhere
+        self.slots: list[tuple[int, int, int, int, bool]] = []
+        at = [0] * stages
+        moved = True
+        while moved:
+            moved = False
+            for stage, order in enumerate(orders):
+                while at[stage] < len(order):
+                    work = order[at[stage]]
+                    need = self._need(work)
+                    if need is not None and need not in numbers:
+                        break
+                    kind = _KINDS[type(work)]
+                    source = numbers[need] if need is not None else -1
+                    far = need is not None and need[2] % stages != stage
+                    if kind != WEIGHT:
+                        numbers[int(kind == FORWARD), work.m, work.chunk] = len(self.slots)
+                    self.slots.append((stage, work.chunk, kind, source, far))
+                    at[stage] += 1
+                    moved = True
+
+    def _need(self, work: Compute) -> tuple[int, int, int] | None:
+        """What must have been handed over before a slot."""
+        if isinstance(work, Forward):
+            return (1, work.m, work.chunk - 1) if work.chunk else None
+        if isinstance(work, Backward | BackwardInput) and work.chunk + 1 < self.chunks:
+            return 0, work.m, work.chunk + 1
+        return None
+
+    def seconds(self, costs: Sequence[tuple[float, float, float]], transfer: float) -> float:
+        """From the first start to the last end. ``costs``: of each chunk's forward and its backward's two parts;
+        ``transfer``: of what goes from stage to stage."""
+        of_kind = [(f, i, w, i + w) for f, i, w in costs]
+        clock, handed = [0.0] * self.stages, []
+        for stage, chunk, kind, source, far in self.slots:
+            begin = clock[stage]
+            if source >= 0:
+                there = handed[source] + transfer if far else handed[source]
+                begin = there if there > begin else begin
+            end = begin + of_kind[chunk][kind]
+            clock[stage] = end
+            handed.append(end)
+        return max(clock)
+
+    def most_held(self, stage: int, of_chunk: dict[int, float]) -> float:
+        """The most that a stage holds, of a micro-batch's bytes in each chunk from its forward to its backward."""
+        now = most = 0.0
+        for chunk, sign in self.held[stage]:
+            now += sign * of_chunk[chunk]
+            most = max(most, now)
+        return most
+
+
+def _changes(order: Sequence[Compute]) -> list[tuple[int, int]]:
+    """(chunk, 1 or -1) where activations begin and end to be held."""
+    kinds = [(work, _KINDS[type(work)]) for work in order]
+    return [(work.chunk, 1 if kind == FORWARD else -1) for work, kind in kinds if kind != INPUT]

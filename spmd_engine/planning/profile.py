@@ -1,0 +1,244 @@
+"""The costs of a model's layers on a machine, found by analyzing one micro-batch of one stage that has them all.
+
+Layers that are alike are looked at once. What cuts layers (tensor, context and expert parallelism, rows and columns of
+images) is on the small mesh that is analyzed; what only repeats them (data, pipe) is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from spmd_engine.comm.place import Place
+from spmd_engine.engine.composition import Composition
+from spmd_engine.models import Model, layout_for
+from spmd_engine.planning.analyze import analyze
+from spmd_engine.planning.collective_time import CollectiveTimes
+from spmd_engine.planning.compute_time import ComputeTimes
+from spmd_engine.planning.lattice import BATCH, PIPE, Candidate
+from spmd_engine.planning.layer_costs import LayerCosts, between
+from spmd_engine.planning.machine import Machine
+from spmd_engine.planning.meetings import whole_bytes
+from spmd_engine.planning.step_analysis import (
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHTS,
+    FORWARD,
+    NORM,
+    UPDATE,
+    RankStep,
+)
+
+#: Samples of a micro-batch on a rank for which layers are looked at; in between, and beyond, costs follow a line.
+SAMPLES = (1, 4, 32)
+STATES = ("parameters", "gradients", "optimizer state")
+
+
+class Profiles:
+    """Costs of layers for every way to cut them, each found once."""
+
+    def __init__(self, model: Model, machine: Machine, dtype: Any, sequence: int | None = None, optimizer: Any = None):
+        self.model, self.machine, self.dtype, self.sequence = model, machine, dtype, sequence
+        self.optimizer = optimizer
+        self.compute, self.collectives = ComputeTimes(machine), CollectiveTimes(machine)
+        self.small, self.like = reduced(model)
+        self._images = {"h", "w"} <= set(model.inputs.split())
+        self._known: dict[tuple, tuple[list[LayerCosts], float]] = {}
+
+    def of(self, candidate: Candidate) -> list[LayerCosts]:
+        """Of each layer of the model, as this candidate cuts it."""
+        return self._found(candidate)[0]
+
+    def update(self, candidate: Candidate) -> float:
+        """Seconds of the optimizer, and of the gradient's norm, for each element that a rank updates."""
+        return self._found(candidate)[1]
+
+    def _found(self, candidate: Candidate) -> tuple[list[LayerCosts], float]:
+        outer = (PIPE, "replicate", "shard") if self._images else (PIPE, "data", "replicate", "shard")
+        inner = {axis: size for axis, size in candidate.axes if axis not in outer and size > 1}
+        key = tuple(inner.items()), candidate.sequence_parallel, candidate.context_method
+        full = (*key, candidate.samples)
+        if full not in self._known:
+            below = max(n for n in SAMPLES if n <= candidate.samples)
+            above = min((n for n in SAMPLES if n > candidate.samples), default=SAMPLES[-1])
+            if below == candidate.samples:
+                self._known[full] = self._find(inner, candidate, below)
+            else:
+                low = SAMPLES[-2] if below == above else below
+                for n in (low, above):
+                    if (*key, n) not in self._known:
+                        self._known[*key, n] = self._find(inner, candidate, n)
+                ends = self._known[*key, low], self._known[*key, above]
+                share = (candidate.samples - low) / (above - low)
+                costs = [between(a, b, share) for a, b in zip(ends[0][0], ends[1][0], strict=True)]
+                self._known[full] = costs, ends[1][1]
+        return self._known[full]
+
+    def _find(self, inner: Mapping[str, int], candidate: Candidate, samples: int) -> tuple[list[LayerCosts], float]:
+        batch = samples * prod(size for axis, size in inner.items() if axis in BATCH)
+        composition = Composition(
+            sequence_parallel=candidate.sequence_parallel, context_method=candidate.context_method
+        )
+        found = analyze(
+            self.small,
+            inner or {"data": 1},
+            composition,
+            batch_size=batch,
+            sequence=self.sequence,
+            dtype=self.dtype,
+            optimizer=self.optimizer,
+        )
+        step = max((kind.step for kind in found.classes), key=lambda step: step.flops)
+        place = Place(dict(inner) or {"data": 1}, dict(step.coordinates))
+        layout = layout_for(self.small, place, sequence_parallel=candidate.sequence_parallel)
+        costs = self._layers(step, place, layout, candidate, samples)
+        by_name = {each.name: each for each in costs}
+        listed = [replace(by_name[self.like[name]], name=name) for name, _ in self.model.layers]
+        elements = sum(each.parameters - each.tied for each in costs)
+        rest = [c for c in step.computations if c.phase in (UPDATE, NORM)]
+        seconds = sum(self.compute.of(0, each).seconds for each in rest)
+        return listed, seconds / max(elements, 1)
+
+    def _layers(self, step: RankStep, place: Place, layout, candidate: Candidate, samples: int) -> list[LayerCosts]:
+        work = {name: dict.fromkeys((FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHTS), 0.0) for name, _ in self.small.layers}
+        for each in step.computations:
+            if each.layer in work and each.phase in work[each.layer]:
+                work[each.layer][each.phase] += self.compute.of(0, each).seconds
+        last = self.small.layers[-1][0]
+        for each in step.computations:
+            if each.phase == "loss":
+                work[last][FORWARD] += self.compute.of(0, each).seconds
+        inside, sent = self._communication(step, place, candidate)
+        memory = _memory(step, [name for name, _ in self.small.layers])
+        sizes = _outputs(self.small, place, layout, samples, self.sequence, self.dtype)
+        elements = _parameters(self.small, place, layout)
+        return [
+            LayerCosts(
+                name,
+                work[name][FORWARD],
+                work[name][BACKWARD_INPUT],
+                work[name][BACKWARD_WEIGHTS],
+                inside.get((name, True), 0.0),
+                inside.get((name, False), 0.0),
+                sent.get((name, True), 0),
+                sent.get((name, False), 0),
+                *_kept(memory[name], sizes[name]),
+                *elements[name],
+            )
+            for name, _ in self.small.layers
+        ]
+
+    def _communication(self, step: RankStep, place: Place, candidate: Candidate) -> tuple[dict, dict]:
+        """Seconds that layers wait in communication of their own, and bytes sent: by layer, and whether forward."""
+        inside: dict[tuple[str, bool], float] = {}
+        sent: dict[tuple[str, bool], int] = {}
+        computations = step.computations
+        for each in step.communications:
+            at = each.begins - 1 if each.operation in ("all_reduce", "reduce_scatter") else each.begins
+            at = min(max(at, 0), len(computations) - 1)
+            computation = computations[at]
+            if computation.phase in (UPDATE, NORM) or each.begins >= len(computations):
+                continue
+            name = computation.layer or self.small.layers[-1][0]
+            key = name, computation.phase not in (BACKWARD_INPUT, BACKWARD_WEIGHTS)
+            ranks = self._group(each.axes.split(","), place, candidate)
+            seconds = self.collectives.of(each.operation, ranks, whole_bytes(each)).seconds
+            hidden = sum(self.compute.of(0, c).seconds for c in computations[each.begins : each.ends])
+            inside[key] = inside.get(key, 0.0) + max(seconds - hidden, 0.0)
+            sent[key] = sent.get(key, 0) + each.sent
+        return inside, sent
+
+    def _group(self, axes: Sequence[str], place: Place, candidate: Candidate) -> tuple[int, ...]:
+        """The first group over these axes, on the candidate's whole mesh."""
+        ranks = [0]
+        stride = 1
+        for axis, size in reversed(candidate.axes):
+            if axis in axes:
+                ranks = [rank + stride * k for k in range(size) for rank in ranks]
+            stride *= size
+        return tuple(sorted(ranks))
+
+
+def reduced(model: Model) -> tuple[Model, dict[str, str]]:
+    """The model with one of all layers that are alike, and for each layer's name the name of the one that is left."""
+    seen: dict[tuple, str] = {}
+    like: dict[str, str] = {}
+    kept = []
+    images = {"h", "w"} <= set(model.inputs.split())
+    for name, layer in model.layers:
+        declared = tuple((own, each.dims, each.whole(layer.sizes)) for own, each in layer.parameters.items())
+        key = (type(layer).__name__, tuple(sorted(layer.sizes.items())), declared, name.partition("/")[2])
+        if images or layer.inputs.dims != layer.outputs.dims or key not in seen:
+            seen.setdefault(key, name)
+            like[name] = name
+            kept.append((name, layer))
+        else:
+            like[name] = seen[key]
+    return replace(model, layers=tuple(kept)), like
+
+
+def _memory(step: RankStep, names: Sequence[str]) -> dict[str, tuple[int, int, int]]:
+    """For each layer: bytes that its forward adds to what is kept, and what is held above that on either way."""
+    kept, peaks = {}, {}
+    static = sum(step.before.get(kind, 0) for kind in STATES)
+    for moment in step.timeline:
+        computation = step.computations[moment.computation]
+        key = computation.layer or computation.phase, computation.phase
+        kept.setdefault(key, moment.bytes_by_kind.get("activations", 0))
+        peaks[key] = max(peaks.get(key, 0), moment.total - static)
+    found = {}
+    for number, name in enumerate(names):
+        before = kept.get((name, FORWARD), 0)
+        following = (names[number + 1], FORWARD) if number + 1 < len(names) else ("loss", "loss")
+        saved = max(kept.get(following, before) - before, 0)
+        forward = max(peaks.get((name, FORWARD), 0) - before - saved, 0)
+        back = max(peaks.get((name, BACKWARD_INPUT), 0), peaks.get((name, BACKWARD_WEIGHTS), 0))
+        if number + 1 == len(names):
+            forward = max(forward, peaks.get(("loss", "loss"), 0) - before - saved)
+        found[name] = saved, forward, max(back - before - saved, 0)
+    return found
+
+
+def _kept(memory: tuple[int, int, int], output: int) -> tuple[int, int, int, int]:
+    saved, forward, backward = memory
+    return saved, output, forward, backward
+
+
+def _outputs(model: Model, place: Place, layout, samples: int, sequence: int | None, dtype: Any) -> dict[str, int]:
+    """Bytes of what comes out of each layer on a rank."""
+    import numpy as np
+
+    found, size = {}, np.dtype(dtype).itemsize
+    lengths = {"s": sequence or model.context or 1}
+    if model.sample is not None:
+        lengths |= dict(zip(model.inputs.split()[1:], model.sample, strict=True))
+    for name, layer in model.layers:
+        windows = getattr(layer, "windows", None)
+        if windows is not None and hasattr(windows, "outputs"):
+            lengths["h"], lengths["w"] = windows.outputs
+            lengths["y"], lengths["x"] = windows.outputs
+        lengths |= {letter: n for letter, n in layer.sizes.items() if letter not in "hwyx" or not model.sample}
+        count = 1.0
+        for letter in layer.outputs.dims.split():
+            whole = samples if letter in "bn" else lengths.get(letter, 1)
+            cut = place.axis_size(layout.axes(letter, layer.outputs.where)) if letter not in "bn" else 1
+            count *= -(-whole // cut)
+        found[name] = int(count) * size
+    return found
+
+
+def _parameters(model: Model, place: Place, layout) -> dict[str, tuple[int, int]]:
+    """Elements of each layer's parameters on a rank, and how many of them are another layer's."""
+    found = {}
+    for name, layer in model.layers:
+        all_of_it = tied = 0
+        for own, parameter in layer.parameters.items():
+            spec = layout.spec(parameter.dims)
+            count = prod(spec.largest_shape(parameter.whole(layer.sizes), place))
+            if parameter.element:
+                count = -(-count // place.axis_size(layout.axes(parameter.element[0])))
+            all_of_it += count
+            tied += count * (own in layer.tied)
+        found[name] = all_of_it, tied
+    return found

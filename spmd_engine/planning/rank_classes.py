@@ -1,0 +1,74 @@
+"""Which ranks of a mesh do the same in a step, but for where they are: one of each class is enough to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
+from math import prod
+
+import numpy as np
+
+from spmd_engine.models.model import Model
+from spmd_engine.sharding.layout import Layout
+from spmd_engine.sharding.notation import nested_span
+
+#: Letters whose parts differ even where they are of one size: by their positions, their neighbours, or what they hold.
+UNLIKE = "sehwn"
+
+
+def classes_of(model: Model, layout: Layout, axes: Mapping[str, int], samples: Iterable[int]) -> np.ndarray:
+    """The number of each rank's class, by coordinates: ranks along an axis are alike where all their blocks are.
+
+    ``samples``: the sizes of micro-batches. Which part of an array a rank stores makes no difference.
+    """
+    images = {"h", "w"} <= set(model.inputs.split())
+    lengths: dict[str, set[int]] = {"b": set(samples)}
+    for _, layer in model.layers:
+        for letter, size in layer.sizes.items():
+            lengths.setdefault(letter, set()).add(size)
+    unlike = {"pipe"}
+    for letter in UNLIKE:
+        if letter != "h" or images:
+            unlike.update(layout.axes(letter))
+    numbers = []
+    for axis, size in axes.items():
+        if axis in unlike:
+            numbers.append(list(range(size)))
+            continue
+        rows = [
+            _lengths_along(axis, cut, length, axes)
+            for where in ("inside", "residual")
+            for letter, cuts in lengths.items()
+            if axis in (cut := layout.axes(letter, where))
+            for length in sorted(cuts)
+        ]
+        alike: dict[tuple, int] = {}
+        numbers.append([alike.setdefault(tuple(row[place] for row in rows), len(alike)) for place in range(size)])
+    counts = [max(each) + 1 for each in numbers]
+    return np.ravel_multi_index(np.ix_(*numbers), counts)
+
+
+def every_rank(axes: Mapping[str, int]) -> np.ndarray:
+    """A class for every rank."""
+    return np.arange(prod(axes.values())).reshape(tuple(axes.values()))
+
+
+def _lengths_along(axis: str, cut: Sequence[str], length: int, axes: Mapping[str, int]) -> list[tuple[int, ...]]:
+    """For each place along an axis, the lengths of all parts there of a letter that is cut over these axes."""
+    others = [other for other in cut if other != axis]
+    found = []
+    for place in range(axes[axis]):
+        parts = []
+        for where in product(*(range(axes[other]) for other in others)):
+            part = nested_span(length, tuple(cut), axes, dict(zip(others, where, strict=True)) | {axis: place})
+            parts.append(part.stop - part.start)
+        found.append(tuple(parts))
+    return found
+
+
+def members(classes: np.ndarray) -> dict[int, list[int]]:
+    """The ranks of each class, by number."""
+    flat = classes.reshape(-1)
+    order = np.argsort(flat, kind="stable")
+    numbers, starts = np.unique(flat[order], return_index=True)
+    return dict(zip(numbers.tolist(), (part.tolist() for part in np.split(order, starts[1:])), strict=True))

@@ -1,0 +1,131 @@
+"""Writes down what one rank does while its step is run on shapes: computations, communications, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from spmd_engine.arrays.meter import Meter
+from spmd_engine.planning.step_analysis import OTHER, Communication, Computation, Moment, Peak, Product
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What a rank is at."""
+
+    name: str
+    layer: str = ""
+    phase: str = OTHER
+    micro_batch: int | None = None
+    chunk: int | None = None
+
+
+class Recorder:
+    """The course of one rank's step. ``meter`` counts; what it counted since is written down when something is sent."""
+
+    def __init__(self, meter: Meter) -> None:
+        self.meter = meter
+        self.computations: list[Computation] = []
+        self.communications: list[_Call] = []
+        self.timeline: list[Moment] = []
+        self._now = Phase("before the step")
+        self._peak = (0, 0, 0)  # bytes, computation, event
+
+    def restart(self) -> None:
+        """Forget all but what is held: a step begins."""
+        self.meter.take_work()
+        self.meter.take_top()
+        self.computations, self.communications, self.timeline = [], [], []
+        self._peak = (0, 0, 0)
+
+    @property
+    def place(self) -> int:
+        """The number of the computation that is to come: what has been computed so far is written down first."""
+        self.flush()
+        return len(self.computations)
+
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        """Meanwhile the rank is at this; what is left of it is there to stay."""
+        self.flush()
+        before, self._now = self._now, phase
+        self.meter.what = phase.name
+        try:
+            yield
+        finally:
+            self.flush()
+            self.meter.keep_young("activations")
+            self._now = before
+            self.meter.what = before.name
+
+    def flush(self) -> None:
+        """Write down what was computed since, as one computation."""
+        if self.meter.work.calls == 0:
+            return
+        work, top, now = self.meter.take_work(), self.meter.take_top(), self._now
+        if top.total > self._peak[0]:
+            self._peak = top.total, len(self.computations), top.event
+        self.timeline.append(Moment(len(self.computations), {kind: n for kind, n in top.by_kind.items() if n}))
+        products = tuple(
+            Product(m, n, k, batch, size, calls) for (batch, m, n, k, size), calls in work.products.items()
+        )
+        self.computations.append(
+            Computation(
+                now.name,
+                now.layer,
+                now.phase,
+                now.micro_batch,
+                now.chunk,
+                products,
+                work.elements,
+                work.calls,
+                work.read,
+                work.written,
+            )
+        )
+
+    def begin(self, **facts: Any) -> _Call:
+        """Something begins to be sent now."""
+        call = _Call(facts, self.place)
+        self.communications.append(call)
+        return call
+
+    def finish(self) -> tuple[list[Communication], Peak]:
+        """What was sent, and the peak."""
+        self.flush()
+        last = len(self.computations)
+        return [call.as_communication(last) for call in self.communications], self._find_peak()
+
+    def _find_peak(self) -> Peak:
+        """The peak, with what was held then: the arrays of each phase and kind together."""
+        total, computation, event = self._peak
+        held: dict[int, tuple[int, str, str]] = {}
+        for size, number, kind, what in self.meter.events[:event]:
+            if size < 0:
+                held.pop(number, None)
+            else:
+                held[number] = size or held[number][0], kind, what
+        sums: dict[tuple[str, str], int] = {}
+        for size, kind, what in held.values():
+            sums[kind, what] = sums.get((kind, what), 0) + size
+        listed = sorted(((kind, what, size) for (kind, what), size in sums.items()), key=lambda each: -each[2])
+        by_kind = self.timeline[computation].bytes_by_kind if self.timeline else {}
+        return Peak(total, computation, by_kind, tuple(listed[:24]))
+
+
+class _Call:
+    """A communication under way."""
+
+    def __init__(self, facts: dict[str, Any], begins: int) -> None:
+        self.facts, self.begins, self.ends = facts, begins, None
+
+    def end(self, place: int, received: int) -> None:
+        """It is waited for before the computation of this number; later waits wait no more."""
+        if self.ends is None:
+            self.ends, self.facts["received"] = place, received
+
+    def as_communication(self, last: int) -> Communication:
+        """The record; what nobody waited for ends with the step."""
+        return Communication(**self.facts, begins=self.begins, ends=last if self.ends is None else self.ends)

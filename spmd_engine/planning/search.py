@@ -1,0 +1,173 @@
+"""The planner's search: branch and bound over the lattice, with a certificate.
+
+Every candidate has a bound, which costs microseconds: no way to divide its layers into stages is quicker or needs
+less memory. Candidates are estimated in the order of their bounds, and the search ends when the next bound is no better
+than what was found: then nothing that was left out is better. If time runs out before, the certificate says by how
+much the best could still be beaten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from spmd_engine.errors import SpmdError
+from spmd_engine.models import Model
+from spmd_engine.planning.estimate import Bound, Estimate, Estimator, Setting
+from spmd_engine.planning.goals import Constraints, least, value
+from spmd_engine.planning.lattice import Candidate, Choices, candidates
+from spmd_engine.planning.layer_costs import CutLayers
+from spmd_engine.planning.machine import Machine
+from spmd_engine.planning.profile import Profiles
+
+KEPT = 5  #: plans that are shown
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What is known of how good the best plan is, by the planner's own estimates."""
+
+    best: float  #: of the goal, as it is minimized
+    bound: float  #: nothing is better than this
+    candidates: int  #: in the lattice
+    excluded: int  #: whose bounds break a limit already
+    estimated: int
+
+    @property
+    def gap(self) -> float:
+        """How much better, as a share, something else might be: 0 if the best is proven."""
+        return max(0.0, (self.best - self.bound) / abs(self.best)) if self.best else 0.0
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found."""
+
+    best: Sequence[Estimate]  #: the best first; none if nothing keeps to the constraints
+    front: Sequence[Estimate]  #: of all that keep to them, those that no other beats in both seconds and memory
+    certificate: Certificate
+    broken: Mapping[frozenset[str], Estimate] = field(default_factory=dict)  #: limits that are not kept -> by whom
+
+
+class Planner:
+    """Searches; what it learns of layers is kept from one search to the next."""
+
+    def __init__(
+        self,
+        model: Model,
+        machine: Machine,
+        *,
+        dtype: Any = np.float32,
+        states: int = 2,
+        sequence: int | None = None,
+        optimizer: Any = None,
+    ) -> None:
+        self.model, self.machine, self.states = model, machine, states
+        self.itemsize = np.dtype(dtype).itemsize
+        self.profiles = Profiles(model, machine, dtype, sequence, optimizer)
+        self._layers: dict[tuple[int, str], CutLayers] = {}
+        self._setting = Setting(model, machine, self.itemsize, states)
+        self._impossible: set[tuple] = set()
+
+    def estimator(self, candidate: Candidate) -> Estimator | None:
+        """What estimates a candidate; None if the model cannot be cut so."""
+        key = candidate.axes, candidate.samples, candidate.sequence_parallel
+        if key in self._impossible:
+            return None
+        try:
+            costs = self.profiles.of(candidate)
+        except SpmdError:
+            self._impossible.add(key)
+            return None
+        layers = id(costs), candidate.recompute
+        if layers not in self._layers:
+            self._layers[layers] = CutLayers(self.model, costs, candidate.recompute)
+        return Estimator(self._setting, candidate, self._layers[layers], self.profiles.update(candidate))
+
+    def search(
+        self,
+        choices: Choices,
+        constraints: Constraints,
+        goal: str = "latency",
+        *,
+        seconds: float = 30.0,
+        front: bool = True,
+    ) -> Found:
+        """The best plans for a goal, within about so many seconds."""
+        deadline = perf_counter() + seconds
+        limits = constraints.limits
+        entries: list[tuple[tuple[float, ...], int, Candidate, Bound]] = []
+        total = excluded = 0
+        for candidate in candidates(choices):
+            total += 1
+            estimator = self.estimator(candidate)
+            if estimator is None:
+                excluded += 1
+                continue
+            bound = estimator.bound()
+            if limits.surely_broken(bound):
+                excluded += 1
+                continue
+            entries.append((least(goal, candidate, bound), total, candidate, bound))
+        entries.sort(key=lambda entry: entry[:2])
+        best: list[Estimate] = []
+        known: dict[Candidate, Estimate | None] = {}
+        broken: dict[frozenset[str], Estimate] = {}
+        left = None  # the least bound of what was not looked at
+        for at_least, _, candidate, _ in entries:
+            if len(best) == KEPT and at_least >= value(goal, best[-1]):
+                left = at_least
+                break
+            if perf_counter() > deadline:
+                left = at_least
+                break
+            estimate = known[candidate] = self._estimate(candidate, limits.memory)
+            if estimate is None:
+                continue
+            if wrong := limits.broken(estimate):
+                if wrong not in broken or value(goal, estimate) < value(goal, broken[wrong]):
+                    broken[wrong] = estimate
+                continue
+            best = sorted([*best, estimate], key=lambda each: value(goal, each))[:KEPT]
+        reached = value(goal, best[0])[0] if best else float("inf")
+        certificate = Certificate(
+            reached, min(reached, left[0]) if left is not None else reached, total, excluded, len(known)
+        )
+        points = [each for each in known.values() if each is not None and not limits.broken(each)]
+        if front and best:
+            points += self._more(entries, known, points, limits, min(deadline, perf_counter() + seconds / 3))
+        return Found(best, pareto(points), certificate, broken)
+
+    def _estimate(self, candidate: Candidate, memory: float | None) -> Estimate | None:
+        estimator = self.estimator(candidate)
+        assert estimator is not None
+        found = estimator.estimate(memory if memory is not None else np.inf)
+        return found if found is not None else estimator.estimate()
+
+    def _more(self, entries, known, points: Sequence[Estimate], limits, deadline: float) -> Iterator[Estimate]:
+        """Estimates of what may belong to the front: its bounds are not beaten in both."""
+        front = pareto(points)
+        for _, _, candidate, bound in sorted(entries, key=lambda entry: entry[3].memory):
+            if perf_counter() > deadline:
+                return
+            if candidate in known or any(
+                each.seconds <= bound.seconds and each.memory <= bound.memory for each in front
+            ):
+                continue
+            estimate = self._estimate(candidate, limits.memory)
+            if estimate is not None and not limits.broken(estimate):
+                front = pareto([*front, estimate])
+                yield estimate
+
+
+def pareto(estimates: Sequence[Estimate]) -> list[Estimate]:
+    """Those that no other beats in both seconds and memory, by seconds."""
+    front: list[Estimate] = []
+    for each in sorted(estimates, key=lambda each: (each.seconds, each.memory)):
+        if not front or each.memory < front[-1].memory:
+            front.append(each)
+    return front

@@ -1,0 +1,243 @@
+"""A mesh without ranks: its collectives are planned by the real text, counted, and answered with shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from spmd_engine.arrays.backend import CPU, Array, Backend
+from spmd_engine.arrays.shaped import ShapedArray
+from spmd_engine.comm import algorithms
+from spmd_engine.comm.door import Plan
+from spmd_engine.comm.group import Group
+from spmd_engine.comm.ledger import Ledger
+from spmd_engine.comm.mesh import Mesh
+from spmd_engine.comm.pending import Pending, Progress
+from spmd_engine.comm.place import Over, Place
+from spmd_engine.planning.meeting_point import MeetingPoint
+from spmd_engine.planning.recorder import Recorder
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Which class each rank of a mesh is of, and where the ranks of different classes meet."""
+
+    axes: Mapping[str, int]
+    classes: np.ndarray  #: numbers of classes, by coordinates
+    meeting: MeetingPoint
+    nodes: Sequence[str]  #: of each rank, by number
+
+
+class _Nobody:
+    """A communicator that only says which rank this is."""
+
+    device_aware, board, lanes, library, neighbours, looks = True, None, None, None, None, 0
+
+    def __init__(self, rank: int, size: int, node: str) -> None:
+        self.rank, self.size, self.node, self.progress = rank, size, node, Progress()
+        self._messages: dict[tuple, int] = {}
+
+    def next_message(self, way: str, rank: int) -> int:
+        """As of a Communicator."""
+        self._messages[way, rank] = self._messages.get((way, rank), -1) + 1
+        return self._messages[way, rank]
+
+    def free(self) -> None:
+        """There is nothing to give back."""
+
+
+class ShapedMesh(Mesh):
+    """One rank's view of a mesh that is not there."""
+
+    def __init__(self, ranks: Ranks, coordinates: Mapping[str, int], recorder: Recorder) -> None:
+        self.all, self.recorder = ranks, recorder
+        Place.__init__(self, dict(ranks.axes), dict(coordinates))
+        self.size = prod(self.axes.values())
+        self.ranks = np.arange(self.size).reshape(tuple(self.axes.values()))
+        self.rank = self.index(None)
+        self.nodes = list(ranks.nodes)
+        self.comm = _Nobody(self.rank, self.size, self.nodes[self.rank])
+        self.ledger = Ledger()
+        self._options = {"check": False, "timeout": None}
+        self._groups: dict[tuple, Group] = {}
+        self._owned = []
+
+    def group(self, over: Over = None, *, among: Mapping[str, Sequence[int]] | None = None) -> Group:
+        names = self._names(over)
+        places = tuple((name, tuple(among[name])) for name in names if name in among) if among else ()
+        if (names, places) not in self._groups:
+            classes = self._classes(names, dict(places))
+            sizes = [len(dict(places).get(name, range(self.axes[name]))) for name in names]
+            rank = 0
+            for name, size in zip(names, sizes, strict=True):
+                rank = rank * size + list(dict(places).get(name, range(self.axes[name]))).index(self.coordinates[name])
+            comm = _Nobody(rank, prod(sizes), self.comm.node)
+            self._groups[names, places] = ShapedGroup(comm, names, places, classes, self)
+        return self._groups[names, places]
+
+    def _classes(self, names: tuple[str, ...], places: Mapping[str, Sequence[int]]) -> list[int]:
+        """The class of each rank of a group, in its order."""
+        axes = list(self.axes)
+        index = [
+            list(places.get(axis, range(self.axes[axis]))) if axis in names else [self.coordinates[axis]]
+            for axis in axes
+        ]
+        part = self.all.classes[np.ix_(*index)]
+        others = [axis for axis in axes if axis not in names]
+        return part.transpose([axes.index(axis) for axis in (*others, *names)]).reshape(-1).tolist()
+
+    @property
+    def own_class(self) -> int:
+        """The class that this rank stands for."""
+        return int(self.all.classes[tuple(self.coordinates.values())])
+
+    def empty(self, shape: int | Sequence[int], dtype: Any = np.float32, *, zero: bool = False) -> ShapedArray:
+        return ShapedArray.new(shape, dtype)
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+
+class ShapedGroup(Group):
+    """Ranks of which only this one is there. What it calls is checked and counted as ever; nothing is sent."""
+
+    def __init__(
+        self, comm: _Nobody, names: tuple[str, ...], places: tuple, classes: Sequence[int], mesh: ShapedMesh
+    ) -> None:
+        super().__init__(comm, ",".join(names) or "nobody", mesh.ledger, check=False, timeout=None)
+        self._recorder, self._meeting, self._classes = mesh.recorder, mesh.all.meeting, classes
+        self._own, self._key = mesh.own_class, (names, places)
+        self._others = sorted(set(classes) - {self._own})
+        self._calls = self._sends = self._receives = 0
+
+    # --- collectives
+
+    def _begin(self, plan: Plan, x: Array | None, out: Any = None) -> Pending:
+        operation = plan.where[0]
+        result = self._result(plan, x, out)
+        sent = plan.sent(result) if callable(plan.sent) else plan.sent
+        self.ledger.record(*plan.where, payload=plan.payload, sent=sent)
+        call = self._recorder.begin(**self._facts(operation, plan.where[2], plan.payload, sent))
+        return _Answer(self._recorder, call, lambda: result, held=x)
+
+    _begin_blocking = _begin
+
+    def _facts(self, operation: str, label: str, payload: int, sent: int) -> dict[str, Any]:
+        return {
+            "operation": operation,
+            "axes": self.axes,
+            "label": label,
+            "ranks": self.size,
+            "place": self.rank,
+            "payload": payload,
+            "sent": sent,
+        }
+
+    def _result(self, plan: Plan, x: Array | None, out: Any) -> Any:
+        """What the call returns, of values where it is of values (counts, lengths), else a shape."""
+        operation = plan.where[0]
+        if operation == "barrier":
+            return None
+        if isinstance(x, ShapedArray) and operation in ("all_reduce", "reduce_scatter"):
+            return out if out is not None else ShapedArray.new(plan.shape, plan.dtype)
+        if isinstance(x, ShapedArray) and operation == "all_gather" and plan.sizes is not None:
+            return out if out is not None else ShapedArray.new((sum(plan.sizes), *x.shape[1:]), plan.dtype)
+        given = self._everyones((plan, x))
+        shaped = any(isinstance(each, ShapedArray) for _, each in given)
+        result = (_of_shapes if shaped else _of_values)(self, plan, given)
+        if out is not None:
+            out[...] = result
+        return result if out is None else out
+
+    def _everyones(self, mine: Any) -> list[Any]:
+        """What each rank of the group gives in this call, by rank."""
+        if not self._others:
+            return [mine] * self.size
+        self._calls += 1
+        self._meeting.leave(("call", self._key, self._own, self._calls), mine)
+        of_class = {self._own: mine}
+        for other in self._others:
+            of_class[other] = self._meeting.take(("call", self._key, other, self._calls))
+        return [of_class[each] for each in self._classes]
+
+    def part_for_me(self, plan: Plan) -> tuple[slice, ...]:
+        """Which part of what another rank gives is for this one."""
+        return plan.parts[self.rank]
+
+    # --- messages
+
+    def start_send(self, to: int, x: Array, *, channel: int | None = None, label: str = "") -> Pending:
+        self._peer("send", to)
+        self._sends += channel is None
+        number = self._sends if channel is None else ("channel", channel)
+        self._meeting.leave(("message", self._key, self._own, number, channel is not None and to), (x.shape, x.dtype))
+        self.ledger.record("send", self.axes, label, payload=x.nbytes, sent=x.nbytes)
+        facts = self._facts("send", label, x.nbytes, x.nbytes) | {"peer": to, "channel": channel}
+        return _Answer(self._recorder, self._recorder.begin(**facts), lambda: None, held=x)
+
+    def start_receive(
+        self, source: int, *, like: Backend = CPU, channel: int | None = None, label: str = ""
+    ) -> Pending:
+        self._peer("receive", source)
+        self._receives += channel is None
+        number = self._receives if channel is None else ("channel", channel)
+        key = "message", self._key, self._classes[source], number, channel is not None and self.rank
+        self.ledger.record("receive", self.axes, label, payload=0, sent=0)
+        facts = self._facts("receive", label, 0, 0) | {"peer": source, "channel": channel}
+        call = self._recorder.begin(**facts)
+        return _Answer(self._recorder, call, lambda: ShapedArray.new(*self._meeting.take(key)))
+
+
+class _Answer(Pending):
+    """A call under way, whose result is known; what was handed in is held until it is waited for."""
+
+    __slots__ = ("_recorder", "_call", "_make", "_held")
+
+    def __init__(self, recorder: Recorder, call: Any, make: Any, held: Any = None) -> None:
+        super().__init__(None, None)
+        self._recorder, self._call, self._make, self._held = recorder, call, make, held
+
+    def wait(self) -> Any:
+        if not self.done:
+            place = self._recorder.place
+            self.result, self.done = self._make(), True
+            self._make = self._held = None
+            self._call.end(place, getattr(self.result, "nbytes", 0))
+        return self.result
+
+
+def _of_shapes(group: ShapedGroup, plan: Plan, given: list[Any]) -> ShapedArray:
+    operation, axis = plan.where[0], plan.header.axis
+    if operation == "all_gather":
+        first = given[0][1].shape
+        whole = sum(each.shape[axis] for _, each in given)
+        return ShapedArray.new((*first[:axis], whole, *first[axis + 1 :]), plan.dtype)
+    if operation == "all_to_all":
+        parts = [each[group.part_for_me(theirs)].shape for theirs, each in given]
+        along = plan.header.concat_axis
+        shape = list(parts[0])
+        shape[along] = sum(part[along] for part in parts)
+        return ShapedArray.new(shape, plan.dtype)
+    root = given[plan.header.root][1]
+    return ShapedArray.new(root.shape, root.dtype)
+
+
+def _of_values(group: ShapedGroup, plan: Plan, given: list[Any]) -> np.ndarray:
+    operation, blocks = plan.where[0], [each for _, each in given]
+    if operation == "broadcast":
+        return np.array(blocks[plan.header.root])
+    if operation == "all_gather":
+        return np.concatenate(blocks, axis=plan.header.axis)
+    if operation == "all_to_all":
+        parts = [each[group.part_for_me(theirs)] for theirs, each in given]
+        return algorithms.joined(parts, plan.header.concat_axis, plan.dtype)
+    mine = [x.astype(plan.dtype) for x in blocks]
+    if operation == "reduce_scatter":
+        mine = [x[plan.parts[group.rank]] for x in mine]
+    result = np.empty_like(mine[0])
+    algorithms.reduce_into(result, mine, plan.header.reduction)
+    return result

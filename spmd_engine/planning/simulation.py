@@ -1,0 +1,219 @@
+"""An event simulation of a step: when each rank computes, waits and sends, on a given machine.
+
+Every rank follows its own ``RankStep``: it computes, begins communications, and waits where the step waits. A
+communication starts when all who take part have begun it; it then takes what ``CollectiveTimes`` says. Those that want
+the same rank's link at once go one after the other, the more urgent first (``Communication.priority``: how few
+computations can hide it). Ranks that share cores share them evenly; where ranks move bytes themselves, through memory,
+they do that when they wait, with a core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count
+from typing import Any
+
+from spmd_engine.errors import UsageError
+from spmd_engine.planning.collective_time import CollectiveTimes
+from spmd_engine.planning.compute_time import ComputeTimes
+from spmd_engine.planning.machine import Machine
+from spmd_engine.planning.meetings import Meeting, by_computation, match, names_of, simulated
+from spmd_engine.planning.processors import Processors
+from spmd_engine.planning.step_analysis import RankStep, StepAnalysis
+
+COMPUTE, COMMUNICATION = "compute", "communication"
+REDUCES = ("all_reduce", "reduce_scatter", "reduce")
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a rank did from ``start`` to ``end``, in seconds."""
+
+    rank: int
+    name: str
+    kind: str  #: COMPUTE, or COMMUNICATION: standing there waiting for it
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step as it would run."""
+
+    seconds: float
+    ranks: Sequence[int]  #: that were simulated; of many, they stand for all
+    spans: Sequence[Span]
+    working: Mapping[int, float]  #: seconds of work of each of them, had it a core for itself
+
+    def spent(self, rank: int, kind: str) -> float:
+        """Seconds of one kind on a rank."""
+        return sum(span.end - span.start for span in self.spans if span.rank == rank and span.kind == kind)
+
+    @property
+    def exposed(self) -> float:
+        """Mean seconds that a rank stands waiting in communication, bubbles of a pipeline among them."""
+        return sum(span.end - span.start for span in self.spans if span.kind == COMMUNICATION) / len(self.ranks)
+
+    @property
+    def idle_share(self) -> float:
+        """The share of all ranks' time in which they compute nothing."""
+        busy = sum(span.end - span.start for span in self.spans if span.kind == COMPUTE)
+        return 1 - busy / (self.seconds * len(self.ranks)) if self.seconds else 0.0
+
+
+def simulate(analysis: StepAnalysis, machine: Machine, placement: Sequence[int] | None = None) -> Prediction:
+    """The step of ``analysis`` on a machine, whose rank ``placement[r]`` is the mesh's rank r: by default r itself.
+
+    Raises UsageError for a machine with too few ranks, and for steps in which ranks would wait for ever.
+    """
+    machine = machine.with_ranks(max([analysis.ranks, *(rank + 1 for rank in placement or ())]))
+    ranks = simulated(analysis)
+    steps = {rank: analysis.of_rank(rank) for rank in ranks}
+    return _Simulation(machine, steps, match(analysis, steps), placement).run()
+
+
+Waits = Generator[tuple[str, Any], None, None]
+
+
+class _Simulation:
+    """The clock, what is to come, and every rank as a generator that says what it waits for."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        steps: Mapping[int, RankStep],
+        meetings: Mapping[int, Sequence[Meeting]],
+        placement: Sequence[int] | None,
+    ) -> None:
+        self.machine, self.steps, self.meetings = machine, steps, meetings
+        self.at = placement if placement is not None else range(machine.ranks)
+        self.compute, self.collectives = ComputeTimes(machine), CollectiveTimes(machine)
+        self.clock, self._events, self._order = 0.0, [], count()
+        self.processors = Processors(machine, self._at)
+        self.spans: list[Span] = []
+        self.working = dict.fromkeys(steps, 0.0)
+        self._ports: dict[int, bool] = {}  # ranks whose link is busy
+        self._queue: list[tuple[int, int, Meeting]] = []
+        self._live = len(steps)
+
+    def run(self) -> Prediction:
+        for rank in self.steps:
+            self._advance(rank, self._program(rank))
+        while self._events:
+            self.clock, _, act = heappop(self._events)
+            act()
+        if self._live:
+            stuck = {meeting.operation for meetings in self.meetings.values() for meeting in meetings if not meeting.done}
+            raise UsageError(f"the step would hang: some ranks never come to {', '.join(sorted(stuck)) or 'an end'}")
+        return Prediction(self.clock, tuple(self.steps), self.spans, self.working)
+
+    def _at(self, when: float, act: Callable[[], None]) -> None:
+        heappush(self._events, (when, next(self._order), act))
+
+    # --- ranks
+
+    def _program(self, rank: int) -> Waits:
+        step, meetings = self.steps[rank], self.meetings[rank]
+        plan, names, here = by_computation(step), list(names_of(step)), self.at[rank]
+        for number in range(len(step.computations) + 1):
+            if number in plan:
+                begins, ends, both = plan[number]
+                for each in begins:
+                    self._begin(rank, meetings[each])
+                for each in ends:
+                    yield from self._wait(rank, meetings[each], names[each])
+                for each in both:
+                    self._begin(rank, meetings[each])
+                    yield from self._wait(rank, meetings[each], names[each])
+            if number < len(step.computations):
+                computation = step.computations[number]
+                work = self.compute.of(here, computation)
+                began = self.clock
+                yield "work", work.seconds
+                self.working[rank] += work.seconds
+                self.spans.append(Span(rank, computation.name, COMPUTE, began, self.clock))
+
+    def _advance(self, rank: int, program: Waits) -> None:
+        """Let a rank go on until it waits."""
+        for what, value in program:
+            if what == "work":
+                if value:
+                    self.processors.work(self.clock, self.at[rank], value, lambda: self._advance(rank, program))
+                    return
+            else:
+                value.waiters.append(lambda: self._advance(rank, program))
+                return
+        self._live -= 1
+
+    # --- communications
+
+    def _begin(self, rank: int, meeting: Meeting) -> None:
+        meeting.begun[rank] = self.clock
+        if len(meeting.begun) < meeting.expected:
+            return
+        ranks = tuple(self.at[member] for member in meeting.ranks)
+        duration = self._duration(meeting, ranks)
+        if duration.works:
+            self._wake(meeting)
+        elif duration.seconds == 0:
+            self._finish(meeting)
+        else:
+            heappush(self._queue, (meeting.priority, next(self._order), meeting))
+            self._start_queued()
+
+    def _duration(self, meeting: Meeting, ranks: Sequence[int]):
+        operation = "send" if meeting.operation == "message" else meeting.operation
+        return self.collectives.of(operation, ranks, meeting.size)
+
+    def _start_queued(self) -> None:
+        """Start what has all its ranks' links free, the most urgent first."""
+        left = []
+        while self._queue:
+            entry = heappop(self._queue)
+            meeting = entry[2]
+            if any(self._ports.get(rank) for rank in meeting.begun):
+                left.append(entry)
+                continue
+            for rank in meeting.begun:
+                self._ports[rank] = True
+            ranks = tuple(self.at[member] for member in meeting.ranks)
+            ends = self.clock + self._duration(meeting, ranks).seconds
+            self._at(ends, lambda meeting=meeting: self._arrived(meeting))
+        for entry in left:
+            heappush(self._queue, entry)
+
+    def _arrived(self, meeting: Meeting) -> None:
+        for rank in meeting.begun:
+            self._ports[rank] = False
+        self._finish(meeting)
+        self._start_queued()
+
+    def _finish(self, meeting: Meeting) -> None:
+        meeting.done = self.clock
+        self._wake(meeting)
+
+    def _wake(self, meeting: Meeting) -> None:
+        waiters, meeting.waiters = meeting.waiters, []
+        for go_on in waiters:
+            go_on()
+
+    def _wait(self, rank: int, meeting: Meeting, name: str) -> Waits:
+        began = self.clock
+        while len(meeting.begun) < meeting.expected:
+            yield "until", meeting
+        ranks = tuple(self.at[member] for member in meeting.ranks)
+        duration = self._duration(meeting, ranks)
+        if duration.works:
+            yield "work", duration.seconds
+            self.working[rank] += duration.seconds
+            meeting.worked += 1
+            if meeting.worked == meeting.expected:
+                self._finish(meeting)
+            while meeting.operation in REDUCES and meeting.done is None:
+                yield "until", meeting
+        while not duration.works and meeting.done is None:
+            yield "until", meeting
+        if self.clock > began:
+            self.spans.append(Span(rank, name, COMMUNICATION, began, self.clock))
