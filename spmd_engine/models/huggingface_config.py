@@ -95,7 +95,7 @@ def _gpt2(config: Mapping[str, Any]) -> DecoderShape:
 
 def _llama(family: str, config: Mapping[str, Any]) -> DecoderShape:
     heads, biased = config["num_attention_heads"], bool(config.get("attention_bias"))
-    usual_width = 128 if family.startswith("qwen3") else None
+    usual_width = 128 if family.startswith("qwen3") else config["hidden_size"] // heads
     return DecoderShape(
         family=family,
         layers=config["num_hidden_layers"],
