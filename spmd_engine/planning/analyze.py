@@ -12,8 +12,8 @@ import numpy as np
 
 from spmd_engine.arrays.meter import Meter, metered
 from spmd_engine.arrays.shapes import Shapes, on_shapes
-from spmd_engine.comm.algorithms import span
 from spmd_engine.comm.place import Place
+from spmd_engine.comm.spans import span
 from spmd_engine.engine.composition import Composition, ModelConfig, composed_layout
 from spmd_engine.engine.optimizers import AdamW, Optimizer
 from spmd_engine.models.model import Model
