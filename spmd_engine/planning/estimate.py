@@ -213,7 +213,9 @@ class Estimator:
         ]
         exposed, sent = self._gradients(stage_elements, chunk_costs, works)
         update = self._update(max(stage_elements))
-        busy = [self.m * sum(sum(chunk_costs[c][:3]) for c in range(s, len(chunks), self.pipe)) for s in range(self.pipe)]
+        busy = [
+            self.m * sum(sum(chunk_costs[c][:3]) for c in range(s, len(chunks), self.pipe)) for s in range(self.pipe)
+        ]
         crowd = self._crowded(float(np.mean(busy)))
         inner = self.m * self.layers.inside / self.pipe
         idle = max(seconds - float(np.mean(busy)), 0.0)

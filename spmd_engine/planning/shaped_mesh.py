@@ -12,13 +12,14 @@ import numpy as np
 
 from spmd_engine.arrays.backend import CPU, Array, Backend
 from spmd_engine.arrays.shaped import ShapedArray
-from spmd_engine.comm import algorithms
 from spmd_engine.comm.door import Plan
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.pending import Pending, Progress
 from spmd_engine.comm.place import Over, Place
+from spmd_engine.comm.reducing import reduce_into
+from spmd_engine.comm.spans import joined
 from spmd_engine.planning.meeting_point import MeetingPoint
 from spmd_engine.planning.recorder import Recorder
 
@@ -255,10 +256,10 @@ def _of_values(group: ShapedGroup, plan: Plan, given: list[Any]) -> np.ndarray:
         return np.concatenate(blocks, axis=plan.header.axis)
     if operation == "all_to_all":
         parts = [each[group.part_for_me(theirs)] for theirs, each in given]
-        return algorithms.joined(parts, plan.header.concat_axis, plan.dtype)
+        return joined(parts, plan.header.concat_axis, plan.dtype)
     mine = [x.astype(plan.dtype) for x in blocks]
     if operation == "reduce_scatter":
         mine = [x[plan.parts[group.rank]] for x in mine]
     result = np.empty_like(mine[0])
-    algorithms.reduce_into(result, mine, plan.header.reduction)
+    reduce_into(result, mine, plan.header.reduction)
     return result
