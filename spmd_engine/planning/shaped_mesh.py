@@ -20,6 +20,7 @@ from spmd_engine.comm.pending import Pending, Progress
 from spmd_engine.comm.place import Over, Place
 from spmd_engine.comm.reducing import reduce_into
 from spmd_engine.comm.spans import joined
+from spmd_engine.comm.tuning import Tuning
 from spmd_engine.planning.meeting_point import MeetingPoint
 from spmd_engine.planning.recorder import Recorder
 
@@ -38,9 +39,11 @@ class _Nobody:
     """A communicator that only says which rank this is."""
 
     device_aware, board, lanes, library, neighbours, looks = True, None, None, None, None, 0
+    collectives, lane_collectives, turns, tuning = None, None, None, Tuning()
+    progress = Progress()  # of all alike: nothing is ever under way, and nobody reads what they do
 
     def __init__(self, rank: int, size: int, node: str) -> None:
-        self.rank, self.size, self.node, self.progress = rank, size, node, Progress()
+        self.rank, self.size, self.node = rank, size, node
         self._messages: dict[tuple, int] = {}
 
     def next_message(self, way: str, rank: int) -> int:
