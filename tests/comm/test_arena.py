@@ -13,7 +13,7 @@ from on_ranks import everywhere, on_ranks
 from spmd_engine import Mesh, run, world
 from spmd_engine.arrays.memory import address_of
 from spmd_engine.comm.arena import ALIGNMENT, HEAD, Arena, bound
-from spmd_engine.comm.node import _Own
+from spmd_engine.comm.node import OwnMemory
 
 MIB = 1 << 20
 
@@ -123,7 +123,7 @@ def test_an_array_outlives_the_run_it_was_made_in():
 
 
 def test_no_other_user_may_open_what_ranks_share():
-    own = _Own(MIB)
+    own = OwnMemory(MIB)
     assert own.told
     process, descriptor, *_ = own.told.split()
     assert stat.S_IMODE(os.stat(f"/proc/{process}/fd/{descriptor}").st_mode) == 0o600
