@@ -21,7 +21,7 @@ from spmd_engine.comm.staging import copied, is_reachable, packed, ready, shapes
 from spmd_engine.comm.transports.exchange import Exchange
 from spmd_engine.comm.transports.hierarchical import Hierarchical
 from spmd_engine.comm.transports.messages import AGREEMENT, Messages, tag
-from spmd_engine.comm.ways import Way, way
+from spmd_engine.comm.ways import Way, between, way
 from spmd_engine.errors import UsageError
 
 if TYPE_CHECKING:
@@ -31,8 +31,12 @@ if TYPE_CHECKING:
 class BetweenNodes:
     """The steps of all collectives, of one group: each is a generator, of a plan, a call's number and its array."""
 
-    def __init__(self, comm: Communicator, axes: str) -> None:
+    def __init__(self, comm: Communicator, axes: str, deterministic: bool) -> None:
         self._comm, self._axes, self._lanes = comm, axes, comm.lanes
+        self._library, self._lane_library = comm.collectives, comm.lane_collectives
+        if deterministic:
+            self._library = self._library and self._library.in_rank_order()
+            self._lane_library = self._lane_library and self._lane_library.in_rank_order()
         self._rank, self._size = comm.rank, comm.size
         self._messages = Messages(comm)
 
@@ -96,7 +100,6 @@ class BetweenNodes:
         shape = self._joined(own, axis, lengths)
         fits = out is None or out.shape == shape  # if not, this rank is still to give the others what is theirs
         if agreed.rows is not None:
-            self._comm.turns.over(number)
             result = joined(_arrays(agreed.rows, own.shape, own.dtype), axis, own.dtype)
         else:
             if result is None or result.shape != shape:
@@ -132,13 +135,12 @@ class BetweenNodes:
         lengths = [shape[concat] for shape in shapes]
         result = backend.empty((*shapes[0][:concat], sum(lengths), *shapes[0][concat + 1 :]), own.dtype)
         if agreed.rows is not None:
-            self._comm.turns.over(number)
             blocks = [each[plan.parts[self._rank]] for each in _arrays(agreed.rows, own.shape, own.dtype)]
         else:
             flat, parts = packed(own, plan.parts)
             comes = result.reshape(-1) if concat == 0 else backend.empty((result.size,), own.dtype)
             places = spans([prod(shape) for shape in shapes])
-            data = self._data(plan, number, met, agreed, self._size * agreed.most)
+            data = self._data(plan, number, met, agreed, agreed.most)
             yield from data.all_to_all(number, flat, parts, comes, places)
             copied(flat[parts[self._rank]], comes[places[self._rank]])
             blocks = [comes[place].reshape(shape) for place, shape in zip(places, shapes, strict=True)]
@@ -227,28 +229,35 @@ class BetweenNodes:
         chosen = way(
             plan.header.operation,
             size,
+            ranks=self._size,
             axis=plan.header.axis,
             lengths_known=agreed.alike or agreed.sizes_known,
             host=agreed.host,
             by_nodes=self._lanes is not None,
-            library=self._comm.collectives is not None,
+            library=self._library is not None,
             tuning=self._comm.tuning,
         )
         if chosen is Way.HIERARCHICAL:
-            lane = self._comm.lane_collectives
-            if lane is None or not agreed.host or size > self._comm.tuning.largest_count:
-                lane = Messages(self._lanes.lane)
-            return Hierarchical(self._lanes, met, lane)
+            return Hierarchical(self._lanes, met, self._lane(number, size, agreed.host))
         if chosen is Way.MPI:
-            return self._comm.collectives
+            return self._library
         self._comm.turns.over(number)
         return self._messages
+
+    def _lane(self, number: int, size: int, host: bool) -> Exchange:
+        """What moves the data of a lane: of each node's ``size`` bytes, its part."""
+        lanes, tuning = self._lanes, self._comm.tuning
+        size, library = size // lanes.local.size, self._lane_library is not None
+        if between(size, size, ranks=lanes.lane.size, host=host, library=library, tuning=tuning) is Way.MPI:
+            return self._lane_library
+        self._comm.turns.over(number)
+        return Messages(lanes.lane)
 
     def _numbers(self, number: int, agreed: Agreed, mine: Sequence[int]) -> Steps:
         """One number from each rank, of which this one gives each ``mine``."""
         sent, comes = np.array(mine, np.int64), np.empty(self._size, np.int64)
         each = spans([1] * self._size)
-        data: Exchange = self._comm.collectives or self._messages
+        data: Exchange = self._library or self._messages
         yield from data.all_to_all(number, sent, each, comes, each, last=False)
         comes[self._rank] = sent[self._rank]
         return comes

@@ -22,8 +22,8 @@ from spmd_engine.comm.tuning import Tuning
 
 if TYPE_CHECKING:
     from spmd_engine.comm.by_library import Library
-    from spmd_engine.comm.transports.exchange import Exchange
     from spmd_engine.comm.transports.hierarchical import Lanes
+    from spmd_engine.comm.transports.mpi import NonblockingCollectives
 
 
 class Communicator(ABC):
@@ -43,8 +43,8 @@ class Communicator(ABC):
     neighbours: Neighbours | None = None  #: memory shared with ranks of this node, where it can be had
     board: Board | None = None  #: where this communicator's ranks meet, if all are on one node and share memory
     lanes: Lanes | None = None  #: the ways between its nodes, if there are several, with as many ranks each
-    collectives: Exchange | None = None  #: the MPI library's, of these ranks, for calls between nodes
-    lane_collectives: Exchange | None = None  #: the same for this rank's lane
+    collectives: NonblockingCollectives | None = None  #: the MPI library's, of these ranks, for calls between nodes
+    lane_collectives: NonblockingCollectives | None = None  #: the same for this rank's lane
     library: Library | None = None  #: faster at some calls of ranks that have all come, and have a core each
 
     def next_call(self, text: int = 0) -> int:

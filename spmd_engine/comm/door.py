@@ -53,7 +53,8 @@ class Door:
     """Ranks that communicate: a communicator, the mesh axes it stands for, and the account it writes to.
 
     ``check`` compares what ranks call before data moves; ``timeout`` is how many seconds a rank waits for
-    others before it raises CommunicationTimeout (None: for ever).
+    others before it raises CommunicationTimeout (None: for ever). ``deterministic``: no sum in the order of the MPI
+    library (see ``Tuning.in_rank_order``), but of ranks.
     """
 
     def __init__(
@@ -64,12 +65,13 @@ class Door:
         *,
         check: bool = True,
         timeout: float | None = TIMEOUT,
+        deterministic: bool = False,
     ) -> None:
         self.comm, self.axes, self.ledger, self.check, self.timeout = comm, axes, ledger, check, timeout
         self.rank, self.size = comm.rank, comm.size
         self._board, self._lanes = comm.board, comm.lanes
         self._pages = comm.lanes.board if comm.lanes else comm.board  #: whose pages calls take in turn, if any
-        self._between = BetweenNodes(comm, axes) if comm.board is None else None
+        self._between = BetweenNodes(comm, axes, deterministic) if comm.board is None else None
         self._messages = Messages(comm)
         #: bytes of data that a header brings along
         self._inline = comm.board.room if comm.board else comm.tuning.with_agreement // comm.size

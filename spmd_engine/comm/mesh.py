@@ -91,6 +91,8 @@ class Mesh(Collectives, Place):
 
     Ranks of one node are kept together, so that the last-named axes, which talk most, stay inside a node
     where their sizes allow. ``with Mesh(...) as mesh`` or ``close()`` gives back what its groups hold.
+    ``deterministic``: sums are in a fixed order in any case; this has those in rank order, too, that the MPI library
+    would make, of small arrays over more than 32 nodes.
     Raises MeshError if the product of the sizes is not the number of ranks.
     """
 
@@ -102,12 +104,13 @@ class Mesh(Collectives, Place):
         check: bool = True,
         timeout: float | None = TIMEOUT,
         ledger: Ledger | None = None,
+        deterministic: bool = False,
         **axes: int,
     ) -> None:
         self.comm = comm if comm is not None else world()
         self.axes = axes or {"data": self.comm.size}
         self.ledger = ledger if ledger is not None else Ledger()
-        self._options = {"check": check, "timeout": timeout}
+        self._options = {"check": check, "timeout": timeout, "deterministic": deterministic}
         self._groups: dict[tuple, Group] = {}
         self._owned: list[Communicator] = []
         self._validate()

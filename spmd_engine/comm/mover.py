@@ -37,9 +37,10 @@ class Mover:
         while not self._stopped:
             self._work.wait()
             time.sleep(PERIOD)
-            if progress.lock.acquire(blocking=False):  # else the rank moves its operations on itself, or soon will
+            self._work.clear()
+            if progress.lock.acquire(blocking=False):  # else the rank moves them on itself, and wakes this when it ends
                 try:
-                    if not progress.move_on():
-                        self._work.clear()
+                    if progress.move_on():
+                        self._work.set()
                 finally:
                     progress.lock.release()

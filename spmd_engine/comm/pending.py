@@ -190,9 +190,12 @@ class Progress:
         with self.lock:
             self._pending.append(pending)
             self._advance(pending)
+        self._wake_mover()
+        return pending
+
+    def _wake_mover(self) -> None:
         if self.on_begin is not None and self._pending:
             self.on_begin()
-        return pending
 
     def move_on(self) -> bool:
         """Take all operations as far as they go without waiting. Returns whether some are still under way."""
@@ -203,12 +206,15 @@ class Progress:
 
     def wait_for(self, wanted: Pending, timeout: float | None) -> None:
         """Return when ``wanted`` is done; raise its error, or CommunicationTimeout."""
-        with self.lock:
-            while not (wanted.done or wanted.error):
-                if self.look(wanted.is_there, wanted._communicator.looks):
-                    self._advance(wanted)
-                else:
-                    self._wait_long_for(wanted, timeout)
+        try:
+            with self.lock:
+                while not (wanted.done or wanted.error):
+                    if self.look(wanted.is_there, wanted._communicator.looks):
+                        self._advance(wanted)
+                    else:
+                        self._wait_long_for(wanted, timeout)
+        finally:
+            self._wake_mover()
         if wanted.error is not None:
             raise wanted.error
 

@@ -7,6 +7,8 @@ after all ranks have agreed on the call: the libraries do not survive unequal si
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from mpi4py import MPI
 
@@ -26,6 +28,10 @@ class NonblockingCollectives(Exchange):
     def __init__(self, comm: MPI.Comm, turns: Turns, tuning: Tuning) -> None:
         self.rank, self.size, self.tuning = comm.rank, comm.size, tuning
         self._comm, self._turns = comm, turns
+
+    def in_rank_order(self) -> NonblockingCollectives:
+        """The same, but for sums, which it makes in rank order always."""
+        return NonblockingCollectives(self._comm, self._turns, replace(self.tuning, in_rank_order=self.size))
 
     def all_gather(self, number: int, x: Array, parts: Parts, *, last: bool = True) -> Steps:
         yield from self._turns.wait(number)
