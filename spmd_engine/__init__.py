@@ -1,7 +1,8 @@
 """spmd_engine: neural networks sharded over any number of ranks, in NumPy or CuPy and MPI."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from spmd_engine.importing import imported_when_asked
 
 if TYPE_CHECKING:
     from spmd_engine.comm import Ledger, Mesh, run, world
@@ -28,12 +29,6 @@ _PUBLIC = {
     "training": ("ArrayData", "Job", "Run", "train"),
 }
 
-
-def __getattr__(name: str) -> Any:
-    """Floors are imported when something of theirs is first asked for: a command begins, and can be interrupted in
-    good order, before NumPy is loaded."""
-    for floor, names in _PUBLIC.items():
-        if name == floor or name in names:
-            module = import_module(f"spmd_engine.{floor}")
-            return module if name == floor else getattr(module, name)
-    raise AttributeError(f"module 'spmd_engine' has no attribute {name!r}")
+#: Floors are imported when something of theirs is first asked for: a command begins, and can be interrupted in good
+#: order, before NumPy is loaded.
+__getattr__ = imported_when_asked(__name__, _PUBLIC)

@@ -1,10 +1,12 @@
 """``python -m spmd_engine``: see ``--help``."""
 
+from spmd_engine.importing import many_imports
 from spmd_engine.signals import StopFlag, exit_code
 
 if __name__ == "__main__":
     try:
-        with StopFlag():  # a signal while modules load is heard once they are: a half-loaded program cannot end well
+        with StopFlag(), many_imports():
+            # A signal while modules load is heard once they are: a half-loaded program cannot end well.
             from spmd_engine.cli import main
     except KeyboardInterrupt as error:
         from spmd_engine.comm.world import end_at_once

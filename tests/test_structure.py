@@ -13,7 +13,7 @@ FILES = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.rglob("*.py")
 
 #: From the ground up; those of one line are neighbours, and do not import each other.
 FLOORS = [
-    {"errors", "launchers", "signals"},
+    {"errors", "importing", "launchers", "signals"},
     {"configuration"},
     {"arrays", "formats", "tokens"},
     {"comm"},
@@ -33,8 +33,8 @@ HEIGHT = {name: height for height, names in enumerate(FLOORS) for name in names}
 
 #: What a floor may import less than its height allows.
 ONLY = {
-    "strategies": {"errors", "arrays", "comm", "sharding", "engine"},  # never layers or models
-    "spmd_engine": {"comm", "engine", "training"},
+    "strategies": {"errors", "importing", "arrays", "comm", "sharding", "engine"},  # never layers or models
+    "spmd_engine": {"importing", "comm", "engine", "training"},
 }
 
 #: Module-level state that changes while the program runs, and why it may.
@@ -47,6 +47,9 @@ STATE = {
     "arrays/shaped_functions.py: _resolved": "the cache of a pure function",
     "arrays/shaped_functions.py: _reduced_dtype": "the cache of a pure function",
     "engine/gather.py: _plan_to_whole": "the cache of a pure function",
+    "checkpoints/dtypes.py: DTYPES": "a table; some dtypes are made when they are asked for",
+    "strategies/names.py: STRATEGIES": "a table; a page is imported when it is asked for",
+    "sharding/asking.py: _placed": "the cache of a pure function",
     "sharding/placement.py: _first_holders": "the cache of a pure function",
     "sharding/halos.py: plan_halos": "the cache of a pure function",
     "sharding/moves.py: _exchange_plan": "the cache of a pure function",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -40,7 +39,7 @@ def prepare(call_all: Callable[[], None], folder: Path) -> None:
         try:
             if _is_free(descriptor):
                 os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+                os.pwrite(descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
                 return call_all()
             if not _becomes_free(descriptor, path, began):
                 return call_all()

@@ -2,27 +2,48 @@
 
 from __future__ import annotations
 
-import ml_dtypes
+from collections.abc import Iterator, Mapping
+
 import numpy as np
 
+from spmd_engine.comm.dtypes import described
 from spmd_engine.errors import CheckpointError
 
-DTYPES: dict[str, np.dtype] = {
-    "BOOL": np.dtype(bool),
-    **{f"{kind}{8 * size}": np.dtype(f"{kind.lower()}{size}") for kind in "IU" for size in (1, 2, 4, 8)},
-    **{f"F{8 * size}": np.dtype(f"f{size}") for size in (2, 4, 8)},
-    "C64": np.dtype(np.complex64),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+_NAMES = {  # in files, by their names in NumPy and in ml_dtypes
+    "bool": "BOOL",
+    **{f"{kind}{8 * size}": f"{kind[0].upper()}{8 * size}" for kind in ("int", "uint") for size in (1, 2, 4, 8)},
+    **{f"float{8 * size}": f"F{8 * size}" for size in (2, 4, 8)},
+    "complex64": "C64",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
 }
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class _Dtypes(Mapping[str, np.dtype]):
+    """By their names in files. Those of ml_dtypes are made when they are asked for: few files have any."""
+
+    _described = {name: text for text, name in _NAMES.items()}
+
+    def __getitem__(self, name: str) -> np.dtype:
+        return described(self._described[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._described)
+
+    def __len__(self) -> int:
+        return len(self._described)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._described
+
+
+DTYPES: Mapping[str, np.dtype] = _Dtypes()
 
 
 def dtype_name(dtype: np.dtype, of: str) -> str:
     """What files call a dtype, in whatever byte order; raises CheckpointError where the format has none for it."""
-    little = np.dtype(dtype)
-    little = little.newbyteorder("<") if little.byteorder in "<>" else little
-    if little not in _NAMES:
+    dtype = np.dtype(dtype)
+    if dtype.fields is not None or dtype.name not in _NAMES:
         raise CheckpointError(f"{of} is of dtype {dtype}, which safetensors files do not know")
-    return _NAMES[little]
+    return _NAMES[dtype.name]

@@ -6,7 +6,6 @@ import errno
 import fcntl
 import logging
 import os
-import socket
 from pathlib import Path
 from typing import Self
 
@@ -39,7 +38,7 @@ class RunLock:
             logger.warning("%s: this file system has no locks (%s); start no second run there", self._path, error)
         else:
             os.ftruncate(handle, 0)
-            os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+            os.pwrite(handle, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
         self._handle = handle
         return self
 

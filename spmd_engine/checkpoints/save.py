@@ -180,10 +180,16 @@ def deal(placement: Placement, loads: list[int], *, block_bytes: int = BLOCK) ->
     function, so that all ranks find the same.
     """
     dealt: list[list[Piece]] = [[] for _ in loads]
+    parts: dict[int, list[tuple[list[Rectangle], list[int]]]] = {}  # layers of a kind have one and the same placement
     for name, array in placement.items():
-        for rectangle, ranks in _holders(array):
-            for piece in _pieces(rectangle, array.dtype.itemsize, block_bytes):
-                rank = min(ranks, key=lambda rank: (loads[rank], rank))
+        if id(array) not in parts:
+            parts[id(array)] = [
+                (list(_pieces(rectangle, array.dtype.itemsize, block_bytes)), sorted(ranks))
+                for rectangle, ranks in _holders(array)
+            ]
+        for pieces, ranks in parts[id(array)]:
+            for piece in pieces:
+                rank = min(ranks, key=loads.__getitem__)  # of several, the first
                 loads[rank] += piece.size * array.dtype.itemsize
                 dealt[rank].append((name, piece))
     return dealt

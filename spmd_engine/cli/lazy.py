@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from spmd_engine.importing import many_imports
 from spmd_engine.signals import StopFlag
 
 
@@ -27,7 +28,8 @@ class LazyGroup(click.Group):
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name not in self.modules:
             return None
-        with StopFlag():  # a signal meanwhile is heard once all is loaded: a half-loaded program cannot end well
+        with StopFlag(), many_imports():
+            # A signal meanwhile is heard once all is loaded: a half-loaded program cannot end well.
             return getattr(import_module(self.modules[name]), name)
 
 

@@ -7,8 +7,8 @@ from signal import Signals
 from typing import TYPE_CHECKING
 
 from spmd_engine.cli.terminal import console
+from spmd_engine.training.data import Corpus
 from spmd_engine.training.expert_load import ExpertLoad
-from spmd_engine.training.images import Images
 from spmd_engine.training.run import Run
 from spmd_engine.training.start import JobObserver
 from spmd_engine.training.trainer import StepReport
@@ -35,7 +35,7 @@ class Reporter(JobObserver):
         job, mesh = workload.job, workload.engine.mesh
         if workload.writes:
             self.unit, self.each = " nats per byte", "tokens"
-        elif isinstance(workload.corpus, Images):
+        elif not isinstance(workload.corpus, Corpus):
             self.each = "images"
         for notice in notices:
             self._say(f"spmd_engine: note: {notice}")

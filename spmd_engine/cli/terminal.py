@@ -28,8 +28,20 @@ def launcher_has_terminal(levels: int = 4) -> bool:
     return False
 
 
-def console() -> Console:
-    """Rank 0's console on standard error; colours and live bars only where there is a terminal."""
-    from rich.console import Console  # the other ranks need none
+class Pipe:
+    """What stands for a console where nobody looks on: lines on standard error."""
 
-    return Console(stderr=True, force_terminal=True if launcher_has_terminal() else None, highlight=False)
+    is_terminal = False
+
+    def print(self, text: str, **_: object) -> None:
+        """A line, as it is."""
+        print(text, file=sys.stderr)
+
+
+def console() -> Console | Pipe:
+    """Rank 0's console on standard error; colours and live bars only where there is a terminal."""
+    if not launcher_has_terminal():
+        return Pipe()
+    from rich.console import Console  # which takes longer to load than a small step
+
+    return Console(stderr=True, force_terminal=True, highlight=False)

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 from math import ceil
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.random import key_of, normal
+from spmd_engine.comm.dtypes import described
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.pending import Pending
 from spmd_engine.errors import UsageError
@@ -238,7 +238,7 @@ def compression(text: str, group: ParameterGroup | None = None) -> Compression:
         if text == "none":
             return Uncompressed()
         if name in ("bfloat16", "float16") and not number:
-            return HalfPrecision(np.dtype(getattr(ml_dtypes, name, name)))
+            return HalfPrecision(described(name))
         if name == "top-k":
             return TopK(float(number or 0.01), group)
         if name == "powersgd":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -26,7 +27,7 @@ def ask_placement(
     mine = {name: (describe(dtype), part.start, part.stop) for name, (dtype, part) in held.items()}
     everyone = gather_json(group, mine, label)
     names = dict.fromkeys(name for said in everyone for name in said)
-    return Placement({name: _placed([said.get(name) for said in everyone]) for name in names})
+    return Placement({name: _placed(tuple(_hashable(said.get(name)) for said in everyone)) for name in names})
 
 
 def ask_shapes(
@@ -46,8 +47,17 @@ def ask_shapes(
     return shapes
 
 
-def _placed(said: Sequence[Sequence | None]) -> ArrayPlacement:
-    held = [() if each is None else (Rectangle(tuple(each[1]), tuple(each[2])),) for each in said]
+_Said = tuple[str, tuple[int, ...], tuple[int, ...]]  # a dtype, start and stop
+
+
+def _hashable(said: Sequence | None) -> _Said | None:
+    return None if said is None else (said[0], tuple(said[1]), tuple(said[2]))
+
+
+@lru_cache(maxsize=256)
+def _placed(said: tuple[_Said | None, ...]) -> ArrayPlacement:
+    """By what each rank said; of layers of a kind, all say the same."""
+    held = [() if each is None else (Rectangle(each[1], each[2]),) for each in said]
     stops = [part.stop for parts in held for part in parts]
     dtype = next(each[0] for each in said if each is not None)
     return ArrayPlacement.of_rectangles(tuple(map(max, zip(*stops, strict=True))), described(dtype), held)

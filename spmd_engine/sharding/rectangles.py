@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 import numpy as np
@@ -31,11 +32,11 @@ class Rectangle:
         """All of an array of this shape."""
         return cls((0,) * len(shape), tuple(shape))
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
 
-    @property
+    @cached_property
     def size(self) -> int:
         """The number of its elements."""
         return prod(self.shape)

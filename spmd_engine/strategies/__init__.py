@@ -3,26 +3,31 @@
 Read ``single_device`` first, then any other: the same model, if it names no other, cut in another way.
 """
 
-from spmd_engine.strategies.attention_heads import AttentionHeads
-from spmd_engine.strategies.channel_split import ChannelSplit
-from spmd_engine.strategies.column_parallel import ColumnParallel
-from spmd_engine.strategies.data_parallel import DataParallel
-from spmd_engine.strategies.expert_parallel import ExpertParallel
-from spmd_engine.strategies.fully_sharded import FullySharded
-from spmd_engine.strategies.hybrid import Hybrid
-from spmd_engine.strategies.hybrid_cnn import HybridCNN
-from spmd_engine.strategies.names import STRATEGIES, default_axes, strategy_named
-from spmd_engine.strategies.pipeline import Pipeline
-from spmd_engine.strategies.replicate_shard import ReplicateShard
-from spmd_engine.strategies.ring_attention import RingAttention
-from spmd_engine.strategies.sequence_parallel import SequenceParallel
-from spmd_engine.strategies.sharded_gradients import ShardedGradients
-from spmd_engine.strategies.sharded_optimizer import ShardedOptimizer
-from spmd_engine.strategies.single_device import SingleDevice
-from spmd_engine.strategies.spatial import Spatial
-from spmd_engine.strategies.tensor_parallel import TensorParallel
-from spmd_engine.strategies.two_dimensional import TwoDimensional
-from spmd_engine.strategies.vertical_cnn import VerticalCNN
+from typing import TYPE_CHECKING
+
+from spmd_engine.importing import imported_when_asked
+
+if TYPE_CHECKING:
+    from spmd_engine.strategies.attention_heads import AttentionHeads
+    from spmd_engine.strategies.channel_split import ChannelSplit
+    from spmd_engine.strategies.column_parallel import ColumnParallel
+    from spmd_engine.strategies.data_parallel import DataParallel
+    from spmd_engine.strategies.expert_parallel import ExpertParallel
+    from spmd_engine.strategies.fully_sharded import FullySharded
+    from spmd_engine.strategies.hybrid import Hybrid
+    from spmd_engine.strategies.hybrid_cnn import HybridCNN
+    from spmd_engine.strategies.names import STRATEGIES, default_axes, strategy_named
+    from spmd_engine.strategies.pipeline import Pipeline
+    from spmd_engine.strategies.replicate_shard import ReplicateShard
+    from spmd_engine.strategies.ring_attention import RingAttention
+    from spmd_engine.strategies.sequence_parallel import SequenceParallel
+    from spmd_engine.strategies.sharded_gradients import ShardedGradients
+    from spmd_engine.strategies.sharded_optimizer import ShardedOptimizer
+    from spmd_engine.strategies.single_device import SingleDevice
+    from spmd_engine.strategies.spatial import Spatial
+    from spmd_engine.strategies.tensor_parallel import TensorParallel
+    from spmd_engine.strategies.two_dimensional import TwoDimensional
+    from spmd_engine.strategies.vertical_cnn import VerticalCNN
 
 __all__ = [
     "STRATEGIES",
@@ -48,3 +53,27 @@ __all__ = [
     "default_axes",
     "strategy_named",
 ]
+
+_PUBLIC = {
+    "attention_heads": ("AttentionHeads",),
+    "channel_split": ("ChannelSplit",),
+    "column_parallel": ("ColumnParallel",),
+    "data_parallel": ("DataParallel",),
+    "expert_parallel": ("ExpertParallel",),
+    "fully_sharded": ("FullySharded",),
+    "hybrid": ("Hybrid",),
+    "hybrid_cnn": ("HybridCNN",),
+    "names": ("STRATEGIES", "default_axes", "strategy_named"),
+    "pipeline": ("Pipeline",),
+    "replicate_shard": ("ReplicateShard",),
+    "ring_attention": ("RingAttention",),
+    "sequence_parallel": ("SequenceParallel",),
+    "sharded_gradients": ("ShardedGradients",),
+    "sharded_optimizer": ("ShardedOptimizer",),
+    "single_device": ("SingleDevice",),
+    "spatial": ("Spatial",),
+    "tensor_parallel": ("TensorParallel",),
+    "two_dimensional": ("TwoDimensional",),
+    "vertical_cnn": ("VerticalCNN",),
+}
+__getattr__ = imported_when_asked(__name__, _PUBLIC)

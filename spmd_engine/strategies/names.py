@@ -2,49 +2,52 @@
 
 from __future__ import annotations
 
-from spmd_engine.errors import UsageError
-from spmd_engine.strategies.attention_heads import AttentionHeads
-from spmd_engine.strategies.channel_split import ChannelSplit
-from spmd_engine.strategies.column_parallel import ColumnParallel
-from spmd_engine.strategies.data_parallel import DataParallel
-from spmd_engine.strategies.expert_parallel import ExpertParallel
-from spmd_engine.strategies.fully_sharded import FullySharded
-from spmd_engine.strategies.hybrid import Hybrid
-from spmd_engine.strategies.hybrid_cnn import HybridCNN
-from spmd_engine.strategies.page import Page
-from spmd_engine.strategies.pipeline import Pipeline
-from spmd_engine.strategies.replicate_shard import ReplicateShard
-from spmd_engine.strategies.ring_attention import RingAttention
-from spmd_engine.strategies.sequence_parallel import SequenceParallel
-from spmd_engine.strategies.sharded_gradients import ShardedGradients
-from spmd_engine.strategies.sharded_optimizer import ShardedOptimizer
-from spmd_engine.strategies.single_device import SingleDevice
-from spmd_engine.strategies.spatial import Spatial
-from spmd_engine.strategies.tensor_parallel import TensorParallel
-from spmd_engine.strategies.two_dimensional import TwoDimensional
-from spmd_engine.strategies.vertical_cnn import VerticalCNN
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 
-STRATEGIES: dict[str, type[Page]] = {
-    "single-device": SingleDevice,
-    "data-parallel": DataParallel,
-    "sharded-optimizer": ShardedOptimizer,
-    "sharded-gradients": ShardedGradients,
-    "fully-sharded": FullySharded,
-    "replicate-shard": ReplicateShard,
-    "column-parallel": ColumnParallel,
-    "tensor-parallel": TensorParallel,
-    "attention-heads": AttentionHeads,
-    "two-dimensional": TwoDimensional,
-    "sequence-parallel": SequenceParallel,
-    "ring-attention": RingAttention,
-    "expert-parallel": ExpertParallel,
-    "pipeline": Pipeline,
-    "hybrid": Hybrid,
-    "channel-split": ChannelSplit,
-    "spatial": Spatial,
-    "vertical-cnn": VerticalCNN,
-    "hybrid-cnn": HybridCNN,
+from spmd_engine.errors import UsageError
+from spmd_engine.strategies.page import Page
+
+_CLASSES = {
+    "single-device": "SingleDevice",
+    "data-parallel": "DataParallel",
+    "sharded-optimizer": "ShardedOptimizer",
+    "sharded-gradients": "ShardedGradients",
+    "fully-sharded": "FullySharded",
+    "replicate-shard": "ReplicateShard",
+    "column-parallel": "ColumnParallel",
+    "tensor-parallel": "TensorParallel",
+    "attention-heads": "AttentionHeads",
+    "two-dimensional": "TwoDimensional",
+    "sequence-parallel": "SequenceParallel",
+    "ring-attention": "RingAttention",
+    "expert-parallel": "ExpertParallel",
+    "pipeline": "Pipeline",
+    "hybrid": "Hybrid",
+    "channel-split": "ChannelSplit",
+    "spatial": "Spatial",
+    "vertical-cnn": "VerticalCNN",
+    "hybrid-cnn": "HybridCNN",
 }
+
+
+class _Pages(Mapping[str, type[Page]]):
+    """Each page in the module of its name, imported when it is asked for."""
+
+    def __getitem__(self, name: str) -> type[Page]:
+        return getattr(import_module(f"spmd_engine.strategies.{name.replace('-', '_')}"), _CLASSES[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_CLASSES)
+
+    def __len__(self) -> int:
+        return len(_CLASSES)
+
+    def __contains__(self, name: object) -> bool:
+        return name in _CLASSES
+
+
+STRATEGIES: Mapping[str, type[Page]] = _Pages()
 
 
 def strategy_named(name: str) -> type[Page]:

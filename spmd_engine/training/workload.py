@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from math import prod
+from typing import TYPE_CHECKING
 
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.base import ShardedEngine
@@ -15,10 +16,12 @@ from spmd_engine.models.names import IMAGES
 from spmd_engine.strategies import strategy_named
 from spmd_engine.strategies.two_convolutions import IMAGE
 from spmd_engine.training.data import Corpus, load_corpus
-from spmd_engine.training.images import ImageData, Images, load_images
 from spmd_engine.training.job import Job
 from spmd_engine.training.trainer import Trainer
 from spmd_engine.training.windows import BytePairs, ShapedBytePairs, Windows, data_for
+
+if TYPE_CHECKING:
+    from spmd_engine.training.images import ImageData, Images
 
 PAGE_MODEL = "mlp"  #: what the model's name is for any page: each has its own small model
 _WIDTH, _HIDDEN, _HEADS, _LENGTH = 64, 256, 4, 16
@@ -83,7 +86,7 @@ def open_workload(job: Job, mesh: Mesh) -> Workload:
 def _check_corpus(job: Job, corpus: Corpus | Images) -> None:
     """Raise UsageError if the job was made for other data."""
     if job.corpus and job.corpus.sha256 != corpus.sha256:
-        usual = "scikit-learn" if isinstance(corpus, Images) else "Python's standard library"
+        usual = "Python's standard library" if isinstance(corpus, Corpus) else "scikit-learn"
         where = job.data.path or f"{usual} here"
         raise UsageError(f"{where}: other files than the job was made for (SHA-256 differs); give the same --data")
 
@@ -98,6 +101,8 @@ def _model(job: Job, mesh: Mesh) -> Workload:
 
 def _of_images(job: Job, mesh: Mesh) -> Workload:
     """The model is built for the images that are found, and the job says so from now on."""
+    from spmd_engine.training.images import ImageData, load_images  # with the formats that they come in
+
     images = load_images(mesh.group(), job.data.path)
     _check_corpus(job, images)
     job = job.with_options(images=_fitting(asdict(images.shape), job))
