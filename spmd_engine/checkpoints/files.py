@@ -19,6 +19,7 @@ import numpy as np
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.checkpoints.dtypes import DTYPES, dtype_name
 from spmd_engine.errors import CheckpointError
+from spmd_engine.sharding.rectangles import Rectangle
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,11 @@ def read_block(path: Path, offset: int, shape: Sequence[int], dtype: np.dtype, s
             "SHA-256 differs). Take this checkpoint from a copy, or remove its folder to go on from the one before"
         )
     return block
+
+
+def block_name(name: str, piece: Rectangle, shape: Sequence[int]) -> str:
+    """What a block is called in its file: as its array, if it is all of it."""
+    return name if piece == Rectangle.whole(shape) else f"{name}{piece}"
 
 
 def _bytes_of(name: str, block: Array) -> memoryview:

@@ -136,6 +136,8 @@ class Manifest:
         for section, arrays in manifest.sections.items():
             for name, array in arrays.items():
                 array.check(f"{where}: {section} {name}")
+                if elsewhere := [each.file for each in array.blocks if not each.file.startswith(f"{section}-")]:
+                    raise refuse(f"{section} {name} should not be in {elsewhere[0]}")
         return manifest
 
     def file_sizes(self) -> dict[str, int]:
@@ -180,7 +182,7 @@ def _mapping(content: Any) -> Mapping[str, Any]:
 
 
 def _text(content: Any) -> str:
-    return _matched(re.compile(r"[^\x00]*", re.DOTALL), content)
+    return _matched(re.compile(r"[^\x00\ud800-\udfff]*", re.DOTALL), content)
 
 
 def _matched(pattern: re.Pattern, content: Any) -> str:

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from spmd_engine.checkpoints.dtypes import DTYPES
 from spmd_engine.checkpoints.files import read_block
 from spmd_engine.checkpoints.folder import CHECKPOINTS, MANIFEST, find_checkpoint
+from spmd_engine.checkpoints.headers import LARGEST, Headers
 from spmd_engine.checkpoints.manifest import MODEL, OPTIMIZER, RESIDUES, Block, Manifest, StoredArray
 from spmd_engine.checkpoints.save import mesh_name
 from spmd_engine.engine.base import ShardedEngine
@@ -24,7 +25,6 @@ from spmd_engine.sharding.rectangles import Rectangle
 
 logger = logging.getLogger(__name__)
 
-LARGEST_MANIFEST = 1 << 30  #: bytes
 EXPORTED = "parameters.safetensors"  #: the plain file that a folder may hold instead of checkpoints
 
 
@@ -45,6 +45,7 @@ class Checkpoint(Mapping):
         else:
             self.path = find_checkpoint(self.path)
             self.manifest = read_manifest(self.path)
+            self._headers = Headers(self.path, self.manifest.step)
             self._arrays = self.section(MODEL)
             self.metadata = {"step": self.manifest.step, **self.manifest.facts}
 
@@ -52,7 +53,7 @@ class Checkpoint(Mapping):
         """The arrays of a section of the manifest, such as ``optimizer``, by name; none if there is no such section."""
         assert self.manifest is not None
         arrays = self.manifest.sections.get(name, {})
-        return {each: _sliceable(self.path, each, array) for each, array in arrays.items()}
+        return {each: _sliceable(self.path, each, array, self._headers) for each, array in arrays.items()}
 
     def __getitem__(self, name: str) -> Sliceable:
         return self._arrays[name]
@@ -116,7 +117,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        if path.stat().st_size > LARGEST_MANIFEST:
+        if path.stat().st_size > LARGEST:
             raise CheckpointError(f"{path}: {path.stat().st_size} bytes are no manifest of ours")
         manifest = Manifest.parse(path.read_bytes(), str(path))
         for file, size in manifest.file_sizes().items():
@@ -126,26 +127,6 @@ def read_manifest(folder: Path) -> Manifest:
     except OSError as error:
         raise CheckpointError(f"{folder}: a part of this checkpoint cannot be read: {error}") from error
     return manifest
-
-
-def read_file_header(path: Path) -> dict[str, tuple[str, list[int], int]]:
-    """Of each block in a safetensors file: what it calls its dtype, its shape, and where it begins in the file.
-
-    Raises CheckpointError.
-    """
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > LARGEST_MANIFEST:
-                raise ValueError(f"a header of {length} bytes")
-            blocks = json.loads(file.read(length))
-            blocks.pop("__metadata__", None)
-            return {
-                name: (each["dtype"], each["shape"], 8 + length + each["data_offsets"][0])
-                for name, each in blocks.items()
-            }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise CheckpointError(f"{path}: its header cannot be read ({error})") from error
 
 
 def load_checkpoint(
@@ -190,14 +171,17 @@ def _take_residues(checkpoint: Checkpoint, engine: ShardedEngine) -> None:
         logger.warning("%s: what --compress has yet to send was saved %s it begins anew", checkpoint.path, why)
 
 
-def _sliceable(folder: Path, name: str, array: StoredArray) -> Sliceable:
+def _sliceable(folder: Path, name: str, array: StoredArray, headers: Headers) -> Sliceable:
     dtype = DTYPES[array.dtype]
     last: list[tuple[Block, np.ndarray]] = []  # of many small slices, most are of the block before
 
     def load(block: Block) -> np.ndarray:
         if not last or last[0][0] is not block:
+            headers.check(name, array, block)
             said = f"{name}{block.rectangle}"
             data = read_block(folder / block.file, block.offset, block.rectangle.shape, dtype, block.sha256, said)
+            if dtype.kind in "fcV" and not np.isfinite(data).all():
+                raise CheckpointError(f"{folder / block.file}: {said} has values that are not finite")
             last[:] = [(block, data)]
         return last[0][1]
 

@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 
 from spmd_engine.checkpoints.dtypes import DTYPES
-from spmd_engine.checkpoints.files import Source, header, read_block, write_blocks
+from spmd_engine.checkpoints.files import Source, block_name, header, read_block, write_blocks
 from spmd_engine.checkpoints.folder import CheckpointFolder, discard
+from spmd_engine.checkpoints.headers import read_file_header
 from spmd_engine.checkpoints.manifest import Arrays, Block, StoredArray
-from spmd_engine.checkpoints.read import Checkpoint, Sliceable, read_file_header
-from spmd_engine.checkpoints.save import block_name, deal, file_name, stored_arrays
+from spmd_engine.checkpoints.read import Checkpoint, Sliceable
+from spmd_engine.checkpoints.save import deal, file_name, stored_arrays
 from spmd_engine.comm.agreement import on_rank_zero
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import CheckpointError
@@ -108,7 +109,7 @@ def problems(checkpoint: Checkpoint) -> Iterator[str]:
                     yield f"{section} {name}{block.rectangle}: values that are not finite"
     for file, blocks in said.items():
         try:
-            if read_file_header(checkpoint.path / file) != blocks:
+            if read_file_header(checkpoint.path / file) != (str(checkpoint.manifest.step), blocks):
                 yield f"{checkpoint.path / file}: its header and the manifest differ"
         except CheckpointError as error:
             yield str(error)

@@ -15,7 +15,7 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.checkpoints.dtypes import dtype_name
-from spmd_engine.checkpoints.files import Source, Written, write_blocks
+from spmd_engine.checkpoints.files import Source, Written, block_name, write_blocks
 from spmd_engine.checkpoints.folder import CheckpointFolder, discard
 from spmd_engine.checkpoints.manifest import MODEL, OPTIMIZER, RESIDUES, Arrays, Block, Manifest, StoredArray
 from spmd_engine.comm.agreement import gather_json, on_rank_zero, text_from_rank_zero
@@ -257,11 +257,6 @@ def _blocks(share: Shares, rank: int) -> Iterator[Source]:
     for name, piece, block in share.mine(rank):
         named = block_name(name, piece, share.placement[name].shape)
         yield Source(named, block.shape, block.dtype, partial(_itself, block))
-
-
-def block_name(name: str, piece: Rectangle, shape: Sequence[int]) -> str:
-    """What a block is called in its file: as its array, if it is all of it."""
-    return name if piece == Rectangle.whole(shape) else f"{name}{piece}"
 
 
 def _copied(block: Source) -> Source:

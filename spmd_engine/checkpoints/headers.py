@@ -1,0 +1,53 @@
+"""The headers of a checkpoint's files: they must say of each block what the manifest says of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from spmd_engine.checkpoints.files import block_name
+from spmd_engine.checkpoints.manifest import Block, StoredArray
+from spmd_engine.errors import CheckpointError
+
+LARGEST = 1 << 30  #: bytes of a header, or a manifest
+
+Said = dict[str, tuple[str, list[int], int]]  # of each block: dtype, shape, and where it begins in the file
+
+
+class Headers:
+    """Those of the files in a checkpoint's folder, of this step; each is read when it is first asked for."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self._folder, self._step = folder, step
+        self._read: dict[str, Said] = {}
+
+    def check(self, name: str, array: StoredArray, block: Block) -> None:
+        """Raise CheckpointError unless the file says the same of a block: its array, dtype, place and step."""
+        if block.file not in self._read:
+            path = self._folder / block.file
+            step, self._read[block.file] = read_file_header(path)
+            if step != str(self._step):
+                raise CheckpointError(f"{path} is damaged, or of another checkpoint: it says step {step!r:.40}")
+        said = self._read[block.file].get(block_name(name, block.rectangle, array.shape))
+        if said != (array.dtype, list(block.rectangle.shape), block.offset):
+            raise CheckpointError(
+                f"{self._folder / block.file}: its header and the manifest differ in {name}{block.rectangle}: one of "
+                "them was altered"
+            )
+
+
+def read_file_header(path: Path) -> tuple[str, Said]:
+    """Which step a safetensors file is of, and what it says of its blocks. Raises CheckpointError."""
+    try:
+        with path.open("rb") as file:
+            size, length = path.stat().st_size, int.from_bytes(file.read(8), "little")
+            if length > min(LARGEST, size):
+                raise ValueError(f"a header of {length} bytes")
+            blocks = json.loads(file.read(length))
+            facts = blocks.pop("__metadata__", {})
+            return facts.get("step", ""), {
+                name: (each["dtype"], each["shape"], 8 + length + each["data_offsets"][0])
+                for name, each in blocks.items()
+            }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        raise CheckpointError(f"{path}: its header cannot be read ({error})") from error
