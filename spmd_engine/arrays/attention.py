@@ -65,7 +65,8 @@ def causal_attention_backward(dy, q, k, v, y, log_sums, positions, key_positions
     the given keys contribute.
     """
     xp = backend_of(q).xp
-    dq, dk, dv = (xp.empty if apart is None else xp.zeros)(q.shape, q.dtype), xp.zeros(k.shape, k.dtype), xp.zeros(v.shape, v.dtype)
+    dq = (xp.empty if apart is None else xp.zeros)(q.shape, q.dtype)
+    dk, dv = xp.zeros(k.shape, k.dtype), xp.zeros(v.shape, v.dtype)
     scale = q.shape[-1] ** -0.5
     projection = xp.einsum("bs...k,bs...k->b...s", dy, y)
     for b, heads, rows, keys, mask, (p, ds) in _blocks(q, positions, key_positions, apart, buffers=2):
