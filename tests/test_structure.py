@@ -53,6 +53,7 @@ STATE = {
     "sharding/placement.py: _first_holders": "the cache of a pure function",
     "sharding/halos.py: plan_halos": "the cache of a pure function",
     "sharding/moves.py: _exchange_plan": "the cache of a pure function",
+    "training/prepared.py: _order": "the cache of a pure function",
     "sharding/notation.py: _parsed": "the cache of a pure function",
     "comm/threads.py: _current": "which virtual rank this thread is",
     "runtime/mpi_job.py: find_mpiexec": "where it is does not change",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from spmd_engine.cli.terminal import console
 from spmd_engine.training.data import Corpus
 from spmd_engine.training.expert_load import ExpertLoad
+from spmd_engine.training.prepared import PreparedData
 from spmd_engine.training.run import Run
 from spmd_engine.training.start import JobObserver
 from spmd_engine.training.trainer import StepReport
@@ -34,8 +35,9 @@ class Reporter(JobObserver):
         self.console = console()
         job, mesh = workload.job, workload.engine.mesh
         if workload.writes:
-            self.unit, self.each = " nats per byte", "tokens"
-        elif not isinstance(workload.corpus, Corpus):
+            self.unit = f" nats per {'token' if isinstance(workload.corpus, PreparedData) else 'byte'}"
+            self.each = "tokens"
+        elif not isinstance(workload.corpus, Corpus | PreparedData):
             self.each = "images"
         for notice in notices:
             self._say(f"spmd_engine: note: {notice}")

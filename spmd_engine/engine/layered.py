@@ -16,7 +16,7 @@ from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.pending import Pending
 from spmd_engine.engine import schedules
 from spmd_engine.engine.base import Loss, Metric
-from spmd_engine.engine.batch import Batch
+from spmd_engine.engine.batch import Batch, MicroBatch
 from spmd_engine.engine.growth import grow
 from spmd_engine.engine.move import Move
 from spmd_engine.engine.optimizers import Optimizer
@@ -211,6 +211,12 @@ class LayeredEngine(StoredEngine):
             return order
         return schedules.with_transfers(order, self._placed.neighbours.chunks - 1, sends_unfinished=len(order))
 
+    def outputs_of(self, micro: MicroBatch) -> Array | None:
+        if micro.documents is None:
+            return self.forward(micro.inputs)
+        ctx = replace(self._plain_context(micro.inputs), documents=micro.documents.on(self.backend))
+        return self.forward(micro.inputs, ctx)
+
     def _plain_context(self, x: Array) -> ForwardContext:
         length = self._summed_length(x)
         if not self.is_training:
@@ -289,7 +295,9 @@ class LayeredEngine(StoredEngine):
             length = known if known is not None else self._summed_length(micro.inputs)
             ctx = self._context(length, samples, batch.step)
             mask = None if micro.mask is None else self.backend.asarray(micro.mask)
-            contexts.append(replace(ctx, micro_batch=m, share=1 / len(batch.micro_batches), mask=mask))
+            documents = None if micro.documents is None else micro.documents.on(self.backend)
+            share = 1 / len(batch.micro_batches)
+            contexts.append(replace(ctx, micro_batch=m, share=share, mask=mask, documents=documents))
         return contexts
 
     def _whole(self, x: Array) -> int:

@@ -15,6 +15,7 @@ class ByteTokenizer(Tokenizer):
     file."""
 
     vocabulary = 257
+    separator = END_OF_FILE
     sha256 = sha256(b"bytes, and 256 after each text").hexdigest()
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:

@@ -11,6 +11,8 @@ from typing import Any
 from spmd_engine.errors import UsageError
 from spmd_engine.tokens.tokenizer import Tokenizer
 
+TOKENIZER, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+
 
 class JsonTokenizer(Tokenizer):
     """The tokenizer that a ``tokenizer.json`` describes."""
@@ -35,20 +37,34 @@ class JsonTokenizer(Tokenizer):
         self.vocabulary = max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.sha256 = sha256(text.encode()).hexdigest()
         self.end = self._inner.token_to_id(end) if end is not None else None
+        self.separator = self.end
         self.chat_template, self.special = chat_template, dict(special or {})
+        config = {**self.special, **({"chat_template": chat_template} if chat_template else {})}
+        self.files = {TOKENIZER: text, CONFIG: json.dumps(config)}
         if not self.vocabulary:
             raise UsageError(f"{where} describes a tokenizer without any tokens; get the file anew")
         if end is not None and self.end is None:
             raise UsageError(f"{where} has no token {end!r}, which ends a text; get the files anew")
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        return self._inner.encode(text, add_special_tokens=special).ids
+        return self._inner.encode(_plain(text), add_special_tokens=special).ids
 
     def decode(self, tokens: Iterable[int]) -> str:
         return self._inner.decode(list(tokens), skip_special_tokens=True)
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        return [each.ids for each in self._inner.encode_batch(list(texts), add_special_tokens=False)]
+        return [
+            each.ids for each in self._inner.encode_batch([_plain(text) for text in texts], add_special_tokens=False)
+        ]
+
+
+def _plain(text: str) -> str:
+    """With a replacement mark for each byte that was no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode(errors="surrogateescape").decode(errors="replace")
+    return text
 
 
 def tokenizers_library() -> Any:
@@ -64,21 +80,30 @@ def read_tokenizer(path: str | Path) -> JsonTokenizer:
     """The tokenizer of a model's folder, or of one ``tokenizer.json``, with what is in ``tokenizer_config.json`` and
     ``chat_template.jinja`` beside it. Raises UsageError for files that are missing or damaged."""
     path = Path(path)
-    file = path / "tokenizer.json" if path.is_dir() else path
+    file = path / TOKENIZER if path.is_dir() else path
     if not file.is_file():
         raise UsageError(f"{file}: no such file; a model's folder has its tokenizer there")
-    config = _read_json(file.with_name("tokenizer_config.json"))
-    template = file.with_name("chat_template.jinja")
-    chat = template.read_text() if template.is_file() else config.get("chat_template")
+    found = {TOKENIZER: _text(file)}
+    for name in (CONFIG, TEMPLATE):
+        if file.with_name(name).is_file():
+            found[name] = _text(file.with_name(name))
+    return tokenizer_of(found, str(file))
+
+
+def tokenizer_of(files: Mapping[str, str], where: str) -> JsonTokenizer:
+    """The tokenizer of such files, texts by name. Raises UsageError, naming ``where``, if they are damaged."""
+    try:
+        config = json.loads(files.get(CONFIG, "{}"))
+        if not isinstance(config, Mapping):
+            raise ValueError("it must hold an object, {...}")
+    except ValueError as error:
+        raise UsageError(f"{where}: {CONFIG} beside it cannot be read: {error}; get the file anew") from None
+    chat = files.get(TEMPLATE, config.get("chat_template"))
     if isinstance(chat, list):  # several by name, of which one is the usual
         named = {each.get("name"): each.get("template") for each in chat if isinstance(each, Mapping)}
         chat = named.get("default") or next(iter(named.values()), None)
     special = {name: _content(value) for name, value in config.items() if name.endswith("_token") and _content(value)}
-    try:
-        text = file.read_bytes().decode()
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{file} describes no tokenizer: {error}; get the file anew") from None
-    return JsonTokenizer(text, str(file), end=special.get("eos_token"), chat_template=chat, special=special)
+    return JsonTokenizer(files[TOKENIZER], where, end=special.get("eos_token"), chat_template=chat, special=special)
 
 
 def _content(value: Any) -> str:
@@ -87,13 +112,8 @@ def _content(value: Any) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _read_json(file: Path) -> Mapping[str, Any]:
-    if not file.is_file():
-        return {}
+def _text(file: Path) -> str:
     try:
-        content = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise UsageError(f"{file} cannot be read as JSON: {error}; get the file anew") from None
-    if not isinstance(content, Mapping):
-        raise UsageError(f"{file} must hold an object, {{...}}")
-    return content
+        return file.read_bytes().decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file} cannot be read: {error}; get the file anew") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 
 class Tokenizer(ABC):
@@ -11,9 +12,11 @@ class Tokenizer(ABC):
 
     vocabulary: int  #: tokens are 0 to vocabulary - 1
     end: int | None = None  #: the token that ends a text, if there is one
+    separator: int | None = None  #: the token after each document of a corpus; usually the same
+    files: Mapping[str, str] = MappingProxyType({})  #: texts by name: files from which it can be read anew
     sha256: str = ""  #: of what decides how text is encoded, in hexadecimal digits
     chat_template: str | None = None  #: a jinja text that writes a conversation as the model was taught
-    special: Mapping[str, str] = {}  #: what templates call special tokens: {"bos_token": "<s>"}
+    special: Mapping[str, str] = MappingProxyType({})  #: what templates call special tokens: {"bos_token": "<s>"}
 
     @abstractmethod
     def encode(self, text: str, *, special: bool = True) -> list[int]:

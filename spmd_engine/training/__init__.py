@@ -31,7 +31,6 @@ __all__ = [
 _PUBLIC = {
     "array_data": ("ArrayData",),
     "data": ("Corpus", "load_corpus"),
-    "generate": ("generate",),
     "images": ("ImageData", "Images", "load_images"),
     "job": ("Job",),
     "observers": ("Observer",),
