@@ -19,9 +19,12 @@ from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.composition import Composition, ModelConfig, build_engine
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import CheckpointError
+from spmd_engine.formats.gguf import read_gguf
 from spmd_engine.formats.huggingface import CONFIG, folder_tensors
 from spmd_engine.formats.tensor import FileTensor
 from spmd_engine.models.decoder import DecoderShape, decoder
+from spmd_engine.models.gguf_names import IGNORED as OF_GGUF
+from spmd_engine.models.gguf_names import gguf_names, shape_of_gguf
 from spmd_engine.models.shape_at import shape_at
 from spmd_engine.models.stored_names import IGNORED, Names, stored_names
 
@@ -55,7 +58,7 @@ class Filled:
 
 
 class Pretrained(Mapping[str, Sliceable]):
-    """The parameters of a decoder by our names, from a folder of Hugging Face's format.
+    """The parameters of a decoder by our names, from a folder of Hugging Face's format or a GGUF file.
 
     ``shape`` is what its configuration says, ``filled`` what of which tensor fills each parameter. That is proven when
     it is opened, from headers alone: every parameter is filled, and of every tensor everything is used exactly once.
@@ -147,6 +150,10 @@ def load_pretrained(engine: LayeredEngine, path: str | Path) -> Pretrained:
 
 
 def _opened(path: Path) -> tuple[DecoderShape, dict[str, FileTensor], Names]:
+    if path.is_file():
+        file = read_gguf(path)
+        shape = shape_of_gguf(file, str(path))
+        return shape, file.tensors, gguf_names(shape)
     shape = shape_at(path)
     return shape, folder_tensors(path), stored_names(shape)
 
@@ -187,12 +194,12 @@ def _check_used(
     for name in sorted(tensors.keys() - used.keys()):
         if name == "lm_head.weight" and shape.tied and tensors[name].shape == (shape.vocabulary, shape.width):
             copy = tensors[name]
-        elif not name.endswith(IGNORED):
+        elif not name.endswith((*IGNORED, *OF_GGUF)):
             left.append(name)
     if left:
         others = f" (and {len(left) - 1} more)" if left[1:] else ""
         raise CheckpointError(
             f"{where}: nothing of a {shape.family} is called {left[0]}{others}: this would not be the model that was "
-            f"trained. Is {CONFIG} the right one?"
+            f"trained. Is {CONFIG}, or what the file says of itself, right?"
         )
     return copy
