@@ -16,7 +16,7 @@ from spmd_engine.models.stored_names import Names, Stored
 
 _FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3-moe"}
 IGNORED = ("rope_freqs.weight",)  #: says what the shape's rotary options say
-_LLAMA3 = RotaryOptions(scaling="llama3", original_context=8192)  # what ``rope_freqs`` is made of, but for the factor
+_LEARNT = 8192  # positions before Llama 3.1 was scaled: what ``rope_freqs`` is made of, with a factor
 _REFUSED = ("attention.sliding_window", "expert_shared_count", "attn_logit_softcapping", "final_logit_softcapping")
 
 
@@ -89,7 +89,7 @@ def _rotary(
     if "rope_freqs.weight" not in tensors:
         return plain
     divided = tensors["rope_freqs.weight"].read([[pairs]], [slice(None)]).tolist()
-    found = _LLAMA3.changed(theta=plain.theta, factor=float(round(max(divided), 3)))
+    found = plain.changed(scaling="llama3", factor=float(round(max(divided), 3)), original_context=_LEARNT)
     expected = [old / new for old, new in zip(plain.frequencies(pairs), found.frequencies(pairs), strict=True)]
     if any(abs(one - other) > 1e-4 * other for one, other in zip(divided, expected, strict=True)):
         raise CheckpointError(f"{where}: rope_freqs.weight is not that of Llama 3.1, and others are not known here")
