@@ -12,17 +12,21 @@ from pathlib import Path
 import numpy as np
 
 from spmd_engine.checkpoints.read import Sliceable
+from spmd_engine.checkpoints.stored_view import StoredView
 from spmd_engine.comm.agreement import on_all_ranks, on_rank_zero, text_from_rank_zero
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.composition import Composition, ModelConfig, build_engine
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import CheckpointError
+from spmd_engine.formats.gguf import read_gguf
 from spmd_engine.formats.huggingface import CONFIG, folder_tensors
 from spmd_engine.formats.tensor import FileTensor
 from spmd_engine.models.decoder import DecoderShape, decoder
+from spmd_engine.models.gguf_names import IGNORED as OF_GGUF
+from spmd_engine.models.gguf_names import gguf_names, shape_of_gguf
 from spmd_engine.models.shape_at import shape_at
-from spmd_engine.models.stored_names import IGNORED, Names, Stored, stored_names
+from spmd_engine.models.stored_names import IGNORED, Names, stored_names
 
 COMPARED = 1 << 22  #: elements at a time
 
@@ -32,39 +36,19 @@ class Filled:
     """A parameter, and the tensor that it is read from."""
 
     name: str
-    dims: str  #: its letters
-    sizes: Mapping[str, int]  #: of all letters, whole
-    stored: Stored
+    view: StoredView
     tensor: FileTensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.sizes[letter] for letter in self.dims.split())
-
-    @property
-    def split(self) -> list[list[int]]:
-        """The sizes of the letters of each dim of the tensor."""
-        sizes = {**self.sizes, **{letter: count for letter, (_, count) in self.stored.at.items()}}
-        return [[sizes[letter] for letter in word] for word in self.stored.dims.split()]
 
     @property
     def array(self) -> Sliceable:
         """What of the parameter is sliced is read, as float32, or float64 where the file has that."""
         dtype = np.dtype(np.float64 if self.tensor.dtype == "F64" else np.float32)
-        return Sliceable(self.shape, dtype, partial(self._read, dtype))
+        return Sliceable(self.view.shape, dtype, partial(self._read, dtype))
 
     def _read(self, dtype: np.dtype, spans: tuple[slice, ...]) -> np.ndarray:
-        letters = self.dims.split()
-        wanted = dict(zip(letters, spans, strict=True)) | {at: number for at, (number, _) in self.stored.at.items()}
-        in_file = [letter for word in self.stored.dims.split() for letter in word]
-        part = self.tensor.read(self.split, [wanted[letter] for letter in in_file])
-        left = [letter for letter in in_file if letter not in self.stored.at]
-        if self.stored.other_pairs:
-            part = part.take(pairs_of_neighbours(part.shape[left.index("k")]), axis=left.index("k"))
+        part = self.tensor.read(self.view.split, self.view.index(spans))
         out = np.empty([span.stop - span.start for span in spans], dtype)
-        out[...] = part.reshape([part.shape[left.index(letter)] for letter in left]).transpose(
-            [left.index(letter) for letter in letters]
-        )
+        out[...] = self.view.as_parameter(part, spans)
         if not np.isfinite(out).all():
             raise CheckpointError(
                 f"{self.tensor.path}: {self.tensor.name} has values that are infinite or not a number, so {self.name} "
@@ -74,7 +58,7 @@ class Filled:
 
 
 class Pretrained(Mapping[str, Sliceable]):
-    """The parameters of a decoder by our names, from a folder of Hugging Face's format.
+    """The parameters of a decoder by our names, from a folder of Hugging Face's format or a GGUF file.
 
     ``shape`` is what its configuration says, ``filled`` what of which tensor fills each parameter. That is proven when
     it is opened, from headers alone: every parameter is filled, and of every tensor everything is used exactly once.
@@ -165,12 +149,11 @@ def load_pretrained(engine: LayeredEngine, path: str | Path) -> Pretrained:
     return found
 
 
-def pairs_of_neighbours(width: int) -> np.ndarray:
-    """Where each number of a head is, of which neighbours are paired, if halves of it are paired there."""
-    return np.arange(width).reshape(2, -1).T.reshape(-1)
-
-
 def _opened(path: Path) -> tuple[DecoderShape, dict[str, FileTensor], Names]:
+    if path.is_file():
+        file = read_gguf(path)
+        shape = shape_of_gguf(file, str(path))
+        return shape, file.tensors, gguf_names(shape)
     shape = shape_at(path)
     return shape, folder_tensors(path), stored_names(shape)
 
@@ -184,8 +167,8 @@ def _fill(where: str, shape: DecoderShape, tensors: Mapping[str, FileTensor], na
         if found is None:
             unfilled.append((name, stored[name][0].tensor))
             continue
-        filled[name] = Filled(name, parameter.dims, sizes[name], found, tensors[found.tensor])
-        filled[name].tensor.of_sizes(filled[name].split)
+        filled[name] = Filled(name, StoredView(parameter.dims, sizes[name], found), tensors[found.tensor])
+        filled[name].tensor.of_sizes(filled[name].view.split)
     if unfilled:
         name, tensor = unfilled[0]
         others = f" (and {len(unfilled) - 1} more)" if unfilled[1:] else ""
@@ -201,8 +184,8 @@ def _check_used(
     used: dict[str, list[tuple[int, ...]]] = {}
     parts: dict[str, Mapping[str, tuple[int, int]]] = {}
     for each in filled:
-        used.setdefault(each.tensor.name, []).append(tuple(number for number, _ in each.stored.at.values()))
-        parts[each.tensor.name] = each.stored.at
+        used.setdefault(each.tensor.name, []).append(tuple(number for number, _ in each.view.stored.at.values()))
+        parts[each.tensor.name] = each.view.stored.at
     for name, numbers in used.items():
         every = sorted(product(*(range(count) for _, count in parts[name].values())))
         if sorted(numbers) != every:
@@ -211,12 +194,12 @@ def _check_used(
     for name in sorted(tensors.keys() - used.keys()):
         if name == "lm_head.weight" and shape.tied and tensors[name].shape == (shape.vocabulary, shape.width):
             copy = tensors[name]
-        elif not name.endswith(IGNORED):
+        elif not name.endswith((*IGNORED, *OF_GGUF)):
             left.append(name)
     if left:
         others = f" (and {len(left) - 1} more)" if left[1:] else ""
         raise CheckpointError(
             f"{where}: nothing of a {shape.family} is called {left[0]}{others}: this would not be the model that was "
-            f"trained. Is {CONFIG} the right one?"
+            f"trained. Is {CONFIG}, or what the file says of itself, right?"
         )
     return copy

@@ -71,7 +71,8 @@ def shape_of_config(config: Mapping[str, Any], where: str) -> DecoderShape:
         said = f"layer_types has {windowed[0]!r}" if windowed else f"sliding_window is {config['sliding_window']!r}"
         raise CheckpointError(f"{where}: {said}, but a query sees all positions before it here")
     try:
-        return _gpt2(config) if kind == "gpt2" else _llama(_MODEL_TYPES[kind], config)
+        shape = _gpt2(config) if kind == "gpt2" else _llama(_MODEL_TYPES[kind], config)
+        return shape.changed(head_width=shape.head_width or shape.width // shape.heads)
     except KeyError as error:
         raise CheckpointError(f"{where}: the field {error} is missing") from error
     except (UsageError, TypeError, ValueError) as error:
@@ -95,7 +96,7 @@ def _gpt2(config: Mapping[str, Any]) -> DecoderShape:
 
 def _llama(family: str, config: Mapping[str, Any]) -> DecoderShape:
     heads, biased = config["num_attention_heads"], bool(config.get("attention_bias"))
-    usual_width = 128 if family.startswith("qwen3") else config["hidden_size"] // heads
+    usual_width = 128 if family.startswith("qwen3") else None
     return DecoderShape(
         family=family,
         layers=config["num_hidden_layers"],

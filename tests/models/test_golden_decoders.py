@@ -74,7 +74,7 @@ def test_logits_loss_and_gradients_in_float64(family, axes, composition):
             np.testing.assert_allclose(logits, expected["logits64"], rtol=0, atol=1e-10)
         np.testing.assert_allclose(loss, expected["loss64"], rtol=1e-12)
         for name, gradient in gradients.items():
-            in_its_place(expected, names[name], gradient, filled[name].dims, filled[name].sizes)
+            in_its_place(expected, names[name], gradient, filled[name].view.dims, filled[name].view.sizes)
 
 
 @every_family
