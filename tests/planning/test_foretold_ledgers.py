@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from real_steps import ledgers
 
 import tiny
-from real_steps import ledgers
 from spmd_engine.comm.mesh import parse_axes
 from spmd_engine.engine.composition import Composition
 from spmd_engine.models import gpt
-from spmd_engine.models.convnet import convnet, resnet
+from spmd_engine.models.convnet import convnet
 from spmd_engine.models.images import ImageShape
 from spmd_engine.models.mlp import deep_mlp, mlp, two_layers
 from spmd_engine.planning import analyze
