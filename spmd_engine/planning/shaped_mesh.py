@@ -114,7 +114,7 @@ class ShapedGroup(Group):
         self, comm: _Nobody, names: tuple[str, ...], places: tuple, classes: Sequence[int], mesh: ShapedMesh
     ) -> None:
         super().__init__(comm, ",".join(names) or "nobody", mesh.ledger, check=False, timeout=None)
-        self._recorder, self._meeting, self._classes = mesh.recorder, mesh.all.meeting, classes
+        self._mesh, self._meeting, self._classes = mesh, mesh.all.meeting, classes
         self._own, self._key = mesh.own_class, (names, places)
         self._others = sorted(set(classes) - {self._own})
         self._alike = [place for place, each in enumerate(classes) if each == self._own]
@@ -126,9 +126,8 @@ class ShapedGroup(Group):
         operation = plan.where[0]
         result = self._result(plan, x, out)
         sent = self._sent(plan, result)
-        self.ledger.record(*plan.where, payload=plan.payload, sent=sent)
-        call = self._recorder.begin(**self._facts(operation, plan.where[2], plan.payload, sent))
-        return _Answer(self._recorder, call, lambda: result, held=x)
+        call = self._mesh.recorder.begin(**self._facts(operation, plan.where[2], plan.payload, sent))
+        return _Answer(self._mesh.recorder, call, lambda: result, held=x)
 
     _begin_blocking = _begin
 
@@ -200,9 +199,8 @@ class ShapedGroup(Group):
         self._sends += channel is None
         number = self._sends if channel is None else ("channel", channel)
         self._meeting.leave(("message", self._key, self._own, number, channel is not None and to), (x.shape, x.dtype))
-        self.ledger.record("send", self.axes, label, payload=x.nbytes, sent=x.nbytes)
         facts = self._facts("send", label, x.nbytes, x.nbytes) | {"peer": to, "channel": channel}
-        return _Answer(self._recorder, self._recorder.begin(**facts), lambda: None, held=x)
+        return _Answer(self._mesh.recorder, self._mesh.recorder.begin(**facts), lambda: None, held=x)
 
     def start_receive(
         self, source: int, *, like: Backend = CPU, channel: int | None = None, label: str = ""
@@ -211,10 +209,9 @@ class ShapedGroup(Group):
         self._receives += channel is None
         number = self._receives if channel is None else ("channel", channel)
         key = "message", self._key, self._classes[source], number, channel is not None and self.rank
-        self.ledger.record("receive", self.axes, label, payload=0, sent=0)
         facts = self._facts("receive", label, 0, 0) | {"peer": source, "channel": channel}
-        call = self._recorder.begin(**facts)
-        return _Answer(self._recorder, call, lambda: ShapedArray.new(*self._meeting.take(key)))
+        call = self._mesh.recorder.begin(**facts)
+        return _Answer(self._mesh.recorder, call, lambda: ShapedArray.new(*self._meeting.take(key)))
 
 
 class _Answer(Pending):

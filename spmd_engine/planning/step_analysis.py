@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -98,6 +98,10 @@ class Communication:
     def priority(self) -> int:
         """How many computations may hide it: the fewer the more urgent; 0 where nothing does."""
         return self.ends - self.begins
+
+    def moved(self, by: int) -> Communication:
+        """The same, by so many computations later."""
+        return replace(self, begins=self.begins + by, ends=self.ends + by)
 
     @property
     def where(self) -> tuple[str, str, str]:

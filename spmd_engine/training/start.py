@@ -22,6 +22,7 @@ from spmd_engine.serving import Limits, SamplingOptions, generate
 from spmd_engine.strategies import default_axes, strategy_named
 from spmd_engine.tokens import ByteTokenizer, Tokenizer
 from spmd_engine.tokens.hugging_face import tokenizer_of
+from spmd_engine.training.foresight import foresight_of
 from spmd_engine.training.job import CorpusFacts, Job
 from spmd_engine.training.observers import Observer
 from spmd_engine.training.prepared import PreparedData
@@ -53,6 +54,7 @@ def train(
     stop_at: int | None = None,
     trace: int = 0,
     observers: Sequence[Observer] = (),
+    enforce: bool = True,
 ) -> Run:
     """Train as a job says: a Job, its JSON, or a file of that. Collective over the world; returns the Run when done.
 
@@ -74,6 +76,7 @@ def train(
         notices += _without_effect(workload)
         folder = Path(text_from_rank_zero(mesh.group(), lambda: _open_folder(job, run, resume)))
         made = _make_run(workload, folder, observers, trace)
+        made.trainer.foresight = foresight_of(workload, enforce)
         loaded: list[str] = []
         if resume:
             made.resume()
