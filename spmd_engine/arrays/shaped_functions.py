@@ -41,21 +41,17 @@ def apply_ufunc(ufunc: np.ufunc, method: str, inputs: Sequence[Any], out: Any, o
 
 
 def _dtype(ufunc: np.ufunc, inputs: Sequence[Any]) -> np.dtype:
-    kinds = tuple(
-        type(x)
-        if isinstance(x, (bool, int, float, complex))
-        else np.asarray(x).dtype
-        if not isinstance(x, ShapedArray)
-        else x.dtype
-        for x in inputs
-    )
-    return _resolved(ufunc, kinds)
+    return _resolved(ufunc, tuple(getattr(x, "dtype", None) or _weak(x) for x in inputs))
+
+
+def _weak(x: Any) -> Any:
+    """What numbers of Python's own count as."""
+    return int if isinstance(x, (bool, int)) else type(x) if isinstance(x, (float, complex)) else np.asarray(x).dtype
 
 
 @lru_cache(maxsize=1024)
 def _resolved(ufunc: np.ufunc, kinds: tuple) -> np.dtype:
-    weak = tuple(int if kind is bool else kind for kind in kinds)
-    return ufunc.resolve_dtypes((*weak, *(None,) * ufunc.nout))[-1]
+    return ufunc.resolve_dtypes((*kinds, *(None,) * ufunc.nout))[-1]
 
 
 @lru_cache(maxsize=256)
@@ -238,6 +234,10 @@ def _argpartition(x: Any, kth: int, axis: int = -1, **_: Any) -> np.ndarray:
     return np.arange(x.shape[axis])
 
 
+def _memory(x: Any) -> Any:
+    return getattr(x, "memory", None)
+
+
 FUNCTIONS: dict[Callable, Callable] = {
     np.dot: _dot,
     np.einsum: _einsum,
@@ -282,6 +282,7 @@ FUNCTIONS: dict[Callable, Callable] = {
     np.size: lambda x, axis=None: x.size if axis is None else x.shape[axis],
     np.copy: lambda x, *_, **__: x.copy(),
     np.isfinite: lambda x: x,
+    np.may_share_memory: lambda x, y, *_: _memory(x) is not None and _memory(x) is _memory(y),
 }
 
 

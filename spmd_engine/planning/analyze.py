@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from copy import copy
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any
 
 import numpy as np
 
+from spmd_engine.arrays.fast_functions import loops_are_there
 from spmd_engine.arrays.meter import Meter, metered
 from spmd_engine.arrays.shapes import Shapes, on_shapes
 from spmd_engine.comm.algorithms import span
 from spmd_engine.comm.place import Place
 from spmd_engine.engine.composition import Composition, ModelConfig, composed_layout
 from spmd_engine.engine.optimizers import AdamW, Optimizer
+from spmd_engine.engine.plan import PIPE
+from spmd_engine.layers.layer import Layer
 from spmd_engine.models.model import Model
-from spmd_engine.planning.foretold_engine import ForetoldEngine, RecordedLayer, watch_storage
+from spmd_engine.planning.foretold_engine import ForetoldEngine, Passes, RecordedLayer, watch_storage
 from spmd_engine.planning.meeting_point import MeetingPoint
+from spmd_engine.planning.passes import PassCache, kind_of
 from spmd_engine.planning.rank_classes import classes_of, every_rank, members
 from spmd_engine.planning.recorder import Phase, Recorder
 from spmd_engine.planning.samples import foretold_batch
 from spmd_engine.planning.shaped_mesh import Ranks, ShapedMesh
 from spmd_engine.planning.step_analysis import LOSS, NORM, UPDATE, RankClass, RankStep, StepAnalysis
+from spmd_engine.sharding.layout import Layout
 
 
 def analyze(
@@ -40,14 +46,17 @@ def analyze(
     choose: str = "balanced",
     nodes: Sequence[str] | None = None,
     every: bool = False,
+    cache: PassCache | None = None,
 ) -> StepAnalysis:
     """One step of the model, spread by the composition over ranks on these ``axes``, foretold.
 
     ``batch_size`` is global; ``sequence`` the length of samples, None: the model's context. ``optimizer`` by default
     is AdamW. ``choose``: how choices fall that only data decide, "balanced" or "worst". ``nodes`` names each rank's
     host; None: all are on one. ``every``: look at every rank, not at one of each class of ranks that do the same.
+    A ``cache`` of passes through layers makes further analyses of the same layers quick.
     Raises UsageError for what makes no sense, and for what cannot be foretold from shapes.
     """
+    cache = cache if cache is not None else PassCache()
     built = model.build(composition) if isinstance(model, ModelConfig) else model
     dtype = np.dtype(dtype or (model.dtype if isinstance(model, ModelConfig) else np.float32))
     place = Place(dict(axes), dict.fromkeys(axes, 0))
@@ -56,21 +65,14 @@ def analyze(
     classes = every_rank(axes) if every else classes_of(built, layout, axes, sizes)
     ranks = Ranks(axes, classes, MeetingPoint(), nodes or ["here"] * prod(axes.values()))
     found = members(classes)
+    uniform = not every and len(found) == axes.get(PIPE, 1)  # else ranks that differ meet inside of layers
+    scope = cache.number((choose, loops_are_there(), _cuts(layout, axes)))
+    kinds = {name: cache.number(_kind(layer, axes)) for name, layer in built.layers}
     with on_shapes() as backend:
+        rank = Foretold(built, ranks, composition, layout, dtype, backend, choose, optimizer or AdamW())
+        sizes = batch_size, micro_batches, sequence
         programs = [
-            partial(
-                _step_of_rank,
-                built,
-                ranks,
-                numbers[0],
-                composition,
-                layout,
-                dtype,
-                backend,
-                (batch_size, micro_batches, sequence),
-                optimizer or AdamW(),
-                choose,
-            )
+            partial(rank.step, numbers[0], sizes, cache if uniform else PassCache(), scope, kinds)
             for numbers in found.values()
         ]
         steps = ranks.meeting.run(programs)
@@ -87,32 +89,62 @@ def analyze(
     )
 
 
-def _step_of_rank(model, ranks, number, composition, layout, dtype, backend: Shapes, sizes, optimizer, choose):
-    """The step of one rank, and what was assumed about values."""
-    meter = Meter(choose)
-    recorder = Recorder(meter)
-    with metered(meter):
-        coordinates = dict(zip(ranks.axes, map(int, np.unravel_index(number, tuple(ranks.axes.values()))), strict=True))
-        mesh = ShapedMesh(ranks, coordinates, recorder)
-        with meter.taking("parameters"):
-            engine = ForetoldEngine(model, mesh, layout, dtype=dtype, backend=backend, **composition.how_on(ranks.axes))
-        watch_storage(engine, recorder)
-        optimizer = copy(optimizer)
-        optimizer.state = {}
-        return run_step(engine, optimizer, recorder, model, sizes), list(meter.notes)
+def _cuts(layout: Layout, axes: Mapping[str, int]) -> Hashable:
+    """Which axes cut what inside of layers, but for the samples, and how long they are."""
+    cuts = [(x, layout.inside.get(x, ()), layout.residual.get(x, ())) for x in {**layout.inside, **layout.residual}]
+    cuts = [each for each in sorted(cuts) if each[0] != "b"]
+    sizes = {axis: axes[axis] for each in cuts for axis in (*each[1], *each[2])}
+    return tuple(cuts), tuple(sizes.items()), layout.zigzag
 
 
-def run_step(engine, optimizer, recorder: Recorder, model: Model, sizes) -> RankStep:
+def _kind(layer: Layer, axes: Mapping[str, int]) -> Hashable:
+    """Equal for layers that do the same; who tells others of its samples does not do the same on another mesh."""
+    tells = layer.buffers or layer.side_outputs
+    return kind_of(layer), tuple(axes.items()) if tells else ()
+
+
+@dataclass
+class Foretold:
+    """What the steps of all ranks have in common."""
+
+    model: Model
+    ranks: Ranks
+    composition: Composition
+    layout: Layout
+    dtype: np.dtype
+    backend: Shapes
+    choose: str
+    optimizer: Optimizer
+
+    def step(self, number: int, sizes: tuple, cache: PassCache, scope: Hashable, kinds: Mapping) -> tuple:
+        """The step of one rank, and what was assumed about values."""
+        recorder, axes = Recorder(Meter(self.choose)), self.ranks.axes
+        with metered(recorder.meter):
+            where = map(int, np.unravel_index(number, tuple(axes.values())))
+            mesh = ShapedMesh(self.ranks, dict(zip(axes, where, strict=True)), recorder)
+            with recorder.meter.taking("parameters"):
+                how = self.composition.how_on(axes)
+                engine = ForetoldEngine(self.model, mesh, self.layout, dtype=self.dtype, backend=self.backend, **how)
+            watch_storage(engine, recorder)
+            optimizer = copy(self.optimizer)
+            optimizer.state = {}
+            passes = Passes(recorder, cache, scope, self.choose, kinds)
+            return run_step(engine, optimizer, passes, sizes), list(recorder.meter.notes)
+
+
+def run_step(engine: ForetoldEngine, optimizer: Optimizer, passes: Passes, sizes: tuple) -> RankStep:
     """A step in the middle of a training: the optimizer has its state."""
+    recorder, model = passes.recorder, engine.model
     meter = recorder.meter
     with meter.taking("optimizer state", "optimizer"):
         optimizer.prepare(engine)
-    batch_size, micro_batches, sequence = sizes
     with meter.taking("activations", "the batch"):
-        batch = foretold_batch(model, engine, batch_size, micro_batches, sequence, engine.dtype)
+        batch = foretold_batch(model, engine, *sizes, engine.dtype)
     before = {kind: size for kind, size in meter.held.items() if size}
     recorder.restart()
-    with engine.wrapped(partial(RecordedLayer, recorder)):
+    names = [name for name, _ in model.layers]
+    chunks = {names[layer]: number for number in engine.plan.mine for layer in engine.plan.chunks[number]}
+    with engine.wrapped(partial(RecordedLayer, passes, chunks)):
 
         def loss(outputs, targets, **options):
             with recorder.phase(Phase("loss", phase=LOSS)):

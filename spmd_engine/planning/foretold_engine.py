@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from spmd_engine.arrays.shaped import ShapedArray
+from spmd_engine.comm.pending import Pending
 from spmd_engine.engine.layered import LayeredEngine
+from spmd_engine.layers.gradients import GradientSums
 from spmd_engine.layers.layer import Layer
-from spmd_engine.planning.recorder import Phase, Recorder
+from spmd_engine.planning.passes import (
+    DY,
+    Call,
+    PassCache,
+    Piece,
+    Sandbox,
+    X,
+    Y,
+    stand_ins,
+    untouched,
+)
+from spmd_engine.planning.recorder import LABEL, Phase, Recorder
 from spmd_engine.planning.step_analysis import BACKWARD_INPUT, BACKWARD_WEIGHTS, FORWARD, RECOMPUTED
+from spmd_engine.sharding.shards import Shards
 
 
 class ForetoldEngine(LayeredEngine):
@@ -18,11 +34,63 @@ class ForetoldEngine(LayeredEngine):
         pass
 
 
+@dataclass
+class Passes:
+    """What the layers of one rank's step have in common: the recorder, and pieces that are known already."""
+
+    recorder: Recorder
+    cache: PassCache
+    scope: Hashable  #: of this rank: what pieces depend on, beside the layer and its inputs
+    choose: str
+    kinds: Mapping[str, Hashable]  #: of each layer: equal for equal ones
+
+    def find(self, call: Call, names: tuple[str, ...], more: Hashable, gradients: Any = None) -> Piece:
+        """The piece that is the last of these calls."""
+        key = self.scope, call.key, names, more
+        with self.cache.lock:
+            if key not in self.cache.pieces:
+                sandbox = Sandbox(call, self.choose)
+                self.cache.pieces[key] = sandbox.piece(*names, gradients=gradients)
+            return self.cache.pieces[key]
+
+
+class _Kept:
+    """What a layer keeps for its backward: memory alone, and some of what went in and came out."""
+
+    def __init__(self, call: Call, m: int) -> None:
+        self.call, self.micro_batch = call, m
+        self.names: tuple[str, ...] = ("forward",)
+        self.under_way: list[Any] = []
+        self.memory: Any = None
+        self.arrays: Mapping[str, Any] = {}
+
+    def take(self, piece: Piece, meter: Any, arrays: Mapping[str, Any]) -> None:
+        """From now on, keep what this piece leaves."""
+        self.memory = None
+        self.memory = meter.allocate(piece.kept)
+        self.arrays = {name: arrays[name] for name in piece.keeps if name in arrays}
+
+
+class _Arriving(Pending):
+    """An input's gradient that is under way."""
+
+    __slots__ = ("_layer", "_kept")
+
+    def __init__(self, layer: RecordedLayer, kept: _Kept) -> None:
+        super().__init__(None, None)
+        self._layer, self._kept = layer, kept
+
+    def wait(self) -> Any:
+        layer, kept, self._layer, self._kept = self._layer, self._kept, None, None
+        return layer.arrived(kept)  # handed over, and kept no longer
+
+
 class RecordedLayer(Layer):
     """A layer whose forward and backward are phases of a recorder."""
 
-    def __init__(self, recorder: Recorder, name: str, layer: Layer, chunk: int | None = None) -> None:
-        self._recorder, self._name, self._layer, self._chunk = recorder, name, layer, chunk
+    def __init__(self, passes: Passes, chunks: Mapping[str, int], name: str, layer: Layer) -> None:
+        self._passes, self._recorder, self._name, self._layer = passes, passes.recorder, name, layer
+        self._chunk = chunks.get(name)
         self.side_outputs = layer.side_outputs
         self._seen: set[int] = set()
 
@@ -34,19 +102,85 @@ class RecordedLayer(Layer):
         again = m in self._seen
         self._seen.add(m)
         with self._recorder.phase(self._at(RECOMPUTED if again else FORWARD, m)):
-            y, saved, *extra = self._layer.forward(sh, p, x, ctx)
-        return y, (m, saved), *extra
+            if not isinstance(x, ShapedArray):  # tokens: looked up, and not by all layers alike
+                y, saved, *extra = self._layer.forward(sh, p, x, ctx)
+                return y, (m, saved), *extra
+            return self._forward(sh, p, x, ctx)
+
+    def _forward(self, sh, p, x, ctx):
+        shapes = _shapes(p), x.shape, x.dtype, ctx.training, ctx.saving, ctx.decided is None, ctx.length, ctx.share
+        label = sh.label if sh.label in sh.layout.experts else LABEL
+        key = self._passes.kinds[self._name], label, shapes
+        call = Call(self._layer, key, Shards(sh.mesh, sh.layout, label), stand_ins(p), ctx, (x.shape, x.dtype))
+        piece = self._passes.find(call, ("forward",), None)
+        kept = _Kept(call, ctx.micro_batch)
+        self._recorder.repeat(piece, [])
+        y = ShapedArray(*piece.result, x.memory) if piece.same else ShapedArray.new(*piece.result)
+        kept.take(piece, self._recorder.meter, {X: x, Y: y})
+        return y, kept, *piece.extra
 
     def backward_input(self, sh, p, saved, dy, *side):
-        m, saved = saved
-        with self._recorder.phase(self._at(BACKWARD_INPUT, m)):
-            dx, rest = self._layer.backward_input(sh, p, saved, dy, *side)
-        return dx, (m, rest)
+        if not isinstance(saved, _Kept):
+            m, saved = saved
+            with self._recorder.phase(self._at(BACKWARD_INPUT, m)):
+                dx, rest = self._layer.backward_input(sh, p, saved, dy, *side)
+            return dx, (m, rest)
+        kept = saved
+        with self._recorder.phase(self._at(BACKWARD_INPUT, kept.micro_batch)):
+            kept.call.side, kept.names = side, ("forward", "backward")
+            piece = self._passes.find(kept.call, kept.names, _plain(side))
+            kept.under_way = self._recorder.repeat(piece, [])
+            kept.take(piece, self._recorder.meter, {**kept.arrays, DY: dy})
+            if piece.under_way:
+                return _Arriving(self, kept), kept
+            if piece.same:
+                return ShapedArray(*piece.result, dy.memory), kept
+            return None if piece.result is None else ShapedArray.new(*piece.result), kept
 
     def backward_weight(self, sh, rest, g):
-        m, rest = rest
-        with self._recorder.phase(self._at(BACKWARD_WEIGHTS, m)):
-            self._layer.backward_weight(sh, rest, g)
+        if not isinstance(rest, _Kept):
+            m, rest = rest
+            with self._recorder.phase(self._at(BACKWARD_WEIGHTS, m)):
+                self._layer.backward_weight(sh, rest, g)
+            return
+        kept, first = rest, untouched(g)
+        with self._recorder.phase(self._at(BACKWARD_WEIGHTS, kept.micro_batch)):
+            kept.names += ("weights",)
+            sums = GradientSums(stand_ins(g._arrays), g._full_names, {g._full_names[own] for own in first})
+            piece = self._passes.find(kept.call, kept.names, (first, _plain(kept.call.side)), sums)
+            kept.under_way = self._recorder.repeat(piece, kept.under_way)
+            kept.take(piece, self._recorder.meter, {})
+        for own in piece.touched:
+            g._untouched.discard(g._full_names[own])
+
+    def arrived(self, kept: _Kept) -> ShapedArray:
+        """The input's gradient, that was under way."""
+        kept.names += ("wait",)
+        sums = None
+        if "weights" in kept.names:
+            sums = GradientSums(_flat(kept.call.p))
+        piece = self._passes.find(kept.call, kept.names, _plain(kept.call.side), sums)
+        kept.under_way = self._recorder.repeat(piece, kept.under_way)
+        kept.take(piece, self._recorder.meter, kept.arrays)
+        return ShapedArray.new(*piece.result)
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A layer's tree of arrays as arrays by its own names, "norm/scale"."""
+    found: dict[str, Any] = {}
+    for name, each in tree.items():
+        found |= _flat(each, f"{prefix}{name}/") if isinstance(each, Mapping) else {prefix + name: each}
+    return found
+
+
+def _shapes(p: Any) -> Hashable:
+    if isinstance(p, Mapping):
+        return tuple((name, _shapes(each)) for name, each in p.items())
+    return p.shape
+
+
+def _plain(x: Any) -> Hashable:
+    return tuple(tuple(each.items()) for each in x)
 
 
 def watch_storage(engine: LayeredEngine, recorder: Recorder) -> None:

@@ -7,8 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from spmd_engine.arrays.meter import Meter
+from spmd_engine.arrays.meter import TEMPORARIES, Meter
 from spmd_engine.planning.step_analysis import OTHER, Communication, Computation, Moment, Peak, Product
+
+LABEL = "the layer"  #: in the place of a layer's name, where what is written down may be any layer's
+_FACTS = ("operation", "axes", "label", "ranks", "place", "payload", "sent", "peer", "channel", "received")
 
 
 @dataclass(frozen=True)
@@ -30,15 +33,16 @@ class Recorder:
         self.computations: list[Computation] = []
         self.communications: list[_Call] = []
         self.timeline: list[Moment] = []
+        self.tops: list[int] = []  #: bytes held at the most while each computation ran
         self._now = Phase("before the step")
-        self._peak = (0, 0, 0)  # bytes, computation, event
+        self._peak = _Top(0, 0, 0)
 
     def restart(self) -> None:
         """Forget all but what is held: a step begins."""
         self.meter.take_work()
         self.meter.take_top()
-        self.computations, self.communications, self.timeline = [], [], []
-        self._peak = (0, 0, 0)
+        self.computations, self.communications, self.timeline, self.tops = [], [], [], []
+        self._peak = _Top(0, 0, 0)
 
     @property
     def place(self) -> int:
@@ -64,27 +68,67 @@ class Recorder:
         """Write down what was computed since, as one computation."""
         if self.meter.work.calls == 0:
             return
-        work, top, now = self.meter.take_work(), self.meter.take_top(), self._now
-        if top.total > self._peak[0]:
-            self._peak = top.total, len(self.computations), top.event
-        self.timeline.append(Moment(len(self.computations), {kind: n for kind, n in top.by_kind.items() if n}))
-        products = tuple(
-            Product(m, n, k, batch, size, calls) for (batch, m, n, k, size), calls in work.products.items()
-        )
-        self.computations.append(
+        work, now = self.meter.take_work(), self._now
+        self._write(
             Computation(
                 now.name,
                 now.layer,
                 now.phase,
                 now.micro_batch,
                 now.chunk,
-                products,
+                tuple(Product(m, n, k, batch, size, calls) for (batch, m, n, k, size), calls in work.products.items()),
                 work.elements,
                 work.calls,
                 work.read,
                 work.written,
             )
         )
+
+    def _write(self, computation: Computation, more: int = 0) -> None:
+        """One more computation, in which, beside what is held now, ``more`` bytes are held at the most."""
+        top = self.meter.take_top()
+        total, by_kind = top.total, top.by_kind
+        if more and self.meter.total + more > total:
+            by_kind = {**self.meter.held, TEMPORARIES: self.meter.held[TEMPORARIES] + more}
+            total = self.meter.total + more
+        else:
+            more = 0
+        if total > self._peak.total:
+            self._peak = _Top(total, len(self.computations), len(self.meter.events) if more else top.event, more)
+        self.timeline.append(Moment(len(self.computations), {kind: n for kind, n in by_kind.items() if n}))
+        self.tops.append(total)
+        self.computations.append(computation)
+
+    def repeat(self, piece: Any, under_way: list[_Call]) -> list[_Call]:
+        """Write down what was found of such a call before; ``under_way``: what the calls before it have begun.
+
+        Returns what is under way afterwards.
+        """
+        first, now = self.place, self._now
+        for each, top in zip(piece.computations, piece.tops, strict=True):
+            self._write(
+                Computation(
+                    now.name,
+                    now.layer,
+                    now.phase,
+                    now.micro_batch,
+                    now.chunk,
+                    each.products,
+                    each.elements,
+                    each.calls,
+                    each.bytes_read,
+                    each.bytes_written,
+                ),
+                top,
+            )
+        for place, ends, received in piece.ended:
+            under_way[place].end(first + ends, received)
+        calls = [_Call.again(each, first, now.layer) for each in piece.communications]
+        for number, call in enumerate(calls):
+            if number in piece.begun:
+                call.ends = None
+        self.communications += calls
+        return [call for call in (*under_way, *calls) if call.ends is None]
 
     def begin(self, **facts: Any) -> _Call:
         """Something begins to be sent now."""
@@ -100,7 +144,7 @@ class Recorder:
 
     def _find_peak(self) -> Peak:
         """The peak, with what was held then: the arrays of each phase and kind together."""
-        total, computation, event = self._peak
+        total, computation, event = self._peak.total, self._peak.computation, self._peak.event
         held: dict[int, tuple[int, str, str]] = {}
         for size, number, kind, what in self.meter.events[:event]:
             if size < 0:
@@ -110,13 +154,34 @@ class Recorder:
         sums: dict[tuple[str, str], int] = {}
         for size, kind, what in held.values():
             sums[kind, what] = sums.get((kind, what), 0) + size
+        if self._peak.more:
+            sums[TEMPORARIES, self.computations[computation].name] = self._peak.more
         listed = sorted(((kind, what, size) for (kind, what), size in sums.items()), key=lambda each: -each[2])
         by_kind = self.timeline[computation].bytes_by_kind if self.timeline else {}
         return Peak(total, computation, by_kind, tuple(listed[:24]))
 
 
+@dataclass(frozen=True)
+class _Top:
+    """The most that was held: bytes, in which computation, after which event, and how much of it for a moment alone."""
+
+    total: int
+    computation: int
+    event: int
+    more: int = 0
+
+
 class _Call:
     """A communication under way."""
+
+    @classmethod
+    def again(cls, each: Communication, first: int, layer: str) -> _Call:
+        """The same, that much later, and of this layer."""
+        facts = {name: getattr(each, name) for name in _FACTS}
+        facts["label"] = layer if each.label == LABEL else each.label
+        call = cls(facts, each.begins + first)
+        call.ends = each.ends + first
+        return call
 
     def __init__(self, facts: dict[str, Any], begins: int) -> None:
         self.facts, self.begins, self.ends = facts, begins, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -109,9 +110,10 @@ class ShapedGroup(Group):
         self, comm: _Nobody, names: tuple[str, ...], places: tuple, classes: Sequence[int], mesh: ShapedMesh
     ) -> None:
         super().__init__(comm, ",".join(names) or "nobody", mesh.ledger, check=False, timeout=None)
-        self._recorder, self._meeting, self._classes = mesh.recorder, mesh.all.meeting, classes
+        self._mesh, self._meeting, self._classes = mesh, mesh.all.meeting, classes
         self._own, self._key = mesh.own_class, (names, places)
         self._others = sorted(set(classes) - {self._own})
+        self._alike = [place for place, each in enumerate(classes) if each == self._own]
         self._calls = self._sends = self._receives = 0
 
     # --- collectives
@@ -119,12 +121,30 @@ class ShapedGroup(Group):
     def _begin(self, plan: Plan, x: Array | None, out: Any = None) -> Pending:
         operation = plan.where[0]
         result = self._result(plan, x, out)
-        sent = plan.sent(result) if callable(plan.sent) else plan.sent
-        self.ledger.record(*plan.where, payload=plan.payload, sent=sent)
-        call = self._recorder.begin(**self._facts(operation, plan.where[2], plan.payload, sent))
-        return _Answer(self._recorder, call, lambda: result, held=x)
+        sent = self._sent(plan, result)
+        call = self._mesh.recorder.begin(**self._facts(operation, plan.where[2], plan.payload, sent))
+        return _Answer(self._mesh.recorder, call, lambda: result, held=x)
 
     _begin_blocking = _begin
+
+    def _sent(self, plan: Plan, result: Any) -> float:
+        """As the ledger counts it; where this rank stands for several whose parts differ a little, the mean."""
+        sent = plan.sent(result) if callable(plan.sent) else plan.sent
+        if len(self._alike) < 2:
+            return sent
+        match plan.where[0]:
+            case "all_reduce":
+                whole, rest = divmod(prod(plan.shape), self.size)  # the first ranks have one more
+                mine = whole + bisect_left(self._alike, rest) / len(self._alike)
+                return plan.payload + mine * plan.dtype.itemsize * (self.size - 2)
+            case "reduce_scatter":
+                parts = (part[-1] for part in map(plan.parts.__getitem__, self._alike))
+                row = plan.payload / max(1, plan.parts[-1][-1].stop)
+                return plan.payload - sum(part.stop - part.start for part in parts) * row / len(self._alike)
+            case "all_gather" if plan.sizes is not None:
+                row = result.nbytes / max(1, sum(plan.sizes))
+                return sum(plan.sizes[place] for place in self._alike) * row * (self.size - 1) / len(self._alike)
+        return sent
 
     def _facts(self, operation: str, label: str, payload: int, sent: int) -> dict[str, Any]:
         return {
@@ -175,9 +195,8 @@ class ShapedGroup(Group):
         self._sends += channel is None
         number = self._sends if channel is None else ("channel", channel)
         self._meeting.leave(("message", self._key, self._own, number, channel is not None and to), (x.shape, x.dtype))
-        self.ledger.record("send", self.axes, label, payload=x.nbytes, sent=x.nbytes)
         facts = self._facts("send", label, x.nbytes, x.nbytes) | {"peer": to, "channel": channel}
-        return _Answer(self._recorder, self._recorder.begin(**facts), lambda: None, held=x)
+        return _Answer(self._mesh.recorder, self._mesh.recorder.begin(**facts), lambda: None, held=x)
 
     def start_receive(
         self, source: int, *, like: Backend = CPU, channel: int | None = None, label: str = ""
@@ -186,10 +205,9 @@ class ShapedGroup(Group):
         self._receives += channel is None
         number = self._receives if channel is None else ("channel", channel)
         key = "message", self._key, self._classes[source], number, channel is not None and self.rank
-        self.ledger.record("receive", self.axes, label, payload=0, sent=0)
         facts = self._facts("receive", label, 0, 0) | {"peer": source, "channel": channel}
-        call = self._recorder.begin(**facts)
-        return _Answer(self._recorder, call, lambda: ShapedArray.new(*self._meeting.take(key)))
+        call = self._mesh.recorder.begin(**facts)
+        return _Answer(self._mesh.recorder, call, lambda: ShapedArray.new(*self._meeting.take(key)))
 
 
 class _Answer(Pending):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -87,7 +87,7 @@ class Communication:
     ranks: int  #: in the group
     place: int  #: of this rank in the group
     payload: int  #: bytes of the array handed in
-    sent: int  #: bytes that this rank sends, as the ledger counts them
+    sent: float  #: bytes that this rank sends, as the ledger counts them; the mean of its class, where parts differ
     begins: int
     ends: int
     peer: int | None = None  #: of send and receive: the other one's place in the group
@@ -98,6 +98,10 @@ class Communication:
     def priority(self) -> int:
         """How many computations may hide it: the fewer the more urgent; 0 where nothing does."""
         return self.ends - self.begins
+
+    def moved(self, by: int) -> Communication:
+        """The same, by so many computations later."""
+        return replace(self, begins=self.begins + by, ends=self.ends + by)
 
     @property
     def where(self) -> tuple[str, str, str]:
@@ -162,12 +166,12 @@ class RankStep:
         return sum(computation.flops for computation in self.computations)
 
     @property
-    def bytes_sent(self) -> int:
+    def bytes_sent(self) -> float:
         return sum(communication.sent for communication in self.communications)
 
-    def ledger(self) -> dict[tuple[str, str, str], tuple[int, int, int]]:
+    def ledger(self) -> dict[tuple[str, str, str], tuple[int, int, float]]:
         """Calls, payload and bytes sent by operation, axes and label: what the step adds to this rank's ledger."""
-        lines: dict[tuple[str, str, str], list[int]] = {}
+        lines: dict[tuple[str, str, str], list[float]] = {}
         for each in self.communications:
             line = lines.setdefault(each.where, [0, 0, 0])
             for place, more in enumerate((1, each.payload, each.sent)):
@@ -206,7 +210,12 @@ class StepAnalysis:
     @property
     def bytes_sent(self) -> int:
         """Of the step, by all ranks, as ``metrics.jsonl`` counts them."""
-        return sum(each.count * each.step.bytes_sent for each in self.classes)
+        return round(sum(each.count * each.step.bytes_sent for each in self.classes))
+
+    @property
+    def calls(self) -> int:
+        """Collectives and messages of the step that ranks take part in, each counted by every one."""
+        return sum(each.count * len(each.step.communications) for each in self.classes)
 
     @property
     def flops(self) -> int:
@@ -236,7 +245,7 @@ class StepAnalysis:
             for (operation, axes, _), line in each.step.ledger().items():
                 calls[operation, axes] += each.count * line[0]
                 sent[operation, axes] += each.count * line[2]
-        return {key: (calls[key], sent[key]) for key in calls}
+        return {key: (calls[key], round(sent[key])) for key in calls}
 
     def as_json(self) -> dict[str, Any]:
         """All of it as JSON has it."""

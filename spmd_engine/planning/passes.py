@@ -1,0 +1,226 @@
+"""Passes through layers, run on shapes once for all layers and micro-batches alike, and written down for each.
+
+A layer's forward and backward are run apart, on stand-ins for what goes into them; what they compute, send and hold
+is a ``Piece``. Where the same is to be done again the piece is written down again, and of what the layer had kept for
+its backward nothing is there but its memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from threading import RLock
+from typing import Any
+
+import numpy as np
+
+from spmd_engine.arrays.meter import Meter, metered
+from spmd_engine.arrays.shaped import ShapedArray
+from spmd_engine.comm.group import Group
+from spmd_engine.comm.mesh import Mesh
+from spmd_engine.layers.gradients import GradientSums
+from spmd_engine.layers.later import wait_for
+from spmd_engine.layers.layer import ForwardContext, Layer
+from spmd_engine.planning.recorder import Recorder
+from spmd_engine.planning.step_analysis import Communication, Computation
+from spmd_engine.sharding.shards import Shards
+
+#: What goes into a layer, and what it makes: of these it may keep some.
+X, Y, DY = "x", "y", "dy"
+
+
+@dataclass
+class Piece:
+    """What a rank does in one call of a layer. Positions are counted from its beginning."""
+
+    computations: list[Computation]
+    tops: list[int]  #: bytes beyond what was held at the beginning, at the most, by computation
+    communications: list[Communication]
+    begun: list[int]  #: numbers, in ``communications``, of those that are under way at its end
+    ended: list[tuple[int, int, int]] = field(default_factory=list)  #: of those before: which, where, bytes received
+    kept: int = 0  #: bytes that it leaves for later calls, beside what goes in and comes out
+    keeps: frozenset[str] = frozenset()  #: which of X, Y and DY it leaves there, too
+    result: tuple | None = None  #: shape and dtype of what it returns; None: nothing
+    under_way: bool = False  #: whether that must be waited for
+    extra: tuple = ()  #: what else a forward returns
+    same: bool = False  #: whether that has the memory of what went in
+    touched: frozenset[str] = frozenset()  #: parameters that have got a gradient
+
+
+class PassCache:
+    """Pieces by all that they depend on: one cache may serve many analyses."""
+
+    def __init__(self) -> None:
+        self.pieces: dict[Hashable, Piece] = {}
+        self.lock = RLock()
+        self._numbers: dict[Hashable, int] = {}
+
+    def number(self, what: Hashable) -> int:
+        """A number that stands for this: equal for equals, and quickly compared."""
+        with self.lock:
+            return self._numbers.setdefault(what, len(self._numbers))
+
+
+@dataclass
+class Call:
+    """A layer and what it is called with, by which its pieces are found."""
+
+    layer: Layer
+    key: Hashable
+    sh: Any
+    p: Any
+    ctx: ForwardContext
+    x: tuple  # shape and dtype
+    side: tuple = ()
+
+
+class Sandbox:
+    """Runs one layer's calls apart from the step, from the forward on, as far as the piece that is wanted."""
+
+    def __init__(self, call: Call, choose: str) -> None:
+        self._call, self._recorder = call, Recorder(Meter(choose))
+        self._mark: tuple[int, int, int] = (0, 0, 0)
+
+    def piece(self, *names: Any, gradients: GradientSums | None = None) -> Piece:
+        """The last of these calls: "forward", "backward", then "wait" and "weights" in either order."""
+        mesh, call = self._call.sh.mesh, self._call
+        before, mesh.recorder = mesh.recorder, self._recorder
+        try:
+            with metered(self._recorder.meter):
+                return self._run(call, names, gradients)
+        finally:
+            mesh.recorder = before
+
+    def _run(self, call: Call, names: tuple, gradients: GradientSums | None) -> Piece:
+        recorder, given = self._recorder, {X: _new(call.x)}
+        self._begin()
+        y, saved, *extra = call.layer.forward(call.sh, call.p, given[X], call.ctx)
+        given[Y], held = y, [saved]
+        same, result = y.memory is given[X].memory, (y.shape, y.dtype)
+        del y, saved
+        piece = self._end(held, given, result, tuple(extra), same)
+        if names == ("forward",):
+            return piece
+        given = {name: given[name] for name in piece.keeps}  # nobody else has what the layer does not keep
+        given[DY] = _new(result)
+        self._begin()
+        dx, rest = call.layer.backward_input(call.sh, call.p, held.pop(), given[DY], *call.side)
+        under_way = dx is not None and not isinstance(dx, ShapedArray)
+        held, given["dx"] = [rest], dx
+        del rest
+        shape = None if dx is None or under_way else (dx.shape, dx.dtype)
+        same = shape is not None and dx.memory is given[DY].memory
+        piece = self._end(held, given, shape, (), same)
+        del dx
+        piece.under_way = under_way
+        for name in names[2:]:
+            outgoing = [number for number, each in enumerate(recorder.communications) if each.ends is None]
+            shape, touched = None, frozenset()
+            self._begin()
+            if name == "wait":
+                given["dx"] = wait_for(given["dx"])
+                shape = given["dx"].shape, given["dx"].dtype
+            else:
+                before = untouched(gradients)
+                call.layer.backward_weight(call.sh, held.pop(), gradients)
+                touched, held = before - untouched(gradients), []
+            piece = self._end(held, given, shape, (), False)
+            piece.touched = touched
+            calls = recorder.communications
+            piece.ended = [
+                (place, calls[number].ends - self._mark[0], calls[number].facts["received"])
+                for place, number in enumerate(outgoing)
+                if calls[number].ends is not None
+            ]
+        return piece
+
+    def _begin(self) -> None:
+        recorder = self._recorder
+        recorder.flush()
+        recorder.meter.take_top()
+        self._mark = len(recorder.computations), len(recorder.communications), recorder.meter.total
+
+    def _end(self, held: list, given: dict, result: tuple | None, extra: tuple, same: bool) -> Piece:
+        """The piece since the mark; ``held`` is what the layer keeps, ``given`` what goes in and comes out."""
+        recorder = self._recorder
+        recorder.flush()
+        first, calls, total = self._mark
+        made = recorder.communications[calls:]
+        last = len(recorder.computations)
+        kept, keeps = _kept(held, given)
+        return Piece(
+            recorder.computations[first:],
+            [max(0, top - total) for top in recorder.tops[first:]],
+            [each.as_communication(last).moved(-first) for each in made],
+            [number for number, each in enumerate(made) if each.ends is None],
+            kept=kept,
+            keeps=keeps,
+            result=result,
+            extra=extra,
+            same=same,
+        )
+
+
+def _new(described: tuple) -> Any:
+    shape, dtype = described
+    return ShapedArray.new(shape, dtype)
+
+
+def kind_of(x: Any) -> Hashable:
+    """What an object consists of: equal for layers that do the same."""
+    if isinstance(x, Mapping):
+        return tuple((name, kind_of(each)) for name, each in x.items())
+    if isinstance(x, (list, tuple)):
+        return tuple(kind_of(each) for each in x)
+    if x is None or isinstance(x, (str, int, float, bool, type)):
+        return x
+    if isinstance(x, partial):
+        return kind_of((x.func, x.args, x.keywords))
+    if callable(x) and not hasattr(x, "__dict__"):
+        return repr(x)
+    if hasattr(x, "__code__"):
+        return x.__module__, x.__qualname__, kind_of([cell.cell_contents for cell in x.__closure__ or ()])
+    return type(x), kind_of({name: each for name, each in vars(x).items() if name != "tied"})
+
+
+def untouched(gradients: GradientSums) -> frozenset[str]:
+    """Own names of a layer's parameters that have got no gradient yet."""
+    return frozenset(own for own, full in gradients._full_names.items() if full in gradients._untouched)
+
+
+def stand_ins(tree: Any) -> Any:
+    """Arrays like those of a tree, without memory."""
+    if isinstance(tree, Mapping):
+        return {name: stand_ins(each) for name, each in tree.items()}
+    return ShapedArray(tree.shape, tree.dtype)
+
+
+def _kept(held: list, given: Mapping[str, Any]) -> tuple[int, frozenset[str]]:
+    """Bytes of what is held, and which of what was given are among it."""
+    memories: dict[int, Any] = {}
+    _collect([held, given.get("dx")] if not isinstance(given.get("dx"), ShapedArray) else held, memories, set())
+    names = {id(x.memory): name for name, x in given.items() if isinstance(x, ShapedArray) and x.memory is not None}
+    keeps = frozenset(names[each] for each in memories if each in names) - {"dx"}
+    return sum(memory.bytes for key, memory in memories.items() if key not in names), keeps
+
+
+def _collect(x: Any, memories: dict[int, Any], seen: set[int]) -> None:
+    """All memories that are reached from an object, through what it consists of."""
+    if isinstance(x, ShapedArray):
+        if x.memory is not None:
+            memories[id(x.memory)] = x.memory
+        return
+    if x is None or id(x) in seen or isinstance(x, (str, int, float, type, np.ndarray, Shards, Mesh, Group, Layer)):
+        return
+    seen.add(id(x))
+    if isinstance(x, Mapping):
+        parts = list(x.values())
+    elif isinstance(x, (tuple, list, set, frozenset)):
+        parts = list(x)
+    else:
+        slots = (name for kind in type(x).__mro__ for name in getattr(kind, "__slots__", ()))
+        parts = [*getattr(x, "__dict__", {}).values(), *(getattr(x, name, None) for name in slots)]
+        parts += [cell.cell_contents for cell in getattr(x, "__closure__", None) or ()]
+    for part in parts:
+        _collect(part, memories, seen)

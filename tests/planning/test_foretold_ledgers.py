@@ -1,0 +1,78 @@
+"""What a step will send, call by call and byte by byte, is what it sends: every strategy, model and mesh."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from real_steps import ledgers
+
+import tiny
+from spmd_engine.comm.mesh import parse_axes
+from spmd_engine.engine.composition import Composition
+from spmd_engine.models import gpt
+from spmd_engine.models.convnet import convnet
+from spmd_engine.models.images import ImageShape
+from spmd_engine.models.mlp import deep_mlp, mlp, two_layers
+from spmd_engine.planning import analyze
+
+GPT = gpt(replace(tiny.SIZE, layers=3))
+GPT_RING = gpt(tiny.SIZE, context_method="ring")
+GPT_ULYSSES = gpt(tiny.SIZE, context_method="ulysses")
+GPT_UNTIED = gpt(replace(tiny.SIZE, tied=False))
+GPT_SHARED_KEYS = gpt(replace(tiny.SIZE, key_value_heads=2))
+MLP, DEEP, TWO = mlp((12, 7, 9, 5)), deep_mlp(4, 6), two_layers(6, 10)
+CONVNET = convnet(ImageShape(), "convnet")
+
+CASES = [
+    (GPT, "data=1", {}),
+    (GPT, "data=2", {}),
+    (GPT, "data=3", {"zero": 1}),
+    (GPT, "data=4", {"zero": 2}),
+    (GPT, "data=2", {"zero": 3, "recompute": "block"}),
+    (GPT, "data=3", {"zero": 3, "group_threshold": 1500}),
+    (GPT, "data=3", {"zero": 1, "compress": "bfloat16"}),
+    (GPT, "data=2", {"compress": "top-k:0.1"}),
+    (GPT, "data=3", {"compress": "powersgd:2"}),
+    (GPT, "replicate=2,shard=2", {}),
+    (GPT, "data=2,shard=2", {"zero": 2}),
+    (GPT, "model=2", {}),
+    (GPT, "model=4", {"sequence_parallel": True}),
+    (GPT_UNTIED, "model=3,data=2", {"zero": 1, "sequence_parallel": True}),
+    (GPT_SHARED_KEYS, "model=3", {}),
+    (GPT, "context=2", {}),
+    (GPT, "context=3", {"zero": 3}),
+    (GPT_RING, "context=3,data=2", {"context_method": "ring"}),
+    (GPT_ULYSSES, "context=2,model=2", {"context_method": "ulysses"}),
+    (GPT, "pipe=2", {}),
+    (GPT, "pipe=3,data=2", {"zero": 1, "schedule": "zero-bubble"}),
+    (GPT, "pipe=2,model=2", {"schedule": "gpipe", "recompute": "attention"}),
+    (GPT, "pipe=2,data=2", {"schedule": "interleaved", "zero": 3}),
+    (GPT, "pipe=2,context=2,model=2", {"zero": 3, "recompute": "block"}),
+    (MLP, "data=2", {}),
+    (MLP, "row=2,col=2", {}),
+    (DEEP, "pipe=2,model=2", {}),
+    (TWO, "model=2,data=2", {"zero": 3}),
+    (CONVNET, "data=2", {}),
+    (CONVNET, "rows=2,columns=2", {}),
+    (CONVNET, "rows=3,data=2", {"zero": 1}),
+    (CONVNET, "model=2,pipe=2", {}),
+]
+
+
+def case_id(case):
+    model, mesh, options = case
+    return " ".join((model.name, mesh, *(f"{key}={value}" for key, value in options.items())))
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_a_step_sends_what_was_foretold(case):
+    model, mesh, options = case
+    axes, composition = parse_axes(mesh), Composition(**options)
+    how = {"batch_size": tiny.BATCH, "micro_batches": 2, "dtype": np.float64}
+    real = ledgers(model, axes, composition, **how)
+    foretold = analyze(model, axes, composition, every=True, **how)
+    for rank, ledger in enumerate(real):
+        assert foretold.of_rank(rank).ledger() == ledger, f"rank {rank}"
+    merged = analyze(model, axes, composition, **how)
+    assert merged.bytes_sent == sum(sent for ledger in real for _, _, sent in ledger.values())
+    assert merged.calls == sum(calls for ledger in real for calls, _, _ in ledger.values())
