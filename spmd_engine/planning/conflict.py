@@ -119,9 +119,14 @@ def _ways(planner: Planner, question: Question, conflict: Sequence[str], seconds
             tried = [{}]
         goal = name if name in ("memory", "latency") else question.goal
         for change in tried:
-            found = planner.search(replace(choices, **change), constraints, goal, seconds=seconds, front=False, keep=1)
-            if found.best:
-                yield Way(name, _instead(name, found.best[0], question), found.best[0])
+            changed = replace(choices, **change)
+            any_way = planner.search(
+                changed, constraints, _easiest(constraints), seconds=seconds, front=False, keep=1, first=True
+            )
+            if any_way.best:
+                found = planner.search(changed, constraints, goal, seconds=seconds, front=False, keep=1)
+                best = found.best[0] if found.best else any_way.best[0]
+                yield Way(name, _instead(name, best, question), best)
                 break
 
 

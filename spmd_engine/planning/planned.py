@@ -9,18 +9,22 @@ from typing import Any
 
 import numpy as np
 
-from spmd_engine.engine.composition import Composition
+from spmd_engine.engine.composition import Composition, ModelConfig
 from spmd_engine.engine.optimizers import SGD, AdamW
 from spmd_engine.errors import UsageError
 from spmd_engine.models import Model
+from spmd_engine.models.names import MODELS
 from spmd_engine.planning.conflict import MORE, Conflict, Question, conflict_of
 from spmd_engine.planning.estimate import Estimate
-from spmd_engine.planning.foresight import Foresight, look_at
+from spmd_engine.planning.foresight import Foresight, look, look_at
 from spmd_engine.planning.goals import GOALS, Constraints, Limits, value
 from spmd_engine.planning.lattice import Candidate, Choices
 from spmd_engine.planning.machine import Machine
-from spmd_engine.planning.search import Found, Planner
+from spmd_engine.planning.plan_file import PlanFile
+from spmd_engine.planning.search import Certificate, Found, Planner
+from spmd_engine.planning.units import readable_bytes
 
+MISFIT = 1  #: the exit code where nothing fits
 MOST_TO_SIMULATE = 20_000  #: layers times micro-batches of a pipeline's filling, beyond which estimates must do
 STATES = {"adamw": 2, "sgd": 1}
 
@@ -68,6 +72,69 @@ class Answer:
     conflict: Conflict | None = None
     conflict_foresight: Foresight | None = None  #: of what comes closest
     took: float = 0.0  #: seconds
+    composition: Composition | None = None  #: of a plan that was given, not found
+    micro_batches: int = 1  #: of such a plan
+
+    @property
+    def why_not(self) -> str:
+        """Why nothing fits, in one line."""
+        conflict, constraints = self.conflict, Constraints(self.limits, self.request.fixed)
+        assert conflict is not None
+        said = [_said_constraint(name, constraints, self.request) for name in conflict.constraints]
+        text = f"nothing fits: {' and '.join(said)} cannot be kept together" if len(said) > 1 else f"{said[0]} cannot be kept"
+        seen, nearest = self.conflict_foresight, conflict.nearest
+        if seen is not None:
+            text += (
+                f"; what comes closest ({nearest.candidate}) needs {readable_bytes(seen.analysis.peak_bytes)} on rank "
+                f"{seen.peak_rank} at {seen.peak_moment}" if nearest is not None else
+                f"; rank {seen.peak_rank} needs {readable_bytes(seen.analysis.peak_bytes)} at {seen.peak_moment}"
+            )
+        if conflict.ways:
+            text += f". It would fit with {conflict.ways[0].said}"
+        return text
+
+    @property
+    def limits(self) -> Limits:
+        """With the machine's own."""
+        return _within(self.request.limits, self.request.machine.with_ranks(max(self.request.ranks)))
+
+    def as_json(self) -> dict[str, Any]:
+        """What programs ask for."""
+        if self.conflict is not None:
+            return {
+                "fits": False,
+                "conflict": list(self.conflict.constraints),
+                "reason": self.why_not,
+                "ways": [
+                    {"gives_up": way.gives_up, "with": way.said, **_plain(way.plan)} for way in self.conflict.ways
+                ],
+                **({"nearest": self.conflict_foresight.as_json()} if self.conflict_foresight else {}),
+            }
+        seen = self.foresight
+        found = {
+            "fits": True,
+            "model": self.request.model.name,
+            "machine": self.request.machine.name,
+            "goal": self.request.goal,
+        }
+        if self.plan is not None:
+            found |= _plain(self.plan) | {
+                "composition": self.plan.candidate.composition(self.request.base).as_json(),
+                "micro_batches": self.plan.candidate.micro_batches,
+                "batch_size": self.plan.candidate.batch_size,
+                "reasons": list(self.reasons),
+                "front": [_plain(each) for each in self.found.front],
+                "certificate": {"gap": float(self.found.certificate.gap), **_numbers(self.found.certificate)},
+            }
+        elif self.composition is not None:
+            found |= {
+                "composition": self.composition.as_json(),
+                "micro_batches": self.micro_batches,
+                "batch_size": self.request.batch_sizes[0],
+            }
+        if seen is not None:
+            found |= seen.as_json()
+        return found
 
 
 def plan(request: Request) -> Answer:
@@ -99,6 +166,101 @@ def plan(request: Request) -> Answer:
     chosen, foresight = _verified(request, machine, limits, found)
     reasons = list(_reasons(planner, choices, limits, chosen, request.goal))
     return Answer(request, found, chosen, foresight, reasons, took=perf_counter() - began)
+
+
+def _plain(estimate: Estimate) -> dict[str, Any]:
+    """An estimate as JSON has it."""
+    return {
+        "plan": str(estimate.candidate),
+        "seconds": float(estimate.seconds),
+        "bytes_sent": int(estimate.sent),
+        "peak_bytes": int(estimate.memory),
+        "seconds_by_part": {name: float(value) for name, value in estimate.parts.items()},
+        "bytes_by_kind": {name: int(value) for name, value in estimate.holds.items()},
+    }
+
+
+def _numbers(certificate: Certificate) -> dict[str, Any]:
+    return {
+        "best": float(certificate.best),
+        "bound": float(certificate.bound),
+        "candidates": certificate.candidates,
+        "excluded": certificate.excluded,
+        "estimated": certificate.estimated,
+    }
+
+
+def _said_constraint(name: str, constraints: Constraints, request: Request) -> str:
+    if name == "ranks":
+        return f"{max(request.ranks)} ranks"
+    if name == "batch_size":
+        return f"a batch of {min(request.batch_sizes)}"
+    return constraints.said(name)
+
+
+def fixed_plan(request: Request) -> Answer:
+    """A composition that is given, looked at closely: it fits, or what it breaks is the conflict."""
+    began = perf_counter()
+    axes, fixed = request.fixed["mesh"], dict(request.fixed)
+    ranks = max(request.ranks)
+    machine = request.machine.with_ranks(ranks)
+    stages = fixed.get("stages")
+    composition = request.base.changed(
+        mesh=dict(axes),
+        zero=fixed.get("zero"),
+        sequence_parallel=bool(fixed.get("sequence_parallel")),
+        schedule=fixed.get("schedule"),
+        chunks=fixed.get("chunks"),
+        stages=stages if isinstance(stages, str | None) else ",".join(map(str, stages)),
+        recompute=fixed.get("recompute", "none"),
+    )
+    micro_batches = fixed.get("micro_batches", 1)
+    seen = look(
+        request.model, machine, axes, composition, request.batch_sizes[0], micro_batches, **request.analyzed
+    )
+    limits = _within(request.limits, machine)
+    needs = {
+        "memory": seen.analysis.peak_bytes,
+        "latency": seen.seconds,
+        "bandwidth": seen.bytes_sent / ranks / seen.seconds,
+        "compute": max(seen.prediction.working.values(), default=0.0),
+    }
+    broken = [name for name, need in needs.items() if (getattr(limits, name) or float("inf")) < need]
+    nothing = Found([], [], Certificate(0.0, 0.0, 1, 0, 1))
+    answer = Answer(
+        request, nothing, foresight=seen, took=perf_counter() - began, composition=composition,
+        micro_batches=micro_batches,
+    )
+    if broken:
+        return replace(answer, conflict=Conflict([*broken, "mesh"], [], None), conflict_foresight=seen)
+    return answer
+
+
+def plan_file_of(answer: Answer, model: str) -> PlanFile:
+    """A plan that was found or looked at, to be run."""
+    seen, request = answer.foresight, answer.request
+    composition, micro_batches, batch_size = answer.composition, answer.micro_batches, request.batch_sizes[0]
+    ranks = max(request.ranks)
+    if answer.plan is not None:
+        candidate = answer.plan.candidate
+        composition, micro_batches = candidate.composition(request.base), candidate.micro_batches
+        batch_size, ranks = candidate.batch_size, candidate.ranks
+    assert composition is not None
+    if model not in MODELS:
+        raise UsageError(f"--output: {model} cannot be trained by name, so a plan for it is nothing to run")
+    return PlanFile(
+        ranks=ranks,
+        model=ModelConfig(name=model, dtype=str(np.dtype(request.dtype))),
+        batch_size=batch_size,
+        micro_batches=micro_batches,
+        composition=composition,
+        optimizer=request.optimizer,
+        machine=request.machine.name,
+        goal=request.goal,
+        seconds=float(seen.seconds if seen else answer.plan.seconds),
+        bytes_sent=int(seen.bytes_sent if seen else answer.plan.sent),
+        peak_bytes=int(seen.analysis.peak_bytes if seen else answer.plan.memory),
+    )
 
 
 def _within(limits: Limits, machine: Machine) -> Limits:
