@@ -13,6 +13,10 @@ class UsageError(SpmdError):
     """What the user asked for cannot be done."""
 
 
+class PlanError(UsageError):
+    """A step did other than was foretold: a plan that is wrong, or an engine that does what it should not."""
+
+
 class NotFiniteError(UsageError):
     """A loss or a gradient is infinite or not a number; raised on every rank before the parameters change."""
 

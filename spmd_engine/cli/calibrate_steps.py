@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import median
 from time import process_time
 
@@ -13,21 +14,22 @@ from spmd_engine.comm.world import solo
 from spmd_engine.engine.optimizers import AdamW
 from spmd_engine.planning.analyze import analyze
 from spmd_engine.planning.compute_time import ComputeTimes
-from spmd_engine.planning.machine import Machine
+from spmd_engine.planning.machine import Fitted, Machine
 from spmd_engine.training.job import Job
 from spmd_engine.training.workload import make_trainer, open_workload
 
 #: Models and batches whose steps are timed: many small operations, few large ones, and what lies between.
-STEPS = (("mlp", 16), ("mlp", 512), ("gpt-nano", 2), ("gpt-nano", 16), ("gpt-mini", 2), ("convnet", 16))
-WARM, TIMED = 2, 5
+STEPS = (("mlp", 16), ("mlp", 512), ("gpt-nano", 2), ("gpt-nano", 8), ("gpt-mini", 1), ("convnet", 16), ("convnet", 64))
+WARM, TIMED = 1, 3
 
 
 def fitted(machine: Machine) -> Machine:
-    """The machine with ``call_seconds``, ``product_share`` and ``memory_share`` fitted to the processor time of steps.
+    """The machine with ``pass_seconds``, ``product_share`` and ``memory_share`` fitted to the processor time of steps.
 
     Least squares of relative errors over the three numbers' effects, which add up: products / share + bytes / share +
-    calls * seconds.
+    passes * seconds.
     """
+    unfitted = replace(machine, fitted=Fitted())
     rows, times = [], []
     with threadpool_limits(1, "blas"), Mesh(solo()) as mesh:
         for model, batch in STEPS:
@@ -37,18 +39,16 @@ def fitted(machine: Machine) -> Machine:
             except ImportError:  # images need scikit-learn
                 continue
             found = analyze(job.model, {"data": 1}, job.composition, batch_size=batch, optimizer=AdamW())
-            compute = ComputeTimes(machine)
+            compute = ComputeTimes(unfitted)
             works = [compute.of(0, each) for each in found.classes[0].step.computations]
-            calls = sum(each.calls for each in found.classes[0].step.computations)
-            rows.append([sum(w.products for w in works), sum(w.rest for w in works), float(calls)])
+            rows.append([sum(w.products for w in works), sum(w.rest for w in works), float(len(works))])
             times.append(measured)
     matrix, measured = np.array(rows), np.array(times)
-    weights = _positive(matrix / measured[:, None], np.ones(len(measured)))
-    product, memory, call = weights
+    product, memory, each_pass = _positive(matrix / measured[:, None], np.ones(len(measured)))
     return machine.with_fitted(
         product_share=float(1 / max(product, 0.2)),
         memory_share=float(1 / max(memory, 0.2)),
-        call_seconds=float(max(call, 0.0)),
+        pass_seconds=float(each_pass),
     )
 
 

@@ -22,7 +22,7 @@ from spmd_engine.training.start import train as train_job
 from spmd_engine.training.workload import PAGE_MODEL
 
 #: Options that say what is done this time; a job knows nothing of them.
-OF_THIS_TIME = ("config", "run", "resume", "stop_at", "trace", "plan")
+OF_THIS_TIME = ("config", "run", "resume", "stop_at", "trace", "plan", "enforce")
 
 _ADAMW_OR_SGD = click.Choice(["adamw", "sgd"])
 _DTYPES = click.Choice(["float32", "float64"])
@@ -64,6 +64,9 @@ of its composition the mesh cannot have is left out."""
 @click.option("--resume", is_flag=True, help=_GO_ON)
 @click.option("--plan", metavar="FILE", help="Spread it as 'plan --output FILE' says; --mesh auto: plan here and now.")
 @click.option("--trace", metavar="STEPS", type=int, help="Trace so many steps to trace.json.")
+@click.option(
+    "--enforce/--no-enforce", default=True, help="Calls and bytes of step 1 must be as foretold; or are told."
+)
 @click.option("--strategy", metavar="NAME", help=f"Train a page of strategies/ instead: {', '.join(STRATEGIES)}.")
 @expert_options
 @composition_options
@@ -90,6 +93,7 @@ def train(context: click.Context, **options: Any) -> None:
         stop_at=options["stop_at"],
         trace=options["trace"] or 0,
         observers=[Reporter()],
+        enforce=options["enforce"],
     )
 
 

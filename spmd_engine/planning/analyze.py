@@ -47,12 +47,14 @@ def analyze(
     nodes: Sequence[str] | None = None,
     every: bool = False,
     cache: PassCache | None = None,
+    layout: Layout | None = None,
 ) -> StepAnalysis:
     """One step of the model, spread by the composition over ranks on these ``axes``, foretold.
 
     ``batch_size`` is global; ``sequence`` the length of samples, None: the model's context. ``optimizer`` by default
     is AdamW. ``choose``: how choices fall that only data decide, "balanced" or "worst". ``nodes`` names each rank's
     host; None: all are on one. ``every``: look at every rank, not at one of each class of ranks that do the same.
+    ``layout``: what the axes cut, where that is not what the composition says, as after experts have moved.
     A ``cache`` of passes through layers makes further analyses of the same layers quick.
     Raises UsageError for what makes no sense, and for what cannot be foretold from shapes.
     """
@@ -60,7 +62,7 @@ def analyze(
     built = model.build(composition) if isinstance(model, ModelConfig) else model
     dtype = np.dtype(dtype or (model.dtype if isinstance(model, ModelConfig) else np.float32))
     place = Place(dict(axes), dict.fromkeys(axes, 0))
-    layout = composed_layout(built, place, composition)
+    layout = layout if layout is not None else composed_layout(built, place, composition)
     sizes = {part.stop - part.start for part in (span(batch_size, micro_batches, m) for m in range(micro_batches))}
     classes = every_rank(axes) if every else classes_of(built, layout, axes, sizes)
     ranks = Ranks(axes, classes, MeetingPoint(), nodes or ["here"] * prod(axes.values()))

@@ -35,15 +35,27 @@ def sample_shapes(model: Model, length: int | None) -> tuple[tuple[int, ...], tu
 
 
 def foretold_batch(
-    model: Model, engine: CutsBatches, size: int, micro_batches: int, length: int | None, dtype: Any
+    model: Model,
+    engine: CutsBatches,
+    size: int,
+    micro_batches: int,
+    length: int | None,
+    dtype: Any,
+    *,
+    real: bool = False,
 ) -> Batch:
-    """The batch of a step as a rank has it."""
+    """The batch of a step as a rank has it; with ``real`` numbers, zeros, to be computed with."""
     inputs, targets = sample_shapes(model, length)
     classes = _classes(model)
 
+    floats = np.zeros if real else ShapedArray.new
+
     def load(samples: np.ndarray) -> Sequence[Array]:
-        x = _numbers((len(samples), *inputs), model.vocabulary, dtype)
-        return x, _numbers((len(samples), *targets), classes, dtype)
+        sizes = (len(samples), *inputs), (len(samples), *targets)
+        return [
+            _spread(shape, below) if below else floats(shape, dtype)
+            for shape, below in zip(sizes, (model.vocabulary, classes), strict=True)
+        ]
 
     return make_batch(load, size, micro_batches, engine, count=size * prod(targets))
 
@@ -56,8 +68,6 @@ def _classes(model: Model) -> int:
     return next(layer.sizes[letter] for _, layer in reversed(model.layers) if letter in layer.sizes)
 
 
-def _numbers(shape: tuple[int, ...], below: int, dtype: Any) -> Array:
-    """Whole numbers that are spread evenly below a limit; without one, floats."""
-    if not below:
-        return ShapedArray.new(shape, dtype)
+def _spread(shape: tuple[int, ...], below: int) -> np.ndarray:
+    """Whole numbers that are spread evenly below a limit."""
     return (np.arange(prod(shape), dtype=np.int64) * _PRIME % below).reshape(shape)

@@ -17,6 +17,7 @@ from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import UsageError
 from spmd_engine.strategies import default_axes, strategy_named
 from spmd_engine.training.data import decode, encode
+from spmd_engine.training.foresight import foresight_of
 from spmd_engine.training.generate import generate
 from spmd_engine.training.job import CorpusFacts, Job
 from spmd_engine.training.observers import Observer
@@ -44,6 +45,7 @@ def train(
     stop_at: int | None = None,
     trace: int = 0,
     observers: Sequence[Observer] = (),
+    enforce: bool = True,
 ) -> Run:
     """Train as a job says: a Job, its JSON, or a file of that. Collective over the world; returns the Run when done.
 
@@ -64,6 +66,7 @@ def train(
         notices += _without_effect(workload)
         folder = Path(text_from_rank_zero(mesh.group(), lambda: _open_folder(job, run, resume)))
         made = _make_run(workload, folder, observers, trace)
+        made.trainer.foresight = foresight_of(workload, enforce)
         made.resume() if resume else made.write_config()
         parameters = workload.parameter_count
         for each in observers if mesh.rank == 0 else ():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import isfinite
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.errors import NotFiniteError
 from spmd_engine.signals import StopFlag
 from spmd_engine.training.step_metrics import StepMetrics
+
+if TYPE_CHECKING:
+    from spmd_engine.training.foresight import Foresight
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class StepReport:
     gigabytes_per_second: dict[str, float] | None = None  #: by mesh axis: sent by all, by those seconds
     shares: list[list[float]] | None = None  #: of the step, by rank: computing, communicating, and idle
     side_outputs: dict[str, Any] | None = None  #: of layers, by name: auxiliary losses, counts
+    foretold: dict[str, Any] | None = None  #: of the first step: what ``analyze`` says of it, and what was measured
     skipped: str | None = None  #: why nothing was updated: what is not finite, where, and on which ranks
     validation_loss: float | None = None
     validation_metrics: Mapping[str, float] | None = None  #: by name, as ``Evaluation`` has them
@@ -57,7 +61,8 @@ class Trainer:
     norm that is not finite nothing is updated, on any rank, and the report says why; after more than ``max_skipped``
     such steps in a row NotFiniteError is raised, on every rank alike. With
     ``step_metrics`` every report tells what all ranks sent and waited for, which takes a small collective; what layers
-    tell beside their outputs, auxiliary losses and counts, it tells always. ``run`` ends after a step
+    tell beside their outputs, auxiliary losses and counts, it tells always. ``foresight`` compares the first step with
+    what was foretold of it. ``run`` ends after a step
     at whose end any rank had a signal in its ``stop`` flag: all ranks' flags are then taken.
     """
 
@@ -74,10 +79,11 @@ class Trainer:
         step_metrics: bool = True,
         stop: StopFlag | None = None,
         max_skipped: int = 0,
+        foresight: Foresight | None = None,
     ) -> None:
         self.engine, self.optimizer, self.batches, self.rate = engine, optimizer, batches, rate
         self.grad_clip, self.loss, self.steps_done, self.step_metrics = grad_clip, loss, first_step, step_metrics
-        self.stop, self.max_skipped = stop, max_skipped
+        self.stop, self.max_skipped, self.foresight = stop, max_skipped, foresight
         self.skipped_in_a_row = 0
 
     def step(self) -> StepReport:
@@ -87,6 +93,8 @@ class Trainer:
         batch = self.batches(step)
         if batch.count is None:
             batch = replace(batch, count=engine.count(batch))
+        if self.foresight:
+            self.foresight.begin()
         with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is told below, once
             loss = engine.step(batch, self.loss)
             norm = engine.gradient_norm()
@@ -99,9 +107,13 @@ class Trainer:
             skipped = self._skip(loss, norm)
             engine.update_skipped()
         self.steps_done += 1
+        made = self.foresight.made() if self.foresight and not skipped else None
         seconds, facts, signal = metrics.close(self.stop.received if self.stop else None)
         if self.stop:
             self.stop.take(signal)
+        if self.foresight and made is not None:
+            facts |= self.foresight.compare(made, seconds)
+            self.foresight = None
         tokens = int(batch.count)
         if engine.side_outputs:
             facts["side_outputs"] = {name: value.tolist() for name, value in engine.side_outputs.items()}

@@ -1,0 +1,100 @@
+"""The first step of a training beside what was foretold of it: calls and bytes must be equal."""
+
+from __future__ import annotations
+
+import json
+import logging
+import resource
+from collections.abc import Callable
+from typing import Any
+
+from spmd_engine.comm.agreement import gather_json, text_from_rank_zero
+from spmd_engine.comm.mesh import Mesh
+from spmd_engine.engine.layered import LayeredEngine
+from spmd_engine.errors import PlanError, UsageError
+from spmd_engine.planning import StepAnalysis, analyze
+from spmd_engine.planning.comparison import differences, facts_of, foretold_sums, routed_labels
+from spmd_engine.training.workload import Workload
+
+logger = logging.getLogger(__name__)
+
+AFTERWARDS = "metrics"  #: the label of what is sent between steps, to tell how they went
+
+
+class Foresight:
+    """Watches one step of a trainer: what the ledger gains meanwhile, on every rank.
+
+    ``foretell`` is called on rank 0, once; if it raises UsageError, nothing can be foretold. ``enforced``:
+    whether a step that differs is an error, or is told and no more.
+    """
+
+    def __init__(
+        self, mesh: Mesh, foretell: Callable[[], tuple[StepAnalysis, set[str]]], *, enforced: bool = True
+    ) -> None:
+        self._mesh, self._foretell, self._enforced = mesh, foretell, enforced
+        self._before: dict[tuple, tuple[int, int]] = {}
+
+    def begin(self) -> None:
+        """The step begins."""
+        self._before = self._account()
+
+    def made(self) -> list[tuple[tuple, tuple[int, int]]]:
+        """What this rank has sent since: calls and bytes by line."""
+        gained = []
+        for line, (calls, sent) in self._account().items():
+            calls_before, sent_before = self._before.get(line, (0, 0))
+            if calls > calls_before and line[2] != AFTERWARDS:
+                gained.append((line, (calls - calls_before, sent - sent_before)))
+        return gained
+
+    def compare(self, made: list[tuple[tuple, tuple[int, int]]], seconds: float) -> dict[str, Any]:
+        """What was foretold, and what was measured beside it, for ``metrics.jsonl``. Collective.
+
+        Raises PlanError on every rank if the step did other than was foretold; it names the first call that differs.
+        """
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        everyone = gather_json(self._mesh.group(), [made, resident], AFTERWARDS)
+        said = json.loads(text_from_rank_zero(self._mesh.group(), lambda: json.dumps(self._judge(everyone))))
+        if said["differs"] and self._enforced:
+            raise PlanError(f"step 1 did other than was foretold: {said['differs']}. --no-enforce trains on")
+        return {"foretold": said["facts"]} if said["facts"] else {}
+
+    def _judge(self, everyone: list) -> dict[str, Any]:
+        """On rank 0: what the step differs in, if it does, and facts."""
+        try:
+            analysis, routed = self._foretell()
+        except UsageError as error:
+            logger.warning("this step was not compared with a plan: %s", error)
+            return {"differs": "", "facts": {}}
+        ledgers = [{tuple(line): tuple(sums) for line, sums in made} for made, _ in everyone]
+        found = differences(foretold_sums(analysis), ledgers, routed, analysis.axes)
+        if found and not self._enforced:
+            logger.warning("step 1 did other than was foretold: %s", found[0])
+        resident = max(bytes for _, bytes in everyone)
+        facts = facts_of(analysis) | {"resident_bytes": resident, "differences": len(found)}
+        return {"differs": found[0] if found else "", "facts": facts}
+
+    def _account(self) -> dict[tuple, tuple[int, int]]:
+        return {line: (entry.calls, entry.sent) for line, entry in self._mesh.ledger.entries.items()}
+
+
+def foresight_of(workload: Workload, enforced: bool) -> Foresight | None:
+    """For the first step of a job; None for an engine of which no step can be foretold."""
+    engine, job = workload.engine, workload.job
+    if not isinstance(engine, LayeredEngine):
+        return None
+
+    def foretell() -> tuple[StepAnalysis, set[str]]:
+        analysis = analyze(
+            engine.model,
+            engine.mesh.axes,
+            job.composition,
+            batch_size=job.data.batch_size,
+            micro_batches=job.data.micro_batches,
+            dtype=engine.dtype,
+            layout=engine.layout,
+            nodes=engine.mesh.nodes_by_rank,
+        )
+        return analysis, routed_labels(engine.model)
+
+    return Foresight(engine.mesh, foretell, enforced=enforced)

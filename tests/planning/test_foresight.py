@@ -1,0 +1,64 @@
+"""The first step of a training is held to what was foretold of it."""
+
+import json
+
+import pytest
+
+from spmd_engine import run
+from spmd_engine.engine.storage import GroupStorage
+from spmd_engine.errors import PlanError
+from spmd_engine.planning.comparison import differences
+from spmd_engine.training import Job
+from spmd_engine.training.start import train
+
+LINE = ("all_reduce", "data", "gradients")
+
+
+def trained(folder, **options):
+    """The first line of the metrics of two steps on two virtual ranks."""
+    enforce = options.pop("enforce", True)
+    job = Job.of(model="mlp", steps=1, batch_size=32, eval_samples=32, **options)
+    run(lambda: train(job, run=folder, enforce=enforce), 2)
+    return json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
+
+
+@pytest.mark.parametrize("options", [{"zero": 3}, {"mesh": {"pipe": 2}, "micro_batches": 2}], ids=["zero", "pipe"])
+def test_a_step_is_as_foretold(tmp_path, options):
+    said = trained(tmp_path / "run", **options)
+    assert said["foretold"]["bytes_sent"] == said["bytes_sent"] > 0
+    assert said["foretold"]["differences"] == 0
+    assert said["foretold"]["peak_bytes"] < said["foretold"]["resident_bytes"]
+
+
+def test_a_step_that_sends_more_is_an_error_that_names_the_call(tmp_path, monkeypatch):
+    real = GroupStorage.start_reduce
+
+    def twice(storage):
+        over = storage.rest
+        if type(storage.own_gradients).__name__ == "ndarray" and over:  # not where it is only foretold
+            over.all_reduce(storage.own_gradients[:5], label="gradients")
+        return real(storage)
+
+    monkeypatch.setattr(GroupStorage, "start_reduce", twice)
+    with pytest.raises(PlanError, match=r"all_reduce over data \(gradients\): 2 calls .* foretold, 4 calls"):
+        trained(tmp_path / "run")
+    assert trained(tmp_path / "again", enforce=False)["foretold"]["differences"] == 1
+
+
+def test_the_first_difference_comes_first():
+    foretold = {LINE: (2, 100), ("all_gather", "data", "x"): (1, 8)}
+    assert not differences(foretold, [{LINE: (1, 50), ("all_gather", "data", "x"): (1, 8)}, {LINE: (1, 50)}])
+    found = differences(foretold, [{LINE: (2, 99), ("barrier", "data", ""): (1, 0)}])
+    assert [each.split(":")[0] for each in found] == [
+        "all_reduce over data (gradients)",
+        "all_gather over data (x)",
+        "barrier over data",
+    ]
+
+
+def test_of_routed_samples_calls_are_equal_and_bytes_bounded():
+    line = ("all_to_all", "expert", "block0/moe")
+    foretold, axes = {line: (4, 60)}, {"expert": 4}
+    assert not differences(foretold, [{line: (4, 80)}], {"block0/moe"}, axes)  # every row leaves its rank
+    assert differences(foretold, [{line: (4, 81)}], {"block0/moe"}, axes)
+    assert differences(foretold, [{line: (5, 60)}], {"block0/moe"}, axes)
