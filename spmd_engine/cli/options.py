@@ -20,6 +20,8 @@ from spmd_engine.training.start import read_run, run_folder
 
 __all__ = ["run_folder"]
 
+AUTO = "auto"  #: of ``--mesh``, where it is to be planned
+
 mesh_option = click.option(
     "--mesh",
     metavar="AXIS=SIZE,...",
@@ -80,7 +82,7 @@ def options_given(context: click.Context) -> dict[str, Any]:
         for name, value in context.params.items()
         if context.get_parameter_source(name) is not ParameterSource.DEFAULT
     }
-    if given.get("mesh"):
+    if given.get("mesh") and given["mesh"] != AUTO:
         given["mesh"] = parse_axes(given["mesh"])
     return given
 

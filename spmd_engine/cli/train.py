@@ -9,6 +9,7 @@ import click
 from spmd_engine.cli.composition import composition_options
 from spmd_engine.cli.experts import expert_options
 from spmd_engine.cli.options import check_option, device_option, field_option, mesh_option, options_given
+from spmd_engine.cli.planned_job import AUTO, planned_here, planned_values
 from spmd_engine.cli.report import Reporter
 from spmd_engine.engine.composition import ModelConfig
 from spmd_engine.errors import UsageError
@@ -22,7 +23,7 @@ from spmd_engine.training.start import train as train_job
 from spmd_engine.training.workload import PAGE_MODEL
 
 #: Options that say what is done this time; a job knows nothing of them.
-OF_THIS_TIME = ("config", "run", "resume", "stop_at", "trace", "enforce")
+OF_THIS_TIME = ("config", "run", "resume", "stop_at", "trace", "plan", "enforce")
 
 _ADAMW_OR_SGD = click.Choice(["adamw", "sgd"])
 _DTYPES = click.Choice(["float32", "float64"])
@@ -67,6 +68,7 @@ of its composition the mesh cannot have is left out."""
 @click.option("--config", metavar="FILE", help="A job in JSON, like a run's config.json; options override it.")
 @click.option("--run", metavar="NAME", help="Folder for results, or its name under runs/. [default: MODEL-NUMBER]")
 @click.option("--resume", is_flag=True, help=_GO_ON)
+@click.option("--plan", metavar="FILE", help="Spread it as 'plan --output FILE' says; --mesh auto: plan here and now.")
 @click.option("--trace", metavar="STEPS", type=int, help="Trace so many steps to trace.json.")
 @click.option(
     "--enforce/--no-enforce", default=True, help="Calls and bytes of step 1 must be as foretold; or are told."
@@ -109,7 +111,12 @@ def job_of(context: click.Context) -> Job:
         if not options["run"] or options["config"]:
             raise UsageError("--resume needs --run NAME, and takes its options from there, not from --config")
         return read_run(options["run"]).resumed(str(run_folder(options["run"])), **values)
+    if options["plan"]:
+        values = planned_values(options["plan"], values)
+    auto = values.get("mesh") == AUTO
+    if auto:
+        values = {name: value for name, value in values.items() if name != "mesh"}
     job = read_job(options["config"]).with_options(**values) if options["config"] else Job.of(**values)
     if job.strategy and "model" not in given and not options["config"]:
         job = job.with_options(model=PAGE_MODEL)
-    return job
+    return planned_here(job, values) if auto else job

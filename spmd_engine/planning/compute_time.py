@@ -26,7 +26,7 @@ class ComputeTimes:
     """Seconds of computations on the ranks of a machine.
 
     A product takes as long as its FLOPs or its bytes, whichever takes longer (the roofline of Williams et al., 2009);
-    elementwise work its bytes; every operation on arrays ``call_seconds`` besides.
+    elementwise work its bytes; every pass through a layer ``pass_seconds`` besides.
     """
 
     def __init__(self, machine: Machine) -> None:
@@ -52,7 +52,7 @@ class ComputeTimes:
         moved = computation.bytes_read + computation.bytes_written - sum(map(bytes_of, computation.products))
         calls = computation.calls - sum(product.calls for product in computation.products)
         bandwidth = node.memory_bandwidth(max(moved, 1) / max(calls, 1)) * fitted.memory_share
-        rest = max(moved, 0) / bandwidth + computation.calls * fitted.call_seconds
+        rest = max(moved, 0) / bandwidth + fitted.pass_seconds
         return Work(products, rest)
 
     def _product(self, rank: int, product: Product) -> float:

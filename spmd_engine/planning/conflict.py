@@ -56,7 +56,7 @@ def conflict_of(planner: Planner, question: Question, seconds: float = 20.0) -> 
             break
     ways = sorted(_ways(planner, question, smallest, each), key=lambda way: _far(way, question))
     least = planner.search(
-        question.choices, replace(question.constraints, limits=Limits()), "memory", seconds=each, front=False
+        question.choices, replace(question.constraints, limits=Limits()), "memory", seconds=each, front=False, keep=1
     )
     return Conflict(smallest, ways, least.best[0] if least.best else None)
 
@@ -67,9 +67,11 @@ def _all_names(question: Question) -> list[str]:
 
 
 def _possible(planner: Planner, question: Question, kept: Sequence[str], seconds: float) -> bool:
-    """Whether anything keeps these constraints, all others given up."""
+    """Whether anything keeps these constraints, all others given up; yes, too, if there was no time to tell."""
     choices, constraints = _with(question, kept)
-    return bool(planner.search(choices, constraints, _easiest(constraints), seconds=seconds, front=False).best)
+    goal = _easiest(constraints)
+    found = planner.search(choices, constraints, goal, seconds=seconds, front=False, first=True)
+    return bool(found.best) or not found.certificate.complete
 
 
 def _easiest(constraints: Constraints) -> str:
@@ -117,9 +119,14 @@ def _ways(planner: Planner, question: Question, conflict: Sequence[str], seconds
             tried = [{}]
         goal = name if name in ("memory", "latency") else question.goal
         for change in tried:
-            found = planner.search(replace(choices, **change), constraints, goal, seconds=seconds, front=False)
-            if found.best:
-                yield Way(name, _instead(name, found.best[0], question), found.best[0])
+            changed = replace(choices, **change)
+            any_way = planner.search(
+                changed, constraints, _easiest(constraints), seconds=seconds, front=False, keep=1, first=True
+            )
+            if any_way.best:
+                found = planner.search(changed, constraints, goal, seconds=seconds, front=False, keep=1)
+                best = found.best[0] if found.best else any_way.best[0]
+                yield Way(name, _instead(name, best, question), best)
                 break
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 
 import numpy as np
 
@@ -70,6 +71,16 @@ class Setting:
     def _slots(self) -> dict[tuple, Slots]:
         return {}
 
+    @cached_property
+    def _meshes(self) -> dict[tuple, OnMesh]:
+        return {}
+
+    def on(self, axes: tuple[tuple[str, int], ...]) -> OnMesh:
+        """What a mesh means, found once."""
+        if axes not in self._meshes:
+            self._meshes[axes] = OnMesh.of(axes)
+        return self._meshes[axes]
+
     def slots(self, candidate: Candidate, micro_batches: int) -> Slots:
         """Of the candidate's schedule, found once."""
         key = candidate.schedule, candidate.chunks, candidate.pipe, micro_batches
@@ -79,15 +90,40 @@ class Setting:
         return self._slots[key]
 
 
+@dataclass(frozen=True)
+class OnMesh:
+    """What a mesh's axes mean for a step."""
+
+    ranks: int
+    pipe: int
+    cut: int  #: ranks over which ZeRO stores in parts
+    summed: tuple[int, ...]  #: the ranks over which gradients are summed, with the first of them
+    next_stage: int  #: how far away the next stage's rank is
+
+    @classmethod
+    def of(cls, axes: Sequence[tuple[str, int]]) -> OnMesh:
+        """Of a mesh with these axes, the last of which varies fastest."""
+        stride, strides = 1, {}
+        for axis, size in reversed(axes):
+            strides[axis] = stride
+            stride *= size
+        summed = [0]
+        for axis, size in axes:
+            if axis in (*BATCH, "context"):
+                summed = [rank + strides[axis] * k for rank in summed for k in range(size)]
+        sizes = dict(axes)
+        cut = prod(sizes.get(axis, 1) for axis in (*BATCH, "context") if axis != "replicate")
+        return cls(stride, sizes.get(PIPE, 1), cut, tuple(summed), strides.get(PIPE, 1))
+
+
 class Estimator:
     """Estimates a candidate, given its layers' costs."""
 
     def __init__(self, setting: Setting, candidate: Candidate, layers: CutLayers, update: float) -> None:
         """``update``: seconds of the optimizer for each element."""
         self.setting, self.candidate, self.layers, self.costs = setting, candidate, layers, layers.costs
-        self.update = update
-        self.pipe, self.m = candidate.pipe, candidate.micro_batches
-        self.itemsize = setting.itemsize
+        self.on, self.m, self.update = setting.on(candidate.axes), candidate.micro_batches, update
+        self.pipe, self.itemsize = self.on.pipe, setting.itemsize
 
     # --- bounds
 
@@ -99,23 +135,29 @@ class Estimator:
         X_s the share of the stages before. The shares that are best for all s make all of these equal, and then
         T = (r W / v) / (1 - (1 - r / (v m))^p).
         """
-        layers, p, m = self.layers, self.pipe, self.m
-        seconds = m * layers.whole
+        layers, p = self.layers, self.pipe
+        work = self.m * layers.whole
+        seconds = work / p
         if p > 1:
             way = layers.way / self.candidate.chunks
-            share = min(way / seconds, 1.0) if seconds else 0.0
-            seconds = way / (1 - (1 - share) ** p) if share > 1e-9 else seconds / p
-        seconds = max(seconds, self._crowded(m * layers.whole / p))
+            share = min(way / work, 1.0) if work else 0.0
+            seconds = way / (1 - (1 - share) ** p) if share > 1e-9 else seconds
+        seconds = max(seconds, self._crowded(work / p))
         elements = layers.own_elements / p
-        stored = self._stored_in_all(elements)
-        return Bound(seconds + self._update(elements), stored + layers.all_kept / p)
+        return Bound(seconds + self._update(elements), elements * self._stored_each() + layers.all_kept / p)
 
     def _crowded(self, work: float) -> float:
         """The least time if each rank works so long, where ranks share cores."""
         node = self.setting.machine.nodes[0]
         if node.cores is None:
             return work
-        return work * max(1.0, min(self.candidate.ranks, node.ranks) / node.cores)
+        return work * max(1.0, min(self.on.ranks, node.ranks) / node.cores)
+
+    def _stored_each(self) -> float:
+        """Bytes between steps of a parameter on a rank."""
+        zero, part = self.candidate.zero, 1 / self.on.cut
+        whole = [1.0 if zero < 3 else part, 1.0 if zero < 2 else part, self.setting.states * (1.0 if zero < 1 else part)]
+        return self.itemsize * sum(whole)
 
     # --- stages
 
@@ -129,35 +171,24 @@ class Estimator:
         if self.candidate.stages is not None:
             return self.candidate.stages
         chunks = self.pipe * self.candidate.chunks
-        hop = [self._hop(layer) for layer in range(len(self.costs))]
+        hop = self._hops()
         fits = self._fits(limit) if np.isfinite(limit) and self.candidate.chunks == 1 else None
         return best_division(self.layers.work.tolist(), chunks, boundary=hop, fits=fits)
 
-    def _hop(self, layer: int) -> float:
-        """Seconds that both sides of a boundary before a layer lose by it: where ranks move the bytes themselves."""
-        if layer == 0:
-            return 0.0
-        duration = self._between(self.costs[layer - 1].output)
-        return 2 * duration.seconds if duration.works else 0.0
+    def _hops(self) -> list[float]:
+        """Seconds that both sides of a boundary before each layer lose by it: where ranks move the bytes themselves."""
+        if not self._between(1.0).works:
+            return [0.0] * len(self.costs)
+        return [0.0, *(2 * self._between(each.output).seconds for each in self.costs[:-1])]
 
     def _between(self, size: float):
         """Of a message between neighbouring stages."""
-        stride = self._stride(PIPE)
-        return self.setting.collectives.of("send", (0, stride), size)
-
-    def _stride(self, axis: str) -> int:
-        """How far apart neighbours along an axis are."""
-        stride = 1
-        for name, size in reversed(self.candidate.axes):
-            if name == axis:
-                return stride
-            stride *= size
-        return stride
+        return self.setting.collectives.of("send", (0, self.on.next_stage), size)
 
     def _fits(self, limit: float):
         elements = np.array([0.0, *np.cumsum(self.layers.elements)])
         kept = np.array([0.0, *np.cumsum(self.layers.kept)])
-        one = self._stored_in_all(1.0)
+        one = self._stored_each()
 
         def fits(k: int) -> np.ndarray:
             flight = self.m if self.candidate.schedule == "gpipe" else min(self.m, self.pipe - k)
@@ -170,31 +201,13 @@ class Estimator:
 
     def _stored(self, elements: float) -> dict[str, float]:
         """Bytes between steps of so many parameters on a stage."""
-        zero, n = self.candidate.zero, self._cut
+        zero, n = self.candidate.zero, self.on.cut
         size, part = elements * self.itemsize, elements * self.itemsize / n
         return {
             "parameters": part if zero >= 3 else size,
             "gradients": part if zero >= 2 else size,
             "optimizer state": self.setting.states * (part if zero >= 1 else size),
         }
-
-    def _stored_in_all(self, elements: float) -> float:
-        return sum(self._stored(elements).values())
-
-    @cached_property
-    def _cut(self) -> int:
-        """Over how many ranks state is in parts."""
-        mesh = self.candidate.mesh
-        return int(np.prod([mesh.get(axis, 1) for axis in (*BATCH, "context") if axis != "replicate"]))
-
-    @cached_property
-    def _summed(self) -> tuple[int, ...]:
-        """The ranks over which gradients are summed, with the first of them."""
-        ranks = np.zeros(1, int)
-        for axis, size in self.candidate.axes:
-            if axis in (*BATCH, "context"):
-                ranks = (ranks[:, None] + self._stride(axis) * np.arange(size)).reshape(-1)
-        return tuple(int(rank) for rank in ranks)
 
     # --- the whole
 
@@ -207,18 +220,16 @@ class Estimator:
         chunk_costs = [self._chunk(layers) for layers in chunks]
         slots, seconds = self._run(chunk_costs)
         works = self._works()
-        stage_elements = [
-            sum(self.costs[layer].parameters for layer in layers)
-            for layers in (sum((list(c) for c in chunks[s :: self.pipe]), []) for s in range(self.pipe))
-        ]
+        of_stage = [[layer for chunk in chunks[s :: self.pipe] for layer in chunk] for s in range(self.pipe)]
+        stage_elements = [self.layers.elements_of(layers) for layers in of_stage]
         exposed, sent = self._gradients(stage_elements, chunk_costs, works)
         update = self._update(max(stage_elements))
         busy = [
             self.m * sum(sum(chunk_costs[c][:3]) for c in range(s, len(chunks), self.pipe)) for s in range(self.pipe)
         ]
-        crowd = self._crowded(float(np.mean(busy)))
+        crowd = self._crowded(sum(busy) / len(busy))
         inner = self.m * self.layers.inside / self.pipe
-        idle = max(seconds - float(np.mean(busy)), 0.0)
+        idle = max(seconds - sum(busy) / len(busy), 0.0)
         seconds = max(seconds, crowd)
         total = seconds + exposed + update
         held = [self._held(stage, chunks, slots, stage_elements[stage]) for stage in range(self.pipe)]
@@ -226,10 +237,10 @@ class Estimator:
         hops = 2 * sum(self.costs[first - 1].output for first in starts if first)
         inside_sent = self.m * (self.layers.sent + hops) * self.candidate.ranks / self.pipe
         parts = {
-            "work": float(np.mean(busy)) - inner,
+            "work": (sum(busy) / len(busy)) - inner,
             "communication inside layers": inner,
             "bubbles": idle,
-            "sharing cores": seconds - idle - float(np.mean(busy)),
+            "sharing cores": seconds - idle - (sum(busy) / len(busy)),
             "gradients and gathers": exposed,
             "update": update,
         }
@@ -239,7 +250,7 @@ class Estimator:
             memory=sum(held[stage].values()),
             sent=inside_sent + sent,
             work=max(busy) + update,
-            imbalance=max(busy) / float(np.mean(busy)) if any(busy) else 1.0,
+            imbalance=max(busy) / (sum(busy) / len(busy)) if any(busy) else 1.0,
             parts={name: max(value, 0.0) for name, value in parts.items()},
             holds=held[stage],
             stage=stage,
@@ -248,7 +259,7 @@ class Estimator:
     def _chunk(self, layers: range) -> tuple[float, float, float]:
         """Seconds of a chunk's forward, and of its backward's two parts."""
         forward = inputs = weights = 0.0
-        gather = self.candidate.zero >= 3 and self._cut > 1
+        gather = self.candidate.zero >= 3 and self.on.cut > 1
         for layer in layers:
             each, twice = self.costs[layer], self.layers.again[layer]
             forward += max(each.all_forward, self._gather(each)) if gather else each.all_forward
@@ -258,7 +269,7 @@ class Estimator:
         return forward, inputs, weights
 
     def _gather(self, each: LayerCosts) -> float:
-        duration = self.setting.collectives.of("all_gather", self._summed, each.parameters * self.itemsize)
+        duration = self.setting.collectives.of("all_gather", self.on.summed, each.parameters * self.itemsize)
         return 0.0 if duration.works else duration.seconds
 
     def _run(self, chunk_costs: Sequence[tuple[float, float, float]]) -> tuple[Slots | None, float]:
@@ -279,19 +290,19 @@ class Estimator:
 
     def _works(self) -> bool:
         """Whether ranks that sum gradients move the bytes with their own cores."""
-        return len(self._summed) > 1 and self.setting.collectives.of("all_reduce", self._summed, 1.0).works
+        return len(self.on.summed) > 1 and self.setting.collectives.of("all_reduce", self.on.summed, 1.0).works
 
     def _gradients(self, elements: Sequence[float], chunk_costs: Sequence, works: bool) -> tuple[float, float]:
         """Seconds that nothing hides, of the stage that has most of them, and bytes that all ranks send."""
-        n = len(self._summed)
+        n = len(self.on.summed)
         if n == 1:
             return 0.0, 0.0
         zero, of = self.candidate.zero, self.setting.collectives.of
         exposed = sent = 0.0
         for stage, count in enumerate(elements):
             size = count * self.itemsize
-            gather, reduce = of("all_gather", self._summed, size), of("reduce_scatter", self._summed, size)
-            whole = of("all_reduce", self._summed, size)
+            gather, reduce = of("all_gather", self.on.summed, size), of("reduce_scatter", self.on.summed, size)
+            whole = of("all_reduce", self.on.summed, size)
             reduces = self.m if zero >= 2 else 1
             gathers = {0: 0, 1: 1, 2: 1, 3: 2 * self.m}[zero]
             each = size * (n - 1)
@@ -311,7 +322,7 @@ class Estimator:
         return (self._crowded(exposed) if works else exposed), sent
 
     def _update(self, elements: float) -> float:
-        parts = self._cut if self.candidate.zero else 1
+        parts = self.on.cut if self.candidate.zero else 1
         return self._crowded(elements / parts * self.update)
 
     def _held(self, stage: int, chunks: Sequence[range], slots: Slots | None, elements: float) -> dict[str, float]:
@@ -320,18 +331,15 @@ class Estimator:
         mine = range(stage, len(chunks), self.pipe)
         layers = [layer for chunk in mine for layer in chunks[chunk]]
         largest = max(self.costs[layer].parameters for layer in layers) * self.itemsize
-        if self.candidate.zero >= 3 and self._cut > 1:
+        if self.candidate.zero >= 3 and self.on.cut > 1:
             held["gathered groups"] = 2.0 * largest
-        if self.candidate.zero >= 2 and self._cut > 1:
+        if self.candidate.zero >= 2 and self.on.cut > 1:
             held["whole gradients"] = float(largest)
         of_chunk = {chunk: float(self.layers.kept[list(chunks[chunk])].sum()) for chunk in mine}
         held["activations"] = self._in_flight(stage, of_chunk, slots)
         above = [max(self.costs[layer].above_forward, self.costs[layer].above_backward) for layer in layers]
-        repeated = [
-            sum(self.costs[layer].saved for layer in segment.layers if layer in set(layers))
-            for segment in self.layers.segments
-            if segment.recomputed
-        ]
+        here = set(layers)
+        repeated = [size for part, size in self.layers.largest_repeated if part.start in here]
         held["temporaries"] = max(above, default=0.0) + max(repeated, default=0.0)
         return held
 

@@ -45,7 +45,7 @@ class Candidate:
 
     @property
     def pipe(self) -> int:
-        return self.mesh.get(PIPE, 1)
+        return next((size for axis, size in self.axes if axis == PIPE), 1)
 
     @property
     def batch_ranks(self) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
 
 import numpy as np
 
@@ -52,67 +51,53 @@ def between(a: LayerCosts, b: LayerCosts, share: float) -> LayerCosts:
 
 
 class CutLayers:
-    """All layers of a model, cut in one way and with one choice of what is recomputed."""
+    """All layers of a model, cut in one way and with one choice of what is recomputed.
+
+    ``work`` float64[layers] are seconds of each layer for a micro-batch: forward, what is repeated, and backward;
+    ``kept`` float64[layers] bytes that a forward leaves for its backward; ``elements`` float64[layers] parameters.
+    """
 
     def __init__(self, model: Model, costs: Sequence[LayerCosts], recompute: str) -> None:
         self.costs = costs
         self.segments = segments(model, range(len(costs)), Recompute(recompute))
-        self.again = np.zeros(len(costs), bool)  #: whether a layer's forward is repeated
+        again = np.zeros(len(costs), bool)
         for segment in self.segments:
             if segment.recomputed:
-                self.again[segment.layers.start : segment.layers.stop] = True
+                again[segment.layers.start : segment.layers.stop] = True
+        self.again = again
+        pairs = list(zip(costs, again.tolist(), strict=True))
+        self.work = np.array([each.all_forward * (1 + twice) + each.backward for each, twice in pairs])
+        self.whole = float(self.work.sum())
+        #: of a micro-batch's way forth and back: without the weights' gradients, and what is repeated
+        self.way = sum(each.all_forward + each.backward_input for each in costs)
+        #: of the work, seconds of communication inside layers; and bytes that a rank with all layers sends there
+        self.inside = sum(each.inside_forward * (1 + twice) + each.inside_backward for each, twice in pairs)
+        self.sent = sum(each.sent_forward * (1 + twice) + each.sent_backward for each, twice in pairs)
+        self.kept = np.array([0.0 if twice else float(each.saved) for each, twice in pairs])
+        for segment in self.segments:
+            if segment.recomputed and segment.layers.start > 0:
+                self.kept[segment.layers.start] = costs[segment.layers.start - 1].output
+        self.all_kept = float(self.kept.sum())
+        self.elements = np.array([float(each.parameters) for each in costs])
+        self.own_elements = float(sum(each.parameters - each.tied for each in costs))
+        numbers = {name: number for number, (name, _) in enumerate(model.layers)}
+        #: layer with a tied parameter -> the layer that has it
+        self.owners = {
+            numbers[name]: numbers[full.rpartition("/")[0]]
+            for name, layer in model.layers
+            for full in layer.tied.values()
+        }
+        self.largest_repeated = [
+            (segment.layers, sum(costs[layer].saved for layer in segment.layers))
+            for segment in self.segments
+            if segment.recomputed
+        ]
 
     def __len__(self) -> int:
         return len(self.costs)
 
-    @cached_property
-    def work(self) -> np.ndarray:
-        """float64[layers]: seconds of each layer for a micro-batch, forward, repeated forward and backward."""
-        repeated = [each.all_forward * twice for each, twice in zip(self.costs, self.again, strict=True)]
-        return np.array([each.all_forward + each.backward for each in self.costs]) + repeated
-
-    @cached_property
-    def whole(self) -> float:
-        """Seconds of all layers for a micro-batch."""
-        return float(self.work.sum())
-
-    @cached_property
-    def way(self) -> float:
-        """Seconds of a micro-batch's way forth and back: without the weights' gradients, and what is repeated."""
-        return float(sum(each.all_forward + each.backward_input for each in self.costs))
-
-    @cached_property
-    def inside(self) -> float:
-        """Of the work, seconds of communication inside layers."""
-        pairs = zip(self.costs, self.again, strict=True)
-        return float(sum(each.inside_forward * (1 + twice) + each.inside_backward for each, twice in pairs))
-
-    @cached_property
-    def sent(self) -> float:
-        """Bytes that a rank with all layers sends inside them, for a micro-batch."""
-        pairs = zip(self.costs, self.again, strict=True)
-        return float(sum(each.sent_forward * (1 + twice) + each.sent_backward for each, twice in pairs))
-
-    @cached_property
-    def kept(self) -> np.ndarray:
-        """float64[layers]: bytes that a forward of each layer leaves for its backward."""
-        kept = np.array([float(each.saved) for each in self.costs])
-        kept[self.again] = 0.0
-        for segment in self.segments:
-            if segment.recomputed and segment.layers.start > 0:
-                kept[segment.layers.start] = self.costs[segment.layers.start - 1].output
-        return kept
-
-    @cached_property
-    def all_kept(self) -> float:
-        return float(self.kept.sum())
-
-    @cached_property
-    def elements(self) -> np.ndarray:
-        """float64[layers]: parameters of each layer; what is tied counts wherever it is."""
-        return np.array([float(each.parameters) for each in self.costs])
-
-    @cached_property
-    def own_elements(self) -> float:
-        """Parameters of the whole model on a rank that has all layers."""
-        return float(sum(each.parameters - each.tied for each in self.costs))
+    def elements_of(self, layers: Sequence[int]) -> float:
+        """Parameters of some layers on one rank: what is tied counts once."""
+        here = set(layers)
+        twice = sum(self.costs[layer].tied for layer, owner in self.owners.items() if {layer, owner} <= here)
+        return float(self.elements[list(layers)].sum()) - twice

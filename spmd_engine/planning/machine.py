@@ -97,7 +97,7 @@ class Fitted:
     product_share: float = 1.0  #: of the speed of products that is reached within a step
     product_half: float = 0.0  #: FLOPs of a product at which half of that is reached
     memory_share: float = 1.0  #: of the memory's bandwidth that is reached
-    call_seconds: float = 0.0  #: for every operation on arrays, beside its work
+    pass_seconds: float = 0.0  #: for every pass of a micro-batch through a layer, beside its work
     link_share: float = 1.0  #: of the links' bandwidth that is reached
     wait_seconds: float = 0.0  #: for every collective, beside its latency
 

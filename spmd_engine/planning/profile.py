@@ -31,7 +31,7 @@ from spmd_engine.planning.step_analysis import (
 )
 
 #: Samples of a micro-batch on a rank for which layers are looked at; in between, and beyond, costs follow a line.
-SAMPLES = (1, 4, 32)
+SAMPLES = (1, 8)
 STATES = ("parameters", "gradients", "optimizer state")
 
 
@@ -60,7 +60,7 @@ class Profiles:
         key = tuple(inner.items()), candidate.sequence_parallel, candidate.context_method
         full = (*key, candidate.samples)
         if full not in self._known:
-            below = max(n for n in SAMPLES if n <= candidate.samples)
+            below = max((n for n in SAMPLES if n <= candidate.samples), default=SAMPLES[0])
             above = min((n for n in SAMPLES if n > candidate.samples), default=SAMPLES[-1])
             if below == candidate.samples:
                 self._known[full] = self._find(inner, candidate, below)

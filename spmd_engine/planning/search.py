@@ -25,6 +25,7 @@ from spmd_engine.planning.machine import Machine
 from spmd_engine.planning.profile import Profiles
 
 KEPT = 5  #: plans that are shown
+OF_FRONT = 1.0  #: seconds for what belongs to the front and was not looked at before
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Certificate:
     candidates: int  #: in the lattice
     excluded: int  #: whose bounds break a limit already
     estimated: int
+    complete: bool = True  #: whether nothing was left out for lack of time
 
     @property
     def gap(self) -> float:
@@ -96,8 +98,10 @@ class Planner:
         *,
         seconds: float = 30.0,
         front: bool = True,
+        keep: int = KEPT,
+        first: bool = False,
     ) -> Found:
-        """The best plans for a goal, within about so many seconds."""
+        """The best plans for a goal, within about so many seconds; ``keep`` of them. ``first``: any will do."""
         deadline = perf_counter() + seconds
         limits = constraints.limits
         entries: list[tuple[tuple[float, ...], int, Candidate, Bound]] = []
@@ -117,13 +121,14 @@ class Planner:
         best: list[Estimate] = []
         known: dict[Candidate, Estimate | None] = {}
         broken: dict[frozenset[str], Estimate] = {}
+        complete = True
         left = None  # the least bound of what was not looked at
         for at_least, _, candidate, _ in entries:
-            if len(best) == KEPT and at_least >= value(goal, best[-1]):
+            if first and best or len(best) == keep and at_least >= value(goal, best[-1]):
                 left = at_least
                 break
             if perf_counter() > deadline:
-                left = at_least
+                left, complete = at_least, False
                 break
             estimate = known[candidate] = self._estimate(candidate, limits.memory)
             if estimate is None:
@@ -132,21 +137,20 @@ class Planner:
                 if wrong not in broken or value(goal, estimate) < value(goal, broken[wrong]):
                     broken[wrong] = estimate
                 continue
-            best = sorted([*best, estimate], key=lambda each: value(goal, each))[:KEPT]
+            best = sorted([*best, estimate], key=lambda each: value(goal, each))[:keep]
         reached = value(goal, best[0])[0] if best else float("inf")
         certificate = Certificate(
-            reached, min(reached, left[0]) if left is not None else reached, total, excluded, len(known)
+            reached, min(reached, left[0]) if left is not None else reached, total, excluded, len(known), complete
         )
         points = [each for each in known.values() if each is not None and not limits.broken(each)]
         if front and best:
-            points += self._more(entries, known, points, limits, min(deadline, perf_counter() + seconds / 3))
+            points += self._more(entries, known, points, limits, min(deadline, perf_counter() + OF_FRONT))
         return Found(best, pareto(points), certificate, broken)
 
     def _estimate(self, candidate: Candidate, memory: float | None) -> Estimate | None:
         estimator = self.estimator(candidate)
         assert estimator is not None
-        found = estimator.estimate(memory if memory is not None else np.inf)
-        return found if found is not None else estimator.estimate()
+        return estimator.estimate(memory if memory is not None else np.inf) or estimator.estimate()
 
     def _more(self, entries, known, points: Sequence[Estimate], limits, deadline: float) -> Iterator[Estimate]:
         """Estimates of what may belong to the front: its bounds are not beaten in both."""

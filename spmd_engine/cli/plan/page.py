@@ -1,0 +1,200 @@
+"""What ``plan`` prints: a page with a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from spmd_engine.cli.plan.picture import draw_step
+from spmd_engine.cli.show.as_text import print_picture
+from spmd_engine.planning.compare import PARTS, Comparison
+from spmd_engine.planning.estimate import Estimate
+from spmd_engine.planning.explain import Explanation
+from spmd_engine.planning.foresight import Foresight
+from spmd_engine.planning.goals import Constraints
+from spmd_engine.planning.planned import Answer
+from spmd_engine.planning.units import readable_bytes, readable_seconds
+
+
+def print_answer(answer: Answer) -> None:
+    """The best plan with its reasons, or why there is none."""
+    console = Console(highlight=False, soft_wrap=True)
+    request = answer.request
+    ranks = ", ".join(map(str, request.ranks))
+    batch = ", ".join(map(str, request.batch_sizes))
+    console.print(
+        f"{request.model.name}, {request.model.parameter_count:,} parameters in {request.dtype}, on {ranks} ranks of "
+        f"machine {request.machine.name}; batch {batch}; goal: {request.goal}"
+    )
+    constraints = Constraints(answer.limits, request.fixed)
+    console.print("constraints: " + "; ".join(constraints.said(name) for name in constraints.names) + "\n")
+    if answer.plan is None:
+        _print_conflict(console, answer)
+        return
+    console.print(f"plan: {answer.plan.candidate}")
+    console.print(f"  {command_of(answer)}")
+    if answer.foresight is not None:
+        _print_foresight(console, answer.foresight, answer.request.batch_sizes[0])
+    else:
+        console.print(f"  a step: about {readable_seconds(answer.plan.seconds)} (too large to be simulated in whole)")
+        console.print(f"  memory: about {readable_bytes(answer.plan.memory)} on a rank of stage {answer.plan.stage}")
+    parts = ", ".join(
+        f"{name} {value / answer.plan.seconds:.0%}" for name, value in answer.plan.parts.items() if value > 0.0005
+    )
+    console.print(f"  where the time goes, as estimated: {parts}\n")
+    if answer.reasons:
+        console.print("why")
+        for reason in answer.reasons:
+            console.print(f"  {reason}")
+        console.print()
+    if answer.foresight is not None:
+        print_picture(draw_step(answer.foresight), console)
+        console.print()
+    _print_matrix(console, "the best plans and the constraints", answer.found.best, constraints)
+    front = answer.found.front
+    if len(front) > 1:
+        table = Table("step", "memory", "plan", box=None, header_style="bold", title="time against memory", title_justify="left")
+        for each in _thinned(front):
+            table.add_row(readable_seconds(each.seconds), readable_bytes(each.memory), str(each.candidate))
+        console.print(table)
+    _print_certificate(console, answer)
+
+
+def _thinned(front: Sequence[Estimate], most: int = 8) -> Sequence[Estimate]:
+    if len(front) <= most:
+        return front
+    return [front[round(k * (len(front) - 1) / (most - 1))] for k in range(most)]
+
+
+def command_of(answer: Answer) -> str:
+    """The command line that trains by the plan."""
+    assert answer.plan is not None
+    candidate = answer.plan.candidate
+    composition = candidate.composition(answer.request.base)
+    words = [f"mpiexec -n {candidate.ranks} python -m spmd_engine train --model {answer.request.model.name}"]
+    words.append("--mesh " + ",".join(f"{axis}={size}" for axis, size in candidate.axes))
+    words.append(f"--batch-size {candidate.batch_size}")
+    words += [f"--micro-batches {candidate.micro_batches}"] * (candidate.micro_batches > 1)
+    words += [f"--zero {composition.zero}"] * bool(composition.zero)
+    words += ["--sequence-parallel"] * composition.sequence_parallel
+    words += [f"--schedule {composition.schedule}"] * bool(composition.schedule)
+    words += [f"--chunks {composition.chunks}"] * bool(composition.chunks)
+    words += [f"--stages {composition.stages}"] * bool(composition.stages)
+    words += [f"--recompute {composition.recompute}"] * (composition.recompute != "none")
+    return " ".join(words)
+
+
+def _print_foresight(console: Console, seen: Foresight, batch: int) -> None:
+    peak = seen.peak_step.peak
+    analyzed = seen.analysis
+    exact = "" if seen.whole else " (of a part of its micro-batches, continued)"
+    console.print(f"  a step: {readable_seconds(seen.seconds)}, {batch / seen.seconds:.4g} samples a second{exact}")
+    idle = seen.prediction.idle_share
+    exposed = seen.prediction.exposed / seen.prediction.seconds if seen.prediction.seconds else 0.0
+    console.print(f"  ranks wait {exposed:.1%} of it in communication and bubbles, and compute {1 - idle:.1%}")
+    console.print(f"  sent: {readable_bytes(seen.bytes_sent)} a step by all ranks")
+    console.print(
+        f"  memory: rank {seen.peak_rank} holds most, {readable_bytes(peak.bytes)}, at {seen.peak_moment}: "
+        + ", ".join(
+            f"{kind} {readable_bytes(size)}"
+            for kind, size in sorted(peak.bytes_by_kind.items(), key=lambda each: -each[1])
+            if size
+        )
+    )
+    for note in analyzed.approximate:
+        console.print(f"  assumed: {note}")
+
+
+def _print_conflict(console: Console, answer: Answer) -> None:
+    conflict, request = answer.conflict, answer.request
+    assert conflict is not None
+    constraints = Constraints(answer.limits, request.fixed)
+    console.print("Nothing fits.\n")
+    if answer.conflict_foresight is not None:
+        console.print(f"closest: {conflict.nearest.candidate if conflict.nearest else 'the composition that is given'}")
+        _print_foresight(console, answer.conflict_foresight, request.batch_sizes[0])
+        peak = answer.conflict_foresight.peak_step.peak
+        for kind, what, size in peak.holds[:6]:
+            console.print(f"    {readable_bytes(size):>12}  {kind}: {what}")
+        console.print()
+    if conflict.nearest is not None:
+        _print_matrix(console, "the closest and the constraints", [conflict.nearest], constraints)
+    if conflict.ways:
+        console.print("what would help, the nearest first")
+        for way in conflict.ways:
+            price = f"a step {readable_seconds(way.plan.seconds)}, memory {readable_bytes(way.plan.memory)}"
+            console.print(f"  {way.said}: {way.plan.candidate}; {price}")
+        console.print()
+
+
+def _print_matrix(console: Console, title: str, plans: Sequence[Estimate], constraints: Constraints) -> None:
+    """A line a plan, a column a constraint: what it needs of what it may have."""
+    limits = constraints.limits
+    measured = [name for name in constraints.names if name not in constraints.fixed]
+    columns = [f"{name} ({limits.said(name)})" for name in measured] + [constraints.said(name) for name in constraints.fixed]
+    table = Table("plan", "step", *columns, box=None, header_style="bold", title=title, title_justify="left")
+    for each in plans:
+        broken = constraints.broken(each.candidate, each)
+        needs = limits.measured(each)
+        cells = [limits.said(name, needs[name]) + (" !" if name in broken else "") for name in measured]
+        cells += ["no !" if name in broken else "kept" for name in constraints.fixed]
+        table.add_row(str(each.candidate), readable_seconds(each.seconds), *cells)
+    console.print(table)
+    console.print()
+
+
+def _print_certificate(console: Console, answer: Answer) -> None:
+    found = answer.found.certificate
+    text = (
+        f"certificate: of {found.candidates:,} candidates, each with its best division into stages, {found.excluded:,} "
+        f"break a constraint by their bounds and {found.estimated:,} were estimated; "
+    )
+    proven = "none of the others can be better" if found.gap < 1e-9 else f"another may be better by {found.gap:.1%}"
+    console.print(f"\n{text}{proven}, by these estimates. Planned in {readable_seconds(answer.took)}.")
+
+
+def print_fixed(answer: Answer) -> None:
+    """A composition that was given."""
+    console = Console(highlight=False, soft_wrap=True)
+    assert answer.foresight is not None
+    mesh = ",".join(f"{axis}={size}" for axis, size in answer.foresight.analysis.axes.items())
+    console.print(f"{answer.request.model.name} on {mesh}, machine {answer.request.machine.name}")
+    _print_foresight(console, answer.foresight, answer.request.batch_sizes[0])
+    console.print()
+    print_picture(draw_step(answer.foresight), console)
+
+
+def print_comparison(found: Comparison, as_json: bool) -> None:
+    """A measured step beside the predicted one."""
+    if as_json:
+        import json
+
+        click.echo(json.dumps(found.as_json()))
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(
+        f"{found.run}: a step takes {readable_seconds(found.measured.seconds)}, "
+        f"{readable_seconds(found.predicted.seconds)} was predicted ({found.error:+.1%})"
+    )
+    table = Table("of a rank's step, the mean", "predicted", "measured", "difference", box=None, header_style="bold")
+    for part in PARTS:
+        predicted, measured = found.predicted.parts[part], found.measured.parts[part]
+        share = (predicted - measured) / found.measured.seconds
+        table.add_row(part, f"{predicted * 1e3:.2f} ms", f"{measured * 1e3:.2f} ms", f"{share:+.1%} of the step")
+    console.print(table)
+    layers = Table("largest differences, seconds of all ranks", "predicted", "measured", box=None, header_style="bold")
+    for name, predicted, measured in found.worst_layers():
+        layers.add_row(name, f"{predicted * 1e3:.2f} ms", f"{measured * 1e3:.2f} ms")
+    console.print(layers)
+
+
+def print_explanation(answers: Sequence[Explanation]) -> None:
+    """The fourteen questions, answered."""
+    console = Console(highlight=False, soft_wrap=True)
+    for number, each in enumerate(answers, 1):
+        console.print(f"[bold]{number:2}. {each.question}[/bold]")
+        for line in each.lines:
+            console.print(f"    {line}")

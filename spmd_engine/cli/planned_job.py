@@ -1,0 +1,104 @@
+"""``train --plan FILE`` and ``train --mesh auto``: a job whose composition was planned."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import click
+import numpy as np
+
+from spmd_engine.cli.options import AUTO
+from spmd_engine.comm.agreement import text_from_rank_zero
+from spmd_engine.comm.mesh import Mesh
+from spmd_engine.comm.world import world
+from spmd_engine.engine.composition import Composition
+from spmd_engine.errors import UsageError
+from spmd_engine.training.job import Job
+
+__all__ = ["AUTO", "planned_here", "planned_values"]
+
+#: Options that a plan decides: who gives one of them beside a plan contradicts it.
+DECIDED = (
+    "mesh", "zero", "sequence_parallel", "context_method", "schedule", "chunks", "stages", "recompute",
+    "micro_batches", "batch_size", "optimizer", "dtype",
+)  # fmt: skip
+
+
+def planned_values(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """A job's options with those of a plan's file, read on rank 0. Collective over the world.
+
+    Raises UsageError for a plan that does not fit the ranks at hand, or was made for another model, and for options
+    that the plan decides otherwise.
+    """
+    from spmd_engine.planning.plan_file import PlanFile
+
+    with Mesh(world()) as mesh:
+        text = text_from_rank_zero(mesh.group(), lambda: json.dumps(PlanFile.read(path).as_json()))
+        ranks = mesh.size
+    plan = PlanFile.from_json(json.loads(text), path)
+    plan.check(ranks, given.get("model"), path)
+    decided = {
+        **plan.composition.as_json(),
+        "micro_batches": plan.micro_batches,
+        "batch_size": plan.batch_size,
+        "optimizer": plan.optimizer,
+        "dtype": plan.model.dtype,
+    }
+    for name in DECIDED:
+        if name in given and given[name] != decided[name]:
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(f"{flag} {given[name]} with --plan {path}, which says {decided[name]}: leave one out")
+    return {"model": plan.model.name, **decided, **{n: v for n, v in given.items() if n not in DECIDED}}
+
+
+def planned_here(job: Job, given: Mapping[str, Any]) -> Job:
+    """The job with the quickest composition for the ranks there are, planned on rank 0. Collective over the world.
+
+    What of the composition was given stays; micro-batches stay as the job has them, since they are part of what is
+    computed. Raises UsageError where nothing fits.
+    """
+    if job.strategy:
+        raise UsageError(f"--mesh {AUTO}: --strategy {job.strategy} is one strategy, whole; leave --mesh out")
+    with Mesh(world()) as mesh:
+        text = text_from_rank_zero(mesh.group(), lambda: json.dumps(_plan(job, mesh.size, given)))
+    return job.changed(composition=Composition.from_json(json.loads(text), f"--mesh {AUTO}"))
+
+
+def _plan(job: Job, ranks: int, given: Mapping[str, Any]) -> dict[str, Any]:
+    """On rank 0: the composition as JSON."""
+    from spmd_engine.planning.machines_here import default_machine
+    from spmd_engine.planning.planned import Request, plan
+    from spmd_engine.planning.units import readable_bytes, readable_seconds
+
+    names = ("zero", "sequence_parallel", "schedule", "chunks", "recompute")
+    fixed = {name: getattr(job.composition, name) for name in names if name in given}
+    fixed["micro_batches"] = job.data.micro_batches
+    base = job.composition.changed(
+        mesh=None, zero=None, sequence_parallel=False, schedule=None, chunks=None, stages=None, recompute="none"
+    )
+    answer = plan(
+        Request(
+            job.model.build(job.composition),
+            default_machine(),
+            [ranks],
+            [job.data.batch_size],
+            fixed=fixed,
+            dtype=np.dtype(job.model.dtype),
+            optimizer=job.training.optimizer,
+            base=base,
+            seconds=5.0,
+        )
+    )
+    if answer.plan is None:
+        raise UsageError(f"--mesh {AUTO}: {answer.why_not}")
+    seen = answer.foresight
+    seconds = seen.seconds if seen else answer.plan.seconds
+    memory = seen.analysis.peak_bytes if seen else answer.plan.memory
+    click.echo(
+        f"spmd_engine: planned: {answer.plan.candidate}; a step {readable_seconds(seconds)}, "
+        f"{readable_bytes(memory)} on the rank that holds most",
+        err=True,
+    )
+    return answer.plan.candidate.composition(base).as_json()

@@ -1,0 +1,60 @@
+"""Models to plan for that cannot be trained by name: large ones, and those of a TOML file."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import MISSING, fields
+from pathlib import Path
+from types import MappingProxyType
+
+from spmd_engine.errors import UsageError
+from spmd_engine.models import GPTSize, Model, build_model, gpt
+from spmd_engine.models.names import MODELS
+
+#: Shapes as published: GPT-2 (Radford et al., 2019) and GPT-3 (Brown et al., 2020); Megatron's of arXiv 2205.05198.
+LARGE = MappingProxyType(
+    {
+        "gpt2-xl": GPTSize(48, 1600, 25, 1024, 50257),
+        "gpt-1b": GPTSize(80, 1024, 16, 128),
+        "megatron-22b": GPTSize(48, 6144, 64, 2048, 51200),
+        "gpt3-175b": GPTSize(96, 12288, 96, 2048, 51200),
+        "turing-530b": GPTSize(105, 20480, 128, 2048, 51200),
+        "megatron-1t": GPTSize(128, 25600, 160, 2048, 51200),
+    }
+)
+KINDS = {int: "a whole number from 1", bool: "true or false"}
+
+
+def planned_model(name: str) -> Model:
+    """A model by name, or of a TOML file of a GPT's sizes: layers, width, heads, context and, optionally, vocabulary,
+    hidden, tied, key_value_heads.
+
+    Raises UsageError, in one line, for unknown names, and for files with unknown or missing fields.
+    """
+    if name in LARGE:
+        return gpt(LARGE[name], name)
+    if name in MODELS:
+        return build_model(name)
+    if not name.endswith(".toml"):
+        raise UsageError(f"unknown model {name!r}; choose one of {', '.join((*MODELS, *LARGE))}, or give a .toml file")
+    try:
+        content = tomllib.loads(Path(name).read_text())
+    except OSError as error:
+        raise UsageError(f"model {name}: {error.strerror or error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"model {name}: no TOML: {error}") from error
+    return gpt(_size(content, name), Path(name).stem)
+
+
+def _size(content: dict, where: str) -> GPTSize:
+    known = {each.name: each for each in fields(GPTSize) if each.name != "mixture"}
+    if unknown := sorted(set(content) - set(known)):
+        raise UsageError(f"model {where}: unknown field {unknown[0]!r}; there are: {', '.join(known)}")
+    for name, each in known.items():
+        if each.default is MISSING and name not in content:
+            raise UsageError(f"model {where}: the field {name!r} is missing")
+    for name, value in content.items():
+        kind = bool if name == "tied" else int
+        if type(value) is not kind or kind is int and value < 1:
+            raise UsageError(f"model {where}: {name} is {value!r}: it must be {KINDS[kind]}")
+    return GPTSize(**content)
