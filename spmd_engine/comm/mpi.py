@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.comm.awaited import Requests
 from spmd_engine.comm.board import Board, room_for_board, size_of_board
 from spmd_engine.comm.communicator import Communicator
+from spmd_engine.comm.communicator_cache import CommunicatorCache
 from spmd_engine.comm.dissemination import disseminate, words_of
 from spmd_engine.comm.mover import Mover
 from spmd_engine.comm.mpi_library import MPILibrary
@@ -25,6 +27,8 @@ from spmd_engine.comm.transports.messages import Part
 from spmd_engine.comm.transports.mpi import NonblockingCollectives
 from spmd_engine.comm.transports.turns import Turns
 from spmd_engine.errors import MeshError
+
+logger = logging.getLogger(__name__)
 
 PIECE = 1 << 30  # bytes a message: some MPI libraries refuse counts of 2^31 and more
 _MEETING, _END, _ASK, _FOUNDING = 32766, 32765, 32764, 32763  # tags that no other message has
@@ -60,6 +64,7 @@ class MPICommunicator(Communicator):
         self._ended: set[int] = set()
         self._asked: set[int] = set()  # ranks of the world that are to say when their programs end
         self._lane_comm: MPI.Comm | None = None
+        self._cache = CommunicatorCache()  # the world's is the one that is used
         self.turns = Turns()
         self.rank, self.size = comm.rank, comm.size
         self.node = node if node is not None else MPI.Get_processor_name()
@@ -71,13 +76,15 @@ class MPICommunicator(Communicator):
         """Share memory with this node's ranks, of all ranks' ``hosts``; for the world, once. ``tell``: see ``node``."""
         self.hosts = list(hosts)
         ranks = [rank for rank, host in enumerate(hosts) if host == self.node]
-        node = open_node(self._comm, ranks, tell)
+        node = open_node(self.rank, ranks, tell)
         self._live_on(node, crowded=len(ranks) > cores)
         if len(ranks) < self.size:
             if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
                 mover = Mover(self.progress)
                 self.progress.on_begin = mover.wake
                 atexit.register(mover.stop)
+            elif self.rank == 0:
+                logger.warning("this MPI does not let threads call it: data between nodes move only while ranks wait")
             self.collectives = NonblockingCollectives(self._comm.Dup(), self.turns, self.tuning)
             shared = tell("yes" if node is not None else "no")
             if "no" not in shared and (nodes := even_nodes(hosts)):
@@ -105,8 +112,23 @@ class MPICommunicator(Communicator):
         return not requests or MPI.Request.Testall(requests)
 
     def subset(self, ranks: Sequence[int], timeout: float | None = TIMEOUT) -> MPICommunicator:
-        offset, nodes = self.progress.begin(_Founding(self, self._meet(ranks), timeout, ranks)).wait()
         members = [self._members[rank] for rank in ranks]
+        cache = self._world._cache
+        made = cache.get(members)
+        everyone_has, offset, nodes = self._found(ranks, made is not None, timeout)
+        if not everyone_has:
+            made = self._make(ranks, members, offset, nodes)
+        cache.use(made, members)
+        return made
+
+    def _found(
+        self, ranks: Sequence[int], has: bool, timeout: float | None
+    ) -> tuple[bool, int, list[list[int]] | None]:
+        return self.progress.begin(_Founding(self, self._meet(ranks, has), timeout, ranks)).wait()
+
+    def _make(
+        self, ranks: Sequence[int], members: Sequence[int], offset: int, nodes: list[list[int]] | None
+    ) -> MPICommunicator:
         made = MPICommunicator(self._create(ranks), self.progress, self.node, self._world, members)
         made.hosts = [self.hosts[rank] for rank in ranks]
         made._live_on(self._node, crowded=self.looks == 0)
@@ -137,12 +159,16 @@ class MPICommunicator(Communicator):
             group.Free()
             everyone.Free()
 
-    def _meet(self, ranks: Sequence[int]) -> Steps:
+    def _meet(self, ranks: Sequence[int], has: bool) -> Steps:
         """Wait here for those who do not come yet: inside MPI this rank would spin, and its operations rest.
 
-        Returns where the first of this node's ranks has made room for a board, and the ranks by nodes, counted in
+        ``has``: whether this rank has such a communicator from before. Returns whether all of them have; else, besides,
+        where the first of this node's ranks has made room for a board, and the ranks by nodes, counted in
         ``ranks``; None for these if boards cannot be had on all nodes, or would be of no use.
         """
+        agreed = yield from disseminate(Part(self, ranks), words_of((int(has), 0, -1, 1, 0)), b"", _FOUNDING)
+        if agreed.same and has:
+            return True, -1, None
         hosts = [self.hosts[rank] for rank in ranks]
         nodes = [list(range(len(ranks)))] if len(set(hosts)) == 1 else even_nodes(hosts)
         near = [rank for rank, host in zip(ranks, hosts, strict=True) if host == self.node]
@@ -167,9 +193,13 @@ class MPICommunicator(Communicator):
             nodes = None
             if here >= 0 and self.rank == near[0]:
                 self.neighbours.own.release(here, size_of_board(len(near)))
-        return here, nodes
+        return False, here, nodes
 
     def free(self) -> None:
+        self._world._cache.leave(self._members)
+
+    def close(self) -> None:
+        """Give back all that this communicator holds."""
         self.progress.activity.close(self.line)
         for board in (self.board, self.lanes and self.lanes.board):
             if board is not None:

@@ -2,8 +2,8 @@
 
 Each rank makes an anonymous file in memory (memfd) and tells the others its process and descriptor; they open it
 through /proc and map it. It has no name that could stay behind, however the processes end, and does not count against
-the size of /dev/shm. Where that does not work (processes that do not see each other, systems other than Linux), MPI
-makes the memory, and where MPI cannot either, all goes by messages.
+the size of /dev/shm. Where that does not work (processes that do not see each other, systems other than Linux), all
+goes by messages.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import numpy as np
-from mpi4py import MPI
 
 from spmd_engine.arrays.memory import address_of
 from spmd_engine.comm.arena import HEAD, Neighbours, bound
@@ -61,8 +60,8 @@ class Node:
         return [rank for rank, ended in zip(self.ranks, self._ended, strict=True) if ended]
 
 
-def open_node(comm: MPI.Comm, ranks: Sequence[int], tell: Callable[[str], list[str]]) -> Node | None:
-    """Map the memory of all ``ranks`` of this node, or None. Every rank of the world comes here.
+def open_node(rank: int, ranks: Sequence[int], tell: Callable[[str], list[str]]) -> Node | None:
+    """Map the memory of all ``ranks`` of this node, of which this is ``rank``; or None. All of the world come here.
 
     ``tell`` tells all ranks of the world a text, and returns theirs.
     """
@@ -71,7 +70,7 @@ def open_node(comm: MPI.Comm, ranks: Sequence[int], tell: Callable[[str], list[s
         size = 0
     wanted = size > 0
     own = OwnMemory(size if os.environ.get("SPMD_ARENA", "memfd") == "memfd" else 0)
-    said = [text for rank, text in enumerate(tell(own.told)) if rank in ranks]
+    said = [text for each, text in enumerate(tell(own.told)) if each in ranks]
     memories = mapped(said)
     lender = _lender(said) if memories else None
     answers = tell(f"{'yes' if memories or not wanted else 'no'} {'lends' if lender else ''}")
@@ -79,15 +78,9 @@ def open_node(comm: MPI.Comm, ranks: Sequence[int], tell: Callable[[str], list[s
     fine = all(answers[rank].startswith("yes") for rank in ranks)
     if not all(answers[rank].endswith("lends") for rank in ranks):
         lender = None
-    if any(answer.startswith("no") for answer in answers):
-        if wanted and not fine:
-            memories = _windows(comm, ranks, size)
-        answers = tell("yes" if memories or not wanted else "no")
-        fine = all(answers[rank] == "yes" for rank in ranks)
-        if wanted and comm.rank == ranks[0]:
-            instead = "windows of MPI's" if fine else "messages"
-            logger.warning("ranks of this node cannot open each other's memory (memfd): they use %s instead", instead)
-    return Node(memories, ranks, comm.rank, lender) if wanted and fine and memories else None
+    if wanted and not fine and rank == ranks[0]:
+        logger.warning("ranks of this node cannot open each other's memory (memfd): they use messages instead")
+    return Node(memories, ranks, rank, lender) if wanted and fine and memories else None
 
 
 class OwnMemory:
@@ -139,23 +132,3 @@ def _lender(texts: Sequence[str]) -> Lender | None:
     lender = Lender([int(process) for process, *_ in told])
     can = [lender.can_read(i, int(at), bytes.fromhex(probe)) for i, (*_, at, probe) in enumerate(told)]
     return lender if all(can) else None
-
-
-def _windows(comm: MPI.Comm, ranks: Sequence[int], size: int) -> list | None:
-    """Memory that MPI shares between ``ranks``; it lies in /dev/shm as a rule, whose size it must respect."""
-    with suppress(OSError):
-        free = os.statvfs("/dev/shm")
-        size = min(size, free.f_bavail * free.f_frsize // 2 // len(ranks) // HEAD * HEAD)
-    if size < HEAD + size_of_board(len(ranks)):
-        return None
-    try:
-        everyone = comm.Get_group()
-        members = everyone.Incl(ranks)
-        local = comm.Create_group(members)
-        window = MPI.Win.Allocate_shared(size, 1, comm=local)
-        memories = [memoryview(window.Shared_query(rank)[0]).cast("B") for rank in range(local.size)]
-    except MPI.Exception:
-        return None
-    if comm.rank == ranks[0]:
-        memories[0][: HEAD + size_of_board(len(ranks))] = bytes(HEAD + size_of_board(len(ranks)))
-    return memories

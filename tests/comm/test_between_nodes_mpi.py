@@ -1,0 +1,133 @@
+"""Collectives of MPI ranks that believe to be on several nodes, by every transport between them."""
+
+import re
+
+import pytest
+
+from mpi_harness.launch import mpiexec
+
+pytestmark = pytest.mark.skipif(mpiexec() is None, reason="needs an MPI library and its mpiexec")
+
+HEAD = """
+import sys
+from mpi4py import MPI
+
+rank, (per_node, *options) = MPI.COMM_WORLD.rank, sys.argv[1:]
+MPI.Get_processor_name = lambda: f"host {rank // int(per_node)}"
+
+import numpy as np
+from spmd_engine import Mesh
+from spmd_engine.comm.communicator import Communicator
+from spmd_engine.comm.tuning import Tuning
+
+Communicator.tuning = Tuning(**{key: int(value) for key, value in (each.split("=") for each in options)})
+mesh = Mesh(timeout=60)
+group, n = mesh.group(), mesh.size
+"""
+
+ALL = """
+for dtype, size in [(d, s) for d in ("f4", "f2", ">f4", "i8", "c8") for s in (0, 3, 1001, 50_003)]:
+    each = [((np.arange(size) + 3 * r) % 17 / 16).astype(dtype) for r in range(n)]
+    total = sum(x.astype("c16" if dtype == "c8" else "f8" if dtype != "i8" else "i8") for x in each).astype(dtype)
+    mine, parts = each[rank], np.array_split(total, n)
+    out = np.empty_like(mine)
+    assert (group.all_reduce(mine) == total).all() and group.all_reduce(mine, out=out) is out and (out == total).all()
+    assert (group.reduce_scatter(mine) == parts[rank]).all()
+    if dtype != "c8":
+        assert (group.all_reduce(mine, "max") == np.max(each, axis=0, initial=0)).all()
+    assert (group.all_gather(parts[rank]) == total).all()
+    assert (group.all_gather(parts[rank], sizes=[len(part) for part in parts]) == total).all()
+    assert (group.broadcast(mine if rank == 1 else None, 1) == each[1]).all()
+    splits = [(size // n + rank + r) % 7 * (size > 3) for r in range(n)]
+    came = group.all_to_all(np.full((sum(splits), 2), rank, dtype), splits=splits)
+    assert (came[:, 0] == np.repeat(np.arange(n), [(size // n + rank + r) % 7 * (size > 3) for r in range(n)])).all()
+    square = np.full((n, 5, 2 * n), rank, dtype)
+    assert group.all_to_all(square, 2, 0)[:, 0, 0].tolist() == np.repeat(np.arange(n), n).tolist()
+    assert group.all_gather(square[:, :rank], 1)[0, :, 0].tolist() == np.repeat(np.arange(n), np.arange(n)).tolist()
+under_way = [group.start_all_reduce(np.full(1000 * i + 1, float(i))) for i in range(12)]
+under_way += [group.start_all_gather(np.full(700 * i, i)) for i in range(12)]
+for i in np.random.default_rng(rank).permutation(24):
+    assert (under_way[i].wait() == (i * n if i < 12 else i - 12)).all()
+print("fine\\n" if (mesh.comm.lanes is None) == (int(per_node) in (1, 3)) else "no lanes\\n", end="", flush=True)
+"""
+
+WAYS = {
+    "as it is": [],
+    "library": ["by_library=1000000000", "with_agreement=0", "hierarchical=500"],
+    "library's sums": ["by_library=1000000000", "with_agreement=0", "in_rank_order=1", "hierarchical=500"],
+    "messages": ["by_library=0", "with_agreement=0", "hierarchical=500"],
+    "rounds": ["piece=8192", "by_library=1000000000"],
+    "small counts": ["largest_count=1024", "by_library=1000000000", "with_agreement=0"],
+}
+FIRST = [("as it is", 3), ("library's sums", 1), ("library's sums", 2), ("rounds", 1)]
+
+
+CASES = [
+    pytest.param(way, per_node, marks=() if (way, per_node) in FIRST else pytest.mark.soak)
+    for way in WAYS
+    for per_node in (1, 2, 3)
+]
+
+
+@pytest.mark.parametrize("way, per_node", CASES)
+def test_values(way, per_node, mpi_run, tmp_path):
+    """Of all operations, by each transport; with many calls under way at once."""
+    (tmp_path / "program.py").write_text(HEAD + ALL)
+    ended = mpi_run(4, tmp_path / "program.py", str(per_node), *WAYS[way], timeout=120)
+    assert (ended.returncode, ended.stdout.split()) == (0, ["fine"] * 4), ended.stderr
+
+
+ABSENT = """
+from spmd_engine.errors import MismatchError
+other = Mesh(rows=2, columns=2, timeout=60)
+rows = other.group("rows")
+other.barrier()
+if rank != 3:
+    try:
+        (rows if rank == 1 else group).all_reduce(np.ones(10_000))
+    except MismatchError as error:
+        print(f"{error}\\n", end="", flush=True)
+        raise SystemExit
+"""
+
+
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_an_absent_rank(per_node, mpi_run, tmp_path):
+    """Rank 3 ends while another waits for it in a smaller group: the job ends, soon, and says why."""
+    (tmp_path / "program.py").write_text(HEAD + ABSENT)
+    ended = mpi_run(4, tmp_path / "program.py", str(per_node), timeout=60)
+    assert ended.returncode != 0 and ended.seconds < 40
+    assert re.search(r"whose program has ended \(\[1\]\): .* over 'rows'", ended.stdout + ended.stderr)
+
+
+MANY_MESHES = """
+made = []
+for i in range(50):
+    with Mesh(rows=2, columns=2) as other:
+        for axis in ("rows", "columns"):
+            assert (other.all_reduce(np.ones(20_000), over=axis) == 2).all()
+        made.append({id(other.group(axis).comm) for axis in ("rows", "columns")})
+print(f"{len(set.union(*made))} communicators\\n", end="", flush=True)
+"""
+
+
+def test_many_meshes_share_communicators(mpi_run, tmp_path):
+    (tmp_path / "program.py").write_text(HEAD + MANY_MESHES)
+    ended = mpi_run(4, tmp_path / "program.py", "2", timeout=120)
+    assert (ended.returncode, ended.stdout.splitlines()) == (0, ["2 communicators"] * 4), ended.stderr
+
+
+THREADS = """
+x = np.arange(70_000.0)
+started = [mesh.start("all_reduce", x * i) for i in range(4)]
+assert all((each.wait() == i * n * x).all() for i, each in enumerate(started))
+assert mesh.comm.progress.on_begin is None
+"""
+
+
+def test_without_threads_in_mpi(mpi_run, tmp_path):
+    """Then there is no progress thread; a notice says what that means."""
+    level = "import mpi4py\n\nmpi4py.rc.thread_level = 'funneled'\n"
+    (tmp_path / "program.py").write_text(level + HEAD + THREADS)
+    ended = mpi_run(2, tmp_path / "program.py", "1", timeout=60)
+    assert ended.returncode == 0 and ended.stderr.count("data between nodes move only while ranks wait") == 1

@@ -1,0 +1,56 @@
+"""What a call costs a rank of a very large group, with a transport that does nothing."""
+
+import tracemalloc
+from time import process_time
+
+import numpy as np
+
+from spmd_engine.comm import Group, Ledger
+from spmd_engine.comm.threads import solo
+
+RANKS = 4096
+
+
+def crowd():
+    """A communicator of many ranks, as the first of them sees it, where all others call the same."""
+    comm, sent = solo(), []
+    comm.size, comm.hosts = RANKS, [str(r) for r in range(RANKS)]
+
+    def start_send(data, to, tag):
+        sent.append(data)
+        return []
+
+    def start_receive(data, source, tag):
+        return [data]
+
+    def done(requests):
+        for data in requests:  # what comes is what was sent in the same round
+            data[: sent[-1].size] = sent[-1]
+        requests.clear()
+        return True
+
+    comm.start_send, comm.start_receive, comm.done = start_send, start_receive, done
+    return comm, sent
+
+
+def test_to_agree_takes_neither_long_nor_much_memory():
+    comm, sent = crowd()
+    group = Group(comm, "world", Ledger())
+    group.barrier()
+    seconds = []
+    for _ in range(20):
+        began = process_time()
+        group.barrier()
+        seconds.append(process_time() - began)
+    assert min(seconds) < 1e-3
+    assert len(sent) == 21 * 12
+    tracemalloc.start()
+    group.barrier()
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+
+
+def test_a_small_array_of_the_root_comes_with_the_agreement():
+    comm, sent = crowd()
+    assert (Group(comm, "world", Ledger()).broadcast(np.arange(0.0)) == np.arange(0.0)).all()
+    assert max(message.nbytes for message in sent) < 500

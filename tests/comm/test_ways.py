@@ -1,0 +1,56 @@
+"""The way of data between nodes, for all that it depends on: one table, as docs/collectives.md has it."""
+
+from itertools import product
+
+import pytest
+
+from spmd_engine.comm.tuning import Tuning
+from spmd_engine.comm.ways import Way, way
+
+KIB, MIB = 1 << 10, 1 << 20
+BY_NODES, LIBRARY, MESSAGES = Way.HIERARCHICAL, Way.MPI, Way.MESSAGES
+
+
+def chosen(operation, size, ranks, *, by_nodes=False, host=True, library=True, lengths_known=True, axis=0, **tuning):
+    how = {"ranks": ranks, "axis": axis, "lengths_known": lengths_known, "host": host, "by_nodes": by_nodes}
+    return way(operation, size, library=library, tuning=Tuning(**tuning), **how)
+
+
+OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(
+    "size, ranks, flat, by_nodes",
+    [
+        (0, 4, MESSAGES, MESSAGES),
+        (32 * KIB, 4, LIBRARY, LIBRARY),
+        (63 * KIB, 4, LIBRARY, LIBRARY),
+        (64 * KIB, 4, MESSAGES, BY_NODES),
+        (64 * KIB, 32, LIBRARY, BY_NODES),
+        (4 * MIB, 32, MESSAGES, BY_NODES),
+        (MIB, 128, LIBRARY, BY_NODES),
+        (4 << 30, 4, MESSAGES, BY_NODES),
+    ],
+)
+def test_by_size_and_placement(operation, size, ranks, flat, by_nodes):
+    """Only reductions, and gathers along the first axis, go by nodes."""
+    assert chosen(operation, size, ranks) is flat
+    goes_by_nodes = operation in ("all_reduce", "reduce_scatter", "all_gather")
+    assert chosen(operation, size, ranks, by_nodes=True) is (by_nodes if goes_by_nodes else flat)
+
+
+@pytest.mark.parametrize("unusual", [{"lengths_known": False}, {"axis": 1}], ids=["unknown lengths", "axis 1"])
+def test_gathers_that_do_not_go_by_nodes(unusual):
+    assert chosen("all_gather", MIB, 4, by_nodes=True, **unusual) is MESSAGES
+    assert chosen("all_gather", MIB, 128, by_nodes=True, **unusual) is LIBRARY
+
+
+def test_the_library_never_gets_what_it_cannot_take():
+    """Device memory, and counts that are too large for it; of an all_to_all one rank may get everyone's."""
+    for operation, size, ranks, by_nodes in product(OPERATIONS, (8, KIB, MIB, 1 << 40), (2, 64, 4096), (False, True)):
+        assert chosen(operation, size, ranks, by_nodes=by_nodes, host=False) is not LIBRARY
+        assert chosen(operation, size, ranks, by_nodes=by_nodes, library=False) is not LIBRARY
+        assert chosen(operation, size, ranks, by_nodes=by_nodes, largest_count=size - 1) is not LIBRARY
+    assert chosen("all_to_all", KIB, 64, largest_count=64 * KIB) is LIBRARY
+    assert chosen("all_to_all", KIB, 64, largest_count=64 * KIB - 1) is MESSAGES
