@@ -1,8 +1,10 @@
 """The pages of strategies/ on the meshes they allow, and one rank's training to compare them with."""
 
 from functools import cache, partial
+from math import prod
 
 import numpy as np
+import pytest
 
 from spmd_engine import Mesh, run
 from spmd_engine.engine.batch import batch_of
@@ -37,6 +39,11 @@ def meshes(strategy):
 
 def case_id(value):
     return ",".join(f"{axis}={size}" for axis, size in value.items()) if isinstance(value, dict) else value
+
+
+def in_time(axes):
+    """A mesh's marks: those of 2 and of 6 ranks show little that those of 3, 4 and 8 do not, and are in ``soak``."""
+    return [pytest.mark.soak] if prod(axes.values()) in (2, 6) else []
 
 
 CASES = [(name, axes) for name, strategy in STRATEGIES.items() for axes in meshes(strategy)]

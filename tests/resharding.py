@@ -19,22 +19,19 @@ CUBE += ["b/a s/b f/c", "b/c,b s f/a", "b s f/a,b,c", "b/b s f/c,a"]
 MESHES = [({"data": 2, "model": 2}, DATA_MODEL), ({"data": 3, "model": 2}, DATA_MODEL)]
 MESHES += [({"a": 2, "b": 2, "c": 2}, CUBE)]
 MESH_IDS = ["2x2", "3x2", "2x2x2"]
-each_mesh = pytest.mark.parametrize("axes, names", MESHES, ids=MESH_IDS)
 
-
-def meshes_and_pairs():
-    """Pairs of shardings on each mesh: of larger ones every third, in which each is with several others; the rest are
-    in ``soak``."""
+def each_mesh_with_pairs(now):
+    """Pairs of shardings on each mesh; on larger ones a third of them, part ``now`` of three, in which each sharding is
+    with several others. The rest are in ``soak``: tests that take different thirds have all pairs between them."""
+    params = []
     for (axes, names), name in zip(MESHES, MESH_IDS, strict=True):
         pairs = list(product(enumerate(names), repeat=2))
         of = 3 if prod(axes.values()) > 4 else 1
         for part in range(of):
             chosen = [(source, target) for (i, source), (j, target) in pairs if (i + 2 * j) % of == part]
             id = name if of == 1 else f"{name}, part {part + 1} of {of}"
-            yield pytest.param(axes, chosen, id=id, marks=pytest.mark.soak if part else ())
-
-
-each_mesh_with_pairs = pytest.mark.parametrize("axes, pairs", list(meshes_and_pairs()))
+            params.append(pytest.param(axes, chosen, id=id, marks=pytest.mark.soak if part != now % of else ()))
+    return pytest.mark.parametrize("axes, pairs", params)
 
 
 def numbered(shape, dtype=np.int64):

@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+from threadpoolctl import threadpool_limits
 
 from command_line import ONE_THREAD, QUIET
 from spmd_engine.cli import main
@@ -33,10 +34,11 @@ def here(tmp_path, monkeypatch, capsys):
 
     def run(*args):
         code = 0
-        try:
-            main(args)
-        except SystemExit as leave:
-            code = leave.code
+        with threadpool_limits(1, user_api="blas"):  # as ONE_THREAD
+            try:
+                main(args)
+            except SystemExit as leave:
+                code = leave.code
         return code, *capsys.readouterr()
 
     return run

@@ -25,14 +25,14 @@ def one_rank(tmp_path_factory):
 
 #: Every option that says where and when, on few ranks, and each axis beside another; with more of either in SOAK.
 COMPOSITIONS = [
-    "data=3 --zero 3",
     "model=2,data=2 --sequence-parallel",
-    "context=2,data=2 --context-method ulysses",
+    "context=2,data=2 --context-method ulysses --zero 3",
     "pipe=2,data=2 --schedule 1f1b --zero 1 --micro-batches 2",
-    "pipe=3 --schedule zero-bubble --micro-batches 4",
-    "pipe=2,context=2,model=2 --zero 3 --recompute block",
+    "pipe=3 --schedule zero-bubble --micro-batches 4 --recompute block",
 ]
 SOAK = [
+    "data=3 --zero 3",
+    "pipe=2,context=2,model=2 --zero 3 --recompute block",
     "data=8",
     "data=8 --zero 3",
     "model=3",
@@ -48,7 +48,7 @@ SOAK = [
 
 
 @pytest.mark.parametrize("composition", [*COMPOSITIONS, *(pytest.param(c, marks=pytest.mark.soak) for c in SOAK)])
-def test_gpt_nano_trains_alike_however_it_is_composed(ok, one_rank, composition):
+def test_gpt_nano_trains_alike_however_it_is_composed(ok, here, one_rank, composition):
     """Steps in float64, dropout and clipping on: losses to 1e-9, parameters to 1e-8 of one rank's."""
     mesh, *options = composition.split()
     axes = {axis: int(size) for axis, size in (part.split("=") for part in mesh.split(","))}
@@ -56,7 +56,7 @@ def test_gpt_nano_trains_alike_however_it_is_composed(ok, one_rank, composition)
     exact = [*EXACT, "--batch-size", str(max(4, replicas))]  # a sample for each micro-batch, or for each replica
     reference, folder = one_rank / f"data=1-{max(4, replicas)}", one_rank / composition.replace(" ", "")
     if not (reference / "checkpoints").exists():
-        ok(1, "train", *exact, "--run", reference)
+        here("train", *exact, "--run", str(reference))
     ok(ranks, "train", *exact, "--mesh", mesh, *options, "--run", folder)
     ours, theirs = ([m["loss"] for m in metrics(each)] for each in (folder, reference))
     assert len(ours) == STEPS
@@ -67,9 +67,9 @@ def test_gpt_nano_trains_alike_however_it_is_composed(ok, one_rank, composition)
         np.testing.assert_allclose(parameter, expected[name], rtol=0, atol=1e-8, err_msg=name)
 
 
-def test_train_resume_generate_infer(ok, tmp_path):
+def test_train_resume_generate_infer(ok, here, tmp_path):
     short = ["--batch-size", "2", *QUIET]
-    ok(2, "train", "--steps", "4", "--seed", "3", "--warmup", "2", "--run", "whole", "--stop-at", "1", *short)
+    here("train", "--steps", "4", "--seed", "3", "--warmup", "2", "--run", "whole", "--stop-at", "1", *short)
     ok(2, "train", "--steps", "2", "--seed", "3", "--warmup", "2", "--run", "parts", *short)
     runs = tmp_path / "runs"
     with (runs / "parts" / "metrics.jsonl").open("a") as file:
@@ -85,21 +85,22 @@ def test_train_resume_generate_infer(ok, tmp_path):
     }
     assert "validation loss" in result.stderr
 
-    texts = [ok(n, "generate", "--run", "runs/parts", "--prompt", "def f(", "--tokens", "8").stdout for n in (1, 2)]
+    command = ["generate", "--run", "runs/parts", "--prompt", "def f(", "--tokens", "8"]
+    texts = [here(*command)[1], ok(2, *command).stdout]
     assert texts[0] == texts[1] and texts[0].startswith("def f(")
 
     tokens = np.random.default_rng(0).integers(0, 257, (3, 128))
     np.save(tmp_path / "x.npy", tokens)
-    for name, ranks, mesh in (("a", 1, "data=1"), ("b", 2, "model=2")):
-        files = ["--input", "x.npy", "--output", name]
-        ok(ranks, "infer", "--run", "runs/parts", *files, "--mesh", mesh, "--batch-size", 2)
+    command = ["infer", "--run", "runs/parts", "--input", "x.npy", "--batch-size", "2"]
+    assert here(*command, "--output", "a", "--mesh", "data=1")[0] == 0
+    ok(2, *command, "--output", "b", "--mesh", "model=2")
     a, b = np.load(tmp_path / "a"), np.load(tmp_path / "b")
     assert a.shape == (3, 128, 257)
     np.testing.assert_allclose(a, b, atol=1e-4)
 
 
-def test_resume_takes_over_the_run_s_own_options(ok, here, r):
-    ok(1, "train", "--steps", "2", "--resume", "--run", "r")
+def test_resume_takes_over_the_run_s_own_options(here, r):
+    assert here("train", "--steps", "2", "--resume", "--run", "r")[0] == 0
     assert metrics(r)[1]["tokens"] == 2 * 128
     code, _, errors = here("train", "--resume", "--run", "r")  # all steps were made: says so, changes nothing
     assert len(metrics(r)) == 2 and code == 0 and "nothing to do" in errors
@@ -227,9 +228,9 @@ def test_infer_says_what_shape_an_engine_takes(infer_here):
     assert "has shape (3, 5), and the engine takes [b d]" in failure.value.__notes__[0]
 
 
-def test_infer_says_what_shape_a_run_takes(infer_here, ok, tmp_path):
-    ok(1, "train", "--model", "mlp", "--run", "scores", "--steps", "1", "--batch-size", "2", *QUIET)
+def test_infer_says_what_shape_a_run_takes(infer_here, tmp_path):
     run = ["--run", tmp_path / "runs" / "scores"]
+    main(["train", "--model", "mlp", *map(str, run), "--steps", "1", "--batch-size", "2", *QUIET])
     for shape in ((3, 65), (3, 28, 28)):
         code, _, err = infer_here(shape, *run)
         assert code == 2 and f"has shape {shape}, but inputs are [b d], the batch first: save an" in err
@@ -244,17 +245,17 @@ def test_inspect_needs_no_ranks(here):
     assert f"{931872 * 4:,}" in here("inspect")[1]
 
 
-def test_help_tells_every_command(ok, here):
-    text = ok(1, "--help").stdout
+def test_help_tells_every_command(here):
+    _, text, _ = here("--help")
     for command in ("train", "generate", "infer", "inspect"):
         assert command in text
         code, output, _ = here(command, "--help")
         assert code == 0 and "--mesh" in output
 
 
-def test_a_run_broken_off_and_resumed_is_the_run_that_was_not(ok, tmp_path):
+def test_a_run_broken_off_and_resumed_is_the_run_that_was_not(ok, here, tmp_path):
     common = ["--steps", "4", "--batch-size", "2", "--dtype", "float64", "--warmup", "2", *QUIET]
-    ok(1, "train", *common, "--run", "whole")
+    here("train", *common, "--run", "whole")
     ok(2, "train", *common, "--stop-at", "2", "--run", "parts")
     ok(2, "train", "--resume", "--run", "parts", "--mesh", "model=2")
     ours, theirs = ([m["loss"] for m in metrics(tmp_path / "runs" / name)] for name in ("parts", "whole"))

@@ -27,7 +27,7 @@ WAYS = [
     ("expert=3", "random", 10, SCATTERED | {"of": {"experts": 5}}),
     ("expert=4", "dropless", 10, {"zero": 3}),
     ("expert=4", "probability", 3, {}),  # the last rank has none
-    ("expert=8", "dropless", 5, {"zero": 1}),
+    ("expert=6", "dropless", 5, {"zero": 1}),  # the last rank has none, here too
     ("expert=4,data=2", "sigmoid of three", 10, {"zero": 3, "recompute": BLOCK}),
     ("expert=2,model=2", "all losses", 5, PARALLEL),
     ("expert=2,model=2,pipe=2", "position", 5, PARALLEL | {"schedule": "zero-bubble"}),

@@ -1,6 +1,7 @@
 """Dense models on real data: every mesh of rows and columns computes what one device computes."""
 
 from functools import cache, partial
+from itertools import product
 from math import log, prod
 
 import numpy as np
@@ -32,9 +33,6 @@ MESHES = [
 
 def mesh_id(axes):
     return ",".join(f"{axis}={size}" for axis, size in axes.items())
-
-
-every_mesh = pytest.mark.parametrize("axes", MESHES, ids=mesh_id)
 
 
 def layout_of(axes, letters=LETTERS):
@@ -83,8 +81,14 @@ STEPS = 5
 one_device = cache(lambda name, **options: train(MODELS[name], {"data": 1}, steps=STEPS, **options)[0])
 
 
-@every_mesh
-@pytest.mark.parametrize("name", MODELS)
+def models_on_meshes():
+    """All pairs; the deep model, of the layers of the others, on many ranks in ``soak``."""
+    for name, axes in product(MODELS, MESHES):
+        marks = pytest.mark.soak if name == "deep" and prod(axes.values()) > 4 else ()
+        yield pytest.param(name, axes, id=f"{name}-{mesh_id(axes)}", marks=marks)
+
+
+@pytest.mark.parametrize("name, axes", list(models_on_meshes()))
 def test_every_mesh_trains_as_one_device_does(name, axes):
     expected = one_device(name)
     assert all(abs(gradient).max() > 1e-7 for gradient in expected[1].values())  # what is nothing is always equal
@@ -104,7 +108,10 @@ ten_epochs = partial(
 ten_epochs_on_one_device = cache(lambda: ten_epochs({"data": 1})[0])
 
 
-@pytest.mark.parametrize("axes", [{"data": 3}, {"model": 3}, {"row": 2, "col": 2}], ids=mesh_id)
+IN_SOAK = [pytest.param(axes, marks=pytest.mark.soak) for axes in ({"data": 3}, {"row": 2, "col": 2})]
+
+
+@pytest.mark.parametrize("axes", [{"model": 3}, *IN_SOAK], ids=mesh_id)
 def test_ten_epochs_in_float32(axes):
     """784-128-127-10 on 256 samples: losses and parameters within 1e-5 of one device's, well below where it began."""
     losses, _, parameters = ten_epochs_on_one_device()

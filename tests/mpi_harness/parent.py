@@ -86,7 +86,7 @@ class Crew:
             for batch in self.at_work:
                 self.known.update(batch.look())
             self.at_work = [batch for batch in self.at_work if batch.waiting]
-            time.sleep(0.01)
+            time.sleep(0.03)
         return self.known.pop(item.nodeid)
 
     def next_batch(self):

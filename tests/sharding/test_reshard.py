@@ -1,6 +1,6 @@
 """Arrays cut anew: every pair of shardings, their bytes, every kind of array."""
 
-from itertools import permutations, product
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fake_device import FakeDevice
 from numerics import normals
 from on_ranks import DTYPES, assert_same, on_ranks, values
-from resharding import DATA_MODEL, each_mesh, each_mesh_with_pairs, numbered, on_mesh, specs
+from resharding import DATA_MODEL, each_mesh_with_pairs, numbered, on_mesh, specs
 from spmd_engine import Mesh, run
 from spmd_engine.arrays.backend import register_backend, unregister_backend
 from spmd_engine.sharding import Spec, gather, reshard, reshard_plan, shard
@@ -26,12 +26,12 @@ def is_called(plan, move, shape, mesh):
     return bool(move.over) and not nothing
 
 
-@each_mesh
-def test_every_pair_and_its_bytes(axes, names):
-    check_pairs(axes, list(product(names, names)), (5, 6, 7))
+@each_mesh_with_pairs(0)
+def test_every_pair_and_its_bytes(axes, pairs):
+    check_pairs(axes, pairs, (5, 6, 7))
 
 
-@each_mesh_with_pairs
+@each_mesh_with_pairs(1)
 def test_pairs_with_empty_blocks_and_their_bytes(axes, pairs):
     check_pairs(axes, pairs, (1, 3, 2))
 
@@ -54,7 +54,7 @@ def check_pairs(axes, pairs, shape):
     on_mesh(axes, body)
 
 
-@each_mesh_with_pairs
+@each_mesh_with_pairs(2)
 def test_pairs_without_being_told_the_shape(axes, pairs):
     whole = numbered((5, 6, 7))
 

@@ -18,7 +18,7 @@ from spmd_engine.sharding.placement import ArrayPlacement, Placement
 from spmd_engine.sharding.rectangles import Rectangle
 from spmd_engine.sharding.transfer import plan_transfer
 
-RANKS = [1, 2, 3, 4, 6, 8]
+RANKS = [1, 2, 3, 6, *(pytest.param(n, marks=pytest.mark.soak) for n in (4, 8))]
 SHAPE = (11, 6)
 
 

@@ -17,6 +17,7 @@ from pages import (
     build,
     case_id,
     data,
+    in_time,
     one_rank,
     single,
     train,
@@ -42,7 +43,9 @@ from spmd_engine.training import Trainer
 every_strategy = pytest.mark.parametrize("name", STRATEGIES)
 
 
-@pytest.mark.parametrize(("name", "axes"), CASES, ids=case_id)
+@pytest.mark.parametrize(
+    ("name", "axes"), [pytest.param(*case, marks=in_time(case[1])) for case in CASES], ids=case_id
+)
 def test_training_equals_the_single_device(name, axes):
     """Losses, every gradient and the parameters, with one micro-batch and with several."""
     how = [(AdamW, 1), (SGD, 3)]
@@ -171,7 +174,13 @@ def epoch(strategy, step, dtype):
     return x, np.roll(x, 1, axis=-1) + noise / 10
 
 
-@every_strategy
+#: One page of each kind of model and of layer; the others compute in float32 what these do.
+IN_FLOAT32 = {"tensor-parallel", "fully-sharded", "ring-attention", "expert-parallel", "pipeline", "spatial"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in IN_FLOAT32 else pytest.mark.soak) for name in STRATEGIES]
+)
 def test_ten_epochs_in_float32(name):
     how = {"steps": 30, "dtype": np.float32, "of": epoch, "rate": 0.2}
     expected = trained_alone(name, SGD, 1, **how)
