@@ -38,9 +38,9 @@ class Checkpoint(Mapping):
     def __init__(self, path: str | os.PathLike) -> None:
         self.path = Path(path)
         self.manifest: Manifest | None = None  #: None of a plain safetensors file
-        if (self.path / EXPORTED).is_file() and not (self.path / CHECKPOINTS).is_dir():
+        if os.path.isfile(self.path / EXPORTED) and not os.path.isdir(self.path / CHECKPOINTS):
             self.path /= EXPORTED
-        if self.path.is_file():
+        if os.path.isfile(self.path):
             self._arrays, self.metadata = _plain_file(self.path)
         else:
             self.path = find_checkpoint(self.path)

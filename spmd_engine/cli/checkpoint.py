@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import click
 
@@ -15,6 +18,8 @@ from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import launcher_rank
 from spmd_engine.errors import UsageError
 from spmd_engine.training.start import run_folder
+
+MOST_FILES = 4096  #: of each kind, that a checkpoint is rewritten in
 
 
 @click.group(short_help="Look at checkpoints, prove and rewrite them.")
@@ -107,13 +112,14 @@ def digest(path: str, other: str | None, arrays: bool) -> None:
 @checkpoint.command()
 @click.argument("path")
 @click.argument("folder")
-@click.option("--files", type=click.IntRange(min=1), default=1, show_default=True, help="Of each kind.")
+@click.option("--files", type=click.IntRange(1, MOST_FILES), default=1, show_default=True, help="Of each kind.")
 def reshard(path: str, folder: str, files: int) -> None:
     """Write a checkpoint anew into FOLDER, a run's, in another number of files.
 
     Loading needs no such thing: any mesh loads any checkpoint. File systems may prefer few large files, or many.
     """
-    click.echo(str(reshard_checkpoint(_open(path), folder, files)))
+    with _writing(folder):
+        click.echo(str(reshard_checkpoint(_open(path), folder, files)))
 
 
 @checkpoint.command()
@@ -126,15 +132,24 @@ def export(path: str, file: str, optimizer: bool) -> None:
     Under mpiexec the ranks share the work and write side by side. 'infer --checkpoint FILE' reads it.
     """
     section = OPTIMIZER if optimizer else MODEL
-    with Mesh() as mesh:
+    with Mesh() as mesh, _writing(file):
         export_checkpoint(_open(path), section, file, mesh.group() if mesh.size > 1 else None)
     if launcher_rank() == 0:
         click.echo(file)
 
 
+@contextmanager
+def _writing(path: str) -> Iterator[None]:
+    """What the system refuses is the user's to mend."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error}") from error
+
+
 def _open(path: str) -> Checkpoint:
     folder = run_folder(path)
-    found = Checkpoint(folder if folder.exists() else path)
+    found = Checkpoint(folder if os.path.exists(folder) else path)
     if found.manifest is None:
         raise UsageError(f"{path} is a plain safetensors file; this is for checkpoints, which are folders")
     return found
