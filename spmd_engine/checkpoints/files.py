@@ -73,9 +73,20 @@ def header(blocks: Sequence[tuple[str, str, Sequence[int]]], facts: Mapping[str,
     return len(text).to_bytes(8, "little") + text
 
 
-def read_block(path: Path, offset: int, shape: Sequence[int], dtype: np.dtype, sha256: str, name: str) -> np.ndarray:
-    """A block, its hash checked; raises CheckpointError for any byte that is not the one that was written."""
-    block = np.empty(shape, dtype)
+def read_block(
+    path: Path,
+    offset: int,
+    shape: Sequence[int],
+    dtype: np.dtype,
+    sha256: str,
+    name: str,
+    out: np.ndarray | None = None,
+) -> np.ndarray:
+    """A block, its hash checked; raises CheckpointError for any byte that is not the one that was written.
+
+    ``out``, contiguous, of this shape and dtype, is where it is read to, if given.
+    """
+    block = np.empty(shape, dtype) if out is None else out
     data = memoryview(block.reshape(-1).view(np.uint8))
     try:
         with path.open("rb", buffering=0) as file:

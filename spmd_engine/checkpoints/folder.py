@@ -34,7 +34,7 @@ class CheckpointFolder:
     def complete(self) -> list[Path]:
         """The folders of complete checkpoints, those of earlier steps first."""
         found = []
-        for each in self.path.iterdir() if self.path.is_dir() else ():
+        for each in self.path.iterdir() if os.path.isdir(self.path) else ():
             matched = _COMPLETE.fullmatch(each.name)
             if matched and (each / MANIFEST).is_file():
                 found.append((int(matched[1]), int(matched[2] or 0), each))
@@ -103,7 +103,7 @@ def find_checkpoint(path: str | os.PathLike) -> Path:
     Raises CheckpointError if there is none.
     """
     path = Path(path)
-    if (path / MANIFEST).is_file():
+    if os.path.isfile(path / MANIFEST):
         return path
     for run in (path, path.parent if path.name == CHECKPOINTS else path):
         if newest := CheckpointFolder(run).newest():

@@ -38,9 +38,9 @@ class Checkpoint(Mapping):
     def __init__(self, path: str | os.PathLike) -> None:
         self.path = Path(path)
         self.manifest: Manifest | None = None  #: None of a plain safetensors file
-        if (self.path / EXPORTED).is_file() and not (self.path / CHECKPOINTS).is_dir():
+        if os.path.isfile(self.path / EXPORTED) and not os.path.isdir(self.path / CHECKPOINTS):
             self.path /= EXPORTED
-        if self.path.is_file():
+        if os.path.isfile(self.path):
             self._arrays, self.metadata = _plain_file(self.path)
         else:
             self.path = find_checkpoint(self.path)
@@ -175,14 +175,17 @@ def _sliceable(folder: Path, name: str, array: StoredArray, headers: Headers) ->
     dtype = DTYPES[array.dtype]
     last: list[tuple[Block, np.ndarray]] = []  # of many small slices, most are of the block before
 
-    def load(block: Block) -> np.ndarray:
+    def load(block: Block, out: np.ndarray | None = None) -> np.ndarray:
+        headers.check(name, array, block)
+        said, shape = f"{name}{block.rectangle}", block.rectangle.shape
+        data = read_block(folder / block.file, block.offset, shape, dtype, block.sha256, said, out)
+        if dtype.kind in "fcV" and not np.isfinite(data).all():
+            raise CheckpointError(f"{folder / block.file}: {said} has values that are not finite")
+        return data
+
+    def loaded(block: Block) -> np.ndarray:
         if not last or last[0][0] is not block:
-            headers.check(name, array, block)
-            said = f"{name}{block.rectangle}"
-            data = read_block(folder / block.file, block.offset, block.rectangle.shape, dtype, block.sha256, said)
-            if dtype.kind in "fcV" and not np.isfinite(data).all():
-                raise CheckpointError(f"{folder / block.file}: {said} has values that are not finite")
-            last[:] = [(block, data)]
+            last[:] = [(block, load(block))]
         return last[0][1]
 
     def read(spans: tuple[slice, ...]) -> np.ndarray:
@@ -190,8 +193,13 @@ def _sliceable(folder: Path, name: str, array: StoredArray, headers: Headers) ->
         out = np.empty(wanted.shape, dtype)
         for block in array.blocks:
             shared = block.rectangle & wanted
-            if shared.size:
-                out[shared.within(wanted).index] = load(block)[shared.within(block.rectangle).index]
+            if not shared.size:
+                continue
+            place = out[shared.within(wanted).index or ...]
+            if shared == block.rectangle and place.flags.c_contiguous:
+                load(block, place)  # straight to where it is wanted
+            else:
+                place[...] = loaded(block)[shared.within(block.rectangle).index]
         return out
 
     return Sliceable(array.shape, dtype, read)

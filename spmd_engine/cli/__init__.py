@@ -61,6 +61,9 @@ def main(args: Sequence[str] | None = None) -> None:
     except UsageError as error:
         fail(f"spmd_engine: {error}")
         sys.exit(2)
+    except MemoryError as error:
+        fail(f"spmd_engine: there is not enough memory for this: {error or 'no more is to be had'}")
+        sys.exit(2)
     except BrokenPipeError:  # whoever read our output has enough of it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)

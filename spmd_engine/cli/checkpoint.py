@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import click
 
@@ -18,6 +21,8 @@ from spmd_engine.launchers import launcher_rank
 from spmd_engine.models.names import shape_named
 from spmd_engine.training.job import Job
 from spmd_engine.training.start import run_folder
+
+MOST_FILES = 4096  #: of each kind, that a checkpoint is rewritten in
 
 
 @click.group(short_help="Look at checkpoints, prove and rewrite them.")
@@ -110,13 +115,14 @@ def digest(path: str, other: str | None, arrays: bool) -> None:
 @checkpoint.command()
 @click.argument("path")
 @click.argument("folder")
-@click.option("--files", type=click.IntRange(min=1), default=1, show_default=True, help="Of each kind.")
+@click.option("--files", type=click.IntRange(1, MOST_FILES), default=1, show_default=True, help="Of each kind.")
 def reshard(path: str, folder: str, files: int) -> None:
     """Write a checkpoint anew into FOLDER, a run's, in another number of files.
 
     Loading needs no such thing: any mesh loads any checkpoint. File systems may prefer few large files, or many.
     """
-    click.echo(str(reshard_checkpoint(_open(path), folder, files)))
+    with _writing(folder):
+        click.echo(str(reshard_checkpoint(_open(path), folder, files)))
 
 
 @checkpoint.command()
@@ -144,7 +150,7 @@ def export(path: str, target: str, optimizer: bool, kind: str, dtype: str) -> No
     if kind == "huggingface" and optimizer:
         raise UsageError("--format huggingface has parameters alone; leave --optimizer out")
     found = _open(path)
-    with Mesh() as mesh:
+    with Mesh() as mesh, _writing(target):
         group = mesh.group() if mesh.size > 1 else None
         if kind == "huggingface":
             model = Job.from_json(found.manifest.config, f"{found.path}: config").model
@@ -157,9 +163,18 @@ def export(path: str, target: str, optimizer: bool, kind: str, dtype: str) -> No
         click.echo(target)
 
 
+@contextmanager
+def _writing(path: str) -> Iterator[None]:
+    """What the system refuses is the user's to mend."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error}") from error
+
+
 def _open(path: str) -> Checkpoint:
     folder = run_folder(path)
-    found = Checkpoint(folder if folder.exists() else path)
+    found = Checkpoint(folder if os.path.exists(folder) else path)
     if found.manifest is None:
         raise UsageError(f"{path} is a plain safetensors file; this is for checkpoints, which are folders")
     return found

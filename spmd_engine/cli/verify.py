@@ -40,7 +40,7 @@ from spmd_engine.verify import verify as compare
 from spmd_engine.verify.report import HEADING
 from spmd_engine.verify.samples import batches_for_model, batches_of_shape
 
-POSITIVE = click.IntRange(min=1)
+POSITIVE, PARTS = click.IntRange(min=1), click.IntRange(1, 4096)
 #: Options that mean nothing to an engine of one's own.
 OF_MODELS = ("model", "images", "dropout", "device", *MIXTURE, *COMPOSITION)
 OF_OWN = ("input_shape", "tokens", "classes")  # and to nothing else
@@ -55,7 +55,7 @@ WIDTH, HIDDEN, HEADS = 24, 54, 6  # of the small models of strategies/
 @mesh_option
 @click.option("--steps", type=POSITIVE, default=3, show_default=True, help="Optimizer steps.")
 @click.option("--batch-size", type=POSITIVE, default=16, show_default=True, help="Samples a step, over all ranks.")
-@click.option("--micro-batches", type=POSITIVE, default=1, show_default=True, help="Parts of a batch, one by one.")
+@click.option("--micro-batches", type=PARTS, default=1, show_default=True, help="Parts of a batch, one by one.")
 @click.option("--length", type=POSITIVE, default=32, show_default=True, help="Positions of a sample, of sequences.")
 @click.option("--optimizer", type=click.Choice(["adamw", "sgd"]), default="adamw", show_default=True)
 @click.option("--learning-rate", type=click.FloatRange(0, 1e30), default=1e-3, show_default=True)

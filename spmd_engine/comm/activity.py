@@ -25,6 +25,7 @@ BEAT, SINCE, PATIENCE, LINE, NUMBER, TEXT, PHASE, PHASE_NUMBER, PHASE_SINCE, TOL
 LINES, MOST_LINES, LINE_WORDS = 16, 128, 4  # of words: where lines begin; a line is number, text, members, which
 TEXTS = WORDS + 8 * (LINES + MOST_LINES * LINE_WORDS)
 NOTE, STACK = 24 << 10, 32 << 10  # where there is room for what a wait tells, and for stacks
+_LONGEST = 2000  # bytes of a text
 _PACKAGE = str(Path(__file__).parent) + os.sep
 
 Memory = memoryview | bytearray  # or anything else that can be written to and sliced
@@ -57,9 +58,9 @@ class Activity:
         """The number by which a short text is known from now on; 0 if there is no room for more."""
         number = self._texts.get(text)
         if number is None:
-            data = text.encode(errors="replace")[:200]
+            data = text.encode(errors="replace")
             number, end = self._end, self._end + 2 + len(data)
-            if end > NOTE:
+            if end > NOTE or len(data) > _LONGEST:
                 return 0
             self.memory[number + 2 : end] = data
             self.memory[number : number + 2] = len(data).to_bytes(2, "little")
@@ -68,7 +69,7 @@ class Activity:
 
     def called(self, operation: str, axes: str, label: str) -> int:
         """The number of the text for such calls."""
-        return self.text(f"{operation}\t{axes}\t{label}")
+        return self.text(f"{operation}\t{axes}\t{label[:100]}")
 
     def line(self, members: Sequence[int]) -> Line:
         """A line for a new communicator of these ranks of the world; give it back with ``close``."""
@@ -91,11 +92,11 @@ class Activity:
             self._free.append(line.place)
 
     @contextmanager
-    def phase(self, text: str, number: int = 0) -> Iterator[None]:
+    def phase(self, text: str, number: int = -1) -> Iterator[None]:
         """Say what is done meanwhile, beside collectives: ``with activity.phase("saving, step", 40)``."""
         words = self._words
         before = words[PHASE], words[PHASE_NUMBER], words[PHASE_SINCE]
-        words[PHASE], words[PHASE_NUMBER], words[PHASE_SINCE] = self.text(text), number, time.monotonic_ns()
+        words[PHASE], words[PHASE_NUMBER], words[PHASE_SINCE] = self.text(text), number + 1, time.monotonic_ns()
         try:
             yield
         finally:

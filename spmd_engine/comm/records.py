@@ -117,7 +117,7 @@ class Record:
             wait = Wait(call, seconds, overdue, note.get("what", ""), missing, note.get("at", ""))
         phase = self._text(words[PHASE])
         if words[PHASE_NUMBER]:
-            phase += f" {words[PHASE_NUMBER]}"
+            phase += f" {words[PHASE_NUMBER] - 1}"
         return State(
             self.rank,
             words[PROCESS],

@@ -87,7 +87,7 @@ def _read(path: str | None, context: int) -> Corpus:
     if path == "":
         raise UsageError("--data is empty: name a file or a folder, or leave the option out")
     root = Path(path) if path is not None else Path(sysconfig.get_paths()["stdlib"])
-    if not root.exists():
+    if not os.path.exists(root):
         raise UsageError(f"--data {root}: no such file or folder")
     files = [root] if root.is_file() else sorted(_files(root, "*.py" if path is None else "*"))
     digest = hashlib.sha256()

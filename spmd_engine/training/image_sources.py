@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -48,7 +49,7 @@ def find_images(path: str | None) -> Source:
     if path == "":
         raise UsageError("--data is empty: name a file or a folder, or leave the option out")
     root = Path(path)
-    if not root.exists():
+    if not os.path.exists(root):
         raise UsageError(f"--data {root}: no such file or folder")
     if root.is_dir():
         if any(root.glob(IDX_NAMES[0][0])):

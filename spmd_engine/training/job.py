@@ -18,6 +18,7 @@ from spmd_engine.training.augment import AUGMENT
 from spmd_engine.training.prepared import DOCUMENTS
 
 VERSION = 1  #: of the JSON that jobs are written as
+MOST = 1 << 24  #: samples, and parts of them: beyond it is a slip
 LARGEST = 1e30  #: of rates and the like
 #: Defaults of jobs with a model of images; those of others stand with the fields.
 OF_IMAGES = {
@@ -51,9 +52,9 @@ class DataConfig(Configuration):
     """What is learnt from, and in which pieces."""
 
     path: str | None = None  #: a file or a folder; None: the source of Python's standard library
-    batch_size: int = setting(16, least=1)  #: samples a step, over all ranks
-    micro_batches: int = setting(1, least=1)  #: parts of a batch, computed one after the other
-    eval_samples: int = setting(64, least=1)  #: held-out samples of an evaluation; of images, at most
+    batch_size: int = setting(16, least=1, most=MOST)  #: samples a step, over all ranks
+    micro_batches: int = setting(1, least=1, most=MOST)  #: parts of a batch, computed one after the other
+    eval_samples: int = setting(64, least=1, most=MOST)  #: held-out samples of an evaluation; of images, at most
     length: int | None = setting(None, least=1)  #: tokens of a sample; None: as many as the model's context
     #: of a file of tokens: how documents share a sample; None: joined, but instructions apart
     documents: str | None = setting(None, choices=DOCUMENTS)
@@ -119,7 +120,7 @@ class Job(Configuration):
         """The job of a JSON file; raises UsageError, in one line, for one that cannot be read or makes no sense."""
         try:
             content = json.loads(Path(path).read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UsageError(f"{path} cannot be read as JSON: {error}") from error
         return cls.from_json(content, str(path))
 
@@ -194,7 +195,7 @@ def _place(name: str) -> tuple[str, ...]:
 def _with_defaults(content: Any) -> Any:
     """A job's JSON; where its model is one of images, with the defaults that it then has."""
     model = content.get("model") if isinstance(content, Mapping) else None
-    if not isinstance(model, Mapping) or model.get("name") not in IMAGES:
+    if not isinstance(model, Mapping) or model.get("name") not in list(IMAGES):  # it may be anything
         return content
     filled = dict(content)
     for option, value in OF_IMAGES.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -199,7 +200,7 @@ def _rebalancing(composition: Composition, trainer: Trainer) -> dict[str, Callab
 
 def run_folder(run: str | Path) -> Path:
     """The folder of a run: a path, or its name under ``runs/``."""
-    return Path(run) if "/" in str(run) or Path(run, CONFIG).exists() else Path("runs") / run
+    return Path(run) if "/" in str(run) or os.path.exists(Path(run, CONFIG)) else Path("runs") / run
 
 
 def read_run(run: str | Path) -> Job:
@@ -208,9 +209,9 @@ def read_run(run: str | Path) -> Job:
 
     def read() -> Job:
         newest = CheckpointFolder(path.parent).newest()
-        if not path.is_file() and newest is None:
+        if not os.path.isfile(path) and newest is None:
             raise UsageError(f"{path}: no such run; --run wants the folder that 'train' wrote, as in runs/gpt-nano-1")
-        kept = read_manifest(newest).config if newest and not path.is_file() else None
+        kept = read_manifest(newest).config if newest and not os.path.isfile(path) else None
         return Job.read(path) if kept is None else Job.from_json(kept, f"{newest}")
 
     return _from_rank_zero(read)

@@ -85,6 +85,8 @@ def test_a_record_says_what_its_rank_does():
     line, text = activity.line((0, 1, 2, 9)), activity.called("all_reduce", "data", "loss")
     line.words[0], line.words[1] = 7, text
     assert record.state().begun == (Call((0, 1, 2, 9), 1, 7, "all_reduce", "data", "loss"),)
+    with activity.phase("evaluating, step", 0):
+        assert record.state().phase == "evaluating, step 0"
     with activity.phase("step", 12):
         activity.waits(line, 7, text, timeout=1e-6)
         activity.waits_long("a sum", [1, 9])
@@ -105,9 +107,17 @@ def test_a_record_that_is_full_says_less():
     activity = Activity()
     lines = [activity.line((0, rank)) for rank in range(300)]
     assert lines[0].place >= 0 > lines[-1].place
-    texts = [activity.called("all_reduce", "data", "x" * 99 + str(number)) for number in range(999)]
+    texts = [activity.called("all_reduce", "data", f"{number}{80 * 'x'}") for number in range(999)]
     assert texts[0] > 0 == texts[-1]
     assert len(Record(0, activity.memory).state().begun) == 0
+    assert activity.line(range(0, 2000, 2)).place == -1  # too many to name
+
+
+@pytest.mark.parametrize("members", [range(0, 512, 8), [0, 1, 2, 7, 9, 10], [5]], ids=str)
+def test_members_come_back_as_they_were(members):
+    activity = Activity()
+    activity.line(members).words[0] = 1
+    assert Record(0, activity.memory).state().begun[0].members == tuple(members)
 
 
 def stuck_at(how):

@@ -1,0 +1,211 @@
+"""What happens when something fails: a table, of faults that are made on purpose in small jobs of 4 ranks.
+
+    python scripts/faults.py                 all of them, in about ten minutes on two cores
+    python scripts/faults.py stop kill       those whose names contain one of these words
+
+Of each: the job's exit code, after how many seconds it was reported and the job was over, in which words, and how many
+steps were lost: made since the last checkpoint that was there afterwards. Then the run goes on, without the fault, to
+its last step; ``same`` says whether its losses and its checkpoint are those of a run that nothing happened to, to the
+bit.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from spmd_engine.checkpoints import Checkpoint, CheckpointFolder
+from spmd_engine.checkpoints.digest import digest_of_checkpoint, digest_text
+from spmd_engine.errors import CheckpointError
+from spmd_engine.runtime.mpi_job import MPIJob, find_mpiexec
+from spmd_engine.training.observers import MetricsFile
+
+RANKS, STEPS, EVERY, TIMEOUT = 4, 8, 2, 8
+JOB = ["--model", "two-layers", "--data", "data", "--steps", str(STEPS), "--save-every", str(EVERY)]
+JOB += ["--batch-size", "4", "--eval-every", "0", "--eval-samples", "4", "--dtype", "float64"]
+JOB += ["--timeout", str(TIMEOUT), "--check-replicas-every", "2", "--mesh", "data=4", "--seed", "3"]
+NOISE = ("Abort(", "[mpiexec", "[proxy", "=====", "=   ", "YOUR APPLICATION", "Traceback", "  File", "    ")
+
+
+@dataclass
+class Fault:
+    """A fault, and what is expected of the job that it befalls."""
+
+    name: str
+    inject: str = ""  #: see inject_fault.py
+    code: tuple[int, ...] = (1,)  #: exit codes that are right
+    says: str = ""  #: words of the report
+    options: Sequence[str] = ()
+    launch: bool = False  #: whether the job is started by ``launch``
+    before: Callable[[Path], None] | None = None  #: done to a run that has made 4 steps, whose rest then fails
+    signal: int = 0  #: sent to the launcher in mid-training
+    lost: int | None = None  #: steps at most
+    rest: Sequence[str] = field(default=())  #: options with which it goes on
+
+
+def killed() -> list[Fault]:
+    """SIGKILL of ranks, wherever they are."""
+    places = ("forward", "reduction", "optimizer", "save")
+    codes = (1, 9, 137, -9)  # launchers differ
+    kills = [
+        Fault(f"kill -9 of rank {rank} in {place}", f"kill {place} {rank} {6 if place == 'save' else 5}", codes)
+        for rank in (0, 1, RANKS - 1)
+        for place in places
+    ]
+    kills.append(Fault("kill -9 of rank 0 in the commit", "kill commit 0 6", codes))
+    kills.append(Fault("kill -9 of rank 2, under launch", "kill optimizer 2 5", (0,), "goes on from", launch=True))
+    return kills
+
+
+FAULTS = [
+    *killed(),
+    Fault("SIGSTOP of rank 2", "stop forward 2 5", says="its process is stopped (SIGSTOP)"),
+    Fault("SIGSTOP of rank 1 in a save", "stop save 1 6", says="rank 1 came to"),
+    Fault("rank 3 sleeps", "sleep data 3 5", says="rank 3 came to"),
+    Fault("rank 0 computes for ever", "compute data 0 5", says="rank 0 came to"),
+    Fault("SIGSTOP of rank 2, under launch", "stop forward 2 5", (0,), "goes on from", launch=True),
+    Fault("everyone receives", "receive data -1 5", says="wait for each other"),
+    Fault("rank 1 makes another call", "other data 1 5", says="does not match"),
+    Fault("an exception on rank 1", "raise forward 1 5", says="rank 1 of 4 failed"),
+    Fault("disk full on rank 1", "full save 1 6", (2,), "could not be saved"),
+    Fault("disk full on rank 0's commit", "full commit 0 6", (2,), "could not be saved"),
+    Fault("disk full, --go-on-unsaved", "full save 1 6", (2,), "not saved", ["--go-on-unsaved"]),
+    Fault("NaN in a gradient of rank 2", "nan norm 2 5", (0, 1), "not finite"),
+    Fault("inf in a summed gradient of rank 2 alone", "inf norm 2 5", says="rank 2 of 4 found something"),
+    Fault("a flipped bit in rank 3's replica", "flip data 3 5", says="rank 3 differs"),
+    Fault("SIGTERM to rank 1", "interrupt data 1 5", (143,), "SIGTERM", lost=0),
+    Fault("SIGINT to the launcher", code=(130,), says="SIGINT", signal=signal.SIGINT, lost=0),
+    Fault("SIGTERM to the launcher", code=(143,), says="SIGTERM", signal=signal.SIGTERM, lost=0),
+]
+
+
+def main() -> int:
+    if find_mpiexec() is None:
+        print("no mpiexec: pip install -e '.[mpich]'", file=sys.stderr)
+        return 2
+    chosen = [each for each in FAULTS if not sys.argv[1:] or any(word in each.name for word in sys.argv[1:])]
+    wrong = 0
+    with tempfile.TemporaryDirectory(prefix="spmd-faults-") as name:
+        root = Path(name)
+        whole = prepared(root / "whole")
+        wanted, _ = started(whole, Fault("none"), [])
+        assert wanted == 0, "the job fails without any fault"
+        print("| fault | exit | told after | over after | steps lost | same | in which words |")
+        print("|---|---|---|---|---|---|---|", flush=True)
+        for number, fault in enumerate(chosen):
+            folder = prepared(root / str(number))
+            line, fine = befall(fault, folder, whole)
+            wrong += not fine
+            print(line, flush=True)
+            shutil.rmtree(folder)
+    print(f"{len(chosen)} faults, {wrong} not as they should be")
+    return int(wrong > 0)
+
+
+def prepared(folder: Path) -> Path:
+    """A folder to run in, with something to learn from, and what injects faults."""
+    folder.mkdir()
+    (folder / "data").write_text("something to learn from, again and again\n" * 300)
+    shutil.copy(Path(__file__).with_name("inject_fault.py"), folder / "sitecustomize.py")
+    return folder
+
+
+def befall(fault: Fault, folder: Path, whole: Path) -> tuple[str, bool]:
+    """A line of the table, and whether all was as it should be."""
+    code, told = started(folder, fault, fault.options)
+    ended = time.time()
+    moment = float((folder / "moment").read_text()) if (folder / "moment").exists() else ended
+    first = next(((when, text) for when, text in told if fault.says and fault.says in text), None)
+    if first is None:
+        first = next(((when, text) for when, text in told if when > moment and not text.startswith(NOISE)), (ended, ""))
+    (folder / "moment").unlink(missing_ok=True)
+    saved, made = newest(folder), steps_made(folder)
+    kept = saved is not None
+    rest, _ = (0, []) if code == 0 else started(folder, Fault("none"), ["--resume"] if kept else [])
+    same = rest == 0 and digest(folder) == digest(whole) and losses(folder) == losses(whole)
+    lost = max(0, made - (saved or 0)) if code else 0
+    fine = code in fault.code and (not fault.says or fault.says in first[1]) and not left_over(folder)
+    fine &= fault.lost is None or lost <= fault.lost
+    fine &= same or "NaN" in fault.name
+    words = first[1].strip()[:110].replace("|", "/")
+    cells = [fault.name, str(code), seconds(first[0] - moment), seconds(ended - moment), str(lost)]
+    remark = "" if fine else "  <-- not as it should be"
+    return f"| {' | '.join([*cells, 'yes' if same else 'no', words])} |{remark}", fine
+
+
+def started(folder: Path, fault: Fault, options: Sequence[str]) -> tuple[int, list[tuple[float, str]]]:
+    """Run the job in a folder; its exit code, and each line that it wrote, with the time when it came."""
+    train = ["train", "--run", "./run", *(JOB if "--resume" not in options else []), *options]
+    command = [sys.executable, "-m", "spmd_engine"]
+    if fault.launch:
+        command += ["launch", "-n", str(RANKS), "--", *train]
+    else:
+        command = [*find_mpiexec(), "-n", str(RANKS), *command, *train]
+    environment = {"SPMD_FAULT": fault.inject, "PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    told: list[tuple[float, str]] = []
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with MPIJob(command, env=environment, cwd=folder, **pipes) as job:
+        reader = threading.Thread(target=lambda: told.extend((time.time(), line) for line in job.process.stdout))
+        reader.start()
+        if fault.signal:
+            while steps_made(folder) < 3 and job.process.poll() is None:
+                time.sleep(0.05)
+            (folder / "moment").write_text(str(time.time()))
+            job.process.send_signal(fault.signal)
+        with suppress(subprocess.TimeoutExpired):
+            job.process.wait(120)
+        code = job.process.poll()
+    reader.join()
+    return (code if code is not None else 999), told
+
+
+def newest(folder: Path) -> int | None:
+    """The step of the newest checkpoint that can be read."""
+    try:
+        found = CheckpointFolder(folder / "run").newest()
+        return Checkpoint(found).manifest.step if found else None
+    except CheckpointError:
+        return None
+
+
+def digest(folder: Path) -> str:
+    return digest_text(digest_of_checkpoint(Checkpoint(folder / "run")))
+
+
+def losses(folder: Path) -> list[str]:
+    """The losses by step, as they are written."""
+    lines = (folder / "run" / MetricsFile.NAME).read_text().splitlines()
+    return [line.partition('"grad_norm"')[0] for line in lines]
+
+
+def steps_made(folder: Path) -> int:
+    path = folder / "run" / MetricsFile.NAME
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def left_over(folder: Path) -> list[str]:
+    """Processes that still run in this folder."""
+    found = []
+    for each in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if os.readlink(each / "cwd") == str(folder):
+                found.append(each.name)
+    return found
+
+
+def seconds(since: float) -> str:
+    return f"{since:.1f} s"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""Makes one rank fail at one place of a training: what scripts/faults.py puts into the jobs that it starts.
+
+    SPMD_FAULT="kill optimizer 1 5"     rank 1 is killed when it comes to the optimizer of step 5
+
+Imported by every rank as ``sitecustomize``, before anything else.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import resource
+import signal
+import time
+
+#: Places of a step: the module, class and method that a rank comes to there.
+PLACES = {
+    "data": ("spmd_engine.training.trainer", "Trainer", "_step"),
+    "forward": ("spmd_engine.layers.linear", "Linear", "forward"),
+    "reduction": ("spmd_engine.engine.storage", "GroupStorage", "start_reduce"),
+    "optimizer": ("spmd_engine.engine.optimizers", "AdamW", "_update"),
+    "norm": ("spmd_engine.engine.stored", "StoredEngine", "gradient_norm"),
+    "save": ("spmd_engine.checkpoints.save", "Save", "_write"),
+    "commit": ("spmd_engine.checkpoints.folder", "CheckpointFolder", "commit"),
+}
+
+
+def happen(what: str, arguments: tuple) -> object:
+    """The fault itself; what it returns is what the method returns, None: nothing in particular."""
+    with open("moment", "w") as file:
+        file.write(str(time.time()))
+    if what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif what == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif what == "sleep":
+        time.sleep(1000)
+    elif what == "compute":
+        while True:
+            pass
+    elif what == "raise":
+        raise RuntimeError("something that was not foreseen")
+    elif what == "interrupt":
+        os.kill(os.getpid(), signal.SIGTERM)
+    elif what == "full":  # no file may grow any more
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (16, 16))
+    elif what == "receive":
+        arguments[0].engine.receive((arguments[0].engine.mesh.rank + 1) % arguments[0].engine.mesh.size)
+    elif what == "other":
+        arguments[0].engine.barrier()
+    elif what in ("nan", "flip", "inf"):
+        engine = arguments[0].engine if hasattr(arguments[0], "engine") else arguments[0]
+        arrays = engine.gradients if what == "inf" else engine.parameters
+        array = next(iter(arrays.values())).reshape(-1)
+        if what == "flip":
+            array.view("u8")[0] ^= 1 << 20
+        else:
+            array[0] = float(what)
+    return None
+
+
+def install(what: str, place: str, victim: int, step: int) -> None:
+    """Patch the victim, once it has the modules; other ranks, and those started again, are as they are."""
+    rank = next((os.environ[name] for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK") if name in os.environ), None)
+    if rank is None or (int(rank) != victim and victim >= 0) or os.environ.get("SPMD_RESTARTS", "0") != "0":
+        return
+    state = {"step": 0, "done": False}
+
+    def patch(place: str, before) -> None:
+        module, kind, method = PLACES[place]
+        owner = getattr(importlib.import_module(module), kind)
+        real = getattr(owner, method)
+
+        def patched(*arguments, **options):
+            before(*arguments)
+            return real(*arguments, **options)
+
+        setattr(owner, method, patched)
+
+    def count(trainer, *_) -> None:
+        state["step"] = trainer.steps_done + 1
+
+    def fail(*arguments) -> None:
+        if state["step"] == step and not state["done"]:
+            state["done"] = True
+            happen(what, arguments)
+
+    patch(place, fail)
+    patch("data", count)
+
+
+if os.environ.get("SPMD_FAULT"):
+    fault, where, whom, when = os.environ["SPMD_FAULT"].split()
+    install(fault, where, int(whom), int(when))

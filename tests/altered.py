@@ -1,0 +1,59 @@
+"""Files that were altered in some way, by a random number generator: what the tests of damage share."""
+
+import json
+
+
+def in_bytes(content, rng):
+    """A file's bytes, altered."""
+    at, other = rng.randrange(len(content)), rng.randrange(len(content))
+    how = rng.choice(["bit", "cut", "longer", "zeroed", "swapped", "noise", "length"])
+    if how == "bit":
+        return content[:at] + bytes([content[at] ^ 1 << rng.randrange(8)]) + content[at + 1 :]
+    if how == "cut":
+        return content[:at]
+    if how == "longer":
+        return content + rng.randbytes(rng.randrange(1, 99))
+    if how == "zeroed":
+        end = min(len(content), at + rng.randrange(1, 4096))
+        return content[:at] + bytes(end - at) + content[end:]
+    if how == "noise":
+        return content[:at] + rng.randbytes(min(64, len(content) - at)) + content[at + 64 :]
+    if how == "length":
+        return rng.choice([0, 1, 1 << 31, (1 << 64) - 1, rng.getrandbits(64)]).to_bytes(8, "little") + content[8:]
+    size = min(64, len(content) - max(at, other), abs(at - other))
+    first, second = sorted((at, other))
+    return (
+        content[:first] + content[second : second + size] + content[first + size : second]
+        + content[first : first + size] + content[second + size :]
+    )
+
+
+VALUES = [None, True, -1, 0, 1, 1 << 40, 1 << 70, 0.5, float("nan"), "", "x", "../../etc/passwd"]
+VALUES += ["model-00001.safetensors", "F64", "I8", "BF16", "\ud800", "0" * 64, "a" * 5000]
+VALUES += [[], {}, [0], [1 << 61, 4], [[[[]]]], {"a": 1}]
+
+
+def in_json(content, rng):
+    """A JSON value with something in it replaced, removed, given twice, or swapped with its neighbour."""
+    content = json.loads(json.dumps(content))
+    place, way = content, []
+    while True:
+        keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+        if not keys:
+            return content
+        key = rng.choice(keys)
+        way.append(key)
+        if isinstance(place[key], (dict, list)) and place[key] and rng.random() < 0.85:
+            place = place[key]
+            continue
+        how = rng.choice(["value", "value", "remove", "swap", "rename"])
+        other = rng.choice(keys)
+        if how == "remove":
+            del place[key]
+        elif how == "swap":
+            place[key], place[other] = place[other], place[key]
+        elif how == "rename" and isinstance(place, dict):
+            place[rng.choice(["", "x", "norm/scale", "\ud800", "../x"])] = place.pop(key)
+        else:
+            place[key] = rng.choice([*VALUES, place[other]])
+        return content

@@ -1,0 +1,58 @@
+"""Jobs in JSON that were altered at random: they are read, and can be inspected, or one line says what is wrong."""
+
+import json
+import random
+
+import pytest
+
+from altered import in_bytes, in_json
+from spmd_engine.cli import main
+from spmd_engine.errors import UsageError
+from spmd_engine.training.job import Job
+
+JOBS = [
+    Job.of(model="mlp", mesh={"data": 2, "model": 2}, zero=1, steps=3, data="texts"),
+    Job.of(model="gpt-nano", mesh={"pipe": 2, "context": 2}, schedule="interleaved", chunks=2, stages="cost"),
+    Job.of(model="gpt-moe-nano", mesh={"expert": 2}, experts=6, top_k=2, dense_layers="0"),
+    Job.of(model="convnet", mesh={"rows": 2, "data": 1}),
+]
+
+
+def altered(seed):
+    """A file's content: a job, changed in one place or two, as JSON or as bytes."""
+    rng = random.Random(seed)
+    content = rng.choice(JOBS).as_json()
+    if rng.random() < 0.2:
+        return in_bytes(json.dumps(content).encode(), rng)
+    for _ in range(rng.choice([1, 1, 2])):
+        content = in_json(content, rng)
+    return json.dumps(content).encode()
+
+
+MANY = [pytest.param(begin, 250, marks=pytest.mark.soak) for begin in range(60, 2060, 250)]
+
+
+@pytest.mark.parametrize(("begin", "count"), [(0, 60), *MANY])
+def test_a_job_that_was_altered_is_read_or_is_one_line(tmp_path, capsys, begin, count):
+    path, refused = tmp_path / "job.json", 0
+    for seed in range(begin, begin + count):
+        path.write_bytes(altered(seed))
+        try:
+            job = Job.read(path)
+        except UsageError as error:
+            assert str(path) in str(error) and "\n" not in str(error), seed
+            refused += 1
+            continue
+        assert Job.from_json(json.loads(json.dumps(job.as_json()))) == job, seed
+        try:
+            main(["inspect", "--config", str(path)])
+        except SystemExit as left:
+            said = [line for line in capsys.readouterr().err.splitlines() if ": note: " not in line]
+            assert left.code == 2 and len(said) == 1 and said[0].startswith("spmd_engine: "), (seed, said)
+    assert count // 5 < refused < count
+
+
+def test_json_that_has_no_end_is_one_line(tmp_path):
+    (tmp_path / "job.json").write_text('{"model": ' + "[" * 100_000)
+    with pytest.raises(UsageError, match="cannot be read as JSON"):
+        Job.read(tmp_path / "job.json")
