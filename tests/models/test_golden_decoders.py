@@ -7,7 +7,8 @@ import pytest
 
 import tiny
 from spmd_engine import Mesh, run
-from spmd_engine.checkpoints.pretrained import Pretrained, load_pretrained
+from spmd_engine.checkpoints.pretrained import load_pretrained
+from spmd_engine.checkpoints.weights import Pretrained
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.composition import Composition, ModelConfig, build_engine
 from spmd_engine.layers.cache import Cache
