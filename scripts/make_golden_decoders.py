@@ -28,11 +28,22 @@ from torch.nn import functional
 LAST = 8  # positions of which float32 logits are kept
 FOLDER = Path(__file__).resolve().parent.parent / "tests" / "golden" / "decoders"
 SIZES = {
-    "vocab_size": 23, "hidden_size": 12, "intermediate_size": 14, "num_hidden_layers": 2, "num_attention_heads": 6,
-    "num_key_value_heads": 2, "max_position_embeddings": 96,
+    "vocab_size": 23,
+    "hidden_size": 12,
+    "intermediate_size": 14,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 96,
 }
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 24}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 24,
+}
 MODELS = {
     "gpt2": transformers.GPT2Config(vocab_size=23, n_embd=12, n_layer=2, n_head=3, n_positions=96, n_inner=20),
     "llama": transformers.LlamaConfig(

@@ -19,52 +19,65 @@ ROWS = 64  # queries of a block: fewer make thin matrix products, more compute s
 BLOCK_ELEMENTS = 1 << 17  # scores held at a time, of as many heads as that allows: 512 KiB of float32
 
 
-def causal_attention(q: Array, k: Array, v: Array, positions: Array, key_positions: Array) -> tuple[Array, Array]:
+#: documents[b s] of queries and [b t] of keys, both ascending: a query sees only keys of its own.
+Apart = tuple[Array, Array]
+
+
+def causal_attention(
+    q: Array, k: Array, v: Array, positions: Array, key_positions: Array, apart: Apart | None = None
+) -> tuple[Array, Array]:
     """y[b s h k] = softmax(q . k / sqrt(k)) . v over keys at or before each query's position.
 
     q[b s h k], k[b t h k], v[b t h k]; ``positions[s]`` and ``key_positions[t]`` ascend, and each query must
-    see one key at least. Also returns log_sums[b h s], which the backward needs. Where r queries share a key
-    head, q and y are [b s h r k] and log_sums [b h r s].
+    see one key at least, unless documents are kept ``apart``: a query that sees none then has y = 0. Also returns
+    log_sums[b h s], which the backward needs; of that query, -inf. Where r queries share a key head, q and y are
+    [b s h r k] and log_sums [b h r s].
     """
     xp = backend_of(q).xp
     y = xp.empty(q.shape, q.dtype)
     log_sums = xp.empty((q.shape[0], *q.shape[2:-1], q.shape[1]), q.dtype)
+    if apart is not None:  # of a query that sees none of these keys
+        y[...], log_sums[...] = 0, -xp.inf
     scale = q.shape[-1] ** -0.5
     ones = xp.ones(key_positions.shape[0], q.dtype)
-    for b, heads, rows, keys, mask, (scores,) in _blocks(q, positions, key_positions, buffers=1):
-        k_block, v_block = (x[b, :keys, heads].transpose(1, 0, 2) for x in (k, v))
+    for b, heads, rows, keys, mask, (scores,) in _blocks(q, positions, key_positions, apart, buffers=1):
+        k_block, v_block = (x[b, keys, heads].transpose(1, 0, 2) for x in (k, v))
         xp.matmul(k_block, (_by_head(q[b, rows, heads]) * scale).transpose(0, 2, 1), out=scores)
         hide(scores, mask)
         top = scores.max(axis=1)
+        if apart is not None:
+            xp.maximum(top, xp.finfo(q.dtype).min, out=top)  # where nothing is seen
         exponentiate(scores, top[:, None])
-        sums = xp.matmul(ones[:keys], scores)  # BLAS sums over keys at a quarter of the price of ``sum``
+        sums = xp.matmul(ones[: scores.shape[1]], scores)  # BLAS sums over keys at a quarter of the price of ``sum``
         block = xp.matmul(scores.transpose(0, 2, 1), v_block)
-        block /= sums[:, :, None]
+        block /= sums[:, :, None] if apart is None else xp.maximum(sums, xp.finfo(q.dtype).tiny)[:, :, None]
         y[b, rows, heads] = _by_row(block, y[b, rows, heads].shape)
-        top += xp.log(sums, out=sums)
+        with backend_of(q).errstate(divide="ignore"):  # the logarithm of nothing is rightly -inf
+            top += xp.log(sums, out=sums)
         log_sums[b, heads, ..., rows] = top.reshape(log_sums[b, heads, ..., rows].shape)
     return y, log_sums
 
 
-def causal_attention_backward(dy, q, k, v, y, log_sums, positions, key_positions):
+def causal_attention_backward(dy, q, k, v, y, log_sums, positions, key_positions, apart=None):
     """dq, dk[b t h k], dv[b t h k] of ``causal_attention`` for the output's gradient dy, shaped as q and y.
 
     With the log_sums and the output over more keys than are given, these are the parts of the gradients that
     the given keys contribute.
     """
     xp = backend_of(q).xp
-    dq, dk, dv = xp.empty(q.shape, q.dtype), xp.zeros(k.shape, k.dtype), xp.zeros(v.shape, v.dtype)
+    dq = (xp.empty if apart is None else xp.zeros)(q.shape, q.dtype)
+    dk, dv = xp.zeros(k.shape, k.dtype), xp.zeros(v.shape, v.dtype)
     scale = q.shape[-1] ** -0.5
     projection = xp.einsum("bs...k,bs...k->b...s", dy, y)
-    for b, heads, rows, keys, mask, (p, ds) in _blocks(q, positions, key_positions, buffers=2):
-        k_block, v_block = (x[b, :keys, heads].transpose(1, 0, 2) for x in (k, v))
+    for b, heads, rows, keys, mask, (p, ds) in _blocks(q, positions, key_positions, apart, buffers=2):
+        k_block, v_block = (x[b, keys, heads].transpose(1, 0, 2) for x in (k, v))
         dy_block, q_block = _by_head(dy[b, rows, heads]), _by_head(q[b, rows, heads]) * scale
         xp.matmul(k_block, q_block.transpose(0, 2, 1), out=p)
         exponentiate(p, log_sums[b, heads, ..., rows].reshape(len(p), 1, -1), mask)
-        dv[b, :keys, heads] += xp.matmul(p, dy_block).transpose(1, 0, 2)
+        dv[b, keys, heads] += xp.matmul(p, dy_block).transpose(1, 0, 2)
         xp.matmul(v_block, dy_block.transpose(0, 2, 1), out=ds)
         softmax_backward(ds, p, projection[b, heads, ..., rows].reshape(len(p), 1, -1))
-        dk[b, :keys, heads] += xp.matmul(ds, q_block).transpose(1, 0, 2)
+        dk[b, keys, heads] += xp.matmul(ds, q_block).transpose(1, 0, 2)
         dq_block = xp.matmul(ds.transpose(0, 2, 1), k_block)
         dq_block *= scale
         dq[b, rows, heads] = _by_row(dq_block, dq[b, rows, heads].shape)
@@ -93,14 +106,14 @@ class _Block(NamedTuple):
     b: int
     heads: slice
     rows: slice
-    keys: int  # how many the last row sees
+    keys: slice  # those that any row sees
     mask: tuple[int, Array] | None  # from which key on rows see less, and -inf where
     #: Memory for scores[h t s], the same for all blocks, so that it stays in cache. Keys come before queries, so
     #: that maxima and sums over keys run along whole rows at a time, which NumPy does faster than within rows.
     scores: list[Array]
 
 
-def _blocks(q: Array, positions: Array, key_positions: Array, buffers: int) -> Iterator[_Block]:
+def _blocks(q: Array, positions: Array, key_positions: Array, apart: Apart | None, buffers: int) -> Iterator[_Block]:
     batch, length, heads, *shared = q.shape[:-1]
     if q.size == 0:
         return
@@ -111,14 +124,22 @@ def _blocks(q: Array, positions: Array, key_positions: Array, buffers: int) -> I
     memory = [xp.empty(several * wide * count, q.dtype) for _ in range(buffers)]
     for start in range(0, length, step):
         rows = slice(start, min(start + step, length))
-        keys = int(xp.searchsorted(key_positions, positions[rows.stop - 1], side="right"))
-        seen_by_all = int(xp.searchsorted(key_positions, positions[start], side="right"))
+        end = int(xp.searchsorted(key_positions, positions[rows.stop - 1], side="right"))
+        keys, seen_by_all = slice(0, end), int(xp.searchsorted(key_positions, positions[start], side="right"))
         mask = None
-        if seen_by_all < keys:
-            hidden = key_positions[seen_by_all:keys, None] > positions[rows]
+        if seen_by_all < end:
+            hidden = key_positions[seen_by_all:end, None] > positions[rows]
             mask = seen_by_all, xp.where(hidden, q.dtype.type(-xp.inf), q.dtype.type(0))
         for b in range(batch):
+            if apart is not None:
+                own, of_keys = apart[0][b, rows], apart[1][b, :end]
+                keys = slice(int(xp.searchsorted(of_keys, own[0])), end)
+                if keys.start == keys.stop:  # another rank has all keys of these documents
+                    continue
+                hidden = key_positions[keys, None] > positions[rows]
+                hidden |= of_keys[keys, None] != own
+                mask = 0, xp.where(hidden, q.dtype.type(-xp.inf), q.dtype.type(0))
             for first in range(0, heads, several):
                 some = slice(first, min(first + several, heads))
-                shape = some.stop - first, keys, (rows.stop - start) * prod(shared)
+                shape = some.stop - first, keys.stop - keys.start, (rows.stop - start) * prod(shared)
                 yield _Block(b, some, rows, keys, mask, [each[: prod(shape)].reshape(shape) for each in memory])

@@ -68,6 +68,12 @@ def uniform_at(key: int, index: Array) -> Array:
     return _unit(hash_bits(key, index, xp), xp)
 
 
+def gumbel_at(key: int, index: Array) -> Array:
+    """float64 with Gumbel's distribution for each ``index``: where a score plus this is highest, softmax drew it."""
+    xp = backend_of(index).xp
+    return -xp.log(-xp.log(uniform_at(key, index)))
+
+
 def integers(key: int, high: int, index: Array) -> np.ndarray:
     """Integers in [0, high) for each index; 64 bits are drawn, so the bias is below high / 2^64."""
     index = np.asarray(index, np.uint64)

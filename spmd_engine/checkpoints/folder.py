@@ -149,5 +149,3 @@ def _sync(folder: Path) -> None:
             raise
     finally:
         os.close(handle)
-
-

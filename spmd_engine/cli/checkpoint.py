@@ -160,7 +160,7 @@ def export(path: str, target: str, optimizer: bool, kind: str, dtype: str) -> No
 def _export_folder(found: Checkpoint, target: str, kind: str, dtype: str, group: Group | None) -> None:
     model = Job.from_json(found.manifest.config, f"{found.path}: config").model
     shape = model.shape or shape_named(model.name)
-    shape = shape.changed(mixture=model.mixture or shape.mixture)
+    shape = shape.changed(mixture=model.mixture or shape.mixture, vocabulary=model.vocabulary or shape.vocabulary)
     if kind == "peft":
         if model.lora is None:
             raise UsageError(f"{found.path} has no adapters; --format huggingface writes all of it")
@@ -176,5 +176,3 @@ def _open(path: str) -> Checkpoint:
     if found.manifest is None:
         raise UsageError(f"{path} is a plain safetensors file; this is for checkpoints, which are folders")
     return found
-
-

@@ -1,37 +1,163 @@
-"""``generate``: text from a trained model."""
+"""``generate``: text from a model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import click
 
-from spmd_engine.checkpoints import load_checkpoint
-from spmd_engine.cli.options import (
-    check_option,
-    device_option,
-    mesh_option,
-    open_mesh,
-    read_config,
-    run_folder,
-    what_it_computes,
+from spmd_engine.cli.options import check_option, device_option, mesh_option, open_mesh
+from spmd_engine.cli.text_model import TextModel, open_text_model, text_model_options
+from spmd_engine.comm.agreement import text_from_rank_zero
+from spmd_engine.comm.mesh import Mesh
+from spmd_engine.errors import UsageError
+from spmd_engine.serving import Completion, Limits
+from spmd_engine.serving import generate as generate_texts
+from spmd_engine.serving.generation import BATCH, OnText
+from spmd_engine.serving.options import LARGEST
+from spmd_engine.tokens.chat import chat_text
+
+TOKENS = 240  #: new ones, unless the model says how many
+
+_POSITIVE = click.IntRange(min=1)
+_SHARE = click.FloatRange(0, 1)
+
+
+@click.command(short_help="Write text with a model.")
+@text_model_options
+@click.option("--prompt", "prompts", multiple=True, help="How a text begins; may be given several times.")
+@click.option(
+    "--prompts", "file", metavar="FILE", help="A prompt a line; of .jsonl, an object with prompt or messages."
 )
-from spmd_engine.engine.composition import build_engine
-from spmd_engine.training.data import decode, encode
-from spmd_engine.training.generate import generate as generate_tokens
-
-
-@click.command(short_help="Write text with a trained model.")
-@click.option("--run", metavar="DIR", required=True, help="Folder that 'train' wrote.")
-@click.option("--prompt", default="def ", show_default=True, help="How the text begins.")
-@click.option("--tokens", type=click.IntRange(min=1), default=240, show_default=True, help="Bytes to write.")
-@click.option("--temperature", type=click.FloatRange(min=0.0), default=0.8, show_default=True, help="0: likeliest.")
-@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--chat", is_flag=True, help="Prompts are a user's messages, written by the model's chat template.")
+@click.option("--system", metavar="TEXT", help="With --chat: what comes before them.")
+@click.option("--tokens", type=_POSITIVE, help=f"At most so many new ones. [default: the model's, or {TOKENS}]")
+@click.option("--temperature", type=click.FloatRange(0, LARGEST), help="Divides scores; 0: the likeliest.")
+@click.option("--top-k", type=click.IntRange(min=0), help="Draw from so many of the likeliest; 0: all.")
+@click.option("--top-p", type=_SHARE, help="Draw from the likeliest with this probability in all.")
+@click.option("--min-p", type=_SHARE, help="Draw from those with this share of the likeliest's.")
+@click.option("--repetition-penalty", type=click.FloatRange(1e-6, LARGEST), help="Above 1: less of what was there.")
+@click.option("--greedy", is_flag=True, help="The likeliest, whatever the model's own configuration says.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of what is drawn.")
+@click.option("--samples", type=_POSITIVE, default=1, show_default=True, help="Texts for each prompt.")
+@click.option("--stop", multiple=True, help="A string that ends a text; may be given several times.")
+@click.option("--ignore-end", is_flag=True, help="Write on when the model would end.")
+@click.option("--slide/--no-slide", default=None, help="Beyond the context, go on from its last half. [default: --run]")
+@click.option("--batch-size", type=_POSITIVE, default=BATCH, show_default=True, help="Texts at a time.")
+@click.option("--log-probs", is_flag=True, help="With --json: the logarithm of each token's probability.")
+@click.option("--json", "as_json", is_flag=True, help="An object a line for each text, with its tokens and its end.")
 @mesh_option
 @device_option
 @check_option
-def generate(run, prompt, tokens, temperature, seed, mesh, device, check) -> None:
-    """Continue a prompt with the model of a run, on any mesh. The text goes to standard output."""
-    config = read_config(run)
+def generate(run, model, dtype, mesh, device, check, **options: Any) -> None:
+    """Continue prompts with a model, on any mesh. Texts go to standard output.
+
+    Tokens are the likeliest ones unless an option of drawing is given, or the model's generation_config.json says
+    that they are drawn. What is drawn is a function of the seed, the prompt and the options alone: neither the mesh
+    nor the other prompts change it. A text ends with the model's own end, a --stop string (which is left out), --tokens
+    or the context.
+    """
     with open_mesh(mesh, check=check) as opened:
-        engine = build_engine(what_it_computes(config), opened, device=device)
-        load_checkpoint(run_folder(run), engine)
-        text = decode(generate_tokens(engine, encode(prompt), tokens, temperature=temperature, seed=seed))
+        read = text_from_rank_zero(opened.group(), lambda: json.dumps(_prompts(options["prompts"], options["file"])))
+        served = open_text_model(run, model, dtype, opened, device)
+        texts = [_written(served, each, options) for each in json.loads(read) for _ in range(options["samples"])]
+        tokens = [served.tokenizer.encode(text, special=special) for text, special in texts]
+        said = served.generation
+        for name in said.unknown if opened.rank == 0 else ():
+            click.echo(f"generation_config.json: {name} is not known here, and not heeded", err=True)
+        given = {name: options[name] for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
+        sampling = said.sampling.with_given(**given, seed=options["seed"])
+        if options["greedy"]:
+            sampling = sampling.changed(sample=False)
+        limits = Limits(
+            options["tokens"] or said.tokens or TOKENS,
+            () if options["ignore_end"] else served.ends,
+            tuple(options["stop"]),
+            bool(run) if options["slide"] is None else options["slide"],
+        )
+        printing = _Printing([text for text, _ in texts], options["as_json"])
+        written = generate_texts(
+            served.engine,
+            tokens,
+            sampling=sampling,
+            limits=limits,
+            tokenizer=served.tokenizer,
+            log_probs=options["log_probs"],
+            batch_size=options["batch_size"],
+            on_text=printing.as_it_comes(opened),
+        )
         if opened.rank == 0:
-            click.echo(prompt + text)
+            printing.finish(written)
+
+
+def _prompts(given: Sequence[str], file: str | None) -> list[Any]:
+    """Texts, or lists of messages."""
+    found: list[Any] = list(given)
+    if file is not None:
+        try:
+            lines = Path(file).read_text().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--prompts {file} cannot be read: {error}") from None
+        found += [
+            _object(line, file, n) if file.endswith(".jsonl") else line for n, line in enumerate(lines, 1) if line
+        ]
+    if not found:
+        raise UsageError("generate needs a prompt: give --prompt TEXT or --prompts FILE")
+    return found
+
+
+def _object(line: str, file: str, number: int) -> Any:
+    try:
+        content = json.loads(line)
+    except ValueError as error:
+        raise UsageError(f"{file}, line {number} cannot be read as JSON: {error}") from None
+    found = content.get("prompt", content.get("messages")) if isinstance(content, dict) else None
+    if not isinstance(found, str) and not (isinstance(found, list) and all(isinstance(each, dict) for each in found)):
+        raise UsageError(f'{file}, line {number}: it must be {{"prompt": TEXT}} or {{"messages": [{{"role": ...}}]}}')
+    return found
+
+
+def _written(served: TextModel, prompt: str | list, options: dict[str, Any]) -> tuple[str, bool]:
+    """The text of a prompt, and whether what belongs before every text is still to be added."""
+    if isinstance(prompt, str) and not options["chat"]:
+        return prompt, True
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if options["system"] is not None:
+        messages = [{"role": "system", "content": options["system"]}, *messages]
+    return chat_text(served.tokenizer, messages), False
+
+
+class _Printing:
+    """Texts on standard output: one as it comes, several when they are done."""
+
+    def __init__(self, prompts: Sequence[str], as_json: bool) -> None:
+        self._prompts, self._as_json = prompts, as_json
+        self._streams = len(prompts) == 1 and not as_json
+
+    def as_it_comes(self, mesh: Mesh) -> OnText | None:
+        if not self._streams:
+            return None
+        if mesh.rank == 0:
+            click.echo(self._prompts[0], nl=False)
+
+        def tell(number: int, text: str) -> None:
+            click.echo(text, nl=False)
+            sys.stdout.flush()
+
+        return tell
+
+    def finish(self, written: Sequence[Completion]) -> None:
+        if self._streams:
+            click.echo()
+            return
+        for number, (prompt, each) in enumerate(zip(self._prompts, written, strict=True)):
+            if self._as_json:
+                known = {key: value for key, value in asdict(each).items() if value is not None}
+                click.echo(json.dumps(known | {"prompt": prompt, "prompt_tokens": len(each.prompt)}))
+            else:
+                click.echo(f"{'' if number == 0 else chr(10)}--- {number + 1} of {len(written)}\n{prompt}{each.text}")

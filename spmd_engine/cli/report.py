@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from spmd_engine.cli.terminal import console
 from spmd_engine.training.expert_load import ExpertLoad
 from spmd_engine.training.images import Images
+from spmd_engine.training.prepared import PreparedData
 from spmd_engine.training.run import Run
 from spmd_engine.training.start import JobObserver
 from spmd_engine.training.trainer import StepReport
@@ -34,7 +35,8 @@ class Reporter(JobObserver):
         self.console = console()
         job, mesh = workload.job, workload.engine.mesh
         if workload.writes:
-            self.unit, self.each = " nats per byte", "tokens"
+            self.unit = f" nats per {'token' if isinstance(workload.corpus, PreparedData) else 'byte'}"
+            self.each = "tokens"
         elif isinstance(workload.corpus, Images):
             self.each = "images"
         for notice in notices:

@@ -17,6 +17,7 @@ from spmd_engine.models.names import MODELS
 from spmd_engine.strategies import STRATEGIES
 from spmd_engine.training.augment import AUGMENT
 from spmd_engine.training.job import FIXED, DataConfig, Job, TrainingConfig
+from spmd_engine.training.prepared import DOCUMENTS
 from spmd_engine.training.start import read_job, read_run, run_folder
 from spmd_engine.training.start import train as train_job
 from spmd_engine.training.workload import PAGE_MODEL
@@ -26,8 +27,9 @@ OF_THIS_TIME = ("config", "run", "resume", "stop_at", "trace")
 
 _ADAMW_OR_SGD = click.Choice(["adamw", "sgd"])
 _DTYPES = click.Choice(["float32", "float64"])
-_DATA = """File or folder to learn from; of images an .npz (x, y), a folder of IDX files, or one with a subfolder of
-pictures a class. [default: Python's standard library; images: scikit-learn's digits]"""
+_DATA = """File or folder to learn from, or a file of tokens from 'data prepare'; of images an .npz (x, y), a folder of
+IDX files, or one with a subfolder of pictures a class. [default: Python's standard library; images: scikit-learn's
+digits]"""
 _GO_ON = f"""Go on with --run, by its own options and those given here. Its {", ".join(FIXED)} cannot be others; what
 of its composition the mesh cannot have is left out."""
 
@@ -38,6 +40,9 @@ of its composition the mesh cannot have is left out."""
 @mesh_option
 @field_option(DataConfig, "batch_size", help="Samples a step, over all ranks.")
 @field_option(DataConfig, "augment", type=click.Choice(AUGMENT), help="How images to learn from are changed.")
+@click.option("--length", type=click.IntRange(min=1), help="Tokens of a sample. [default: the model's context]")
+@click.option("--documents", type=click.Choice(DOCUMENTS), help="Of a file of tokens: how they share a sample.")
+@click.option("--vocabulary", type=click.IntRange(min=1), help="Tokens that a new model knows. [default: the data's]")
 @field_option(DataConfig, "micro_batches", help="Parts of a batch, one by one.")
 @field_option(TrainingConfig, "steps", help="Optimizer steps in all.")
 @click.option("--stop-at", type=int, help="Stop, to be resumed, after this step. [default: --steps]")

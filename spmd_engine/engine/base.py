@@ -16,7 +16,7 @@ from spmd_engine.arrays.updates import sum_of_squares
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.mesh import Collectives, Mesh, Over
-from spmd_engine.engine.batch import Batch
+from spmd_engine.engine.batch import Batch, MicroBatch
 from spmd_engine.engine.evaluation import Evaluation
 from spmd_engine.engine.gather import assemble
 from spmd_engine.engine.parameter_store import Index
@@ -83,6 +83,7 @@ class ShardedEngine(Collectives, ABC):
     _told_shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # of whole arrays, while all are asked for
     input_sharding: str = ""
     output_sharding: str = ""
+    outputs_everywhere: bool = False  #: whether ``forward`` returns the whole output on every rank
     loss: Loss = staticmethod(mean_squared_error)
     #: What an evaluation tells beside the loss, by name: see ``Evaluation``.
     metrics: Mapping[str, Metric] = MappingProxyType({})
@@ -323,7 +324,7 @@ class ShardedEngine(Collectives, ABC):
         if inputs and targets != inputs:
             raise UsageError(
                 f'inputs are "{self.input_sharding}", targets "{self.target_sharding}": say by output_sharding (or '
-                f'target_sharding) that the batch is cut over {",".join(axis for axis, _ in inputs)} there too, alike'
+                f"target_sharding) that the batch is cut over {','.join(axis for axis, _ in inputs)} there too, alike"
             )
 
     @property
@@ -395,7 +396,7 @@ class ShardedEngine(Collectives, ABC):
             for batch, count in zip(batches, counts, strict=True):
                 share = 0.0
                 for micro in batch.micro_batches:
-                    outputs = self.forward(micro.inputs)
+                    outputs = self.outputs_of(micro)
                     if outputs is not None:
                         for name, metric in self.metrics.items():  # before the loss, which may write over the outputs
                             held[name] += metric(outputs, micro.targets, **micro.metric_options)
@@ -404,6 +405,10 @@ class ShardedEngine(Collectives, ABC):
         count = sum(counts)
         metrics = {name: self._sum_loss(value) / (count or 1.0) for name, value in held.items()}
         return Evaluation(total / (count or 1.0), metrics, count)
+
+    def outputs_of(self, micro: MicroBatch) -> Array | None:
+        """The outputs of one micro-batch, for an evaluation."""
+        return self.forward(micro.inputs)
 
     def _sum_loss(self, value: float) -> float:
         """The global loss of all ranks' shares."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.algorithms import span
+from spmd_engine.layers.documents import Documents
 
 
 class CutsBatches(Protocol):
@@ -30,6 +31,7 @@ class MicroBatch:
     targets: Array
     samples: Array | None = None  #: index in the global batch of each sample (row) here
     mask: Array | None = None  #: like targets; 0 where a target does not count
+    documents: Documents | None = None  #: of which the samples consist, if these are to see nothing of each other
     length: int | None = None  #: of the whole second dim of the inputs, of which this rank may have a part
 
     def loss_options(self, count: float) -> dict[str, Any]:
@@ -59,11 +61,13 @@ def make_batch(
     *,
     step: int = 0,
     count: float | None = None,
+    documents: Callable[[np.ndarray], Documents] | None = None,
 ) -> Batch:
     """The batch of ``size`` global samples: cut into micro-batches first, and each of those as the engine wants.
 
     ``load(samples)`` gives inputs, targets and, if there is one, the mask of those global samples, whole in all
-    other dims. What a micro-batch holds never depends on the mesh.
+    other dims; ``documents(samples)`` what they consist of, if that matters. What a micro-batch holds never depends on
+    the mesh.
     """
     parts = []
     for m in range(micro_batches):
@@ -73,7 +77,8 @@ def make_batch(
         rows = load(samples)
         length = rows[0].shape[1] if rows[0].ndim > 1 else 1
         inputs, targets, *mask = engine.cut_rows(*rows)
-        parts.append(MicroBatch(inputs, targets, samples, *mask, length=length))
+        apart = None if documents is None else documents(samples)
+        parts.append(MicroBatch(inputs, targets, samples, *mask, documents=apart, length=length))
     return Batch(parts, step, count)
 
 

@@ -42,6 +42,7 @@ class ModelConfig(Configuration):
     #: of a model of images: what an ``ImageShape`` says, by name; None: its usual ones or, in training, the data's
     images: Mapping[str, int] | None = None
     mixture: Mixture | None = None  #: of a model that has experts; None: its own
+    vocabulary: int | None = setting(None, least=1)  #: tokens of a model of text by name; None: its own, or the data's
     shape: DecoderShape | None = None  #: of a model by path: what was found there; None: look there, or by name
     lora: LoRAOptions | None = None  #: adapters, which alone are trained; None: all parameters are
     adapter: str | None = None  #: the folder of the adapters that it begins with; None: they change nothing at first
@@ -60,7 +61,7 @@ class ModelConfig(Configuration):
         """The model, as this composition computes it."""
         shape = ImageShape(**self.images) if self.images else None
         method = composition.context_method or "ring"
-        how = method, shape, composition.recut_after, self.mixture, self.shape
+        how = method, shape, composition.recut_after, self.mixture, self.shape, self.vocabulary
         model = build_model(self.name, self.dropout, *how)
         return model if self.lora is None else with_adapters(model, self.lora)
 

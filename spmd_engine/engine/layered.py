@@ -16,7 +16,8 @@ from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.pending import Pending
 from spmd_engine.engine import schedules
 from spmd_engine.engine.base import Loss, Metric
-from spmd_engine.engine.batch import Batch
+from spmd_engine.engine.batch import Batch, MicroBatch
+from spmd_engine.engine.growth import grow
 from spmd_engine.engine.move import Move
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.engine.parameter_store import Index
@@ -168,18 +169,22 @@ class LayeredEngine(StoredEngine):
     def forward(self, x: Array, ctx: ForwardContext | None = None, *, cache: Cache | None = None) -> Array | None:
         """Outputs of this rank's block of inputs, at the model's first positions unless ``ctx`` says else.
 
-        With a ``cache``, in inference mode, ``x`` are the next positions of the sequences that it remembers.
+        With a ``cache``, in inference mode, ``x`` are the next positions of the sequences that it remembers, whole:
+        see ``grow``, which also makes contexts for sequences that grow by different numbers of them.
         In a pipeline every stage is given inputs, only the first one uses more of them than their shape, and only
         the last has outputs; the others return None.
         """
         self.model.check_inputs(x)
-        ctx = ctx or (self._plain_context(x) if cache is None else self._cached_context(x, cache))
+        if cache is not None:
+            growth = grow(self, x, cache)
+            x, ctx = growth.inputs, growth.ctx
+        ctx = ctx or self._plain_context(x)
         self._placed.neighbours.begin(1)
         execution = self._placed.execution([ctx], [self.backend.asarray(x)], lambda m, y: y)
         execution.run(self._one_pass(schedules.Forward, self.plan.mine))
         self.tape.push(execution)
-        if cache is not None:
-            cache.end()
+        if ctx.cache is not None:
+            ctx.cache.end()
         if not self.is_training:  # else the backward begins with what is here
             self._placed.unsharder.release()
         return execution.output_gradients.pop((0, len(self.plan.chunks) - 1), None)
@@ -206,22 +211,11 @@ class LayeredEngine(StoredEngine):
             return order
         return schedules.with_transfers(order, self._placed.neighbours.chunks - 1, sends_unfinished=len(order))
 
-    def _cached_context(self, x: Array, cache: Cache) -> ForwardContext:
-        """At the ends of the cached sequences, of which each has positions of its own."""
-        if self.is_training:
-            raise UsageError("forward with a cache remembers nothing for a backward; call it in engine.inference()")
-        cut = [axis for axis in self.layout.axes("s") if self.mesh.axes[axis] > 1]
-        if cut:
-            raise UsageError(f"a cache needs whole sequences; serve on a mesh without {', '.join(cut)}")
-        begins, length = np.array(cache.begin(*x.shape[:2]), np.int64).reshape(-1, 1), x.shape[1]
-        if self.model.context and begins.size and begins.max() + length > self.model.context:
-            raise UsageError(
-                f"{self.model.name}: {begins.max() + length} positions with those of the cache, but the context is "
-                f"{self.model.context}"
-            )
-        inside, residual = (self.layout.positions(length, self.mesh, where) for where in ("inside", "residual"))
-        inside, residual = (self.backend.asarray(begins + each) for each in (inside, residual))
-        return replace(self._context(length, None), positions=inside, residual_positions=residual, cache=cache)
+    def outputs_of(self, micro: MicroBatch) -> Array | None:
+        if micro.documents is None:
+            return self.forward(micro.inputs)
+        ctx = replace(self._plain_context(micro.inputs), documents=micro.documents.on(self.backend))
+        return self.forward(micro.inputs, ctx)
 
     def _plain_context(self, x: Array) -> ForwardContext:
         length = self._summed_length(x)
@@ -301,7 +295,9 @@ class LayeredEngine(StoredEngine):
             length = known if known is not None else self._summed_length(micro.inputs)
             ctx = self._context(length, samples, batch.step)
             mask = None if micro.mask is None else self.backend.asarray(micro.mask)
-            contexts.append(replace(ctx, micro_batch=m, share=1 / len(batch.micro_batches), mask=mask))
+            documents = None if micro.documents is None else micro.documents.on(self.backend)
+            share = 1 / len(batch.micro_batches)
+            contexts.append(replace(ctx, micro_batch=m, share=share, mask=mask, documents=documents))
         return contexts
 
     def _whole(self, x: Array) -> int:
@@ -335,4 +331,3 @@ class LayeredEngine(StoredEngine):
         self.model.check_targets(targets)
         targets = self.backend.asarray(targets)
         return function(Shards(self.mesh, self.layout, label), outputs, targets, **options)
-

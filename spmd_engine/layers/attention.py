@@ -86,7 +86,7 @@ class Attention(Layer):
         q, k, v = (self._project(p, name, x) for name in PROJECTIONS)
         q, k, made_ready = self.ready.forward(p, q, k, ctx.positions)
         if ctx.cache is not None:
-            mixed, attended = cached_attention(sh, ctx.cache, q, k, v), None
+            mixed, attended = cached_attention(sh, ctx.cache, q, k, v, ctx.positions), None
         else:
             mixed, attended = self.context.forward(sh, q, k, v, ctx)
         y = einsum(f"bs{self.across}k,{self.across}kd->bsd", mixed, p["output"])

@@ -10,6 +10,7 @@ from spmd_engine.arrays.attention import causal_attention, causal_attention_back
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import UsageError
+from spmd_engine.layers.documents import Documents
 from spmd_engine.layers.layer import ForwardContext
 from spmd_engine.sharding.shards import Shards
 
@@ -27,8 +28,9 @@ class ContextMethod(ABC):
         Raises UsageError if s is cut and ``ctx.length`` does not fit this rank's part of it.
         """
         if not sh.is_cut("s"):
-            mixed, log_sums = causal_attention(q, k, v, ctx.positions, ctx.positions)
-            return mixed, (None, (q, k, v, mixed, log_sums, ctx.positions))
+            apart = None if ctx.documents is None else (ctx.documents.numbers, ctx.documents.numbers)
+            mixed, log_sums = causal_attention(q, k, v, ctx.positions, ctx.positions, apart)
+            return mixed, (None, (q, k, v, mixed, log_sums, ctx.positions, ctx.positions, apart))
         cut = CutSequence.of(sh, ctx, q)
         mixed, saved = self.attend(cut, q, k, v)
         return mixed, (cut, saved)
@@ -37,8 +39,7 @@ class ContextMethod(ABC):
         """dq, dk and dv at this rank's positions. Collective as the forward."""
         cut, saved = saved
         if cut is None:
-            q, k, v, mixed, log_sums, positions = saved
-            return causal_attention_backward(dmixed, q, k, v, mixed, log_sums, positions, positions)
+            return causal_attention_backward(dmixed, *saved)
         return self.attend_backward(cut, saved, dmixed)
 
     @abstractmethod
@@ -58,6 +59,7 @@ class CutSequence:
     label: str  #: in the ledger
     rank_positions: list[Array]  #: the positions of each rank of the group, ascending; on the host
     consecutive: bool  #: whether those of all ranks, in rank order, ascend
+    documents: Documents | None = None  #: of which queries see only keys of their own
 
     @classmethod
     def of(cls, sh: Shards, ctx: ForwardContext, q: Array) -> CutSequence:
@@ -68,7 +70,7 @@ class CutSequence:
                 f"{sh.label}: s is cut over {group.axes}: of a sequence of {ctx.length} (ForwardContext.length) this "
                 f"rank has {len(rank_positions[group.rank])} positions, but its queries are {q.shape[1]}"
             )
-        return cls(group, sh.label, rank_positions, consecutive="s" not in sh.layout.zigzag)
+        return cls(group, sh.label, rank_positions, consecutive="s" not in sh.layout.zigzag, documents=ctx.documents)
 
     @property
     def lengths(self) -> list[int]:
@@ -82,6 +84,15 @@ class CutSequence:
     def all_positions(self, like: Array) -> Array:
         """0, 1, ... up to the sequence's length, where ``like`` lives."""
         return backend_of(like).xp.arange(sum(self.lengths))
+
+    def apart(self, rows: slice = slice(None), owner: int | None = None) -> tuple[Array, Array] | None:
+        """The documents of some of this rank's queries, and of the keys of a rank; of all ranks, if none is named."""
+        if self.documents is None:
+            return None
+        queries = self.documents.at(self.positions(self.documents.numbers)[rows])
+        if owner is None:
+            return queries, self.documents.numbers
+        return queries, self.documents.at(self.positions(self.documents.numbers, owner))
 
     def ascending(self, x: Array, axis: int) -> Array:
         """All ranks' parts of ``x``, joined along ``axis`` in rank order, put in the order of positions."""

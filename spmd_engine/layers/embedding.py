@@ -62,6 +62,8 @@ class Positions(Layer):
 
     def forward(self, sh, p, x, ctx):
         positions = ctx.residual_positions
+        if ctx.documents is not None:
+            positions = ctx.documents.learned(positions)
         y, mask = self.dropout.forward(sh, x + p["table"][positions], ctx)
         return y, (positions, mask)
 
@@ -72,4 +74,7 @@ class Positions(Layer):
 
     def backward_weight(self, sh, rest, g):
         positions, dx = rest
-        g.open("table")[positions] += dx.sum(axis=0)  # the positions of one sample are distinct
+        if positions.ndim > 1:  # as many as there are tokens, and the same in several documents
+            add_rows(g.open("table"), positions.reshape(-1), dx.reshape(-1, dx.shape[-1]))
+        else:
+            g.open("table")[positions] += dx.sum(axis=0)  # the positions of one sample are distinct

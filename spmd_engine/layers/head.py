@@ -9,7 +9,8 @@ class Head(Layer):
     """logits[b s v] = x[b s d] · table[v d]
 
     With v cut, logits stay cut: the loss reduces maxima and sums, and nobody ever holds all of them. ``tied``
-    is the full name of the embedding's table, which then serves here too.
+    is the full name of the embedding's table, which then serves here too. When serving, scores are made of the
+    positions alone that are ``wanted``.
     """
 
     may_cut, across = "bsv", "v"
@@ -22,6 +23,8 @@ class Head(Layer):
 
     def forward(self, sh, p, x, ctx):
         x = sh.all_gather(x, "b s d", "s", across="v")
+        if ctx.wanted is not None:
+            x = x[ctx.wanted][:, None]
         return einsum("bsd,vd->bsv", x, p["table"]), x
 
     def backward_input(self, sh, p, saved, dy):

@@ -12,6 +12,7 @@ from typing import Any
 from spmd_engine.arrays.backend import Array
 from spmd_engine.layers.cache import Cache
 from spmd_engine.layers.declarations import Activation, Buffer, Parameter, SideOutput
+from spmd_engine.layers.documents import Documents
 from spmd_engine.layers.gradients import GradientSums
 from spmd_engine.layers.later import Later
 from spmd_engine.sharding.shards import Shards
@@ -35,7 +36,10 @@ class ForwardContext:
     micro_batch: int = 0  #: number in its step
     share: float = 1.0  #: the weight of this micro-batch's auxiliary losses in the loss of the step
     mask: Array | None = None  #: like the targets; 0 where one does not count
+    documents: Documents | None = None  #: in training: those of each sample, which see nothing of each other
     cache: Cache | None = None  #: when serving: what attention remembers of the positions before these
+    #: when serving: rows[n] and columns[n] of the inputs here whose outputs [n 1 ...] alone are wanted of the head
+    wanted: tuple[Array, Array] | None = None
     decided: Any = None  #: in a recomputation: ``Extra.decided`` of the first forward
 
 

@@ -32,11 +32,12 @@ class RingAttention(ContextMethod):
     def attend(self, cut, q, k, v):
         own = backend_of(k).xp.stack((k, v))
         positions = cut.positions(q)
-        mixed, log_sums = causal_attention(q, k, v, positions, positions)
+        mixed, log_sums = causal_attention(q, k, v, positions, positions, cut.apart(owner=cut.group.rank))
         for owner, block in _passing(cut, own):
             rows = _rows_that_see(cut, owner)
             if rows is not None and owner != cut.group.rank:
-                part = causal_attention(q[:, rows], *block, positions[rows], cut.positions(q, owner))
+                apart = cut.apart(rows, owner)
+                part = causal_attention(q[:, rows], *block, positions[rows], cut.positions(q, owner), apart)
                 _merge(mixed[:, rows], log_sums[..., rows], *part)
         return mixed, (q, own, mixed, log_sums)
 
@@ -50,7 +51,7 @@ class RingAttention(ContextMethod):
             if rows is not None:
                 queries, at = (dmixed[:, rows], q[:, rows]), (positions[rows], cut.positions(q, owner))
                 output = mixed[:, rows], log_sums[..., rows]
-                dq_part, *parts = causal_attention_backward(*queries, *block, *output, *at)
+                dq_part, *parts = causal_attention_backward(*queries, *block, *output, *at, cut.apart(rows, owner))
                 dq[:, rows] += dq_part
             if arriving:  # nobody has added to a rank's own block yet
                 dblock = arriving()

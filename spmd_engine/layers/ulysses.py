@@ -24,7 +24,7 @@ class Ulysses(ContextMethod):
     def attend(self, cut, q, k, v):
         q, k, v = _heads_for_positions(cut, q, k, v)
         positions = cut.all_positions(q)
-        mixed, log_sums = causal_attention(q, k, v, positions, positions)
+        mixed, log_sums = causal_attention(q, k, v, positions, positions, _apart(cut))
         (own,) = _positions_for_heads(cut, mixed)
         return own, (q, k, v, mixed, log_sums)
 
@@ -32,8 +32,12 @@ class Ulysses(ContextMethod):
         q, k, v, mixed, log_sums = saved
         (dmixed,) = _heads_for_positions(cut, dmixed)
         positions = cut.all_positions(q)
-        gradients = causal_attention_backward(dmixed, q, k, v, mixed, log_sums, positions, positions)
+        gradients = causal_attention_backward(dmixed, q, k, v, mixed, log_sums, positions, positions, _apart(cut))
         return _positions_for_heads(cut, *gradients)
+
+
+def _apart(cut: CutSequence) -> tuple[Array, Array] | None:
+    return None if cut.documents is None else (cut.documents.numbers, cut.documents.numbers)
 
 
 def _heads_for_positions(cut: CutSequence, *arrays: Array) -> tuple[Array, ...]:

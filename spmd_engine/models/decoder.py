@@ -71,9 +71,7 @@ DECODERS = {
 }
 
 
-def decoder(
-    shape: DecoderShape, name: str = "decoder", dropout: float = 0.0, context_method: str = "gather"
-) -> Model:
+def decoder(shape: DecoderShape, name: str = "decoder", dropout: float = 0.0, context_method: str = "gather") -> Model:
     """Tokens[b s] to logits[b s v]. ``dropout`` applies to every residual branch.
 
     Initial weights are normal with deviation 0.02, those that end a branch with 0.02 / sqrt(2 layers). How queries

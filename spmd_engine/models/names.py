@@ -52,11 +52,13 @@ def build_model(
     recut_after: int | None = None,
     mixture: Mixture | None = None,
     shape: DecoderShape | None = None,
+    vocabulary: int | None = None,
 ) -> Model:
     """The model called ``name``: of images of the shape of ``sample``, or with this ``mixture`` of experts.
 
     A path is that of a decoder's weights, whose configuration is read; with a ``shape`` it is that decoder, and the
     name, such as the path, is only what it is called.
+    With a ``vocabulary`` a model of text that is drawn, not read, knows so many tokens.
     ``context_method`` and ``recut_after`` (so many blocks of a model of images: see there) say how it is computed.
     Raises UsageError for another name, naming those there are, and for what this model has not.
     """
@@ -68,6 +70,9 @@ def build_model(
         shape = shape_at(name)
     if recut_after is not None and name not in IMAGES:
         raise UsageError(f"--recut-after {recut_after}: {name} is no model of images; choose {' or '.join(IMAGES)}")
+    if vocabulary is not None and (shape is not None or name not in (*GPT_SIZES, *DECODERS)):
+        why = "its weights say how many tokens it knows" if shape is not None else "it is no model of text"
+        raise UsageError(f"--vocabulary {vocabulary}: {name} takes none, {why}; leave it out")
     routed = [each for each, size in (GPT_SIZES | DECODERS).items() if size.mixture]
     if mixture is not None and name not in routed:
         raise UsageError(
@@ -78,10 +83,12 @@ def build_model(
     if shape is not None or name in DECODERS:
         shape = shape or DECODERS[name]
         shape = shape if mixture is None else shape.changed(mixture=mixture)
+        shape = shape if vocabulary is None else shape.changed(vocabulary=vocabulary)
         return decoder(shape, name, dropout, context_method)
     if name in GPT_SIZES:
         size = GPT_SIZES[name]
-        return gpt(replace(size, mixture=mixture or size.mixture), name, dropout, context_method)
+        size = replace(size, mixture=mixture or size.mixture, vocabulary=vocabulary or size.vocabulary)
+        return gpt(size, name, dropout, context_method)
     if dropout:
         raise UsageError(f"{name} has no dropout; leave it at 0 instead of {dropout}")
     if name in DENSE:

@@ -1,8 +1,7 @@
-"""Training: jobs and their runs, data, the loop, and text from a trained model."""
+"""Training: jobs and their runs, data, and the loop."""
 
 from spmd_engine.training.array_data import ArrayData
 from spmd_engine.training.data import Corpus, load_corpus
-from spmd_engine.training.generate import generate
 from spmd_engine.training.images import ImageData, Images, load_images
 from spmd_engine.training.job import Job
 from spmd_engine.training.observers import Observer
@@ -19,7 +18,6 @@ __all__ = [
     "Observer",
     "Run",
     "Trainer",
-    "generate",
     "load_corpus",
     "load_images",
     "train",

@@ -18,8 +18,8 @@ from spmd_engine.comm.group import Group
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, make_batch
 from spmd_engine.errors import UsageError
+from spmd_engine.tokens.bytes import END_OF_FILE
 
-END_OF_FILE = 256  #: the token after each file; the others are bytes
 HELD_OUT = 20  #: one file in so many is for validation (of a single file, its last part)
 _NOT_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3", "turtledemo"}
 
@@ -132,20 +132,3 @@ def _tokens(content: bytes) -> np.ndarray:
     tokens[:-1] = np.frombuffer(content, np.uint8)
     tokens[-1] = END_OF_FILE
     return tokens
-
-
-def encode(text: str) -> list[int]:
-    """Text as tokens: its UTF-8 bytes."""
-    return list(text.encode(errors="surrogateescape"))
-
-
-def decode(tokens: Iterable[int]) -> str:
-    """Tokens as text; the end of a file becomes a line of dashes, broken characters a replacement mark."""
-    pieces, current = [], bytearray()
-    for token in tokens:
-        if token < END_OF_FILE:
-            current.append(token)
-        elif token == END_OF_FILE:
-            pieces.append(current.decode(errors="replace") + "\n-----\n")
-            current = bytearray()
-    return "".join(pieces) + current.decode(errors="replace")

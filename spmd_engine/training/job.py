@@ -14,6 +14,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.layers.router_options import RouterOptions
 from spmd_engine.models.names import IMAGES
 from spmd_engine.training.augment import AUGMENT
+from spmd_engine.training.prepared import DOCUMENTS
 
 VERSION = 1  #: of the JSON that jobs are written as
 LARGEST = 1e30  #: of rates and the like
@@ -29,7 +30,11 @@ OF_IMAGES = {
 #: Options of models that have experts, on which their parameters' shapes hang.
 MIXTURE = ("experts", "top_k", "shared_experts", "dense_layers")
 #: Options that decide what a run computes, by their names for ``Job.with_options``: it goes on with its own.
-FIXED = ("model", "strategy", "dropout", "dtype", "seed", "batch_size", "optimizer", *MIXTURE)
+FIXED = (
+    *("model", "strategy", "dropout", "dtype", "seed", "batch_size", "optimizer"),
+    *("vocabulary", "length", "documents"),
+    *MIXTURE,
+)
 #: Options that have other names than their fields, by the sections within sections where these are.
 _SHORT = {
     "model": ("model", "name"),
@@ -51,6 +56,9 @@ class DataConfig(Configuration):
     batch_size: int = setting(16, least=1)  #: samples a step, over all ranks
     micro_batches: int = setting(1, least=1)  #: parts of a batch, computed one after the other
     eval_samples: int = setting(64, least=1)  #: held-out samples of an evaluation; of images, at most
+    length: int | None = setting(None, least=1)  #: tokens of a sample; None: as many as the model's context
+    #: of a file of tokens: how documents share a sample; None: joined, but instructions apart
+    documents: str | None = setting(None, choices=DOCUMENTS)
     augment: str = setting("none", choices=AUGMENT)  #: how images to learn from are changed, at random
 
 

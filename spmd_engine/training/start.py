@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +12,26 @@ from spmd_engine.checkpoints import CheckpointFolder
 from spmd_engine.checkpoints.pretrained import load_pretrained, with_shape
 from spmd_engine.checkpoints.pretrained_table import table
 from spmd_engine.checkpoints.read import read_manifest
-from spmd_engine.comm.agreement import text_from_rank_zero
+from spmd_engine.comm.agreement import on_rank_zero, text_from_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
 from spmd_engine.engine.composition import Composition
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import UsageError
+from spmd_engine.serving import Limits, SamplingOptions, generate
 from spmd_engine.strategies import default_axes, strategy_named
-from spmd_engine.training.data import decode, encode
-from spmd_engine.training.generate import generate
+from spmd_engine.tokens import ByteTokenizer, Tokenizer
+from spmd_engine.tokens.hugging_face import tokenizer_of
 from spmd_engine.training.job import CorpusFacts, Job
 from spmd_engine.training.observers import Observer
+from spmd_engine.training.prepared import PreparedData
 from spmd_engine.training.rebalance import Rebalancer
 from spmd_engine.training.run import CONFIG, Run
 from spmd_engine.training.trainer import Trainer
 from spmd_engine.training.workload import Workload, make_trainer, open_workload
 
-PROMPT = "def "
+PROMPT = "def "  #: how a sample begins
+TEMPERATURE = 0.8  #: of samples
 
 
 class JobObserver(Observer):
@@ -76,6 +80,7 @@ def train(
         else:
             loaded = _load_weights(workload)
             made.write_config()
+            on_rank_zero(mesh.group(), lambda: _keep_tokenizer(workload, folder))
         parameters = workload.parameter_count
         for each in observers if mesh.rank == 0 else ():
             if isinstance(each, JobObserver):
@@ -136,7 +141,14 @@ def _make_run(workload: Workload, folder: Path, observers: Sequence[Observer], t
     def sample() -> str:
         if not (job.sample and workload.writes):
             return ""
-        return PROMPT + decode(generate(engine, encode(PROMPT), job.sample, seed=job.model.seed))
+        tokenizer = _tokenizer(workload)
+        if tokenizer is None:
+            return ""
+        sampling = SamplingOptions(sample=True, temperature=TEMPERATURE, seed=job.model.seed)
+        ends = () if tokenizer.end is None else (tokenizer.end,)
+        limits = Limits(job.sample, ends, slide=True)
+        (written,) = generate(engine, [tokenizer.encode(PROMPT)], sampling=sampling, limits=limits, tokenizer=tokenizer)
+        return PROMPT + written.text
 
     trainer = make_trainer(workload)
     return Run(
@@ -156,6 +168,21 @@ def _make_run(workload: Workload, folder: Path, observers: Sequence[Observer], t
         sample=sample,
         **_rebalancing(job.composition, trainer),
     )
+
+
+def _tokenizer(workload: Workload) -> Tokenizer | None:
+    """What turns this workload's tokens into text; None if its library is not installed."""
+    files = workload.corpus.file.tokenizer if isinstance(workload.corpus, PreparedData) else {}
+    if not files:
+        return ByteTokenizer()
+    return tokenizer_of(files, workload.corpus.file.path) if find_spec("tokenizers") else None
+
+
+def _keep_tokenizer(workload: Workload, folder: Path) -> None:
+    """The run's folder has the files of the tokenizer by which its model reads and writes."""
+    if isinstance(workload.corpus, PreparedData):
+        for name, text in workload.corpus.file.tokenizer.items():
+            (folder / name).write_text(text)
 
 
 def _rebalancing(composition: Composition, trainer: Trainer) -> dict[str, Callable[[int], None]]:

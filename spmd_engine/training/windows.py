@@ -14,7 +14,8 @@ from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, make_batch
 from spmd_engine.errors import UsageError
 from spmd_engine.models.model import Model
-from spmd_engine.training.data import END_OF_FILE, Corpus
+from spmd_engine.tokens.bytes import END_OF_FILE
+from spmd_engine.training.data import Corpus
 
 BITS = 8
 #: What kind of character comes next, in Python's source; what is in none of these is "other".

@@ -5,18 +5,25 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from math import prod
 
+import numpy as np
+
+from spmd_engine.comm.agreement import on_all_ranks, on_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch
 from spmd_engine.engine.composition import Composition, build_engine
+from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.optimizers import SGD, AdamW, Optimizer, WarmupCosine
 from spmd_engine.errors import UsageError
+from spmd_engine.formats.token_file import is_token_file, open_token_file
+from spmd_engine.models.gpt import BYTES
 from spmd_engine.models.names import IMAGES
 from spmd_engine.strategies import strategy_named
 from spmd_engine.strategies.two_convolutions import IMAGE
 from spmd_engine.training.data import Corpus, load_corpus
 from spmd_engine.training.images import ImageData, Images, load_images
 from spmd_engine.training.job import Job
+from spmd_engine.training.prepared import PreparedData
 from spmd_engine.training.trainer import Trainer
 from spmd_engine.training.windows import BytePairs, ShapedBytePairs, Windows, data_for
 
@@ -28,7 +35,7 @@ _WIDTH, _HIDDEN, _HEADS, _LENGTH = 64, 256, 4, 16
 class Sampled:
     """Text, with the length of its samples and the seed that chooses them."""
 
-    source: Corpus | Windows
+    source: Corpus | Windows | PreparedData
     context: int
     seed: int
 
@@ -48,7 +55,7 @@ class Workload:
 
     job: Job
     engine: ShardedEngine
-    corpus: Corpus | Images
+    corpus: Corpus | Images | PreparedData
     data: Sampled | ImageData
     writes: bool = False  #: whether it is a model of text
 
@@ -80,7 +87,7 @@ def open_workload(job: Job, mesh: Mesh) -> Workload:
     return workload
 
 
-def _check_corpus(job: Job, corpus: Corpus | Images) -> None:
+def _check_corpus(job: Job, corpus: Corpus | Images | PreparedData) -> None:
     """Raise UsageError if the job was made for other data."""
     if job.corpus and job.corpus.sha256 != corpus.sha256:
         usual = "scikit-learn" if isinstance(corpus, Images) else "Python's standard library"
@@ -89,11 +96,48 @@ def _check_corpus(job: Job, corpus: Corpus | Images) -> None:
 
 
 def _model(job: Job, mesh: Mesh) -> Workload:
+    prepared = on_rank_zero(mesh.group(), lambda: bool(job.data.path) and is_token_file(str(job.data.path)))
+    if int(mesh.group().broadcast(np.array(bool(prepared)), label="corpus")):
+        return _of_tokens(job, mesh)
+    if job.data.documents is not None:
+        raise UsageError(f"--documents {job.data.documents} goes with a file of tokens: 'data prepare' makes one")
     engine = build_engine(job.model, mesh, job.composition, device=job.device)
-    corpus = load_corpus(mesh.group(), job.data.path, engine.model.context)
+    if job.model.path is not None and engine.model.vocabulary != BYTES:
+        raise UsageError(
+            f"--data {job.data.path or 'left out'}: {job.model.name} reads tokens of its own, not bytes; encode the "
+            f"text first: data prepare --tokenizer {job.model.name} --output FILE, then --data FILE"
+        )
+    length = _length(job, engine)
+    corpus = load_corpus(mesh.group(), job.data.path, length)
     _check_corpus(job, corpus)
-    data = Sampled(data_for(engine.model, corpus, job.model.dtype), engine.model.context, job.model.seed)
+    data = Sampled(data_for(engine.model, corpus, job.model.dtype), length, job.model.seed)
     return Workload(job, engine, corpus, data, bool(engine.model.vocabulary))
+
+
+def _of_tokens(job: Job, mesh: Mesh) -> Workload:
+    """A model that is drawn is built for the tokens that are found, and the job says so from now on."""
+    file = on_all_ranks(mesh.group(), lambda: open_token_file(str(job.data.path)))
+    vocabulary = file.facts.vocabulary
+    if job.model.path is None and job.model.vocabulary is None:
+        job = job.with_options(vocabulary=vocabulary)
+    engine = build_engine(job.model, mesh, job.composition, device=job.device)
+    if engine.model.vocabulary < vocabulary:
+        raise UsageError(
+            f"--data {file.path} has tokens up to {vocabulary - 1}, but {job.model.name} knows 0 to "
+            f"{engine.model.vocabulary - 1}; was it encoded by the model's own tokenizer?"
+        )
+    length = _length(job, engine)
+    data = PreparedData.of(file, length, job.data.documents)
+    _check_corpus(job, data)
+    return Workload(job, engine, data, Sampled(data, length, job.model.seed), writes=True)
+
+
+def _length(job: Job, engine: LayeredEngine) -> int:
+    """Of a sample, in tokens."""
+    length, context = job.data.length or engine.model.context, engine.model.context
+    if 0 < context < length:
+        raise UsageError(f"--length {length}: the context of {job.model.name} is {context}; give at most that")
+    return length
 
 
 def _of_images(job: Job, mesh: Mesh) -> Workload:

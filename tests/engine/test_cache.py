@@ -6,10 +6,12 @@ import pytest
 import tiny
 from spmd_engine import Mesh, run
 from spmd_engine.engine import LayeredEngine
+from spmd_engine.engine.growth import grow
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.cache import Cache
 from spmd_engine.models import GPTSize, gpt
 from spmd_engine.sharding import Layout
+from spmd_engine.sharding.shards import Shards
 from spmd_engine.verify import mesh_of_one
 
 SIZE = GPTSize(layers=2, width=12, heads=6, context=10, vocabulary=13, key_value_heads=3)
@@ -99,11 +101,38 @@ def test_what_a_cache_cannot_do_is_refused():
         with pytest.raises(UsageError, match="the cache has 5 sequences on this rank, the inputs 2"):
             engine.forward(TOKENS[:2, :1], cache=cache)
 
-    def cut():
-        with Mesh(context=2) as mesh:
-            other = engine_on(mesh)
-            with other.inference():
-                other.forward(TOKENS[:, :5], cache=Cache())
 
-    with pytest.raises(UsageError, match="whole sequences; serve on a mesh without context"):
-        run(cut, 2)
+@pytest.mark.parametrize(
+    "axes", [ONE, {"context": 3}, {"context": 2, "model": 2}, {"context": 2, "data": 2}, {"pipe": 2}]
+)
+def test_the_last_outputs_of_sequences_that_grow_by_different_numbers(axes):
+    """Prompts of 3, 6, 1, 5 and 2 tokens at once, filled up; then of each some tokens more. Where s is cut, so is the
+    cache, and each row's outputs are on the rank that has its last token."""
+    prompts, more = [3, 6, 1, 5, 2], [1, 2, 4, 1, 1]
+
+    def program():
+        with Mesh(**axes) as mesh:
+            engine, cache, found = engine_on(mesh), Cache(), {}
+            span = engine.batch_span(5)
+            rows = range(span.start, span.stop)
+            with engine.inference():
+                for begins, counts in ([0] * 5, prompts), (prompts, more):
+                    here = np.zeros((len(rows), max(counts)), int)
+                    for line, row in zip(here, rows):
+                        line[: counts[row]] = TOKENS[row, begins[row] : begins[row] + counts[row]]
+                    growth = grow(engine, here, cache, [counts[row] for row in rows], last=True)
+                    y = engine.forward(growth.inputs, growth.ctx)
+                    if y is not None:
+                        y = Shards(mesh, engine.layout).gather_whole(y, "b s v", "v")
+                        found |= {(begins[0] > 0, rows[row]): y[number, 0] for number, row in enumerate(growth.rows)}
+            return found, cache.lengths
+
+    results = run(program, tiny.ranks_of(axes))
+    found = {key: scores for scores_by_key, _ in results for key, scores in scores_by_key.items()}
+    assert len(found) == 10
+    scores = whole(TOKENS)
+    for (later, row), each in found.items():
+        at = prompts[row] + later * more[row] - 1
+        np.testing.assert_allclose(each, scores[row, at], rtol=0, atol=1e-12)
+    lengths = {length for _, lengths in results for length in lengths}
+    assert lengths == {prompt + each for prompt, each in zip(prompts, more)}

@@ -240,11 +240,11 @@ def test_only_queries_that_see_a_key_are_compared(monkeypatch, ranks):
     """Consecutive parts: rank i meets i + 1 blocks. Balanced: all meet all, and have as much to do in every step."""
     calls = {}
 
-    def counting(q, k, v, positions, key_positions):
+    def counting(q, k, v, positions, key_positions, apart):
         assert q.shape[1] == len(positions) and key_positions[0] <= positions[0]
         seen = int((key_positions[None, :] <= positions[:, None]).sum())
         calls.setdefault(get_ident(), []).append(seen)
-        return causal_attention(q, k, v, positions, key_positions)
+        return causal_attention(q, k, v, positions, key_positions, apart)
 
     monkeypatch.setattr(ring_attention, "causal_attention", counting)
     problem = problem_of(attention("ring"), length=24)

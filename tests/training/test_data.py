@@ -6,7 +6,8 @@ import pytest
 import tiny
 from spmd_engine import Mesh, run
 from spmd_engine.errors import UsageError
-from spmd_engine.training.data import END_OF_FILE, Corpus, decode, encode, load_corpus
+from spmd_engine.tokens.bytes import END_OF_FILE, ByteTokenizer
+from spmd_engine.training.data import Corpus, load_corpus
 
 CONTEXT = 8
 
@@ -44,11 +45,13 @@ def test_every_rank_has_the_same_tokens(folder):
 
 def test_one_file_in_twenty_is_held_out_whole(folder):
     (corpus,) = load(folder)
-    assert decode(corpus.validation).split("-----") == [
-        "file number 10\n" * 11 + "\n", "\n" + "file number 30\n" * 31 + "\n", "\n"
+    assert ByteTokenizer().decode(corpus.validation).split("-----") == [
+        "file number 10\n" * 11 + "\n",
+        "\n" + "file number 30\n" * 31 + "\n",
+        "\n",
     ]
-    assert "file number 10\n" not in decode(corpus.train)
-    assert "not read" not in decode(corpus.train)
+    assert "file number 10\n" not in ByteTokenizer().decode(corpus.train)
+    assert "not read" not in ByteTokenizer().decode(corpus.train)
     assert (corpus.train == END_OF_FILE).sum() == 43
 
 
@@ -57,7 +60,7 @@ def test_folders_in_folders_are_read_in_the_order_of_their_paths(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{name} " * 20)
     (corpus,) = load(tmp_path)
-    read = decode(np.concatenate([corpus.train, corpus.validation])).split("-----")
+    read = ByteTokenizer().decode(np.concatenate([corpus.train, corpus.validation])).split("-----")
     assert [text.split()[0] for text in read if text.strip()] == ["a/deeper/y", "a/z", "a.txt", "b"]
 
 
@@ -72,7 +75,7 @@ def test_of_one_file_the_end_is_held_out(tmp_path):
 def test_the_standard_library_is_always_there():
     (corpus,) = load(None)
     assert len(corpus.train) > 5_000_000 and len(corpus.validation) > 200_000
-    assert "def " in decode(corpus.train[:100_000])
+    assert "def " in ByteTokenizer().decode(corpus.train[:100_000])
 
 
 @pytest.mark.parametrize(
@@ -126,8 +129,8 @@ def test_validation_windows_are_spread_over_all_that_is_held_out():
 
 
 def test_text_survives_tokens():
-    assert decode(encode("naïve – 数")) == "naïve – 数"
-    assert decode([104, 105, END_OF_FILE, 0xFF]) == "hi\n-----\n\ufffd"
+    assert ByteTokenizer().decode(ByteTokenizer().encode("naïve – 数")) == "naïve – 数"
+    assert ByteTokenizer().decode([104, 105, END_OF_FILE, 0xFF]) == "hi\n-----\n\ufffd"
 
 
 def test_the_digest_is_of_the_files_not_of_their_folder(folder, tmp_path):

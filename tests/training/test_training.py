@@ -13,8 +13,8 @@ from spmd_engine.checkpoints import load_checkpoint, save_checkpoint
 from spmd_engine.engine import SGD, AdamW
 from spmd_engine.engine.batch import make_batch
 from spmd_engine.engine.optimizers import WarmupCosine
-from spmd_engine.errors import NotFiniteError, UsageError
-from spmd_engine.training import Trainer, generate
+from spmd_engine.errors import NotFiniteError
+from spmd_engine.training import Trainer
 
 
 def make_trainer(mesh, optimizer=None, engine=MappingProxyType({}), **options):
@@ -135,25 +135,6 @@ def test_evaluation_weighs_batches_by_their_terms():
 def test_warmup_and_cosine():
     rate = WarmupCosine(peak=1.0, steps=110, warmup=10, floor=0.1)
     assert [round(rate(step), 9) for step in (0, 4, 9, 10, 60, 110, 500)] == [0.1, 0.5, 1.0, 1.0, 0.55, 0.1, 0.1]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_generation_is_the_same_on_every_mesh_and_rank(temperature):
-    def program(axes):
-        with Mesh(**axes) as mesh:
-            return generate(tiny.make_engine(mesh), [1, 2, 3], 20, temperature=temperature, seed=2)
-
-    (expected,) = run(program, 1, args=({"data": 1},))
-    assert len(expected) == 20 and set(expected) <= set(range(tiny.SIZE.vocabulary))
-    others = {"data": 3}, {"model": 8}, {"data": 2, "model": 2}, {"pipe": 2, "model": 2}, {"context": 4}, {"shard": 2}
-    for axes in others:
-        for tokens in run(program, tiny.ranks_of(axes), args=(axes,)):
-            assert tokens == expected
-
-
-def test_an_empty_prompt_is_refused():
-    with Mesh() as mesh, pytest.raises(UsageError, match="prompt is empty"):
-        generate(tiny.make_engine(mesh), [], 1)
 
 
 def test_gradients_that_are_not_finite_stop_before_the_update():

@@ -13,11 +13,14 @@ from spmd_engine.errors import UsageError
 from spmd_engine.models import build_model, gpt, mlp, two_layers
 from spmd_engine.models.gpt import GPTSize
 from spmd_engine.sharding import Layout
-from spmd_engine.training.data import END_OF_FILE, Corpus, encode
+from spmd_engine.tokens.bytes import END_OF_FILE, ByteTokenizer
+from spmd_engine.training.data import Corpus
 from spmd_engine.training.windows import CLASSES, ByteClasses, BytePairs, classes_of, data_for
 
 TEXT = "def __init__(self, x=1):\n\treturn X[0] # é\n" * 20
-CORPUS = Corpus(np.array([*encode(TEXT), END_OF_FILE], np.uint16), np.arange(60, dtype=np.uint16), 1, "")
+CORPUS = Corpus(
+    np.array([*ByteTokenizer().encode(TEXT), END_OF_FILE], np.uint16), np.arange(60, dtype=np.uint16), 1, ""
+)
 WHOLE = SimpleNamespace(batch_span=lambda n: slice(0, n), cut_rows=lambda *rows: rows)  # an engine that cuts nothing
 
 
@@ -26,7 +29,7 @@ def rows(batch, name):
 
 
 def named(text):
-    return [list(CLASSES)[number] for number in classes_of(np.array(encode(text)))]
+    return [list(CLASSES)[number] for number in classes_of(np.array(ByteTokenizer().encode(text)))]
 
 
 # --- what is in a sample

@@ -1,0 +1,71 @@
+"""``data``: corpora as files of tokens."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import click
+
+from spmd_engine.cli.options import check_option, open_mesh
+from spmd_engine.comm.agreement import on_all_ranks, on_rank_zero
+from spmd_engine.comm.world import launcher_rank
+from spmd_engine.errors import UsageError
+from spmd_engine.formats.token_file import TokenFile, open_token_file
+from spmd_engine.tokens import ByteTokenizer, Tokenizer
+from spmd_engine.tokens.hugging_face import read_tokenizer
+from spmd_engine.training.prepare import prepare as prepare_file
+
+BYTES = "bytes"
+
+
+@click.group(short_help="Encode a corpus once, as a file of tokens.")
+def data() -> None:
+    """Encode a corpus once, as a file of tokens that training maps: train --data FILE."""
+
+
+@data.command()
+@click.argument("paths", nargs=-1, required=True)
+@click.option("--output", metavar="FILE", required=True, help="The file to be written.")
+@click.option(
+    "--tokenizer", metavar="PATH", default=BYTES, show_default=True, help="A model's folder, or tokenizer.json."
+)
+@check_option
+def prepare(paths, output, tokenizer, check) -> None:
+    """Encode files of text, folders of them, and .jsonl files; ranks, if there are several, share the work.
+
+    A file is a document, of .jsonl each line: {"text": ...}, or instructions: {"prompt": ..., "completion": ...} or
+    {"messages": [{"role": ..., "content": ...}, ...]}, written by the tokenizer's chat template. Of instructions only
+    completions and the assistant's answers are learnt. One document in 20 is to validate on.
+    """
+    with open_mesh(None, check=check) as mesh:
+        chosen: Tokenizer = ByteTokenizer()
+        if tokenizer != BYTES:
+            chosen = on_all_ranks(mesh.group(), lambda: read_tokenizer(tokenizer))
+        file = prepare_file(mesh.group(), paths, chosen, output)
+        on_rank_zero(mesh.group(), lambda: click.echo(_told(file)))
+
+
+@data.command()
+@click.argument("path")
+@click.option("--verify", is_flag=True, help="Read all of it, and compare its digest.")
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+def inspect(path: str, verify: bool, as_json: bool) -> None:
+    """Print what a file of tokens holds."""
+    file = open_token_file(path)
+    if verify and file.digest() != file.facts.sha256:
+        raise UsageError(f"{path} is damaged: its digest is not the one that it was written with; prepare it anew")
+    if launcher_rank() == 0:
+        click.echo(json.dumps(asdict(file.facts)) if as_json else _told(file))
+
+
+def _told(file: TokenFile) -> str:
+    facts, others = file.facts, file.facts.documents - file.facts.train_documents
+    learnt = f", of which {facts.learnt:,} are to be foretold" if file.learnt is not None else ""
+    return "\n".join(
+        [
+            f"{file.path}: {facts.tokens:,} tokens of {facts.documents:,} documents, {facts.files:,} file(s){learnt}",
+            f"{facts.train_documents:,} documents to learn from, {others:,} to validate on",
+            f"vocabulary {facts.vocabulary:,}, tokenizer {facts.tokenizer_sha256[:16]}, digest {facts.sha256[:16]}",
+        ]
+    )

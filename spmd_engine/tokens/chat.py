@@ -1,0 +1,42 @@
+"""Conversations as the text that a model was taught them as, by its chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+from spmd_engine.errors import UsageError
+from spmd_engine.tokens.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]  #: {"role": "user", "content": "Hello"}
+
+
+def chat_text(tokenizer: Tokenizer, messages: Sequence[Message], *, answer: bool = True) -> str:
+    """A conversation as text; with the beginning of the assistant's next turn, if an ``answer`` is to follow.
+
+    Templates are programs of strangers: they run in jinja's sandbox, without access to attributes that lead out of
+    it, and cannot change what they are given. Raises UsageError for a tokenizer without a template, for one that is
+    damaged, and for messages that it refuses.
+    """
+    if not tokenizer.chat_template:
+        raise UsageError("this model has no chat template; write the prompt as it was taught, without --chat")
+    try:
+        from jinja2 import TemplateError
+        from jinja2.ext import loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError:
+        raise UsageError("a chat template needs jinja2: pip install 'spmd_engine[hf]'") from None
+
+    def raise_exception(message: str) -> NoReturn:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.globals |= {"raise_exception": raise_exception, "strftime_now": datetime.now().strftime}
+    try:
+        template = environment.from_string(tokenizer.chat_template)
+        return template.render(messages=messages, add_generation_prompt=answer, **tokenizer.special)
+    except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
+        raise UsageError(f"the chat template cannot write this conversation: {error}") from None

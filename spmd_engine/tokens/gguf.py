@@ -1,0 +1,125 @@
+"""The vocabulary in a GGUF file's metadata, as the tokenizer that it was made from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from spmd_engine.errors import UsageError
+from spmd_engine.tokens.hugging_face import JsonTokenizer, tokenizers_library
+
+CONTROL, USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+#: How a text is split before pairs are merged, by ``tokenizer.ggml.pre``: a pattern, or None for GPT-2's own.
+SPLITS = {
+    "default": None,
+    "gpt-2": None,
+    "smollm": None,
+    "llama-bpe": _CONTRACTIONS + _WORDS % r"\p{N}{1,3}",
+    "qwen2": _CONTRACTIONS + _WORDS % r"\p{N}",
+}
+SINGLE_DIGITS = ("smollm",)  #: of these, the splits that take digits apart first
+
+
+def gguf_tokenizer(metadata: Mapping[str, Any], where: str = "the GGUF file") -> JsonTokenizer:
+    """The tokenizer that ``tokenizer.ggml.*`` describes: a byte-level BPE ("gpt2") or SentencePiece's BPE ("llama").
+
+    Raises UsageError, naming ``where``, for other kinds, and for what is missing or damaged.
+    """
+    library, kind = tokenizers_library(), metadata.get("tokenizer.ggml.model")
+    tokens = _field(metadata, "tokens", where)
+    types = list(metadata.get("tokenizer.ggml.token_type", [1] * len(tokens)))
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    if len(types) != len(tokens):
+        raise UsageError(f"{where}: {len(tokens)} tokens, but {len(types)} types of them; get the file anew")
+    if kind == "gpt2":
+        tokenizer = _byte_level(library, metadata, vocabulary, where)
+    elif kind == "llama":
+        tokenizer = _sentence_piece(library, metadata, tokens, vocabulary, where)
+    else:
+        raise UsageError(f"{where}: tokenizer.ggml.model is {kind!r}; known are gpt2 and llama")
+    for special in (True, False):
+        wanted = CONTROL if special else USER_DEFINED
+        added = [token for token, kind in zip(tokens, types, strict=True) if kind == wanted]
+        tokenizer.add_tokens([library.AddedToken(token, special=special, normalized=False) for token in added])
+    names = {}
+    for name, field in (
+        ("bos_token", "bos_token_id"),
+        ("eos_token", "eos_token_id"),
+        ("pad_token", "padding_token_id"),
+    ):
+        number = metadata.get(f"tokenizer.ggml.{field}")
+        if number is not None:
+            if not 0 <= number < len(tokens):
+                raise UsageError(f"{where}: tokenizer.ggml.{field} is {number}, of {len(tokens)} tokens")
+            names[name] = tokens[number]
+    if metadata.get("tokenizer.ggml.add_bos_token", kind == "llama") and "bos_token" in names:
+        begin = names["bos_token"]
+        tokenizer.post_processor = library.processors.TemplateProcessing(
+            single=f"{begin} $A", pair=f"{begin} $A $B", special_tokens=[(begin, vocabulary[begin])]
+        )
+    return JsonTokenizer(
+        tokenizer.to_str(),
+        where,
+        end=names.get("eos_token"),
+        chat_template=metadata.get("tokenizer.chat_template"),
+        special=names,
+    )
+
+
+def _byte_level(library: Any, metadata: Mapping[str, Any], vocabulary: Mapping[str, int], where: str) -> Any:
+    split = metadata.get("tokenizer.ggml.pre", "default")
+    if split not in SPLITS:
+        raise UsageError(f"{where}: tokenizer.ggml.pre is {split!r}; known are {', '.join(SPLITS)}")
+    merges = [tuple(pair.split(" ", 1)) for pair in _field(metadata, "merges", where)]
+    try:
+        tokenizer = library.Tokenizer(library.models.BPE(dict(vocabulary), merges))
+    except Exception as error:  # the library raises plain Exceptions
+        raise UsageError(f"{where}: its vocabulary cannot be read: {error}; get the file anew") from None
+    before = library.pre_tokenizers
+    pieces = [before.Digits(individual_digits=True)] if split in SINGLE_DIGITS else []
+    if SPLITS[split]:
+        pieces.append(before.Split(library.Regex(SPLITS[split]), "isolated"))
+    pieces.append(before.ByteLevel(add_prefix_space=False, use_regex=SPLITS[split] is None))
+    tokenizer.pre_tokenizer = before.Sequence(pieces)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentence_piece(
+    library: Any, metadata: Mapping[str, Any], tokens: Sequence[str], vocabulary: Mapping[str, int], where: str
+) -> Any:
+    scores = _field(metadata, "scores", where)
+    if len(scores) != len(tokens):
+        raise UsageError(f"{where}: {len(tokens)} tokens, but {len(scores)} scores of them; get the file anew")
+    unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
+    model = library.models.BPE(
+        dict(vocabulary), list(_merges(vocabulary, scores)), unk_token=unknown, fuse_unk=True, byte_fallback=True
+    )
+    tokenizer = library.Tokenizer(model)
+    leading = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    steps = [library.normalizers.Prepend("▁")] if leading else []
+    tokenizer.normalizer = library.normalizers.Sequence([*steps, library.normalizers.Replace(" ", "▁")])
+    after = library.decoders
+    stripped = [after.Strip(" ", 1, 0)] if leading else []
+    tokenizer.decoder = after.Sequence([after.Replace("▁", " "), after.ByteFallback(), after.Fuse(), *stripped])
+    return tokenizer
+
+
+def _merges(vocabulary: Mapping[str, int], scores: Sequence[float]) -> Iterator[tuple[str, str]]:
+    """Every pair of tokens whose join is a token, the joins with the highest scores first."""
+    pairs = []
+    for token, number in vocabulary.items():
+        for at in range(1, len(token)):
+            left, right = token[:at], token[at:]
+            if left in vocabulary and right in vocabulary:
+                pairs.append((-scores[number], vocabulary[left], vocabulary[right], left, right))
+    return ((left, right) for *_, left, right in sorted(pairs))
+
+
+def _field(metadata: Mapping[str, Any], name: str, where: str) -> Sequence[Any]:
+    found = metadata.get(f"tokenizer.ggml.{name}")
+    if not isinstance(found, Sequence) and not hasattr(found, "__len__") or not len(found):
+        raise UsageError(f"{where} has no tokenizer.ggml.{name}; give the tokenizer of the original model")
+    return found

@@ -1,0 +1,119 @@
+"""``tokenizer.json``, as Hugging Face's models bring it, by the ``tokenizers`` library (extra ``[hf]``)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from spmd_engine.errors import UsageError
+from spmd_engine.tokens.tokenizer import Tokenizer
+
+TOKENIZER, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+
+
+class JsonTokenizer(Tokenizer):
+    """The tokenizer that a ``tokenizer.json`` describes."""
+
+    def __init__(
+        self,
+        text: str,
+        where: str = "tokenizer.json",
+        *,
+        end: str | None = None,
+        chat_template: str | None = None,
+        special: Mapping[str, str] | None = None,
+    ) -> None:
+        """``end`` is the token after a text. Raises UsageError, naming ``where``, for a text that describes none."""
+        library = tokenizers_library()
+        try:
+            self._inner = library.Tokenizer.from_str(text)
+        except Exception as error:  # the library raises plain Exceptions
+            raise UsageError(f"{where} describes no tokenizer: {error}; get the file anew") from None
+        self._inner.no_padding()
+        self._inner.no_truncation()
+        self.vocabulary = max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.sha256 = sha256(text.encode()).hexdigest()
+        self.end = self._inner.token_to_id(end) if end is not None else None
+        self.separator = self.end
+        self.chat_template, self.special = chat_template, dict(special or {})
+        config = {**self.special, **({"chat_template": chat_template} if chat_template else {})}
+        self.files = {TOKENIZER: text, CONFIG: json.dumps(config)}
+        if not self.vocabulary:
+            raise UsageError(f"{where} describes a tokenizer without any tokens; get the file anew")
+        if end is not None and self.end is None:
+            raise UsageError(f"{where} has no token {end!r}, which ends a text; get the files anew")
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        return self._inner.encode(_plain(text), add_special_tokens=special).ids
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return self._inner.decode(list(tokens), skip_special_tokens=True)
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        return [
+            each.ids for each in self._inner.encode_batch([_plain(text) for text in texts], add_special_tokens=False)
+        ]
+
+
+def _plain(text: str) -> str:
+    """With a replacement mark for each byte that was no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode(errors="surrogateescape").decode(errors="replace")
+    return text
+
+
+def tokenizers_library() -> Any:
+    """The library, imported when it is first needed."""
+    try:
+        import tokenizers
+    except ImportError:
+        raise UsageError("a tokenizer.json needs the tokenizers library: pip install 'spmd_engine[hf]'") from None
+    return tokenizers
+
+
+def read_tokenizer(path: str | Path) -> JsonTokenizer:
+    """The tokenizer of a model's folder, or of one ``tokenizer.json``, with what is in ``tokenizer_config.json`` and
+    ``chat_template.jinja`` beside it. Raises UsageError for files that are missing or damaged."""
+    path = Path(path)
+    file = path / TOKENIZER if path.is_dir() else path
+    if not file.is_file():
+        raise UsageError(f"{file}: no such file; a model's folder has its tokenizer there")
+    found = {TOKENIZER: _text(file)}
+    for name in (CONFIG, TEMPLATE):
+        if file.with_name(name).is_file():
+            found[name] = _text(file.with_name(name))
+    return tokenizer_of(found, str(file))
+
+
+def tokenizer_of(files: Mapping[str, str], where: str) -> JsonTokenizer:
+    """The tokenizer of such files, texts by name. Raises UsageError, naming ``where``, if they are damaged."""
+    try:
+        config = json.loads(files.get(CONFIG, "{}"))
+        if not isinstance(config, Mapping):
+            raise ValueError("it must hold an object, {...}")
+    except ValueError as error:
+        raise UsageError(f"{where}: {CONFIG} beside it cannot be read: {error}; get the file anew") from None
+    chat = files.get(TEMPLATE, config.get("chat_template"))
+    if isinstance(chat, list):  # several by name, of which one is the usual
+        named = {each.get("name"): each.get("template") for each in chat if isinstance(each, Mapping)}
+        chat = named.get("default") or next(iter(named.values()), None)
+    special = {name: _content(value) for name, value in config.items() if name.endswith("_token") and _content(value)}
+    return JsonTokenizer(files[TOKENIZER], where, end=special.get("eos_token"), chat_template=chat, special=special)
+
+
+def _content(value: Any) -> str:
+    """A token, which may stand there with how it is to be treated."""
+    value = value.get("content") if isinstance(value, Mapping) else value
+    return value if isinstance(value, str) else ""
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_bytes().decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file} cannot be read: {error}; get the file anew") from None

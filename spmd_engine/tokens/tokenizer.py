@@ -1,0 +1,31 @@
+"""What turns text into tokens and back."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+
+
+class Tokenizer(ABC):
+    """Text as numbers below ``vocabulary``, and back."""
+
+    vocabulary: int  #: tokens are 0 to vocabulary - 1
+    end: int | None = None  #: the token that ends a text, if there is one
+    separator: int | None = None  #: the token after each document of a corpus; usually the same
+    files: Mapping[str, str] = MappingProxyType({})  #: texts by name: files from which it can be read anew
+    sha256: str = ""  #: of what decides how text is encoded, in hexadecimal digits
+    chat_template: str | None = None  #: a jinja text that writes a conversation as the model was taught
+    special: Mapping[str, str] = MappingProxyType({})  #: what templates call special tokens: {"bos_token": "<s>"}
+
+    @abstractmethod
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Tokens of a text; with what belongs before or after every text (a beginning's mark), if ``special``."""
+
+    @abstractmethod
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Text of tokens, without special ones; a broken character becomes a replacement mark."""
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """Many texts, without what belongs before or after each; in parallel where that is possible."""
+        return [self.encode(text, special=False) for text in texts]

@@ -1,0 +1,206 @@
+"""``data prepare``: a corpus becomes a file of tokens; ranks share the reading, the encoding and the writing."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from spmd_engine.comm.agreement import on_all_ranks, on_rank_zero, text_from_rank_zero
+from spmd_engine.comm.group import Group
+from spmd_engine.errors import UsageError
+from spmd_engine.formats.text_documents import Document, documents, find_files
+from spmd_engine.formats.token_file import TokenFacts, TokenFile, digest_of, layout, open_token_file
+from spmd_engine.tokens import Tokenizer
+from spmd_engine.tokens.chat import chat_text
+
+HELD_OUT = 20  #: one document in so many is to validate on
+TOGETHER = 1 << 22  #: characters that are encoded at once: a tokenizer's library does so in parallel
+_COPIED = 1 << 24  # bytes at a time
+TRAIN, VALIDATION = range(2)
+
+
+@dataclass
+class _Part:
+    """Documents of one kind that this rank has encoded: their tokens lie in files for a while."""
+
+    tokens: BinaryIO
+    learnt: BinaryIO
+    ends: list[int] = field(default_factory=list)  # in tokens of this part
+    digests: list[bytes] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        return self.ends[-1] if self.ends else 0
+
+
+def prepare(group: Group, paths: Sequence[str], tokenizer: Tokenizer, output: str | Path) -> TokenFile:
+    """Encode documents (see ``formats.text_documents``) into a file of tokens. Collective.
+
+    The file is the same however many ranks write it, and appears when it is complete. Each document is followed by
+    the token that ends a text; one in ``HELD_OUT`` is to validate on. Of prompts with completions, and of
+    conversations, only the completions and the assistant's answers, with what ends them, are to be foretold. Raises
+    UsageError for what cannot be read, and for documents that do not go together.
+    """
+    listed = text_from_rank_zero(group, lambda: json.dumps(_found(paths, output)))
+    files = [(name, size) for name, size in json.loads(listed)]
+    total = sum(size for _, size in files)
+    begin, end = (total * group.rank // group.size, total * (group.rank + 1) // group.size)
+    with tempfile.TemporaryDirectory(prefix=".prepare-", dir=Path(output).resolve().parent) as folder:
+        # Which documents are to validate on hangs on their numbers, so everyone's are counted first.
+        here = on_all_ranks(group, lambda: sum(1 for _ in documents(files, begin, end)))
+        before = int(group.all_gather(np.array([here]), label="prepare")[: group.rank].sum())
+
+        def encode() -> tuple[list[_Part], np.ndarray]:
+            return _spooled(_encoded(documents(files, begin, end), tokenizer), before, folder)
+
+        parts, kinds = on_all_ranks(group, encode)
+        kinds = group.all_reduce(kinds, label="prepare")
+        if kinds.all():
+            raise UsageError(f"{', '.join(paths)}: texts and instructions do not go together; prepare each by itself")
+        return _write(group, parts, bool(kinds[1]), tokenizer, len(files), Path(output))
+
+
+def _found(paths: Sequence[str], output: str | Path) -> list[tuple[str, int]]:
+    if not Path(output).resolve().parent.is_dir():
+        raise UsageError(f"--output {output}: there is no such folder")
+    files = find_files(paths)
+    if not sum(size for _, size in files):
+        raise UsageError(f"{', '.join(paths)}: there is nothing to read in it")
+    return files
+
+
+def _encoded(found: Iterator[Document], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+    """Tokens of each document and, of instructions, which are to be foretold."""
+    dtype = np.uint16 if tokenizer.vocabulary <= 1 << 16 else np.uint32
+    end = [] if tokenizer.separator is None else [tokenizer.separator]
+    texts: list[str] = []
+
+    def of_texts() -> Iterator[tuple[np.ndarray, None]]:
+        for tokens in tokenizer.encode_all(texts):
+            yield np.array(tokens + end, dtype), None
+        texts.clear()
+
+    for document in found:
+        if document.messages is None and document.prompt is None:
+            texts.append(document.text)
+            if sum(map(len, texts)) > TOGETHER:
+                yield from of_texts()
+            continue
+        yield from of_texts()
+        pieces = _pieces(document, tokenizer, end)
+        tokens = np.array([token for piece, _ in pieces for token in piece], dtype)
+        yield tokens, np.concatenate([np.full(len(piece), learnt, np.uint8) for piece, learnt in pieces])
+    yield from of_texts()
+
+
+def _pieces(document: Document, tokenizer: Tokenizer, end: list[int]) -> list[tuple[list[int], bool]]:
+    """Tokens, and whether they are to be foretold."""
+    if document.messages is None:
+        prompt = tokenizer.encode(document.prompt or "")
+        return [(prompt, False), (tokenizer.encode(document.text, special=False) + end, True)]
+    pieces, told, messages = [], "", document.messages
+    for number, message in enumerate(messages):
+        if message.get("role") != "assistant":
+            continue
+        before = chat_text(tokenizer, messages[:number])
+        after = chat_text(tokenizer, messages[: number + 1], answer=False)
+        if not before.startswith(told) or not after.startswith(before):
+            raise UsageError(
+                "the chat template writes a conversation otherwise once it goes on: which part of it is an answer "
+                'cannot be told. Write {"prompt": ..., "completion": ...} for each answer'
+            )
+        pieces.append((tokenizer.encode(before[len(told) :], special=False), False))
+        pieces.append((tokenizer.encode(after[len(before) :], special=False), True))
+        told = after
+    if not pieces:
+        raise UsageError("a conversation without a message of the assistant has nothing to be learnt")
+    return pieces
+
+
+def _spooled(
+    encoded: Iterator[tuple[np.ndarray, np.ndarray | None]], first: int, folder: str
+) -> tuple[list[_Part], np.ndarray]:
+    """This rank's documents, numbered from ``first``, as parts to learn from and to validate on; and how many of them
+    are texts, and how many instructions."""
+    kinds = np.zeros(2, np.int64)
+    parts = [_Part(tempfile.TemporaryFile(dir=folder), tempfile.TemporaryFile(dir=folder)) for _ in range(2)]
+    for number, (tokens, learnt) in enumerate(encoded, first):
+        part = parts[VALIDATION if number % HELD_OUT == HELD_OUT // 2 else TRAIN]
+        part.tokens.write(tokens.tobytes())
+        if learnt is not None:
+            part.learnt.write(learnt.tobytes())
+        part.ends.append(part.count + len(tokens))
+        part.digests.append(digest_of(tokens, learnt))
+        kinds[int(learnt is not None)] += 1
+    return parts, kinds
+
+
+def _write(
+    group: Group, parts: Sequence[_Part], with_learnt: bool, tokenizer: Tokenizer, files: int, output: Path
+) -> TokenFile:
+    mine = np.array([[part.count, len(part.ends)] for part in parts], np.int64)
+    of_ranks = group.all_gather(mine[None], label="prepare")  # [rank kind (tokens, documents)]
+    totals = of_ranks.sum(axis=0)
+    digests, learnt = [], 0
+    for part in parts:
+        own = np.frombuffer(b"".join(part.digests), np.uint8)
+        digests.append(group.all_gather(own, label="prepare").tobytes())
+        part.learnt.seek(0)
+        while block := part.learnt.read(_COPIED):
+            learnt += int(np.frombuffer(block, np.uint8).sum())
+    learnt = int(group.all_reduce(np.array(learnt), label="prepare")) if with_learnt else int(totals[:, 0].sum())
+    facts = TokenFacts(
+        tokens=int(totals[:, 0].sum()),
+        train_tokens=int(totals[TRAIN, 0]),
+        documents=int(totals[:, 1].sum()),
+        train_documents=int(totals[TRAIN, 1]),
+        learnt=learnt,
+        vocabulary=tokenizer.vocabulary,
+        tokenizer_sha256=tokenizer.sha256,
+        sha256=sha256(b"".join(digests)).hexdigest(),
+        files=files,
+    )
+    described = json.dumps(dict(tokenizer.files)).encode()
+    header, offsets = layout(facts, with_learnt, described)
+    unfinished = output.with_name(f".{output.name}.unfinished")
+
+    def begin() -> None:
+        with unfinished.open("wb") as file:
+            file.write(header)
+            file.truncate(offsets["end"])
+            file.seek(offsets["tokenizer"])
+            file.write(described)
+
+    on_rank_zero(group, begin)
+    itemsize = 2 if facts.dtype == "U16" else 4
+
+    def fill() -> None:
+        with unfinished.open("r+b") as file:
+            for kind, part in enumerate(parts):
+                tokens, documents_before = (
+                    of_ranks[: group.rank, kind].sum(axis=0) + totals[:kind].sum(axis=0)
+                ).tolist()
+                _copy(part.tokens, file, offsets["tokens"] + tokens * itemsize)
+                if with_learnt:
+                    _copy(part.learnt, file, offsets["learnt"] + tokens)
+                file.seek(offsets["ends"] + 8 * documents_before)
+                file.write((np.array(part.ends, "<i8") + tokens).astype("<i8").tobytes())
+
+    on_all_ranks(group, fill)
+    on_rank_zero(group, lambda: os.replace(unfinished, output))
+    return open_token_file(output)
+
+
+def _copy(source: BinaryIO, target: BinaryIO, offset: int) -> None:
+    source.seek(0)
+    target.seek(offset)
+    while block := source.read(_COPIED):
+        target.write(block)

@@ -1,0 +1,128 @@
+"""Learning from a file of tokens: every row once in an epoch, in an order that hangs on the seed alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from spmd_engine.arrays.random import hash_bits, key_of
+from spmd_engine.engine.base import ShardedEngine
+from spmd_engine.engine.batch import Batch, make_batch
+from spmd_engine.errors import UsageError
+from spmd_engine.formats.token_file import TokenFile
+from spmd_engine.layers.documents import Documents, documents_of
+from spmd_engine.training.packing import Packed, whole_documents, windows
+
+#: How documents share a row: as one text; seeing nothing of each other; and with learned positions from 0 in each.
+DOCUMENTS = ("joined", "apart", "restarted")
+HELD_OUT = 20  #: one row in so many is to validate on, if the file has no documents for that
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """Rows of ``context`` positions from a file of tokens, with the interface of ``Corpus``.
+
+    Batches are functions of the seed and of numbers alone. Instructions are always kept apart, and only what is to be
+    learnt of them counts in the loss, whose mean is over what counts in the whole batch.
+    """
+
+    file: TokenFile
+    train: Packed
+    held_out: Packed
+    held_out_rows: range
+    train_rows: range
+    documents: str
+
+    @classmethod
+    def of(cls, file: TokenFile, context: int, documents: str | None = None) -> PreparedData:
+        """Raises UsageError for a file with less than a row to learn from, or none to validate on."""
+        instructions = file.learnt is not None
+        documents = documents or ("apart" if instructions else "joined")
+        if instructions and documents == "joined":
+            raise UsageError(f"{file.path} holds instructions: keep them apart (--documents apart or restarted)")
+        facts = file.facts
+        if documents == "joined":
+            train = windows(0, facts.train_tokens, context)
+            held_out = windows(facts.train_tokens, facts.tokens, context)
+        else:
+            ends = np.asarray(file.ends)
+            begins = np.concatenate(([0], ends[:-1]))
+            parts = slice(0, facts.train_documents), slice(facts.train_documents, None)
+            train, held_out = (
+                whole_documents(begins[part], ends[part], context, truncate=instructions) for part in parts
+            )
+        rows, others = range(len(train)), range(len(held_out))
+        if not others:  # too few documents, or too short ones: the end of what there is serves as well
+            cut = len(train) - max(1, len(train) // HELD_OUT)
+            held_out, rows, others = train, range(cut), range(cut, len(train))
+        if not rows:
+            raise UsageError(
+                f"--data {file.path}: {facts.tokens:,} tokens make {len(train)} row(s) of {context}: one at least is "
+                "needed to learn from, and one to validate on. Give more text, or a model with a shorter context"
+            )
+        return cls(file, train, held_out, others, rows, documents)
+
+    def __str__(self) -> str:
+        facts = self.file.facts
+        what = f"{facts.train_tokens:,} tokens of {facts.train_documents:,} documents"
+        return f"{what} in {len(self.train_rows):,} rows ({self.file.path})"
+
+    @property
+    def files(self) -> int:
+        return self.file.facts.files
+
+    @property
+    def sha256(self) -> str:
+        return self.file.facts.sha256
+
+    def batch(
+        self, engine: ShardedEngine, step: int, *, size: int, micro_batches: int, context: int, seed: int
+    ) -> Batch:
+        """This rank's block of the batch of one step: sample j of step i is number i · size + j of shuffled epochs."""
+        numbers = step * size + np.arange(size)
+        count = len(self.train_rows)
+        rows = np.array([_order(seed, int(number) // count, count)[int(number) % count] for number in numbers])
+        return self._batch(engine, self.train, rows, micro_batches, step)
+
+    def validation_batches(self, engine: ShardedEngine, *, samples: int, size: int, context: int = 1) -> list[Batch]:
+        """At most ``samples`` rows, spread evenly over the held-out ones, in batches of ``size``: always the same."""
+        samples = min(samples, len(self.held_out_rows))
+        spread = np.linspace(0, len(self.held_out_rows) - 1, samples).astype(np.int64)
+        rows = self.held_out_rows.start + spread
+        return [
+            self._batch(engine, self.held_out, rows[first : first + size], 1, 0) for first in range(0, samples, size)
+        ]
+
+    def _batch(self, engine: ShardedEngine, packed: Packed, rows: np.ndarray, micro_batches: int, step: int) -> Batch:
+        def load(samples: np.ndarray) -> list[np.ndarray]:
+            return self._load(packed, rows[samples])
+
+        def apart(samples: np.ndarray) -> Documents:
+            return documents_of(packed.rows(rows[samples])[1], self.documents == "restarted")
+
+        options = {} if self.documents == "joined" else {"documents": apart}
+        return make_batch(load, len(rows), micro_batches, engine, step=step, count=self._count(packed, rows), **options)
+
+    def _load(self, packed: Packed, rows: np.ndarray) -> list[np.ndarray]:
+        """inputs[b s], targets[b s] and, if not everything counts, mask[b s]."""
+        places, _ = packed.rows(rows)
+        there = places >= 0
+        inputs, targets = (np.where(there, self.file.tokens[places + more], 0).astype(np.int64) for more in (0, 1))
+        if self.documents == "joined":
+            return [inputs, targets]
+        counts = there if self.file.learnt is None else there & (self.file.learnt[places + 1] > 0)
+        return [inputs, targets, counts.astype(np.float32)]
+
+    def _count(self, packed: Packed, rows: np.ndarray) -> float:
+        """Targets that count, over all ranks and micro-batches."""
+        if self.documents == "joined":
+            return float(len(rows) * packed.length)
+        return float(sum(self._load(packed, rows[number : number + 1])[2].sum() for number in range(len(rows))))
+
+
+@lru_cache(maxsize=4)
+def _order(seed: int, epoch: int, count: int) -> np.ndarray:
+    """The rows of an epoch, shuffled: a function of its arguments alone."""
+    return np.argsort(hash_bits(key_of(seed, "epoch", epoch), np.arange(count, dtype=np.uint64)), kind="stable")

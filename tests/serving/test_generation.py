@@ -1,0 +1,175 @@
+"""Texts: the same on every mesh, in every batch, and ended as asked."""
+
+import numpy as np
+import pytest
+
+import tiny
+from spmd_engine import Mesh, run
+from spmd_engine.engine.composition import ModelConfig, build_engine
+from spmd_engine.errors import NotFiniteError, UsageError
+from spmd_engine.models import DecoderShape
+from spmd_engine.serving import Limits, SamplingOptions, generate
+from spmd_engine.tokens import ByteTokenizer
+
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [1, 2, 3], [12]]
+GREEDY = SamplingOptions()
+DRAWN = SamplingOptions(sample=True, seed=2)
+ALL = SamplingOptions(sample=True, top_k=6, top_p=0.8, min_p=0.05, repetition_penalty=1.3, temperature=2.0)
+MESHES = (
+    {"data": 3},
+    {"model": 8},
+    {"data": 2, "model": 2},
+    {"pipe": 2, "model": 2},
+    {"context": 4},
+    {"context": 2, "data": 2},
+    {"shard": 2},
+)
+
+
+def write(axes, sampling, which=range(5), **options):
+    def program():
+        with Mesh(**axes) as mesh:
+            return generate(
+                tiny.make_engine(mesh),
+                [PROMPTS[number] for number in which],
+                sampling=sampling,
+                limits=Limits(14, slide=True),  # beyond the context of 10
+                log_probs=True,
+                **options,
+            )
+
+    return run(program, tiny.ranks_of(axes))
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN, ALL], ids=["greedy", "drawn", "all"])
+def test_one_seed_is_one_text_on_every_mesh_and_rank(sampling):
+    (expected,) = write({"data": 1}, sampling)
+    assert [len(each.tokens) for each in expected] == [14] * 5
+    for axes in MESHES:
+        for found in write(axes, sampling):
+            assert [each.tokens for each in found] == [each.tokens for each in expected], axes
+            likely, other = ([each.log_probs for each in texts] for texts in (expected, found))
+            np.testing.assert_allclose(other, likely, rtol=1e-9)
+
+
+LLAMA = DecoderShape(width=12, heads=6, key_value_heads=2, head_width=4, hidden=14, layers=2, vocabulary=13, context=40)
+
+
+def write_llama(axes):
+    def program():
+        with Mesh(**axes) as mesh:
+            model = ModelConfig(name="llama", shape=LLAMA, dtype="float64", seed=3)
+            engine = build_engine(model, mesh)
+            return generate(engine, PROMPTS, sampling=DRAWN, limits=Limits(30), log_probs=True)
+
+    return run(program, tiny.ranks_of(axes))
+
+
+def test_shared_key_heads_and_rotary_positions_write_the_same_on_every_mesh():
+    """Key heads are two: on four ranks, the queries that share one are cut."""
+    (expected,) = write_llama({"data": 1})
+    for axes in {"model": 4}, {"model": 2, "context": 2}, {"pipe": 3}, {"data": 2, "model": 2}:
+        for found in write_llama(axes):
+            assert [each.tokens for each in found] == [each.tokens for each in expected], axes
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, ALL], ids=["greedy", "all"])
+def test_a_text_does_not_hang_on_the_others_of_its_batch(sampling):
+    (together,) = write({"data": 1}, sampling)
+    for which in [2], [4, 1], [0, 3, 2]:
+        (some,) = write({"data": 1}, sampling, which)
+        assert [each.tokens for each in some] == [together[number].tokens for number in which]
+    (by_two,) = write({"data": 1}, sampling, batch_size=2)
+    assert [each.tokens for each in by_two] == [each.tokens for each in together]
+
+
+def test_a_prompt_given_twice_is_drawn_twice():
+    (texts,) = write({"data": 1}, DRAWN)
+    assert texts[0].tokens != texts[3].tokens
+    (likeliest,) = write({"data": 1}, GREEDY)
+    assert likeliest[0].tokens == likeliest[3].tokens
+
+
+def test_greedy_tokens_are_the_likeliest_of_a_forward_of_the_whole_text():
+    with Mesh() as mesh:
+        engine = tiny.make_engine(mesh)
+        (text,) = generate(engine, [[3, 1]], limits=Limits(8), log_probs=True)
+        with engine.inference():
+            scores = engine.forward(np.array([[3, 1, *text.tokens]]))[0]
+    assert text.tokens == scores[1:-1].argmax(axis=1).tolist()
+    likely = scores - np.log(np.exp(scores).sum(axis=1, keepdims=True))
+    np.testing.assert_allclose(text.log_probs, likely[np.arange(1, 9), text.tokens], rtol=1e-10)
+
+
+def test_texts_end_as_asked():
+    with Mesh() as mesh:
+        engine = tiny.make_engine(mesh)
+        (free,) = generate(engine, [[1, 2, 3]], limits=Limits(7))
+        assert (free.finish, len(free.tokens)) == ("length", 7)
+        ends = (free.tokens[0],)
+        (ended, other) = generate(engine, [[1, 2, 3], [5]], limits=Limits(4, ends=ends))
+        assert (ended.finish, ended.tokens) == ("end", free.tokens[:1])
+        assert len(other.tokens) == 4 or other.finish == "end"
+        (full,) = generate(engine, [[1, 2, 3]], limits=Limits(50))
+        assert (full.finish, len(full.tokens)) == ("context", 8)  # seven fill the context, which foretells one more
+
+
+class Letters(ByteTokenizer):
+    """Token 1 is a, and so on."""
+
+    def decode(self, tokens):
+        return "".join(chr(96 + token) for token in tokens)
+
+
+def test_stop_strings_end_a_text_before_them_and_nothing_of_them_is_told():
+    with Mesh() as mesh:
+        engine, told = tiny.make_engine(mesh), []
+        options = {"sampling": SamplingOptions(sample=True, seed=5), "tokenizer": Letters()}
+        (free,) = generate(engine, [[1, 2]], limits=Limits(7), **options)
+        stop = free.text[3:5]
+        limits = Limits(7, stop=("zz", stop))
+        (stopped,) = generate(
+            engine, [[1, 2]], limits=limits, on_text=lambda number, text: told.append(text), **options
+        )
+    assert stopped.finish == "stop" and stopped.stop == stop
+    assert stopped.text == "".join(told) == free.text[: free.text.index(stop)]
+    assert stopped.tokens == free.tokens[: len(stopped.tokens)]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([[1], []], "prompt 1 is empty"),
+        ([[1, 13]], "has token 13, but gpt knows 0 to 12"),
+        ([[1] * 11], "the prompt has 11 tokens, more than the context of 10"),
+    ],
+)
+def test_prompts_that_cannot_be_are_refused(prompts, message):
+    with Mesh() as mesh, pytest.raises(UsageError, match=message):
+        generate(tiny.make_engine(mesh), prompts)
+
+
+def test_parameters_that_are_not_finite_are_told():
+    def program():
+        with Mesh(model=2) as mesh:
+            engine = tiny.make_engine(mesh)
+            engine.parameters["norm/shift" if "norm/shift" in engine.parameters else "norm/bias"][...] = np.nan
+            generate(engine, [[1]])
+
+    with pytest.raises(NotFiniteError, match="scores are not finite"):
+        run(program, 2)
+
+
+def test_ties_within_rounding_are_counted_in_float32():
+    def program(dtype):
+        with Mesh() as mesh:
+            engine = tiny.make_engine(mesh, dtype=dtype)
+            table = engine.parameters["embedding/table"]
+            table[9] = table[7]  # equal scores for two tokens, always
+            return generate(engine, [[1, 2, 3]], limits=Limits(5))[0]
+
+    for dtype in (np.float32, np.float64):
+        (text,) = run(program, 1, args=(dtype,))
+        among_the_best = sum(token in (7, 9) for token in text.tokens)
+        assert 7 in text.tokens and 9 not in text.tokens, "of equal scores the lower token's is taken"
+        assert text.near_ties >= among_the_best > 0

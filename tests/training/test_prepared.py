@@ -1,0 +1,205 @@
+"""Files of tokens: the same whoever writes them, and rows that hold every target once."""
+
+import json
+
+import numpy as np
+import pytest
+
+import tiny
+from spmd_engine import Mesh, run
+from spmd_engine.engine.composition import ModelConfig, build_engine
+from spmd_engine.errors import UsageError
+from spmd_engine.formats.token_file import is_token_file, open_token_file
+from spmd_engine.tokens import ByteTokenizer
+from spmd_engine.training import Job
+from spmd_engine.training.packing import whole_documents, windows
+from spmd_engine.training.prepare import prepare
+from spmd_engine.training.prepared import PreparedData
+from spmd_engine.training.workload import make_trainer, open_workload
+
+TEXTS = [f"document {number}: " + "abc " * (number * 7 % 30) for number in range(40)]
+PAIRS = [(f"what is {number}?", f" {number} is {number * number}" * (number % 4 + 1)) for number in range(40)]
+
+
+@pytest.fixture
+def texts(tmp_path):
+    for number, text in enumerate(TEXTS[:5]):
+        (tmp_path / "texts").mkdir(exist_ok=True)
+        (tmp_path / "texts" / f"{number}.txt").write_text(text)
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS[5:])
+    (tmp_path / "texts" / "more.jsonl").write_text(lines)
+    return str(tmp_path / "texts")
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    lines = (json.dumps({"prompt": prompt, "completion": completion}) + "\n" for prompt, completion in PAIRS)
+    (tmp_path / "pairs.jsonl").write_text("".join(lines))
+    return str(tmp_path / "pairs.jsonl")
+
+
+def prepared(path, output, ranks=1):
+    def program():
+        with Mesh(data=ranks) as mesh:
+            return prepare(mesh.group(), [path], ByteTokenizer(), output)
+
+    return run(program, ranks)[0]
+
+
+def documents_in(file):
+    begins = [0, *file.ends[:-1]]
+    return [file.tokens[begin:end] for begin, end in zip(begins, file.ends)]
+
+
+def test_a_file_is_the_same_however_many_ranks_write_it(texts, tmp_path):
+    files = [tmp_path / f"{ranks}.tokens" for ranks in (1, 2, 5)]
+    for ranks, output in zip((1, 2, 5), files):
+        prepared(texts, output, ranks)
+    assert files[0].read_bytes() == files[1].read_bytes() == files[2].read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1.tokens", "2.tokens", "5.tokens", "texts"]
+
+
+def test_what_is_in_it(texts, tmp_path):
+    file = prepared(texts, tmp_path / "x.tokens")
+    found = [ByteTokenizer().decode(each[:-1]) for each in documents_in(file)]
+    held_out = TEXTS[10::20]
+    assert found == [text for text in TEXTS if text not in held_out] + held_out
+    assert all(each[-1] == 256 for each in documents_in(file))
+    facts = file.facts
+    assert (facts.documents, facts.train_documents, facts.files) == (40, 38, 6)
+    assert facts.tokens == sum(map(len, TEXTS)) + 40 == facts.learnt
+    assert facts.train_tokens == file.ends[37] and facts.tokenizer_sha256 == ByteTokenizer.sha256
+    assert file.digest() == facts.sha256 and is_token_file(file.path)
+
+
+def test_only_completions_and_ends_are_learnt(pairs, tmp_path):
+    file = prepared(pairs, tmp_path / "x.tokens")
+    begins = [0, *file.ends[:-1]]
+    for prompt, completion in PAIRS[:10]:  # the eleventh is to validate on
+        begin, end = begins.pop(0), begins[0]
+        assert ByteTokenizer().decode(file.tokens[begin : end - 1]) == prompt + completion
+        assert file.learnt[begin:end].tolist() == [0] * len(prompt) + [1] * (len(completion) + 1)
+    assert file.facts.learnt == file.learnt.sum()
+
+
+def test_a_damaged_file_is_told(texts, tmp_path):
+    path = tmp_path / "x.tokens"
+    prepared(texts, path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    with pytest.raises(UsageError, match="it is cut short; prepare it anew"):
+        open_token_file(path)
+    path.write_bytes(whole[:8] + b"x" + whole[9:])
+    with pytest.raises(UsageError, match="is a damaged file of tokens"):
+        open_token_file(path)
+    flipped = bytearray(whole)
+    flipped[-200] ^= 1
+    path.write_bytes(flipped)
+    file = open_token_file(path)
+    assert file.digest() != file.facts.sha256
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"text": "a"}\nnonsense\n', "at byte 14: this line cannot be read as JSON"),
+        ('{"prompt": "a"}\n', 'a document is {"text": ...}'),
+        ('{"text": "a"}\n{"prompt": "a", "completion": "b"}\n', "texts and instructions do not go together"),
+        ("", "there is nothing to read in it"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}\n', "has no chat template"),
+    ],
+)
+def test_what_cannot_be_prepared(content, message, tmp_path):
+    (tmp_path / "x.jsonl").write_text(content)
+    with pytest.raises(UsageError, match=message):
+        prepared(str(tmp_path / "x.jsonl"), tmp_path / "x.tokens", 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
+
+
+# --- rows
+
+
+def test_windows_tell_every_target_once():
+    packed = windows(3, 26, 5)
+    places, pieces = packed.rows(np.arange(len(packed)))
+    assert places.ravel().tolist() == list(range(3, 23)) and not pieces.any()
+
+
+@pytest.mark.parametrize("truncate", [False, True])
+def test_whole_documents_tell_every_target_once_and_none_of_another(truncate):
+    ends = np.cumsum([4, 1, 13, 3, 3, 5, 27, 2])
+    begins = np.array([0, *ends[:-1]])
+    packed = whole_documents(begins, ends, 6, truncate=truncate)
+    places, pieces = packed.rows(np.arange(len(packed)))
+    limit = 6 if truncate else 100
+    wanted = [place for begin, end in zip(begins, ends) for place in range(begin, min(end - 1, begin + limit))]
+    assert sorted(places[places >= 0]) == wanted
+    for line, numbers in zip(places, pieces):
+        assert (np.diff(numbers) >= 0).all() and (line[:-1][line[1:] < 0] <= line.max()).all()
+        for number in set(numbers[line >= 0]):
+            own = line[numbers == number]
+            assert (np.diff(own) == 1).all() and len({int(np.searchsorted(ends, at, side="right")) for at in own}) == 1
+
+
+def test_an_epoch_has_every_row_once(texts, tmp_path):
+    data = PreparedData.of(prepared(texts, tmp_path / "x.tokens"), 16)
+    rows = len(data.train_rows)
+    with Mesh() as mesh:
+        engine = build_engine(ModelConfig(), mesh)
+        batches = [data.batch(engine, step, size=50, micro_batches=2, context=16, seed=1) for step in range(8)]
+    seen = [row.tolist() for batch in batches for micro in batch.micro_batches for row in micro.inputs]
+    whole = data.train.rows(np.arange(rows))[0]
+    for epoch in (seen[:rows], seen[rows : 2 * rows]):
+        assert sorted(epoch) == sorted(data.file.tokens[whole].tolist())
+    assert seen[:rows] != seen[rows : 2 * rows]
+
+
+# --- training
+
+
+def losses(axes, options):
+    def program():
+        with Mesh(**axes) as mesh:
+            options_here = {"model": "gpt-nano", "dtype": "float64", "batch_size": 4, "length": 24, "seed": 3}
+            workload = open_workload(Job.of(**options_here, mesh=axes, **options), mesh)
+            trainer = make_trainer(workload)
+            found = [trainer.step().loss for _ in range(2)]
+            return [*found, trainer.evaluate(workload.validation)]
+
+    return run(program, tiny.ranks_of(axes))[0]
+
+
+@pytest.mark.parametrize("documents", ["joined", "apart", None])
+def test_training_is_the_same_on_every_mesh(texts, pairs, tmp_path, documents):
+    """None: instructions, whose prompts do not count."""
+    path = tmp_path / "x.tokens"
+    prepared(texts if documents else pairs, path)
+    options = {"data": str(path), "documents": documents, "micro_batches": 2, "eval_samples": 6}
+    expected = losses({"data": 1}, options)
+    for axes in {"data": 2}, {"context": 3}:
+        np.testing.assert_allclose(losses(axes, options), expected, rtol=1e-10)
+
+
+def test_the_loss_is_the_mean_over_what_is_learnt(pairs, tmp_path):
+    file = prepared(pairs, tmp_path / "x.tokens")
+    data = PreparedData.of(file, 64)
+    with Mesh() as mesh:
+        engine = build_engine(ModelConfig(dtype="float64"), mesh)
+        batch = data.batch(engine, 0, size=5, micro_batches=2, context=64, seed=1)
+        loss, total, count = engine.step(batch), 0.0, 0
+        with engine.inference():
+            for micro in batch.micro_batches:
+                for row, (inputs, numbers) in enumerate(zip(micro.inputs, micro.documents.numbers)):
+                    for number in set(numbers):
+                        own = numbers == number
+                        learnt = micro.mask[row, own] > 0
+                        scores = engine.forward(inputs[own][None])[0]  # its positions begin at 0: with restarted ones
+                        likely = scores - np.log(np.exp(scores).sum(axis=-1, keepdims=True))
+                        total -= likely[np.arange(own.sum()), micro.targets[row, own]][learnt].sum()
+                        count += learnt.sum()
+    assert batch.count == count
+    assert abs(loss - total / count) > 0  # positions were not restarted
+    with Mesh() as mesh:
+        engine = build_engine(ModelConfig(dtype="float64"), mesh)
+        restarted = PreparedData.of(file, 64, "restarted").batch(engine, 0, size=5, micro_batches=2, context=64, seed=1)
+        np.testing.assert_allclose(engine.step(restarted), total / count, rtol=1e-12)
