@@ -1,11 +1,11 @@
-"""A checkpoint written as a folder of Hugging Face's format, block by block, by any number of ranks or none."""
+"""Parameters written as a folder of Hugging Face's format, block by block, by any number of ranks or none."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -14,15 +14,19 @@ import numpy as np
 
 from spmd_engine.checkpoints.dtypes import DTYPES
 from spmd_engine.checkpoints.files import header
-from spmd_engine.checkpoints.read import Checkpoint
+from spmd_engine.checkpoints.peft import CONFIG as ADAPTER_CONFIG
+from spmd_engine.checkpoints.peft import WEIGHTS
+from spmd_engine.checkpoints.read import Sliceable
 from spmd_engine.checkpoints.stored_view import StoredView
 from spmd_engine.comm.agreement import on_all_ranks, on_rank_zero
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import CheckpointError
 from spmd_engine.formats.huggingface import CONFIG, INDEX, ONE_FILE, read_json
+from spmd_engine.models.adapters import LoRAOptions, adapter_names, config_of_options, with_adapters
 from spmd_engine.models.decoder import DecoderShape, decoder
 from spmd_engine.models.huggingface_config import config_of_shape
-from spmd_engine.models.stored_names import stored_names
+from spmd_engine.models.model import Model
+from spmd_engine.models.stored_names import Names, stored_names
 
 LARGEST_FILE = 5_000_000_000  #: bytes of tensors in a file, as transformers has it; one that is larger has its own
 BLOCK = 1 << 22  #: bytes that a rank holds at a time
@@ -50,7 +54,7 @@ class Tensor:
 
 
 def export_huggingface(
-    checkpoint: Checkpoint,
+    arrays: Mapping[str, Sliceable],
     shape: DecoderShape,
     folder: str | os.PathLike,
     group: Group | None = None,
@@ -58,17 +62,65 @@ def export_huggingface(
     dtype: str = "float32",
     beside: str | os.PathLike | None = None,
     largest: int = LARGEST_FILE,
-) -> Path:
+) -> None:
     """Write the parameters of a decoder as ``config.json`` and safetensors files that transformers reads.
 
-    ``beside`` is the folder that the weights once came from: its tokenizer and its numbers of special tokens are handed
-    on. The ranks of a ``group``, if one is given, share the work: collective then. None holds more than a few
-    megabytes. Raises CheckpointError, on all of them, where something is damaged or cannot be written; files have their
-    names only when all are complete.
+    ``arrays`` are those of a Checkpoint, or of several put together. ``beside`` is the folder that the weights once
+    came from: its tokenizer and its numbers of special tokens are handed on. The ranks of a ``group``, if one is given,
+    share the work: collective then. None holds more than a few megabytes. Raises CheckpointError, on all of them, where
+    something is damaged or cannot be written; files have their names only when all are complete.
     """
-    folder, rank, ranks = Path(folder), group.rank if group else 0, group.size if group else 1
-    tensors, kind = _tensors(shape), DTYPES[NAMES[dtype]]
+    tensors, kind = tensors_of(decoder(shape), stored_names(shape)), DTYPES[NAMES[dtype]]
     heads = _lay_out(tensors, kind, NAMES[dtype], largest)
+
+    def describe(folder: Path) -> None:
+        if len(heads) > 1:
+            total = sum(each.nbytes(kind) for each in tensors)
+            index = {"metadata": {"total_size": total}, "weight_map": {each.name: each.file for each in tensors}}
+            write_json(folder / INDEX, index)
+        _hand_on(beside, folder)
+        write_json(folder / CONFIG, config_of_shape(shape, dtype) | _special_tokens(beside))
+
+    _write(arrays, tensors, heads, kind, Path(folder), group, describe)
+
+
+def export_adapters(
+    arrays: Mapping[str, Sliceable],
+    shape: DecoderShape,
+    options: LoRAOptions,
+    folder: str | os.PathLike,
+    group: Group | None = None,
+    *,
+    dtype: str = "float32",
+    base: str | None = None,
+) -> None:
+    """Write adapters as ``adapter_config.json`` and a safetensors file that PEFT reads; ``base`` is what they adapt.
+
+    All else is as of ``export_huggingface``.
+    """
+    model = with_adapters(decoder(shape), options)
+    tensors, kind = tensors_of(model, adapter_names(shape, options)), DTYPES[NAMES[dtype]]
+    for each in tensors:
+        each.file = WEIGHTS
+    heads = {WEIGHTS: _header(tensors, kind, NAMES[dtype])}
+
+    def describe(folder: Path) -> None:
+        write_json(folder / ADAPTER_CONFIG, config_of_options(options, base))
+
+    _write(arrays, tensors, heads, kind, Path(folder), group, describe)
+
+
+def _write(
+    arrays: Mapping[str, Sliceable],
+    tensors: Sequence[Tensor],
+    heads: Mapping[str, bytes],
+    dtype: np.dtype,
+    folder: Path,
+    group: Group | None,
+    describe: Callable[[Path], None],
+) -> None:
+    """The files, by all ranks of the group; then, on the first, ``describe`` what they are."""
+    rank, ranks = group.rank if group else 0, group.size if group else 1
 
     def begin() -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -77,27 +129,21 @@ def export_huggingface(
         for file, head in heads.items():
             with _unfinished(folder, file).open("wb") as opened:
                 opened.write(head)
-                size = sum(each.nbytes(kind) for each in tensors if each.file == file)
+                size = sum(each.nbytes(dtype) for each in tensors if each.file == file)
                 os.posix_fallocate(opened.fileno(), 0, len(head) + size)
 
     def write() -> None:
-        for number, (tensor, name, spans) in enumerate(_pieces(checkpoint, tensors)):
+        for number, (tensor, name, spans) in enumerate(_pieces(arrays, tensors)):
             if number % ranks == rank and prod(tensor.shape):
-                whole = np.memmap(_unfinished(folder, tensor.file), kind, "r+", tensor.offset, tensor.shape)
-                tensor.parts[name].write(whole, spans, checkpoint[name][spans])
+                whole = np.memmap(_unfinished(folder, tensor.file), dtype, "r+", tensor.offset, tensor.shape)
+                tensor.parts[name].write(whole, spans, arrays[name][spans])
 
     def end() -> None:
         for file in heads:
             with _unfinished(folder, file).open("rb") as opened:
                 os.fsync(opened.fileno())
-        for file in heads:
             os.replace(_unfinished(folder, file), folder / file)
-        if len(heads) > 1:
-            total = sum(each.nbytes(kind) for each in tensors)
-            index = {"metadata": {"total_size": total}, "weight_map": {each.name: each.file for each in tensors}}
-            _write_json(folder / INDEX, index)
-        _hand_on(beside, folder)
-        _write_json(folder / CONFIG, config_of_shape(shape, dtype) | _special_tokens(beside))
+        describe(folder)
 
     try:
         on_rank_zero(group, begin, CheckpointError) if group else begin()
@@ -107,15 +153,14 @@ def export_huggingface(
         if rank == 0:
             for file in heads:
                 _unfinished(folder, file).unlink(missing_ok=True)
-    return folder
 
 
-def _tensors(shape: DecoderShape) -> list[Tensor]:
-    """What is to be written, in the model's order."""
-    model, found = decoder(shape), {}
+def tensors_of(model: Model, names: Names) -> list[Tensor]:
+    """What is to be written of a model, in the order of its parameters' names."""
+    found: dict[str, Tensor] = {}
     sizes = {f"{name}/{own}": layer.sizes for name, layer in model.layers for own in layer.parameters}
     dims = {name: parameter.dims for name, (parameter, _) in model.parameters()}
-    for name, ways in stored_names(shape):
+    for name, ways in names:
         view = StoredView(dims[name], sizes[name], ways[0])
         whole = tuple(prod(letters) for letters in view.split)
         found.setdefault(ways[0].tensor, Tensor(ways[0].tensor, whole)).parts[name] = view
@@ -132,22 +177,32 @@ def _lay_out(tensors: list[Tensor], dtype: np.dtype, said: str, largest: int) ->
     heads = {}
     for number, held in enumerate(files, 1):
         file = ONE_FILE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
-        heads[file] = header([(each.name, said, each.shape) for each in held], {"format": "pt"})
-        offset = len(heads[file])
         for each in held:
-            each.file, each.offset = file, offset
-            offset += each.nbytes(dtype)
+            each.file = file
+        heads[file] = _header(held, dtype, said)
     return heads
 
 
-def _pieces(checkpoint: Checkpoint, tensors: list[Tensor]) -> Iterator[tuple[Tensor, str, tuple[slice, ...]]]:
+def _header(held: Sequence[Tensor], dtype: np.dtype, said: str) -> bytes:
+    """Of one file; gives each tensor its place there."""
+    head = header([(each.name, said, each.shape) for each in held], {"format": "pt"})
+    offset = len(head)
+    for each in held:
+        each.offset = offset
+        offset += each.nbytes(dtype)
+    return head
+
+
+def _pieces(
+    arrays: Mapping[str, Sliceable], tensors: Sequence[Tensor]
+) -> Iterator[tuple[Tensor, str, tuple[slice, ...]]]:
     """All parts that are written at a time: rows of a parameter."""
     for tensor in tensors:
         for name, view in tensor.parts.items():
-            if name not in checkpoint or tuple(checkpoint[name].shape) != view.shape:
-                raise CheckpointError(f"{checkpoint.path} has no {name} of shape {list(view.shape)}: another model's")
+            if name not in arrays or tuple(arrays[name].shape) != view.shape:
+                raise CheckpointError(f"there is no {name} of shape {list(view.shape)}: is this another model?")
             whole = tuple(slice(0, length) for length in view.shape)
-            rows = max(1, BLOCK // max(1, prod(view.shape[1:]) * checkpoint[name].dtype.itemsize))
+            rows = max(1, BLOCK // max(1, prod(view.shape[1:]) * arrays[name].dtype.itemsize))
             for first in range(0, view.shape[0], rows):
                 yield tensor, name, (slice(first, min(first + rows, view.shape[0])), *whole[1:])
 
@@ -169,5 +224,6 @@ def _special_tokens(source: str | os.PathLike | None) -> Mapping[str, object]:
     return {name: said[name] for name in _TOKENS if name in said}
 
 
-def _write_json(path: Path, content: Mapping[str, object]) -> None:
+def write_json(path: Path, content: Mapping[str, object]) -> None:
+    """As people read it."""
     path.write_text(json.dumps(content, indent=2) + "\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from spmd_engine.checkpoints.pretrained import Filled, Pretrained
+from spmd_engine.checkpoints.weights import Filled, Pretrained
 
 _NUMBER = re.compile(r"(?<=block)\d+|(?<=expert)\d+|(?<=\.)\d+(?=\.)")
 

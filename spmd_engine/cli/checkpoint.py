@@ -12,9 +12,11 @@ import click
 
 from spmd_engine.checkpoints import Checkpoint
 from spmd_engine.checkpoints.digest import differences, digest_of_checkpoint, digest_text
-from spmd_engine.checkpoints.export_huggingface import NAMES, export_huggingface
+from spmd_engine.checkpoints.export_huggingface import NAMES, export_adapters, export_huggingface
 from spmd_engine.checkpoints.manifest import MODEL, OPTIMIZER
+from spmd_engine.checkpoints.peft import Merged
 from spmd_engine.checkpoints.rewrite import export_checkpoint, problems, reshard_checkpoint
+from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.errors import UsageError
 from spmd_engine.launchers import launcher_rank
@@ -132,31 +134,29 @@ def reshard(path: str, folder: str, files: int) -> None:
 @click.option(
     "--format",
     "kind",
-    type=click.Choice(["safetensors", "huggingface"]),
+    type=click.Choice(["safetensors", "huggingface", "peft"]),
     default="safetensors",
     show_default=True,
-    help="One plain file by our names, or a folder that transformers reads.",
+    help="One plain file by our names, or a folder that transformers, or of adapters PEFT, reads.",
 )
 @click.option(
-    "--dtype", type=click.Choice(list(NAMES)), default="float32", show_default=True, help="Of a huggingface folder."
+    "--dtype", type=click.Choice(list(NAMES)), default="float32", show_default=True, help="Of a folder."
 )
 def export(path: str, target: str, optimizer: bool, kind: str, dtype: str) -> None:
     """Write the parameters and buffers of a checkpoint as one plain safetensors file TARGET, every array whole.
 
     Under mpiexec the ranks share the work and write side by side. 'infer --checkpoint FILE' reads it. With --format
     huggingface, TARGET becomes a folder with config.json, for 'AutoModelForCausalLM.from_pretrained' and for --model;
-    the tokenizer of the folder that the run began with goes along.
+    the tokenizer of the folder that the run began with goes along, and adapters are merged into the weights; with
+    --format peft it has the adapters alone.
     """
-    if kind == "huggingface" and optimizer:
-        raise UsageError("--format huggingface has parameters alone; leave --optimizer out")
+    if kind != "safetensors" and optimizer:
+        raise UsageError(f"--format {kind} has parameters alone; leave --optimizer out")
     found = _open(path)
     with Mesh() as mesh, _writing(target):
         group = mesh.group() if mesh.size > 1 else None
-        if kind == "huggingface":
-            model = Job.from_json(found.manifest.config, f"{found.path}: config").model
-            shape = model.shape or shape_named(model.name)
-            shape = shape.changed(mixture=model.mixture or shape.mixture)
-            export_huggingface(found, shape, target, group, dtype=dtype, beside=model.path)
+        if kind != "safetensors":
+            _export_folder(found, target, kind, dtype, group)
         else:
             export_checkpoint(found, OPTIMIZER if optimizer else MODEL, target, group)
     if launcher_rank() == 0:
@@ -170,6 +170,19 @@ def _writing(path: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error}") from error
+
+
+def _export_folder(found: Checkpoint, target: str, kind: str, dtype: str, group: Group | None) -> None:
+    model = Job.from_json(found.manifest.config, f"{found.path}: config").model
+    shape = model.shape or shape_named(model.name)
+    shape = shape.changed(mixture=model.mixture or shape.mixture, vocabulary=model.vocabulary or shape.vocabulary)
+    if kind == "peft":
+        if model.lora is None:
+            raise UsageError(f"{found.path} has no adapters; --format huggingface writes all of it")
+        export_adapters(found, shape, model.lora, target, group, dtype=dtype, base=model.path)
+        return
+    arrays = found if model.lora is None else Merged(found, shape, model.lora)
+    export_huggingface(arrays, shape, target, group, dtype=dtype, beside=model.path)
 
 
 def _open(path: str) -> Checkpoint:

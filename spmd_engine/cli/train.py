@@ -13,6 +13,7 @@ from spmd_engine.cli.planned_job import AUTO, planned_here, planned_values
 from spmd_engine.cli.report import Reporter
 from spmd_engine.engine.composition import ModelConfig
 from spmd_engine.errors import UsageError
+from spmd_engine.models.adapters import TARGETS
 from spmd_engine.models.names import MODELS
 from spmd_engine.strategies import STRATEGIES
 from spmd_engine.training.augment import AUGMENT
@@ -74,6 +75,10 @@ of its composition the mesh cannot have is left out."""
     "--enforce/--no-enforce", default=True, help="Calls and bytes of step 1 must be as foretold; or are told."
 )
 @click.option("--strategy", metavar="NAME", help=f"Train a page of strategies/ instead: {', '.join(STRATEGIES)}.")
+@click.option("--lora-rank", type=int, help="Freeze the model, train adapters of this rank. [default: trains all]")
+@click.option("--lora-alpha", type=float, help="Their factor is this / rank. [default: 16]")
+@click.option("--lora-targets", metavar="NAME,...", help=f"Weights that have them. [default: {','.join(TARGETS)}]")
+@click.option("--adapter", metavar="FOLDER", help="Begin with adapters that PEFT wrote.")
 @expert_options
 @composition_options
 @device_option

@@ -70,7 +70,7 @@ def test_a_folder_that_holds_weights_is_left_alone(tmp_path):
     saved_and_exported(FOLDERS / "qwen2", tmp_path, {"data": 1})
     with pytest.raises(UsageError, match=r"model.safetensors is there already; export into another folder"):
         export_huggingface(Checkpoint(tmp_path / "run"), shape_at(FOLDERS / "qwen2"), tmp_path / "out")
-    with pytest.raises(UsageError, match=r"has no block0/attention/query of shape \[12, 2, 3, 4\]: another model's"):
+    with pytest.raises(UsageError, match=r"there is no block0/attention/query of shape \[12, 2, 3, 4\]"):
         export_huggingface(Checkpoint(tmp_path / "run"), shape_at(FOLDERS / "llama"), tmp_path / "other")
     assert not list((tmp_path / "other").iterdir())
 

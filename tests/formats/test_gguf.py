@@ -7,7 +7,8 @@ import pytest
 
 import tiny
 from spmd_engine import Mesh, run
-from spmd_engine.checkpoints.pretrained import Pretrained, open_pretrained
+from spmd_engine.checkpoints.pretrained import open_pretrained
+from spmd_engine.checkpoints.weights import Pretrained
 from spmd_engine.engine.composition import ModelConfig
 from spmd_engine.errors import CheckpointError
 from spmd_engine.formats.gguf import read_gguf
