@@ -1,137 +1,41 @@
-"""Weights that somebody else has trained, as a mapping of our names to arrays that are read only where sliced."""
+"""Engines that begin with weights, or adapters, that somebody has trained."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from itertools import product
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 
+from spmd_engine.checkpoints.peft import adapter_options, read_adapters
 from spmd_engine.checkpoints.read import Sliceable
+from spmd_engine.checkpoints.weights import Pretrained
 from spmd_engine.comm.agreement import on_all_ranks, on_rank_zero, text_from_rank_zero
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.composition import Composition, ModelConfig, build_engine
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import CheckpointError
-from spmd_engine.formats.huggingface import CONFIG, folder_tensors
-from spmd_engine.formats.tensor import FileTensor
-from spmd_engine.models.decoder import DecoderShape, decoder
 from spmd_engine.models.shape_at import shape_at
-from spmd_engine.models.stored_names import IGNORED, Names, Stored, stored_names
-
-COMPARED = 1 << 22  #: elements at a time
-
-
-@dataclass(frozen=True)
-class Filled:
-    """A parameter, and the tensor that it is read from."""
-
-    name: str
-    dims: str  #: its letters
-    sizes: Mapping[str, int]  #: of all letters, whole
-    stored: Stored
-    tensor: FileTensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.sizes[letter] for letter in self.dims.split())
-
-    @property
-    def split(self) -> list[list[int]]:
-        """The sizes of the letters of each dim of the tensor."""
-        sizes = {**self.sizes, **{letter: count for letter, (_, count) in self.stored.at.items()}}
-        return [[sizes[letter] for letter in word] for word in self.stored.dims.split()]
-
-    @property
-    def array(self) -> Sliceable:
-        """What of the parameter is sliced is read, as float32, or float64 where the file has that."""
-        dtype = np.dtype(np.float64 if self.tensor.dtype == "F64" else np.float32)
-        return Sliceable(self.shape, dtype, partial(self._read, dtype))
-
-    def _read(self, dtype: np.dtype, spans: tuple[slice, ...]) -> np.ndarray:
-        letters = self.dims.split()
-        wanted = dict(zip(letters, spans, strict=True)) | {at: number for at, (number, _) in self.stored.at.items()}
-        in_file = [letter for word in self.stored.dims.split() for letter in word]
-        part = self.tensor.read(self.split, [wanted[letter] for letter in in_file])
-        left = [letter for letter in in_file if letter not in self.stored.at]
-        if self.stored.other_pairs:
-            part = part.take(pairs_of_neighbours(part.shape[left.index("k")]), axis=left.index("k"))
-        out = np.empty([span.stop - span.start for span in spans], dtype)
-        out[...] = part.reshape([part.shape[left.index(letter)] for letter in left]).transpose(
-            [left.index(letter) for letter in letters]
-        )
-        if not np.isfinite(out).all():
-            raise CheckpointError(
-                f"{self.tensor.path}: {self.tensor.name} has values that are infinite or not a number, so {self.name} "
-                "would; fetch it again, or ask who made it"
-            )
-        return out
-
-
-class Pretrained(Mapping[str, Sliceable]):
-    """The parameters of a decoder by our names, from a folder of Hugging Face's format.
-
-    ``shape`` is what its configuration says, ``filled`` what of which tensor fills each parameter. That is proven when
-    it is opened, from headers alone: every parameter is filled, and of every tensor everything is used exactly once.
-    Raises CheckpointError for anything else, naming the tensor or the parameter.
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self.shape, tensors, names = _opened(self.path)
-        self.filled = _fill(str(self.path), self.shape, tensors, names)
-        self._copy = _check_used(str(self.path), self.shape, tensors, self.filled.values())
-
-    def check_copies(self) -> None:
-        """Raise CheckpointError if the head is stored beside the embedding that it is tied to, and differs.
-
-        Reads both, a few megabytes at a time.
-        """
-        table = self.filled["embedding/table"].tensor
-        if self._copy is None:
-            return
-        rows, width = table.shape
-        for first in range(0, rows, step := max(1, COMPARED // width)):
-            some = slice(first, min(first + step, rows)), slice(0, width)
-            one, other = (each.read([[rows], [width]], some) for each in (table, self._copy))
-            if not np.array_equal(one, other):
-                raise CheckpointError(
-                    f"{self.path}: tie_word_embeddings says that {self._copy.name} is {table.name}, but both are "
-                    f"stored and differ (from row {first} on). Set it to false in {CONFIG} to use both"
-                )
-
-    @property
-    def nbytes(self) -> int:
-        """Of all tensors that are used."""
-        return sum({each.tensor.name: each.tensor.nbytes for each in self.filled.values()}.values())
-
-    def __getitem__(self, name: str) -> Sliceable:
-        return self.filled[name].array
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.filled)
-
-    def __len__(self) -> int:
-        return len(self.filled)
 
 
 def with_shape(model: ModelConfig, group: Group) -> ModelConfig:
     """A model by path with the shape that rank 0 finds there, and the path from the root; any other as it is.
 
-    Collective. Raises CheckpointError if none is there.
+    Adapters by path get their options likewise. Collective. Raises CheckpointError for what is not there.
     """
-    if model.path is None or model.shape is not None:
-        return model
 
     def read() -> str:
-        found = model.changed(name=str(Path(model.name).resolve()), shape=shape_at(model.name))
+        found = model
+        if model.path is not None and model.shape is None:
+            found = found.changed(name=str(Path(model.name).resolve()), shape=shape_at(model.name))
+        if model.adapter is not None and model.lora is None:
+            found = found.changed(adapter=str(Path(model.adapter).resolve()), lora=adapter_options(model.adapter))
         return json.dumps(found.as_json())
 
+    if model.path is None and model.adapter is None:
+        return model
     return ModelConfig.from_json(json.loads(text_from_rank_zero(group, read, CheckpointError)), model.name)
 
 
@@ -145,18 +49,21 @@ def open_pretrained(
     """The engine of a model by path with its weights, on this mesh, and where each came from. Collective."""
     model = with_shape(model, mesh.group())
     engine = build_engine(model, mesh, composition, device=device)
-    return engine, load_pretrained(engine, model.name)
+    return engine, load_pretrained(engine, model.name, model.adapter)
 
 
-def load_pretrained(engine: LayeredEngine, path: str | Path) -> Pretrained:
-    """Load weights from a folder into an engine of their shape: each rank reads only its own slices. Collective.
+def load_pretrained(engine: LayeredEngine, path: str | Path, adapter: str | Path | None = None) -> Pretrained:
+    """Load weights into an engine of their shape: each rank reads only its own slices. Collective.
 
-    Raises UsageError, the same on all ranks, for whatever is wrong with the weights on any of them.
+    Adapters that the engine has are those of the folder ``adapter``, if one is given, and else stay as they are. Raises
+    UsageError, the same on all ranks, for whatever is wrong with the weights on any of them.
     """
 
     def load() -> Pretrained:
         pretrained = Pretrained(path)
-        engine.load_checkpoint(pretrained)
+        adapters = read_adapters(adapter, pretrained.shape) if adapter is not None else {}
+        arrays = {name: each.array for name, each in adapters.items()}
+        engine.load_checkpoint(_Weights(engine, pretrained, arrays))
         return pretrained
 
     found = on_all_ranks(engine.group(), load)
@@ -165,58 +72,27 @@ def load_pretrained(engine: LayeredEngine, path: str | Path) -> Pretrained:
     return found
 
 
-def pairs_of_neighbours(width: int) -> np.ndarray:
-    """Where each number of a head is, of which neighbours are paired, if halves of it are paired there."""
-    return np.arange(width).reshape(2, -1).T.reshape(-1)
+class _Weights(Mapping[str, Sliceable]):
+    """Weights and adapters; what neither has is as the engine has it. A frozen head has the table it is tied to."""
 
+    def __init__(
+        self, engine: LayeredEngine, weights: Mapping[str, Sliceable], adapters: Mapping[str, Sliceable]
+    ) -> None:
+        self._engine, self._arrays = engine, {**weights, **adapters}
+        if "head/table" in engine.buffer_names and "head/table" not in self._arrays:
+            self._arrays["head/table"] = self._arrays["embedding/table"]
 
-def _opened(path: Path) -> tuple[DecoderShape, dict[str, FileTensor], Names]:
-    shape = shape_at(path)
-    return shape, folder_tensors(path), stored_names(shape)
+    def __getitem__(self, name: str) -> Sliceable:
+        if name in self._arrays:
+            return self._arrays[name]
 
+        def here(spans: tuple[slice, ...]) -> np.ndarray:
+            return self._engine.backend.to_host(self._engine.parameters[name]).copy()
 
-def _fill(where: str, shape: DecoderShape, tensors: Mapping[str, FileTensor], names: Names) -> dict[str, Filled]:
-    model, stored = decoder(shape, where), dict(names)
-    sizes = {f"{name}/{own}": layer.sizes for name, layer in model.layers for own in layer.parameters}
-    filled, unfilled = {}, []
-    for name, (parameter, _) in model.parameters():
-        found = next((each for each in stored[name] if each.tensor in tensors), None)
-        if found is None:
-            unfilled.append((name, stored[name][0].tensor))
-            continue
-        filled[name] = Filled(name, parameter.dims, sizes[name], found, tensors[found.tensor])
-        filled[name].tensor.of_sizes(filled[name].split)
-    if unfilled:
-        name, tensor = unfilled[0]
-        others = f" (and {len(unfilled) - 1} more)" if unfilled[1:] else ""
-        hint = "; if it is the embedding's table, say so by tie_word_embeddings" if name == "head/table" else ""
-        raise CheckpointError(f"{where}: no tensor {tensor} to fill {name} with{others}{hint}")
-    return filled
+        return Sliceable(self._engine.global_shape(name), self._engine.dtype, here)
 
+    def __iter__(self) -> Iterator[str]:
+        return iter((*self._engine.names, *self._engine.buffer_names))
 
-def _check_used(
-    where: str, shape: DecoderShape, tensors: Mapping[str, FileTensor], filled: Sequence[Filled]
-) -> FileTensor | None:
-    """Raise CheckpointError unless all of every tensor is used once; returns a stored copy of a tied head, if any."""
-    used: dict[str, list[tuple[int, ...]]] = {}
-    parts: dict[str, Mapping[str, tuple[int, int]]] = {}
-    for each in filled:
-        used.setdefault(each.tensor.name, []).append(tuple(number for number, _ in each.stored.at.values()))
-        parts[each.tensor.name] = each.stored.at
-    for name, numbers in used.items():
-        every = sorted(product(*(range(count) for _, count in parts[name].values())))
-        if sorted(numbers) != every:
-            raise CheckpointError(f"{where}: {name} would be used {len(numbers)} times, but has {len(every)} parts")
-    copy, left = None, []
-    for name in sorted(tensors.keys() - used.keys()):
-        if name == "lm_head.weight" and shape.tied and tensors[name].shape == (shape.vocabulary, shape.width):
-            copy = tensors[name]
-        elif not name.endswith(IGNORED):
-            left.append(name)
-    if left:
-        others = f" (and {len(left) - 1} more)" if left[1:] else ""
-        raise CheckpointError(
-            f"{where}: nothing of a {shape.family} is called {left[0]}{others}: this would not be the model that was "
-            f"trained. Is {CONFIG} the right one?"
-        )
-    return copy
+    def __len__(self) -> int:
+        return len(self._engine.names) + len(self._engine.buffer_names)

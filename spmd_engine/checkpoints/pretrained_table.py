@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from spmd_engine.checkpoints.pretrained import Filled, Pretrained
+from spmd_engine.checkpoints.weights import Filled, Pretrained
 
 _NUMBER = re.compile(r"(?<=block)\d+|(?<=expert)\d+|(?<=\.)\d+(?=\.)")
 
@@ -28,6 +28,6 @@ def table(pretrained: Pretrained, shardings: Mapping[str, str]) -> Iterator[str]
 
 
 def _row(filled: Filled, sharding: str) -> tuple[str, ...]:
-    at = "".join(f"[{letter}={number}]" for letter, (number, _) in filled.stored.at.items() if letter != "e")
+    at = "".join(f"[{letter}={number}]" for letter, (number, _) in filled.view.stored.at.items() if letter != "e")
     tensor, name = (_NUMBER.sub("*", each) for each in (filled.tensor.name, filled.name))
-    return name, sharding, tensor + at, f"{filled.tensor.dtype} {filled.stored.dims} {list(filled.tensor.shape)}"
+    return name, sharding, tensor + at, f"{filled.tensor.dtype} {filled.view.stored.dims} {list(filled.tensor.shape)}"

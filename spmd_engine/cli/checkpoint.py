@@ -9,11 +9,16 @@ import click
 
 from spmd_engine.checkpoints import Checkpoint
 from spmd_engine.checkpoints.digest import differences, digest_of_checkpoint, digest_text
+from spmd_engine.checkpoints.export_huggingface import NAMES, export_adapters, export_huggingface
 from spmd_engine.checkpoints.manifest import MODEL, OPTIMIZER
+from spmd_engine.checkpoints.peft import Merged
 from spmd_engine.checkpoints.rewrite import export_checkpoint, problems, reshard_checkpoint
+from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import launcher_rank
 from spmd_engine.errors import UsageError
+from spmd_engine.models.names import shape_named
+from spmd_engine.training.job import Job
 from spmd_engine.training.start import run_folder
 
 
@@ -118,18 +123,51 @@ def reshard(path: str, folder: str, files: int) -> None:
 
 @checkpoint.command()
 @click.argument("path")
-@click.argument("file")
+@click.argument("target")
 @click.option("--optimizer", is_flag=True, help="The optimizer's state instead of the model.")
-def export(path: str, file: str, optimizer: bool) -> None:
-    """Write the parameters and buffers of a checkpoint as one plain safetensors FILE, every array whole.
+@click.option(
+    "--format",
+    "kind",
+    type=click.Choice(["safetensors", "huggingface", "peft"]),
+    default="safetensors",
+    show_default=True,
+    help="One plain file by our names, or a folder that transformers, or of adapters PEFT, reads.",
+)
+@click.option(
+    "--dtype", type=click.Choice(list(NAMES)), default="float32", show_default=True, help="Of a folder."
+)
+def export(path: str, target: str, optimizer: bool, kind: str, dtype: str) -> None:
+    """Write the parameters and buffers of a checkpoint as one plain safetensors file TARGET, every array whole.
 
-    Under mpiexec the ranks share the work and write side by side. 'infer --checkpoint FILE' reads it.
+    Under mpiexec the ranks share the work and write side by side. 'infer --checkpoint FILE' reads it. With --format
+    huggingface, TARGET becomes a folder with config.json, for 'AutoModelForCausalLM.from_pretrained' and for --model;
+    the tokenizer of the folder that the run began with goes along, and adapters are merged into the weights; with
+    --format peft it has the adapters alone.
     """
-    section = OPTIMIZER if optimizer else MODEL
+    if kind != "safetensors" and optimizer:
+        raise UsageError(f"--format {kind} has parameters alone; leave --optimizer out")
+    found = _open(path)
     with Mesh() as mesh:
-        export_checkpoint(_open(path), section, file, mesh.group() if mesh.size > 1 else None)
+        group = mesh.group() if mesh.size > 1 else None
+        if kind != "safetensors":
+            _export_folder(found, target, kind, dtype, group)
+        else:
+            export_checkpoint(found, OPTIMIZER if optimizer else MODEL, target, group)
     if launcher_rank() == 0:
-        click.echo(file)
+        click.echo(target)
+
+
+def _export_folder(found: Checkpoint, target: str, kind: str, dtype: str, group: Group | None) -> None:
+    model = Job.from_json(found.manifest.config, f"{found.path}: config").model
+    shape = model.shape or shape_named(model.name)
+    shape = shape.changed(mixture=model.mixture or shape.mixture, vocabulary=model.vocabulary or shape.vocabulary)
+    if kind == "peft":
+        if model.lora is None:
+            raise UsageError(f"{found.path} has no adapters; --format huggingface writes all of it")
+        export_adapters(found, shape, model.lora, target, group, dtype=dtype, base=model.path)
+        return
+    arrays = found if model.lora is None else Merged(found, shape, model.lora)
+    export_huggingface(arrays, shape, target, group, dtype=dtype, beside=model.path)
 
 
 def _open(path: str) -> Checkpoint:

@@ -39,13 +39,14 @@ from spmd_engine.training.images import as_floats
 @click.option("--output", "target", metavar="Y.npy", required=True, help="Where whole outputs go.")
 @click.option("--run", metavar="DIR", help="Folder that 'train' wrote.")
 @click.option("--model", metavar="PATH", help="Or a model's folder of Hugging Face's format.")
+@click.option("--adapter", metavar="FOLDER", help="With --model: adapters that PEFT wrote.")
 @click.option("--engine", metavar="MODULE:NAME", help="Or your own engine, MODULE as in import: a class or function.")
 @click.option("--checkpoint", metavar="PATH", help="Its parameters: a safetensors file, or a saved folder.")
 @click.option("--batch-size", type=click.IntRange(min=1), help="Inputs at a time. [default: all]")
 @mesh_option
 @device_option
 @check_option
-def infer(source, target, run, model, engine, checkpoint, batch_size, mesh, device, check) -> None:
+def infer(source, target, run, model, adapter, engine, checkpoint, batch_size, mesh, device, check) -> None:
     """Read an array on rank 0, run the model on all ranks, write the outputs from rank 0.
 
     Inputs of a model of text are tokens[b s], of a --run usually bytes or 256 for the end of a file, its outputs
@@ -56,6 +57,8 @@ def infer(source, target, run, model, engine, checkpoint, batch_size, mesh, devi
     """
     if sum(map(bool, (run, model, engine))) != 1:
         raise UsageError("infer needs a model: either --run DIR, --model PATH or --engine MODULE:NAME")
+    if adapter and not model:
+        raise UsageError("--adapter goes with --model")
     if checkpoint and not engine:
         raise UsageError("--checkpoint goes with --engine; a run has its own")
     config = read_config(run) if run else None
@@ -65,7 +68,7 @@ def infer(source, target, run, model, engine, checkpoint, batch_size, mesh, devi
             serving: ShardedEngine = build_engine(what_it_computes(config), opened, device=device)
             load_checkpoint(run_folder(run), serving)
         elif model:
-            serving, _ = open_pretrained(ModelConfig(model), opened, device=device)
+            serving, _ = open_pretrained(ModelConfig(model, adapter=adapter), opened, device=device)
         else:
             serving = _own_engine(engine, opened, mesh)
             if checkpoint:

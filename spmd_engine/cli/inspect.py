@@ -10,8 +10,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from spmd_engine.checkpoints.pretrained import Pretrained
 from spmd_engine.checkpoints.pretrained_table import table
+from spmd_engine.checkpoints.weights import Pretrained
 from spmd_engine.cli.composition import composition_of, composition_options
 from spmd_engine.cli.config_file import config_option
 from spmd_engine.cli.experts import mixture_of, mixture_options

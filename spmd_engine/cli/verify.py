@@ -23,6 +23,7 @@ from spmd_engine.cli.options import (
     mesh_option,
     open_mesh,
 )
+from spmd_engine.cli.verify_import import verify_import
 from spmd_engine.comm.agreement import on_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
@@ -74,6 +75,8 @@ WIDTH, HIDDEN, HEADS = 24, 54, 6  # of the small models of strategies/
     default=None,
     help="Compare one device's gradients with finite differences of its loss first. [default: of engines of one's own]",
 )
+@click.option("--import", "imported", metavar="PATH", help="Verify a model's folder, or GGUF file, beside --reference.")
+@click.option("--reference", metavar="FILE.npz", help="With --import: tokens, and what layers make of them elsewhere.")
 @mixture_options
 @composition_options
 @device_option
@@ -95,6 +98,10 @@ def verify(context: click.Context, engine: str | None, **options: Any) -> None:
     rank, whose gradients are first compared with finite differences of its loss. Inputs and targets are random, and
     parameters that are all 0 are filled, since zeros hide mistakes. Targets are like the outputs or, with --classes,
     whole numbers, one for each row of outputs.
+
+    With --import, weights that others have trained are beside activations that their program made, an .npz of tokens
+    and of arrays called as layers are, or hidden_states.0, hidden_states.1, ..., logits: the first layer that differs
+    is named, and where. scripts/reference_activations.py makes one with transformers.
     """
     strategy = options["strategy"]
     given = [each for each in OF_MODELS if context.get_parameter_source(each) is not ParameterSource.DEFAULT]
@@ -106,7 +113,15 @@ def verify(context: click.Context, engine: str | None, **options: Any) -> None:
     for each in OF_OWN:
         if options[each] and not engine:
             raise UsageError(f"--{each.replace('_', '-')} says what an engine of your own takes: verify MODULE:NAME")
+    if bool(options["imported"]) != bool(options["reference"]):
+        raise UsageError("verify --import PATH --reference FILE.npz: they go together")
     with _open_mesh(options) as mesh:
+        if options["imported"]:
+            composition = composition_of(options, mesh.axes)
+            where = options["imported"], options["reference"]
+            if not verify_import(*where, mesh, composition, options["device"], options["tolerance"]):
+                sys.exit(1)
+            return
         if strategy:
             report = _verify_page(strategy, options, mesh)
         elif engine:

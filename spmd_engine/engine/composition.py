@@ -21,6 +21,7 @@ from spmd_engine.engine.stages import Division, divide, parse_division
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.names import CONTEXT_METHODS
 from spmd_engine.models import DecoderShape, ImageShape, Mixture, Model, layout_for
+from spmd_engine.models.adapters import LoRAOptions, with_adapters
 from spmd_engine.models.names import IMAGES, MODELS, build_model
 from spmd_engine.models.shape_at import is_path
 from spmd_engine.models.thin_cuts import note_of_thin_cut
@@ -43,6 +44,8 @@ class ModelConfig(Configuration):
     mixture: Mixture | None = None  #: of a model that has experts; None: its own
     vocabulary: int | None = setting(None, least=1)  #: tokens of a model of text by name; None: its own, or the data's
     shape: DecoderShape | None = None  #: of a model by path: what was found there; None: look there, or by name
+    lora: LoRAOptions | None = None  #: adapters, which alone are trained; None: all parameters are
+    adapter: str | None = None  #: the folder of the adapters that it begins with; None: they change nothing at first
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,16 +61,9 @@ class ModelConfig(Configuration):
         """The model, as this composition computes it."""
         shape = ImageShape(**self.images) if self.images else None
         method = composition.context_method or "ring"
-        return build_model(
-            self.name,
-            self.dropout,
-            method,
-            shape,
-            composition.recut_after,
-            self.mixture,
-            self.shape,
-            self.vocabulary,
-        )
+        how = method, shape, composition.recut_after, self.mixture, self.shape, self.vocabulary
+        model = build_model(self.name, self.dropout, *how)
+        return model if self.lora is None else with_adapters(model, self.lora)
 
 
 def _check_images(name: str, images: Mapping[str, int]) -> None:

@@ -30,7 +30,7 @@ class FileTensor(ABC):
     def read(self, split: Sequence[Sequence[int]], index: Index) -> np.ndarray:
         """A rectangle: each dim seen as several (``split``, of which it is the product), with an ``index`` for each.
 
-        16-bit and smaller numbers come as float32. It may be a view of the file, and is not to be written to.
+        Plain ones come in their own dtype, packed ones as float32. It may be a view of the file, not to be written to.
         """
 
     @property

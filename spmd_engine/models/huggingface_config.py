@@ -71,7 +71,8 @@ def shape_of_config(config: Mapping[str, Any], where: str) -> DecoderShape:
         said = f"layer_types has {windowed[0]!r}" if windowed else f"sliding_window is {config['sliding_window']!r}"
         raise CheckpointError(f"{where}: {said}, but a query sees all positions before it here")
     try:
-        return _gpt2(config) if kind == "gpt2" else _llama(_MODEL_TYPES[kind], config)
+        shape = _gpt2(config) if kind == "gpt2" else _llama(_MODEL_TYPES[kind], config)
+        return shape.changed(head_width=shape.head_width or shape.width // shape.heads)
     except KeyError as error:
         raise CheckpointError(f"{where}: the field {error} is missing") from error
     except (UsageError, TypeError, ValueError) as error:

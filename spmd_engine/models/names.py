@@ -5,7 +5,7 @@ from functools import partial
 
 from spmd_engine.errors import UsageError
 from spmd_engine.models.convnet import convnet, resnet
-from spmd_engine.models.decoder import DECODERS, DecoderShape, decoder
+from spmd_engine.models.decoder import DECODERS, FAMILIES, DecoderShape, decoder
 from spmd_engine.models.gpt import GPT_SIZES, gpt
 from spmd_engine.models.images import ImageShape
 from spmd_engine.models.mixture import Mixture
@@ -22,6 +22,26 @@ IMAGES = {
     "resnet50": (partial(resnet, blocks=(3, 4, 6, 3), bottleneck=True), ImageShape(224, 224, 3, 1000)),
 }
 MODELS = (*GPT_SIZES, *DECODERS, *DENSE, *IMAGES)
+
+
+def shape_named(name: str) -> DecoderShape:
+    """The decoder called ``name``; raises UsageError for a model that is none, or has experts of a kind of its own."""
+    if name in DECODERS:
+        return DECODERS[name]
+    size = GPT_SIZES.get(name)
+    if size is None or size.mixture is not None or size.key_value_heads is not None:
+        raise UsageError(f"{name} is of no family that others know; there are: {', '.join(FAMILIES)}")
+    return DecoderShape(
+        family="gpt2",
+        layers=size.layers,
+        width=size.width,
+        heads=size.heads,
+        hidden=size.hidden or 4 * size.width,
+        vocabulary=size.vocabulary,
+        context=size.context,
+        epsilon=size.epsilon,
+        tied=size.tied,
+    )
 
 
 def build_model(

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from spmd_engine.errors import CheckpointError
+from spmd_engine.formats.gguf import read_gguf
 from spmd_engine.formats.huggingface import CONFIG, read_json
 from spmd_engine.models.decoder import DecoderShape
+from spmd_engine.models.gguf_names import shape_of_gguf
 from spmd_engine.models.huggingface_config import shape_of_config
 
 
@@ -16,9 +18,11 @@ def is_path(name: str) -> bool:
 
 
 def shape_at(path: str | Path) -> DecoderShape:
-    """What is there: a folder with ``config.json``. Raises CheckpointError."""
-    folder = Path(path)
-    if not (folder / CONFIG).is_file():
-        what = "there is no such folder" if not folder.exists() else f"it has no {CONFIG}"
-        raise CheckpointError(f"{folder} is no model: {what}")
-    return shape_of_config(read_json(folder / CONFIG), str(folder / CONFIG))
+    """What is there: a folder with ``config.json``, or a GGUF file. Raises CheckpointError."""
+    path = Path(path)
+    if path.is_file():
+        return shape_of_gguf(read_gguf(path), str(path))
+    if not (path / CONFIG).is_file():
+        what = "there is no such folder" if not path.exists() else f"it has no {CONFIG}"
+        raise CheckpointError(f"{path} is no model: {what}")
+    return shape_of_config(read_json(path / CONFIG), str(path / CONFIG))

@@ -20,8 +20,8 @@ class Stored:
     tensor: str
     dims: str
     at: Mapping[str, tuple[int, int]] = field(default_factory=dict)  #: letter -> number of this parameter, of how many
-    #: Whether in the file the halves of k, which rotary positions pair, lie side by side: see ``RotaryOptions.pairs``.
-    other_pairs: bool = False
+    #: How rotary positions pair the numbers of k in the file, if otherwise than here: see ``RotaryOptions.pairs``.
+    pairs: str = ""
 
 
 #: A parameter's full name, and the ways in which it may be stored, the first of which is how it is written.
@@ -70,7 +70,8 @@ def _of_llama(shape: DecoderShape) -> Names:
     neighbours = shape.rotary.pairs == "neighbours"
 
     def at(name: str, dims: str, turned: bool = False) -> tuple[Stored, ...]:
-        return Stored(f"model.{name}", dims, other_pairs=turned), Stored(name, dims, other_pairs=turned)
+        pairs = "halves" if turned else ""
+        return Stored(f"model.{name}", dims, pairs=pairs), Stored(name, dims, pairs=pairs)
 
     yield "embedding/table", at("embed_tokens.weight", "v d")
     for i in range(shape.layers):

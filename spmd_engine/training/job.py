@@ -42,6 +42,9 @@ _SHORT = {
     "experts": ("model", "mixture", "experts"),
     "shared_experts": ("model", "mixture", "shared"),
     "dense_layers": ("model", "mixture", "dense"),
+    "lora_rank": ("model", "lora", "rank"),
+    "lora_alpha": ("model", "lora", "alpha"),
+    "lora_targets": ("model", "lora", "targets"),
 }
 
 

@@ -126,10 +126,12 @@ def _without_effect(workload: Workload) -> list[str]:
 
 def _load_weights(workload: Workload) -> list[str]:
     """Load the weights that the job's model begins with, if there are any; a table of what went where."""
-    path = workload.job.model.path
-    if path is None or not isinstance(workload.engine, LayeredEngine):
+    model, engine = workload.job.model, workload.engine
+    if model.path is None or not isinstance(engine, LayeredEngine):
         return []
-    return list(table(load_pretrained(workload.engine, path), workload.engine.shardings))
+    pretrained = load_pretrained(engine, model.path, model.adapter)
+    specs = {name: str(engine.layout.spec(each.view.dims)) for name, each in pretrained.filled.items()}
+    return list(table(pretrained, specs))
 
 
 def _make_run(workload: Workload, folder: Path, observers: Sequence[Observer], trace: int) -> Run:

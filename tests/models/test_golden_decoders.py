@@ -7,7 +7,8 @@ import pytest
 
 import tiny
 from spmd_engine import Mesh, run
-from spmd_engine.checkpoints.pretrained import Pretrained, load_pretrained
+from spmd_engine.checkpoints.pretrained import load_pretrained
+from spmd_engine.checkpoints.weights import Pretrained
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.composition import Composition, ModelConfig, build_engine
 from spmd_engine.layers.cache import Cache
@@ -74,7 +75,7 @@ def test_logits_loss_and_gradients_in_float64(family, axes, composition):
             np.testing.assert_allclose(logits, expected["logits64"], rtol=0, atol=1e-10)
         np.testing.assert_allclose(loss, expected["loss64"], rtol=1e-12)
         for name, gradient in gradients.items():
-            in_its_place(expected, names[name], gradient, filled[name].dims, filled[name].sizes)
+            in_its_place(expected, names[name], gradient, filled[name].view.dims, filled[name].view.sizes)
 
 
 @every_family

@@ -1,0 +1,128 @@
+"""Write `tests/golden/gguf/`: tiny GGUF files with tensors of all types that are read, and their logits.
+
+    pip install torch==2.13.0 transformers==5.23.0 gguf==0.18.0 numpy
+    python scripts/make_golden_gguf.py
+
+`llama.gguf` has Llama 3's rope_freqs and queries and keys whose pairs are neighbours, as llama.cpp's converter makes
+them; `qwen3moe.gguf` has experts, all of a layer in one tensor. Numbers are packed and unpacked by the `gguf` package;
+`NAME.npz` has `tokens` and the `logits` that transformers computes in float64, as in make_golden_decoders.py, with the
+unpacked weights.
+"""
+
+from pathlib import Path
+
+import gguf
+import make_golden_decoders as decoders
+import numpy as np
+import torch
+import transformers
+from gguf import GGMLQuantizationType as Type
+
+FOLDER = Path(__file__).resolve().parent.parent / "tests" / "golden" / "gguf"
+SIZES = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 96}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 8192}
+MODELS = {
+    "llama": transformers.LlamaConfig(**SIZES, head_dim=16, rope_parameters=LLAMA3, rms_norm_eps=1e-5),
+    "qwen3moe": transformers.Qwen3MoeConfig(
+        **SIZES, head_dim=16, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True,
+        tie_word_embeddings=True),
+}  # fmt: skip
+NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+         "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+         "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+         "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate": "ffn_gate_inp",
+         "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
+#: How tensors are packed; those that are not here are F32.
+TYPES = {"token_embd": Type.BF16, "attn_q": Type.Q8_0, "attn_k": Type.Q4_0, "attn_v": Type.F16,
+         "attn_output": Type.Q4_1, "ffn_gate": Type.Q4_1, "ffn_up": Type.Q8_0, "ffn_down": Type.Q4_0,
+         "ffn_gate_exps": Type.Q4_0, "ffn_up_exps": Type.Q8_0, "ffn_down_exps": Type.Q4_1}
+
+
+def tensors_of(model):
+    """Names in the file, and the parameters of the model that go there: one each, but for those of experts."""
+    for name, parameter in model.named_parameters():
+        plain = name.removesuffix(".weight")
+        if plain.endswith("experts.gate_up_proj"):
+            gate, up = parameter.data.chunk(2, dim=1)
+            yield "blk.0.ffn_gate_exps.weight", gate
+            yield "blk.0.ffn_up_exps.weight", up
+        elif plain.endswith("experts.down_proj"):
+            yield "blk.0.ffn_down_exps.weight", parameter.data
+        elif plain in NAMES:
+            yield f"{NAMES[plain]}.weight", parameter.data
+        else:
+            _, _, layer, own = plain.split(".", 3)
+            yield f"blk.{layer}.{NAMES[own]}.weight", parameter.data
+
+
+def neighbours(rows, heads):
+    """Rows of all heads, the halves of each interleaved: the converter's `permute`."""
+    return rows.reshape(heads, 2, rows.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(rows.shape)
+
+
+def write(name, config):
+    """One file, and what its model computes."""
+    torch.manual_seed(3)
+    config.initializer_range, config._attn_implementation, config._experts_implementation = 0.3, "eager", "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    writer = gguf.GGUFWriter(FOLDER / f"{name}.gguf", name)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_token_list([f"t{number}" for number in range(config.vocab_size)])
+    if name == "qwen3moe":
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    else:
+        plain = 500.0 ** -(torch.arange(0, 16, 2) / 16)
+        writer.add_tensor("rope_freqs.weight", (plain / model.model.rotary_emb.inv_freq).numpy())
+    for tensor, parameter in tensors_of(model):
+        if parameter.ndim == 1:
+            parameter += 0.3 * torch.randn_like(parameter)
+        own = tensor.removeprefix("blk.0.").removesuffix(".weight")
+        turn = own in ("attn_q", "attn_k") and name == "llama"
+        heads = config.num_attention_heads if own == "attn_q" else config.num_key_value_heads
+        whole = np.ascontiguousarray(neighbours(parameter.numpy(), heads) if turn else parameter.numpy())
+        kind = TYPES.get(own, Type.F32)
+        packed = gguf.quantize(whole, kind)
+        writer.add_tensor(tensor, packed, raw_dtype=kind)
+        unpacked = gguf.dequantize(packed, kind).reshape(whole.shape)
+        if turn:  # the inverse
+            unpacked = unpacked.reshape(heads, -1, 2, whole.shape[1]).swapaxes(1, 2).reshape(whole.shape)
+        parameter.copy_(torch.from_numpy(np.ascontiguousarray(unpacked)))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model
+
+
+def main():
+    """Both files, then their logits."""
+    torch.set_num_threads(1)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    made = {name: write(name, config) for name, config in MODELS.items()}
+    decoders.without_casts()
+    tokens = torch.randint(40, (2, 70), generator=torch.Generator().manual_seed(4))
+    for name, model in made.items():
+        model = model.double()
+        decoders.frequencies(model)
+        with torch.no_grad():
+            logits = model(tokens, use_cache=False).logits
+        np.savez_compressed(FOLDER / f"{name}.npz", tokens=tokens.numpy(), logits=logits.numpy())
+        print(name, (FOLDER / f"{name}.gguf").stat().st_size, "bytes")
+
+
+if __name__ == "__main__":
+    main()

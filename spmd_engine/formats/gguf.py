@@ -1,0 +1,174 @@
+"""GGUF files, as llama.cpp writes them: facts by name, and tensors, plain or in blocks of 32 small numbers.
+
+After https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spmd_engine.errors import CheckpointError
+from spmd_engine.formats.tensor import FileTensor, Index, PlainTensor
+
+_MAGIC = b"GGUF"
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_TEXT, _LIST = 8, 9
+_PLAIN = {0: ("F32", "float32"), 1: ("F16", "float16"), 28: ("F64", "float64"), 30: ("BF16", "bfloat16")}
+_IN_BLOCKS = {2: "Q4_0", 3: "Q4_1", 8: "Q8_0"}
+_BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}
+BLOCK = 32  #: numbers that share a scale
+MOST_DIMS = 4
+ELEMENTS = 1 << 22  #: unpacked at a time
+
+
+@dataclass(frozen=True)
+class GGUF:
+    """What a file says of itself, and its tensors."""
+
+    facts: dict[str, Any]
+    tensors: dict[str, FileTensor]
+
+
+@dataclass(frozen=True)
+class BlockedTensor(FileTensor):
+    """One in blocks of 32 neighbours of its last dim: a scale, for Q4_1 an offset, and 8 or 4 bits each.
+
+    A number is q · scale of Q8_0, (q - 8) · scale of Q4_0, q · scale + offset of Q4_1.
+    """
+
+    def read(self, split: Sequence[Sequence[int]], index: Index) -> np.ndarray:
+        outer = [size for sizes in split[:-1] for size in sizes]
+        row = self.shape[-1] // BLOCK * _BLOCK_BYTES[self.dtype]
+        raw = np.memmap(self.path, np.uint8, "r", self.offset, (*outer, row))[tuple(index[: len(outer)])]
+        inner = tuple(index[len(outer) :])
+        rows = raw.reshape(-1, row)
+        probe = np.empty(split[-1], bool)[inner]
+        out = np.empty((len(rows), *probe.shape), np.float32)
+        step = max(1, ELEMENTS // self.shape[-1])
+        for first in range(0, len(rows), step):  # whole rows, but few of them at a time
+            some = self._unpacked(rows[first : first + step])
+            out[first : first + step] = some.reshape(-1, *split[-1])[(slice(None), *inner)]
+        return out.reshape(*raw.shape[:-1], *probe.shape)
+
+    def _unpacked(self, rows: np.ndarray) -> np.ndarray:
+        """float32[n last] of rows[n bytes]."""
+        blocks = rows.reshape(-1, _BLOCK_BYTES[self.dtype])
+        scale = blocks[:, :2].copy().view(np.float16).astype(np.float32)
+        if self.dtype == "Q8_0":
+            numbers = blocks[:, 2:].view(np.int8) * scale
+        else:
+            packed = blocks[:, -BLOCK // 2 :]
+            small = np.concatenate((packed & 15, packed >> 4), axis=1)
+            if self.dtype == "Q4_0":
+                numbers = (small.astype(np.int8) - 8) * scale
+            else:
+                numbers = small * scale + blocks[:, 2:4].copy().view(np.float16).astype(np.float32)
+        return numbers.reshape(len(rows), -1)
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) // BLOCK * _BLOCK_BYTES[self.dtype]
+
+
+def read_gguf(path: str | Path) -> GGUF:
+    """The facts and the tensors of a file, of which no number is read. Dims come outermost first, as elsewhere.
+
+    Raises CheckpointError, naming the tensor, for a file that is none, is cut short, or has tensors of types that are
+    not known here, or that lie outside of it.
+    """
+    path = Path(path)
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            return _read(path, _Cursor(content))
+    except (OSError, ValueError) as error:  # of an empty file, too
+        raise CheckpointError(f"{path} cannot be read as a GGUF file: {error}") from error
+    except (struct.error, IndexError) as error:
+        raise CheckpointError(f"{path} ends within its header: it was cut short. Fetch it again") from error
+
+
+def _read(path: Path, cursor: _Cursor) -> GGUF:
+    if cursor.take(4) != _MAGIC:
+        raise CheckpointError(f"{path} is no GGUF file; fetch it again")
+    if (version := cursor.number("I")) not in (2, 3):
+        raise CheckpointError(f"{path} is of version {version} of the format; 2 and 3 are read")
+    count, facts_count = cursor.number("Q"), cursor.number("Q")
+    facts = {}
+    for _ in range(facts_count):
+        name = cursor.text()
+        facts[name] = cursor.value(cursor.number("I"))
+    described = []
+    for _ in range(count):
+        name, dims = cursor.text(), cursor.number("I")
+        if dims > MOST_DIMS:
+            raise CheckpointError(f"{path}: {name} has {dims} dims; fetch it again")
+        shape = tuple(cursor.number("Q") for _ in range(dims))[::-1]
+        described.append((name, shape, cursor.number("I"), cursor.number("Q")))
+    alignment = facts.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise CheckpointError(f"{path}: general.alignment is {alignment!r}")
+    begin = -(-cursor.at // alignment) * alignment
+    tensors = {each[0]: _tensor(path, *each, begin, len(cursor.content)) for each in described}
+    if len(tensors) < len(described):
+        raise CheckpointError(f"{path}: two tensors have one name; fetch it again")
+    return GGUF(facts, tensors)
+
+
+def _tensor(
+    path: Path, name: str, shape: tuple[int, ...], kind: int, offset: int, begin: int, size: int
+) -> FileTensor:
+    where, tensor = (name, str(path), shape), None
+    if kind in _PLAIN:
+        dtype, numpy = _PLAIN[kind]
+        tensor = PlainTensor(*where, dtype, begin + offset, numpy)
+    elif kind in _IN_BLOCKS:
+        if not shape or shape[-1] % BLOCK:
+            raise CheckpointError(f"{path}: {name} is {list(shape)}, which does not fall into blocks of {BLOCK}")
+        tensor = BlockedTensor(*where, _IN_BLOCKS[kind], begin + offset)
+    else:
+        known = ", ".join([dtype for dtype, _ in _PLAIN.values()] + list(_IN_BLOCKS.values()))
+        raise CheckpointError(
+            f"{path}: {name} is of type number {kind}, which is not read here. Take the file in one of {known}"
+        )
+    if (end := tensor.offset + tensor.nbytes) > size:
+        raise CheckpointError(f"{path} is cut short: {name} should go on to byte {end} of {size}. Fetch it again")
+    return tensor
+
+
+class _Cursor:
+    """Where one is in a file."""
+
+    def __init__(self, content: mmap.mmap) -> None:
+        self.content, self.at = content, 0
+
+    def take(self, count: int) -> bytes:
+        if self.at + count > len(self.content):
+            raise IndexError(count)
+        self.at += count
+        return self.content[self.at - count : self.at]
+
+    def number(self, code: str) -> Any:
+        return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))[0]
+
+    def text(self) -> str:
+        return self.take(self.number("Q")).decode("utf-8", errors="surrogateescape")
+
+    def value(self, kind: int) -> Any:
+        if kind in _NUMBERS:
+            return self.number(_NUMBERS[kind])
+        if kind == _TEXT:
+            return self.text()
+        if kind != _LIST:
+            raise ValueError(f"a fact of type number {kind}")
+        of, count = self.number("I"), self.number("Q")
+        if of in _NUMBERS:
+            code = np.dtype(f"<{_NUMBERS[of]}")
+            return np.frombuffer(self.take(count * code.itemsize), code).tolist()
+        return [self.value(of) for _ in range(count)]

@@ -1,0 +1,116 @@
+"""What is written in Hugging Face's format is, tensor by tensor, what was read; and the other way round."""
+
+import json
+import shutil
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from spmd_engine import Mesh, run
+from spmd_engine.checkpoints import Checkpoint, save_checkpoint
+from spmd_engine.checkpoints.export_huggingface import export_huggingface
+from spmd_engine.checkpoints.pretrained import open_pretrained
+from spmd_engine.engine.composition import Composition, ModelConfig, build_engine
+from spmd_engine.errors import UsageError
+from spmd_engine.formats.huggingface import folder_tensors
+from spmd_engine.layers import RotaryOptions
+from spmd_engine.models import DecoderShape
+from spmd_engine.models.shape_at import shape_at
+
+FOLDERS = Path(__file__).parents[1] / "golden" / "decoders"
+FAMILIES = sorted(path.name for path in FOLDERS.iterdir())
+
+
+def saved_and_exported(source, into, axes, composition=Composition(), **options):  # noqa: B008 (immutable)
+    """From a folder to a checkpoint on a mesh, and from that to a folder."""
+
+    def program():
+        with Mesh(**axes) as mesh:
+            engine, _ = open_pretrained(ModelConfig(str(source)), mesh, composition)
+            save_checkpoint(into / "run", engine)
+            export_huggingface(
+                Checkpoint(into / "run"), shape_at(source), into / "out", mesh.group(), beside=source, **options
+            )
+
+    run(program, int(np.prod(list(axes.values()))))
+    return into / "out"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_there_and_back(family, tmp_path):
+    out = saved_and_exported(FOLDERS / family, tmp_path, {"pipe": 2, "model": 2})
+    found, expected = load_file(out / "model.safetensors"), load_file(FOLDERS / family / "model.safetensors")
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        np.testing.assert_array_equal(found[name], tensor, err_msg=name)
+    assert shape_at(out) == shape_at(FOLDERS / family)
+
+
+def test_several_files_in_half_precision_with_what_is_beside(tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(FOLDERS / "llama", source)
+    (source / "tokenizer.json").write_text("{}")
+    out = saved_and_exported(
+        source, tmp_path, {"data": 3}, Composition(mesh={"data": 3}, zero=3), dtype="bfloat16", largest=1000
+    )
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 5
+    assert (out / "tokenizer.json").read_text() == "{}"
+    found, expected = folder_tensors(out), load_file(source / "model.safetensors")
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        part = found[name].read([[n] for n in tensor.shape], [slice(None)] * tensor.ndim)
+        np.testing.assert_array_equal(part, tensor.astype(ml_dtypes.bfloat16))
+
+
+def test_a_folder_that_holds_weights_is_left_alone(tmp_path):
+    saved_and_exported(FOLDERS / "qwen2", tmp_path, {"data": 1})
+    with pytest.raises(UsageError, match=r"model.safetensors is there already; export into another folder"):
+        export_huggingface(Checkpoint(tmp_path / "run"), shape_at(FOLDERS / "qwen2"), tmp_path / "out")
+    with pytest.raises(UsageError, match=r"there is no block0/attention/query of shape \[12, 2, 3, 4\]"):
+        export_huggingface(Checkpoint(tmp_path / "run"), shape_at(FOLDERS / "llama"), tmp_path / "other")
+    assert not list((tmp_path / "other").iterdir())
+
+
+def test_neighbours_that_are_paired_become_halves(tmp_path):
+    """The format has no word for the other pairs: what is read again computes the same with halves."""
+    shape = DecoderShape(
+        family="qwen3",
+        layers=1,
+        width=12,
+        heads=6,
+        key_value_heads=2,
+        head_width=6,
+        hidden=10,
+        vocabulary=13,
+        query_key_norm=True,
+        rotary=RotaryOptions(pairs="neighbours"),
+    )
+    tokens = np.random.default_rng(0).integers(0, 13, (2, 70))
+
+    def logits(engine):
+        with engine.inference():
+            return engine.forward(tokens)
+
+    def program():
+        with Mesh(data=2) as mesh:  # which keeps parts of the norms of heads, too
+            made = build_engine(
+                ModelConfig(shape=shape, dtype="float64"), mesh, Composition(mesh={"data": 2}, zero=3)
+            )
+            made.load_checkpoint(
+                {name: np.random.default_rng(len(name)).standard_normal(made.global_shape(name)) for name in made.names}
+            )
+            made.after_update()
+            save_checkpoint(tmp_path / "run", made)
+            export_huggingface(
+                Checkpoint(tmp_path / "run"), shape, tmp_path / "out", mesh.group(), dtype="float64"
+            )
+            return logits(made)
+
+    expected = run(program, 2)[0]
+    engine, _ = open_pretrained(ModelConfig(str(tmp_path / "out"), dtype="float64"), Mesh())
+    assert engine.model.name.endswith("out") and shape_at(tmp_path / "out").rotary.pairs == "halves"
+    np.testing.assert_allclose(logits(engine), expected, rtol=0, atol=1e-12)

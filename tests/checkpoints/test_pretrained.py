@@ -1,0 +1,235 @@
+"""Weights that others wrote: each rank reads its slices, and whatever is wrong with a folder is said by name."""
+
+import json
+import shutil
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from spmd_engine import Mesh, run
+from spmd_engine.checkpoints.pretrained import load_pretrained, open_pretrained
+from spmd_engine.checkpoints.pretrained_table import table
+from spmd_engine.checkpoints.weights import Pretrained
+from spmd_engine.comm.world import world
+from spmd_engine.engine.composition import Composition, ModelConfig, build_engine
+from spmd_engine.errors import UsageError
+from spmd_engine.formats.safetensors_file import read_safetensors
+from spmd_engine.formats.tensor import PlainTensor
+from spmd_engine.models.huggingface_config import config_of_shape, shape_of_config
+from spmd_engine.models.shape_at import shape_at
+
+FOLDERS = Path(__file__).parents[1] / "golden" / "decoders"
+WEIGHTS = "model.safetensors"
+GATE = "model.layers.0.mlp.gate_proj.weight"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of the Llama's folder, to be spoilt."""
+    made = tmp_path / "llama"
+    shutil.copytree(FOLDERS / "llama", made)
+    return made
+
+
+def change(folder, **values):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def rewrite(folder, change):
+    tensors = load_file(folder / WEIGHTS)
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS)
+
+
+def load(folder, axes=None):
+    axes = axes or {"data": 1}
+
+    def program():
+        with Mesh(**axes) as mesh:
+            engine, _ = open_pretrained(ModelConfig(str(folder)), mesh, Composition(mesh=axes))
+            return {name: engine.gather(name) for name in engine.names}
+
+    return run(program, int(np.prod(list(axes.values()))))[0]
+
+
+# --- what is read
+
+
+def test_each_rank_reads_what_it_holds_and_no_more(monkeypatch):
+    """Along four ranks of a pipeline, of tensors and of ZeRO-3's parts together, that is everything once."""
+    read, whole = {}, PlainTensor.read
+
+    def counted(self, split, index):
+        part = whole(self, split, index)
+        read[world().rank] = read.get(world().rank, 0) + part.size
+        return part
+
+    monkeypatch.setattr(PlainTensor, "read", counted)
+    folder = FOLDERS / "mixtral"
+    total = Pretrained(folder)
+    elements = sum(int(np.prod(each.view.shape)) for each in total.filled.values())
+
+    def program(axes, composition):
+        with Mesh(**axes) as mesh:
+            engine = build_engine(ModelConfig(str(folder)), mesh, Composition(mesh=axes, **composition))
+            load_pretrained(engine, folder)
+            return sum(parameter.size for parameter in engine.parameters.values())
+
+    for axes, composition in (
+        ({"pipe": 2, "model": 2}, {}),
+        ({"data": 4}, {"zero": 3}),
+        ({"expert": 2, "model": 2}, {}),
+    ):
+        read.clear()
+        held = run(program, 4, args=(axes, composition))
+        assert [read[rank] for rank in range(4)] == held
+        assert max(held) < 0.6 * elements
+    assert sum(held) < 2 * elements
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float64], ids=lambda each: np.dtype(each).name)
+def test_other_dtypes_are_widened(folder, dtype):
+    expected = {}
+
+    def narrow(tensors):
+        for name, each in tensors.items():
+            tensors[name] = each.astype(dtype)
+        expected.update(tensors)
+
+    rewrite(folder, narrow)
+    found = load(folder, {"model": 2})
+    np.testing.assert_array_equal(found["block0/mlp/gate"], expected[GATE].astype(np.float32).T)
+
+
+def test_several_files(folder):
+    tensors = load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
+    files = {name: f"part-{number % 3}.safetensors" for number, name in enumerate(sorted(tensors))}
+    for file in set(files.values()):
+        save_file({name: each for name, each in tensors.items() if files[name] == file}, folder / file)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": files}))
+    found, expected = load(folder, {"model": 3}), load(FOLDERS / "llama")
+    for name in expected:
+        np.testing.assert_array_equal(found[name], expected[name])
+
+    index.write_text(json.dumps({"weight_map": files | {"another": "part-0.safetensors"}}))
+    with pytest.raises(UsageError, match=r"part-0.safetensors: another is in the index, but not in the file"):
+        load(folder)
+    index.write_text(json.dumps({"weight_map": files}))
+    (folder / "part-1.safetensors").unlink()
+    with pytest.raises(UsageError, match=r"part-1.safetensors is missing: \d+ tensors of the index are in it"):
+        load(folder)
+
+
+def test_a_table_of_what_went_where():
+    lines = list(table(found := Pretrained(FOLDERS / "gpt2"), dict.fromkeys(Pretrained(FOLDERS / "gpt2"), "cut")))
+    assert f"{len(found)} parameters from" in lines[0]
+    (line,) = (line for line in lines if line.startswith("block*/attention/value "))
+    said = "block*/attention/value cut x 2 transformer.h.*.attn.c_attn.weight[n=2] F32 d nhk [12, 36]"
+    assert line.split() == said.split()
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"model_type": "mamba"}, "model_type 'mamba' is not known here; known are gpt2, llama"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type 'yarn' is not known here"),
+        ({"sliding_window": 64}, "sliding_window is 64, but a query sees all positions"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has 'sliding_attention'"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', a feature that is not known here"),
+        ({"mlp_bias": True}, "mlp_bias is True, a feature that is not known here"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config is"),
+        ({"num_key_value_heads": 4}, "6 heads cannot share 4 heads of keys and values"),
+        ({"hidden_size": "12"}, "width is '12': it must be a whole number"),
+        ({"num_hidden_layers": 3}, "no tensor model.layers.2.input_layernorm.weight to fill block2/attention/norm"),
+        ({"num_hidden_layers": 1}, "nothing of a llama is called model.layers.1.input_layernorm.weight"),
+        ({"intermediate_size": 15}, r"gate_proj.weight is \[14, 12\], but the model's configuration says \[15, 12\]"),
+        ({"attention_bias": False}, "nothing of a llama is called model.layers.0.self_attn.k_proj.bias"),
+        ({"tie_word_embeddings": True}, "lm_head.weight is model.embed_tokens.weight, but both are stored and differ"),
+    ],
+    ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
+)
+def test_a_config_that_is_unknown_here_or_lies(folder, values, said):
+    change(folder, **values)
+    with pytest.raises(UsageError, match=said):
+        load(folder, {"model": 2})
+
+
+def test_a_field_that_is_missing(folder):
+    path = folder / "config.json"
+    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "vocab_size"}))
+    with pytest.raises(UsageError, match=r"config.json: the field 'vocab_size' is missing"):
+        load(folder)
+    path.write_text("{")
+    with pytest.raises(UsageError, match=r"config.json cannot be read as JSON"):
+        load(folder)
+    path.unlink()
+    with pytest.raises(UsageError, match=r"is no model: it has no config.json"):
+        load(folder)
+
+
+def test_values_that_are_not_finite(folder):
+    def spoil(tensors):
+        tensors[GATE] = tensors[GATE].copy()
+        tensors[GATE][3, 5] = np.nan
+
+    rewrite(folder, spoil)
+    with pytest.raises(UsageError, match=rf"{GATE} has values that are infinite or not a number"):
+        load(folder, {"model": 2})
+
+
+def test_pickles(folder):
+    (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
+    with pytest.raises(UsageError, match=r"pytorch_model.bin is pickled: to read it would run whatever code"):
+        load(folder)
+
+
+def damaged(path, change):
+    """A safetensors file with its header changed; ``change`` may return what follows it."""
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
+    data = change(header) or data
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda h: h[GATE].update(shape=[15, 12]), rf"the header has \d+ bytes for {GATE}, F32\[15, 12\], which needs"),
+        (lambda h: h[GATE].update(dtype="I8"), rf"{GATE} is of dtype I8; weights are read of F64, F32, F16, BF16"),
+        (lambda h: h[GATE].update(shape=[-14, -12]), rf"the header says of {GATE} shape \[-14, -12\]"),
+        (lambda h: h[GATE].pop("data_offsets") and None, rf"does not say where {GATE} lies"),
+        (lambda h: h[GATE].update(data_offsets=[0, 672]), "not where others end"),
+        (lambda h: b"\0" * 100, r"its tensors need \d+ bytes, the file has \d+"),
+    ],
+    ids=["shape", "dtype", "negative", "no-offsets", "overlap", "cut-short"],
+)
+def test_a_header_that_lies(folder, change, said):
+    damaged(folder / WEIGHTS, change)
+    with pytest.raises(UsageError, match=said):
+        read_safetensors(folder / WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"PK\3\4" * 100, (1 << 40).to_bytes(8, "little") + b"{}", b"\2" + b"\0" * 7 + b"[]"]
+)
+def test_no_safetensors_file_at_all(folder, content):
+    (folder / WEIGHTS).write_bytes(content)
+    with pytest.raises(UsageError, match=r"model.safetensors"):
+        read_safetensors(folder / WEIGHTS)
+
+
+@pytest.mark.parametrize("family", sorted(path.name for path in FOLDERS.iterdir()))
+def test_a_config_written_is_the_one_that_was_read(family):
+    shape = shape_at(FOLDERS / family)
+    assert shape_of_config(config_of_shape(shape), "written") == shape

@@ -1,0 +1,78 @@
+"""GGUF files, as others write them: all types of tensors, two architectures, and what is damaged."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tiny
+from spmd_engine import Mesh, run
+from spmd_engine.checkpoints.pretrained import open_pretrained
+from spmd_engine.checkpoints.weights import Pretrained
+from spmd_engine.engine.composition import ModelConfig
+from spmd_engine.errors import CheckpointError
+from spmd_engine.formats.gguf import read_gguf
+
+FOLDER = Path(__file__).parents[1] / "golden" / "gguf"
+
+
+@pytest.mark.parametrize("axes", [{"data": 1}, {"model": 3}, {"expert": 2, "pipe": 2}], ids=str)
+@pytest.mark.parametrize("name", ["llama", "qwen3moe"])
+def test_logits(name, axes):
+    expected = np.load(FOLDER / f"{name}.npz")
+
+    def program():
+        with Mesh(**axes) as mesh:
+            engine, _ = open_pretrained(ModelConfig(str(FOLDER / f"{name}.gguf"), dtype="float64"), mesh)
+            with engine.inference():
+                y = engine.forward(expected["tokens"][engine.batch_span(2)])
+            return None if y is None else engine.join_outputs(y)
+
+    found = [each for each in run(program, tiny.ranks_of(axes)) if each is not None]
+    assert found
+    for logits in found:
+        np.testing.assert_allclose(logits, expected["logits"], rtol=0, atol=1e-10)
+
+
+def test_all_types_are_there_and_any_slice_is_that_of_the_whole():
+    found = Pretrained(FOLDER / "qwen3moe.gguf")
+    dtypes = {each.tensor.dtype for each in found.filled.values()} | {
+        each.tensor.dtype for each in Pretrained(FOLDER / "llama.gguf").filled.values()
+    }
+    assert dtypes == {"F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"}
+    for name, index in {
+        "block0/moe/expert1/up": np.s_[3:7, 5:30],
+        "block0/attention/output": np.s_[1:2, :, 4:9, 3:],
+        "embedding/table": np.s_[17:],
+    }.items():
+        np.testing.assert_array_equal(found[name][index], found[name][...][index])
+
+
+def test_facts():
+    facts = read_gguf(FOLDER / "llama.gguf").facts
+    assert facts["general.architecture"] == "llama" and facts["tokenizer.ggml.tokens"][7] == "t7"
+
+
+def spoilt(tmp_path, change):
+    (tmp_path / "spoilt.gguf").write_bytes(change((FOLDER / "llama.gguf").read_bytes()))
+    return tmp_path / "spoilt.gguf"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda c: c[:-2000], r"is cut short: \S+ should go on to byte"),
+        (lambda c: c[:300], "ends within its header"),
+        (lambda c: c[:0], "cannot be read as a GGUF file"),
+        (lambda c: b"PK" + c, "is no GGUF file"),
+        (lambda c: c.replace(b"GGUF\3", b"GGUF\1", 1), "is of version 1 of the format"),
+        (lambda c: c.replace(b"llama.block_count", b"llama.blokc_count"), "nothing says 'block_count'"),
+        (lambda c: c.replace(b"\5" + b"\0" * 7 + b"llama", b"\5" + b"\0" * 7 + b"mamba", 1), "architecture 'mamba'"),
+        (lambda c: c.replace(b"attn_output", b"attn_outptu"), "no tensor blk.0.attn_output.weight to fill"),
+        (lambda c: c[:8] + b"\xff" * 8 + c[16:], "ends within its header|cannot be read"),
+    ],
+    ids=["short", "header", "empty", "zip", "version", "fact", "architecture", "name", "count"],
+)
+def test_what_is_damaged_is_said(tmp_path, change, said):
+    with pytest.raises(CheckpointError, match=said):
+        Pretrained(spoilt(tmp_path, change))

@@ -1,0 +1,84 @@
+"""A real model, trained by others, that comes in a wheel: its own text on every mesh."""
+
+import importlib.util
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tiny
+from spmd_engine import Mesh, run
+from spmd_engine.checkpoints.pretrained import open_pretrained
+from spmd_engine.engine.composition import Composition, ModelConfig
+
+pytest.importorskip("glassllm", reason="needs the model in PyPI's glassllm: pip install '.[test]'")
+
+PROMPT = [494, 160, 729, 633, 111]  # Alice was beginning to
+TEXT = " the\nQueen to the Queen, and she found it was saying to herself, and\nshe was so much a"
+MESHES = [
+    ({"data": 1}, {}),
+    ({"model": 2}, {}),
+    ({"model": 3}, {"sequence_parallel": True}),  # more ranks than key heads, and 341 does not divide
+    ({"model": 4}, {}),
+    ({"context": 2}, {"context_method": "ring"}),
+    ({"context": 3}, {"context_method": "gather"}),
+    ({"context": 2, "model": 2}, {"context_method": "ulysses"}),
+    ({"pipe": 4}, {}),
+    ({"pipe": 2, "model": 2}, {}),
+    ({"shard": 3}, {}),
+]
+
+
+def script(name):
+    path = Path(__file__).parents[2] / "scripts" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("glass-en")
+    script("convert_glassllm").convert("en", made)
+    return str(made)
+
+
+def scores_after(engine, tokens):
+    """Of the token that follows, on ranks that have them: the same sequence on all ranks along the batch."""
+    rows = np.tile(tokens, (engine.mesh.size, 1))
+    (rows,) = engine.cut_rows(rows[engine.batch_span(len(rows))], None)[:1]
+    y = engine.forward(np.ascontiguousarray(rows))
+    return None if y is None else engine.join_outputs(y)[0, -1]
+
+
+def greedy(engine, tokens, count):
+    group = engine.group()
+    with engine.inference():
+        for _ in range(count):
+            scores = scores_after(engine, tokens)
+            best = np.array(-1 if scores is None else scores.argmax())
+            tokens = [*tokens, int(group.all_reduce(best, "max"))]
+    return tokens
+
+
+@pytest.mark.parametrize(("axes", "composition"), MESHES, ids=lambda each: "" if not each else str(each))
+def test_its_greedy_text(folder, axes, composition):
+    def program():
+        with Mesh(**axes) as mesh:
+            engine, _ = open_pretrained(ModelConfig(folder), mesh, Composition(mesh=axes, **composition))
+            return greedy(engine, PROMPT, 24)[len(PROMPT) :]
+
+    from glassllm.tokenizer import Tokenizer
+
+    vocabulary = Tokenizer.load(str(files("glassllm") / "weights" / "en.tokenizer.json"))
+    for tokens in run(program, tiny.ranks_of(axes)):
+        assert vocabulary.decode(tokens) == TEXT
+
+
+def test_its_log_probability(folder):
+    engine, _ = open_pretrained(ModelConfig(folder, dtype="float64"), Mesh())
+    with engine.inference():
+        scores = scores_after(engine, PROMPT)
+    assert scores.max() - np.log(np.exp(scores).sum()) == pytest.approx(-1.5998, abs=1e-4)
