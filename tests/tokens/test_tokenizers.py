@@ -1,10 +1,11 @@
 """Tokenizers of others' files, chat templates; and the text that a trained model is documented to write."""
 
 import json
+import runpy
+from pathlib import Path
 
 import pytest
 
-import glass
 import tiny
 from spmd_engine import Mesh, run
 from spmd_engine.checkpoints.pretrained import open_pretrained
@@ -193,10 +194,11 @@ def test_templates_that_cannot_be(template, message):
 ALICE = " the\nQueen to the Queen, and she found it was saying to herself, and\nshe was so much a"
 
 
-@pytest.mark.skipif(not glass.is_installed(), reason="needs glassllm")
 @pytest.mark.parametrize("axes", [{"data": 1}, {"model": 4}, {"model": 3}, {"context": 2}, {"pipe": 2}], ids=str)
 def test_a_trained_model_writes_its_documented_text(axes, tmp_path):
-    folder = glass.write_folder(tmp_path / "glass")
+    pytest.importorskip("glassllm", reason="needs the model in PyPI's glassllm: pip install '.[test]'")
+    folder = tmp_path / "glass"
+    runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "convert_glassllm.py"))["convert"]("en", folder)
     tokenizer = read_tokenizer(folder)
     prompt = tokenizer.encode("Alice was beginning to")
     assert prompt == [494, 160, 729, 633, 111]
