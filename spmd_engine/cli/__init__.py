@@ -21,7 +21,7 @@ from spmd_engine.signals import exit_code, raise_interrupted
     cls=LazyGroup,
     modules=modules_of(
         __name__,
-        *("train", "generate", "data", "infer", "inspect", "show", "verify", "checkpoint", "launch"),
+        *("train", "generate", "eval", "data", "infer", "inspect", "show", "verify", "checkpoint", "launch"),
         *("plan", "calibrate", "bench"),
     ),
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
