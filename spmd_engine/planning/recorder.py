@@ -34,6 +34,7 @@ class Recorder:
         self.communications: list[_Call] = []
         self.timeline: list[Moment] = []
         self.tops: list[int] = []  #: bytes held at the most while each computation ran
+        self.sending: list[list] = []  #: what was handed to others, and in how many phases since
         self._now = Phase("before the step")
         self._peak = _Top(0, 0, 0)
 
@@ -63,6 +64,15 @@ class Recorder:
             self.meter.keep_young("activations")
             self._now = before
             self.meter.what = before.name
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Ranks are taken to be in step: what was handed to others has left once the next phase is over."""
+        for each in self.sending:
+            each[0] += 1
+            if each[0] > 1:
+                each[1].has_left()
+        self.sending = [each for each in self.sending if each[0] < 2]
 
     def flush(self) -> None:
         """Write down what was computed since, as one computation."""

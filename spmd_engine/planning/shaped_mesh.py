@@ -54,7 +54,9 @@ class _Nobody:
 class ShapedMesh(Mesh):
     """One rank's view of a mesh that is not there."""
 
-    def __init__(self, ranks: Ranks, coordinates: Mapping[str, int], recorder: Recorder) -> None:
+    def __init__(
+        self, ranks: Ranks, coordinates: Mapping[str, int], recorder: Recorder, *, checks: bool = False
+    ) -> None:
         self.all, self.recorder = ranks, recorder
         Place.__init__(self, dict(ranks.axes), dict(coordinates))
         self.size = prod(self.axes.values())
@@ -63,7 +65,7 @@ class ShapedMesh(Mesh):
         self.nodes = list(ranks.nodes)
         self.comm = _Nobody(self.rank, self.size, self.nodes[self.rank])
         self.ledger = Ledger()
-        self._options = {"check": False, "timeout": None}
+        self._options = {"check": checks, "timeout": None}
         self._groups: dict[tuple, Group] = {}
         self._owned = []
 
@@ -114,7 +116,7 @@ class ShapedGroup(Group):
         self._own, self._key = mesh.own_class, (names, places)
         self._others = sorted(set(classes) - {self._own})
         self._alike = [place for place, each in enumerate(classes) if each == self._own]
-        self._calls = self._sends = self._receives = 0
+        self._calls = 0
 
     # --- collectives
 
@@ -192,9 +194,8 @@ class ShapedGroup(Group):
 
     def start_send(self, to: int, x: Array, *, channel: int | None = None, label: str = "") -> Pending:
         self._peer("send", to)
-        self._sends += channel is None
-        number = self._sends if channel is None else ("channel", channel)
-        self._meeting.leave(("message", self._key, self._own, number, channel is not None and to), (x.shape, x.dtype))
+        key = self._message_key("to", to, (to - self.rank) % self.size, self._own, channel)
+        self._meeting.leave(key, (x.shape, x.dtype))
         facts = self._facts("send", label, x.nbytes, x.nbytes) | {"peer": to, "channel": channel}
         return _Answer(self._mesh.recorder, self._mesh.recorder.begin(**facts), lambda: None, held=x)
 
@@ -202,12 +203,15 @@ class ShapedGroup(Group):
         self, source: int, *, like: Backend = CPU, channel: int | None = None, label: str = ""
     ) -> Pending:
         self._peer("receive", source)
-        self._receives += channel is None
-        number = self._receives if channel is None else ("channel", channel)
-        key = "message", self._key, self._classes[source], number, channel is not None and self.rank
+        key = self._message_key("from", source, (self.rank - source) % self.size, self._classes[source], channel)
         facts = self._facts("receive", label, 0, 0) | {"peer": source, "channel": channel}
         call = self._mesh.recorder.begin(**facts)
         return _Answer(self._mesh.recorder, call, lambda: ShapedArray.new(*self._meeting.take(key)))
+
+    def _message_key(self, way: str, peer: int, distance: int, sender: int, channel: int | None) -> tuple:
+        """What a message is left under: who sends it, how far, and which one it is."""
+        number = ("channel", channel) if channel is not None else self.comm.next_message(way, peer)
+        return "message", self._key, sender, distance, number
 
 
 class _Answer(Pending):
@@ -218,6 +222,12 @@ class _Answer(Pending):
     def __init__(self, recorder: Recorder, call: Any, make: Any, held: Any = None) -> None:
         super().__init__(None, None)
         self._recorder, self._call, self._make, self._held = recorder, call, make, held
+        if held is not None:
+            recorder.sending.append([0, self])
+
+    def has_left(self) -> None:
+        """What was handed in is needed no longer: others have it."""
+        self._held = None
 
     def wait(self) -> Any:
         if not self.done:
