@@ -44,9 +44,7 @@ class Samples:
             y = np.zeros(targets, np.int64) if self.classes else ShapedArray.new(targets, self.dtype)
             return ShapedArray.new((len(rows), *self.inputs), self.dtype), y
 
-        return make_batch(
-            load, self.batch_size, self.micro_batches, engine, count=self.batch_size * prod(self.targets)
-        )
+        return make_batch(load, self.batch_size, self.micro_batches, engine, count=self.batch_size * prod(self.targets))
 
 
 def analyze_engine(

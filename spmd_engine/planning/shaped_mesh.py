@@ -58,6 +58,7 @@ class ShapedMesh(Mesh):
         self, ranks: Ranks, coordinates: Mapping[str, int], recorder: Recorder, *, checks: bool = False
     ) -> None:
         self.all, self.recorder = ranks, recorder
+        recorder.own_class = int(ranks.classes[tuple(coordinates.values())])
         Place.__init__(self, dict(ranks.axes), dict(coordinates))
         self.size = prod(self.axes.values())
         self.ranks = np.arange(self.size).reshape(tuple(self.axes.values()))
@@ -93,11 +94,6 @@ class ShapedMesh(Mesh):
         others = [axis for axis in axes if axis not in names]
         return part.transpose([axes.index(axis) for axis in (*others, *names)]).reshape(-1).tolist()
 
-    @property
-    def own_class(self) -> int:
-        """The class that this rank stands for."""
-        return int(self.all.classes[tuple(self.coordinates.values())])
-
     def empty(self, shape: int | Sequence[int], dtype: Any = np.float32, *, zero: bool = False) -> ShapedArray:
         return ShapedArray.new(shape, dtype)
 
@@ -113,7 +109,7 @@ class ShapedGroup(Group):
     ) -> None:
         super().__init__(comm, ",".join(names) or "nobody", mesh.ledger, check=False, timeout=None)
         self._mesh, self._meeting, self._classes = mesh, mesh.all.meeting, classes
-        self._own, self._key = mesh.own_class, (names, places)
+        self._own, self._key = mesh.recorder.own_class, (names, places)
         self._others = sorted(set(classes) - {self._own})
         self._alike = [place for place, each in enumerate(classes) if each == self._own]
         self._calls = 0
@@ -157,6 +153,7 @@ class ShapedGroup(Group):
             "place": self.rank,
             "payload": payload,
             "sent": sent,
+            "classes": tuple(sorted({self._own, *self._others})),
         }
 
     def _result(self, plan: Plan, x: Array | None, out: Any) -> Any:
