@@ -22,7 +22,7 @@ from spmd_engine.signals import exit_code, raise_interrupted
     modules=modules_of(
         __name__,
         *("train", "generate", "eval", "data", "infer", "inspect", "show", "verify", "checkpoint", "launch"),
-        *("plan", "calibrate", "bench"),
+        *("plan", "analyze", "calibrate", "bench"),
     ),
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
