@@ -85,7 +85,7 @@ class CollectiveTimes:
             depth = ceil(log2(n))
             ways.append((2 * depth * latency, 2 * depth * size / across))
         most = max(nodes.values())
-        if 1 < len(nodes) and 1 < most == min(nodes.values()):
+        if len(nodes) > 1 and 1 < most == min(nodes.values()):
             here = self._inside(ranks).latency
             lanes = self._node_bandwidth(ranks, nodes, most)
             begin = rounds * ((most - 1) * here + (len(nodes) - 1) * latency)

@@ -156,7 +156,11 @@ class Estimator:
     def _stored_each(self) -> float:
         """Bytes between steps of a parameter on a rank."""
         zero, part = self.candidate.zero, 1 / self.on.cut
-        whole = [1.0 if zero < 3 else part, 1.0 if zero < 2 else part, self.setting.states * (1.0 if zero < 1 else part)]
+        whole = [
+            1.0 if zero < 3 else part,
+            1.0 if zero < 2 else part,
+            self.setting.states * (1.0 if zero < 1 else part),
+        ]
         return self.itemsize * sum(whole)
 
     # --- stages
@@ -224,8 +228,10 @@ class Estimator:
         stage_elements = [self.layers.elements_of(layers) for layers in of_stage]
         exposed, sent = self._gradients(stage_elements, chunk_costs, works)
         update = self._update(max(stage_elements))
-        busy = [self.m * sum(sum(chunk_costs[c][:3]) for c in range(s, len(chunks), self.pipe)) for s in range(self.pipe)]
-        crowd = self._crowded((sum(busy) / len(busy)))
+        busy = [
+            self.m * sum(sum(chunk_costs[c][:3]) for c in range(s, len(chunks), self.pipe)) for s in range(self.pipe)
+        ]
+        crowd = self._crowded(sum(busy) / len(busy))
         inner = self.m * self.layers.inside / self.pipe
         idle = max(seconds - (sum(busy) / len(busy)), 0.0)
         seconds = max(seconds, crowd)

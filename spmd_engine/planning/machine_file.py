@@ -235,7 +235,7 @@ def _check(machine: Machine, where: str) -> None:
     if any(node.count == 0 for node in machine.nodes) and len(machine.nodes) > 1:
         raise UsageError(f"{where}: count 0, any number of nodes, goes with one kind of nodes alone")
     sized = machine.nodes[0].count > 0
-    for a, b in machine.pairs:
+    for _, b in machine.pairs:
         if sized and b >= machine.ranks:
             raise UsageError(f"{where}: pairs names rank {b}, but there are {machine.ranks} ranks")
     topology, nodes = machine.topology, machine.node_count

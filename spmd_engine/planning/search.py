@@ -102,7 +102,10 @@ class Planner:
         keep: int = KEPT,
         first: bool = False,
     ) -> Found:
-        """The best plans for a goal, within about so many seconds of processor time; ``keep`` of them. ``first``: any will do."""
+        """The best plans for a goal, ``keep`` of them, within about so many seconds of processor time.
+
+        ``first``: any will do.
+        """
         deadline = process_time() + seconds
         limits = constraints.limits
         entries: list[tuple[tuple[float, ...], int, Candidate, Bound]] = []
