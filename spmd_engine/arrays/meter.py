@@ -56,10 +56,13 @@ class Held:
 
 
 class Meter:
-    """Counts for one rank. ``choose`` says how choices fall that data would decide: "balanced" or "worst"."""
+    """Counts for one rank. ``choose`` says how choices fall that data would decide: "balanced" or "worst".
 
-    def __init__(self, choose: str = "balanced") -> None:
-        self.choose = choose
+    ``lenient``: where code writes shapes into arrays that it made itself, these are taken to be zeros.
+    """
+
+    def __init__(self, choose: str = "balanced", *, lenient: bool = False) -> None:
+        self.choose, self.lenient = choose, lenient
         self.kind, self.what = TEMPORARIES, ""  #: of what is taken now
         self.held: Counter = Counter()
         self.total = 0

@@ -150,6 +150,9 @@ class ShapedArray(NDArrayOperatorsMixin):
         if self.dtype == np.bool_:
             metering.meter().assume("conditions on values hold wherever an array of them is looked at")
             return np.ones(self.shape, bool)
+        if metering.meter().lenient:
+            metering.meter().assume("what is written into arrays of the engine's own is taken to be zeros")
+            return np.zeros(self.shape, self.dtype)
         raise _no_values(self, "its elements are asked for")
 
     def __float__(self) -> float:

@@ -19,7 +19,9 @@ from spmd_engine.signals import exit_code, raise_interrupted
 @click.group(
     cls=LazyGroup,
     modules=modules_of(
-        __name__, "train", "generate", "infer", "inspect", "show", "bench", "verify", "checkpoint", "launch", "plan", "calibrate"
+        __name__,
+        *("train", "generate", "infer", "inspect", "show", "bench", "verify", "checkpoint", "launch"),
+        *("analyze", "plan", "calibrate"),
     ),
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.arrays.backend import CPU, Array, Backend, backend_of
+from spmd_engine.arrays.shaped import ShapedArray
 from spmd_engine.arrays.updates import sum_of_squares
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
@@ -437,7 +438,7 @@ def _cut_row(x: Array | None, text: str, mesh: Mesh) -> Array | None:
 
 def _own(part: Any, backend: Backend, fresh: bool) -> Array:
     """``part`` as a contiguous array of the backend's own; copied unless it is ``fresh``, nobody else's, already."""
-    if backend.on_device and backend.owns(part):
+    if (backend.on_device and backend.owns(part)) or isinstance(part, ShapedArray):
         return part if fresh and part.flags.c_contiguous else part.copy()
     part = backend_of(part).to_host(part)
     if backend.on_device:  # moving it is the copy

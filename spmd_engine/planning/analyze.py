@@ -28,6 +28,7 @@ from spmd_engine.planning.rank_classes import Shared, classes_of, every_rank, me
 from spmd_engine.planning.recorder import Phase, Recorder
 from spmd_engine.planning.samples import foretold_batch
 from spmd_engine.planning.shaped_mesh import Ranks, ShapedMesh
+from spmd_engine.planning.shard_records import shards_of
 from spmd_engine.planning.step_analysis import LOSS, NORM, UPDATE, RankClass, RankStep, StepAnalysis
 from spmd_engine.sharding.layout import Layout
 
@@ -159,7 +160,18 @@ def run_step(engine: ForetoldEngine, optimizer: Optimizer, passes: Passes, sizes
     with recorder.phase(Phase("update", phase=UPDATE)):
         optimizer.update(engine, engine.gradients, step=1, rate=1.0)
     communications, peak = recorder.finish()
-    return RankStep(engine.mesh.coordinates, recorder.computations, communications, recorder.timeline, peak, (), before)
+    shards = shards_of(engine, len(optimizer.kinds))
+    return RankStep(
+        engine.mesh.coordinates,
+        recorder.computations,
+        communications,
+        recorder.timeline,
+        peak,
+        shards,
+        before,
+        recorder.saved,
+        recorder.temporaries,
+    )
 
 
 def _shared_between_stages(

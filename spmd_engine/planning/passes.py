@@ -80,6 +80,7 @@ class Sandbox:
 
     def __init__(self, call: Call, choose: str) -> None:
         self._call, self._recorder = call, Recorder(Meter(choose))
+        self._recorder.own_class = call.sh.mesh.recorder.own_class
         self._mark: tuple[int, int, int] = (0, 0, 0)
 
     def piece(self, *names: Any, gradients: GradientSums | None = None) -> Piece:

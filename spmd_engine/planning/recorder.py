@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmd_engine.arrays.meter import TEMPORARIES, Meter
-from spmd_engine.planning.step_analysis import OTHER, Communication, Computation, Moment, Peak, Product
+from spmd_engine.planning.step_analysis import FORWARD, OTHER, Communication, Computation, Moment, Peak, Product
 
 LABEL = "the layer"  #: in the place of a layer's name, where what is written down may be any layer's
 _FACTS = ("operation", "axes", "label", "ranks", "place", "payload", "sent", "peer", "channel", "received")
@@ -34,6 +34,10 @@ class Recorder:
         self.communications: list[_Call] = []
         self.timeline: list[Moment] = []
         self.tops: list[int] = []  #: bytes held at the most while each computation ran
+        self.own_class = 0  #: of the rank whose step it is
+        self.saved: dict[str, int] = {}  #: bytes that a forward leaves, by layer
+        self.temporaries: dict[str, int] = {}  #: bytes at their peak, by a phase's name
+        self.sending: list[list] = []  #: what was handed to others, and in how many phases since
         self._now = Phase("before the step")
         self._peak = _Top(0, 0, 0)
 
@@ -54,15 +58,28 @@ class Recorder:
     def phase(self, phase: Phase) -> Iterator[None]:
         """Meanwhile the rank is at this; what is left of it is there to stay."""
         self.flush()
-        before, self._now = self._now, phase
-        self.meter.what = phase.name
+        before, self._now, total = self._now, phase, self.meter.total
+        self.meter.what, first = phase.name, len(self.tops)
         try:
             yield
         finally:
             self.flush()
+            if phase.phase == FORWARD:
+                self.saved[phase.layer] = max(self.saved.get(phase.layer, 0), self.meter.total - total)
+            most = max(self.tops[first:], default=total) - total
+            self.temporaries[phase.name] = max(self.temporaries.get(phase.name, 0), most)
             self.meter.keep_young("activations")
             self._now = before
             self.meter.what = before.name
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Ranks are taken to be in step: what was handed to others has left once the next phase is over."""
+        for each in self.sending:
+            each[0] += 1
+            if each[0] > 1:
+                each[1].has_left()
+        self.sending = [each for each in self.sending if each[0] < 2]
 
     def flush(self) -> None:
         """Write down what was computed since, as one computation."""
@@ -123,7 +140,7 @@ class Recorder:
             )
         for place, ends, received in piece.ended:
             under_way[place].end(first + ends, received)
-        calls = [_Call.again(each, first, now.layer) for each in piece.communications]
+        calls = [_Call.again(each, first, now.layer, self.own_class) for each in piece.communications]
         for number, call in enumerate(calls):
             if number in piece.begun:
                 call.ends = None
@@ -175,10 +192,11 @@ class _Call:
     """A communication under way."""
 
     @classmethod
-    def again(cls, each: Communication, first: int, layer: str) -> _Call:
-        """The same, that much later, and of this layer."""
+    def again(cls, each: Communication, first: int, layer: str, own_class: int) -> _Call:
+        """The same, that much later, of this layer, and of ranks of this class if it is among ranks of one."""
         facts = {name: getattr(each, name) for name in _FACTS}
         facts["label"] = layer if each.label == LABEL else each.label
+        facts["classes"] = (own_class,) if len(each.classes) == 1 else each.classes
         call = cls(facts, each.begins + first)
         call.ends = each.ends + first
         return call

@@ -54,8 +54,11 @@ class _Nobody:
 class ShapedMesh(Mesh):
     """One rank's view of a mesh that is not there."""
 
-    def __init__(self, ranks: Ranks, coordinates: Mapping[str, int], recorder: Recorder) -> None:
+    def __init__(
+        self, ranks: Ranks, coordinates: Mapping[str, int], recorder: Recorder, *, checks: bool = False
+    ) -> None:
         self.all, self.recorder = ranks, recorder
+        recorder.own_class = int(ranks.classes[tuple(coordinates.values())])
         Place.__init__(self, dict(ranks.axes), dict(coordinates))
         self.size = prod(self.axes.values())
         self.ranks = np.arange(self.size).reshape(tuple(self.axes.values()))
@@ -63,7 +66,7 @@ class ShapedMesh(Mesh):
         self.nodes = list(ranks.nodes)
         self.comm = _Nobody(self.rank, self.size, self.nodes[self.rank])
         self.ledger = Ledger()
-        self._options = {"check": False, "timeout": None}
+        self._options = {"check": checks, "timeout": None}
         self._groups: dict[tuple, Group] = {}
         self._owned = []
 
@@ -91,11 +94,6 @@ class ShapedMesh(Mesh):
         others = [axis for axis in axes if axis not in names]
         return part.transpose([axes.index(axis) for axis in (*others, *names)]).reshape(-1).tolist()
 
-    @property
-    def own_class(self) -> int:
-        """The class that this rank stands for."""
-        return int(self.all.classes[tuple(self.coordinates.values())])
-
     def empty(self, shape: int | Sequence[int], dtype: Any = np.float32, *, zero: bool = False) -> ShapedArray:
         return ShapedArray.new(shape, dtype)
 
@@ -111,10 +109,10 @@ class ShapedGroup(Group):
     ) -> None:
         super().__init__(comm, ",".join(names) or "nobody", mesh.ledger, check=False, timeout=None)
         self._mesh, self._meeting, self._classes = mesh, mesh.all.meeting, classes
-        self._own, self._key = mesh.own_class, (names, places)
+        self._own, self._key = mesh.recorder.own_class, (names, places)
         self._others = sorted(set(classes) - {self._own})
         self._alike = [place for place, each in enumerate(classes) if each == self._own]
-        self._calls = self._sends = self._receives = 0
+        self._calls = 0
 
     # --- collectives
 
@@ -155,6 +153,7 @@ class ShapedGroup(Group):
             "place": self.rank,
             "payload": payload,
             "sent": sent,
+            "classes": tuple(sorted({self._own, *self._others})),
         }
 
     def _result(self, plan: Plan, x: Array | None, out: Any) -> Any:
@@ -192,9 +191,8 @@ class ShapedGroup(Group):
 
     def start_send(self, to: int, x: Array, *, channel: int | None = None, label: str = "") -> Pending:
         self._peer("send", to)
-        self._sends += channel is None
-        number = self._sends if channel is None else ("channel", channel)
-        self._meeting.leave(("message", self._key, self._own, number, channel is not None and to), (x.shape, x.dtype))
+        key = self._message_key("to", to, (to - self.rank) % self.size, self._own, channel)
+        self._meeting.leave(key, (x.shape, x.dtype))
         facts = self._facts("send", label, x.nbytes, x.nbytes) | {"peer": to, "channel": channel}
         return _Answer(self._mesh.recorder, self._mesh.recorder.begin(**facts), lambda: None, held=x)
 
@@ -202,12 +200,15 @@ class ShapedGroup(Group):
         self, source: int, *, like: Backend = CPU, channel: int | None = None, label: str = ""
     ) -> Pending:
         self._peer("receive", source)
-        self._receives += channel is None
-        number = self._receives if channel is None else ("channel", channel)
-        key = "message", self._key, self._classes[source], number, channel is not None and self.rank
+        key = self._message_key("from", source, (self.rank - source) % self.size, self._classes[source], channel)
         facts = self._facts("receive", label, 0, 0) | {"peer": source, "channel": channel}
         call = self._mesh.recorder.begin(**facts)
         return _Answer(self._mesh.recorder, call, lambda: ShapedArray.new(*self._meeting.take(key)))
+
+    def _message_key(self, way: str, peer: int, distance: int, sender: int, channel: int | None) -> tuple:
+        """What a message is left under: who sends it, how far, and which one it is."""
+        number = ("channel", channel) if channel is not None else self.comm.next_message(way, peer)
+        return "message", self._key, sender, distance, number
 
 
 class _Answer(Pending):
@@ -218,6 +219,12 @@ class _Answer(Pending):
     def __init__(self, recorder: Recorder, call: Any, make: Any, held: Any = None) -> None:
         super().__init__(None, None)
         self._recorder, self._call, self._make, self._held = recorder, call, make, held
+        if held is not None:
+            recorder.sending.append([0, self])
+
+    def has_left(self) -> None:
+        """What was handed in is needed no longer: others have it."""
+        self._held = None
 
     def wait(self) -> Any:
         if not self.done:

@@ -93,6 +93,7 @@ class Communication:
     peer: int | None = None  #: of send and receive: the other one's place in the group
     channel: int | None = None  #: of send and receive: which message, where several are under way
     received: int = 0  #: bytes of the result
+    classes: tuple[int, ...] = ()  #: numbers of the classes whose ranks are in the group
 
     @property
     def priority(self) -> int:
@@ -160,6 +161,8 @@ class RankStep:
     peak: Peak
     shards: Sequence[ModelShard] = ()
     before: Mapping[str, int] = field(default_factory=dict)  #: bytes by kind between steps
+    saved: Mapping[str, int] = field(default_factory=dict)  #: bytes that a layer's forward leaves, output included
+    temporaries: Mapping[str, int] = field(default_factory=dict)  #: bytes at their peak, by a computation's name
 
     @property
     def flops(self) -> int:

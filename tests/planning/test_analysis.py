@@ -1,0 +1,108 @@
+"""What an analysis tells beside bytes and calls: FLOPs, memory, shards, the critical path; and its command."""
+
+import json
+import tracemalloc
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from real_steps import build, real_batch
+
+import tiny
+from spmd_engine import Mesh
+from spmd_engine.cli import main
+from spmd_engine.engine import AdamW
+from spmd_engine.engine.composition import Composition, ModelConfig
+from spmd_engine.models import gpt
+from spmd_engine.models.mlp import deep_mlp
+from spmd_engine.planning import analyze
+from spmd_engine.planning.critical_path import critical_path
+from spmd_engine.training import Trainer
+
+SIZES = {"batch_size": 8, "micro_batches": 2}
+GPT = gpt(replace(tiny.SIZE, layers=2))
+
+
+def test_flops_of_linear_layers_are_three_times_two_for_each_weight_and_sample():
+    analysis = analyze(deep_mlp(4, 16), {"data": 2}, **SIZES)
+    weights, biases = 4 * 16 * 16, 4 * 16  # of which gradients are sums, made by BLAS
+    assert analysis.flops == (6 * weights + 2 * biases) * 8
+    assert analysis.of_rank(0).flops * 2 == analysis.flops
+
+
+@pytest.mark.parametrize("recompute, forwards", [("none", 1), ("block", 2)])
+def test_recomputation_is_a_second_forward(recompute, forwards):
+    plain = analyze(GPT, {"data": 1}, **SIZES).of_rank(0)
+    step = analyze(GPT, {"data": 1}, Composition(recompute=recompute), **SIZES).of_rank(0)
+    of_blocks = {n: sum(c.flops for c in plain.computations if c.name == f"block0/mlp {n}") for n in ("forward",)}
+    again = sum(c.flops for c in step.computations if c.name == "block0/mlp forward again")
+    assert again == (forwards - 1) * of_blocks["forward"]
+
+
+@pytest.mark.parametrize("recompute", ["none", "block"])
+def test_peak_memory_is_what_numpy_takes(recompute):
+    model, composition = deep_mlp(6, 256), Composition(recompute=recompute)
+    foretold = analyze(model, {"data": 1}, composition, batch_size=512, micro_batches=2).peak_bytes
+    with Mesh() as mesh:
+        tracemalloc.start()
+        engine = build(model, mesh, composition, np.float32)
+        batch = real_batch(model, engine, 512, 2)
+        trainer = Trainer(engine, AdamW(), lambda step: batch, lambda step: 1e-3)
+        trainer.step()
+        tracemalloc.reset_peak()
+        trainer.step()
+        measured = tracemalloc.get_traced_memory()[1]
+        arrays = tracemalloc.DomainFilter(False, np.lib.tracemalloc_domain)
+        measured -= sum(each.size for each in tracemalloc.take_snapshot().filter_traces([arrays]).traces)
+        tracemalloc.stop()
+    assert foretold == pytest.approx(measured, rel=0.02)
+
+
+def test_layers_alike_are_looked_at_once_and_counted_each_time():
+    one, six = (analyze(deep_mlp(n, 16), {"data": 1}, **SIZES).of_rank(0) for n in (2, 12))
+    assert six.flops == 6 * one.flops
+    assert six.saved["block5/pair"] == one.saved["block0/pair"] > 0
+
+
+def test_shards_say_what_a_rank_has():
+    step = analyze(GPT, {"data": 2, "model": 2}, Composition(zero=3), **SIZES).of_rank(0)
+    (table,) = (shard for shard in step.shards if shard.name == "embedding/table")
+    assert (table.sharding, table.shape, table.whole_shape) == ("v/model d", (7, 12), (13, 12))
+    assert table.layers == ("embedding", "head")
+    assert table.bytes == table.requires["gathered"] == 7 * 12 * 4
+    assert table.depends_on == ("data",)
+    stored, whole = (sum(getattr(each, name) for each in step.shards) for name in ("stored_bytes", "bytes"))
+    assert stored == step.before["parameters"] == pytest.approx(whole / 2, rel=0.05)
+
+
+def test_a_pipeline_waits_along_its_critical_path():
+    alone = critical_path(analyze(GPT, {"data": 1}, **SIZES))
+    step = analyze(GPT, {"pipe": 3}, Composition(zero=0), **SIZES)
+    path = critical_path(step)
+    assert path.classes[0] == 0 and set(path.classes) == {0, 1, 2}
+    assert max(each.step.flops for each in step.classes) < path.flops < alone.flops
+
+
+def test_ranks_that_do_the_same_are_one_class():
+    analysis = analyze(ModelConfig("mlp"), {"data": 64, "row": 2}, batch_size=128)
+    assert sorted(rank for each in analysis.classes for rank in each.ranks) == list(range(128))
+    assert len(analysis.classes) <= 2
+
+
+def test_the_command_tells_it_in_a_page_and_in_json(capsys):
+    command = ["analyze", "--model", "mlp", "--mesh", "pipe=2", "--micro-batches", "2"]
+    main(command)
+    page = capsys.readouterr().out
+    for words in ("critical path", "layer_0", "at its peak", "memory of rank", "(P) parameters"):
+        assert words in page
+    main([*command, "--json"])
+    said = json.loads(capsys.readouterr().out)
+    assert said["bytes_sent"] == sum(each["bytes"] for each in said["totals"])
+    assert len(said["peak_bytes"]) == 2
+
+
+def test_a_rank_that_is_not_there_is_one_line(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["analyze", "--mesh", "data=2", "--rank", "2"])
+    assert end.value.code == 2
+    assert "ranks 0 to 1" in capsys.readouterr().err
