@@ -19,7 +19,9 @@ Shared = tuple[Sequence[str], Sequence[int]]
 UNLIKE = "sehwn"
 
 
-def classes_of(model: Model, layout: Layout, axes: Mapping[str, int], samples: Iterable[int], shared: Iterable[Shared] = ()) -> np.ndarray:
+def classes_of(
+    model: Model, layout: Layout, axes: Mapping[str, int], samples: Iterable[int], shared: Iterable[Shared] = ()
+) -> np.ndarray:
     """The number of each rank's class, by coordinates: ranks along an axis are alike where all their blocks are.
 
     ``samples``: the sizes of micro-batches. Which part of an array a rank stores makes no difference, but for those of
