@@ -19,8 +19,17 @@ from spmd_engine.cli.show.picture import (
 from spmd_engine.planning import StepAnalysis
 from spmd_engine.planning.step_analysis import KINDS
 
-FILLS = dict(zip(KINDS, (BLUE, ORANGE, GREEN, PURPLE, YELLOW, SKY, VERMILLION, PALE), strict=True))
-LETTERS = dict(zip(KINDS, "PGOgwact", strict=True))
+#: A letter and a colour for each kind.
+LOOKS = {
+    "parameters": ("P", BLUE),
+    "gradients": ("G", ORANGE),
+    "optimizer state": ("O", GREEN),
+    "gathered groups": ("g", PURPLE),
+    "whole gradients": ("w", YELLOW),
+    "activations": ("a", SKY),
+    "communication buffers": ("c", VERMILLION),
+    "temporaries": ("t", PALE),
+}
 _COLUMNS, _LINES = 96, 16
 
 
@@ -39,7 +48,7 @@ def draw_memory_of_step(analysis: StepAnalysis, rank: int) -> Picture:
     for kind in KINDS:
         peak, before = step.peak.bytes_by_kind.get(kind, 0), step.before.get(kind, 0)
         if peak or before:
-            rows.append((f"({LETTERS[kind]}) {kind}", f"{peak:,}", f"{before:,}"))
+            rows.append((f"({LOOKS[kind][0]}) {kind}", f"{peak:,}", f"{before:,}"))
     title = f"memory of rank {rank} over a step of {len(step.computations):,} computations, from left to right"
     return Picture(title, cells, table(rows, "lrr"))
 
@@ -53,8 +62,8 @@ def _stack(held, x: int, most: int) -> list[Cell]:
         below += size
         if top > bottom:
             height = top - bottom
-            letters = "\n".join(LETTERS[kind] * height)
-            cells.append(Cell(x, _LINES - top, 1, height, letters, FILLS[kind], outline=False))
+            letter, fill = LOOKS[kind]
+            cells.append(Cell(x, _LINES - top, 1, height, "\n".join(letter * height), fill, outline=False))
     return cells
 
 
