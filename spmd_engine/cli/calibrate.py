@@ -18,9 +18,15 @@ from spmd_engine.planning.measure import measure_machine
 
 
 @click.command(short_help="Measure this machine into a file that 'plan' reads.")
-@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Where to write. "
-              "[default: where 'plan' looks]")
-@click.option("--seconds", type=click.FloatRange(1, 600), default=6.0, show_default=True, help="For products and memory.")
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Where to write. [default: where 'plan' looks]",
+)
+@click.option(
+    "--seconds", type=click.FloatRange(1, 600), default=6.0, show_default=True, help="For products and memory."
+)
 @click.option("--fit/--no-fit", default=True, show_default=True, help="Fit what an operation costs to a few steps.")
 def calibrate(output: Path | None, seconds: float, fit: bool) -> None:
     """Measure matrix products by size and dtype, memory, and links: in under a minute.

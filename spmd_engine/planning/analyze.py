@@ -18,13 +18,13 @@ from spmd_engine.comm.place import Place
 from spmd_engine.comm.spans import span
 from spmd_engine.engine.composition import Composition, ModelConfig, composed_layout
 from spmd_engine.engine.optimizers import AdamW, Optimizer
-from spmd_engine.engine.plan import PIPE
+from spmd_engine.engine.plan import PIPE, make_plan
 from spmd_engine.layers.layer import Layer
 from spmd_engine.models.model import Model
 from spmd_engine.planning.foretold_engine import ForetoldEngine, Passes, RecordedLayer, watch_storage
 from spmd_engine.planning.meeting_point import MeetingPoint
 from spmd_engine.planning.passes import PassCache, kind_of
-from spmd_engine.planning.rank_classes import classes_of, every_rank, members
+from spmd_engine.planning.rank_classes import Shared, classes_of, every_rank, members, shared_parts
 from spmd_engine.planning.recorder import Phase, Recorder
 from spmd_engine.planning.samples import foretold_batch
 from spmd_engine.planning.shaped_mesh import Ranks, ShapedMesh
@@ -65,7 +65,8 @@ def analyze(
     place = Place(dict(axes), dict.fromkeys(axes, 0))
     layout = layout if layout is not None else composed_layout(built, place, composition)
     sizes = {part.stop - part.start for part in (span(batch_size, micro_batches, m) for m in range(micro_batches))}
-    classes = every_rank(axes) if every else classes_of(built, layout, axes, sizes)
+    shared = [] if every else _shared_between_stages(built, layout, composition, axes, dtype.itemsize)
+    classes = every_rank(axes) if every else classes_of(built, layout, axes, sizes, shared)
     ranks = Ranks(axes, classes, MeetingPoint(), nodes or ["here"] * prod(axes.values()))
     found = members(classes)
     uniform = not every and len(found) == axes.get(PIPE, 1)  # else ranks that differ meet inside of layers
@@ -171,3 +172,22 @@ def run_step(engine: ForetoldEngine, optimizer: Optimizer, passes: Passes, sizes
         recorder.saved,
         recorder.temporaries,
     )
+
+
+def _shared_between_stages(
+    model: Model, layout: Layout, composition: Composition, axes: Mapping[str, int], itemsize: int
+) -> list[Shared]:
+    """Parts, of different sizes, of parameters that several stages hold: those of tied ones."""
+    if axes.get(PIPE, 1) == 1 or not any(layer.tied for _, layer in model.layers):
+        return []
+    schedule = composition.schedule_on(axes)
+    plan = make_plan(
+        model,
+        Place(dict(axes), dict.fromkeys(axes, 0)),
+        layout,
+        itemsize,
+        storage=composition.storage,
+        stages=composition.division,
+        chunks_per_stage=schedule.chunks,
+    )
+    return shared_parts(plan.groups, axes)

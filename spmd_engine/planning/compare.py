@@ -72,9 +72,7 @@ def compare(run: str, trace: Mapping[str, Any], steps: int, seconds: float, pred
     foretold: dict[int, list[tuple[str, str, float, float]]] = defaultdict(list)
     for span in prediction.spans:
         foretold[span.rank].append((span.name, span.kind, span.start, span.end))
-    return Comparison(
-        run, _split(foretold, 1, prediction.seconds, machine), _split(spans, steps, seconds, machine)
-    )
+    return Comparison(run, _split(foretold, 1, prediction.seconds, machine), _split(spans, steps, seconds, machine))
 
 
 def _split(spans: Mapping[int, Sequence], steps: int, seconds: float, machine: Machine) -> Split:

@@ -1,5 +1,4 @@
-"""Where nothing fits: the smallest set of constraints that cannot be kept together, and what would help, at what price.
-"""
+"""Where nothing fits: the smallest set of constraints that cannot be kept together, and what would help."""
 
 from __future__ import annotations
 

@@ -156,7 +156,11 @@ class Estimator:
     def _stored_each(self) -> float:
         """Bytes between steps of a parameter on a rank."""
         zero, part = self.candidate.zero, 1 / self.on.cut
-        whole = [1.0 if zero < 3 else part, 1.0 if zero < 2 else part, self.setting.states * (1.0 if zero < 1 else part)]
+        whole = [
+            1.0 if zero < 3 else part,
+            1.0 if zero < 2 else part,
+            self.setting.states * (1.0 if zero < 1 else part),
+        ]
         return self.itemsize * sum(whole)
 
     # --- stages

@@ -177,7 +177,11 @@ class _Explainer:
 
     def _micro_batches(self) -> Explanation:
         per_rank = max(self.base.batch_size // self.base.batch_ranks, 1)
-        numbers = [n for n in range(1, per_rank + 1) if self.base.batch_size % n == 0 and self.base.batch_size // n >= self.base.batch_ranks]
+        numbers = [
+            n
+            for n in range(1, per_rank + 1)
+            if self.base.batch_size % n == 0 and self.base.batch_size // n >= self.base.batch_ranks
+        ]
         found = self._varied("How many micro-batches?", "micro_batches", numbers[:10])
         fitting = {n: each for n, each in found.data.items() if each and each["bytes"] <= self.memory}
         best = min(fitting, key=lambda n: fitting[n]["seconds"]) if fitting else None
@@ -247,7 +251,9 @@ class _Explainer:
 
     def _sixteen_bits(self) -> Explanation:
         totals = self.seen.analysis.totals()
-        gradients = sum(sent for (operation, _), (_, sent) in totals.items() if operation in ("all_reduce", "reduce_scatter"))
+        gradients = sum(
+            sent for (operation, _), (_, sent) in totals.items() if operation in ("all_reduce", "reduce_scatter")
+        )
         lines = [
             f"sums take {readable_bytes(gradients)} a step of all ranks; in 16 bits (--compress bfloat16) half of what "
             "gradients are of it",

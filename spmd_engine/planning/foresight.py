@@ -83,9 +83,7 @@ def look(
         return Foresight(analysis, prediction, prediction.seconds, analysis.bytes_sent)
     each = batch_size // micro_batches
     short = analyze(model, axes, composition, batch_size=each * few, micro_batches=few, **options)
-    longer = analyze(
-        model, axes, composition, batch_size=each * (few + stages), micro_batches=few + stages, **options
-    )
+    longer = analyze(model, axes, composition, batch_size=each * (few + stages), micro_batches=few + stages, **options)
     first, second = simulate(short, machine), simulate(longer, machine)
     more = (micro_batches - few) / stages
     return Foresight(
@@ -100,6 +98,4 @@ def look(
 def look_at(model: Model, machine: Machine, candidate: Candidate, base: Composition, **options: Any) -> Foresight:
     """``look`` at a candidate."""
     composition = candidate.composition(base)
-    return look(
-        model, machine, candidate.mesh, composition, candidate.batch_size, candidate.micro_batches, **options
-    )
+    return look(model, machine, candidate.mesh, composition, candidate.batch_size, candidate.micro_batches, **options)

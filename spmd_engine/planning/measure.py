@@ -135,8 +135,7 @@ def _links(mesh: Mesh) -> tuple[Link, Link | None, dict[tuple[int, int], Link]]:
     pairs = {
         pair: link
         for pair, link in found.items()
-        if not link.by_copy
-        and not 1 / UNLIKE < link.bandwidth / usual[False].bandwidth < UNLIKE
+        if not link.by_copy and not 1 / UNLIKE < link.bandwidth / usual[False].bandwidth < UNLIKE
     }
     return usual.get(True) or Link(1e-5, 5e9, by_copy=True), usual.get(False), pairs
 

@@ -78,9 +78,13 @@ def match(analysis: StepAnalysis, steps: Mapping[int, RankStep]) -> dict[int, li
             meeting.priority = min(meeting.priority, each.priority)
             meeting.size = max(meeting.size, whole_bytes(each))
             of_rank[rank].append(meeting)
-    for key, meeting in meetings.items():
-        if meeting.operation == "message" and meeting.expected != 2 and len(steps) == analysis.ranks:
-            raise UsageError(f"a message over {','.join(key[1])} has {meeting.expected} ends: the step would hang")
+    for key, meeting in meetings.items() if everyone else ():
+        wanted = 2 if meeting.operation == "message" else key[3]
+        if meeting.expected != wanted:
+            raise UsageError(
+                f"the step would hang: of {wanted} ranks, {meeting.expected} come to {meeting.operation} over "
+                f"{','.join(key[1])}"
+            )
     return of_rank
 
 

@@ -54,7 +54,7 @@ class PlanFile(Configuration):
         """Raise UsageError if the plan was made for another number of ranks, or another model."""
         if ranks != self.ranks:
             raise UsageError(
-                f"{where} was made for {self.ranks} ranks, and there are {ranks}: start as many, or plan --ranks {ranks}"
+                f"{where} was made for {self.ranks} ranks, and there are {ranks}: start as many, or plan anew"
             )
         if model is not None and model != self.model.name:
             raise UsageError(f"{where} was made for {self.model.name}, not for {model}: plan --model {model}")

@@ -81,13 +81,18 @@ class Answer:
         conflict, constraints = self.conflict, Constraints(self.limits, self.request.fixed)
         assert conflict is not None
         said = [_said_constraint(name, constraints, self.request) for name in conflict.constraints]
-        text = f"nothing fits: {' and '.join(said)} cannot be kept together" if len(said) > 1 else f"{said[0]} cannot be kept"
+        text = (
+            f"nothing fits: {' and '.join(said)} cannot be kept together"
+            if len(said) > 1
+            else f"{said[0]} cannot be kept"
+        )
         seen, nearest = self.conflict_foresight, conflict.nearest
         if seen is not None:
             text += (
                 f"; what comes closest ({nearest.candidate}) needs {readable_bytes(seen.analysis.peak_bytes)} on rank "
-                f"{seen.peak_rank} at {seen.peak_moment}" if nearest is not None else
-                f"; rank {seen.peak_rank} needs {readable_bytes(seen.analysis.peak_bytes)} at {seen.peak_moment}"
+                f"{seen.peak_rank} at {seen.peak_moment}"
+                if nearest is not None
+                else f"; rank {seen.peak_rank} needs {readable_bytes(seen.analysis.peak_bytes)} at {seen.peak_moment}"
             )
         if conflict.ways:
             text += f". It would fit with {conflict.ways[0].said}"
@@ -215,9 +220,7 @@ def fixed_plan(request: Request) -> Answer:
         recompute=fixed.get("recompute", "none"),
     )
     micro_batches = fixed.get("micro_batches", 1)
-    seen = look(
-        request.model, machine, axes, composition, request.batch_sizes[0], micro_batches, **request.analyzed
-    )
+    seen = look(request.model, machine, axes, composition, request.batch_sizes[0], micro_batches, **request.analyzed)
     limits = _within(request.limits, machine)
     needs = {
         "memory": seen.analysis.peak_bytes,
@@ -228,7 +231,11 @@ def fixed_plan(request: Request) -> Answer:
     broken = [name for name, need in needs.items() if (getattr(limits, name) or float("inf")) < need]
     nothing = Found([], [], Certificate(0.0, 0.0, 1, 0, 1))
     answer = Answer(
-        request, nothing, foresight=seen, took=perf_counter() - began, composition=composition,
+        request,
+        nothing,
+        foresight=seen,
+        took=perf_counter() - began,
+        composition=composition,
         micro_batches=micro_batches,
     )
     if broken:
@@ -291,9 +298,7 @@ def _small_enough(model: Model, candidate: Candidate) -> bool:
     return len(model.layers) * filled <= MOST_TO_SIMULATE // max(candidate.pipe // 4, 1)
 
 
-def _verified(
-    request: Request, machine: Machine, limits: Limits, found: Found
-) -> tuple[Estimate, Foresight | None]:
+def _verified(request: Request, machine: Machine, limits: Limits, found: Found) -> tuple[Estimate, Foresight | None]:
     """The first of the best plans whose analyzed peak keeps the limit of memory; if none does, the least one."""
     least: tuple[Estimate, Foresight] | None = None
     for each in found.best:

@@ -28,6 +28,7 @@ from spmd_engine.planning.step_analysis import (
     NORM,
     UPDATE,
     RankStep,
+    StepAnalysis,
 )
 
 #: Samples of a micro-batch on a rank for which layers are looked at; in between, and beyond, costs follow a line.
@@ -45,6 +46,8 @@ class Profiles:
         self.small, self.like = reduced(model)
         self._images = {"h", "w"} <= set(model.inputs.split())
         self._known: dict[tuple, tuple[list[LayerCosts], float]] = {}
+        #: analyses by what is on the small mesh: they are the same on any machine
+        self.raw: dict[tuple, StepAnalysis] = {}
 
     def of(self, candidate: Candidate) -> list[LayerCosts]:
         """Of each layer of the model, as this candidate cuts it."""
@@ -76,19 +79,7 @@ class Profiles:
         return self._known[full]
 
     def _find(self, inner: Mapping[str, int], candidate: Candidate, samples: int) -> tuple[list[LayerCosts], float]:
-        batch = samples * prod(size for axis, size in inner.items() if axis in BATCH)
-        composition = Composition(
-            sequence_parallel=candidate.sequence_parallel, context_method=candidate.context_method
-        )
-        found = analyze(
-            self.small,
-            inner or {"data": 1},
-            composition,
-            batch_size=batch,
-            sequence=self.sequence,
-            dtype=self.dtype,
-            optimizer=self.optimizer,
-        )
+        found = self._analyzed(inner, candidate, samples)
         step = max((kind.step for kind in found.classes), key=lambda step: step.flops)
         place = Place(dict(inner) or {"data": 1}, dict(step.coordinates))
         layout = layout_for(self.small, place, sequence_parallel=candidate.sequence_parallel)
@@ -99,6 +90,23 @@ class Profiles:
         rest = [c for c in step.computations if c.phase in (UPDATE, NORM)]
         seconds = sum(self.compute.of(0, each).seconds for each in rest)
         return listed, seconds / max(elements, 1)
+
+    def _analyzed(self, inner: Mapping[str, int], candidate: Candidate, samples: int) -> StepAnalysis:
+        key = tuple(inner.items()), candidate.sequence_parallel, candidate.context_method, samples
+        if key not in self.raw:
+            composition = Composition(
+                sequence_parallel=candidate.sequence_parallel, context_method=candidate.context_method
+            )
+            self.raw[key] = analyze(
+                self.small,
+                inner or {"data": 1},
+                composition,
+                batch_size=samples * prod(size for axis, size in inner.items() if axis in BATCH),
+                sequence=self.sequence,
+                dtype=self.dtype,
+                optimizer=self.optimizer,
+            )
+        return self.raw[key]
 
     def _layers(self, step: RankStep, place: Place, layout, candidate: Candidate, samples: int) -> list[LayerCosts]:
         work = {name: dict.fromkeys((FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHTS), 0.0) for name, _ in self.small.layers}

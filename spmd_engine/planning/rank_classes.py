@@ -9,17 +9,23 @@ from math import prod
 import numpy as np
 
 from spmd_engine.models.model import Model
+from spmd_engine.sharding.groups import ParameterGroup
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.sharding.notation import nested_span
 
+#: The axes over which parameters are stored in parts, and the lengths of these.
+Shared = tuple[Sequence[str], Sequence[int]]
 #: Letters whose parts differ even where they are of one size: by their positions, their neighbours, or what they hold.
 UNLIKE = "sehwn"
 
 
-def classes_of(model: Model, layout: Layout, axes: Mapping[str, int], samples: Iterable[int]) -> np.ndarray:
+def classes_of(
+    model: Model, layout: Layout, axes: Mapping[str, int], samples: Iterable[int], shared: Iterable[Shared] = ()
+) -> np.ndarray:
     """The number of each rank's class, by coordinates: ranks along an axis are alike where all their blocks are.
 
-    ``samples``: the sizes of micro-batches. Which part of an array a rank stores makes no difference.
+    ``samples``: the sizes of micro-batches. Which part of an array a rank stores makes no difference, but for those of
+    the ``shared`` parameters that are not of one size: ranks of several stages sum their parts.
     """
     images = {"h", "w"} <= set(model.inputs.split())
     lengths: dict[str, set[int]] = {"b": set(samples)}
@@ -42,6 +48,7 @@ def classes_of(model: Model, layout: Layout, axes: Mapping[str, int], samples: I
             if axis in (cut := layout.axes(letter, where))
             for length in sorted(cuts)
         ]
+        rows += [_places_along(axis, cut, parts, axes) for cut, parts in shared if axis in cut]
         alike: dict[tuple, int] = {}
         numbers.append([alike.setdefault(tuple(row[place] for row in rows), len(alike)) for place in range(size)])
     counts = [max(each) + 1 for each in numbers]
@@ -64,6 +71,25 @@ def _lengths_along(axis: str, cut: Sequence[str], length: int, axes: Mapping[str
             parts.append(part.stop - part.start)
         found.append(tuple(parts))
     return found
+
+
+def shared_parts(groups: Iterable[ParameterGroup], axes: Mapping[str, int]) -> list[Shared]:
+    """The stored parts, where these are uneven, of groups of parameters that several stages hold."""
+    found: list[Shared] = []
+    for group in groups:
+        cut = group.summed.cut
+        lengths = tuple(each.stop - each.start for each in group.intervals(prod(axes[axis] for axis in cut)))
+        if group.summed.stages and len(set(lengths)) > 1:
+            found.append((cut, lengths))
+    return found
+
+
+def _places_along(
+    axis: str, cut: Sequence[str], parts: Sequence[int], axes: Mapping[str, int]
+) -> list[tuple[int, ...]]:
+    """For each place along an axis, the lengths of all parts there of what is stored over the axes ``cut``."""
+    by_place = np.moveaxis(np.reshape(parts, [axes[each] for each in cut]), cut.index(axis), 0)
+    return [tuple(each.reshape(-1).tolist()) for each in by_place]
 
 
 def members(classes: np.ndarray) -> dict[int, list[int]]:

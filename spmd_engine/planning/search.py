@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
+from time import process_time
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from spmd_engine.planning.machine import Machine
 from spmd_engine.planning.profile import Profiles
 
 KEPT = 5  #: plans that are shown
+PATIENCE = 3  #: times as long is searched on while nothing was found
 OF_FRONT = 1.0  #: seconds for what belongs to the front and was not looked at before
 
 
@@ -101,8 +102,11 @@ class Planner:
         keep: int = KEPT,
         first: bool = False,
     ) -> Found:
-        """The best plans for a goal, within about so many seconds; ``keep`` of them. ``first``: any will do."""
-        deadline = perf_counter() + seconds
+        """The best plans for a goal, ``keep`` of them, within about so many seconds of processor time.
+
+        ``first``: any will do.
+        """
+        deadline = process_time() + seconds
         limits = constraints.limits
         entries: list[tuple[tuple[float, ...], int, Candidate, Bound]] = []
         total = excluded = 0
@@ -127,7 +131,7 @@ class Planner:
             if first and best or len(best) == keep and at_least >= value(goal, best[-1]):
                 left = at_least
                 break
-            if perf_counter() > deadline:
+            if process_time() > deadline and (best or process_time() > deadline + PATIENCE * seconds):
                 left, complete = at_least, False
                 break
             estimate = known[candidate] = self._estimate(candidate, limits.memory)
@@ -144,7 +148,7 @@ class Planner:
         )
         points = [each for each in known.values() if each is not None and not limits.broken(each)]
         if front and best:
-            points += self._more(entries, known, points, limits, min(deadline, perf_counter() + OF_FRONT))
+            points += self._more(entries, known, points, limits, min(deadline, process_time() + OF_FRONT))
         return Found(best, pareto(points), certificate, broken)
 
     def _estimate(self, candidate: Candidate, memory: float | None) -> Estimate | None:
@@ -156,7 +160,7 @@ class Planner:
         """Estimates of what may belong to the front: its bounds are not beaten in both."""
         front = pareto(points)
         for _, _, candidate, bound in sorted(entries, key=lambda entry: entry[3].memory):
-            if perf_counter() > deadline:
+            if process_time() > deadline:
                 return
             if candidate in known or any(
                 each.seconds <= bound.seconds and each.memory <= bound.memory for each in front

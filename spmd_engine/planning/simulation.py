@@ -105,8 +105,9 @@ class _Simulation:
             self.clock, _, act = heappop(self._events)
             act()
         if self._live:
-            meetings = (meeting for each in self.meetings.values() for meeting in each)
-            stuck = {meeting.operation for meeting in meetings if not meeting.done}
+            stuck = {
+                meeting.operation for meetings in self.meetings.values() for meeting in meetings if not meeting.done
+            }
             raise UsageError(f"the step would hang: some ranks never come to {', '.join(sorted(stuck)) or 'an end'}")
         return Prediction(self.clock, tuple(self.steps), self.spans, self.working)
 

@@ -33,8 +33,12 @@ from spmd_engine.planning.planned import plan as find_plan
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write the plan there.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a page.")
 @click.option("--compare", metavar="RUN", help="Lay the trace of a run (train --trace) over what is predicted of it.")
-@click.option("--timeline", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write the predicted "
-              "step there, in the format of --trace.")
+@click.option(
+    "--timeline",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write the predicted step there, in the format of --trace.",
+)
 @click.pass_context
 def plan(context: click.Context, what: str | None, **options: Any) -> None:
     """Search meshes, ZeRO stages, schedules, micro-batches, stages and recomputation for the best plan; explain it.

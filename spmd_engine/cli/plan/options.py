@@ -138,7 +138,9 @@ def _batch_sizes(options: Mapping[str, Any]) -> list[int]:
     try:
         sizes = [int(size) for size in options["batch_size"].split(",")]
     except ValueError:
-        raise UsageError(f"--batch-size {options['batch_size']}: write a whole number, or several as in 16,32") from None
+        raise UsageError(
+            f"--batch-size {options['batch_size']}: write a whole number, or several as in 16,32"
+        ) from None
     if min(sizes) < 1:
         raise UsageError(f"--batch-size {options['batch_size']}: it is from 1")
     return sizes

@@ -56,7 +56,9 @@ def print_answer(answer: Answer) -> None:
     _print_matrix(console, "the best plans and the constraints", answer.found.best, constraints)
     front = answer.found.front
     if len(front) > 1:
-        table = Table("step", "memory", "plan", box=None, header_style="bold", title="time against memory", title_justify="left")
+        table = Table(
+            "step", "memory", "plan", box=None, header_style="bold", title="time against memory", title_justify="left"
+        )
         for each in _thinned(front):
             table.add_row(readable_seconds(each.seconds), readable_bytes(each.memory), str(each.candidate))
         console.print(table)
@@ -134,7 +136,9 @@ def _print_matrix(console: Console, title: str, plans: Sequence[Estimate], const
     """A line a plan, a column a constraint: what it needs of what it may have."""
     limits = constraints.limits
     measured = [name for name in constraints.names if name not in constraints.fixed]
-    columns = [f"{name} ({limits.said(name)})" for name in measured] + [constraints.said(name) for name in constraints.fixed]
+    columns = [f"{name} ({limits.said(name)})" for name in measured] + [
+        constraints.said(name) for name in constraints.fixed
+    ]
     table = Table("plan", "step", *columns, box=None, header_style="bold", title=title, title_justify="left")
     for each in plans:
         broken = constraints.broken(each.candidate, each)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 
 from spmd_engine.cli.show.picture import GREEN, ORANGE, PALE, PURPLE, SKY, YELLOW, Cell, Picture, text
 from spmd_engine.planning.foresight import Foresight
@@ -59,12 +59,12 @@ def _letter(name: str) -> str:
 
 
 def _runs(left: int, row: int, letters: list[str]) -> list[Cell]:
-    fills = defaultdict(lambda: PALE, {letter: fill for _, letter, fill, _ in KINDS}) | {"-": YELLOW}
+    fills = {letter: fill for _, letter, fill, _ in KINDS} | {"-": YELLOW}
     cells, begin = [], 0
     for column in range(1, len(letters) + 1):
         if column == len(letters) or letters[column] != letters[begin]:
             letter = letters[begin]
-            fill = fills[letter] if letter in fills else PALE
+            fill = fills.get(letter, PALE)
             cells.append(Cell(left + begin, row, column - begin, 1, letter * (column - begin), fill, False, "left"))
             begin = column
     return cells

@@ -1,0 +1,107 @@
+"""The planner: the best of all, as trying all shows; and why, where nothing fits."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from spmd_engine.engine.schedules import named
+from spmd_engine.engine.schedules.timeline import makespan, peak_activations, timeline
+from spmd_engine.models.names import build_model
+from spmd_engine.planning.conflict import Question, conflict_of
+from spmd_engine.planning.goals import GOALS, Constraints, Limits, least, value
+from spmd_engine.planning.lattice import Choices, candidates
+from spmd_engine.planning.machine_file import read_machine
+from spmd_engine.planning.pipeline_time import Slots
+from spmd_engine.planning.search import Planner, pareto
+from spmd_engine.planning.stage_division import best_division, slowest
+
+
+@pytest.fixture(scope="module")
+def asked():
+    """A planner of gpt-nano on four A100 of a node, and its choices."""
+    model = build_model("gpt-nano")
+    return Planner(model, read_machine("a100").with_ranks(8)), Choices(model, [4], [8], 8)
+
+
+@pytest.fixture(scope="module")
+def everything(asked):
+    """All candidates with their bounds and estimates, by brute force."""
+    planner, choices = asked
+    estimators = [(each, planner.estimator(each)) for each in candidates(choices)]
+    return [(each, found.bound(), found.estimate()) for each, found in estimators if found is not None]
+
+
+@pytest.mark.parametrize("goal", GOALS)
+def test_the_search_finds_what_trying_all_finds(asked, everything, goal):
+    planner, choices = asked
+    found = planner.search(choices, Constraints(), goal)
+    assert found.certificate.gap == 0
+    assert value(goal, found.best[0]) == min(value(goal, estimate) for _, _, estimate in everything)
+
+
+def test_within_a_limit_of_memory_too(asked, everything):
+    planner, choices = asked
+    memory = float(np.median([estimate.memory for _, _, estimate in everything]))
+    found = planner.search(choices, Constraints(Limits(memory=memory)), "latency")
+    fitting = [estimate for _, _, estimate in everything if estimate.memory <= memory]
+    assert found.best[0].memory <= memory
+    assert found.best[0].seconds <= min(estimate.seconds for estimate in fitting)
+
+
+@pytest.mark.parametrize("goal", GOALS)
+def test_nothing_is_better_than_its_bound(everything, goal):
+    for candidate, bound, estimate in everything:
+        first = least(goal, candidate, bound)[0]
+        assert first <= value(goal, estimate)[0] + 1e-9 * abs(first), candidate
+
+
+def test_the_front_is_of_plans_that_none_beats_in_both(everything):
+    front = pareto([estimate for _, _, estimate in everything])
+    for each in front:
+        assert not any(other.seconds < each.seconds and other.memory < each.memory for _, _, other in everything), (
+            each.candidate
+        )
+
+
+def test_where_nothing_fits_the_smallest_conflict_is_named(asked, everything):
+    planner, choices = asked
+    smallest = min(estimate.memory for _, _, estimate in everything)
+    question = Question(choices, Constraints(Limits(memory=0.9 * smallest)), "latency", 8)
+    conflict = conflict_of(planner, question)
+    assert conflict.constraints[0] == "memory"
+    assert conflict.nearest.memory == pytest.approx(smallest)
+    by_name = {way.gives_up: way for way in conflict.ways}
+    assert by_name["memory"].plan.memory == pytest.approx(smallest)
+    others = [way.plan for name, way in by_name.items() if name != "memory"]
+    assert others, "more ranks, or a smaller batch, must help"
+    assert all(each.memory <= 0.9 * smallest for each in others)
+
+
+def test_division_into_stages_is_exact_and_keeps_to_memory():
+    rng = np.random.default_rng(3)
+    for layers, chunks in ((5, 2), (7, 3), (9, 4)):
+        work, memory = rng.random(layers), rng.random(layers)
+        held = np.array([0.0, *np.cumsum(memory)])
+        limit = 1.4 * memory.sum() / chunks + memory.max() / 2
+        fits = held[None, :] - held[:, None] <= limit
+        ways = [(0, *starts) for starts in combinations(range(1, layers), chunks - 1)]
+        possible = [way for way in ways if all(fits[a, b] for a, b in zip(way, (*way[1:], layers), strict=True))]
+        found = best_division(work.tolist(), chunks, fits=lambda k, fits=fits: fits)
+        if not possible:
+            assert found is None
+            continue
+        assert found in possible
+        assert slowest(work, found) == pytest.approx(min(slowest(work, way) for way in possible))
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks"), [("1f1b", None), ("gpipe", None), ("interleaved", 2), ("zero-bubble", None)]
+)
+def test_a_schedule_takes_as_long_as_on_paper(name, chunks):
+    schedule, stages, m = named(name, chunks), 3, 6
+    slots, drawn = Slots(schedule, stages, m), timeline(schedule, stages, m)
+    each = 1 / schedule.chunks
+    assert slots.seconds([(each, each, each)] * slots.chunks, 0.0) == pytest.approx(makespan(drawn))
+    held = [slots.most_held(stage, dict.fromkeys(range(slots.chunks), each)) for stage in range(stages)]
+    assert held == pytest.approx(peak_activations(drawn))

@@ -1,0 +1,104 @@
+"""The event simulation, on steps that can be worked out by hand."""
+
+import pytest
+
+from spmd_engine.errors import UsageError
+from spmd_engine.planning.machine_file import machine_of
+from spmd_engine.planning.simulation import simulate
+from spmd_engine.planning.step_analysis import (
+    FORWARD,
+    Communication,
+    Computation,
+    Peak,
+    Product,
+    RankClass,
+    RankStep,
+    StepAnalysis,
+)
+
+TEXT = """
+name = "m"
+[[nodes]]
+name = "n"
+ranks = 2
+memory = 1e9
+memory_bandwidth = 1e15
+{cores}
+[nodes.speeds]
+float32 = 1e9
+[nodes.inside]
+latency = 0
+bandwidth = 1e9
+by_copy = {copy}
+"""
+
+
+def machine(cores=None, copy="false"):
+    return machine_of(TEXT.format(cores=f"cores = {cores}" if cores else "", copy=copy))
+
+
+def work(name, milliseconds):
+    return Computation(name, name, FORWARD, products=(Product(500 * milliseconds, 10, 100),), calls=1)
+
+
+def all_reduce(place, size, begins, ends, label=""):
+    return Communication("all_reduce", "data", label, 2, place, size, size, begins, ends)
+
+
+def analysis(*steps):
+    classes = [
+        RankClass(RankStep({"data": rank}, computations, communications, [], Peak(0, 0, {})), [rank])
+        for rank, (computations, communications) in enumerate(steps)
+    ]
+    return StepAnalysis("model", {"data": len(steps)}, classes, 1, 0)
+
+
+def ms(prediction):
+    return round(prediction.seconds * 1e3, 6)
+
+
+def test_a_collective_starts_with_the_last_rank_and_hides_behind_work():
+    steps = [
+        ([work("a", first), work("b", 5)], [all_reduce(rank, 2_000_000, 1, 2)]) for rank, first in ((0, 2), (1, 3))
+    ]
+    # 2 MB over two ranks take 2 ms at 1 GB/s, from 3 ms on: before 8 ms, when the slower rank is done
+    assert ms(simulate(analysis(*steps), machine())) == 8
+    steps = [(computations, [all_reduce(rank, 9_000_000, 1, 2)]) for rank, (computations, _) in enumerate(steps)]
+    assert ms(simulate(analysis(*steps), machine())) == 12
+
+
+def test_ranks_share_cores():
+    steps = [([work("a", 4)], []), ([work("a", 2)], [])]
+    assert ms(simulate(analysis(*steps), machine(cores=2))) == 4
+    assert ms(simulate(analysis(*steps), machine(cores=1))) == 6  # both until 4 ms, then one alone
+
+
+def test_moving_bytes_by_copy_needs_a_core():
+    steps = [([work("a", 4)], [all_reduce(rank, 1_000_000, 1, 1)]) for rank in range(2)]
+    # an all_reduce copies twice its bytes: 2 ms of a core on each rank
+    assert ms(simulate(analysis(*steps), machine(cores=2, copy="true"))) == 6
+    assert ms(simulate(analysis(*steps), machine(cores=1, copy="true"))) == 12
+
+
+def test_of_two_transfers_the_more_urgent_goes_first():
+    late, urgent = 3_000_000, 1_000_000
+    steps = [
+        (
+            [work("a", 1), work("b", 1), work("c", 1)],
+            [all_reduce(rank, late, 0, 3, "late"), all_reduce(rank, 1_000_000, 0, 3, "later")]
+            + [all_reduce(rank, urgent, 0, 1, "urgent")],
+        )
+        for rank in range(2)
+    ]
+    found = simulate(analysis(*steps), machine())
+    waits = [span for span in found.spans if span.rank == 0 and "urgent" in span.name]
+    # "late" was on the link already; "urgent" overtakes "later"
+    assert [round(span.end * 1e3, 6) for span in waits] == [4.0]
+    assert ms(found) == 6
+
+
+def test_ranks_that_never_meet_are_an_error():
+    steps = [([work("a", 1)], [all_reduce(0, 8, 1, 1, "x")]), ([work("a", 1)], [all_reduce(1, 8, 1, 1, "y")])]
+    found = analysis(*steps)
+    with pytest.raises(UsageError, match="hang"):
+        simulate(found, machine())
