@@ -3,11 +3,11 @@
 from typing import TYPE_CHECKING
 
 from spmd_engine.importing import imported_when_asked
+from spmd_engine.training.generate import generate  # at once: its module has the same name, and would stand for it
 
 if TYPE_CHECKING:
     from spmd_engine.training.array_data import ArrayData
     from spmd_engine.training.data import Corpus, load_corpus
-    from spmd_engine.training.generate import generate
     from spmd_engine.training.images import ImageData, Images, load_images
     from spmd_engine.training.job import Job
     from spmd_engine.training.observers import Observer
@@ -33,7 +33,6 @@ __all__ = [
 _PUBLIC = {
     "array_data": ("ArrayData",),
     "data": ("Corpus", "load_corpus"),
-    "generate": ("generate",),
     "images": ("ImageData", "Images", "load_images"),
     "job": ("Job",),
     "observers": ("Observer",),
