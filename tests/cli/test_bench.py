@@ -63,8 +63,11 @@ def test_oversubscribed(bench):
 
 @pytest.mark.soak
 def test_start(bench):
-    lines, _ = bench("start", "--ranks", "1", file=False)
-    assert lines[-1].startswith("1 ranks, from the launch")
+    lines, figures = bench("start", "--ranks", "2")
+    assert lines[0].startswith("2 ranks") and "imports alone" in lines[1]
+    parts = ["Python", "NumPy and MPI", "this package", "ranks meet", "model and data", "first step", "save"]
+    assert list(figures["cpu_seconds"]["NumPy"]) == parts
+    assert all(min(each) > 0 for each in figures["cpu_seconds"]["NumPy"].values())
 
 
 def test_a_worker_that_fails_is_a_line(capsys):

@@ -28,16 +28,21 @@ def launch(ranks: int, module: Sequence[str], environment: Mapping[str, str] | N
 
     Raises UsageError, with the end of what it wrote, if it fails or takes too long.
     """
-    command = [mpiexec(), "-n", str(ranks), sys.executable, "-m", *module]
+    return start_ranks(ranks, ["-m", *module], environment)
+
+
+def start_ranks(ranks: int, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
+    """As ``launch``, with the arguments of Python."""
+    command, what = [mpiexec(), "-n", str(ranks), sys.executable, *arguments], " ".join(arguments)
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=TIMEOUT, stdin=subprocess.DEVNULL, env=environment
         )
     except subprocess.TimeoutExpired as error:
-        raise UsageError(f"bench: {ranks} ranks took more than {TIMEOUT:g} s for {' '.join(module)}") from error
+        raise UsageError(f"bench: {ranks} ranks took more than {TIMEOUT:g} s for {what}") from error
     if done.returncode:
         tail = "\n".join(done.stderr.strip().splitlines()[-5:])
-        raise UsageError(f"bench: {ranks} ranks failed ({done.returncode}) with {' '.join(module)}:\n{tail}")
+        raise UsageError(f"bench: {ranks} ranks failed ({done.returncode}) with {what}:\n{tail}")
     return done.stdout
 
 

@@ -1,26 +1,66 @@
-"""``bench start``: from the launcher to the end of a run of one step."""
+"""``bench start``: from the launcher to the end of a run of one step, beside the start of Python and MPI alone."""
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 import tempfile
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
 from time import perf_counter
 
 import click
 
-from spmd_engine.cli.bench.figures import ranks_option, rounds_option, spread
-from spmd_engine.cli.bench.launch import as_arguments, launch
+from spmd_engine.cli.bench.figures import output_option, ranks_option, report, rounds_option, spread
+from spmd_engine.cli.bench.launch import as_arguments, launch, mpiexec, start_ranks
+
+IMPORTS = "import numpy, spmd_engine, mpi4py.MPI"
+WORKER = ["-P", str(Path(__file__).with_name("phases.py")), "{}"]  # not -m, which imports what is measured
+ONE_STEP = {"steps": 1, "eval_every": 0, "eval_samples": 1, "sample": 0}
 
 
 @click.command(short_help="Seconds from the launch of ranks to the end of a run of one step.")
 @ranks_option(8)
 @rounds_option()
-def start(ranks: int, rounds: int) -> None:
-    """Time the whole of 'train --steps 1', the reading of its data and the writing of its checkpoint included."""
-    seconds = []
+@output_option()
+def start(ranks: int, rounds: int, output: Path | None) -> None:
+    """Time the whole of 'train --steps 1', the reading of its data and the writing of its checkpoint included.
+
+    In turn with ranks that only import NumPy, this package and MPI, to which the others are compared; and the CPU time
+    of each part of it, the mean over all ranks.
+    """
+    kinds = ["NumPy", *(["compiled loops"] if find_spec("numba") else [])]
+    seconds: dict[str, list[float]] = {name: [] for name in ("imports alone", *kinds)}
+    phases: dict[str, dict[str, list[float]]] = {kind: {} for kind in kinds}
     for _ in range(rounds):
-        with tempfile.TemporaryDirectory() as folder:
-            options = {"steps": 1, "eval_every": 0, "eval_samples": 1, "sample": 0, "batch_size": ranks}
-            began = perf_counter()
-            launch(ranks, ["spmd_engine", "train", *as_arguments({**options, "run": f"{folder}/run"})])
-            seconds.append(perf_counter() - began)
-    click.echo(f"{ranks} ranks, from the launch to the end of a run of one step: {spread(seconds, unit=' s')}")
+        seconds["imports alone"].append(_time(lambda: start_ranks(ranks, ["-c", IMPORTS])))
+        for kind in kinds:
+            path = os.pathsep.join(filter(None, [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")]))
+            environment = {**os.environ, "SPMD_FAST": str(int(kind != "NumPy")), "PYTHONPATH": path}
+            seconds[kind].append(_time(lambda environment=environment: _train(ranks, environment)))
+            for phase, cpu in json.loads(start_ranks(ranks, WORKER, environment).splitlines()[-1]).items():
+                phases[kind].setdefault(phase, []).append(sum(cpu) / ranks)
+    alone = seconds["imports alone"]
+    rows = [
+        [name, spread(each, unit=" s"), spread([a / b for a, b in zip(each, alone, strict=True)])]
+        for name, each in seconds.items()
+    ]
+    figures = {"seconds": seconds, "cpu_seconds": phases, "python": sys.version, "mpiexec": mpiexec()}
+    report([f"{ranks} ranks", "from the launch to the end", "times imports alone"], rows, figures, output)
+    names = dict.fromkeys(phase for kind in kinds for phase in phases[kind])
+    lines = [[name, *(spread(phases[kind][name], 1000, " ms") for kind in kinds)] for name in names]
+    report(["CPU time of a rank, mean", *kinds], lines, figures, None)
+
+
+def _time(do: Callable[[], object]) -> float:
+    began = perf_counter()
+    do()
+    return perf_counter() - began
+
+
+def _train(ranks: int, environment: dict[str, str]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        options = as_arguments({**ONE_STEP, "batch_size": ranks, "run": f"{folder}/run"})
+        launch(ranks, ["spmd_engine", "train", *options], environment)
