@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING
 
 from spmd_engine.importing import imported_when_asked
-from spmd_engine.training.generate import generate  # at once: its module has the same name, and would stand for it
 
 if TYPE_CHECKING:
     from spmd_engine.training.array_data import ArrayData
