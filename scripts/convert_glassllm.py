@@ -38,9 +38,17 @@ def convert(language, folder):
 def renamed(arrays, head_width):
     """Names and arrays as Llama's are stored: output dims first."""
     halves = np.arange(head_width).reshape(-1, 2).T.reshape(-1)  # of a head's rows: first the first of each pair
-    names = {"attn.W_Q": "self_attn.q_proj", "attn.W_K": "self_attn.k_proj", "attn.W_V": "self_attn.v_proj",
-             "attn.W_O": "self_attn.o_proj", "ffn.W1": "mlp.gate_proj", "ffn.W3": "mlp.up_proj",
-             "ffn.W2": "mlp.down_proj", "norm1.gamma": "input_layernorm", "norm2.gamma": "post_attention_layernorm"}
+    names = {
+        "attn.W_Q": "self_attn.q_proj",
+        "attn.W_K": "self_attn.k_proj",
+        "attn.W_V": "self_attn.v_proj",
+        "attn.W_O": "self_attn.o_proj",
+        "ffn.W1": "mlp.gate_proj",
+        "ffn.W3": "mlp.up_proj",
+        "ffn.W2": "mlp.down_proj",
+        "norm1.gamma": "input_layernorm",
+        "norm2.gamma": "post_attention_layernorm",
+    }
     for name, array in arrays.items():
         if name == "E":
             yield "model.embed_tokens.weight", array
@@ -85,16 +93,33 @@ def tokenizer(said):
         "truncation": None,
         "padding": None,
         "added_tokens": [{"id": number, "content": text} | special for number, text in enumerate(SPECIALS)],
-        "normalizer": {"type": "Sequence", "normalizers": [
-            {"type": "NFC"}, {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}]},
-        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": f"\\n|{SPACE}*[^{SPACE}\\n]+|{SPACE}+"},
-                          "behavior": "Isolated", "invert": False},
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": [{"type": "NFC"}, {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}],
+        },
+        "pre_tokenizer": {
+            "type": "Split",
+            "pattern": {"Regex": f"\\n|{SPACE}*[^{SPACE}\\n]+|{SPACE}+"},
+            "behavior": "Isolated",
+            "invert": False,
+        },
         "post_processor": None,
-        "decoder": {"type": "Sequence", "decoders": [
-            {"type": "Fuse"}, {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}]},
-        "model": {"type": "BPE", "dropout": None, "unk_token": "<unk>", "continuing_subword_prefix": None,
-                  "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
-                  "vocab": {token: number for number, token in enumerate(vocabulary)}, "merges": said["merges"]},
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [{"type": "Fuse"}, {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}],
+        },
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": "<unk>",
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": {token: number for number, token in enumerate(vocabulary)},
+            "merges": said["merges"],
+        },
     }
 
 

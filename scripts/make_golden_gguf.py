@@ -19,25 +19,60 @@ import transformers
 from gguf import GGMLQuantizationType as Type
 
 FOLDER = Path(__file__).resolve().parent.parent / "tests" / "golden" / "gguf"
-SIZES = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 96}
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 8192}
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 96,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 MODELS = {
     "llama": transformers.LlamaConfig(**SIZES, head_dim=16, rope_parameters=LLAMA3, rms_norm_eps=1e-5),
     "qwen3moe": transformers.Qwen3MoeConfig(
         **SIZES, head_dim=16, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True,
         tie_word_embeddings=True),
 }  # fmt: skip
-NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
-         "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-         "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
-         "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate": "ffn_gate_inp",
-         "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
 #: How tensors are packed; those that are not here are F32.
-TYPES = {"token_embd": Type.BF16, "attn_q": Type.Q8_0, "attn_k": Type.Q4_0, "attn_v": Type.F16,
-         "attn_output": Type.Q4_1, "ffn_gate": Type.Q4_1, "ffn_up": Type.Q8_0, "ffn_down": Type.Q4_0,
-         "ffn_gate_exps": Type.Q4_0, "ffn_up_exps": Type.Q8_0, "ffn_down_exps": Type.Q4_1}
+TYPES = {
+    "token_embd": Type.BF16,
+    "attn_q": Type.Q8_0,
+    "attn_k": Type.Q4_0,
+    "attn_v": Type.F16,
+    "attn_output": Type.Q4_1,
+    "ffn_gate": Type.Q4_1,
+    "ffn_up": Type.Q8_0,
+    "ffn_down": Type.Q4_0,
+    "ffn_gate_exps": Type.Q4_0,
+    "ffn_up_exps": Type.Q8_0,
+    "ffn_down_exps": Type.Q4_1,
+}
 
 
 def tensors_of(model):

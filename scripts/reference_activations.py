@@ -34,7 +34,6 @@ def main(folder, file, length=80):
     for name, module in model.named_modules():
         block, _, own = name.rpartition(".")
         if own in ("post_attention_layernorm", "ln_2"):
-
             module.register_forward_pre_hook(partial(keep, out, f"block{block.rpartition('.')[2]}/attention"))
     with torch.no_grad():
         result = model(tokens, output_hidden_states=True, use_cache=False)

@@ -19,7 +19,18 @@ from spmd_engine.signals import exit_code, raise_interrupted
 @click.group(
     cls=LazyGroup,
     modules=modules_of(
-        __name__, "train", "generate", "data", "infer", "inspect", "show", "bench", "verify", "checkpoint", "launch"
+        __name__,
+        "train",
+        "generate",
+        "eval",
+        "data",
+        "infer",
+        "inspect",
+        "show",
+        "bench",
+        "verify",
+        "checkpoint",
+        "launch",
     ),
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )

@@ -133,9 +133,7 @@ def reshard(path: str, folder: str, files: int) -> None:
     show_default=True,
     help="One plain file by our names, or a folder that transformers, or of adapters PEFT, reads.",
 )
-@click.option(
-    "--dtype", type=click.Choice(list(NAMES)), default="float32", show_default=True, help="Of a folder."
-)
+@click.option("--dtype", type=click.Choice(list(NAMES)), default="float32", show_default=True, help="Of a folder.")
 def export(path: str, target: str, optimizer: bool, kind: str, dtype: str) -> None:
     """Write the parameters and buffers of a checkpoint as one plain safetensors file TARGET, every array whole.
 
@@ -176,3 +174,5 @@ def _open(path: str) -> Checkpoint:
     if found.manifest is None:
         raise UsageError(f"{path} is a plain safetensors file; this is for checkpoints, which are folders")
     return found
+
+

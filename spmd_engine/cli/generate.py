@@ -54,7 +54,7 @@ _SHARE = click.FloatRange(0, 1)
 @mesh_option
 @device_option
 @check_option
-def generate(run, model, dtype, mesh, device, check, **options: Any) -> None:
+def generate(run, model, adapter, dtype, mesh, device, check, **options: Any) -> None:
     """Continue prompts with a model, on any mesh. Texts go to standard output.
 
     Tokens are the likeliest ones unless an option of drawing is given, or the model's generation_config.json says
@@ -64,7 +64,7 @@ def generate(run, model, dtype, mesh, device, check, **options: Any) -> None:
     """
     with open_mesh(mesh, check=check) as opened:
         read = text_from_rank_zero(opened.group(), lambda: json.dumps(_prompts(options["prompts"], options["file"])))
-        served = open_text_model(run, model, dtype, opened, device)
+        served = open_text_model(run, model, adapter, dtype, opened, device)
         texts = [_written(served, each, options) for each in json.loads(read) for _ in range(options["samples"])]
         tokens = [served.tokenizer.encode(text, special=special) for text, special in texts]
         said = served.generation

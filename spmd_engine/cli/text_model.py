@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import click
 
@@ -14,8 +15,10 @@ from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.composition import ModelConfig, build_engine
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import UsageError
+from spmd_engine.formats.gguf import read_gguf
 from spmd_engine.serving.options import GenerationConfig, read_generation_config
 from spmd_engine.tokens import ByteTokenizer, Tokenizer
+from spmd_engine.tokens.gguf import gguf_tokenizer
 from spmd_engine.tokens.hugging_face import read_tokenizer
 
 
@@ -38,23 +41,30 @@ def text_model_options(command: Callable) -> Callable:
     """``--run`` or ``--model``: which model."""
     for option in (
         click.option("--dtype", type=click.Choice(["float32", "float64"]), help="Of --model. [default: float32]"),
-        click.option("--model", metavar="PATH", help="Or a model's folder, in Hugging Face's format."),
+        click.option("--adapter", metavar="FOLDER", help="With --model: adapters that PEFT wrote."),
+        click.option("--model", metavar="PATH", help="Or a model's folder, in Hugging Face's format, or a GGUF file."),
         click.option("--run", metavar="DIR", help="Folder that 'train' wrote."),
     ):
         command = option(command)
     return command
 
 
-def open_text_model(run: str | None, model: str | None, dtype: str | None, mesh: Mesh, device: str) -> TextModel:
+def open_text_model(
+    run: str | None, model: str | None, adapter: str | None, dtype: str | None, mesh: Mesh, device: str
+) -> TextModel:
     """The model that ``--run`` or ``--model`` names. Collective; raises UsageError if it is none of text."""
     if bool(run) == bool(model):
         raise UsageError("which model? give either --run DIR or --model PATH")
     if run:
-        if dtype:
-            raise UsageError("--dtype goes with --model; a run has its own")
+        for name, given in (("dtype", dtype), ("adapter", adapter)):
+            if given:
+                raise UsageError(f"--{name} goes with --model; a run has its own")
         return _of_run(run, mesh, device)
-    engine, _ = open_pretrained(ModelConfig(name=str(model), dtype=dtype or "float32"), mesh, device=device)
-    return TextModel(engine, read_tokenizer(str(model)), read_generation_config(str(model)))
+    engine, _ = open_pretrained(ModelConfig(str(model), adapter=adapter, dtype=dtype or "float32"), mesh, device=device)
+    path = Path(str(model))
+    if path.is_dir():
+        return TextModel(engine, read_tokenizer(path), read_generation_config(path))
+    return TextModel(engine, gguf_tokenizer(read_gguf(path).facts, str(path)), GenerationConfig())
 
 
 def _of_run(run: str, mesh: Mesh, device: str) -> TextModel:

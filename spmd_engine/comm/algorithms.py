@@ -130,7 +130,9 @@ def spans(lengths: Sequence[int]) -> list[slice]:
     return [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
 
 
-def joined(blocks: Sequence[np.ndarray], axis: int, dtype: np.dtype, out: np.ndarray | None = None) -> np.ndarray:
+def joined(
+    blocks: Sequence[np.ndarray], axis: int, dtype: np.dtype, out: np.ndarray | None = None
+) -> np.ndarray:
     """``blocks`` of this ``dtype``, one after the other along ``axis``.
 
     NumPy alone would bring their bytes into the machine's order, and their fields into an order of its own.

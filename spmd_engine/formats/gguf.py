@@ -121,9 +121,7 @@ def _read(path: Path, cursor: _Cursor) -> GGUF:
     return GGUF(facts, tensors)
 
 
-def _tensor(
-    path: Path, name: str, shape: tuple[int, ...], kind: int, offset: int, begin: int, size: int
-) -> FileTensor:
+def _tensor(path: Path, name: str, shape: tuple[int, ...], kind: int, offset: int, begin: int, size: int) -> FileTensor:
     where, tensor = (name, str(path), shape), None
     if kind in _PLAIN:
         dtype, numpy = _PLAIN[kind]

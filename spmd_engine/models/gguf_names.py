@@ -39,9 +39,7 @@ def shape_of_gguf(file: GGUF, where: str) -> DecoderShape:
         raise CheckpointError(f"{where}: {error}") from error
 
 
-def _shape(
-    family: str, facts: Mapping[str, Any], tensors: Mapping[str, FileTensor], where: str
-) -> DecoderShape:
+def _shape(family: str, facts: Mapping[str, Any], tensors: Mapping[str, FileTensor], where: str) -> DecoderShape:
     heads, width = facts["attention.head_count"], facts["embedding_length"]
     experts = facts.get("expert_count", 0)
     mixture = None
@@ -79,9 +77,7 @@ def _as_written(value: float) -> float:
     return float(f"{value:.7g}")
 
 
-def _rotary(
-    facts: Mapping[str, Any], tensors: Mapping[str, FileTensor], pairs: int, where: str
-) -> RotaryOptions:
+def _rotary(facts: Mapping[str, Any], tensors: Mapping[str, FileTensor], pairs: int, where: str) -> RotaryOptions:
     plain = RotaryOptions(_as_written(facts.get("rope.freq_base", 10_000.0)))
     kind = facts.get("rope.scaling.type", "none")
     if kind == "linear":

@@ -20,8 +20,8 @@ from spmd_engine.serving.options import SamplingOptions
 from spmd_engine.tokens import TextStream, Tokenizer
 
 BATCH = 32  #: sequences at a time
-#: Scores nearer than this share of their size may change places by rounding, by the number of bytes of a score.
-ROUNDING = {4: 1e-5, 8: 1e-13}
+#: Scores nearer than this may change places by rounding, by the number of bytes of a score.
+ROUNDING = {4: 1e-4, 8: 1e-12}
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def generate(
     """
     _check(engine, prompts, limits, tokenizer)
     model = NextTokens(engine, sampling, log_probs=log_probs)
-    writing = _Writing(engine, prompts, limits, tokenizer, sampling.seed, on_text, batch_size)
+    writing = _Writing(engine, prompts, limits, tokenizer, sampling, on_text, batch_size)
     model.inference_loop(writing.calls(), writing)
     done = text_from_rank_zero(engine.group(), lambda: json.dumps(_as_json(writing.sequences, log_probs)))
     return [Completion(**each) for each in json.loads(done)]
@@ -135,17 +135,18 @@ class _Writing:
         prompts: Sequence[Sequence[int]],
         limits: Limits,
         tokenizer: Tokenizer | None,
-        seed: int,
+        sampling: SamplingOptions,
         on_text: OnText | None,
         batch_size: int,
     ) -> None:
         self._context, self._limits, self._on_text = engine.model.context, limits, on_text
-        self._batch_size, self._rounding = batch_size, ROUNDING.get(engine.dtype.itemsize, 1e-5)
+        self._batch_size = batch_size
+        self._rounding = ROUNDING[engine.dtype.itemsize] / (sampling.temperature if sampling.draws else 1.0)
         before: Counter[tuple[int, ...]] = Counter()
         self.sequences = []
         for number, prompt in enumerate(prompts):
             prompt = [int(token) for token in prompt]
-            key = key_of(seed, "generate", crc32(np.array(prompt, "<i8").tobytes()), before[tuple(prompt)])
+            key = key_of(sampling.seed, "generate", crc32(np.array(prompt, "<i8").tobytes()), before[tuple(prompt)])
             before[tuple(prompt)] += 1
             stream = TextStream(tokenizer, prompt, limits.stop) if tokenizer else None
             self.sequences.append(_Sequence(number, prompt, key, stream))

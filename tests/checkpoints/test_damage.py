@@ -55,11 +55,8 @@ def mutated(content, how, rng):
     size = min(64, len(content) - max(at, other), abs(at - other))
     first, second = sorted((at, other))
     return (
-        content[:first]
-        + content[second : second + size]
-        + content[first + size : second]
-        + content[first : first + size]
-        + content[second + size :]
+        content[:first] + content[second : second + size] + content[first + size : second]
+        + content[first : first + size] + content[second + size :]
     )
 
 

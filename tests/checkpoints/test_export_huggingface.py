@@ -97,17 +97,13 @@ def test_neighbours_that_are_paired_become_halves(tmp_path):
 
     def program():
         with Mesh(data=2) as mesh:  # which keeps parts of the norms of heads, too
-            made = build_engine(
-                ModelConfig(shape=shape, dtype="float64"), mesh, Composition(mesh={"data": 2}, zero=3)
-            )
+            made = build_engine(ModelConfig(shape=shape, dtype="float64"), mesh, Composition(mesh={"data": 2}, zero=3))
             made.load_checkpoint(
                 {name: np.random.default_rng(len(name)).standard_normal(made.global_shape(name)) for name in made.names}
             )
             made.after_update()
             save_checkpoint(tmp_path / "run", made)
-            export_huggingface(
-                Checkpoint(tmp_path / "run"), shape, tmp_path / "out", mesh.group(), dtype="float64"
-            )
+            export_huggingface(Checkpoint(tmp_path / "run"), shape, tmp_path / "out", mesh.group(), dtype="float64")
             return logits(made)
 
     expected = run(program, 2)[0]

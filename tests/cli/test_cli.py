@@ -244,6 +244,24 @@ def test_inspect_needs_no_ranks(here):
     assert f"{931872 * 4:,}" in here("inspect")[1]
 
 
+def test_prepare_train_score_and_write(ok, tmp_path):
+    """From files of text to text, by way of a file of tokens."""
+    lines = "".join(json.dumps({"prompt": f"{n} + 1 =", "completion": f" {n + 1}"}) + "\n" for n in range(60))
+    (tmp_path / "sums.jsonl").write_text(lines)
+    told = ok(2, "data", "prepare", "sums.jsonl", "--output", "sums.tokens").stdout
+    assert "60 documents" in told and told.count("vocabulary 257") == 1
+    ok(1, "data", "inspect", "sums.tokens", "--verify")
+    short = ["--length", "32", "--batch-size", "4", "--warmup", "1", *QUIET]
+    ok(2, "train", "--data", "sums.tokens", "--steps", "2", "--run", "sums", *short)
+    scored = [json.loads(ok(n, "eval", "--run", "runs/sums", "--file", "sums.tokens", "--json").stdout) for n in (1, 2)]
+    np.testing.assert_allclose(scored[0]["log_probs"], scored[1]["log_probs"], atol=1e-4)
+    prompts = ["--prompt", "1 + 1 =", "--prompt", "22 + 1", "--tokens", "6", "--top-k", "9", "--json"]
+    written = [ok(*(n, "generate", "--run", "runs/sums", *prompts, "--mesh", f"model={n}")).stdout for n in (1, 2)]
+    first, second = ([json.loads(line) for line in text.splitlines()] for text in written)
+    assert [each["tokens"] for each in first] == [each["tokens"] for each in second]
+    assert [len(each["tokens"]) for each in first] == [6, 6]
+
+
 def test_help_tells_every_command(ok, here):
     text = ok(1, "--help").stdout
     for command in ("train", "generate", "infer", "inspect"):

@@ -1,6 +1,5 @@
 """LoRA: what it computes on any mesh, against the gradients of all weights; PEFT's files in and out."""
 
-
 import json
 import shutil
 from pathlib import Path

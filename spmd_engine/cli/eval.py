@@ -1,0 +1,76 @@
+"""``eval``: how likely a model finds texts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from spmd_engine.cli.options import check_option, device_option, mesh_option, open_mesh
+from spmd_engine.cli.text_model import TextModel, open_text_model, text_model_options
+from spmd_engine.comm.agreement import text_from_rank_zero
+from spmd_engine.errors import UsageError
+from spmd_engine.formats.token_file import is_token_file, open_token_file
+from spmd_engine.serving.scoring import Score, score
+
+
+@click.command(name="eval", short_help="Score texts: log-probabilities, perplexity.")
+@text_model_options
+@click.option("--text", "texts", multiple=True, help="A text; may be given several times.")
+@click.option("--file", "files", metavar="FILE", multiple=True, help="A file of text, or of tokens: what it holds out.")
+@click.option("--stride", type=click.IntRange(min=1), help="Tokens between windows. [default: half the context]")
+@click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True, help="Windows at a time.")
+@click.option("--json", "as_json", is_flag=True, help="An object a line, with each token's log-probability.")
+@mesh_option
+@device_option
+@check_option
+def eval(run, model, adapter, dtype, texts, files, stride, batch_size, as_json, mesh, device, check) -> None:
+    """Print the mean cost of a token in nats, and the perplexity, of each text.
+
+    Each token is scored by what comes before it, the first of a text by nothing, and so not at all. A text beyond the
+    context is read in windows that overlap.
+    """
+    with open_mesh(mesh, check=check) as opened:
+        served = open_text_model(run, model, adapter, dtype, opened, device)
+        read = text_from_rank_zero(opened.group(), lambda: json.dumps(_read(served, texts, files)))
+        named = json.loads(read)
+        scores = score(served.engine, [tokens for _, tokens in named], stride=stride, batch_size=batch_size)
+        if opened.rank == 0:
+            for (name, tokens), each in zip(named, scores, strict=True):
+                click.echo(json.dumps(_as_json(name, tokens, each)) if as_json else _line(name, each))
+
+
+def _read(served: TextModel, texts: tuple[str, ...], files: tuple[str, ...]) -> list[tuple[str, list[int]]]:
+    """Names and tokens of texts."""
+    found = [(text if len(text) < 40 else text[:37] + "...", served.tokenizer.encode(text)) for text in texts]
+    for file in files:
+        if is_token_file(file):
+            tokens = open_token_file(file)
+            held_out = tokens.tokens[tokens.facts.train_tokens :].tolist()
+            if not held_out:
+                raise UsageError(f"{file} holds out no documents: score a file of text instead")
+            found.append((file, held_out))
+            continue
+        try:
+            text = Path(file).read_bytes().decode(errors="surrogateescape")
+        except OSError as error:
+            raise UsageError(f"--file {file} cannot be read: {error}") from None
+        found.append((file, served.tokenizer.encode(text)))
+    if not found:
+        raise UsageError("eval needs a text: give --text TEXT or --file FILE")
+    return found
+
+
+def _line(name: str, found: Score) -> str:
+    return f"{name!r}: {len(found.log_probs):,} tokens, {found.nats:.4f} nats each, perplexity {found.perplexity:.3f}"
+
+
+def _as_json(name: str, tokens: list[int], found: Score) -> dict:
+    return {
+        "text": name,
+        "tokens": tokens,
+        "log_probs": found.log_probs.tolist(),
+        "nats": found.nats,
+        "perplexity": found.perplexity,
+    }

@@ -1,0 +1,98 @@
+"""How likely a model finds texts: the log-probability of each of their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import exp
+
+import numpy as np
+
+from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.engine.layered import LayeredEngine
+from spmd_engine.errors import NotFiniteError, UsageError
+from spmd_engine.sharding.shards import Shards
+
+
+@dataclass(frozen=True)
+class Score:
+    """A text's log-probabilities: of all its tokens but the first, before which nothing is."""
+
+    log_probs: np.ndarray
+
+    @property
+    def nats(self) -> float:
+        """The mean of what each token costs."""
+        return float(-self.log_probs.mean())
+
+    @property
+    def perplexity(self) -> float:
+        return exp(self.nats) if self.nats < 700 else float("inf")
+
+
+def score(
+    engine: LayeredEngine, texts: Sequence[Sequence[int]], *, stride: int | None = None, batch_size: int = 8
+) -> list[Score]:
+    """The scores of texts as tokens, the same on every rank and every mesh. Collective.
+
+    A text that is longer than the model's context is read in windows that begin ``stride`` tokens (half a context)
+    after each other, and every token is scored by the first window that has it: with context - stride tokens before it
+    at least. Raises UsageError for texts of less than two tokens, and for tokens that the model does not know.
+    """
+    context = engine.model.context or max(map(len, texts), default=1)
+    stride = stride or max(1, context // 2)
+    if not 0 < stride <= context:
+        raise UsageError(f"stride {stride}: it is from 1 to the context of {context}")
+    windows: list[tuple[int, int, int, int]] = []  # text, begin, end of what is read, first target that is scored
+    for number, text in enumerate(texts):
+        if len(text) < 2:
+            raise UsageError(f"text {number} has {len(text)} token(s); at least two are needed to score one")
+        if unknown := [token for token in text if not 0 <= token < engine.model.vocabulary]:
+            known = engine.model.vocabulary - 1
+            raise UsageError(f"text {number} has token {unknown[0]}; {engine.model.name} knows 0 to {known}")
+        begin, scored = 0, 1
+        while scored < len(text):
+            end = min(begin + context + 1, len(text))
+            windows.append((number, begin, end, scored))
+            begin, scored = begin + stride, end
+    found = [np.zeros(len(text) - 1) for text in texts]
+    with engine.inference():
+        for first in range(0, len(windows), batch_size):
+            some = windows[first : first + batch_size]
+            likely = _of_windows(engine, [texts[number][begin:end] for number, begin, end, _ in some])
+            for line, (number, begin, end, scored) in zip(likely, some, strict=True):
+                found[number][scored - 1 : end - 1] = line[scored - 1 - begin : end - 1 - begin]
+    if not all(np.isfinite(each).all() for each in found):
+        raise NotFiniteError(f"{engine.model.name}: its scores are not finite; are its parameters?")
+    return [Score(each) for each in found]
+
+
+def _of_windows(engine: LayeredEngine, windows: Sequence[Sequence[int]]) -> np.ndarray:
+    """[b s]: the log-probability of each token but the first of each window, on every rank. Collective."""
+    length = max(map(len, windows)) - 1
+    whole = np.zeros((len(windows), length + 1), np.int64)  # what comes behind a window is not looked at
+    for line, window in zip(whole, windows, strict=True):
+        line[: len(window)] = window
+    part = engine.batch_span(len(whole))
+    inputs, targets = engine.cut_rows(whole[part, :-1], whole[part, 1:])
+    outputs = engine.forward(inputs)
+    likely = np.full((len(whole), length), -np.inf)
+    if outputs is not None:
+        here = _log_probs(engine, outputs, engine.backend.asarray(targets))
+        likely[part, engine.layout.positions(length, engine.mesh)] = backend_of(here).to_host(here)
+    return engine.all_reduce(likely, "max", label="score") if engine.num_devices > 1 else likely
+
+
+def _log_probs(engine: LayeredEngine, scores: Array, targets: Array) -> Array:
+    """log softmax(scores[b s v]) at targets[b s], where v may be cut; in float64."""
+    sh, xp = Shards(engine.mesh, engine.layout, "score"), backend_of(scores).xp
+    top = scores.max(axis=-1, initial=-xp.inf).astype(xp.float64)
+    top = sh.all_reduce(top, over="v", op="max")
+    sums = xp.zeros((2, *targets.shape))
+    for number in range(len(scores)):  # a sample at a time: float64 of all would be twice the scores' memory
+        sums[0, number] = xp.exp(scores[number].astype(xp.float64) - top[number, :, None]).sum(axis=-1)
+    place = targets - sh.span("v", engine.model.vocabulary).start
+    ours = (place >= 0) & (place < scores.shape[-1])
+    sums[1][ours] = scores[ours, place[ours]] - top[ours]
+    sums = sh.all_reduce(sums, over="v")
+    return sums[1] - xp.log(sums[0])

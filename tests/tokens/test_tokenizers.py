@@ -1,0 +1,215 @@
+"""Tokenizers of others' files, chat templates; and the text that a trained model is documented to write."""
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+
+import tiny
+from spmd_engine import Mesh, run
+from spmd_engine.checkpoints.pretrained import open_pretrained
+from spmd_engine.engine.composition import ModelConfig
+from spmd_engine.errors import UsageError
+from spmd_engine.serving import Limits, SamplingOptions, generate
+from spmd_engine.tokens import ByteTokenizer, TextStream
+from spmd_engine.tokens.chat import chat_text
+
+library = pytest.importorskip("tokenizers")
+from spmd_engine.tokens.gguf import gguf_tokenizer  # noqa: E402 (only with the library)
+from spmd_engine.tokens.hugging_face import read_tokenizer  # noqa: E402
+
+TEXT = "Hello world, naïve 数字 🙂 1234\n  end"
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory):
+    """A byte-level BPE as GPT-2 has it, of a few merges, in a folder."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer = library.Tokenizer(library.models.BPE())
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    alphabet = library.pre_tokenizers.ByteLevel.alphabet()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=alphabet, special_tokens=["<|end|>"], show_progress=False
+    )
+    tokenizer.train_from_iterator([TEXT * 3, "the cat sat on the mat " * 9], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|end|>"}}))
+    return folder
+
+
+def test_a_text_comes_back(byte_level):
+    tokenizer = read_tokenizer(byte_level)
+    tokens = tokenizer.encode(TEXT)
+    assert tokenizer.decode(tokens) == TEXT and max(tokens) < tokenizer.vocabulary == 300
+    assert tokenizer.end == tokenizer.separator == 0
+    assert tokenizer.encode_all([TEXT, "the"]) == [tokens, tokenizer.encode("the")]
+    assert tokenizer.decode([*tokens, tokenizer.end]) == TEXT
+    assert tokenizer.encode("a\udcff") == tokenizer.encode("a\ufffd")  # a byte that was no text
+
+
+def test_a_stream_tells_what_the_whole_says(byte_level):
+    tokenizer = read_tokenizer(byte_level)
+    stream = TextStream(tokenizer)
+    pieces = [stream.feed(token) for token in tokenizer.encode(TEXT)]
+    assert "".join(pieces) + stream.finish() == TEXT and not any("\ufffd" in piece for piece in pieces)
+
+
+def test_its_files_make_it_anew(byte_level, tmp_path):
+    tokenizer = read_tokenizer(byte_level)
+    for name, text in tokenizer.files.items():
+        (tmp_path / name).write_text(text)
+    again = read_tokenizer(tmp_path)
+    assert (again.sha256, again.end, again.encode(TEXT)) == (tokenizer.sha256, 0, tokenizer.encode(TEXT))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", "{", "describes no tokenizer"),
+        ("tokenizer.json", '{"model": {"type": "none"}}', "describes no tokenizer"),
+        ("tokenizer.json", b"\xff", "cannot be read"),
+        ("tokenizer_config.json", "[]", "must hold an object"),
+        ("tokenizer_config.json", '{"eos_token": "<gone>"}', "has no token '<gone>', which ends a text"),
+    ],
+)
+def test_damaged_files_are_told(byte_level, tmp_path, name, content, message):
+    for file in byte_level.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UsageError, match=message):
+        read_tokenizer(tmp_path)
+
+
+def test_a_folder_without_one_is_told(tmp_path):
+    with pytest.raises(UsageError, match="no such file; a model's folder has its tokenizer there"):
+        read_tokenizer(tmp_path)
+
+
+# --- GGUF
+
+
+def metadata_of(folder):
+    """What a GGUF file would say of this tokenizer."""
+    content = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    tokens = sorted(vocabulary, key=vocabulary.get)
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3 if token == "<|end|>" else 1 for token in tokens],
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in content["model"]["merges"]],
+        "tokenizer.ggml.eos_token_id": vocabulary["<|end|>"],
+        "tokenizer.chat_template": "{{ messages[0].content }}",
+    }
+
+
+def test_a_gguf_vocabulary_encodes_as_the_original(byte_level):
+    original, found = read_tokenizer(byte_level), gguf_tokenizer(metadata_of(byte_level))
+    for text in (TEXT, "the cat<|end|>sat", "  two  spaces"):
+        assert found.encode(text) == original.encode(text)
+    assert found.decode(found.encode(TEXT)) == TEXT and found.end == original.end and found.chat_template
+
+
+def test_sentence_piece_s_pairs_are_merged_by_score():
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokens += ["▁", "a", "b", "c", "ab", "bc", "▁ab", "abc"]
+    scores = [0.0] * 259 + [-9.0, -9.0, -9.0, -9.0, -2.0, -1.0, -3.0, -4.0]
+    types = [2, 3, 3, *[6] * 256, *[1] * 8]
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+    }
+    tokenizer = gguf_tokenizer(metadata)
+    pieces = [tokens[token] for token in tokenizer.encode("abc ab é")]
+    assert pieces == ["<s>", "▁", "abc", "▁ab", "▁", "<0xC3>", "<0xA9>"]  # bc before ab, by its score
+    assert tokenizer.decode(tokenizer.encode("abc ab é")) == "abc ab é"
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model is 'bert'; known are gpt2 and llama"),
+        ({"tokenizer.ggml.pre": "odd"}, "tokenizer.ggml.pre is 'odd'"),
+        ({"tokenizer.ggml.tokens": []}, "has no tokenizer.ggml.tokens"),
+        ({"tokenizer.ggml.token_type": [1]}, "300 tokens, but 1 types of them"),
+        ({"tokenizer.ggml.eos_token_id": 400}, "eos_token_id is 400, of 300 tokens"),
+        ({"tokenizer.ggml.merges": ["x y"]}, "its vocabulary cannot be read"),
+    ],
+)
+def test_damaged_vocabularies_are_told(byte_level, changed, message):
+    with pytest.raises(UsageError, match=message):
+        gguf_tokenizer(metadata_of(byte_level) | changed)
+
+
+# --- chat
+
+TEMPLATE = """{%- for message in messages %}
+    {%- if message.role not in ['user', 'assistant'] %}{{ raise_exception('no role ' + message.role) }}{% endif %}
+    {{- '<' + message.role + '>' + message.content | trim + eos_token }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"""
+
+
+class Chatty(ByteTokenizer):
+    special = {"eos_token": "|"}
+
+    def __init__(self, chat_template):
+        self.chat_template = chat_template
+
+
+def test_a_conversation_is_written_as_the_template_says():
+    pytest.importorskip("jinja2")
+    messages = [{"role": "user", "content": " Hello "}]
+    assert chat_text(Chatty(TEMPLATE), messages) == "<user>Hello|<assistant>"
+    messages += [{"role": "assistant", "content": "Hi"}]
+    assert chat_text(Chatty(TEMPLATE), messages, answer=False) == "<user>Hello|<assistant>Hi|"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "this model has no chat template"),
+        (TEMPLATE, "no role system"),
+        ("{% if", "the chat template cannot write this conversation"),
+        ("{{ messages.__class__.__mro__ }}", "access to attribute '__class__'"),
+        ("{{ messages.append(1) }}", "cannot write"),
+        ("{% for i in range(10 ** 9) %}{% endfor %}", "cannot write"),
+    ],
+)
+def test_templates_that_cannot_be(template, message):
+    pytest.importorskip("jinja2")
+    with pytest.raises(UsageError, match=message):
+        chat_text(Chatty(template), [{"role": "system", "content": "x"}])
+
+
+# --- a trained model
+
+ALICE = " the\nQueen to the Queen, and she found it was saying to herself, and\nshe was so much a"
+
+
+@pytest.mark.parametrize("axes", [{"data": 1}, {"model": 4}, {"model": 3}, {"context": 2}, {"pipe": 2}], ids=str)
+def test_a_trained_model_writes_its_documented_text(axes, tmp_path):
+    pytest.importorskip("glassllm", reason="needs the model in PyPI's glassllm: pip install '.[test]'")
+    folder = tmp_path / "glass"
+    runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "convert_glassllm.py"))["convert"]("en", folder)
+    tokenizer = read_tokenizer(folder)
+    prompt = tokenizer.encode("Alice was beginning to")
+    assert prompt == [494, 160, 729, 633, 111]
+
+    def program():
+        with Mesh(**axes) as mesh:
+            engine, _ = open_pretrained(ModelConfig(name=str(folder)), mesh)
+            limits = Limits(24)
+            return generate(
+                engine, [prompt], sampling=SamplingOptions(), limits=limits, tokenizer=tokenizer, log_probs=True
+            )
+
+    for (found,) in run(program, tiny.ranks_of(axes)):
+        assert found.text == ALICE and abs(found.log_probs[0] + 1.5998) < 1e-4
