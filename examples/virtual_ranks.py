@@ -1,6 +1,6 @@
 """Four virtual ranks in one process: no MPI, one debugger, results in rank order.
 
-python examples/virtual_ranks.py
+    python examples/virtual_ranks.py
 """
 
 import numpy as np

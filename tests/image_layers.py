@@ -66,7 +66,9 @@ def solve(problem, cut):
             return layout.spec(dims).gather(x, mesh)
 
         p = {name: block(array, layer.parameters[name].dims) for name, array in problem.p.items()}
-        buffers = {name: block(np.full(b.whole(layer.sizes), b.initial), b.dims) for name, b in layer.buffers.items()}
+        buffers = {
+            name: block(np.full(b.whole(layer.sizes), b.initial), b.dims) for name, b in layer.buffers.items()
+        }
         given, ctx = tree_of({**p, **buffers}), ForwardContext(None, None, training=True)
         y, saved, *extra = layer.forward(sh, given, block(problem.x, layer.inputs.dims), ctx)
         dx, rest = layer.backward_input(sh, given, saved, block(problem.dy, layer.outputs.dims))

@@ -19,7 +19,9 @@ def small_convnet(**how):
 
 
 def small_resnet(bottleneck=False, large=True, **how):
-    return resnet(SHAPE, "resnet-test", blocks=(1, 2), width=3, bottleneck=bottleneck, large=large, **how)
+    return resnet(
+        SHAPE, "resnet-test", blocks=(1, 2), width=3, bottleneck=bottleneck, large=large, **how
+    )
 
 
 def pictures(step, shape=SHAPE, batch=BATCH):

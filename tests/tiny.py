@@ -42,7 +42,9 @@ def tokens(step):
 
 def batch(engine, step, micro_batches=2):
     inputs, targets = tokens(step)
-    return make_batch(lambda samples: (inputs[samples], targets[samples]), BATCH, micro_batches, engine, step=step)
+    return make_batch(
+        lambda samples: (inputs[samples], targets[samples]), BATCH, micro_batches, engine, step=step
+    )
 
 
 def make_engine(

@@ -29,7 +29,9 @@ def max_pool(x: Array, rows: Window, columns: Window) -> tuple[Array, Array]:
 
 
 @fused_of_images
-def max_pool_gradient(dy: Array, chosen: Array, rows: Window, columns: Window, lengths: tuple[int, int]) -> Array:
+def max_pool_gradient(
+    dy: Array, chosen: Array, rows: Window, columns: Window, lengths: tuple[int, int]
+) -> Array:
     """dx[b h w c] of ``max_pool`` for dy[b p q c]; ``lengths`` are those of h and w."""
     dx = backend_of(dy).xp.zeros((dy.shape[0], *lengths, dy.shape[3]), dy.dtype)
     check_gradient(dy.shape, dx.shape, rows, columns, dy.shape[3])

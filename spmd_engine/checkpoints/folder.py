@@ -149,3 +149,5 @@ def _sync(folder: Path) -> None:
             raise
     finally:
         os.close(handle)
+
+

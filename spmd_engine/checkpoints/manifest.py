@@ -219,3 +219,5 @@ def _overlap(rectangles: Sequence[Rectangle]) -> tuple[Rectangle, Rectangle] | N
         if shared.any():
             return ordered[i], ordered[i + 1 + int(np.argmax(shared))]
     return None
+
+

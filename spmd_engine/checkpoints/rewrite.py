@@ -143,9 +143,10 @@ def _source(name: str, array: Sliceable, piece: Rectangle) -> Source:
 
 
 def _whole_on_all(arrays: Arrays, ranks: int) -> Placement:
-    return Placement(
-        {
-            name: ArrayPlacement.of_rectangles(each.shape, DTYPES[each.dtype], [(Rectangle.whole(each.shape),)] * ranks)
-            for name, each in arrays.items()
-        }
-    )
+    return Placement({
+        name: ArrayPlacement.of_rectangles(
+            each.shape, DTYPES[each.dtype], [(Rectangle.whole(each.shape),)] * ranks
+        )
+        for name, each in arrays.items()
+    })
+

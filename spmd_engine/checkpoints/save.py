@@ -226,7 +226,9 @@ def shares_of(engine: ShardedEngine, optimizer: Optimizer | None) -> list[Shares
         owned, kinds = engine.placement(owned=True), sorted(optimizer.state)
         placement = Placement({f"{kind}/{name}": each for kind in kinds for name, each in owned.items()})
         arrays = {
-            f"{kind}/{name}": array for kind in kinds for name, array in engine.named(optimizer.state[kind]).items()
+            f"{kind}/{name}": array
+            for kind in kinds
+            for name, array in engine.named(optimizer.state[kind]).items()
         }
         shares.append(Shares(OPTIMIZER, placement, deal(placement, loads), arrays))
     return shares

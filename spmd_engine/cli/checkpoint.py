@@ -189,3 +189,5 @@ def _open(path: str) -> Checkpoint:
     if found.manifest is None:
         raise UsageError(f"{path} is a plain safetensors file; this is for checkpoints, which are folders")
     return found
+
+

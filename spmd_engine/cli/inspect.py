@@ -85,7 +85,9 @@ def inspect(model: str, images: str | None, mesh: str | None, dtype: str, **opti
         where = f"stage {stage}: " if len(plans) > 1 else ""
         here = _counted(len(plan.uses), "layer"), _counted(len(list(plan.members)), "parameter")
         console.print(f"{where}{here[0]} with {here[1]} -> {_counted(len(plan.groups), 'group')}")
-    held = bytes_per_rank(built, places, storage, itemsize, _STATES, stages, layout=layout, chunks_per_stage=chunks)
+    held = bytes_per_rank(
+        built, places, storage, itemsize, _STATES, stages, layout=layout, chunks_per_stage=chunks
+    )
     console.print()
     console.print(_summary(held))
 

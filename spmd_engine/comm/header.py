@@ -204,3 +204,4 @@ def refused(texts: Mapping[str, Sequence[int]], group: str, size: int) -> UsageE
 def named(ranks: Sequence[int]) -> str:
     """``rank 1``, or ``ranks 0, 2``."""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+

@@ -36,7 +36,9 @@ class Reductions(Messages):
             return self._at_once(plan, x, out)
         return self._start_all_reduce(x, op, out, label, waits=True).wait()
 
-    def start_all_reduce(self, x: Array, op: str = "sum", *, out: Array | None = None, label: str = "") -> Pending:
+    def start_all_reduce(
+        self, x: Array, op: str = "sum", *, out: Array | None = None, label: str = ""
+    ) -> Pending:
         return self._start_all_reduce(x, op, out, label, waits=False)
 
     def _start_all_reduce(self, x: Array, op: str, out: Array | None, label: str, waits: bool) -> Pending:

@@ -114,7 +114,6 @@ def _end_all_ranks_on_error(comm) -> None:
     Of ranks that fail together (a mismatch is the same error everywhere) only the lowest speaks, so that
     there is one traceback.
     """
-
     def hook(kind, error, trace):
         if issubclass(kind, RankAborted):
             time.sleep(5)  # the rank that failed says why, and ends the job

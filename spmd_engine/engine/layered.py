@@ -331,3 +331,4 @@ class LayeredEngine(StoredEngine):
         self.model.check_targets(targets)
         targets = self.backend.asarray(targets)
         return function(Shards(self.mesh, self.layout, label), outputs, targets, **options)
+

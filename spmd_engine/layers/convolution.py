@@ -70,7 +70,9 @@ class Conv2d(Layer):
         if groups < 1 or inputs[1] % groups or outputs[1] % groups:
             raise UsageError(f"Conv2d from {inputs[1]} to {outputs[1]} channels: {groups} groups do not divide them")
         batch, y, x = self.letters = letters
-        self.windows = ImageWindows.of(image, kernel, stride=stride, dilation=dilation, padding=padding, letters=y + x)
+        self.windows = ImageWindows.of(
+            image, kernel, stride=stride, dilation=dilation, padding=padding, letters=y + x
+        )
         self.groups = ChannelGroups(inputs[1], outputs[1], groups)
         self.input_gradient = input_gradient
         self.inputs, self.outputs = (Activation(f"{batch} {y} {x} {each}", where="inside") for each in (i, o))

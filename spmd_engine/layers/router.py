@@ -160,11 +160,8 @@ class Router:
     def _tokens(self, sh: Shards, samples: int, ctx: ForwardContext) -> Tokens | None:
         """Which tokens these are, for whom it matters."""
         options = self.options
-        if (
-            ctx.cache is not None
-            or options.capacity_factor is None
-            and options.routing == "learned"
-            and (options.second_choice == "always" or not ctx.training)
+        if ctx.cache is not None or options.capacity_factor is None and options.routing == "learned" and (
+            options.second_choice == "always" or not ctx.training
         ):
             return None
         numbers = ctx.samples

@@ -121,7 +121,9 @@ class _Network:
     def add(self, name: str, layer: Layer) -> None:
         self.layers.append((name, layer))
 
-    def conv(self, into: str, out: str, channels: int, kernel: int, *, stride: int = 1, padding: int = 0) -> Conv2d:
+    def conv(
+        self, into: str, out: str, channels: int, kernel: int, *, stride: int = 1, padding: int = 0
+    ) -> Conv2d:
         """A convolution of what came out last; no bias, since a batch norm follows."""
         layer = Conv2d(
             (into, self.channels),

@@ -41,7 +41,9 @@ def clean_environment() -> dict[str, str]:
     """This process's environment without a launcher's variables: a process that initialised MPI has some,
     and a new job would take them for its own. Settings (..._MCA_...) stay."""
     return {
-        name: value for name, value in os.environ.items() if "_MCA_" in name or not name.startswith(LAUNCHER_VARIABLES)
+        name: value
+        for name, value in os.environ.items()
+        if "_MCA_" in name or not name.startswith(LAUNCHER_VARIABLES)
     }
 
 

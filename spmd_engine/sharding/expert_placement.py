@@ -43,7 +43,9 @@ def greedy(loads: Sequence[float], parts: int, most_per_part: int | None = None)
     return tuple(placement)
 
 
-def optimal(loads: Sequence[float], parts: int, most_per_part: int | None = None, *, steps: int = 200_000) -> Placement:
+def optimal(
+    loads: Sequence[float], parts: int, most_per_part: int | None = None, *, steps: int = 200_000
+) -> Placement:
     """A placement whose heaviest part is as light as can be, by branch and bound, beginning with the greedy one.
 
     Meant for up to some sixteen experts: raises UsageError if it has not ended after ``steps`` tries (about a second).

@@ -69,7 +69,9 @@ class Rectangle:
 
     def within(self, outer: Rectangle) -> Rectangle:
         """The same elements, counted from where ``outer`` begins: where they are in a block that is ``outer``."""
-        start, stop = (tuple(a - b for a, b in zip(ends, outer.start, strict=True)) for ends in (self.start, self.stop))
+        start, stop = (
+            tuple(a - b for a, b in zip(ends, outer.start, strict=True)) for ends in (self.start, self.stop)
+        )
         return Rectangle(start, stop)
 
     def elements(self, first: int, last: int) -> Iterator[Rectangle]:

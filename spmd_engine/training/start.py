@@ -72,6 +72,8 @@ def train(
         raise UsageError("--resume needs --run NAME: which run shall go on?")
     with _open_mesh(job) as mesh:
         job = job.changed(model=with_shape(job.model, mesh.group()))
+        if job.model.lora is not None and job.model.path is None:
+            raise UsageError(f"adapters are of trained weights, but {job.model.name} begins with none: --model PATH")
         job, notices = _fitted(job, mesh, resume, given)
         workload = open_workload(job, mesh)
         notices += _without_effect(workload)

@@ -146,7 +146,9 @@ class Pair:
         self.gradients_before = {name: g.copy() for name, g in self.engine.named(self.engine.gradients).items()}
         self.parameters_before = {name: parameter.copy() for name, parameter in self.engine.parameters.items()}
         optimizer.update(self.engine, self.engine.gradients, step=step, rate=rate)
-        self._on_first(lambda: optimizer_alone.update(self.reference, self.reference.gradients, step=step, rate=rate))
+        self._on_first(
+            lambda: optimizer_alone.update(self.reference, self.reference.gradients, step=step, rate=rate)
+        )
 
     # --- comparing ---------------------------------------------------------------------------------------
 

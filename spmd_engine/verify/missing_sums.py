@@ -93,7 +93,9 @@ def _may_be_summed(name: Name, over: Axes, everyone: Sequence[tuple[dict, dict]]
     return shapes and any(runs != team[0] for team in teams.values() for runs in team)
 
 
-def _summing(engine: ShardedEngine, whose: Any, method: str, sums: dict[Name, Axes]) -> AbstractContextManager[None]:
+def _summing(
+    engine: ShardedEngine, whose: Any, method: str, sums: dict[Name, Axes]
+) -> AbstractContextManager[None]:
     """Meanwhile these names are bound to their arrays' sums over ranks."""
 
     def see(name: Name, array: Array) -> Array | None:

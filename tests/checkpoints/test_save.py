@@ -81,14 +81,12 @@ def test_replicas_share_the_work_and_nothing_is_written_twice(tmp_path):
 def test_dealing_covers_each_element_once_by_those_who_hold_it():
     whole, halves = Rectangle.whole((10, 3)), [Rectangle((0, 0), (5, 3)), Rectangle((5, 0), (10, 3))]
     number = Rectangle((), ())
-    placement = Placement(
-        {
-            "replicated": ArrayPlacement.of_rectangles((10, 3), "f4", [(whole,)] * 4),
-            "halves": ArrayPlacement.of_rectangles((10, 3), "f8", [(halves[rank // 2],) for rank in range(4)]),
-            "number": ArrayPlacement.of_rectangles((), "f8", [(), (number,), (), (number,)]),
-            "nothing": ArrayPlacement.of_rectangles((0, 3), "f8", [(Rectangle.whole((0, 3)),)] * 4),
-        }
-    )
+    placement = Placement({
+        "replicated": ArrayPlacement.of_rectangles((10, 3), "f4", [(whole,)] * 4),
+        "halves": ArrayPlacement.of_rectangles((10, 3), "f8", [(halves[rank // 2],) for rank in range(4)]),
+        "number": ArrayPlacement.of_rectangles((), "f8", [(), (number,), (), (number,)]),
+        "nothing": ArrayPlacement.of_rectangles((0, 3), "f8", [(Rectangle.whole((0, 3)),)] * 4),
+    })
     loads = [0] * 4
     dealt = deal(placement, loads, block_bytes=50)
     for name, array in placement.items():

@@ -10,7 +10,7 @@ from spmd_engine.cli import main
 from spmd_engine.engine import AdamW
 from spmd_engine.verify import Cause, mesh_of_one, verify
 
-MINE = """
+MINE = '''
 import numpy as np
 from spmd_engine import Mesh
 from spmd_engine.engine import ShardedEngine
@@ -59,7 +59,7 @@ def alone():
     return DataParallel(4, 6, Mesh(data=1))
 
 nothing = 3
-"""
+'''
 SHORT = ["--length", "8", "--batch-size", "4"]
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 

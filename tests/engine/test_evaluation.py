@@ -100,7 +100,6 @@ def test_an_engine_of_one_s_own_has_metrics_too():
 
 def test_an_engine_made_distributed_keeps_its_metrics():
     with Mesh(data=1) as mesh:
-
         class Whole(Scores):
             input_sharding = output_sharding = target_sharding = ""
 

@@ -50,7 +50,6 @@ def test_backward_by_finite_differences(name):
 
 # --- many ranks compute what one does
 
-
 @every_layer
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_sharded_as_single(name, axes):

@@ -244,7 +244,9 @@ def test_rows_go_to_the_ranks_of_a_letter_and_back(started):
         x = x.reshape(-1, 3)
         y, received = sh.all_to_all(x, splits, over="e")
         assert received == [(sender + sh.mesh.rank) % 3 for sender in range(3)]
-        assert y.tolist() == [[sender, sh.mesh.rank, k] for sender, count in enumerate(received) for k in range(count)]
+        assert y.tolist() == [
+            [sender, sh.mesh.rank, k] for sender, count in enumerate(received) for k in range(count)
+        ]
         if started:
             back = sh.start_all_to_all(y, received, over="e").wait()
         else:

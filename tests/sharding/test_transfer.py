@@ -133,12 +133,10 @@ def test_several_arrays_and_dtypes_are_one_transfer(n):
     before = {"matrix": "a/data b", "number": "", "nothing": "a b/data", "bits": "a/data", "long": "a b c d/data"}
     after = {"matrix": "a b/data", "number": "", "nothing": "a/data b", "bits": "a", "long": "a/data b c d"}
     source, target = (
-        Placement(
-            {
-                name: of_spec(spec, axes, shapes[name], dtypes[name], among=among if name == "number" else None)
-                for name, spec in specs.items()
-            }
-        ).checked()
+        Placement({
+            name: of_spec(spec, axes, shapes[name], dtypes[name], among=among if name == "number" else None)
+            for name, spec in specs.items()
+        }).checked()
         for specs, among in ((before, {"data": (1,)}), (after, None))
     )
     plan = plan_transfer(source, target, piece_bytes=64)

@@ -181,7 +181,9 @@ def test_what_a_section_within_leaves_out_is_as_the_section_around_has_it():
 PAGE = Path(spmd_engine.__file__).parent.parent / "docs" / "configuration.md"
 
 
-@pytest.mark.parametrize("kind", [Job, ModelConfig, Mixture, RouterOptions, DataConfig, TrainingConfig, Composition])
+@pytest.mark.parametrize(
+    "kind", [Job, ModelConfig, Mixture, RouterOptions, DataConfig, TrainingConfig, Composition]
+)
 def test_the_page_names_every_field(kind):
     named = set(re.findall(r"`(\w+)`", PAGE.read_text()))
     assert {each.name for each in fields(kind)} <= named

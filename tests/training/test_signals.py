@@ -119,9 +119,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 from spmd_engine.launchers import launcher_rank
 """
 
-TRAIN = (
-    HEAD
-    + """
+TRAIN = HEAD + """
 from spmd_engine.cli import main
 
 def send(metrics, number):
@@ -133,7 +131,6 @@ if launcher_rank() in {ranks}:
     threading.Thread(target=send, args=(Path("runs/r/metrics.jsonl"), signal.{signal}), daemon=True).start()
 main("train --model mlp --steps 1000000 --batch-size 8 --eval-samples 2 --run r".split())
 """
-)
 
 
 def own_lines(text):
@@ -175,9 +172,7 @@ def test_ctrl_c_to_the_launcher_saves(tmp_path):
     assert (tmp_path / "runs" / "r" / "checkpoints" / "latest" / "manifest.json").exists()
 
 
-WAITING = (
-    HEAD
-    + """
+WAITING = HEAD + """
 import numpy as np
 from spmd_engine import Mesh
 mesh = Mesh()
@@ -189,7 +184,6 @@ if mesh.rank == 2:
     time.sleep(30)
 mesh.all_gather(np.ones(3))
 """
-)
 
 
 @needs_mpi
@@ -202,9 +196,7 @@ def test_any_program_ends_at_once_in_one_line(mpi_run, tmp_path, ranks):
     assert "interrupted; it ends the job" in line
 
 
-COMMAND = (
-    HEAD
-    + """
+COMMAND = HEAD + """
 from spmd_engine.cli import main
 
 def send():
@@ -216,7 +208,6 @@ if launcher_rank() == 0:
     threading.Thread(target=send, daemon=True).start()
 main("verify --steps 1000".split())
 """
-)
 
 
 @needs_mpi
@@ -226,7 +217,6 @@ def test_a_command_ends_at_once_in_one_line(mpi_run, tmp_path):
     assert result.returncode == 143, result.stderr
     (line,) = own_lines(result.stderr)
     assert line == "spmd_engine: interrupted by SIGTERM"
-
 
 LOADING = """
 import os, runpy, signal, sys

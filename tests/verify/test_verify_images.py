@@ -97,7 +97,9 @@ def disagreement(axes, name, kind, **attributes):
     return report.disagreement
 
 
-@pytest.mark.parametrize(("axes", "over"), [({"rows": 2, "data": 2}, "rows"), ({"pipe": 2, "columns": 2}, "columns")])
+@pytest.mark.parametrize(
+    ("axes", "over"), [({"rows": 2, "data": 2}, "rows"), ({"pipe": 2, "columns": 2}, "columns")]
+)
 @pytest.mark.parametrize("kind", [ConvWithoutHalo, ConvThatSendsNothingBack])
 def test_a_missing_halo_is_named(kind, axes, over):
     found = disagreement(axes, "block1/conv", kind)

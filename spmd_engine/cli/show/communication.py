@@ -83,7 +83,9 @@ def step_of(model: Model, place: Place, composition: Composition, micro_batches:
     plan = make_plan(
         model,
         place,
-        layout_for(model, place, sequence_parallel=composition.sequence_parallel, experts_over=composition.expert_axes),
+        layout_for(
+            model, place, sequence_parallel=composition.sequence_parallel, experts_over=composition.expert_axes
+        ),
         itemsize,
         storage=storage,
         stages=composition.division,

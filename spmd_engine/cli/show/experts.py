@@ -35,12 +35,7 @@ LOAD = "/load"  # ends the names of the side outputs that count tokens by expert
 @click.option("--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Of the run, its last ones.")
 @click.option("--layer", metavar="NAME", help="One layer, as in block0/moe. [default: all, together]")
 def experts(
-    model: str,
-    mesh: str | None,
-    experts_over: str | None,
-    run: str | None,
-    steps: int,
-    layer: str | None,
+    model: str, mesh: str | None, experts_over: str | None, run: str | None, steps: int, layer: str | None,
     **options: Any,
 ) -> None:
     """Print a line for each expert, with the part and the ranks that hold it, then one for each part. Of a --run, also
