@@ -66,7 +66,8 @@ def _tensor(path: Path, name: str, described: dict, after: int) -> PlainTensor:
     if dtype not in NUMPY:
         raise CheckpointError(f"{path}: {name} is of dtype {dtype}; weights are read of {', '.join(NUMPY)}")
     plain = isinstance(shape, list) and all(type(length) is int and length >= 0 for length in shape)
-    if not plain or len(offsets) != 2 or offsets[0] < 0:
+    placed = isinstance(offsets, list) and len(offsets) == 2 and all(type(each) is int for each in offsets)
+    if not plain or not placed or offsets[0] < 0:
         raise CheckpointError(f"{path}: the header says of {name} shape {shape} at {offsets}")
     needed = prod(shape) * np.dtype(NUMPY[dtype]).itemsize
     if offsets[1] - offsets[0] != needed:

@@ -31,9 +31,11 @@ def shape_of_gguf(file: GGUF, where: str) -> DecoderShape:
             raise CheckpointError(f"{where}: {kind}.{name} is {facts[name]!r}, a feature that is not known here")
     try:
         return _shape(_FAMILIES[kind], facts, file.tensors, where)
+    except CheckpointError:
+        raise
     except KeyError as error:
         raise CheckpointError(f"{where}: nothing says {error}") from error
-    except (UsageError, TypeError, ValueError) as error:
+    except (UsageError, TypeError, ValueError, ArithmeticError, IndexError) as error:
         raise CheckpointError(f"{where}: {error}") from error
 
 

@@ -62,6 +62,19 @@ def shape_of_config(config: Mapping[str, Any], where: str) -> DecoderShape:
     kind = config.get("model_type")
     if kind not in _MODEL_TYPES:
         raise CheckpointError(f"{where}: model_type {kind!r} is not known here; known are {', '.join(_MODEL_TYPES)}")
+    try:
+        _refuse_unknown(config, kind, where)
+        shape = _gpt2(config) if kind == "gpt2" else _llama(_MODEL_TYPES[kind], config)
+        return shape.changed(head_width=shape.head_width or shape.width // shape.heads)
+    except CheckpointError:
+        raise
+    except KeyError as error:
+        raise CheckpointError(f"{where}: the field {error} is missing") from error
+    except (UsageError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{where}: {error}") from error
+
+
+def _refuse_unknown(config: Mapping[str, Any], kind: str, where: str) -> None:
     for name, computed in _REFUSED.items():
         value = config.get(name)
         if value and value not in computed or value is False and computed == (True,):
@@ -70,13 +83,6 @@ def shape_of_config(config: Mapping[str, Any], where: str) -> DecoderShape:
     if windowed or config.get("sliding_window") and config.get("use_sliding_window", not kind.startswith("qwen")):
         said = f"layer_types has {windowed[0]!r}" if windowed else f"sliding_window is {config['sliding_window']!r}"
         raise CheckpointError(f"{where}: {said}, but a query sees all positions before it here")
-    try:
-        shape = _gpt2(config) if kind == "gpt2" else _llama(_MODEL_TYPES[kind], config)
-        return shape.changed(head_width=shape.head_width or shape.width // shape.heads)
-    except KeyError as error:
-        raise CheckpointError(f"{where}: the field {error} is missing") from error
-    except (UsageError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{where}: {error}") from error
 
 
 def _gpt2(config: Mapping[str, Any]) -> DecoderShape:

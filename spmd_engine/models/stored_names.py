@@ -28,7 +28,7 @@ class Stored:
 Names = Iterator[tuple[str, tuple[Stored, ...]]]
 
 #: Endings of the names of what is no parameter, but may be stored.
-IGNORED = ("attn.bias", "attn.masked_bias", "rotary_emb.inv_freq")
+IGNORED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 _ATTENTION = {"query": "q", "key": "k", "value": "v"}
 
 

@@ -29,11 +29,14 @@ OF_IMAGES = {
 
 #: Options of models that have experts, on which their parameters' shapes hang.
 MIXTURE = ("experts", "top_k", "shared_experts", "dense_layers")
+#: Options of adapters.
+LORA = ("lora_rank", "lora_alpha", "lora_targets")
 #: Options that decide what a run computes, by their names for ``Job.with_options``: it goes on with its own.
 FIXED = (
     *("model", "strategy", "dropout", "dtype", "seed", "batch_size", "optimizer"),
     *("vocabulary", "length", "documents"),
     *MIXTURE,
+    *LORA,
 )
 #: Options that have other names than their fields, by the sections within sections where these are.
 _SHORT = {
