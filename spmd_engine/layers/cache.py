@@ -101,6 +101,9 @@ class Cache:
         if rows == list(range(len(self.lengths))):
             return
         self._lengths = [self.lengths[row] for row in rows]
+        if not rows:  # what comes next begins with nothing hidden
+            self._room, self._places, self._used, self.whole = {}, None, 0, True
+            return
         if self._places is not None:
             self._places = self._places[rows]
         for layer, arrays in self._room.items():
