@@ -13,6 +13,7 @@ import numpy as np
 from mpi4py import MPI
 
 from spmd_engine.arrays.backend import Array
+from spmd_engine.comm.awaited import Collective
 from spmd_engine.comm.pending import Steps
 from spmd_engine.comm.reducing import accumulated_in
 from spmd_engine.comm.transports.exchange import Exchange, Parts
@@ -70,7 +71,7 @@ class NonblockingCollectives(Exchange):
     def _begun(self, number: int, request: MPI.Request, last: bool) -> Steps:
         if last:
             self._turns.over(number)
-        yield [request]
+        yield Collective([request])
 
 
 def _in_bytes(x: np.ndarray, parts: Parts, but: int | None = None) -> list:
