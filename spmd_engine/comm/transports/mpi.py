@@ -61,10 +61,11 @@ class NonblockingCollectives(Exchange):
         if self.size <= self.tuning.in_rank_order or reduction not in ("sum", "mean") or not native:
             yield from super().reduce_scatter(number, x, parts, out, reduction, last=last)
             return
-        total = np.empty(out.shape, wide)
+        # Both have a name here, so that they live until the request is done: mpi4py does not see to it.
+        given, total = x.astype(wide, copy=False), np.empty(out.shape, wide)
         yield from self._turns.wait(number)
         counts = [part.stop - part.start for part in parts]
-        request = self._comm.Ireduce_scatter(x.astype(wide, copy=False), total, counts, MPI.SUM)
+        request = self._comm.Ireduce_scatter(given, total, counts, MPI.SUM)
         yield from self._begun(number, request, last)
         out[...] = total / wide.type(self.size) if reduction == "mean" else total
 
