@@ -31,6 +31,14 @@ class Requests(list):
         return not communicator.done(own)
 
 
+class Collective(list):
+    """The request of a library's collective, which begins when all ranks have agreed to it: nobody is missing."""
+
+    def waits_for(self, rank: int, communicator: Testing) -> bool:
+        """Whether ``rank`` might not come."""
+        return False
+
+
 class Until:
     """Something to come true in memory that ranks share; ``has_begun`` says of a rank whether it takes part in it."""
 

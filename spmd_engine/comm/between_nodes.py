@@ -95,9 +95,13 @@ class BetweenNodes:
             copied(own, result[spans(lengths)[self._rank]])
         shown = result if isinstance(result, np.ndarray) else None
         met, agreed = yield from self._agree(plan, number, own, None, lend=True, result=shown)
-        if not (agreed.sizes_known or (agreed.alike and plan.sizes is None)):
+        if agreed.alike:
+            lengths = [own.shape[axis]] * self._size
+        elif not agreed.sizes_known:
             lengths = (yield from self._numbers(number, agreed, [own.shape[axis]] * self._size)).tolist()
         shape = self._joined(own, axis, lengths)
+        if plan.sizes is not None and list(plan.sizes) != list(lengths):
+            raise UsageError(f"all_gather over {self._axes!r}: sizes {list(plan.sizes)} should be {list(lengths)}")
         fits = out is None or out.shape == shape  # if not, this rank is still to give the others what is theirs
         if agreed.rows is not None:
             result = joined(_arrays(agreed.rows, own.shape, own.dtype), axis, own.dtype)
@@ -185,7 +189,7 @@ class BetweenNodes:
             text = x if plan.header.shape is None else None
             header = plan.header if text is not None else replace(plan.header, inline=0)
             yield from meeting.explain(self._comm, Call(number, header), text, self._axes)
-        if rows is not None and not copies and not (agreed.alike and told.inline):
+        if rows is not None and not copies and not (agreed.alike and agreed.host and told.inline):
             rows = None
         return met, agreed._replace(rows=rows)
 

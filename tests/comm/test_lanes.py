@@ -196,7 +196,8 @@ def test_half_precision_is_rounded_once(dtype):
 
 @pytest.mark.parametrize("aware", [False, True])
 @pytest.mark.parametrize("some", [[0, 1, 2, 3], [2]], ids=["all", "one"])
-def test_device_memory(some, aware):
+@pytest.mark.parametrize("length", [5, LARGE // 4 + 3])
+def test_device_memory(length, some, aware):
     """Ranks of a node that do not all show their arrays send them; where nodes differ, too."""
     device = FakeDevice()
     register_backend(device)
@@ -204,7 +205,7 @@ def test_device_memory(some, aware):
     def program():
         comm = watch(world().subset(range(4)), device, aware=aware)
         group = Group(comm, "world", Ledger())
-        arrays = [values((LARGE // 4 + 3,), np.dtype(np.float16), r) for r in range(4)]
+        arrays = [values((length,), np.dtype(np.float16), r) for r in range(4)]
         total = expected(arrays, "mean", "abab")
         x = arrays[group.rank] if group.rank not in some else device.asarray(arrays[group.rank])
         for result, right in [

@@ -127,3 +127,18 @@ def test_a_mismatch_is_everyone_s_at_once(odd, name):
             assert (group.all_reduce(BIG) == 4).all()
 
     run(program, 4, nodes=list("aabb"))
+
+
+@pytest.mark.parametrize("hosts", ["abcd", "aabb"])
+@pytest.mark.parametrize("length", [1, LARGE // 8])
+def test_some_ranks_know_the_sizes_of_what_they_gather(hosts, length):
+    """It is no mismatch that others do not say them, whether all lengths are the same or not."""
+
+    def program():
+        group = everyone()
+        for lengths in [length] * 4, [length, 0, 2 * length, 1]:
+            x = np.full(lengths[group.rank], group.rank)
+            result = group.all_gather(x, sizes=lengths if group.rank in (1, 2) else None)
+            assert_same(result, np.repeat(np.arange(4), lengths))
+
+    run(program, 4, nodes=list(hosts))

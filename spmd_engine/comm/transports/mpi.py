@@ -13,6 +13,7 @@ import numpy as np
 from mpi4py import MPI
 
 from spmd_engine.arrays.backend import Array
+from spmd_engine.comm.awaited import Collective
 from spmd_engine.comm.pending import Steps
 from spmd_engine.comm.reducing import accumulated_in
 from spmd_engine.comm.transports.exchange import Exchange, Parts
@@ -60,17 +61,18 @@ class NonblockingCollectives(Exchange):
         if self.size <= self.tuning.in_rank_order or reduction not in ("sum", "mean") or not native:
             yield from super().reduce_scatter(number, x, parts, out, reduction, last=last)
             return
-        total = np.empty(out.shape, wide)
+        # Both have a name here, so that they live until the request is done: mpi4py does not see to it.
+        given, total = x.astype(wide, copy=False), np.empty(out.shape, wide)
         yield from self._turns.wait(number)
         counts = [part.stop - part.start for part in parts]
-        request = self._comm.Ireduce_scatter(x.astype(wide, copy=False), total, counts, MPI.SUM)
+        request = self._comm.Ireduce_scatter(given, total, counts, MPI.SUM)
         yield from self._begun(number, request, last)
         out[...] = total / wide.type(self.size) if reduction == "mean" else total
 
     def _begun(self, number: int, request: MPI.Request, last: bool) -> Steps:
         if last:
             self._turns.over(number)
-        yield [request]
+        yield Collective([request])
 
 
 def _in_bytes(x: np.ndarray, parts: Parts, but: int | None = None) -> list:
