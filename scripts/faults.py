@@ -79,8 +79,8 @@ FAULTS = [
     Fault("an exception on rank 1", "raise forward 1 5", says="rank 1 of 4 failed"),
     Fault("disk full on rank 1", "full save 1 6", (2,), "could not be saved"),
     Fault("disk full on rank 0's commit", "full commit 0 6", (2,), "could not be saved"),
-    Fault("disk full, --go-on-unsaved", "full save 1 6", (2,), "not saved", ["--go-on-unsaved"]),
-    Fault("NaN in a gradient of rank 2", "nan norm 2 5", (0, 1), "not finite"),
+    Fault("disk full, --go-on-unsaved", "full save 1 6", (2,), "could not be saved", ["--go-on-unsaved"]),
+    Fault("NaN in a gradient of rank 2", "nan reduction 2 5", (0,), "the gradient's norm is nan"),
     Fault("inf in a summed gradient of rank 2 alone", "inf norm 2 5", says="rank 2 of 4 found something"),
     Fault("a flipped bit in rank 3's replica", "flip data 3 5", says="rank 3 differs"),
     Fault("SIGTERM to rank 1", "interrupt data 1 5", (143,), "SIGTERM", lost=0),
@@ -131,7 +131,8 @@ def befall(fault: Fault, folder: Path, whole: Path) -> tuple[str, bool]:
     (folder / "moment").unlink(missing_ok=True)
     saved, made = newest(folder), steps_made(folder)
     kept = saved is not None
-    rest, _ = (0, []) if code == 0 else started(folder, Fault("none"), ["--resume"] if kept else [])
+    again = ["--resume", "--timeout", "120"] if kept else []
+    rest, after = (0, []) if code == 0 else started(folder, Fault("none"), again)
     same = rest == 0 and digest(folder) == digest(whole) and losses(folder) == losses(whole)
     lost = max(0, made - (saved or 0)) if code else 0
     fine = code in fault.code and (not fault.says or fault.says in first[1]) and not left_over(folder)
@@ -140,6 +141,8 @@ def befall(fault: Fault, folder: Path, whole: Path) -> tuple[str, bool]:
     words = first[1].strip()[:110].replace("|", "/")
     cells = [fault.name, str(code), seconds(first[0] - moment), seconds(ended - moment), str(lost)]
     remark = "" if fine else "  <-- not as it should be"
+    if rest:
+        remark += f"; what went on ended with code {rest}: {after[-1][1].strip() if after else 'nothing said'}"
     return f"| {' | '.join([*cells, 'yes' if same else 'no', words])} |{remark}", fine
 
 

@@ -49,14 +49,12 @@ def happen(what: str, arguments: tuple) -> object:
         arguments[0].engine.receive((arguments[0].engine.mesh.rank + 1) % arguments[0].engine.mesh.size)
     elif what == "other":
         arguments[0].engine.barrier()
-    elif what in ("nan", "flip", "inf"):
-        engine = arguments[0].engine if hasattr(arguments[0], "engine") else arguments[0]
-        arrays = engine.gradients if what == "inf" else engine.parameters
-        array = next(iter(arrays.values())).reshape(-1)
-        if what == "flip":
-            array.view("u8")[0] ^= 1 << 20
-        else:
-            array[0] = float(what)
+    elif what == "nan":  # in what this rank gives to the sum
+        arguments[0].whole_gradients[0] = float("nan")
+    elif what == "inf":  # in its copy of the sum
+        next(iter(arguments[0].gradients.values())).reshape(-1)[0] = float("inf")
+    elif what == "flip":
+        next(iter(arguments[0].engine.parameters.values())).reshape(-1).view("u8")[0] ^= 1 << 20
     return None
 
 
