@@ -107,7 +107,8 @@ class Meter:
             self.held[kind] += memory.bytes
             self._young.pop(memory.number, None)
         memory.kind, memory.what = kind, memory.what if what is None else what
-        self.events.append((0, memory.number, memory.kind, memory.what))
+        if memory.number >= 0:  # of nothing, nothing was written down
+            self.events.append((0, memory.number, memory.kind, memory.what))
 
     def keep_young(self, kind: str) -> None:
         """A phase ends: what it leaves behind is of this kind, and no longer temporary."""

@@ -66,7 +66,7 @@ def plan(context: click.Context, what: str | None, **options: Any) -> None:
         return
     answer = fixed_plan(request) if "mesh" in request.fixed else find_plan(request)
     if options["output"]:
-        if answer.plan is None:
+        if answer.conflict is not None:
             click.echo("spmd_engine: note: nothing fits, so no plan was written", err=True)
         else:
             plan_file_of(answer, options["model"]).write(options["output"])

@@ -1,0 +1,62 @@
+"""``plan``: JSON for programs, what nothing fits, mistakes in one line."""
+
+import json
+
+import pytest
+
+from spmd_engine.cli import main
+from spmd_engine.planning.plan_file import PlanFile
+
+FIXED = ("plan", "--machine", "cpu", "--ranks", "2", "--model", "mlp", "--batch-size", "16", "--mesh", "data=2")
+
+
+def test_a_composition_that_is_given_is_looked_at(capsys, tmp_path):
+    file = tmp_path / "plan.json"
+    main([*FIXED, "--zero", "1", "--json", "--output", str(file)])
+    found = json.loads(capsys.readouterr().out)
+    assert found["composition"]["mesh"] == {"data": 2}
+    assert found["composition"]["zero"] == 1
+    assert len(found["peak_bytes"]) == 2
+    assert found["bytes_sent"] > 0
+    assert found["seconds"] > 0
+    plan = PlanFile.read(file)
+    assert (plan.ranks, plan.model.name, plan.composition.zero) == (2, "mlp", 1)
+    assert plan.bytes_sent == found["bytes_sent"]
+
+
+def test_where_it_does_not_fit_the_reason_comes_last(capsys):
+    with pytest.raises(SystemExit) as end:
+        main([*FIXED, "--memory", "1KiB"])
+    assert end.value.code == 1
+    assert "memory at most 1.00 KiB" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--machine", "nowhere.toml"), "nowhere.toml"),
+        (("--model", "nothing"), "unknown model 'nothing'"),
+        (("--machine", "cpu", "--ranks", "65"), "64 ranks, fewer than --ranks 65"),
+        (("--ranks", "4", "--mesh", "data=2"), "has 2 ranks, and --ranks says 4"),
+        (("--memory", "much"), "cannot read 'much' as bytes"),
+        (("--latency", "0"), "--latency 0: it must be above 0"),
+        (("--ranks", "0"), "--ranks 0"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(options, said, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["plan", *options])
+    assert end.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert said in lines[0]
+
+
+def test_a_plan_for_other_ranks_or_another_model_is_refused(capsys, tmp_path):
+    file = tmp_path / "plan.json"
+    PlanFile(ranks=2).write(file)
+    for options, said in ((("--model", "gpt-nano"), "made for 2 ranks, and there are 1"),):
+        with pytest.raises(SystemExit) as end:
+            main(["train", "--plan", str(file), *options])
+        assert end.value.code == 2
+        assert said in capsys.readouterr().err
