@@ -44,9 +44,9 @@ PLANS = {  # model, mesh, composition, batch, micro-batches
     "pipeline-interleaved": ("gpt-mini", "pipe=2", {"schedule": "interleaved", "recompute": "attention"}, 8, 4),
     "three-axes": ("gpt-mini", "pipe=2,context=2,model=2", {"zero": 3, "recompute": "block"}, 8, 2),
     "mixture": ("gpt-moe-mini", "expert=2", {}, 8, 1),
-    "mlp": ("mlp", "data=2", {"zero": 1}, 4096, 1),
-    "resnet": ("resnet-nano", "data=2", {}, 256, 1),
-    "resnet-rows": ("resnet-nano", "rows=2,data=2", {}, 256, 1),
+    "mlp": ("mlp", "data=2", {"zero": 1}, 32768, 1),
+    "resnet": ("resnet-nano", "data=2", {}, 2048, 1),
+    "resnet-rows": ("resnet-nano", "rows=2", {}, 1024, 1),
 }
 
 

@@ -23,7 +23,7 @@ from spmd_engine.layers.layer import Layer
 from spmd_engine.models.model import Model
 from spmd_engine.planning.foretold_engine import ForetoldEngine, Passes, RecordedLayer, watch_storage
 from spmd_engine.planning.meeting_point import MeetingPoint
-from spmd_engine.planning.passes import PassCache, kind_of
+from spmd_engine.planning.passes import PassCache
 from spmd_engine.planning.rank_classes import Shared, classes_of, every_rank, members, shared_parts
 from spmd_engine.planning.recorder import Phase, Recorder
 from spmd_engine.planning.samples import foretold_batch
@@ -71,7 +71,7 @@ def analyze(
     found = members(classes)
     uniform = not every and len(found) == axes.get(PIPE, 1)  # else ranks that differ meet inside of layers
     scope = cache.number((choose, loops_are_there(), _cuts(layout, axes)))
-    kinds = {name: cache.number(_kind(layer, axes)) for name, layer in built.layers}
+    kinds = {name: (cache.kind(layer), _told(layer, axes)) for name, layer in built.layers}
     with on_shapes() as backend:
         rank = Foretold(built, ranks, composition, layout, dtype, backend, choose, optimizer or AdamW())
         sizes = batch_size, micro_batches, sequence
@@ -101,10 +101,9 @@ def _cuts(layout: Layout, axes: Mapping[str, int]) -> Hashable:
     return tuple(cuts), tuple(sizes.items()), layout.zigzag
 
 
-def _kind(layer: Layer, axes: Mapping[str, int]) -> Hashable:
-    """Equal for layers that do the same; who tells others of its samples does not do the same on another mesh."""
-    tells = layer.buffers or layer.side_outputs
-    return kind_of(layer), tuple(axes.items()) if tells else ()
+def _told(layer: Layer, axes: Mapping[str, int]) -> Hashable:
+    """What a layer that tells others of its samples depends on, beside what cuts it."""
+    return tuple(axes.items()) if layer.buffers or layer.side_outputs else ()
 
 
 @dataclass

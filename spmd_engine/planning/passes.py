@@ -55,6 +55,13 @@ class PassCache:
         self.pieces: dict[Hashable, Piece] = {}
         self.lock = RLock()
         self._numbers: dict[Hashable, int] = {}
+        self._kinds: dict[int, tuple[Layer, int]] = {}  # by the layer's id; with it, so that this stays its own
+
+    def kind(self, layer: Layer) -> int:
+        """A number that is equal for layers that do the same."""
+        if id(layer) not in self._kinds:
+            self._kinds[id(layer)] = layer, self.number(kind_of(layer))
+        return self._kinds[id(layer)][1]
 
     def number(self, what: Hashable) -> int:
         """A number that stands for this: equal for equals, and quickly compared."""

@@ -81,7 +81,7 @@ def test_train_resume_generate_infer(ok, tmp_path):
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-5)
     assert set(ours[0]) == {
         *("step", "loss", "grad_norm", "learning_rate", "tokens", "seconds", "tokens_per_second", "bytes_sent"),
-        *("exposed_communication", "gigabytes_per_second", "shares"),
+        *("exposed_communication", "gigabytes_per_second", "shares", "foretold"),
     }
     assert "validation loss" in result.stderr
 
