@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -172,10 +173,18 @@ def stack_of(frame: FrameType | None) -> str:
     return "\n".join(lines[::-1])
 
 
-def stacks_here(names: Mapping[int, str], without: int) -> str:
-    """Those of this process's threads, which have these names by number, but for one; the main thread's last."""
-    frames = sorted(sys._current_frames().items(), key=lambda item: names.get(item[0]) == "MainThread")
-    told = [f"{names.get(number, 'thread')}:\n{stack_of(frame)}" for number, frame in frames if number != without]
+def frames_of_others() -> dict[int, FrameType]:
+    """Where all threads but this one are, by number. This one's own frame, which would hold the others', and so what
+    they compute with, until garbage is looked for, is left out."""
+    frames = sys._current_frames()
+    del frames[threading.get_ident()]
+    return frames
+
+
+def stacks_here(names: Mapping[int, str]) -> str:
+    """Those of this process's other threads, which have these names by number; the main thread's last."""
+    frames = sorted(frames_of_others().items(), key=lambda item: names.get(item[0]) == "MainThread")
+    told = [f"{names.get(number, 'thread')}:\n{stack_of(frame)}" for number, frame in frames]
     return "\n".join(told)[-(SIZE - STACK) // 2 :]
 
 

@@ -9,7 +9,6 @@ Ending the job is not its business: who waits raises CommunicationTimeout in the
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from spmd_engine.comm.activity import Activity, stack_of, stacks_here
+from spmd_engine.comm.activity import Activity, frames_of_others, stack_of, stacks_here
 from spmd_engine.comm.hang_report import Hang, look_at
 from spmd_engine.comm.records import Record, State
 
@@ -62,7 +61,7 @@ class Watchdog:
     def _run(self) -> None:
         while True:
             names = {thread.ident or 0: thread.name for thread in threading.enumerate()}
-            self._activity.beat(stacks_here(names, without=threading.get_ident()))
+            self._activity.beat(stacks_here(names))
             if self._ends.wait(PERIOD):
                 return
             try:
@@ -120,7 +119,7 @@ def watch_threads(ranks: Sequence[Activity], threads: Callable[[], Mapping[int, 
     records = [Record(rank, each.memory) for rank, each in enumerate(ranks)]
 
     def look() -> list[State]:
-        frames, thread_of = sys._current_frames(), threads()
+        frames, thread_of = frames_of_others(), threads()
         return [record.state(stack=stack_of(frames.get(thread_of.get(record.rank, 0)))) for record in records]
 
     def explain() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from spmd_engine.planning.units import readable_bytes
 
 MISFIT = 1  #: the exit code where nothing fits
 MOST_TO_SIMULATE = 20_000  #: layers times micro-batches of a pipeline's filling, beyond which estimates must do
+TIGHTENED = 4  #: searches at most, each within limits that make up for how far the estimates of the last one erred
 STATES = {"adamw": 2, "sgd": 1}
 
 
@@ -164,13 +165,22 @@ def plan(request: Request) -> Answer:
         sequence=request.sequence,
         optimizer=request.analyzed["optimizer"],
     )
-    found = planner.search(choices, constraints, request.goal, seconds=request.seconds)
-    if not found.certificate.candidates or not found.best:
-        _refuse_impossible(choices, found)
-        return _conflict(request, planner, choices, constraints, found, began)
-    chosen, foresight = _verified(request, machine, limits, found)
-    reasons = list(_reasons(planner, choices, limits, chosen, request.goal))
-    return Answer(request, found, chosen, foresight, reasons, took=perf_counter() - began)
+    held = constraints
+    for _ in range(TIGHTENED):
+        found = planner.search(choices, held, request.goal, seconds=request.seconds)
+        if not found.certificate.candidates or not found.best:
+            _refuse_impossible(choices, found)
+            break
+        seen = _seen(request, machine, found)
+        fitting = [(each, foresight) for each, foresight in seen if not limits.broken(_as_foreseen(each, foresight))]
+        if fitting:
+            chosen, foresight = min(fitting, key=lambda pair: value(request.goal, _as_foreseen(*pair)))
+            looked_at = sorted((_as_foreseen(*pair) for pair in seen), key=lambda each: value(request.goal, each))
+            found = replace(found, best=looked_at)
+            reasons = list(_reasons(planner, choices, limits, chosen, request.goal))
+            return Answer(request, found, chosen, foresight, reasons, took=perf_counter() - began)
+        held = replace(constraints, limits=_tightened(held.limits, limits, seen))
+    return _conflict(request, planner, choices, held, found, began)
 
 
 def _plain(estimate: Estimate) -> dict[str, Any]:
@@ -298,19 +308,38 @@ def _small_enough(model: Model, candidate: Candidate) -> bool:
     return len(model.layers) * filled <= MOST_TO_SIMULATE // max(candidate.pipe // 4, 1)
 
 
-def _verified(request: Request, machine: Machine, limits: Limits, found: Found) -> tuple[Estimate, Foresight | None]:
-    """The first of the best plans whose analyzed peak keeps the limit of memory; if none does, the least one."""
-    least: tuple[Estimate, Foresight] | None = None
+def _seen(request: Request, machine: Machine, found: Found) -> list[tuple[Estimate, Foresight | None]]:
+    """The best plans, each looked at closely if it is small enough; as many as there is time for, the first anyway."""
+    deadline, seen = process_time() + request.seconds, []
     for each in found.best:
-        if not _small_enough(request.model, each.candidate):
-            return each, None
-        seen = look_at(request.model, machine, each.candidate, request.base, **request.analyzed)
-        if limits.memory is None or seen.analysis.peak_bytes <= limits.memory:
-            return each, seen
-        if least is None or seen.analysis.peak_bytes < least[1].analysis.peak_bytes:
-            least = each, seen
-    assert least is not None
-    return least
+        if seen and process_time() > deadline:
+            break
+        small = _small_enough(request.model, each.candidate)
+        foresight = look_at(request.model, machine, each.candidate, request.base, **request.analyzed) if small else None
+        seen.append((each, foresight))
+    return seen
+
+
+def _as_foreseen(estimate: Estimate, foresight: Foresight | None) -> Estimate:
+    """An estimate with the seconds and the peak of the whole step, where that was looked at."""
+    if foresight is None:
+        return estimate
+    return replace(estimate, seconds=foresight.seconds, memory=foresight.analysis.peak_bytes, sent=foresight.bytes_sent)
+
+
+def _tightened(held: Limits, limits: Limits, seen: Sequence[tuple[Estimate, Foresight | None]]) -> Limits:
+    """What estimates have to keep, since all these did and yet their steps do not: the less by as much as these err."""
+    tighter = {}
+    for name in ("memory", "latency", "bandwidth"):
+        limit = getattr(limits, name)
+        shares = [
+            limits.measured(estimate)[name] / limits.measured(_as_foreseen(estimate, foresight))[name]
+            for estimate, foresight in seen
+            if limit is not None and name in limits.broken(_as_foreseen(estimate, foresight))
+        ]
+        if shares:
+            tighter[name] = min(getattr(held, name), limit * max(shares)) * 0.998
+    return replace(held, **tighter)
 
 
 def _conflict(request, planner: Planner, choices, constraints, found: Found, began: float) -> Answer:

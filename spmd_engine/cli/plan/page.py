@@ -53,7 +53,7 @@ def print_answer(answer: Answer) -> None:
     if answer.foresight is not None:
         print_picture(draw_step(answer.foresight), console)
         console.print()
-    _print_matrix(console, "the best plans and the constraints", answer.found.best, constraints)
+    _print_matrix(console, "the best plans, looked at in whole, and the constraints", answer.found.best, constraints)
     front = answer.found.front
     if len(front) > 1:
         table = Table(
