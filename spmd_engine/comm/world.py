@@ -179,8 +179,10 @@ def fail(message: str) -> None:
     except SpmdError:
         time.sleep(0.1)  # the launcher passes on what was printed before it hears of the end
         comm._comm.Abort(2)
-    while comm._comm.Iprobe(tag=_FAILED):  # messages left under way delay MPI's end, and the launcher's patience
-        comm._comm.recv(tag=_FAILED)
+    for other in set(range(comm.size)) - {comm.rank}:
+        # All have come here, and so have told. With messages left under way MPICH does not end in good order: the
+        # launcher then takes the first exit for a crash, and kills the others.
+        comm._comm.Recv(bytearray(), other, _FAILED)
 
 
 def _speaks(comm, patience: float = 0.3) -> bool:
