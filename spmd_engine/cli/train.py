@@ -64,6 +64,7 @@ of its composition the mesh cannot have is left out."""
 @field_option(ModelConfig, "dtype", type=_DTYPES)
 @field_option(TrainingConfig, "eval_every", help="Steps; 0: at the end.")
 @field_option(DataConfig, "eval_samples", help="Held-out samples.")
+@field_option(Job, "deterministic", is_flag=True, help="Sums in rank order between any number of nodes, too.")
 @field_option(Job, "timeout", help="Seconds a rank waits for others; after half, who keeps whom waiting is told.")
 @field_option(Job, "sample", help="Tokens written at the end.")
 @click.option("--config", metavar="FILE", help="A job in JSON, like a run's config.json; options override it.")

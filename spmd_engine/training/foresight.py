@@ -24,8 +24,8 @@ AFTERWARDS = "metrics"  #: the label of what is sent between steps, to tell how 
 class Foresight:
     """Watches one step of a trainer: what the ledger gains meanwhile, on every rank.
 
-    ``foretell`` is called on rank 0, once; if it raises UsageError, nothing can be foretold. ``enforced``:
-    whether a step that differs is an error, or is told and no more.
+    ``foretell`` is called on rank 0, once; if it fails, nothing is compared, since the training matters more.
+    ``enforced``: whether a step that differs is an error, or is told and no more.
     """
 
     def __init__(
@@ -63,8 +63,9 @@ class Foresight:
         """On rank 0: what the step differs in, if it does, and facts."""
         try:
             analysis, routed = self._foretell()
-        except UsageError as error:
-            logger.warning("this step was not compared with a plan: %s", error)
+        except Exception as error:
+            what = str(error) if isinstance(error, UsageError) else f"the analysis of it failed with {error!r}"
+            logger.warning("this step was not compared with a plan: %s", what)
             return {"differs": "", "facts": {}}
         ledgers = [{tuple(line): tuple(sums) for line, sums in made} for made, _ in everyone]
         found = differences(foretold_sums(analysis), ledgers, routed, analysis.axes)

@@ -107,6 +107,7 @@ class Job(Configuration):
     strategy: str | None = None  #: a page of ``strategies/``, with a small model of its own; None: ``model``
     device: str = "cpu"  #: cpu (NumPy) or cuda (CuPy)
     check: bool = True  #: whether ranks compare what they call in every collective
+    deterministic: bool = False  #: whether sums between nodes are in rank order on any number of nodes
     timeout: float = setting(TIMEOUT, least=0.1, most=LARGEST)  #: seconds that a rank waits for others at most
     sample: int = setting(240, least=0)  #: tokens written at the end, by a model of text
     corpus: CorpusFacts | None = None  #: what the data must be; None: whatever is found

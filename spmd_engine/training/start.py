@@ -109,7 +109,7 @@ def _open_mesh(job: Job) -> Mesh:
     axes = job.composition.mesh
     if job.strategy and not axes:
         axes = default_axes(strategy_named(job.strategy), world().size)
-    return Mesh(check=job.check, timeout=job.timeout, **(axes or {}))
+    return Mesh(check=job.check, timeout=job.timeout, deterministic=job.deterministic, **(axes or {}))
 
 
 def _fitted(job: Job, mesh: Mesh, resume: bool, given: Collection[str]) -> tuple[Job, list[str]]:

@@ -45,6 +45,24 @@ def test_a_step_that_sends_more_is_an_error_that_names_the_call(tmp_path, monkey
     assert trained(tmp_path / "again", enforce=False)["foretold"]["differences"] == 1
 
 
+def test_a_step_that_cannot_be_foretold_is_trained_all_the_same(tmp_path, monkeypatch, caplog):
+    def fails(*_, **__):
+        raise ValueError("no such shape")
+
+    monkeypatch.setattr("spmd_engine.training.foresight.analyze", fails)
+    assert "foretold" not in trained(tmp_path / "run")
+    assert "not compared with a plan: the analysis of it failed with ValueError('no such shape')" in caplog.text
+
+
+def test_a_job_s_mesh_sums_in_rank_order_if_it_says_so(monkeypatch):
+    from spmd_engine.training import start
+
+    asked = {}
+    monkeypatch.setattr(start, "Mesh", lambda **options: asked.update(options))
+    start._open_mesh(Job.of(model="mlp", deterministic=True, mesh={"data": 2}))
+    assert asked["deterministic"] is True and asked["data"] == 2
+
+
 def test_the_first_difference_comes_first():
     foretold = {LINE: (2, 100), ("all_gather", "data", "x"): (1, 8)}
     assert not differences(foretold, [{LINE: (1, 50), ("all_gather", "data", "x"): (1, 8)}, {LINE: (1, 50)}])
