@@ -21,6 +21,7 @@ TIMEOUT = 1800.0  #: seconds a rank waits for others, unless it is told another 
 
 LOOK_AFTER = 0.5  #: seconds without progress after which a rank looks whether those it waits for have ended
 SAY_AFTER = 0.5  #: seconds of waiting after which a rank publishes for whom; then after twice as long, and so on
+APART_AFTER = 10.0  #: seconds without progress after which ranks that all have ended, but never meet, are a mismatch
 MESSAGES_AFTER = 2.0  #: as many for messages, which may be on their way from a rank that has ended
 
 Steps = Generator[list | Callable[[], bool], None, Any]  # yields what to wait for, returns the operation's result
@@ -37,6 +38,7 @@ class RanksEnded(Exception):
 class Waiting(Protocol):
     """What those who wait need of a communicator; see there."""
 
+    rank: int
     size: int
     looks: int
     progress: Progress
@@ -249,12 +251,13 @@ class Progress:
 
     def _move_on_until(self, wanted: Pending, timeout: float | None) -> None:
         communicator = wanted._communicator
-        began = perf_counter()
+        began = moved = perf_counter()
         look_after, say_after, idle = wanted.patience, SAY_AFTER, 0
         while not (wanted.done or wanted.error):
             activity = communicator.activity(idle)
             if any([self._advance(pending) for pending in tuple(self._pending)]):
-                idle, look_after = 0, perf_counter() - began + wanted.patience
+                moved = perf_counter()
+                idle, look_after = 0, moved - began + wanted.patience
                 continue
             idle += 1
             messages = any([pending.sends_messages for pending in self._pending])
@@ -268,10 +271,13 @@ class Progress:
                 why = self.activity.explain()
                 raise CommunicationTimeout(f"waited {timeout:g} s: {wanted.describe()}{f'; {why}' if why else ''}")
             if waited > look_after:
-                suspects = [rank for rank in range(communicator.size) if wanted.waits_for(rank)]
+                others = [rank for rank in range(communicator.size) if rank != communicator.rank]
+                suspects = [rank for rank in others if wanted.waits_for(rank)]
                 if wanted.until_the_end:
                     communicator.announce_end()
-                elif ended := communicator.ended(suspects):
+                ended = communicator.ended(suspects)
+                # Who is at the end waits for others to come there. If all are, they have made unlike calls before.
+                if ended and (not wanted.until_the_end or (len(ended) == len(suspects) and now - moved > APART_AFTER)):
                     wanted.give_up(ended)
                     self._forget_if_over(wanted)
                 look_after = waited + LOOK_AFTER  # now those were asked who may have ended

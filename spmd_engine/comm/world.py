@@ -137,6 +137,8 @@ def _end_job(comm, text: str, code: int, patience: float = 0.3) -> None:
     else:
         time.sleep(5)  # the rank that speaks ends the job meanwhile
     comm.Abort(code)
+    time.sleep(5)  # Abort may return: the launcher ends this process, and there is no more to say
+    os._exit(code)
 
 
 def end_at_once(message: str, code: int) -> None:
