@@ -28,14 +28,7 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 96,
 }
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+LLAMA3 = decoders.LLAMA3 | {"original_max_position_embeddings": 8192}
 MODELS = {
     "llama": transformers.LlamaConfig(**SIZES, head_dim=16, rope_parameters=LLAMA3, rms_norm_eps=1e-5),
     "qwen3moe": transformers.Qwen3MoeConfig(

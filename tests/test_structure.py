@@ -14,7 +14,7 @@ FILES = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.rglob("*.py")
 #: From the ground up; those of one line are neighbours, and do not import each other.
 FLOORS = [
     {"errors", "importing", "launchers", "signals"},
-    {"configuration"},
+    {"configuration", "units"},
     {"arrays", "formats", "tokens"},
     {"comm"},
     {"sharding"},

@@ -70,7 +70,7 @@ def _plan(job: Job, ranks: int, given: Mapping[str, Any]) -> dict[str, Any]:
     """On rank 0: the composition as JSON."""
     from spmd_engine.planning.machines_here import default_machine
     from spmd_engine.planning.planned import Request, plan
-    from spmd_engine.planning.units import readable_bytes, readable_seconds
+    from spmd_engine.units import readable_bytes, readable_seconds
 
     names = ("zero", "sequence_parallel", "schedule", "chunks", "recompute")
     fixed = {name: getattr(job.composition, name) for name in names if name in given}

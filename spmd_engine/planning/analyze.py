@@ -43,7 +43,6 @@ def analyze(
     sequence: int | None = None,
     optimizer: Optimizer | None = None,
     dtype: Any = None,
-    clips: bool = True,
     choose: str = "balanced",
     nodes: Sequence[str] | None = None,
     every: bool = False,

@@ -15,7 +15,7 @@ from spmd_engine.planning.lattice import Candidate
 from spmd_engine.planning.meetings import place_of
 from spmd_engine.planning.planned import STATES, Request
 from spmd_engine.planning.search import Planner
-from spmd_engine.planning.units import readable_bytes, readable_seconds
+from spmd_engine.units import readable_bytes, readable_seconds
 
 MOST_BATCH = 1 << 20
 MOST_DOUBLINGS = 12

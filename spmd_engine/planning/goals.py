@@ -9,7 +9,7 @@ from typing import Any
 from spmd_engine.errors import UsageError
 from spmd_engine.planning.estimate import Bound, Estimate
 from spmd_engine.planning.lattice import FIXABLE, Candidate
-from spmd_engine.planning.units import readable_bytes, readable_seconds
+from spmd_engine.units import readable_bytes, readable_seconds
 
 GOALS = ("latency", "throughput", "memory", "balance")
 

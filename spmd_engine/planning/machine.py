@@ -134,13 +134,6 @@ class Machine:
     def node_count(self) -> int:
         return sum(node.count for node in self.nodes)
 
-    @cached_property
-    def equal(self) -> bool:
-        """Whether all ranks compute alike."""
-        return len({(node.speeds[d].points, node.memory) for node in self.nodes for d in node.speeds}) <= max(
-            len(node.speeds) for node in self.nodes
-        )
-
     def node(self, rank: int) -> Node:
         """The node of a rank; raises UsageError if there is no such rank."""
         if not 0 <= rank < self.ranks:

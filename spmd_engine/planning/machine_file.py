@@ -21,7 +21,7 @@ from spmd_engine.planning.machine import (
     Topology,
     check_distinct,
 )
-from spmd_engine.planning.units import bytes_of
+from spmd_engine.units import bytes_of
 
 PACKAGED = ("a100", "h100", "h200", "edge", "cpu")
 

@@ -22,7 +22,7 @@ from spmd_engine.planning.lattice import Candidate, Choices
 from spmd_engine.planning.machine import Machine
 from spmd_engine.planning.plan_file import PlanFile
 from spmd_engine.planning.search import Certificate, Found, Planner
-from spmd_engine.planning.units import readable_bytes
+from spmd_engine.units import readable_bytes
 
 MISFIT = 1  #: the exit code where nothing fits
 MOST_TO_SIMULATE = 20_000  #: layers times micro-batches of a pipeline's filling, beyond which estimates must do

@@ -85,21 +85,16 @@ class Recorder:
         """Write down what was computed since, as one computation."""
         if self.meter.work.calls == 0:
             return
-        work, now = self.meter.take_work(), self._now
-        self._write(
-            Computation(
-                now.name,
-                now.layer,
-                now.phase,
-                now.micro_batch,
-                now.chunk,
-                tuple(Product(m, n, k, batch, size, calls) for (batch, m, n, k, size), calls in work.products.items()),
-                work.elements,
-                work.calls,
-                work.read,
-                work.written,
-            )
+        work = self.meter.take_work()
+        products = tuple(
+            Product(m, n, k, batch, size, calls) for (batch, m, n, k, size), calls in work.products.items()
         )
+        self._write(self._computation(products, work.elements, work.calls, work.read, work.written))
+
+    def _computation(self, *work: Any) -> Computation:
+        """This much ``work``, from products to bytes written, of the phase at hand."""
+        now = self._now
+        return Computation(now.name, now.layer, now.phase, now.micro_batch, now.chunk, *work)
 
     def _write(self, computation: Computation, more: int = 0) -> None:
         """One more computation, in which, beside what is held now, ``more`` bytes are held at the most."""
@@ -123,21 +118,8 @@ class Recorder:
         """
         first, now = self.place, self._now
         for each, top in zip(piece.computations, piece.tops, strict=True):
-            self._write(
-                Computation(
-                    now.name,
-                    now.layer,
-                    now.phase,
-                    now.micro_batch,
-                    now.chunk,
-                    each.products,
-                    each.elements,
-                    each.calls,
-                    each.bytes_read,
-                    each.bytes_written,
-                ),
-                top,
-            )
+            work = each.products, each.elements, each.calls, each.bytes_read, each.bytes_written
+            self._write(self._computation(*work), top)
         for place, ends, received in piece.ended:
             under_way[place].end(first + ends, received)
         calls = [_Call.again(each, first, now.layer, self.own_class) for each in piece.communications]

@@ -47,10 +47,6 @@ class Prediction:
     spans: Sequence[Span]
     working: Mapping[int, float]  #: seconds of work of each of them, had it a core for itself
 
-    def spent(self, rank: int, kind: str) -> float:
-        """Seconds of one kind on a rank."""
-        return sum(span.end - span.start for span in self.spans if span.rank == rank and span.kind == kind)
-
     @property
     def exposed(self) -> float:
         """Mean seconds that a rank stands waiting in communication, bubbles of a pipeline among them."""

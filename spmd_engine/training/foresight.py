@@ -6,15 +6,16 @@ import json
 import logging
 import resource
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spmd_engine.comm.agreement import gather_json, text_from_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import PlanError, UsageError
-from spmd_engine.planning import StepAnalysis, analyze
-from spmd_engine.planning.comparison import differences, facts_of, foretold_sums, routed_labels
 from spmd_engine.training.workload import Workload
+
+if TYPE_CHECKING:
+    from spmd_engine.planning import StepAnalysis
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,9 @@ class Foresight:
         return {"foretold": said["facts"]} if said["facts"] else {}
 
     def _judge(self, everyone: list) -> dict[str, Any]:
-        """On rank 0: what the step differs in, if it does, and facts."""
+        """On rank 0, which alone imports the analyzer: what the step differs in, if it does, and facts."""
+        from spmd_engine.planning.comparison import differences, facts_of, foretold_sums
+
         try:
             analysis, routed = self._foretell()
         except Exception as error:
@@ -86,6 +89,9 @@ def foresight_of(workload: Workload, enforced: bool) -> Foresight | None:
         return None
 
     def foretell() -> tuple[StepAnalysis, set[str]]:
+        from spmd_engine.planning import analyze
+        from spmd_engine.planning.comparison import routed_labels
+
         analysis = analyze(
             engine.model,
             engine.mesh.axes,

@@ -19,7 +19,6 @@ from spmd_engine.comm.world import world
 from spmd_engine.engine.composition import Composition
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import UsageError
-from spmd_engine.serving import Limits, SamplingOptions, generate
 from spmd_engine.strategies import default_axes, strategy_named
 from spmd_engine.tokens import ByteTokenizer, Tokenizer
 from spmd_engine.tokens.hugging_face import tokenizer_of
@@ -150,6 +149,8 @@ def _make_run(workload: Workload, folder: Path, observers: Sequence[Observer], t
         tokenizer = _tokenizer(workload)
         if tokenizer is None:
             return ""
+        from spmd_engine.serving import Limits, SamplingOptions, generate
+
         sampling = SamplingOptions(sample=True, temperature=TEMPERATURE, seed=job.model.seed)
         ends = () if tokenizer.end is None else (tokenizer.end,)
         limits = Limits(job.sample, ends, slide=True)

@@ -21,8 +21,8 @@ from spmd_engine.planning.goals import Limits
 from spmd_engine.planning.machines_here import default_machine
 from spmd_engine.planning.model_file import planned_model
 from spmd_engine.planning.planned import Request
-from spmd_engine.planning.units import bytes_of
 from spmd_engine.training.job import OF_IMAGES, DataConfig
+from spmd_engine.units import bytes_of
 
 _SOURCE = [
     click.option("--model", default="gpt-nano", show_default=True, help="As train's; or gpt2-xl, gpt3-175b, ...; or a "

@@ -16,7 +16,7 @@ from spmd_engine.planning.explain import Explanation
 from spmd_engine.planning.foresight import Foresight
 from spmd_engine.planning.goals import Constraints
 from spmd_engine.planning.planned import Answer
-from spmd_engine.planning.units import readable_bytes, readable_seconds
+from spmd_engine.units import readable_bytes, readable_seconds
 
 
 def print_answer(answer: Answer) -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 from spmd_engine.cli.show.picture import GREEN, ORANGE, PALE, PURPLE, SKY, YELLOW, Cell, Picture, text
 from spmd_engine.planning.foresight import Foresight
 from spmd_engine.planning.simulation import COMMUNICATION
-from spmd_engine.planning.units import readable_seconds
+from spmd_engine.units import readable_seconds
 
 COLUMNS = 88
 MOST_ROWS = 16

@@ -20,6 +20,7 @@ from spmd_engine.comm.place import all_places
 from spmd_engine.engine.plan import Storage
 from spmd_engine.models.images import ImageShape
 from spmd_engine.models.names import build_model
+from spmd_engine.units import readable_bytes
 
 FILLS = {"parameters": BLUE, "gradients": ORANGE, "optimizer state": GREEN, "largest groups": PURPLE}
 STATES = {"adamw": 2, "sgd": 1}  # arrays like a parameter that each optimizer keeps
@@ -110,7 +111,7 @@ def _bars(bars: Sequence[tuple[str, Held]]) -> list[Cell]:
                 label = kind if len(kind) + 1 < width else kind[0]
                 cells.append(Cell(x, y, width, 2, label, FILLS[kind]))
                 x += width
-        cells.append(text(x + 2, y + 1, _readable(_together(held))))
+        cells.append(text(x + 2, y + 1, readable_bytes(_together(held))))
     return cells
 
 
@@ -118,11 +119,3 @@ def _numbers(bars: Sequence[tuple[str, Held]]) -> list[Cell]:
     rows = [("", *(f"({kind[0]}) {kind}" for kind in CLASSES), "together")]
     rows += [(name, *(f"{count:,}" for _, count in held), f"{_together(held):,}") for name, held in bars]
     return table(rows, "lrrrrr")
-
-
-def _readable(count: int) -> str:
-    """Bytes in the largest unit of which there is one at least."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if count >= size:
-            return f"{count / size:.2f} {unit}"
-    return f"{count} B"

@@ -18,6 +18,7 @@ from spmd_engine.cli.show.picture import (
 )
 from spmd_engine.planning import StepAnalysis
 from spmd_engine.planning.step_analysis import KINDS
+from spmd_engine.units import readable_bytes
 
 #: A letter and a colour for each kind.
 LOOKS = {
@@ -39,8 +40,8 @@ def draw_memory_of_step(analysis: StepAnalysis, rank: int) -> Picture:
     moments = list(step.timeline)
     columns = min(_COLUMNS, len(moments))
     most = max((moment.total for moment in moments), default=0)
-    left = len(_readable(most)) + 1
-    cells: list[Cell] = [text(0, 0, _readable(most)), text(0, _LINES - 1, "0".rjust(left - 1))]
+    left = len(readable_bytes(most)) + 1
+    cells: list[Cell] = [text(0, 0, readable_bytes(most)), text(0, _LINES - 1, "0".rjust(left - 1))]
     for column in range(columns):
         part = moments[column * len(moments) // columns : (column + 1) * len(moments) // columns]
         cells += _stack(max(part, key=lambda moment: moment.total).bytes_by_kind, left + column, most)
@@ -65,10 +66,3 @@ def _stack(held, x: int, most: int) -> list[Cell]:
             letter, fill = LOOKS[kind]
             cells.append(Cell(x, _LINES - top, 1, height, "\n".join(letter * height), fill, outline=False))
     return cells
-
-
-def _readable(size: int) -> str:
-    for unit, bytes in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if size >= bytes:
-            return f"{size / bytes:.2f} {unit}"
-    return f"{size} B"
