@@ -45,6 +45,7 @@ class Recorder:
         """Forget all but what is held: a step begins."""
         self.meter.take_work()
         self.meter.take_top()
+        self._now = Phase("between layers")
         self.computations, self.communications, self.timeline, self.tops = [], [], [], []
         self._peak = _Top(0, 0, 0)
 
