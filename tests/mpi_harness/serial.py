@@ -18,9 +18,16 @@ class Serial(Worker):
         self.parent = os.getppid()
 
     @pytest.hookimpl(tryfirst=True)
+    def pytest_collection(self, session):
+        """None yet: a file is collected when it is dealt out, and not by all processes before the first test."""
+        session.items = []
+        return True
+
+    @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session):
-        found = {item.nodeid: item for item in session.items}
         for nodeids in self._dealt():
+            file = self.config.rootpath / nodeids[0].partition("::")[0]
+            found = {item.nodeid: item for item in session.perform_collect([str(file)])}
             items = [found[nodeid] for nodeid in nodeids]
             # After a file's last test nothing stays set up: the next file may be of any folder.
             for item, following in zip(items, [*items[1:], None]):
