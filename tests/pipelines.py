@@ -23,8 +23,8 @@ from spmd_engine.engine.schedules import (
 INTERLEAVED = [Interleaved(2), Interleaved(3)]
 ZERO_BUBBLE = [ZeroBubble(), ZeroBubbleH2()]
 PIPELINES = [Naive(), GPipe(), OneForwardOneBackward(), *INTERLEAVED, *ZERO_BUBBLE]
-CASES = list(product(range(1, 9), (*range(1, 9), 12, 15, 16)))  # stages, micro-batches
-OTHER_CASES = list(product(range(1, 9), (9, 10, 11, 13, 14)))
+CASES = list(product((1, 2, 3, 4, 6, 8), (1, 2, 3, 4, 5, 8, 12, 15)))  # stages, micro-batches
+OTHER_CASES = [case for case in product(range(1, 9), range(1, 17)) if case not in CASES]
 #: Of every size in between, too, in ``soak``.
 each_case = pytest.mark.parametrize(
     "cases", [CASES, pytest.param(OTHER_CASES, marks=pytest.mark.soak)], ids=["most sizes", "other sizes"]

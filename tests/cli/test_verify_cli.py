@@ -10,7 +10,7 @@ from spmd_engine.cli import main
 from spmd_engine.engine import AdamW
 from spmd_engine.verify import Cause, mesh_of_one, verify
 
-MINE = '''
+MINE = """
 import numpy as np
 from spmd_engine import Mesh
 from spmd_engine.engine import ShardedEngine
@@ -59,7 +59,7 @@ def alone():
     return DataParallel(4, 6, Mesh(data=1))
 
 nothing = 3
-'''
+"""
 SHORT = ["--length", "8", "--batch-size", "4"]
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
@@ -104,7 +104,14 @@ CONTEXT = ["--mesh", "context=2", "--zero", "3", "--context-method", "ulysses", 
 OWN = ["mine:make", "--mesh", "model=2", "--input-shape", "5,4"]
 
 
-@pytest.mark.parametrize(("ranks", "args"), [(4, PIPELINE), (2, CONTEXT), (2, OWN)], ids=["pipe", "context", "own"])
+AGREEING = [
+    pytest.param(4, PIPELINE, id="pipe"),
+    pytest.param(2, OWN, id="own"),
+    pytest.param(2, CONTEXT, id="context", marks=pytest.mark.soak),
+]
+
+
+@pytest.mark.parametrize(("ranks", "args"), AGREEING)
 def test_what_agrees_ends_with_code_0(verify_on, ranks, args):
     result = verify_on(ranks, *args, *SHORT)
     assert result.returncode == 0 and not result.stderr, result.stderr

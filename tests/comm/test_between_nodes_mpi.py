@@ -91,7 +91,7 @@ if rank != 3:
 """
 
 
-@pytest.mark.parametrize("per_node", [1, 2])
+@pytest.mark.parametrize("per_node", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_an_absent_rank(per_node, mpi_run, tmp_path):
     """Rank 3 ends while another waits for it in a smaller group: the job ends, soon, and says why."""
     (tmp_path / "program.py").write_text(HEAD + ABSENT)

@@ -1,5 +1,6 @@
 """Every dtype comes as it went, fields and byte order included, by every way; what cannot go, goes on no rank."""
 
+import functools
 import itertools
 
 import ml_dtypes
@@ -27,11 +28,13 @@ NUMBERS = [KINDS["big-endian"], KINDS["big-endian-half"], np.dtype(">i8"), np.dt
 TIMES = 6  # the first call, calls that are known, and every place that data have on a board
 
 
+@functools.cache
 def numbered(shape, dtype, seed):
-    """An array whose every field has numbers of its own; no padding between them is ever looked at."""
+    """An array whose every field has numbers of its own; no padding between them is ever looked at, nothing written."""
     x = np.zeros(shape, dtype)
     for i, each in enumerate(leaves(x)):
         each[...] = (np.arange(each.size).reshape(each.shape) % 50 + i + seed).astype(np.uint8)
+    x.flags.writeable = False
     return x
 
 

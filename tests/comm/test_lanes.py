@@ -1,5 +1,6 @@
 """Large collectives of ranks on several nodes: their values, and that every byte leaves a node once."""
 
+import functools
 import itertools
 from collections import Counter
 
@@ -52,6 +53,12 @@ def shapes(dtype):
     return [(rows + 5,), (7, rows // 7 + 1), (3, 1, rows // 3 + 2)]
 
 
+@functools.cache
+def total_of(shape, dtype, op, hosts):
+    """What all ranks' ``values`` are reduced to."""
+    return expected([values(shape, dtype, r) for r in range(len(hosts))], op, hosts)
+
+
 def expected(arrays, op, hosts):
     """The nodes' own reductions, in the order of the nodes; 16-bit floats are rounded once, at the end."""
     dtype, between = arrays[0].dtype, "sum" if op == "mean" else op
@@ -74,7 +81,7 @@ def test_all_reduce(dtype, hosts, memory):
         form, groups = itertools.cycle(FORMS), itertools.cycle([everyone(), everyone(check=False)])
         for shape, op in itertools.product(shapes(dtype), OPS):
             group = next(groups)
-            total = expected([values(shape, dtype, r) for r in range(len(hosts))], op, hosts)
+            total = total_of(shape, dtype, op, hosts)
             mine = values(shape, dtype, group.rank)
             about = shape, op
             result = group.all_reduce(next(form)(mine), op)
@@ -102,7 +109,7 @@ def test_reduce_scatter(dtype, hosts, memory):
             for axis in range(len(shape)):
                 last = [0] * (ranks - 1) + [shape[axis]]
                 for sizes, op in itertools.product([None, last], [next(ops), next(ops)]):
-                    total = expected([values(shape, dtype, r) for r in range(ranks)], op, hosts)
+                    total = total_of(shape, dtype, op, hosts)
                     parts = np.array_split(total, np.cumsum(sizes)[:-1] if sizes else ranks, axis)
                     x = next(form)(values(shape, dtype, group.rank))
                     result = group.reduce_scatter(x, axis, op, sizes=sizes)

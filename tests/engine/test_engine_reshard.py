@@ -56,7 +56,10 @@ def trained(before, how_before, after=None, how_after=None):
     return run(program, tiny.ranks_of(before))
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
+#: The last three, whose kinds of cuts appear above, are in ``soak``.
+@pytest.mark.parametrize(
+    "way", [*WAYS[:-3], *(pytest.param(way, marks=pytest.mark.soak) for way in WAYS[-3:])], ids=str
+)
 def test_training_goes_on_as_if_nothing_had_happened(way):
     ((expected, arrays, _),) = trained({"data": 1}, {})
     for losses, ours, _ in trained(*way):

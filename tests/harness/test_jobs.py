@@ -58,7 +58,7 @@ def test_on_three_ranks():
 def test_every_end_is_reported_in_order_and_once(run_parent, sample):
     sample(SHARED, "conftest.py")
     files = sample(FIRST, "test_first.py"), sample(SECOND, "test_second.py")
-    run = run_parent("--with-mpi", "--jobs", "2", "-v", *files, SPMD_TEST_TIMEOUT="1", PARENT="")
+    run = run_parent("--with-mpi", "--jobs", "2", "-v", *files, SPMD_TEST_TIMEOUT="0.5", PARENT="")
     told = re.findall(r"::test_(\w+) ([A-Z]+)", run.stdout.partition("= FAILURES =")[0])
     assert told == [
         ("passes", "PASSED"),
@@ -75,7 +75,7 @@ def test_every_end_is_reported_in_order_and_once(run_parent, sample):
     assert re.search(r"= 3 failed, 5 passed, 1 skipped, 1 warning in .* =+\n$", run.stdout), run.stdout
     assert "two is too many" in run.stdout and "said before" in run.stdout
     assert "the process of this test ended with exit code 7 during the call" in run.stdout
-    assert "No end of the call within 10 s" in run.stdout and "in test_hangs_where" in run.stdout
+    assert "No end of the call within 5 s" in run.stdout and "in test_hangs_where" in run.stdout
     assert "FutureWarning: of what may come" in run.stdout
 
 

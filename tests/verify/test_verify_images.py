@@ -111,8 +111,8 @@ def test_a_missing_halo_is_named(kind, axes, over):
     ("forgets", "variable", "axes"),
     [
         ("mean", "sums", {"rows": 2}),
-        ("variance", "squares", {"rows": 2, "data": 2}),
-        ("gradient", "whole", {"pipe": 2, "data": 2}),
+        pytest.param("variance", "squares", {"rows": 2, "data": 2}, marks=pytest.mark.soak),
+        pytest.param("gradient", "whole", {"pipe": 2, "data": 2}, marks=pytest.mark.soak),
     ],
 )
 def test_a_sum_of_statistics_that_is_missing_is_named(forgets, variable, axes):

@@ -54,7 +54,7 @@ def test_a_stage_does_one_thing_at_a_time(schedule):
         assert all(slot.stage == slot.instruction.chunk % stages for slot in slots)
 
 
-@pytest.mark.parametrize("stages, micro_batches", [(11, 26), (16, 31)])
+@pytest.mark.parametrize("stages, micro_batches", [(11, 26), pytest.param(16, 31, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("schedule", [*PIPELINES, Interleaved(5)], ids=str)
 def test_larger_pipelines(schedule, stages, micro_batches):
     expected = schedule.expected_bubble(stages, micro_batches)
