@@ -2,7 +2,7 @@
 
 Channels come last. A patch is what one output position reads, [k l i] for every group of channels. Patches are copied
 a panel at a time, small enough to stay in cache, and a panel is multiplied at once; so the memory beside inputs and
-results does not grow with the images.
+results does not grow with the images. Of one tap, pixels are patches already: see ``pointwise``.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
+from spmd_engine.arrays import pointwise
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.fused import fused_of_images
+from spmd_engine.arrays.pointwise import by_product
 from spmd_engine.arrays.window import Window, check_convolution, check_gradient, outputs_of
 
 PANEL_ELEMENTS = 1 << 18  # 1 MiB of float32: fits a core's L2 cache
 DEVICE_PANEL_ELEMENTS = 1 << 26  # a device wants few and large launches
 
 
+@by_product(pointwise.conv2d)
 @fused_of_images
 def conv2d(x: Array, w: Array, rows: Window, columns: Window, groups: int = 1) -> Array:
     """y[b p q f] = sum over k, l, i of x[b h w c] * w[k l i f], where output p, q reads its windows of h and w.
@@ -36,6 +39,7 @@ def conv2d(x: Array, w: Array, rows: Window, columns: Window, groups: int = 1) -
     return y
 
 
+@by_product(pointwise.input_gradient)
 @fused_of_images
 def conv2d_input_gradient(
     dy: Array, w: Array, rows: Window, columns: Window, groups: int, lengths: tuple[int, int]
@@ -51,6 +55,7 @@ def conv2d_input_gradient(
     return dx
 
 
+@by_product(pointwise.weight_gradient)
 @fused_of_images
 def conv2d_weight_gradient(x: Array, dy: Array, rows: Window, columns: Window, groups: int) -> Array:
     """dw[k l i f] of ``conv2d`` for dy[b p q f]."""

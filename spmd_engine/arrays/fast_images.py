@@ -7,6 +7,7 @@ from math import gcd, prod
 import numpy as np
 
 from spmd_engine.arrays.fast_functions import compiled_functions
+from spmd_engine.arrays.fast_groups import joined, parted, side_by_side
 from spmd_engine.arrays.window import Window, check_convolution, check_gradient, outputs_of
 
 
@@ -50,9 +51,11 @@ class FastImages:
             y = np.zeros_like(x, np.float32, shape=shape)
             self._pooling.depthwise(x, w[:, :, 0], _numbers(rows), _numbers(columns), y)
             return y
+        if (m := self._side_by_side(groups, w.shape[3])) > 1:
+            return self.conv2d(x, joined(w, groups, m), rows, columns, groups // m)
         y = np.empty_like(x, np.float32, shape=shape)
-        k, l, i, o = *w.shape[:3], shape[3] // groups
-        weights = self._tiles(w.reshape(k * l * i, groups, o).transpose(1, 0, 2))
+        o = shape[3] // groups
+        weights = self._tiles(w.reshape(*w.shape[:3], groups, o).transpose(3, 0, 1, 2, 4))
         self._correlate(x, weights, y, (*shape[:3], o), (0, 0), (1, 1), rows, columns)
         return y
 
@@ -65,13 +68,14 @@ class FastImages:
         if _is_depthwise(w.shape, groups):
             self._pooling.depthwise_input(dy, w[:, :, 0], _numbers(rows), _numbers(columns), dx)
             return dx
+        if (m := self._side_by_side(groups, i * groups)) > 1:
+            return self.conv2d_input_gradient(dy, joined(w, groups, m), rows, columns, groups // m, lengths)
         w = w.reshape(k, l, i, groups, f // groups).transpose(3, 0, 1, 4, 2)
         for row in range(min(h, rows.stride)):
             for column in range(min(width, columns.stride)):
                 (row_taps, rows_back), (column_taps, columns_back) = _backward(rows, row), _backward(columns, column)
                 if row_taps and column_taps:
-                    weights = w[:, row_taps][:, :, column_taps]
-                    weights = self._tiles(weights.reshape(groups, prod(weights.shape[1:4]), i))
+                    weights = self._tiles(w[:, row_taps, column_taps])
                     strides = rows.stride, columns.stride
                     outputs = b, -(-(h - row) // strides[0]), -(-(width - column) // strides[1]), i
                     self._correlate(dy, weights, dx, outputs, (row, column), strides, rows_back, columns_back)
@@ -86,7 +90,10 @@ class FastImages:
             dw = np.zeros_like(x, np.float32, shape=(k, l, f))
             self._pooling.depthwise_weights(x, dy, _numbers(rows), _numbers(columns), dw)
             return dw[:, :, None]
-        wide, o = self._convolution.WIDE, f // groups
+        if (m := self._side_by_side(groups, f)) > 1:
+            return parted(self.conv2d_weight_gradient(x, dy, rows, columns, groups // m), groups, m)
+        o = f // groups
+        wide = self._convolution.width_of_tiles(o)
         tiles = -(-o // wide)
         dw = np.zeros_like(x, np.float32, shape=(groups, tiles, k * l * i, wide))
         if dy.size and dw.size:
@@ -94,13 +101,18 @@ class FastImages:
         dw = dw.transpose(2, 0, 1, 3).reshape(k * l * i, groups, tiles * wide)
         return _contiguous(dw[:, :, :o]).reshape(shape)
 
+    def _side_by_side(self, groups, outputs):
+        """How many groups to take as one, of so many outputs in all."""
+        return side_by_side(groups, outputs // groups, self._convolution.LANES)
+
     def _tiles(self, weights):
-        """weights[g (k l i) o] as [g t (k l i) j], where o = (t j) and j is as wide as a tile, filled up with 0."""
-        wide = self._convolution.WIDE
-        groups, inside, o = weights.shape
-        tiles = np.zeros_like(weights, np.float32, shape=(groups, inside, -(-o // wide) * wide))
-        tiles[:, :, :o] = weights
-        return tiles.reshape(groups, inside, tiles.shape[2] // wide, wide).transpose(0, 2, 1, 3).copy()
+        """weights[g k l i o] as [g t (k l i) j], where o = (t j) and j is as wide as a tile, filled up with 0."""
+        (groups, *inside, o), wide = weights.shape, self._convolution.width_of_tiles(weights.shape[4])
+        if o % wide:
+            weights = np.concatenate((weights, np.zeros((groups, *inside, -o % wide), np.float32)), axis=4)
+        tiles = -(-o // wide)
+        weights = weights.reshape(groups, *inside, tiles, wide).transpose(0, 4, 1, 2, 3, 5)
+        return _contiguous(weights).reshape(groups, tiles, prod(inside), wide)
 
     def _correlate(self, x, weights, y, outputs, first, step, rows, columns):
         """Write ``outputs``, [b p q o] of each group, to y[:, first::step, first::step]."""
@@ -197,15 +209,17 @@ def _is_depthwise(w: tuple[int, ...], groups: int) -> bool:
     return groups > 1 and w[2] == 1 and w[3] == groups
 
 
-def _backward(window: Window, first: int) -> tuple[list[int], Window]:
+def _backward(window: Window, first: int) -> tuple[slice | None, Window]:
     """The gradient at inputs first, first + stride, ... as a convolution of the outputs' gradient with stride 1.
 
-    Returns the window's taps that read these inputs, in the order in which that convolution has them, and its window.
+    Returns the window's taps that read these inputs, in the order in which that convolution has them (None: there is
+    none), and its window.
     Input first + m * stride was read by tap k of output p if p * stride = first + m * stride + before - k * dilation.
     """
     place, common = first + window.before, gcd(window.stride, window.dilation)
     taps = [k for k in range(window.size) if (place - k * window.dilation) % window.stride == 0]
     if not taps:
-        return [], window
+        return None, window
     nearest = (place - taps[-1] * window.dilation) // window.stride  # the output that the last tap reads, for m = 0
-    return taps[::-1], Window(len(taps), 1, window.dilation // common, -nearest)
+    last_to_first = slice(taps[-1], taps[0] - 1 if taps[0] else None, -(window.stride // common))
+    return last_to_first, Window(len(taps), 1, window.dilation // common, -nearest)

@@ -69,7 +69,8 @@ class Reporter(JobObserver):
         if report.skipped:
             self._say(f"spmd_engine: step {report.step} updated nothing: {report.skipped}")
         self._look_at_experts(report)
-        text = f"loss {report.loss:.4f}  {report.tokens_per_second:,.0f} {self.each}/s"
+        metrics = "".join(f"  {name} {100 * value:.1f}%" for name, value in (report.metrics or {}).items())
+        text = f"loss {report.loss:.4f}{metrics}  {report.tokens_per_second:,.0f} {self.each}/s"
         if self.bar:
             self.bar.update(self.task, advance=1, description=text)
         elif report.step % max(1, self.stop // 20) == 0:

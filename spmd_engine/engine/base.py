@@ -18,7 +18,7 @@ from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.mesh import Collectives, Mesh, Over
 from spmd_engine.engine.batch import Batch, MicroBatch
-from spmd_engine.engine.evaluation import Evaluation
+from spmd_engine.engine.evaluation import Evaluation, Scores
 from spmd_engine.engine.gather import assemble
 from spmd_engine.engine.parameter_store import Index
 from spmd_engine.engine.replicas import check_replicas
@@ -88,8 +88,10 @@ class ShardedEngine(Collectives, ABC):
     output_sharding: str = ""
     outputs_everywhere: bool = False  #: whether ``forward`` returns the whole output on every rank
     loss: Loss = staticmethod(mean_squared_error)
-    #: What an evaluation tells beside the loss, by name: see ``Evaluation``.
+    #: What evaluations and steps tell beside the loss, by name: see ``Evaluation``.
     metrics: Mapping[str, Metric] = MappingProxyType({})
+    #: What they said of the last step's batch, before its update: of which fraction of the targets each holds.
+    training_metrics: Mapping[str, float] = MappingProxyType({})
     input_gradient: Array | None = None  #: of the last backward
     checks_replicas: bool = True  #: whether the next step compares the gradients of ranks that hold the same block
 
@@ -364,31 +366,36 @@ class ShardedEngine(Collectives, ABC):
         if batch.count is not None:
             return batch.count
         local = sum(float(m.targets.size if m.mask is None else m.mask.sum()) for m in batch.micro_batches)
-        return self._sum_over_batch(local)
+        return float(self._sum_over_batch(np.array(local)))
 
     def step(self, batch: Batch, loss: Loss | None = None) -> float:
-        """Forward and backward of every micro-batch; sets ``gradients``. Returns the global mean loss.
+        """Forward and backward of every micro-batch. Returns the global mean loss.
 
+        Sets ``gradients`` and ``training_metrics``.
         ``loss(outputs, targets, count=n)`` returns this rank's share of the mean over n terms, and its gradient.
         """
-        loss = loss or self.loss
         self._check_shardings()
-        count = self.count(batch)
-        total, gradients = 0.0, {}
+        count, scores = self.count(batch), Scores(loss or self.loss, self.metrics)
+        gradients: dict[str, Array] = {}
         for index, micro in enumerate(batch.micro_batches):
             with self.micro_batch(index):
                 outputs = self.forward(micro.inputs)
                 gradient = None
                 if outputs is not None:
-                    value, gradient = loss(outputs, micro.targets, **micro.loss_options(count))
-                    total += value
+                    gradient = scores.add(outputs, micro, count)
                 for name, array in self.backward(gradient).items():
                     gradients[name] = gradients[name] + array if name in gradients else array
         if self.mesh.checks and self.checks_replicas:
             check_replicas(self, gradients)
             self.checks_replicas = False  # a reduction that is there once is there in every step
         self.gradients = gradients
-        return self._sum_loss(total)
+        return self._take_scores(scores, count)
+
+    def _take_scores(self, scores: Scores, count: float) -> float:
+        """The global mean loss of a step of so many targets, whose metrics are kept."""
+        sums = self._sum_shares(scores.shares)
+        self.training_metrics = scores.fractions(sums, count)
+        return float(sums[0])
 
     def evaluate(self, batch: Batch, loss: Loss | None = None) -> float:
         """The global mean loss, without a backward and without a tape."""
@@ -396,37 +403,33 @@ class ShardedEngine(Collectives, ABC):
 
     def evaluation(self, batches: Sequence[Batch], loss: Loss | None = None) -> Evaluation:
         """The mean loss, and the metrics, over all of some batches, without a backward and without a tape."""
-        loss = loss or self.loss
         self._check_shardings()
         counts = [self.count(batch) for batch in batches]
-        total, held = 0.0, dict.fromkeys(self.metrics, 0.0)
+        total = Scores(loss or self.loss, self.metrics)
         with self.inference():
             for batch, count in zip(batches, counts, strict=True):
-                share = 0.0
+                scores = Scores(loss or self.loss, self.metrics)
                 for micro in batch.micro_batches:
                     outputs = self.outputs_of(micro)
                     if outputs is not None:
-                        for name, metric in self.metrics.items():  # before the loss, which may write over the outputs
-                            held[name] += metric(outputs, micro.targets, **micro.metric_options)
-                        share += loss(outputs, micro.targets, **micro.loss_options(count))[0]
-                total += count * self._sum_loss(share)  # batch by batch, lest a first stage run far ahead
-        count = sum(counts)
-        metrics = {name: self._sum_loss(value) / (count or 1.0) for name, value in held.items()}
-        return Evaluation(total / (count or 1.0), metrics, count)
+                        scores.add(outputs, micro, count)
+                sums = self._sum_shares(scores.shares)  # batch by batch, lest a first stage run far ahead
+                sums[0] *= count
+                total.shares += sums
+        count, sums = sum(counts), total.shares
+        return Evaluation(float(sums[0]) / (count or 1.0), total.fractions(sums, count), count)
 
     def outputs_of(self, micro: MicroBatch) -> Array | None:
         """The outputs of one micro-batch, for an evaluation."""
         return self.forward(micro.inputs)
 
-    def _sum_loss(self, value: float) -> float:
-        """The global loss of all ranks' shares."""
-        return self._sum_over_batch(value)
+    def _sum_shares(self, shares: np.ndarray) -> np.ndarray:
+        """The sums of what all ranks have of a loss and of metrics."""
+        return self._sum_over_batch(shares)
 
-    def _sum_over_batch(self, value: float) -> float:
+    def _sum_over_batch(self, shares: np.ndarray) -> np.ndarray:
         axes = self.batch_axes
-        if not axes:
-            return value
-        return float(self.all_reduce(np.array(value, np.float64), over=axes, label="loss"))
+        return self.all_reduce(shares, over=axes, label="loss") if axes else shares
 
     # --- serving -----------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.base import Loss, ShardedEngine
 from spmd_engine.engine.batch import Batch
+from spmd_engine.engine.evaluation import Scores
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.parameter_store import ParameterStore
 from spmd_engine.engine.plan import Plan, Storage
@@ -148,18 +149,15 @@ class DistributedEngine(StoredEngine):
 
     def step(self, batch: Batch, loss: Loss | None = None) -> float:
         """As ShardedEngine.step; what is stored in parts goes to its owners after each micro-batch."""
-        count = self.count(batch)
+        count, scores = self.count(batch), Scores(loss or self.loss, self.metrics)
         self._reducer.begin(len(batch.micro_batches))
-        total = 0.0
         for m, micro in enumerate(batch.micro_batches):
             with self.engine.micro_batch(m):
                 outputs = self.engine.forward(micro.inputs)
-                value, gradient = (loss or self.loss)(outputs, micro.targets, **micro.loss_options(count))
-                self._backward(gradient)
-            total += value
+                self._backward(scores.add(outputs, micro, count))
         self._reducer.finish()
         self.gradients = self.store.gradients
-        return self._sum_loss(total)
+        return self._take_scores(scores, count)
 
     def inference(self) -> AbstractContextManager[None]:
         return self.engine.inference()

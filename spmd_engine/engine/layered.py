@@ -17,6 +17,7 @@ from spmd_engine.comm.pending import Pending
 from spmd_engine.engine import schedules
 from spmd_engine.engine.base import Loss, Metric
 from spmd_engine.engine.batch import Batch, MicroBatch
+from spmd_engine.engine.evaluation import Scores
 from spmd_engine.engine.growth import grow
 from spmd_engine.engine.move import Move
 from spmd_engine.engine.optimizers import Optimizer
@@ -258,14 +259,10 @@ class LayeredEngine(StoredEngine):
         micro_batches = len(batch.micro_batches)
         self._placed.reducer.begin(micro_batches)
         self._placed.extras.begin()
-        total = 0.0
+        scores = Scores(loss or self.loss, self.metrics)
 
         def loss_gradient(m: int, outputs: Array) -> Array:
-            nonlocal total
-            micro = batch.micro_batches[m]
-            value, gradient = (loss or self.loss)(outputs, micro.targets, **micro.loss_options(count))
-            total += value
-            return gradient
+            return scores.add(outputs, batch.micro_batches[m], count)
 
         for micro in batch.micro_batches:
             self.model.check_inputs(micro.inputs)
@@ -273,14 +270,16 @@ class LayeredEngine(StoredEngine):
         self._placed.neighbours.begin(micro_batches)
         execution = self._placed.execution(self._contexts(batch), inputs, loss_gradient)
         execution.run(self._placed.program(micro_batches))
-        whole = self._start_sum_loss(total)  # under way while the last gradients are
+        shares = self._start_sum(scores.shares)  # under way while the last gradients are
         beside = self._placed.extras.side_outputs.start_sum()
         self._placed.reducer.finish()
         self._placed.unsharder.release()
         self.gradients = self.store.gradients
-        sums = beside.wait()
-        self.side_outputs = self._placed.extras.side_outputs.by_name(sums)
-        return float(whole.wait()) + self._placed.extras.side_outputs.loss(sums)
+        told = beside.wait()
+        self.side_outputs = self._placed.extras.side_outputs.by_name(told)
+        sums = shares.wait()
+        self.training_metrics = scores.fractions(sums, count)
+        return float(sums[0]) + self._placed.extras.side_outputs.loss(told)
 
     def _contexts(self, batch: Batch) -> list[ForwardContext]:
         """Where each micro-batch is; samples are counted, and lengths summed, where the batch does not say."""
@@ -305,15 +304,15 @@ class LayeredEngine(StoredEngine):
         axes = self.layout.axes("b")
         return int(self.all_reduce(np.array(len(x)), over=axes, label="samples")) if axes else len(x)
 
-    def _sum_loss(self, value: float) -> float:
-        return float(self._start_sum_loss(value).wait())
+    def _sum_shares(self, shares: np.ndarray) -> np.ndarray:
+        return self._start_sum(shares).wait()
 
-    def _start_sum_loss(self, value: float) -> Pending:
+    def _start_sum(self, shares: np.ndarray) -> Pending:
         """Over the batch, and from the last stage to all."""
         over = tuple(axis for axis in self.mesh.axes if axis in (*self.batch_axes, PIPE))
         if not over:
-            return Pending.completed(value)
-        return self.mesh.group(over).start_all_reduce(np.array(value, np.float64), label="loss")
+            return Pending.completed(shares)
+        return self.mesh.group(over).start_all_reduce(shares, label="loss")
 
     def loss(self, outputs: Array, targets: Array, **options: Any) -> tuple[float, Array]:
         """The model's own loss of this rank's blocks."""

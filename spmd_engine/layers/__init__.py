@@ -21,7 +21,7 @@ from spmd_engine.layers.moe import MoE
 from spmd_engine.layers.names import context_method
 from spmd_engine.layers.norm import LayerNorm, RMSNorm
 from spmd_engine.layers.pooling import AveragePool, GlobalPool, MaxPool
-from spmd_engine.layers.recut import GatherSamples, Recut
+from spmd_engine.layers.recut import Gather, Recut
 from spmd_engine.layers.relu import ReLU
 from spmd_engine.layers.residual import Residual
 from spmd_engine.layers.residual_block import ResidualBlock
@@ -46,7 +46,7 @@ __all__ = [
     "ForwardContext",
     "GatedMLP",
     "GatherKeys",
-    "GatherSamples",
+    "Gather",
     "GlobalPool",
     "GradientSums",
     "GroupNorm",

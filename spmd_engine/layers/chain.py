@@ -6,13 +6,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from spmd_engine.arrays.backend import Array
 from spmd_engine.errors import UsageError
-from spmd_engine.layers.later import wait_for
-from spmd_engine.layers.layer import Extra, Layer
+from spmd_engine.layers.later import UNDER_WAY, Later, then
+from spmd_engine.layers.layer import Extra, Layer, Parameters
+from spmd_engine.sharding.shards import Shards
 
 
 class Chain(Layer):
     """y = last(... second(first(x))), of layers with names, under which their parameters and buffers stand
+
+    While an input gradient travels within it, the gradients of the weights behind it are made.
 
     Raises UsageError where the letters of one's outputs are not those of the next one's inputs, and for side outputs,
     which are not passed on.
@@ -43,16 +47,44 @@ class Chain(Layer):
         return x, saved, Extra(updates, decided=decided or None)
 
     def backward_input(self, sh, p, saved, dy):
-        rests = []
+        steps = []
         for name, layer in reversed(self.layers):
-            dy, rest = layer.backward_input(sh, p.get(name, {}), saved.pop(), wait_for(dy))
-            rests.append((name, layer, rest))
-        return dy, rests
+            step = _BackwardStep(name, layer, saved.pop())
+            dy = step.start(sh, p.get(name, {}), dy)
+            steps.append(step)
+        return dy, steps
 
-    def backward_weight(self, sh, rests, g):
-        while rests:
-            name, layer, rest = rests.pop(0)
-            layer.backward_weight(sh, rest, g[name])
+    def backward_weight(self, sh, steps, g):
+        while steps:
+            step = steps.pop(0)
+            step.finish()
+            step.layer.backward_weight(sh, step.rest, g[step.name])
+
+
+class _BackwardStep:
+    """One layer's part in the backward of a chain: done at once, or when the gradient comes that it begins with."""
+
+    def __init__(self, name: str, layer: Layer, saved: Any) -> None:
+        self.name, self.layer, self.rest, self._saved = name, layer, None, saved
+        self._under_way: Later | None = None
+
+    def start(self, sh: Shards, p: Parameters, dy: Array | Later) -> Array | Later:
+        """The layer's input gradient, or what it will be once ``dy`` is there."""
+
+        def back(dy: Array) -> Array | Later:
+            saved, self._saved = self._saved, None
+            dx, self.rest = self.layer.backward_input(sh, p, saved, dy)
+            return dx
+
+        dx = then(dy, back)
+        if isinstance(dy, UNDER_WAY):
+            self._under_way = dx
+        return dx
+
+    def finish(self) -> None:
+        """Wait for ``dy`` if that has not come, not for what this layer sent: its weights' gradients come first."""
+        if self._under_way is not None:
+            self._under_way.finish()
 
 
 def joined(layers: Iterable[tuple[str, Layer]]) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, int], str]:

@@ -9,7 +9,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.layers.channel_groups import ChannelGroups, PartsOfGroups
 from spmd_engine.layers.declarations import Activation, Parameter
 from spmd_engine.layers.image_windows import ImageWindows, Padding, Pair
-from spmd_engine.layers.later import wait_for
+from spmd_engine.layers.later import then, wait_for
 from spmd_engine.layers.layer import Layer
 
 #: Multiplications from which on the inner outputs are computed while the halo travels: with fewer, computing outputs
@@ -41,8 +41,9 @@ class Conv2d(Layer):
     ``image`` is the whole height and width. ``kernel``, ``stride``, ``dilation``: a number, or one for rows and one
     for columns; ``padding``: see ``Padding``. ``letters`` are those of batch, rows and columns. ``std`` is the initial
     weights' deviation, by default sqrt(2 / (k l i)) (He et al., 2015). With ``input_gradient=False`` steps 3 and 4
-    are left out: for a first layer, of which the inputs are data. Raises UsageError for groups that do not divide the
-    channels, or have different letters, and for windows that do not fit.
+    are left out: for a first layer, of which the inputs are data. With ``reduced=False`` dx is left unreduced over o in
+    step 4, for somebody to add it to others and to reduce them at once. Raises UsageError for groups that do not divide
+    the channels, or have different letters, and for windows that do not fit.
 
     After Dryden et al., "Improving strong-scaling of CNN training by exploiting finer-grained parallelism" (2019),
     whose halos these are, here for any window over any blocks.
@@ -63,6 +64,7 @@ class Conv2d(Layer):
         std: float | None = None,
         letters: str = "bhw",
         input_gradient: bool = True,
+        reduced: bool = True,
     ) -> None:
         i, o = self.channels = inputs[0], outputs[0]
         if groups > 1 and i != o:
@@ -74,7 +76,7 @@ class Conv2d(Layer):
             image, kernel, stride=stride, dilation=dilation, padding=padding, letters=y + x
         )
         self.groups = ChannelGroups(inputs[1], outputs[1], groups)
-        self.input_gradient = input_gradient
+        self.input_gradient, self.reduced = input_gradient, reduced
         self.inputs, self.outputs = (Activation(f"{batch} {y} {x} {each}", where="inside") for each in (i, o))
         self.may_cut = letters + "".join(dict.fromkeys(i + o))
         each = i if i != o else "j"
@@ -130,9 +132,10 @@ class Conv2d(Layer):
             return None, (wide, dy)
         here, w = self.windows.here(sh), p["weights"]
         dx = self._parts(sh).input_gradient(dy, w, *here.local, wide.shape)
-        if i == o or not sh.is_cut(o):
-            return sh.start_add_halo(dx, self.inputs.dims, self._reads()), (wide, dy)
-        return sh.start_all_reduce(sh.add_halo(dx, self.inputs.dims, self._reads()), over=o), (wide, dy)
+        dx = sh.start_add_halo(dx, self.inputs.dims, self._reads())
+        if i != o and self.reduced:
+            dx = then(dx, lambda dx: sh.start_all_reduce(dx, over=o))
+        return dx, (wide, dy)
 
     def backward_weight(self, sh, rest, g):
         wide, dy = rest

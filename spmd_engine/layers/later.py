@@ -12,7 +12,8 @@ from spmd_engine.sharding.shards import Transferred
 class Later:
     """What ``then`` makes of the result of an operation that is under way.
 
-    ``finish()`` waits for that and does it; ``wait()`` hands the value over as well, once, and keeps it no longer.
+    ``finish()`` waits for that operation and does what is to be done, which may put another one under way; ``wait()``
+    waits for this one, too, and hands the value over, once, and keeps it no longer.
     """
 
     __slots__ = ("_pending", "_then", "_value")
@@ -23,7 +24,7 @@ class Later:
         self._value: Any = None
 
     def finish(self) -> None:
-        """Wait for what is under way, and do what is to be done with it."""
+        """Wait for what is under way, and do what is to be done with it; do not wait for what that has begun."""
         if self._pending is not None:
             self._value = self._then(self._pending.wait())
             self._pending = self._then = None
@@ -32,7 +33,7 @@ class Later:
         """The value."""
         self.finish()
         value, self._value = self._value, None
-        return value
+        return wait_for(value)
 
 
 UNDER_WAY = (Pending, Transferred, Later)

@@ -1,4 +1,4 @@
-"""Where a model changes from one cut to another: image rows for samples, or for copies."""
+"""Where a model changes from one cut to another: image rows for samples, or for copies; and parts for the whole."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ class Recut(Layer):
         return sh.recut(dy, self.outputs.dims, self.inputs.dims, shape), None
 
 
-class GatherSamples(Layer):
-    """y[b c] = x[n c], with all samples that the ranks have who differ along the axes that cut n and not b
+class Gather(Layer):
+    """y[b k] = x[n k], or any letters: with all that the ranks have who differ along the axes that cut n and not b
 
-    What comes after it is computed by all of these alike. Backward, each takes its part of dy.
+    What comes after it is computed by all of these alike. Backward, each takes its part of dy. So a network gets its
+    samples back that a Recut gave away, (n k -> b k), and all its channels where a rank made some (b h w f -> b h w c).
     """
 
-    def __init__(self, before: str = "nk", after: str = "bk") -> None:
+    def __init__(self, before: str, after: str) -> None:
         self.inputs, self.outputs = (Activation(" ".join(each), where="inside") for each in (before, after))
         self.may_cut = "".join(dict.fromkeys(before + after))
 

@@ -5,24 +5,26 @@ from __future__ import annotations
 from spmd_engine.arrays.backend import backend_of
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.chain import Chain, joined
-from spmd_engine.layers.later import wait_for
+from spmd_engine.layers.later import Later, then, wait_for
 from spmd_engine.layers.layer import Extra, Layer
 
 
 class ResidualBlock(Layer):
     """y = max(branch(x) + shortcut(x), 0); without a shortcut, x itself is added
 
-    The parameters stand under ``branch/`` and ``shortcut/``. Where channels are cut inside the branch, its last
-    convolution makes whole ones, so that the sum needs no communication. Raises UsageError if the ways do not end
-    with the same letters. After He et al., "Deep residual learning for image recognition" (2016).
+    The parameters stand under ``branch/`` and ``shortcut/``. Where channels are cut inside the ways, both make whole
+    ones in the end, so that the sum needs no communication. ``over`` is a letter whose channels the first layers of
+    both ways make and, cut, leave their input gradients unreduced over (``reduced=False``): these are added, and then
+    reduced at once. Raises UsageError if the ways do not end with the same letters. After He et al., "Deep residual
+    learning for image recognition" (2016).
     """
 
-    def __init__(self, branch: Chain, shortcut: Chain | None = None) -> None:
+    def __init__(self, branch: Chain, shortcut: Chain | None = None, *, over: str = "") -> None:
         self.ways = {"branch": branch} | ({"shortcut": shortcut} if shortcut else {})
         left, right = branch.outputs, shortcut.outputs if shortcut else branch.inputs
         if left != right:
             raise UsageError(f"ResidualBlock: the branch ends in [{left.dims}], the way around it in [{right.dims}]")
-        self.inputs, self.outputs = branch.inputs, branch.outputs
+        self.inputs, self.outputs, self.over = branch.inputs, branch.outputs, over
         self.parameters, self.buffers, self.sizes, self.may_cut = joined(self.ways.items())
 
     def cost(self, length):
@@ -39,13 +41,24 @@ class ResidualBlock(Layer):
 
     def backward_input(self, sh, p, saved, dy):
         saved, positive = saved
-        dy = dy * positive
-        dx, rests = None if "shortcut" in self.ways else dy, {}
+        dy, rests, ways = dy * positive, {}, []
         for name, way in self.ways.items():
-            dbranch, rests[name] = way.backward_input(sh, p[name], saved[name], dy)
-            dx = wait_for(dbranch) if dx is None else dx + wait_for(dbranch)
-        return dx, rests
+            dx, rests[name] = way.backward_input(sh, p[name], saved[name], dy)
+            ways.append(dx)
 
-    def backward_weight(self, sh, rests, g):
+        def reduced(dx):
+            for other in ways[1:]:
+                dx = dx + wait_for(other)
+            return sh.start_all_reduce(dx, over=self.over)
+
+        dx = then(ways[0], reduced)
+        if "shortcut" not in self.ways:
+            dx = then(dx, lambda dx: dx + dy)
+        return dx, (rests, dx if isinstance(dx, Later) else None)
+
+    def backward_weight(self, sh, rest, g):
+        rests, under_way = rest
         for name, way in self.ways.items():
             way.backward_weight(sh, rests[name], g[name])
+            if under_way is not None:
+                under_way.finish()  # what it reduces travels while the weights of the other way get their gradients

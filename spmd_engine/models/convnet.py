@@ -1,8 +1,8 @@
 """Convolutional networks: a small one, and residual networks after He et al. (2016). Images[b h w c] to scores[b k].
 
-Letters say what may be cut: samples b, rows h, columns w, and channels f; channels c, and classes k, are whole. A
-network may be a hybrid, ``recut_after`` so many blocks: from there on its samples n are cut over the ranks that cut
-rows and columns before, and each rank has whole images (letters y and x), which are small by then.
+Letters say what may be cut: samples b, rows h, columns w, and channels f; channels c, between blocks, and classes k
+are whole. A network may be a hybrid, ``recut_after`` so many blocks: from there on its samples n are cut over the ranks
+that cut rows and columns before, and each rank has whole images (letters y and x), which are small by then.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from spmd_engine.layers import (
     BatchNorm,
     Chain,
     Conv2d,
-    GatherSamples,
+    Gather,
     GlobalPool,
     Layer,
     Linear,
@@ -51,7 +51,7 @@ def convnet(
         net.add(f"block{number}/norm", net.norm(out, width))
         net.add(f"block{number}/relu", ReLU(net.letters + out))
         if number % 2 and number + 1 < len(channels) and min(net.image) > 1:
-            net.add(f"block{number}/pool", net.pool(2))
+            net.add(f"block{number}/pool", net.pool(2, out))
     return net.finish(len(channels))
 
 
@@ -69,16 +69,16 @@ def resnet(
 
     Basic blocks are two convolutions, c -> f -> c; bottlenecks three, c -> f -> f -> c, whose ends have four times
     the channels. For ``large`` images a stem of 7 x 7 at stride 2 and maxima of 3 x 3 at stride 2 come first; for
-    others a stem of 3 x 3.
+    others a stem of 3 x 3. The stem and the shortcuts' projections make channels f, which are then gathered.
     """
     net = _Network(shape, name, recut_after)
     kernel, stride = (7, 2) if large else (3, 1)
-    stem = net.conv("c", "c", width, kernel, stride=stride, padding=kernel // 2)
-    net.add("stem/conv", stem)
-    net.add("stem/norm", net.norm("c", width))
-    net.add("stem/relu", ReLU(net.letters + "c"))
+    net.add("stem/conv", net.conv("c", "f", width, kernel, stride=stride, padding=kernel // 2))
+    net.add("stem/norm", net.norm("f", width))
+    net.add("stem/relu", ReLU(net.letters + "f"))
     if large:
-        net.add("stem/pool", net.pool(3, stride=2, padding=1))
+        net.add("stem/pool", net.pool(3, "f", stride=2, padding=1))
+    net.add("stem/gather", net.gather())
     number = 0
     for stage, count in enumerate(blocks):
         for k in range(count):
@@ -98,16 +98,16 @@ def _residual_block(net: _Network, width: int, stride: int, bottleneck: bool) ->
         steps = [("c", "f", width, 3, stride), ("f", "c", width, 3, 1)]
     branch: list[Named] = []
     for i, (into, to, number, kernel, by) in enumerate(steps):
-        branch.append((f"conv{i}", net.conv(into, to, number, kernel, stride=by, padding=kernel // 2)))
+        branch.append((f"conv{i}", net.conv(into, to, number, kernel, stride=by, padding=kernel // 2, reduced=i > 0)))
         branch.append((f"norm{i}", net.norm(to, number)))
         if i + 1 < len(steps):
             branch.append((f"relu{i}", ReLU(net.letters + to)))
     shortcut = None
     if stride > 1 or channels != out:
         net.image, net.channels = image, channels
-        projection = net.conv("c", "c", out, 1, stride=stride)
-        shortcut = Chain(("conv", projection), ("norm", net.norm("c", out)))
-    return ResidualBlock(Chain(*branch), shortcut)
+        projection = net.conv("c", "f", out, 1, stride=stride, reduced=False)
+        shortcut = Chain(("conv", projection), ("norm", net.norm("f", out)), ("gather", net.gather()))
+    return ResidualBlock(Chain(*branch), shortcut, over="f")
 
 
 class _Network:
@@ -121,9 +121,7 @@ class _Network:
     def add(self, name: str, layer: Layer) -> None:
         self.layers.append((name, layer))
 
-    def conv(
-        self, into: str, out: str, channels: int, kernel: int, *, stride: int = 1, padding: int = 0
-    ) -> Conv2d:
+    def conv(self, into: str, out: str, channels: int, kernel: int, *, stride: int = 1, **how) -> Conv2d:
         """A convolution of what came out last; no bias, since a batch norm follows."""
         layer = Conv2d(
             (into, self.channels),
@@ -131,10 +129,10 @@ class _Network:
             self.image,
             kernel,
             stride=stride,
-            padding=padding,
             bias=False,
             letters=self.letters,
             input_gradient=bool(self.layers),
+            **how,
         )
         self.image, self.channels = layer.windows.outputs, channels
         return layer
@@ -142,8 +140,12 @@ class _Network:
     def norm(self, letter: str, channels: int) -> BatchNorm:
         return BatchNorm((letter, channels), letters=self.letters)
 
-    def pool(self, kernel: int, *, stride: int | None = None, padding: int = 0) -> MaxPool:
-        layer = MaxPool(self.image, kernel, stride=stride, padding=padding, letters=self.letters + "c")
+    def gather(self) -> Gather:
+        """All channels of what came out last, of which a rank may have made some."""
+        return Gather(self.letters + "f", self.letters + "c")
+
+    def pool(self, kernel: int, letter: str, *, stride: int | None = None, padding: int = 0) -> MaxPool:
+        layer = MaxPool(self.image, kernel, stride=stride, padding=padding, letters=self.letters + letter)
         self.image = layer.windows.outputs
         return layer
 
@@ -161,9 +163,9 @@ class _Network:
             raise UsageError(f"{self.name}: recut after {after} blocks; it has {blocks}, so take 1 to {blocks - 1}")
         batch = self.letters[0]
         self.add("mean", GlobalPool(self.image, self.letters + "c"))
-        self.add("head", Linear(("c", self.channels), ("k", shape.classes), batch=batch))
+        self.add("head", Linear(("f", self.channels), ("k", shape.classes), slice_input=True, batch=batch))
         if batch != "b":
-            self.add("gather", GatherSamples("nk", "bk"))
+            self.add("gather", Gather("nk", "bk"))
         return Model(
             self.name,
             tuple(self.layers),

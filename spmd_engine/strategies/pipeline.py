@@ -93,14 +93,14 @@ class Pipeline(LayerStack):
                     for name, gradient in self.backward(dy).items():
                         gradients[name] += gradient
         self.gradients = gradients
-        return self._sum_loss(total)
+        return float(self._sum_shares(np.array(total)))
 
     def _begin_to_send(self, stage, x, label):
         under_way = [sending for sending in self.sending if not sending.done]
         self.sending = [*under_way, self.start("send", stage, x, over="pipe", label=label)]
 
-    def _sum_loss(self, value):
+    def _sum_shares(self, shares):
         """Over the batch, and from the last stage to all."""
         for sending in self.sending:
             sending.wait()
-        return float(self.all_reduce(np.array(value), over=(*self.batch_axes, "pipe"), label="loss"))
+        return self.all_reduce(shares, over=(*self.batch_axes, "pipe"), label="loss")

@@ -34,6 +34,7 @@ class StepReport:
     tokens: int  #: targets of the global batch that count
     seconds: float
     tokens_per_second: float
+    metrics: Mapping[str, float] | None = None  #: of the batch, before the update: by name, as ``Evaluation`` has them
     bytes_sent: int | None = None  #: by all ranks, by the ledger
     exposed_communication: float | None = None  #: seconds that a rank stood in collectives, the mean over ranks
     gigabytes_per_second: dict[str, float] | None = None  #: by mesh axis: sent by all, by those seconds
@@ -45,12 +46,12 @@ class StepReport:
     validation_metrics: Mapping[str, float] | None = None  #: by name, as ``Evaluation`` has them
 
     def as_dict(self) -> dict:
-        """What is known, by name; a metric of the validation has a name of its own, ``validation_accuracy``."""
+        """What is known, by name; a metric has its own, ``accuracy``, and in validation ``validation_accuracy``."""
         known = {key: value for key, value in asdict(self).items() if value is not None}
-        metrics = known.pop("validation_metrics", {})
+        of_batch, metrics = known.pop("metrics", {}), known.pop("validation_metrics", {})
         for key in ("loss", "grad_norm"):  # JSON has no numbers for what is not finite
             known[key] = known[key] if isfinite(known[key]) else str(known[key])
-        return known | {f"validation_{name}": value for name, value in metrics.items()}
+        return known | of_batch | {f"validation_{name}": value for name, value in metrics.items()}
 
 
 class Trainer:
@@ -124,6 +125,8 @@ class Trainer:
         tokens = int(batch.count)
         if engine.side_outputs:
             facts["side_outputs"] = {name: value.tolist() for name, value in engine.side_outputs.items()}
+        if engine.training_metrics:
+            facts["metrics"] = dict(engine.training_metrics)
         return StepReport(step + 1, loss, norm, rate, tokens, seconds, tokens / seconds, **facts, skipped=skipped)
 
     def _skip(self, loss: float, norm: float) -> str:

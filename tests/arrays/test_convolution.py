@@ -59,6 +59,23 @@ def convolve(x, w, rows, columns, groups):
     return y
 
 
+@given(lengths, lengths, st.integers(1, 3), st.integers(-3, 0), st.integers(-2, 0), st.integers(0, 2))
+def test_one_tap_without_padding(height, width, stride, before, after, batch):
+    """What is multiplied as it lies, by definition, and as patches."""
+    rows, columns = Window(1, stride, 1, before, after), Window(1, 1, 2, after, 0)
+    x, w = normals(batch, height, width, 3), normals(1, 1, 3, 2, seed=1)
+    y = conv2d(x, w, rows, columns)
+    np.testing.assert_allclose(y, convolve(x, w, rows, columns, 1), rtol=0, atol=1e-13)
+    dy = normals(*y.shape, seed=2)
+    for function, others in (
+        (conv2d_input_gradient, (dy, w, rows, columns, 1, (height, width))),
+        (conv2d_weight_gradient, (x, dy, rows, columns, 1)),
+    ):
+        expected = function.__wrapped__(*others)
+        assert function(*others).shape == expected.shape
+        np.testing.assert_allclose(function(*others), expected, rtol=0, atol=1e-13)
+
+
 # --- windows
 
 

@@ -57,6 +57,9 @@ SIZES = {
     "whole tiles": (1, 6, 8, 3, WIDE, 1),
     "one channel": (3, 8, 8, 1, 1, 1),
     "groups of several tiles": (1, 5, 7, 3, WIDE + 1, 2),
+    "narrow tiles": (2, 6, 5, 4, WIDE + 2, 1),
+    "groups side by side": (2, 6, 7, 3, 2, 12),
+    "groups of which no two are side by side": (1, 5, 6, 2, 3, 7),
     "depthwise": (2, 9, 10, 1, 1, 37),
 }
 

@@ -1,11 +1,13 @@
 """An evaluation: loss and accuracy over all batches, exact, however model and batch are cut."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
 import tiny
 from spmd_engine import Mesh, run
-from spmd_engine.engine import LayeredEngine, ShardedEngine, as_distributed
+from spmd_engine.engine import SGD, LayeredEngine, ShardedEngine, as_distributed
 from spmd_engine.engine.batch import make_batch
 from spmd_engine.engine.schedules import named
 from spmd_engine.layers import cross_entropy, right_classes
@@ -67,6 +69,43 @@ def test_the_last_stage_of_a_pipeline_tells_all():
         assert found.loss == pytest.approx(loss, rel=1e-12)
 
 
+def trained(make, axes, **options):
+    """What a step of 13 samples in two micro-batches, some of which do not count, tells of itself, on each rank."""
+
+    def program():
+        with Mesh(**axes) as mesh:
+            engine = make(mesh, **options)
+            batch = make_batch(lambda samples: (X[samples], Y[samples], MASK[samples]), 13, 2, engine)
+            report = Trainer(engine, SGD(), lambda step: batch, lambda step: 0.1).step()
+            return report, sum(e.calls for (_, _, label), e in mesh.ledger.entries.items() if label == "loss")
+
+    return run(program, tiny.ranks_of(axes))
+
+
+MESHES = [{"data": 1}, {"data": 3}, {"model": 3}, {"data": 2, "model": 2}, {"pipe": 2, "data": 2}]
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=tiny.mesh_id)
+def test_a_step_tells_the_accuracy_of_its_batch_before_the_update(axes):
+    """Of whole scores by hand; summed with the loss, not after it."""
+    options = {"schedule": named("1f1b")} if "pipe" in axes else {}
+    with Mesh() as mesh:
+        alone = LayeredEngine(mlp(SIZES), mesh, dtype=np.float64, seed=1)
+        with alone.inference():
+            right = (alone.forward(X[:13]).argmax(axis=1) == Y[:13])[MASK[:13]]
+    make = partial(LayeredEngine, mlp(SIZES), dtype=np.float64, seed=1)
+    for report, calls in trained(lambda mesh, **options: make(mesh, **options), axes, **options):
+        assert report.as_dict()["accuracy"] == right.mean() and 0 < right.mean() < 1
+        assert calls == (0 if set(axes) == {"model"} or axes == {"data": 1} else 1 + ("data" in axes))  # the count
+
+
+def test_engines_of_one_s_own_tell_it_too():
+    right = ((X[:13] @ Whole(Mesh()).parameters["w"]).argmax(axis=1) == Y[:13])[MASK[:13]]
+    for make in (Scores, lambda mesh: as_distributed(Whole(Mesh()), mesh)):
+        for report, _ in trained(make, {"data": 2}):
+            assert report.metrics == {"accuracy": right.mean()}
+
+
 class Scores(ShardedEngine):
     """An engine of one's own, with a metric."""
 
@@ -82,10 +121,18 @@ class Scores(ShardedEngine):
         self.parameters = {"w": self.block("w", params["w"])}
 
     def forward(self, x):
+        self.tape.push(x)
         return x @ self.parameters["w"]
 
     def backward(self, grads):
-        raise NotImplementedError
+        dw = self.tape.pop().T @ grads
+        return {"w": self.all_reduce(dw, over=self.batch_axes) if self.batch_axes else dw}
+
+
+class Whole(Scores):
+    """The same for one device."""
+
+    input_sharding = output_sharding = target_sharding = ""
 
 
 def test_an_engine_of_one_s_own_has_metrics_too():
@@ -100,7 +147,4 @@ def test_an_engine_of_one_s_own_has_metrics_too():
 
 def test_an_engine_made_distributed_keeps_its_metrics():
     with Mesh(data=1) as mesh:
-        class Whole(Scores):
-            input_sharding = output_sharding = target_sharding = ""
-
         assert as_distributed(Whole(mesh), mesh).metrics is Whole.metrics

@@ -5,7 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from pictures import SHAPE, assert_same, small_convnet, small_resnet, train
+from pictures import BATCH, SHAPE, assert_same, pictures, small_convnet, small_resnet, train
 from spmd_engine import Mesh, run
 from spmd_engine.engine import LayeredEngine, schedules
 from spmd_engine.engine.batch import batch_of
@@ -37,6 +37,9 @@ WAYS = {
     "rows, of which some ranks have none": ("convnet", {"rows": 6}, {}),
     "columns": ("resnet", {"columns": 3}, {"zero": 1}),
     "channels": ("bottleneck", {"model": 4}, {}),
+    "channels of which some ranks have none": ("resnet", {"model": 8}, {"zero": 3}),
+    "channels and rows": ("bottleneck", {"model": 3, "rows": 2}, {"recompute": BLOCK}),
+    "channels, then samples": ("resnet", {"model": 3, "columns": 2}, {"recut_after": 1}),
     "rows and columns": ("convnet", {"columns": 2, "rows": 2}, {"recompute": BLOCK, "zero": 1}),
     "channels, rows and columns": ("resnet", {"model": 2, "rows": 2, "columns": 2}, {}),
     "channels and samples": ("convnet", {"data": 2, "model": 3}, {"zero": 3}),
@@ -92,13 +95,41 @@ def test_every_schedule(schedule, axes, recompute):
     holds("convnet", axes, schedule=schedule, recompute=recompute, recut_after=2)
 
 
-# --- sizes
+# --- sizes, and what is sent
 
 
 def test_residual_networks_are_as_large_as_everybody_s():
     """The numbers of parameters that torchvision gives."""
     assert build_model("resnet18").parameter_count == 11_689_512
     assert build_model("resnet50").parameter_count == 25_557_032
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_network_cut_in_channels_sends_what_is_whole_between_its_blocks(ranks):
+    """Together (n - 1) times: what is gathered (stem, projections, the head's inputs' gradient) once, of what is
+    reduced (blocks' outputs and their inputs' gradients, scores) twice the bytes."""
+
+    def program():
+        with Mesh(model=ranks) as mesh:
+            engine = LayeredEngine(small_resnet(), mesh, dtype=np.float64)
+            batch = batch_of(*pictures(0), engine)
+            engine.count(batch)
+            mesh.ledger.clear()
+            engine.step(batch)
+            return {name: sum(e.sent for (_, _, label), e in mesh.ledger.entries.items() if label == name)
+                    for name in (*dict(engine.model.layers), "gradients")}
+
+    found = [sum(each) for each in zip(*(rank.values() for rank in run(program, ranks)))]
+    stem, first, half, mean, scores = (8 * BATCH * n for n in (2 * 2 * 3, 2 * 2 * 3, 1 * 1 * 6, 6, 5))
+    expected = {
+        "stem/gather": stem,
+        "block0/residual": 2 * first + 2 * stem,
+        "block1/residual": 2 * half + 2 * first + half,
+        "block2/residual": 2 * half + 2 * half,
+        "head": 2 * scores + mean,
+    }
+    names = [*dict(small_resnet().layers), "gradients"]
+    assert dict(zip(names, found)) == {name: (ranks - 1) * expected.get(name, 0) for name in names}
 
 
 def test_a_model_is_built_for_the_images_at_hand():

@@ -74,6 +74,7 @@ def test_every_mesh_computes_the_same_and_measures_it_exactly(alone, tmp_path, a
     trained(tmp_path / "run", alone / "data", axes)
     for ours, theirs in zip(lines(tmp_path / "run"), lines(alone / "run"), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-9)
+        assert ours.get("accuracy") == theirs.get("accuracy") and ("accuracy" in ours) == ("grad_norm" in ours)
         if "validation_loss" in theirs:
             assert ours["validation_loss"] == pytest.approx(theirs["validation_loss"], rel=1e-9)
             assert ours["validation_accuracy"] == theirs["validation_accuracy"]
