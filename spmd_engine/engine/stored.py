@@ -13,6 +13,7 @@ from spmd_engine.engine.parameter_store import Index, ParameterStore
 from spmd_engine.engine.storage import GroupStorage
 from spmd_engine.errors import UsageError
 from spmd_engine.sharding.notation import Spec
+from spmd_engine.sharding.placement import Placement
 
 
 class StoredEngine(ShardedEngine):
@@ -48,6 +49,13 @@ class StoredEngine(ShardedEngine):
 
     def owned_index(self, name: str) -> Index | None:
         return self.store.index(name, owned=True)
+
+    def placement(self, owned: bool = False) -> Placement:
+        """As ``ShardedEngine`` says; ranks tell each other once, since a store does not change."""
+        told = self.store.placements
+        if owned not in told:
+            told[owned] = super().placement(owned)
+        return told[owned]
 
     @property
     def owned(self) -> Mapping[str, Array]:
