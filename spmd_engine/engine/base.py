@@ -246,6 +246,10 @@ class ShardedEngine(Collectives, ABC):
         Ranks are those of ``group()``.
         Collective over the world: two all_gathers for all arrays together, whatever their number.
         """
+        return ask_placement(self.group(), self._held_here(owned))
+
+    def _held_here(self, owned: bool) -> dict[str, tuple[np.dtype, Rectangle]]:
+        """What this rank tells the others of its placement. Collective if shapes are not known."""
         self._told_shapes = self._ask_shapes()
         try:
             indices = {name: (self.owned_index if owned else self.index)(name) for name in self.names}
@@ -254,7 +258,7 @@ class ShardedEngine(Collectives, ABC):
         indices |= {name: self.buffer_index(name) for name in self.buffer_names if not owned}
         here = {name: Rectangle.of(index) for name, index in indices.items() if index is not None}
         arrays = {**self.parameters, **self.buffers}
-        return ask_placement(self.group(), {name: (arrays[name].dtype, part) for name, part in here.items()})
+        return {name: (arrays[name].dtype, part) for name, part in here.items()}
 
     def _ask_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The whole shapes of parameters, from everyone's blocks. Collective over the world."""

@@ -59,7 +59,7 @@ class ParameterStore:
         self._members: dict[str, tuple[GroupStorage, Member]] = self._by_name(
             lambda each: {member.name: (each, member) for member in each.group.members}
         )
-        self.placements: dict[bool, Placement] = {}  #: what ranks store, and own: once they have told each other
+        self.placements: dict[bool, Placement] = {}  #: by whether of what ranks own, or store; once told
         self._cut = {member.name: member.summed.cut for member in plan.members}
 
     @property

@@ -12,6 +12,7 @@ from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.parameter_store import Index, ParameterStore
 from spmd_engine.engine.storage import GroupStorage
 from spmd_engine.errors import UsageError
+from spmd_engine.sharding.asking import ask_placement
 from spmd_engine.sharding.notation import Spec
 from spmd_engine.sharding.placement import Placement
 
@@ -51,11 +52,18 @@ class StoredEngine(ShardedEngine):
         return self.store.index(name, owned=True)
 
     def placement(self, owned: bool = False) -> Placement:
-        """As ``ShardedEngine`` says; ranks tell each other once, since a store does not change."""
-        told = self.store.placements
-        if owned not in told:
-            told[owned] = super().placement(owned)
-        return told[owned]
+        """As ``ShardedEngine`` says; of a store, which does not change, ranks tell each other all, once."""
+        if not self.store.placements:
+            both = {kind: self._held_here(kind == "owned") for kind in ("stored", "owned")}
+            told = ask_placement(
+                self.group(), {f"{kind} {n}": part for kind, here in both.items() for n, part in here.items()}
+            )
+            for kind in both:
+                of_kind = {
+                    name.removeprefix(f"{kind} "): each for name, each in told.items() if name.startswith(f"{kind} ")
+                }
+                self.store.placements[kind == "owned"] = Placement(of_kind)
+        return self.store.placements[owned]
 
     @property
     def owned(self) -> Mapping[str, Array]:

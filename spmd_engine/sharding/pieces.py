@@ -78,7 +78,7 @@ def make_segment(placement: Placement, rank: int, route: Route, first: int, numb
     copies, size = [], 0
     for name, part in route.portion(number, of):
         held = placement[name].held[rank]
-        block = next(i for i, each in enumerate(held) if part in each)
+        block = 0 if len(held) == 1 else next(i for i, each in enumerate(held) if part in each)
         copies.append(Copy(size, name, block, part.within(held[block])))
         size += part.size
     return Segment(route, first, size, tuple(copies))
