@@ -178,6 +178,14 @@ class ShardedEngine(Collectives, ABC):
         """
         return not residues
 
+    #: Whether a checkpoint may be loaded by filling ``parameters`` and ``buffers`` where they are, with ``filled()``
+    #: called then: each block is read by one rank, which gives others theirs. Else ``load_checkpoint`` slices arrays.
+    is_filled_in_place: bool = False
+
+    def filled(self) -> None:
+        """Called when ``parameters`` and ``buffers`` have been filled anew; the optimizer has changed nothing."""
+        self.after_update()
+
     def update_skipped(self) -> None:
         """Called in place of that where a step updates nothing, since its gradients are not finite."""
 

@@ -121,3 +121,12 @@ class StoredEngine(ShardedEngine):
 
     def _ask_shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: shape for name, (_, shape) in self.store.described.items()}  # every rank knows them
+
+
+def check_shapes(params: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise UsageError unless ``params``, of a checkpoint, have all of these arrays, in these shapes."""
+    for name, shape in shapes.items():
+        if name not in params:
+            raise UsageError(f"the checkpoint has no {name!r}; it has: {', '.join(sorted(params))}")
+        if tuple(params[name].shape) != shape:
+            raise UsageError(f"{name}: the checkpoint has shape {tuple(params[name].shape)}, the model {shape}")

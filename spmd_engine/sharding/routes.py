@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from spmd_engine.comm.spans import span
 from spmd_engine.errors import UsageError
 from spmd_engine.sharding.placement import ArrayPlacement, Rectangles
-from spmd_engine.sharding.rectangles import Grid, Rectangle
+from spmd_engine.sharding.rectangles import Grid, Rectangle, meetings
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,13 @@ def find_routes(
     """
     load = [0] * len(nodes)  # bytes that each rank sends
     found: dict[np.dtype, dict[tuple[int, tuple[int, ...]], list[tuple[str, Rectangle]]]] = {}
-    known: dict[tuple[int, int], list[Part]] = {}  # layers of a kind have one and the same placement
     for name, wanted in target.items():
         routes, held = found.setdefault(wanted.dtype, {}), source[name]
-        key = id(held), id(wanted)
-        if key not in known:
-            known[key] = _parts(name, held.shape, held.owned if from_owners else held.held, wanted.held)
-        for part in known[key]:
+        try:
+            parts = _parts(held.shape, held.owned if from_owners else held.held, wanted.held)
+        except UsageError as error:
+            raise UsageError(f"{name}: {error}") from None
+        for part in parts:
             receivers: dict[int, list[int]] = {}
             for taker in part.takers:
                 sender = taker
@@ -90,13 +90,17 @@ class Part:
     rectangles: Sequence[Rectangle]
 
 
-def _parts(name: str, shape: Sequence[int], given: Sequence[Rectangles], wanted: Sequence[Rectangles]) -> list[Part]:
-    """All that is wanted of an array, by who has it and who wants it. Raises UsageError where nobody has it."""
-    of_blocks = _parts_of_blocks(_ranks_of_blocks(given), _ranks_of_blocks(wanted))
-    return of_blocks if of_blocks is not None else _parts_of_grid(name, shape, given, wanted)
+@lru_cache(maxsize=1024)
+def _parts(shape: tuple[int, ...], given: tuple[Rectangles, ...], wanted: tuple[Rectangles, ...]) -> tuple[Part, ...]:
+    """All that is wanted of an array, by who has it and who wants it; of layers of a kind, the same.
+
+    Raises UsageError where nobody has it.
+    """
+    of_blocks = _parts_of_blocks(ranks_of_blocks(given), ranks_of_blocks(wanted))
+    return tuple(of_blocks if of_blocks is not None else _parts_of_grid(shape, given, wanted))
 
 
-def _ranks_of_blocks(placed: Sequence[Rectangles]) -> dict[Rectangle, list[int]]:
+def ranks_of_blocks(placed: Sequence[Rectangles]) -> dict[Rectangle, list[int]]:
     """Every block that is not empty, with the ranks that have it."""
     ranks: dict[Rectangle, list[int]] = {}
     for rank, held in enumerate(placed):
@@ -113,9 +117,8 @@ def _parts_of_blocks(given: Mapping[Rectangle, list[int]], wanted: Mapping[Recta
     """
     if not wanted or not given:
         return None if wanted else []
-    old, new = _ends(given), _ends(wanted)
-    sizes = [_shared(*pair)[2] for pair in ((old, old), (new, new))]
-    begin, end, shared = _shared(old, new)
+    sizes = [meetings(side, side)[2] for side in (given, wanted)]
+    begin, end, shared = meetings(given, wanted)
     if any(np.count_nonzero(each) > len(each) for each in sizes) or (shared.sum(axis=0) < sizes[1].diagonal()).any():
         return None
     holders, takers, parts = list(given.values()), list(wanted.values()), []
@@ -125,21 +128,7 @@ def _parts_of_blocks(given: Mapping[Rectangle, list[int]], wanted: Mapping[Recta
     return parts
 
 
-def _ends(blocks: Collection[Rectangle]) -> np.ndarray:
-    """Start and stop of each: (count, 2, dims)."""
-    return np.array([(each.start, each.stop) for each in blocks], np.int64)
-
-
-def _shared(one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of each pair of blocks, (count, 2, dims) numbers on both sides: start, stop and size of what they share."""
-    start = np.maximum(one[:, None, 0], other[None, :, 0])
-    stop = np.maximum(start, np.minimum(one[:, None, 1], other[None, :, 1]))
-    return start, stop, (stop - start).prod(axis=-1)
-
-
-def _parts_of_grid(
-    name: str, shape: Sequence[int], given: Sequence[Rectangles], wanted: Sequence[Rectangles]
-) -> list[Part]:
+def _parts_of_grid(shape: Sequence[int], given: Sequence[Rectangles], wanted: Sequence[Rectangles]) -> list[Part]:
     """The same of blocks that may overlap, by cells that lie inside or outside each of them."""
     grid = Grid(shape, [each for side in (given, wanted) for held in side for each in held])
     sizes = grid.sizes()
@@ -154,7 +143,7 @@ def _parts_of_grid(
     has, wants = (number >= 0).any(axis=1)
     for lacking in grid.rectangles(wants & ~has)[:1]:
         raise UsageError(
-            f"{name}: ranks hold {sizes[has].sum()} of its {sizes.sum()} elements; is its sharding right? "
+            f"ranks hold {sizes[has].sum()} of its {sizes.sum()} elements; is its sharding right? "
             f"Nobody holds the one at {lacking.start}"
         )
     if not sizes.size:
