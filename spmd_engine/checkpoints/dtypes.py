@@ -25,8 +25,13 @@ class _Dtypes(Mapping[str, np.dtype]):
 
     _described = {name: text for text, name in _NAMES.items()}
 
+    def __init__(self) -> None:
+        self._made: dict[str, np.dtype] = {}
+
     def __getitem__(self, name: str) -> np.dtype:
-        return described(self._described[name])
+        if name not in self._made:
+            self._made[name] = described(self._described[name])
+        return self._made[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._described)

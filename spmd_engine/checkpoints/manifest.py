@@ -25,6 +25,7 @@ FORMAT, VERSION = "spmd_engine checkpoint", 1
 MODEL, OPTIMIZER, RESIDUES = "model", "optimizer", "residues"
 _FILE = re.compile(r"[a-z]+-\d{5,}\.safetensors")
 _HASH = re.compile(r"[0-9a-f]{64}")
+_TEXT = re.compile(r"[^\x00\ud800-\udfff]*", re.DOTALL)
 _LARGEST = 1 << 62
 
 
@@ -53,6 +54,8 @@ class StoredArray:
     def check(self, name: str) -> None:
         """Raise CheckpointError unless every element is in one block, and in one only."""
         whole, total = Rectangle.whole(self.shape), 0
+        if [block.rectangle for block in self.blocks] == [whole]:
+            return
         for block in self.blocks:
             if len(block.rectangle.start) != len(self.shape) or block.rectangle not in whole:
                 raise CheckpointError(f"{name}{list(self.shape)}: a block {block.rectangle} is no part of it")
@@ -182,7 +185,7 @@ def _mapping(content: Any) -> Mapping[str, Any]:
 
 
 def _text(content: Any) -> str:
-    return _matched(re.compile(r"[^\x00\ud800-\udfff]*", re.DOTALL), content)
+    return _matched(_TEXT, content)
 
 
 def _matched(pattern: re.Pattern, content: Any) -> str:
@@ -219,5 +222,3 @@ def _overlap(rectangles: Sequence[Rectangle]) -> tuple[Rectangle, Rectangle] | N
         if shared.any():
             return ordered[i], ordered[i + 1 + int(np.argmax(shared))]
     return None
-
-

@@ -13,13 +13,15 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from spmd_engine.checkpoints.dtypes import DTYPES
-from spmd_engine.checkpoints.files import read_block
+from spmd_engine.checkpoints.files import is_finite, read_block
+from spmd_engine.checkpoints.fill import Wanted, fill
 from spmd_engine.checkpoints.folder import CHECKPOINTS, MANIFEST, find_checkpoint
 from spmd_engine.checkpoints.headers import LARGEST, Headers
 from spmd_engine.checkpoints.manifest import MODEL, OPTIMIZER, RESIDUES, Block, Manifest, StoredArray
 from spmd_engine.checkpoints.save import mesh_name
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.optimizers import Optimizer
+from spmd_engine.engine.stored import check_shapes
 from spmd_engine.errors import CheckpointError
 from spmd_engine.sharding.rectangles import Rectangle
 
@@ -53,7 +55,19 @@ class Checkpoint(Mapping):
         """The arrays of a section of the manifest, such as ``optimizer``, by name; none if there is no such section."""
         assert self.manifest is not None
         arrays = self.manifest.sections.get(name, {})
-        return {each: _sliceable(self.path, each, array, self._headers) for each, array in arrays.items()}
+        return {each: _sliceable(each, array, self.read_block) for each, array in arrays.items()}
+
+    def read_block(self, name: str, array: StoredArray, block: Block, out: np.ndarray | None = None) -> np.ndarray:
+        """One block of an array of this manifest, in ``out`` (contiguous, of its shape and dtype) if that is given.
+
+        Raises CheckpointError unless hash, header and values are sound.
+        """
+        self._headers.check(name, array, block)
+        said, shape, dtype = f"{name}{block.rectangle}", block.rectangle.shape, DTYPES[array.dtype]
+        data = read_block(self.path / block.file, block.offset, shape, dtype, block.sha256, said, out)
+        if not is_finite(data):
+            raise CheckpointError(f"{self.path / block.file}: {said} has values that are not finite")
+        return data
 
     def __getitem__(self, name: str) -> Sliceable:
         return self._arrays[name]
@@ -138,22 +152,56 @@ def load_checkpoint(
     stages may be any. Raises CheckpointError for what is damaged, missing or of another shape.
     """
     checkpoint = Checkpoint(folder)
-    engine.load_checkpoint(checkpoint)
-    engine.after_update()
-    if optimizer is not None:
-        state = checkpoint.section(OPTIMIZER) if checkpoint.manifest else {}
-        optimizer.prepare(engine)
-        for kind, arrays in optimizer.state.items():
-            for name, array in engine.named(arrays).items():
-                if f"{kind}/{name}" not in state:
-                    raise CheckpointError(
-                        f"{checkpoint.path} has no {kind}/{name}: it was saved with another optimizer"
-                    )
-                if engine.owned_index(name) is not None:  # of a number, others may be the owners
-                    array[...] = engine.block(name, state[f"{kind}/{name}"], owned=True)
+    if engine.is_filled_in_place and checkpoint.manifest is not None:
+        _fill(checkpoint, engine, optimizer)
+    else:
+        _slice(checkpoint, engine, optimizer)
     if checkpoint.manifest is not None:
         _take_residues(checkpoint, engine)
     return dict(checkpoint.metadata)
+
+
+def _fill(checkpoint: Checkpoint, engine: ShardedEngine, optimizer: Optimizer | None) -> None:
+    """Into the arrays that engine and optimizer have, each block read by one rank. Collective over the world."""
+    assert checkpoint.manifest is not None
+    sections, rank = checkpoint.manifest.sections, engine.group().rank
+    stored, here = engine.placement(), {**engine.parameters, **engine.buffers}
+    check_shapes(checkpoint, {name: each.shape for name, each in stored.items()})
+    wanted = [
+        Wanted(name, sections[MODEL][name], each, here[name] if each.held[rank] else None)
+        for name, each in stored.items()
+    ]
+    if optimizer is not None:
+        optimizer.prepare(engine)
+        for kind, state in optimizer.state.items():
+            here = engine.named(state)
+            for name, each in engine.placement(owned=True).items():
+                key, known = f"{kind}/{name}", sections.get(OPTIMIZER, {})
+                if key not in known or known[key].shape != each.shape:
+                    raise _other_optimizer(checkpoint, key)
+                wanted.append(Wanted(key, known[key], each, here[name] if each.held[rank] else None))
+    fill(engine.group(), wanted, checkpoint.read_block, engine.mesh.nodes_by_rank)
+    engine.filled()
+
+
+def _slice(checkpoint: Checkpoint, engine: ShardedEngine, optimizer: Optimizer | None) -> None:
+    """Each rank reads what it needs, as the engine's own ``load_checkpoint`` asks for it."""
+    engine.load_checkpoint(checkpoint)
+    engine.after_update()
+    if optimizer is None:
+        return
+    state = checkpoint.section(OPTIMIZER) if checkpoint.manifest else {}
+    optimizer.prepare(engine)
+    for kind, arrays in optimizer.state.items():
+        for name, array in engine.named(arrays).items():
+            if f"{kind}/{name}" not in state:
+                raise _other_optimizer(checkpoint, f"{kind}/{name}")
+            if engine.owned_index(name) is not None:  # of a number, others may be the owners
+                array[...] = engine.block(name, state[f"{kind}/{name}"], owned=True)
+
+
+def _other_optimizer(checkpoint: Checkpoint, key: str) -> CheckpointError:
+    return CheckpointError(f"{checkpoint.path} has no {key}: it was saved with another optimizer")
 
 
 def _take_residues(checkpoint: Checkpoint, engine: ShardedEngine) -> None:
@@ -171,21 +219,13 @@ def _take_residues(checkpoint: Checkpoint, engine: ShardedEngine) -> None:
         logger.warning("%s: what --compress has yet to send was saved %s it begins anew", checkpoint.path, why)
 
 
-def _sliceable(folder: Path, name: str, array: StoredArray, headers: Headers) -> Sliceable:
+def _sliceable(name: str, array: StoredArray, read_block: Callable[..., np.ndarray]) -> Sliceable:
     dtype = DTYPES[array.dtype]
     last: list[tuple[Block, np.ndarray]] = []  # of many small slices, most are of the block before
 
-    def load(block: Block, out: np.ndarray | None = None) -> np.ndarray:
-        headers.check(name, array, block)
-        said, shape = f"{name}{block.rectangle}", block.rectangle.shape
-        data = read_block(folder / block.file, block.offset, shape, dtype, block.sha256, said, out)
-        if dtype.kind in "fcV" and not np.isfinite(data).all():
-            raise CheckpointError(f"{folder / block.file}: {said} has values that are not finite")
-        return data
-
     def loaded(block: Block) -> np.ndarray:
         if not last or last[0][0] is not block:
-            last[:] = [(block, load(block))]
+            last[:] = [(block, read_block(name, array, block))]
         return last[0][1]
 
     def read(spans: tuple[slice, ...]) -> np.ndarray:
@@ -197,7 +237,7 @@ def _sliceable(folder: Path, name: str, array: StoredArray, headers: Headers) ->
                 continue
             place = out[shared.within(wanted).index or ...]
             if shared == block.rectangle and place.flags.c_contiguous:
-                load(block, place)  # straight to where it is wanted
+                read_block(name, array, block, place)  # straight to where it is wanted
             else:
                 place[...] = loaded(block)[shared.within(block.rectangle).index]
         return out

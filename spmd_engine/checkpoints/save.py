@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -59,13 +59,13 @@ class Shares:
     section: str
     placement: Placement
     pieces: list[list[Piece]]  #: by rank
-    arrays: Mapping[str, Array]  #: this rank's, by name
+    array: Callable[[str], Array]  #: this rank's, of a name
 
     def mine(self, rank: int) -> Iterator[tuple[str, Rectangle, Array]]:
         """What this rank, which is ``rank``, writes: an array's name, which part of it, and that part."""
         for name, piece in self.pieces[rank]:
             held = next(each for each in self.placement[name].held[rank] if piece in each)
-            yield name, piece, self.arrays[name][piece.within(held).index]
+            yield name, piece, self.array(name)[piece.within(held).index]
 
 
 class Save:
@@ -111,7 +111,7 @@ class Save:
         """Wait until all ranks have written, and make it a checkpoint. Raises CheckpointError on all if one failed."""
         if self._thread is not None:
             self._thread.join()
-        mine = {section: [astuple(each) for each in own] for section, own in self._written.items()}
+        mine = {section: [[x.dtype, x.offset, x.sha256] for x in own] for section, own in self._written.items()}
         everyone = gather_json(self._group, {"error": self._error, "written": mine}, "save")
         failed = {rank: said["error"] for rank, said in enumerate(everyone) if said["error"]}
         if failed:
@@ -220,17 +220,18 @@ def shares_of(engine: ShardedEngine, optimizer: Optimizer | None) -> list[Shares
     """What each rank writes of an engine, and of its optimizer's state. Collective over the world."""
     loads = [0] * engine.group().size
     stored = engine.placement()
-    shares = [Shares(MODEL, stored, deal(stored, loads), {**engine.parameters, **engine.buffers})]
+    shares = [Shares(MODEL, stored, deal(stored, loads), {**engine.parameters, **engine.buffers}.__getitem__)]
     if optimizer is not None:
         optimizer.prepare(engine)
         owned, kinds = engine.placement(owned=True), sorted(optimizer.state)
         placement = Placement({f"{kind}/{name}": each for kind in kinds for name, each in owned.items()})
-        arrays = {
-            f"{kind}/{name}": array
-            for kind in kinds
-            for name, array in engine.named(optimizer.state[kind]).items()
-        }
-        shares.append(Shares(OPTIMIZER, placement, deal(placement, loads), arrays))
+        states = {kind: engine.named(optimizer.state[kind]) for kind in kinds}
+
+        def state(key: str) -> Array:
+            kind, name = key.split("/", 1)
+            return states[kind][name]
+
+        shares.append(Shares(OPTIMIZER, placement, deal(placement, loads), state))
     return shares
 
 
@@ -242,7 +243,7 @@ def residues_of(engine: ShardedEngine) -> list[Shares]:
     mine = {f"{group.rank:05d}/{name}": array for name, array in engine.residues.items()}
     held = {name: (array.dtype, Rectangle.whole(array.shape)) for name, array in mine.items()}
     placement = ask_placement(group, held, label="residues")
-    return [Shares(RESIDUES, placement, deal(placement, [0] * group.size), mine)]
+    return [Shares(RESIDUES, placement, deal(placement, [0] * group.size), mine.__getitem__)]
 
 
 def mesh_name(engine: ShardedEngine) -> str:

@@ -180,6 +180,14 @@ class ShardedEngine(Collectives, ABC):
         """
         return not residues
 
+    #: Whether a checkpoint may be loaded by filling ``parameters`` and ``buffers`` where they are, with ``filled()``
+    #: called then: each block is read by one rank, which gives others theirs. Else ``load_checkpoint`` slices arrays.
+    is_filled_in_place: bool = False
+
+    def filled(self) -> None:
+        """Called when ``parameters`` and ``buffers`` have been filled anew; the optimizer has changed nothing."""
+        self.after_update()
+
     def update_skipped(self) -> None:
         """Called in place of that where a step updates nothing, since its gradients are not finite."""
 
@@ -248,6 +256,10 @@ class ShardedEngine(Collectives, ABC):
         Ranks are those of ``group()``.
         Collective over the world: two all_gathers for all arrays together, whatever their number.
         """
+        return ask_placement(self.group(), self._held_here(owned))
+
+    def _held_here(self, owned: bool) -> dict[str, tuple[np.dtype, Rectangle]]:
+        """What this rank tells the others of its placement. Collective if shapes are not known."""
         self._told_shapes = self._ask_shapes()
         try:
             indices = {name: (self.owned_index if owned else self.index)(name) for name in self.names}
@@ -256,7 +268,7 @@ class ShardedEngine(Collectives, ABC):
         indices |= {name: self.buffer_index(name) for name in self.buffer_names if not owned}
         here = {name: Rectangle.of(index) for name, index in indices.items() if index is not None}
         arrays = {**self.parameters, **self.buffers}
-        return ask_placement(self.group(), {name: (arrays[name].dtype, part) for name, part in here.items()})
+        return {name: (arrays[name].dtype, part) for name, part in here.items()}
 
     def _ask_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The whole shapes of parameters, from everyone's blocks. Collective over the world."""

@@ -26,7 +26,7 @@ from spmd_engine.engine.placed import PlacedModel, place
 from spmd_engine.engine.plan import PIPE, Plan, Storage
 from spmd_engine.engine.recompute import Recompute
 from spmd_engine.engine.stages import Division
-from spmd_engine.engine.stored import StoredEngine
+from spmd_engine.engine.stored import StoredEngine, check_shapes
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.cache import Cache
 from spmd_engine.layers.layer import ForwardContext, Layer
@@ -121,7 +121,7 @@ class LayeredEngine(StoredEngine):
         layout = layout if layout is not None else layout_for(self.model, mesh)
         self._be(place(self.model, mesh, layout, dtype=self.dtype, backend=self.backend, **options))
         move.finish()
-        self.store.refresh()
+        self.filled()
 
     def initialize(self) -> None:
         """Fill the parameters with initial values: functions of seed, name and global index alone."""
@@ -133,15 +133,19 @@ class LayeredEngine(StoredEngine):
                 target += parameter.std * random.normal(key, shape, self.dtype, self.index(name), self.backend)
 
     def load_checkpoint(self, params: Mapping[str, Any]) -> None:
-        for name, (_, shape) in {**self.store.described, **dict(self.model.buffers())}.items():
-            if name not in params:
-                raise UsageError(f"the checkpoint has no {name!r}; it has: {', '.join(sorted(params))}")
-            if tuple(params[name].shape) != shape:
-                raise UsageError(f"{name}: the checkpoint has shape {tuple(params[name].shape)}, the model {shape}")
+        described = {**self.store.described, **dict(self.model.buffers())}
+        check_shapes(params, {name: shape for name, (_, shape) in described.items()})
+        for name in described:
             if name in self.parameters and self.index(name) is not None:  # of a number, others may be the owners
                 self.parameters[name][...] = self.block(name, params[name])
             if name in self.buffers:
                 self.buffers[name][...] = self.backend.asarray(np.asarray(params[name][self.buffer_index(name)]))
+        self._placed.extras.begin()
+        self._placed.unsharder.release()
+
+    is_filled_in_place = True
+
+    def filled(self) -> None:
         self._placed.extras.begin()
         self._placed.unsharder.release()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from spmd_engine.arrays.backend import Array
+from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.comm.group import Group
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.engine.stored import StoredEngine
@@ -37,8 +37,9 @@ class Move:
         _execute(stored, world, self._arrays, {**engine.parameters, **engine.buffers})
         if self._optimizer is None:
             return
-        self._optimizer.state.clear()
-        self._optimizer.prepare(engine)
+        for kind in self._state:  # all of it comes: no need of zeros
+            made = {key: backend_of(array).xp.empty_like(array) for key, array in engine.owned.items()}
+            self._optimizer.state[kind] = made
         owned = plan_transfer(self._owned, engine.placement(owned=True), nodes=nodes)
         for kind, arrays in self._optimizer.state.items():
             _execute(owned, world, self._state[kind], engine.named(arrays))

@@ -18,6 +18,7 @@ from spmd_engine.layers.declarations import Parameter
 from spmd_engine.sharding.groups import Member
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.sharding.notation import Spec
+from spmd_engine.sharding.placement import Placement
 
 Index = tuple[slice, ...]  # a rectangle of a whole array
 
@@ -58,6 +59,7 @@ class ParameterStore:
         self._members: dict[str, tuple[GroupStorage, Member]] = self._by_name(
             lambda each: {member.name: (each, member) for member in each.group.members}
         )
+        self.placements: dict[bool, Placement] = {}  #: by whether of what ranks own, or store; once told
         self._cut = {member.name: member.summed.cut for member in plan.members}
 
     @property

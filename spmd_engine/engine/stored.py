@@ -12,7 +12,9 @@ from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.parameter_store import Index, ParameterStore
 from spmd_engine.engine.storage import GroupStorage
 from spmd_engine.errors import UsageError
+from spmd_engine.sharding.asking import ask_placement
 from spmd_engine.sharding.notation import Spec
+from spmd_engine.sharding.placement import Placement
 
 
 class StoredEngine(ShardedEngine):
@@ -48,6 +50,20 @@ class StoredEngine(ShardedEngine):
 
     def owned_index(self, name: str) -> Index | None:
         return self.store.index(name, owned=True)
+
+    def placement(self, owned: bool = False) -> Placement:
+        """As ``ShardedEngine`` says; of a store, which does not change, ranks tell each other all, once."""
+        if not self.store.placements:
+            both = {kind: self._held_here(kind == "owned") for kind in ("stored", "owned")}
+            told = ask_placement(
+                self.group(), {f"{kind} {n}": part for kind, here in both.items() for n, part in here.items()}
+            )
+            for kind in both:
+                of_kind = {
+                    name.removeprefix(f"{kind} "): each for name, each in told.items() if name.startswith(f"{kind} ")
+                }
+                self.store.placements[kind == "owned"] = Placement(of_kind)
+        return self.store.placements[owned]
 
     @property
     def owned(self) -> Mapping[str, Array]:
@@ -105,3 +121,12 @@ class StoredEngine(ShardedEngine):
 
     def _ask_shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: shape for name, (_, shape) in self.store.described.items()}  # every rank knows them
+
+
+def check_shapes(params: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise UsageError unless ``params``, of a checkpoint, have all of these arrays, in these shapes."""
+    for name, shape in shapes.items():
+        if name not in params:
+            raise UsageError(f"the checkpoint has no {name!r}; it has: {', '.join(sorted(params))}")
+        if tuple(params[name].shape) != shape:
+            raise UsageError(f"{name}: the checkpoint has shape {tuple(params[name].shape)}, the model {shape}")

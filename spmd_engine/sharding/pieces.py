@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from spmd_engine.arrays.backend import Array, Backend, backend_of
+from spmd_engine.arrays.memory import address_of
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import UsageError
 from spmd_engine.sharding.placement import Placement
@@ -78,7 +81,7 @@ def make_segment(placement: Placement, rank: int, route: Route, first: int, numb
     copies, size = [], 0
     for name, part in route.portion(number, of):
         held = placement[name].held[rank]
-        block = next(i for i, each in enumerate(held) if part in each)
+        block = 0 if len(held) == 1 else next(i for i, each in enumerate(held) if part in each)
         copies.append(Copy(size, name, block, part.within(held[block])))
         size += part.size
     return Segment(route, first, size, tuple(copies))
@@ -112,6 +115,12 @@ def _piece(placement: Placement, rank: int, links: Sequence[Sequence[Route]], nu
 def add(x: Array, place: Array) -> None:
     """``place += x``, where ``place`` may be a view of a number."""
     backend_of(place).xp.add(place, x, out=place)
+
+
+def copy_unless_there(x: Array, place: Array) -> None:
+    """``place[...] = x``, which is nothing to do where ``x`` lies there already, as what is inside a halo may."""
+    if not (isinstance(x, np.ndarray) and address_of(x) == address_of(place) and x.strides == place.strides):
+        place[...] = x
 
 
 def new_blocks(placement: Placement, rank: int, backend: Backend, *, zero: bool = False) -> Blocks:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
+from operator import sub
 
 import numpy as np
 
@@ -32,14 +32,14 @@ class Rectangle:
         """All of an array of this shape."""
         return cls((0,) * len(shape), tuple(shape))
 
-    @cached_property
+    @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
+        return tuple(map(sub, self.stop, self.start))
 
-    @cached_property
+    @property
     def size(self) -> int:
         """The number of its elements."""
-        return prod(self.shape)
+        return prod(map(sub, self.stop, self.start))
 
     @property
     def index(self) -> tuple[slice, ...]:
@@ -69,9 +69,7 @@ class Rectangle:
 
     def within(self, outer: Rectangle) -> Rectangle:
         """The same elements, counted from where ``outer`` begins: where they are in a block that is ``outer``."""
-        start, stop = (
-            tuple(a - b for a, b in zip(ends, outer.start, strict=True)) for ends in (self.start, self.stop)
-        )
+        start, stop = (tuple(a - b for a, b in zip(ends, outer.start, strict=True)) for ends in (self.start, self.stop))
         return Rectangle(start, stop)
 
     def elements(self, first: int, last: int) -> Iterator[Rectangle]:
@@ -106,6 +104,17 @@ class Rectangle:
 
     def __str__(self) -> str:
         return f"[{', '.join(f'{a}:{b}' for a, b in zip(self.start, self.stop, strict=True))}]"
+
+
+def meetings(ones: Collection[Rectangle], others: Collection[Rectangle]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What each of some rectangles shares with each of others: start and stop, (ones, others, dims), and size.
+
+    Where they share nothing, that is empty. There is one at least of both.
+    """
+    one, other = (np.array([(each.start, each.stop) for each in side], np.int64) for side in (ones, others))
+    start = np.maximum(one[:, None, 0], other[None, :, 0])
+    stop = np.maximum(start, np.minimum(one[:, None, 1], other[None, :, 1]))
+    return start, stop, (stop - start).prod(axis=-1)
 
 
 class Grid:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 
 import numpy as np
 
 from spmd_engine.comm.spans import span
 from spmd_engine.errors import UsageError
-from spmd_engine.sharding.placement import ArrayPlacement
-from spmd_engine.sharding.rectangles import Grid, Rectangle
+from spmd_engine.sharding.placement import ArrayPlacement, Rectangles
+from spmd_engine.sharding.rectangles import Grid, Rectangle, meetings
 
 
 @dataclass(frozen=True)
@@ -58,56 +58,104 @@ def find_routes(
     load = [0] * len(nodes)  # bytes that each rank sends
     found: dict[np.dtype, dict[tuple[int, tuple[int, ...]], list[tuple[str, Rectangle]]]] = {}
     for name, wanted in target.items():
-        routes = found.setdefault(wanted.dtype, {})
-        for holders, takers, elements, rectangles in _exchanged(name, source[name], wanted, from_owners):
+        routes, held = found.setdefault(wanted.dtype, {}), source[name]
+        try:
+            parts = _parts(held.shape, held.owned if from_owners else held.held, wanted.held)
+        except UsageError as error:
+            raise UsageError(f"{name}: {error}") from None
+        for part in parts:
             receivers: dict[int, list[int]] = {}
-            for taker in takers:
+            for taker in part.takers:
                 sender = taker
-                if taker not in holders:
-                    near = [rank for rank in holders if nodes[rank] == nodes[taker]]
-                    sender = min(near or holders, key=load.__getitem__)
-                    load[sender] += elements * wanted.dtype.itemsize
+                if taker not in part.holders:
+                    near = [rank for rank in part.holders if nodes[rank] == nodes[taker]]
+                    sender = min(near or part.holders, key=load.__getitem__)
+                    load[sender] += part.elements * wanted.dtype.itemsize
                 receivers.setdefault(sender, []).append(taker)
             for sender, ranks in receivers.items():
-                routes.setdefault((sender, tuple(ranks)), []).extend((name, part) for part in rectangles)
+                routes.setdefault((sender, tuple(ranks)), []).extend((name, each) for each in part.rectangles)
     return {
         dtype: tuple(Route(*ends, tuple(parts)) for ends, parts in sorted(routes.items()))
         for dtype, routes in found.items()
     }
 
 
-def _exchanged(
-    name: str, source: ArrayPlacement, target: ArrayPlacement, from_owners: bool
-) -> Iterator[tuple[list[int], list[int], int, list[Rectangle]]]:
-    """The array in parts, by who has each and who wants it: these ranks, how many elements, and the rectangles."""
-    given = source.owned if from_owners else source.held
-    everything = [each for side in (given, target.held) for held in side for each in held]
-    grid = Grid(source.shape, everything)
+@dataclass(frozen=True)
+class Part:
+    """Elements of an array that the same ranks have and the same ranks want; never across two blocks of a rank."""
+
+    holders: Sequence[int]
+    takers: Sequence[int]
+    elements: int
+    rectangles: Sequence[Rectangle]
+
+
+@lru_cache(maxsize=1024)
+def _parts(shape: tuple[int, ...], given: tuple[Rectangles, ...], wanted: tuple[Rectangles, ...]) -> tuple[Part, ...]:
+    """All that is wanted of an array, by who has it and who wants it; of layers of a kind, the same.
+
+    Raises UsageError where nobody has it.
+    """
+    of_blocks = _parts_of_blocks(ranks_of_blocks(given), ranks_of_blocks(wanted))
+    return tuple(of_blocks if of_blocks is not None else _parts_of_grid(shape, given, wanted))
+
+
+def ranks_of_blocks(placed: Sequence[Rectangles]) -> dict[Rectangle, list[int]]:
+    """Every block that is not empty, with the ranks that have it."""
+    ranks: dict[Rectangle, list[int]] = {}
+    for rank, held in enumerate(placed):
+        for each in held:
+            if each.size:
+                ranks.setdefault(each, []).append(rank)
+    return ranks
+
+
+def _parts_of_blocks(given: Mapping[Rectangle, list[int]], wanted: Mapping[Rectangle, list[int]]) -> list[Part] | None:
+    """What each block that is given shares with each that is wanted; None where blocks of a side overlap, or lack some.
+
+    Models' parameters are cut like this, hundreds of them: all pairs of blocks are met at once.
+    """
+    if not wanted or not given:
+        return None if wanted else []
+    sizes = [meetings(side, side)[2] for side in (given, wanted)]
+    begin, end, shared = meetings(given, wanted)
+    if any(np.count_nonzero(each) > len(each) for each in sizes) or (shared.sum(axis=0) < sizes[1].diagonal()).any():
+        return None
+    holders, takers, parts = list(given.values()), list(wanted.values()), []
+    for i, j in np.argwhere(shared).tolist():
+        rectangle = Rectangle(tuple(begin[i, j].tolist()), tuple(end[i, j].tolist()))
+        parts.append(Part(holders[i], takers[j], rectangle.size, [rectangle]))
+    return parts
+
+
+def _parts_of_grid(shape: Sequence[int], given: Sequence[Rectangles], wanted: Sequence[Rectangles]) -> list[Part]:
+    """The same of blocks that may overlap, by cells that lie inside or outside each of them."""
+    grid = Grid(shape, [each for side in (given, wanted) for held in side for each in held])
     sizes = grid.sizes()
     ranks = len(given)
     # Of each side, rank and cell, the number of the rank's rectangle that has the cell: parts never go across two.
     number = np.full((2, ranks, *grid.shape), -1, np.int32)
-    for side, placed in enumerate((given, target.held)):
+    for side, placed in enumerate((given, wanted)):
         for rank, held in enumerate(placed):
             for i, each in enumerate(held):
                 if each.size:
                     number[(side, rank, *grid.cells(each))] = i
-    had, wanted = (number >= 0).any(axis=1)
-    for lacking in grid.rectangles(wanted & ~had)[:1]:
+    has, wants = (number >= 0).any(axis=1)
+    for lacking in grid.rectangles(wants & ~has)[:1]:
         raise UsageError(
-            f"{name}: ranks hold {sizes[had].sum()} of its {sizes.sum()} elements; is its sharding right? "
+            f"ranks hold {sizes[has].sum()} of its {sizes.sum()} elements; is its sharding right? "
             f"Nobody holds the one at {lacking.start}"
         )
     if not sizes.size:
-        return
+        return []
     patterns, which = np.unique(number.reshape(2 * ranks, -1), axis=1, return_inverse=True)
     which = which.reshape(grid.shape)
+    parts = []
     for i, pattern in enumerate(patterns.T >= 0):
-        takers = np.flatnonzero(pattern[ranks:]).tolist()
+        holders, takers = np.flatnonzero(pattern[:ranks]).tolist(), np.flatnonzero(pattern[ranks:]).tolist()
         if takers:
-            mask = which == i
-            holders = np.flatnonzero(pattern[:ranks]).tolist()
-            yield holders, takers, int(sizes[mask].sum()), grid.rectangles(mask)
+            parts.append(Part(holders, takers, int(sizes[which == i].sum()), grid.rectangles(which == i)))
+    return parts
 
 
 def count_rounds(routes: Sequence[Route], ranks: int, most: int) -> int:

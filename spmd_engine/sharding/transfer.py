@@ -26,6 +26,7 @@ from spmd_engine.sharding.pieces import (
     Segment,
     add,
     check_blocks,
+    copy_unless_there,
     given,
     make_segment,
     new_blocks,
@@ -143,7 +144,7 @@ class TransferPlan(Exchange):
         result = new_blocks(self.target, group.rank, backend) if out is None else out
         check_blocks(self.target, group, result)
         for _, old, new in self._kept(group.rank):
-            new.at(result)[...] = old.at(blocks)
+            copy_unless_there(old.at(blocks), new.at(result))
         for dtype, number in self._rounds():
             coming = self._piece(taken, group.rank, dtype, number)
             received = yield _packed(blocks, self._piece(given, group.rank, dtype, number), dtype, backend)

@@ -1,0 +1,119 @@
+"""How long a model with its optimizer takes to another mesh: in memory, through rank 0, through a checkpoint.
+
+    mpiexec -n 4 python scripts/bench_reshard.py --model gpt-mini --rounds 5
+
+The three take turns, and each round says the ratio of two neighbours, so that other work on the machine touches all
+alike. Of each also the CPU seconds of all ranks together: on fewer cores than ranks these are what counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import tempfile
+from collections.abc import Callable
+from time import perf_counter, process_time
+
+import numpy as np
+
+from spmd_engine import Mesh
+from spmd_engine.checkpoints import load_checkpoint, save_checkpoint
+from spmd_engine.engine import AdamW, LayeredEngine
+from spmd_engine.engine.plan import Storage
+from spmd_engine.models.names import build_model
+
+WAYS = {
+    "data=4 -> model=2,data=2": ({"data": 4}, 0, {"model": 2, "data": 2}, 0),
+    "data=4 zero 3 -> pipe=2,data=2": ({"data": 4}, 3, {"pipe": 2, "data": 2}, 0),
+    "data=4 zero 1 -> model=4": ({"data": 4}, 1, {"model": 4}, 0),
+    "pipe=2,model=2 -> data=4 zero 3": ({"pipe": 2, "model": 2}, 0, {"data": 4}, 3),
+}
+
+
+class Engine(LayeredEngine):
+    """One that draws no initial parameters, which all of these ways would only overwrite."""
+
+    def initialize(self) -> None: ...
+
+
+def in_memory(engine: LayeredEngine, optimizer: AdamW, mesh: Mesh, zero: int) -> None:
+    engine.reshard(mesh, optimizer=optimizer, storage=Storage(zero))
+
+
+def through_rank_zero(engine: LayeredEngine, optimizer: AdamW, mesh: Mesh, zero: int) -> None:
+    """What one writes by hand: every array whole on rank 0, a new engine, and every array to all ranks."""
+    world = engine.group()
+    whole = {name: engine.gather(name, root=0) for name in engine.names}
+    states = {
+        kind: {name: engine.gather_owned(name, state, root=0) for name in engine.names}
+        for kind, state in optimizer.state.items()
+    }
+    engine = Engine(engine.model, mesh, storage=Storage(zero))
+    engine.load_checkpoint({name: world.broadcast(array) for name, array in whole.items()})
+    engine.after_update()
+    optimizer.state.clear()
+    optimizer.prepare(engine)
+    for kind, state in optimizer.state.items():
+        named_state = engine.named(state)
+        for name, array in states[kind].items():
+            array = world.broadcast(array)
+            if name in named_state and engine.owned_index(name) is not None:
+                named_state[name][...] = engine.block(name, array, owned=True)
+
+
+def through_checkpoint(engine: LayeredEngine, optimizer: AdamW, mesh: Mesh, zero: int) -> None:
+    folder = engine.group().broadcast(np.frombuffer(tempfile.mkdtemp().encode(), np.uint8)).tobytes().decode()
+    save_checkpoint(folder, engine, optimizer)
+    load_checkpoint(folder, Engine(engine.model, mesh, storage=Storage(zero)), AdamW())
+    engine.group().barrier()
+    if engine.group().rank == 0:
+        shutil.rmtree(folder)
+
+
+HOWS = {"in memory": in_memory, "through rank 0": through_rank_zero, "through a checkpoint": through_checkpoint}
+
+
+def timed(how: Callable, way: tuple, model: str) -> tuple[float, float]:
+    """Wall seconds until all ranks are done, and CPU seconds of all of them."""
+    axes, zero, others, new_zero = way
+    with Mesh(**axes) as mesh, Mesh(**others) as other:
+        engine, optimizer = Engine(build_model(model), mesh, storage=Storage(zero)), AdamW()
+        optimizer.prepare(engine)
+        world = mesh.group()
+        world.barrier()
+        begun = perf_counter(), process_time()
+        how(engine, optimizer, other, new_zero)
+        mine = process_time() - begun[1]
+        world.barrier()
+        wall = perf_counter() - begun[0]
+        return wall, float(world.all_reduce(np.array(mine)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", default="gpt-mini")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--way", choices=WAYS, help="one of them only")
+    asked = parser.parse_args()
+    with Mesh() as mesh:
+        rank = mesh.rank
+    for name, way in WAYS.items():
+        if asked.way not in (None, name):
+            continue
+        rounds = [{how: timed(do, way, asked.model) for how, do in HOWS.items()} for _ in range(asked.rounds + 1)][1:]
+        if rank == 0:
+            print(name)
+        for how in HOWS:
+            wall, cpu = (statistics.median(each[how][i] for each in rounds) for i in (0, 1))
+            ratios = [[each[how][i] / each["in memory"][i] for each in rounds] for i in (0, 1)]
+            told = ", ".join(
+                f"{kind} {statistics.median(r):.2f}x ({min(r):.2f}-{max(r):.2f})"
+                for kind, r in zip(("wall", "CPU"), ratios, strict=True)
+            )
+            if rank == 0:
+                print(f"  {how:21} {wall * 1e3:8.1f} ms, CPU {cpu * 1e3:8.1f} ms; of in memory: {told}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
