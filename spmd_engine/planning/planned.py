@@ -362,7 +362,10 @@ def _reasons(planner: Planner, choices: Choices, limits: Limits, chosen: Estimat
     for name, options in _alternatives(candidate):
         others = []
         for option in options:
-            estimator = planner.estimator(replace(candidate, **{name: option}, stages=None))
+            changed = {name: option, "stages": None}
+            if name == "schedule":
+                changed["chunks"] = 1
+            estimator = planner.estimator(replace(candidate, **changed))
             other = estimator.estimate() if estimator is not None else None
             if other is not None:
                 others.append((option, other))
