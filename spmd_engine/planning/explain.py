@@ -63,6 +63,7 @@ class _Explainer:
             states=STATES[request.optimizer],
             sequence=sequence,
             optimizer=request.analyzed["optimizer"],
+            base=request.base,
         )
 
     def _estimate(self, candidate: Candidate, planner: Planner | None = None) -> Estimate | None:

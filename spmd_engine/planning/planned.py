@@ -164,6 +164,7 @@ def plan(request: Request) -> Answer:
         states=STATES[request.optimizer],
         sequence=request.sequence,
         optimizer=request.analyzed["optimizer"],
+        base=request.base,
     )
     held = constraints
     for _ in range(TIGHTENED):

@@ -11,8 +11,11 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
+import numpy as np
+
 from spmd_engine.comm.place import Place
 from spmd_engine.engine.composition import Composition
+from spmd_engine.engine.plan import make_plan
 from spmd_engine.models import Model, layout_for
 from spmd_engine.planning.analyze import analyze
 from spmd_engine.planning.collective_time import CollectiveTimes
@@ -39,8 +42,16 @@ STATES = ("parameters", "gradients", "optimizer state")
 class Profiles:
     """Costs of layers for every way to cut them, each found once."""
 
-    def __init__(self, model: Model, machine: Machine, dtype: Any, sequence: int | None = None, optimizer: Any = None):
-        self.model, self.machine, self.dtype, self.sequence = model, machine, dtype, sequence
+    def __init__(
+        self,
+        model: Model,
+        machine: Machine,
+        dtype: Any,
+        sequence: int | None = None,
+        optimizer: Any = None,
+        base: Composition = Composition(),  # noqa: B008 (immutable)
+    ) -> None:
+        self.model, self.machine, self.dtype, self.sequence, self.base = model, machine, dtype, sequence, base
         self.optimizer = optimizer
         self.compute, self.collectives = ComputeTimes(machine), CollectiveTimes(machine)
         self.small, self.like = reduced(model)
@@ -121,6 +132,7 @@ class Profiles:
         memory = _memory(step, [name for name, _ in self.small.layers])
         sizes = _outputs(self.small, place, layout, samples, self.sequence, self.dtype)
         elements = _parameters(self.small, place, layout)
+        groups = _groups(self.small, place, layout, np.dtype(self.dtype).itemsize, self.base)
         return [
             LayerCosts(
                 name,
@@ -133,6 +145,7 @@ class Profiles:
                 sent.get((name, False), 0),
                 *_kept(memory[name], sizes[name]),
                 *elements[name],
+                *groups[name],
             )
             for name, _ in self.small.layers
         ]
@@ -215,8 +228,6 @@ def _kept(memory: tuple[int, int, int], output: int) -> tuple[int, int, int, int
 
 def _outputs(model: Model, place: Place, layout, samples: int, sequence: int | None, dtype: Any) -> dict[str, int]:
     """Bytes of what comes out of each layer on a rank."""
-    import numpy as np
-
     found, size = {}, np.dtype(dtype).itemsize
     lengths = {"s": sequence or model.context or 1}
     if model.sample is not None:
@@ -249,4 +260,23 @@ def _parameters(model: Model, place: Place, layout) -> dict[str, tuple[int, int]
             all_of_it += count
             tied += count * (own in layer.tied)
         found[name] = all_of_it, tied
+    return found
+
+
+def _groups(
+    model: Model, place: Place, layout, itemsize: int, base: Composition
+) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Elements of each layer's parameter groups in the order of their use: its own, and those that another has.
+
+    A group that several layers share counts for the first of them.
+    """
+    plan = make_plan(model, place, layout, itemsize, storage=base.storage)
+    group_of = {name: group for group in plan.groups for name in group.spans}
+    found, seen = {}, set()
+    for number, (name, layer) in enumerate(model.layers):
+        tied = set(layer.tied.values())
+        used = dict.fromkeys((group_of[full], full in tied) for full in plan.uses[number].values())
+        own = [group for group, is_tied in used if not is_tied and group not in seen]
+        seen.update(own)
+        found[name] = tuple(g.size for g in own), tuple(g.size for g, is_tied in used if is_tied)
     return found

@@ -16,7 +16,7 @@ from itertools import count
 from typing import Any
 
 from spmd_engine.errors import UsageError
-from spmd_engine.planning.collective_time import CollectiveTimes
+from spmd_engine.planning.collective_time import CollectiveTimes, Duration
 from spmd_engine.planning.compute_time import ComputeTimes
 from spmd_engine.planning.machine import Machine
 from spmd_engine.planning.meetings import Meeting, by_computation, match, names_of, simulated
@@ -92,6 +92,7 @@ class _Simulation:
         self.working = dict.fromkeys(steps, 0.0)
         self._ports: dict[int, bool] = {}  # ranks whose link is busy
         self._queue: list[tuple[int, int, Meeting]] = []
+        self._durations: dict[tuple, Duration] = {}
         self._live = len(steps)
 
     def run(self) -> Prediction:
@@ -151,8 +152,7 @@ class _Simulation:
         meeting.begun[rank] = self.clock
         if len(meeting.begun) < meeting.expected:
             return
-        ranks = tuple(self.at[member] for member in meeting.ranks)
-        duration = self._duration(meeting, ranks)
+        duration = self._duration(meeting)
         if duration.works:
             self._wake(meeting)
         elif duration.seconds == 0:
@@ -161,9 +161,13 @@ class _Simulation:
             heappush(self._queue, (meeting.priority, next(self._order), meeting))
             self._start_queued()
 
-    def _duration(self, meeting: Meeting, ranks: Sequence[int]):
-        operation = "send" if meeting.operation == "message" else meeting.operation
-        return self.collectives.of(operation, ranks, meeting.size)
+    def _duration(self, meeting: Meeting) -> Duration:
+        key = meeting.operation, id(meeting.ranks), meeting.size  # groups are large, and few
+        if key not in self._durations:
+            operation = "send" if meeting.operation == "message" else meeting.operation
+            ranks = tuple(self.at[member] for member in meeting.ranks)
+            self._durations[key] = self.collectives.of(operation, ranks, meeting.size)
+        return self._durations[key]
 
     def _start_queued(self) -> None:
         """Start what has all its ranks' links free, the most urgent first."""
@@ -176,8 +180,7 @@ class _Simulation:
                 continue
             for rank in meeting.begun:
                 self._ports[rank] = True
-            ranks = tuple(self.at[member] for member in meeting.ranks)
-            ends = self.clock + self._duration(meeting, ranks).seconds
+            ends = self.clock + self._duration(meeting).seconds
             self._at(ends, lambda meeting=meeting: self._arrived(meeting))
         for entry in left:
             heappush(self._queue, entry)
@@ -201,8 +204,7 @@ class _Simulation:
         began = self.clock
         while len(meeting.begun) < meeting.expected:
             yield "until", meeting
-        ranks = tuple(self.at[member] for member in meeting.ranks)
-        duration = self._duration(meeting, ranks)
+        duration = self._duration(meeting)
         if duration.works:
             yield "work", duration.seconds
             self.working[rank] += duration.seconds
