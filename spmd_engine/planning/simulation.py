@@ -19,7 +19,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.planning.collective_time import CollectiveTimes, Duration
 from spmd_engine.planning.compute_time import ComputeTimes
 from spmd_engine.planning.machine import Machine
-from spmd_engine.planning.meetings import Meeting, by_computation, match, names_of, simulated
+from spmd_engine.planning.meetings import FEW_RANKS, MOST_RANKS, Meeting, by_computation, match, names_of, simulated
 from spmd_engine.planning.processors import Processors
 from spmd_engine.planning.step_analysis import RankStep, StepAnalysis
 
@@ -65,7 +65,8 @@ def simulate(analysis: StepAnalysis, machine: Machine, placement: Sequence[int] 
     Raises UsageError for a machine with too few ranks, and for steps in which ranks would wait for ever.
     """
     machine = machine.with_ranks(max([analysis.ranks, *(rank + 1 for rank in placement or ())]))
-    ranks = simulated(analysis)
+    own = all(node.cores is None for node in machine.nodes) and not machine.pairs
+    ranks = simulated(analysis, FEW_RANKS if own else MOST_RANKS)
     steps = {rank: analysis.of_rank(rank) for rank in ranks}
     return _Simulation(machine, steps, match(analysis, steps), placement).run()
 
@@ -115,7 +116,8 @@ class _Simulation:
 
     def _program(self, rank: int) -> Waits:
         step, meetings = self.steps[rank], self.meetings[rank]
-        plan, names, here = by_computation(step), list(names_of(step)), self.at[rank]
+        plan, names = by_computation(step), list(names_of(step))
+        works = self.compute.seconds(self.at[rank], step.computations)
         for number in range(len(step.computations) + 1):
             if number in plan:
                 begins, ends, both = plan[number]
@@ -128,10 +130,9 @@ class _Simulation:
                     yield from self._wait(rank, meetings[each], names[each])
             if number < len(step.computations):
                 computation = step.computations[number]
-                work = self.compute.of(here, computation)
                 began = self.clock
-                yield "work", work.seconds
-                self.working[rank] += work.seconds
+                yield "work", works[number]
+                self.working[rank] += works[number]
                 self.spans.append(Span(rank, computation.name, COMPUTE, began, self.clock))
 
     def _advance(self, rank: int, program: Waits) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -36,7 +37,8 @@ class Travel:
     def of(cls, layers: CutLayers, collectives: CollectiveTimes, ranks: Sequence[int], itemsize: int) -> Travel:
         """Of layers whose parameters are stored over these ranks."""
 
-        def seconds(operation: str, groups: Sequence[int]) -> float:
+        @cache  # most layers are alike
+        def seconds(operation: str, groups: tuple[int, ...]) -> float:
             return sum(collectives.of(operation, ranks, size * itemsize).seconds for size in groups)
 
         costs = layers.costs
