@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 
@@ -37,9 +36,13 @@ class Travel:
     def of(cls, layers: CutLayers, collectives: CollectiveTimes, ranks: Sequence[int], itemsize: int) -> Travel:
         """Of layers whose parameters are stored over these ranks."""
 
-        @cache  # most layers are alike
+        known: dict[tuple, float] = {}  # most layers are alike
+
         def seconds(operation: str, groups: tuple[int, ...]) -> float:
-            return sum(collectives.of(operation, ranks, size * itemsize).seconds for size in groups)
+            if (operation, groups) not in known:
+                each = (collectives.of(operation, ranks, size * itemsize).seconds for size in groups)
+                known[operation, groups] = sum(each)
+            return known[operation, groups]
 
         costs = layers.costs
         return cls(
