@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from spmd_engine.planning.machine import Machine
@@ -32,6 +33,7 @@ class ComputeTimes:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self._known: dict[tuple, Work] = {}
+        self._steps: dict[tuple[str, int], tuple[Sequence[Computation], list[float]]] = {}
 
     def of(self, rank: int, computation: Computation) -> Work:
         """Of a rank that has the core, or the device, for itself."""
@@ -45,6 +47,13 @@ class ComputeTimes:
         if key not in self._known:
             self._known[key] = self._of(rank, computation)
         return self._known[key]
+
+    def seconds(self, rank: int, computations: Sequence[Computation]) -> list[float]:
+        """Of each computation of a step; those of ranks that have the same step on nodes of one kind are found once."""
+        key = self.machine.node(rank).name, id(computations)
+        if key not in self._steps:  # with the computations, so that their id stays their own
+            self._steps[key] = computations, [self.of(rank, each).seconds for each in computations]
+        return self._steps[key][1]
 
     def _of(self, rank: int, computation: Computation) -> Work:
         node, fitted = self.machine.node(rank), self.machine.fitted

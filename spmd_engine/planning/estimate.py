@@ -7,21 +7,20 @@ compares candidates by; of those it proposes, the whole step is analyzed and sim
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
 
 import numpy as np
 
-from spmd_engine.engine import schedules
-from spmd_engine.models import Model
-from spmd_engine.planning.collective_time import CollectiveTimes
-from spmd_engine.planning.lattice import BATCH, PIPE, Candidate
-from spmd_engine.planning.layer_costs import CutLayers, LayerCosts
-from spmd_engine.planning.machine import Machine
+from spmd_engine.engine.reducer import IN_FLIGHT
+from spmd_engine.planning.collective_time import Duration
+from spmd_engine.planning.lattice import Candidate
+from spmd_engine.planning.layer_costs import CutLayers
 from spmd_engine.planning.pipeline_time import Slots
+from spmd_engine.planning.setting import Setting
 from spmd_engine.planning.stage_division import best_division
+from spmd_engine.planning.travel import OPERATIONS
 
 LONG = 2048  #: forwards of all stages beyond which a schedule is executed for fewer micro-batches, and continued
 
@@ -54,68 +53,6 @@ class Bound:
     memory: float
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What is the same for all candidates with the same layers, cut alike: the costs of these."""
-
-    model: Model
-    machine: Machine
-    itemsize: int
-    states: int  #: arrays of optimizer state for each parameter
-
-    @cached_property
-    def collectives(self) -> CollectiveTimes:
-        return CollectiveTimes(self.machine)
-
-    @cached_property
-    def _slots(self) -> dict[tuple, Slots]:
-        return {}
-
-    @cached_property
-    def _meshes(self) -> dict[tuple, OnMesh]:
-        return {}
-
-    def on(self, axes: tuple[tuple[str, int], ...]) -> OnMesh:
-        """What a mesh means, found once."""
-        if axes not in self._meshes:
-            self._meshes[axes] = OnMesh.of(axes)
-        return self._meshes[axes]
-
-    def slots(self, candidate: Candidate, micro_batches: int) -> Slots:
-        """Of the candidate's schedule, found once."""
-        key = candidate.schedule, candidate.chunks, candidate.pipe, micro_batches
-        if key not in self._slots:
-            schedule = schedules.named(candidate.schedule, candidate.chunks if candidate.chunks > 1 else None)
-            self._slots[key] = Slots(schedule, candidate.pipe, micro_batches)
-        return self._slots[key]
-
-
-@dataclass(frozen=True)
-class OnMesh:
-    """What a mesh's axes mean for a step."""
-
-    ranks: int
-    pipe: int
-    cut: int  #: ranks over which ZeRO stores in parts
-    summed: tuple[int, ...]  #: the ranks over which gradients are summed, with the first of them
-    next_stage: int  #: how far away the next stage's rank is
-
-    @classmethod
-    def of(cls, axes: Sequence[tuple[str, int]]) -> OnMesh:
-        """Of a mesh with these axes, the last of which varies fastest."""
-        stride, strides = 1, {}
-        for axis, size in reversed(axes):
-            strides[axis] = stride
-            stride *= size
-        summed = [0]
-        for axis, size in axes:
-            if axis in (*BATCH, "context"):
-                summed = [rank + strides[axis] * k for rank in summed for k in range(size)]
-        sizes = dict(axes)
-        cut = prod(sizes.get(axis, 1) for axis in (*BATCH, "context") if axis != "replicate")
-        return cls(stride, sizes.get(PIPE, 1), cut, tuple(summed), strides.get(PIPE, 1))
-
-
 class Estimator:
     """Estimates a candidate, given its layers' costs."""
 
@@ -124,6 +61,14 @@ class Estimator:
         self.setting, self.candidate, self.layers, self.costs = setting, candidate, layers, layers.costs
         self.on, self.m, self.update = setting.on(candidate.axes), candidate.micro_batches, update
         self.pipe, self.itemsize = self.on.pipe, setting.itemsize
+        zero = candidate.zero if self.on.cut > 1 and not self._works else 0
+        self.busy = setting.busy(layers, self.on.stored, zero)
+
+    @cached_property
+    def _works(self) -> bool:
+        """Whether ranks that sum gradients move the bytes with their own cores."""
+        setting, ranks = self.setting, self.on.summed
+        return setting.once(("works", ranks), lambda: setting.collectives.of("all_reduce", ranks, 1.0).works)
 
     # --- bounds
 
@@ -136,13 +81,15 @@ class Estimator:
         T = (r W / v) / (1 - (1 - r / (v m))^p).
         """
         layers, p = self.layers, self.pipe
-        work = self.m * layers.whole
+        work = self.m * self.busy.whole
         seconds = work / p
         if p > 1:
-            way = layers.way / self.candidate.chunks
+            way = self.busy.way / self.candidate.chunks
             share = min(way / work, 1.0) if work else 0.0
             seconds = way / (1 - (1 - share) ** p) if share > 1e-9 else seconds
         seconds = max(seconds, self._crowded(work / p))
+        if p == 1:
+            seconds += self._exposed([range(len(layers))], [tuple(self.busy.before[:, -1].tolist())])
         elements = layers.own_elements / p
         return Bound(seconds + self._update(elements), elements * self._stored_each() + layers.all_kept / p)
 
@@ -174,10 +121,17 @@ class Estimator:
             return (0,)
         if self.candidate.stages is not None:
             return self.candidate.stages
-        chunks = self.pipe * self.candidate.chunks
-        hop = self._hops()
-        fits = self._fits(limit) if np.isfinite(limit) and self.candidate.chunks == 1 else None
-        return best_division(self.layers.work.tolist(), chunks, boundary=hop, fits=fits)
+        chunks, hops = self.pipe * self.candidate.chunks, self._hops()
+        work = self.busy.work
+        key = "division", id(self.busy), chunks, hops[-1], self.on.next_stage
+        starts = self.setting.once(key, lambda: best_division(work.tolist(), chunks, boundary=hops))
+        if starts is None or not np.isfinite(limit) or self.candidate.chunks > 1:
+            return starts
+        ends = (*starts[1:], len(self.costs))
+        room = self._fits(limit)
+        if all(room(k)[start, end] for k, (start, end) in enumerate(zip(starts, ends, strict=True))):
+            return starts
+        return best_division(work.tolist(), chunks, boundary=hops, fits=room)
 
     def _hops(self) -> list[float]:
         """Seconds that both sides of a boundary before each layer lose by it: where ranks move the bytes themselves."""
@@ -185,19 +139,19 @@ class Estimator:
             return [0.0] * len(self.costs)
         return [0.0, *(2 * self._between(each.output).seconds for each in self.costs[:-1])]
 
-    def _between(self, size: float):
+    def _between(self, size: float) -> Duration:
         """Of a message between neighbouring stages."""
         return self.setting.collectives.of("send", (0, self.on.next_stage), size)
 
-    def _fits(self, limit: float):
+    def _fits(self, limit: float) -> Callable[[int], np.ndarray]:
         elements = np.array([0.0, *np.cumsum(self.layers.elements)])
         kept = np.array([0.0, *np.cumsum(self.layers.kept)])
-        one = self._stored_each()
+        stored = self._stored_each() * (elements[None, :] - elements[:, None])
+        flying = kept[None, :] - kept[:, None]
 
         def fits(k: int) -> np.ndarray:
             flight = self.m if self.candidate.schedule == "gpipe" else min(self.m, self.pipe - k)
-            held = one * (elements[None, :] - elements[:, None]) + flight * (kept[None, :] - kept[:, None])
-            return held <= limit
+            return stored + flight * flying <= limit
 
         return fits
 
@@ -213,6 +167,35 @@ class Estimator:
             "optimizer state": self.setting.states * (part if zero >= 1 else size),
         }
 
+    def _held(self, stage: int, chunks: Sequence[range], slots: Slots | None, elements: float) -> dict[str, float]:
+        """Bytes on a rank of a stage at its worst moment, by what they are for."""
+        held, layers = self._stored(elements), self.layers
+        mine = range(stage, len(chunks), self.pipe)
+        parts = {chunk: slice(chunks[chunk].start, chunks[chunk].stop) for chunk in mine}
+        if self.on.cut > 1 and self.candidate.zero >= 2:
+            each = [cost.groups for part in parts.values() for cost in self.costs[part]]
+            if self.candidate.zero >= 3:
+                at_once = max(layers.gathered[part].max() for part in parts.values())
+                held["gathered groups"] = self.itemsize * (at_once + max(max(groups[:1], default=0) for groups in each))
+            leaving = max(sum(groups[-IN_FLIGHT:]) for groups in each)
+            largest = max(layers.elements[part].max() for part in parts.values())
+            held["whole gradients"] = float(self.itemsize * (largest + leaving))
+        of_chunk = {chunk: float(layers.kept[part].sum()) for chunk, part in parts.items()}
+        flying = self._in_flight(stage, of_chunk, slots)
+        # while a layer runs backward, what the layers behind it kept is gone
+        worst = max(layers.running[p].max() - layers.kept_before[p.start] - of_chunk[c] for c, p in parts.items())
+        held["activations"] = flying + min(worst, 0.0)
+        held["temporaries"] = max(worst, 0.0)
+        return held
+
+    def _in_flight(self, stage: int, of_chunk: dict[int, float], slots: Slots | None) -> float:
+        """Bytes of activations that a stage keeps at most."""
+        if slots is None:
+            return sum(of_chunk.values())
+        if self.candidate.schedule == "gpipe":
+            return self.m * sum(of_chunk.values())
+        return slots.most_held(stage, of_chunk)
+
     # --- the whole
 
     def estimate(self, limit: float = np.inf) -> Estimate | None:
@@ -221,67 +204,50 @@ class Estimator:
         if starts is None:
             return None
         chunks = [range(a, b) for a, b in zip(starts, (*starts[1:], len(self.costs)), strict=True)]
-        chunk_costs = [self._chunk(layers) for layers in chunks]
+        edges = [*starts, len(self.costs)]
+        chunk_costs = list(zip(*np.diff(self.busy.before[:, edges], axis=1).tolist(), strict=True))
         slots, seconds = self._run(chunk_costs)
-        works = self._works()
-        of_stage = [[layer for chunk in chunks[s :: self.pipe] for layer in chunk] for s in range(self.pipe)]
-        stage_elements = [self.layers.elements_of(layers) for layers in of_stage]
-        exposed, sent = self._gradients(stage_elements, chunk_costs, works)
-        update = self._update(max(stage_elements))
-        busy = [
-            self.m * sum(sum(chunk_costs[c][:3]) for c in range(s, len(chunks), self.pipe)) for s in range(self.pipe)
-        ]
-        crowd = self._crowded(sum(busy) / len(busy))
-        inner = self.m * self.layers.inside / self.pipe
-        idle = max(seconds - sum(busy) / len(busy), 0.0)
-        seconds = max(seconds, crowd)
+        stages = range(self.pipe)
+        of_stage = [[layer for chunk in chunks[s :: self.pipe] for layer in chunk] for s in stages]
+        elements = [self.layers.elements_of(layers) for layers in of_stage]
+        busy = [self.m * sum(sum(costs) for costs in chunk_costs[s :: self.pipe]) for s in stages]
+        mean = sum(busy) / len(busy)
+        idle = max(seconds - mean, 0.0)
+        seconds = max(seconds, self._crowded(mean))
+        exposed = self._exposed(of_stage, chunk_costs)
+        update = self._update(max(elements))
         total = seconds + exposed + update
-        held = [self._held(stage, chunks, slots, stage_elements[stage]) for stage in range(self.pipe)]
-        stage = max(range(self.pipe), key=lambda s: sum(held[s].values()))
+        held = [self._held(stage, chunks, slots, elements[stage]) for stage in stages]
+        stage = max(stages, key=lambda s: sum(held[s].values()))
         hops = 2 * sum(self.costs[first - 1].output for first in starts if first)
         inside_sent = self.m * (self.layers.sent + hops) * self.candidate.ranks / self.pipe
+        inner = self.m * self.layers.inside / self.pipe
+        travel = self.m * (self.busy.whole - self.layers.whole) / self.pipe
         parts = {
-            "work": (sum(busy) / len(busy)) - inner,
+            "work": mean - inner - travel,
             "communication inside layers": inner,
             "bubbles": idle,
-            "sharing cores": seconds - idle - (sum(busy) / len(busy)),
-            "gradients and gathers": exposed,
+            "sharing cores": seconds - idle - mean,
+            "gradients and gathers": exposed + travel,
             "update": update,
         }
         return Estimate(
             candidate=replace(self.candidate, stages=starts if self.pipe > 1 else None),
             seconds=total,
             memory=sum(held[stage].values()),
-            sent=inside_sent + sent,
+            sent=inside_sent + sum(map(self._sent, of_stage)),
             work=max(busy) + update,
-            imbalance=max(busy) / (sum(busy) / len(busy)) if any(busy) else 1.0,
+            imbalance=max(busy) / mean if any(busy) else 1.0,
             parts={name: max(value, 0.0) for name, value in parts.items()},
             holds=held[stage],
             stage=stage,
         )
 
-    def _chunk(self, layers: range) -> tuple[float, float, float]:
-        """Seconds of a chunk's forward, and of its backward's two parts."""
-        forward = inputs = weights = 0.0
-        gather = self.candidate.zero >= 3 and self.on.cut > 1
-        for layer in layers:
-            each, twice = self.costs[layer], self.layers.again[layer]
-            forward += max(each.all_forward, self._gather(each)) if gather else each.all_forward
-            back = each.backward_input + each.inside_backward + twice * each.all_forward
-            inputs += max(back, self._gather(each)) if gather else back
-            weights += each.backward_weights
-        return forward, inputs, weights
-
-    def _gather(self, each: LayerCosts) -> float:
-        duration = self.setting.collectives.of("all_gather", self.on.summed, each.parameters * self.itemsize)
-        return 0.0 if duration.works else duration.seconds
-
     def _run(self, chunk_costs: Sequence[tuple[float, float, float]]) -> tuple[Slots | None, float]:
         """The schedule's slots and their length; of a long one, as it goes on once it is under way."""
         if self.pipe == 1:
             return None, self.m * sum(chunk_costs[0])
-        size = max((self.costs[layer].output for layer in range(len(self.costs) - 1)), default=0)
-        duration = self._between(size)
+        duration = self._between(float(self.layers.output[:-1].max(initial=0)))
         transfer = 0.0 if duration.works else duration.seconds
         few = 2 * self.pipe
         if self.m * len(chunk_costs) <= LONG or self.m <= few + self.pipe:
@@ -292,65 +258,57 @@ class Estimator:
         each = (more.seconds(chunk_costs, transfer) - seconds) / self.pipe
         return slots, seconds + (self.m - few) * each
 
-    def _works(self) -> bool:
-        """Whether ranks that sum gradients move the bytes with their own cores."""
-        return len(self.on.summed) > 1 and self.setting.collectives.of("all_reduce", self.on.summed, 1.0).works
+    def _exposed(self, of_stage: Sequence[Sequence[int]], chunk_costs: Sequence[tuple]) -> float:
+        """Seconds that gradients and updated parameters travel, hidden by nothing, of the stage with most of them.
 
-    def _gradients(self, elements: Sequence[float], chunk_costs: Sequence, works: bool) -> tuple[float, float]:
-        """Seconds that nothing hides, of the stage that has most of them, and bytes that all ranks send."""
-        n = len(self.on.summed)
-        if n == 1:
-            return 0.0, 0.0
-        zero, of = self.candidate.zero, self.setting.collectives.of
-        exposed = sent = 0.0
-        for stage, count in enumerate(elements):
-            size = count * self.itemsize
-            gather, reduce = of("all_gather", self.on.summed, size), of("reduce_scatter", self.on.summed, size)
-            whole = of("all_reduce", self.on.summed, size)
-            reduces = self.m if zero >= 2 else 1
-            gathers = {0: 0, 1: 1, 2: 1, 3: 2 * self.m}[zero]
-            each = size * (n - 1)
-            sent += each * (2 if zero == 0 else gathers + reduces) * self.candidate.ranks / n / self.pipe
-            seconds = whole.seconds if zero == 0 else reduces * reduce.seconds
-            if zero in (1, 2):
-                seconds += gather.seconds
-            if works and zero >= 3:
-                seconds += gathers * gather.seconds
-            if not works:
-                last = [chunk_costs[c] for c in range(stage, len(chunk_costs), self.pipe)]
-                hidden = sum(inputs + weights for _, inputs, weights in last) * (reduces if zero >= 2 else 1)
-                hidden *= 1 - 1 / max(len(self.costs) / self.pipe, 1)
-                refresh = gather.seconds if zero in (1, 2) else 0.0
-                seconds = max(seconds - refresh - hidden, 0.0) + refresh
-            exposed = max(exposed, seconds)
-        return (self._crowded(exposed) if works else exposed), sent
+        What travels in every micro-batch is in ``Busy``, unless ranks' own cores move the bytes.
+        """
+        if len(self.on.summed) == 1:
+            return 0.0
+        travel, zero, worst = self.busy.travel, self.candidate.zero, 0.0
+        times = {0: (0, 0, 1), 1: (1, 1, 0), 2: (1, self.m, 0), 3: (2 * self.m, self.m, 0)}[zero]
+        if zero == 0:
+            travel = self.setting.busy(self.layers, self.on.summed, 0).travel
+        for stage, layers in enumerate(of_stage):
+            gather, scatter, reduce = (travel.of_layers(name, layers, self.layers.owners) for name in OPERATIONS)
+            copies = self._copies(self.layers.elements_of(layers)) if zero else 0.0
+            if self._works:
+                seconds = times[0] * gather + times[1] * scatter + times[2] * reduce + copies
+            elif zero < 2:
+                last = sum(inputs + weights for _, inputs, weights in chunk_costs[stage :: self.pipe])
+                hidden = last * (1 - 1 / max(len(layers), 1))
+                seconds = max(scatter * times[1] + reduce * times[2] - hidden, 0.0) + gather * times[0] + copies
+            else:
+                seconds = float(travel.last[layers[0]]) + (gather if zero == 2 else 0.0) + copies
+            worst = max(worst, seconds)
+        return self._crowded(worst) if self._works else worst
+
+    def _copies(self, elements: float) -> float:
+        """Seconds in which those that store the same part sum it."""
+        if len(self.on.copies) == 1:
+            return 0.0
+        part = elements * self.itemsize / self.on.cut
+        return self.setting.collectives.of("all_reduce", self.on.copies, part).seconds
+
+    def _sent(self, layers: Sequence[int]) -> float:
+        """Bytes that the ranks of a stage with these layers send of its parameters and their gradients."""
+        on, zero, m = self.on, self.candidate.zero, self.m
+        ranks, among = self.candidate.ranks / self.pipe, set(layers)
+        size = self.layers.elements_of(layers) * self.itemsize
+        tied = [self.costs[layer].tied * self.itemsize for layer in self.layers.owners if layer in among]
+        apart = [layer for layer, owner in self.layers.owners.items() if layer in among and owner not in among]
+        shared = 2.0 * self.itemsize * sum(self.costs[layer].tied for layer in apart)  # by both stages, of each rank
+        if zero == 0:
+            n = len(on.summed)
+            return (2 * size * (n - 1) / n + shared) * ranks
+        n, copies = on.cut, len(on.copies)
+        gathered = size
+        if zero == 3:
+            last = self.costs[-1].parameters * (len(self.costs) - 1 in among)  # still here when its backward begins
+            gathered = m * (2 * size + 2 * sum(tied) - last * self.itemsize)
+        reduced = size * (1 if zero == 1 else m)
+        return ((gathered + reduced) * (n - 1) + 2 * size * (copies - 1) / copies + shared) * ranks / n
 
     def _update(self, elements: float) -> float:
         parts = self.on.cut if self.candidate.zero else 1
         return self._crowded(elements / parts * self.update)
-
-    def _held(self, stage: int, chunks: Sequence[range], slots: Slots | None, elements: float) -> dict[str, float]:
-        """Bytes on a rank of a stage at its worst moment, by what they are for."""
-        held = self._stored(elements)
-        mine = range(stage, len(chunks), self.pipe)
-        layers = [layer for chunk in mine for layer in chunks[chunk]]
-        largest = max(self.costs[layer].parameters for layer in layers) * self.itemsize
-        if self.candidate.zero >= 3 and self.on.cut > 1:
-            held["gathered groups"] = 2.0 * largest
-        if self.candidate.zero >= 2 and self.on.cut > 1:
-            held["whole gradients"] = float(largest)
-        of_chunk = {chunk: float(self.layers.kept[list(chunks[chunk])].sum()) for chunk in mine}
-        held["activations"] = self._in_flight(stage, of_chunk, slots)
-        above = [max(self.costs[layer].above_forward, self.costs[layer].above_backward) for layer in layers]
-        here = set(layers)
-        repeated = [size for part, size in self.layers.largest_repeated if part.start in here]
-        held["temporaries"] = max(above, default=0.0) + max(repeated, default=0.0)
-        return held
-
-    def _in_flight(self, stage: int, of_chunk: dict[int, float], slots: Slots | None) -> float:
-        """Bytes of activations that a stage keeps at most."""
-        if slots is None:
-            return sum(of_chunk.values())
-        if self.candidate.schedule == "gpipe":
-            return self.m * sum(of_chunk.values())
-        return slots.most_held(stage, of_chunk)

@@ -63,6 +63,7 @@ class _Explainer:
             states=STATES[request.optimizer],
             sequence=sequence,
             optimizer=request.analyzed["optimizer"],
+            base=request.base,
         )
 
     def _estimate(self, candidate: Candidate, planner: Planner | None = None) -> Estimate | None:
@@ -209,7 +210,8 @@ class _Explainer:
         return Explanation("Which parameter group is largest when it is whole?", lines, sizes)
 
     def _module(self) -> Explanation:
-        costs = self.planner.profiles.of(self.base)
+        listed = zip(self.planner.profiles.of(self.base), self.model.layers, strict=True)
+        costs = [replace(each, name=name) for each, (name, _) in listed]
         each = sorted(costs, key=lambda c: -(c.parameters * self.planner.itemsize * 4 + c.saved + c.above_backward))
         lines, data = [], {}
         for cost in each[:4]:

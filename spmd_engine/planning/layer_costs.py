@@ -29,6 +29,8 @@ class LayerCosts:
     above_backward: int = 0  #: bytes held at most while it runs backward, beyond what it had saved
     parameters: int = 0  #: elements on the rank, while whole
     tied: int = 0  #: of these, those that another layer has, too
+    groups: tuple[int, ...] = ()  #: elements of its parameter groups, in the order in which they are gathered
+    tied_groups: tuple[int, ...] = ()  #: of groups that another layer has, too
 
     @property
     def all_forward(self) -> float:
@@ -51,10 +53,12 @@ def between(a: LayerCosts, b: LayerCosts, share: float) -> LayerCosts:
 
 
 class CutLayers:
-    """All layers of a model, cut in one way and with one choice of what is recomputed.
+    """All layers of a model, cut in one way and with one choice of what is recomputed: arrays float64[layers].
 
-    ``work`` float64[layers] are seconds of each layer for a micro-batch: forward, what is repeated, and backward;
-    ``kept`` float64[layers] bytes that a forward leaves for its backward; ``elements`` float64[layers] parameters.
+    ``forward``, ``back`` and ``weights`` are seconds of each layer for a micro-batch: of its forward, of what is
+    repeated with the input's gradient, of the weights' gradient; ``work`` all of these. ``kept`` are bytes that a
+    forward leaves for its backward; ``running`` the most that is held while a layer runs, by the layer and by what was
+    kept before it in the same chunk, from ``kept_before`` on; ``elements`` parameters.
     """
 
     def __init__(self, model: Model, costs: Sequence[LayerCosts], recompute: str) -> None:
@@ -65,21 +69,40 @@ class CutLayers:
             if segment.recomputed:
                 again[segment.layers.start : segment.layers.stop] = True
         self.again = again
-        pairs = list(zip(costs, again.tolist(), strict=True))
-        self.work = np.array([each.all_forward * (1 + twice) + each.backward for each, twice in pairs])
+        self.later_repeated = [layer for each in self.segments if each.recomputed for layer in each.layers[1:]]
+        self.forward = np.array([each.all_forward for each in costs])
+        self.back = np.array([each.backward_input + each.inside_backward for each in costs]) + again * self.forward
+        self.weights = np.array([each.backward_weights for each in costs])
+        self.work = self.forward + self.back + self.weights
         self.whole = float(self.work.sum())
         #: of a micro-batch's way forth and back: without the weights' gradients, and what is repeated
-        self.way = sum(each.all_forward + each.backward_input for each in costs)
+        self.way = float(self.forward.sum()) + sum(each.backward_input for each in costs)
         #: of the work, seconds of communication inside layers; and bytes that a rank with all layers sends there
+        pairs = list(zip(costs, again.tolist(), strict=True))
         self.inside = sum(each.inside_forward * (1 + twice) + each.inside_backward for each, twice in pairs)
         self.sent = sum(each.sent_forward * (1 + twice) + each.sent_backward for each, twice in pairs)
-        self.kept = np.array([0.0 if twice else float(each.saved) for each, twice in pairs])
+        self.output = np.array([float(each.output) for each in costs])
+        saved = np.array([float(each.saved) for each in costs])
+        self.kept = np.where(again, 0.0, saved)
         for segment in self.segments:
             if segment.recomputed and segment.layers.start > 0:
                 self.kept[segment.layers.start] = costs[segment.layers.start - 1].output
         self.all_kept = float(self.kept.sum())
+        self.kept_before = np.cumsum(self.kept) - self.kept
+        above = np.array([float(max(each.above_forward, each.above_backward)) for each in costs])
+        self.running = self.kept_before + self.kept + above
+        for segment in self.segments:
+            if segment.recomputed:
+                part = slice(segment.layers.start, segment.layers.stop)
+                self.running[part] += np.cumsum(saved[part])
         self.elements = np.array([float(each.parameters) for each in costs])
         self.own_elements = float(sum(each.parameters - each.tied for each in costs))
+        #: elements that are gathered at once for a layer: of its whole segment where that is repeated
+        self.gathered = self.elements.copy()
+        for segment in self.segments:
+            if segment.recomputed:
+                part = slice(segment.layers.start, segment.layers.stop)
+                self.gathered[part] = self.elements[part].sum()
         numbers = {name: number for number, (name, _) in enumerate(model.layers)}
         #: layer with a tied parameter -> the layer that has it
         self.owners = {
@@ -87,11 +110,6 @@ class CutLayers:
             for name, layer in model.layers
             for full in layer.tied.values()
         }
-        self.largest_repeated = [
-            (segment.layers, sum(costs[layer].saved for layer in segment.layers))
-            for segment in self.segments
-            if segment.recomputed
-        ]
 
     def __len__(self) -> int:
         return len(self.costs)

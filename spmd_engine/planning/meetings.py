@@ -11,7 +11,9 @@ from spmd_engine.errors import UsageError
 from spmd_engine.planning.step_analysis import Communication, RankStep, StepAnalysis
 
 PIPE = "pipe"
-MOST_RANKS = 32  #: that are all simulated; of more, one for each stage of a pipeline stands for those like it
+#: Ranks that are all simulated; of more, one for each stage of a pipeline stands for those like it.
+MOST_RANKS = 32
+FEW_RANKS = 8  #: as many, where ranks have nothing to share with each other but links, and all links are alike
 
 
 @dataclass
@@ -29,9 +31,9 @@ class Meeting:
     waiters: list[Callable[[], None]] = field(default_factory=list)  #: what to call when there is news
 
 
-def simulated(analysis: StepAnalysis) -> list[int]:
-    """The ranks to simulate: all, or, of many, one of each stage, of those there that compute most."""
-    if analysis.ranks <= MOST_RANKS:
+def simulated(analysis: StepAnalysis, most: int = MOST_RANKS) -> list[int]:
+    """The ranks to simulate: all, or, of more than ``most``, one of each stage, of those there that compute most."""
+    if analysis.ranks <= most:
         return list(range(analysis.ranks))
     chosen: dict[int, tuple[int, int]] = {}
     for kind in analysis.classes:

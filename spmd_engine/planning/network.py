@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 
 from spmd_engine.errors import UsageError
@@ -33,12 +33,11 @@ class Network:
 
         if topology.kind == "flat":
             for node in range(nodes):
-                connect(node, "switch")
+                connect(node, self._through(node))
         elif topology.kind == "fat-tree":
             for node in range(nodes):
-                leaf = f"leaf {node // topology.leaf}"
-                connect(node, leaf)
-                connect(leaf, "core", topology.leaf / topology.oversubscription)
+                connect(node, self._through(node))
+                connect(self._through(node), "core", topology.leaf / topology.oversubscription)
         elif topology.kind == "ring":
             for node in range(nodes if nodes > 2 else nodes - 1):
                 connect(node, (node + 1) % nodes)
@@ -55,10 +54,21 @@ class Network:
                 connect(a, b)
         return graph
 
+    @cached_property
+    def _through(self) -> Callable[[int], str] | None:
+        """The switch that a node is at, where there are switches."""
+        topology = self.machine.topology
+        return {"flat": lambda node: "switch", "fat-tree": lambda node: f"leaf {node // topology.leaf}"}.get(
+            topology.kind
+        )
+
     def way(self, a: int, b: int) -> list[Edge]:
         """The links from node a to node b, in their direction."""
         if a == b:
             return []
+        if self._through is not None:
+            here, there = self._through(a), self._through(b)
+            return [(a, here), (here, b)] if here == there else [(a, here), (here, "core"), ("core", there), (there, b)]
         if a not in self._ways:
             self._ways[a] = self._tree(a)
         before = self._ways[a]

@@ -164,6 +164,7 @@ def plan(request: Request) -> Answer:
         states=STATES[request.optimizer],
         sequence=request.sequence,
         optimizer=request.analyzed["optimizer"],
+        base=request.base,
     )
     held = constraints
     for _ in range(TIGHTENED):
@@ -362,7 +363,10 @@ def _reasons(planner: Planner, choices: Choices, limits: Limits, chosen: Estimat
     for name, options in _alternatives(candidate):
         others = []
         for option in options:
-            estimator = planner.estimator(replace(candidate, **{name: option}, stages=None))
+            changed = {name: option, "stages": None}
+            if name == "schedule":
+                changed["chunks"] = 1
+            estimator = planner.estimator(replace(candidate, **changed))
             other = estimator.estimate() if estimator is not None else None
             if other is not None:
                 others.append((option, other))

@@ -11,8 +11,11 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
+import numpy as np
+
 from spmd_engine.comm.place import Place
 from spmd_engine.engine.composition import Composition
+from spmd_engine.engine.plan import make_plan
 from spmd_engine.models import Model, layout_for
 from spmd_engine.planning.analyze import analyze
 from spmd_engine.planning.collective_time import CollectiveTimes
@@ -39,18 +42,27 @@ STATES = ("parameters", "gradients", "optimizer state")
 class Profiles:
     """Costs of layers for every way to cut them, each found once."""
 
-    def __init__(self, model: Model, machine: Machine, dtype: Any, sequence: int | None = None, optimizer: Any = None):
-        self.model, self.machine, self.dtype, self.sequence = model, machine, dtype, sequence
+    def __init__(
+        self,
+        model: Model,
+        machine: Machine,
+        dtype: Any,
+        sequence: int | None = None,
+        optimizer: Any = None,
+        base: Composition = Composition(),  # noqa: B008 (immutable)
+    ) -> None:
+        self.model, self.machine, self.dtype, self.sequence, self.base = model, machine, dtype, sequence, base
         self.optimizer = optimizer
         self.compute, self.collectives = ComputeTimes(machine), CollectiveTimes(machine)
         self.small, self.like = reduced(model)
         self._images = {"h", "w"} <= set(model.inputs.split())
-        self._known: dict[tuple, tuple[list[LayerCosts], float]] = {}
+        self._known: dict[tuple, tuple[dict[str, LayerCosts], float]] = {}
+        self._listed: dict[tuple, tuple[list[LayerCosts], float]] = {}
         #: analyses by what is on the small mesh: they are the same on any machine
         self.raw: dict[tuple, StepAnalysis] = {}
 
     def of(self, candidate: Candidate) -> list[LayerCosts]:
-        """Of each layer of the model, as this candidate cuts it."""
+        """Of each layer of the model, as this candidate cuts it; named as the first that is like it."""
         return self._found(candidate)[0]
 
     def update(self, candidate: Candidate) -> float:
@@ -60,36 +72,37 @@ class Profiles:
     def _found(self, candidate: Candidate) -> tuple[list[LayerCosts], float]:
         outer = (PIPE, "replicate", "shard") if self._images else (PIPE, "data", "replicate", "shard")
         inner = {axis: size for axis, size in candidate.axes if axis not in outer and size > 1}
-        key = tuple(inner.items()), candidate.sequence_parallel, candidate.context_method
-        full = (*key, candidate.samples)
-        if full not in self._known:
-            below = max((n for n in SAMPLES if n <= candidate.samples), default=SAMPLES[0])
-            above = min((n for n in SAMPLES if n > candidate.samples), default=SAMPLES[-1])
-            if below == candidate.samples:
-                self._known[full] = self._find(inner, candidate, below)
-            else:
-                low = SAMPLES[-2] if below == above else below
-                for n in (low, above):
-                    if (*key, n) not in self._known:
-                        self._known[*key, n] = self._find(inner, candidate, n)
-                ends = self._known[*key, low], self._known[*key, above]
-                share = (candidate.samples - low) / (above - low)
-                costs = [between(a, b, share) for a, b in zip(ends[0][0], ends[1][0], strict=True)]
-                self._known[full] = costs, ends[1][1]
-        return self._known[full]
+        full = tuple(inner.items()), candidate.sequence_parallel, candidate.context_method, candidate.samples
+        if full not in self._listed:
+            costs, update = self._at(inner, candidate, candidate.samples)
+            self._listed[full] = [costs[self.like[name]] for name, _ in self.model.layers], update
+        return self._listed[full]
 
-    def _find(self, inner: Mapping[str, int], candidate: Candidate, samples: int) -> tuple[list[LayerCosts], float]:
+    def _at(self, inner: Mapping[str, int], candidate: Candidate, samples: int) -> tuple[dict[str, LayerCosts], float]:
+        """Of the small model's layers by name, and the optimizer's, with so many samples: looked at, or on a line."""
+        if samples in SAMPLES:
+            key = tuple(inner.items()), candidate.sequence_parallel, candidate.context_method, samples
+            if key not in self._known:
+                self._known[key] = self._find(inner, candidate, samples)
+            return self._known[key]
+        above = min((n for n in SAMPLES if n > samples), default=SAMPLES[-1])
+        low = max(n for n in SAMPLES if n < above)
+        (few, _), (many, update) = (self._at(inner, candidate, n) for n in (low, above))
+        share = (samples - low) / (above - low)
+        return {name: between(few[name], many[name], share) for name in few}, update
+
+    def _find(
+        self, inner: Mapping[str, int], candidate: Candidate, samples: int
+    ) -> tuple[dict[str, LayerCosts], float]:
         found = self._analyzed(inner, candidate, samples)
         step = max((kind.step for kind in found.classes), key=lambda step: step.flops)
         place = Place(dict(inner) or {"data": 1}, dict(step.coordinates))
         layout = layout_for(self.small, place, sequence_parallel=candidate.sequence_parallel)
         costs = self._layers(step, place, layout, candidate, samples)
-        by_name = {each.name: each for each in costs}
-        listed = [replace(by_name[self.like[name]], name=name) for name, _ in self.model.layers]
         elements = sum(each.parameters - each.tied for each in costs)
         rest = [c for c in step.computations if c.phase in (UPDATE, NORM)]
         seconds = sum(self.compute.of(0, each).seconds for each in rest)
-        return listed, seconds / max(elements, 1)
+        return {each.name: each for each in costs}, seconds / max(elements, 1)
 
     def _analyzed(self, inner: Mapping[str, int], candidate: Candidate, samples: int) -> StepAnalysis:
         key = tuple(inner.items()), candidate.sequence_parallel, candidate.context_method, samples
@@ -121,6 +134,7 @@ class Profiles:
         memory = _memory(step, [name for name, _ in self.small.layers])
         sizes = _outputs(self.small, place, layout, samples, self.sequence, self.dtype)
         elements = _parameters(self.small, place, layout)
+        groups = _groups(self.small, place, layout, np.dtype(self.dtype).itemsize, self.base)
         return [
             LayerCosts(
                 name,
@@ -133,6 +147,7 @@ class Profiles:
                 sent.get((name, False), 0),
                 *_kept(memory[name], sizes[name]),
                 *elements[name],
+                *groups[name],
             )
             for name, _ in self.small.layers
         ]
@@ -215,8 +230,6 @@ def _kept(memory: tuple[int, int, int], output: int) -> tuple[int, int, int, int
 
 def _outputs(model: Model, place: Place, layout, samples: int, sequence: int | None, dtype: Any) -> dict[str, int]:
     """Bytes of what comes out of each layer on a rank."""
-    import numpy as np
-
     found, size = {}, np.dtype(dtype).itemsize
     lengths = {"s": sequence or model.context or 1}
     if model.sample is not None:
@@ -249,4 +262,23 @@ def _parameters(model: Model, place: Place, layout) -> dict[str, tuple[int, int]
             all_of_it += count
             tied += count * (own in layer.tied)
         found[name] = all_of_it, tied
+    return found
+
+
+def _groups(
+    model: Model, place: Place, layout, itemsize: int, base: Composition
+) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Elements of each layer's parameter groups in the order of their use: its own, and those that another has.
+
+    A group that several layers share counts for the first of them.
+    """
+    plan = make_plan(model, place, layout, itemsize, storage=base.storage)
+    group_of = {name: group for group in plan.groups for name in group.spans}
+    found, seen = {}, set()
+    for number, (name, layer) in enumerate(model.layers):
+        tied = set(layer.tied.values())
+        used = dict.fromkeys((group_of[full], full in tied) for full in plan.uses[number].values())
+        own = [group for group, is_tied in used if not is_tied and group not in seen]
+        seen.update(own)
+        found[name] = tuple(g.size for g in own), tuple(g.size for g, is_tied in used if is_tied)
     return found

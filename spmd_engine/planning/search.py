@@ -15,14 +15,16 @@ from typing import Any
 
 import numpy as np
 
+from spmd_engine.engine.composition import Composition
 from spmd_engine.errors import SpmdError
 from spmd_engine.models import Model
-from spmd_engine.planning.estimate import Bound, Estimate, Estimator, Setting
+from spmd_engine.planning.estimate import Bound, Estimate, Estimator
 from spmd_engine.planning.goals import Constraints, least, value
 from spmd_engine.planning.lattice import Candidate, Choices, candidates
 from spmd_engine.planning.layer_costs import CutLayers
 from spmd_engine.planning.machine import Machine
 from spmd_engine.planning.profile import Profiles
+from spmd_engine.planning.setting import Setting
 
 KEPT = 5  #: plans that are shown
 PATIENCE = 3  #: times as long is searched on while nothing was found
@@ -68,10 +70,11 @@ class Planner:
         states: int = 2,
         sequence: int | None = None,
         optimizer: Any = None,
+        base: Composition = Composition(),  # noqa: B008 (immutable)
     ) -> None:
         self.model, self.machine, self.states = model, machine, states
         self.itemsize = np.dtype(dtype).itemsize
-        self.profiles = Profiles(model, machine, dtype, sequence, optimizer)
+        self.profiles = Profiles(model, machine, dtype, sequence, optimizer, base)
         self._layers: dict[tuple[int, str], CutLayers] = {}
         self._setting = Setting(model, machine, self.itemsize, states)
         self._impossible: set[tuple] = set()

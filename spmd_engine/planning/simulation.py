@@ -16,10 +16,10 @@ from itertools import count
 from typing import Any
 
 from spmd_engine.errors import UsageError
-from spmd_engine.planning.collective_time import CollectiveTimes
+from spmd_engine.planning.collective_time import CollectiveTimes, Duration
 from spmd_engine.planning.compute_time import ComputeTimes
 from spmd_engine.planning.machine import Machine
-from spmd_engine.planning.meetings import Meeting, by_computation, match, names_of, simulated
+from spmd_engine.planning.meetings import FEW_RANKS, MOST_RANKS, Meeting, by_computation, match, names_of, simulated
 from spmd_engine.planning.processors import Processors
 from spmd_engine.planning.step_analysis import RankStep, StepAnalysis
 
@@ -65,7 +65,8 @@ def simulate(analysis: StepAnalysis, machine: Machine, placement: Sequence[int] 
     Raises UsageError for a machine with too few ranks, and for steps in which ranks would wait for ever.
     """
     machine = machine.with_ranks(max([analysis.ranks, *(rank + 1 for rank in placement or ())]))
-    ranks = simulated(analysis)
+    own = all(node.cores is None for node in machine.nodes) and not machine.pairs
+    ranks = simulated(analysis, FEW_RANKS if own else MOST_RANKS)
     steps = {rank: analysis.of_rank(rank) for rank in ranks}
     return _Simulation(machine, steps, match(analysis, steps), placement).run()
 
@@ -92,6 +93,7 @@ class _Simulation:
         self.working = dict.fromkeys(steps, 0.0)
         self._ports: dict[int, bool] = {}  # ranks whose link is busy
         self._queue: list[tuple[int, int, Meeting]] = []
+        self._durations: dict[tuple, Duration] = {}
         self._live = len(steps)
 
     def run(self) -> Prediction:
@@ -114,7 +116,8 @@ class _Simulation:
 
     def _program(self, rank: int) -> Waits:
         step, meetings = self.steps[rank], self.meetings[rank]
-        plan, names, here = by_computation(step), list(names_of(step)), self.at[rank]
+        plan, names = by_computation(step), list(names_of(step))
+        works = self.compute.seconds(self.at[rank], step.computations)
         for number in range(len(step.computations) + 1):
             if number in plan:
                 begins, ends, both = plan[number]
@@ -127,10 +130,9 @@ class _Simulation:
                     yield from self._wait(rank, meetings[each], names[each])
             if number < len(step.computations):
                 computation = step.computations[number]
-                work = self.compute.of(here, computation)
                 began = self.clock
-                yield "work", work.seconds
-                self.working[rank] += work.seconds
+                yield "work", works[number]
+                self.working[rank] += works[number]
                 self.spans.append(Span(rank, computation.name, COMPUTE, began, self.clock))
 
     def _advance(self, rank: int, program: Waits) -> None:
@@ -151,8 +153,7 @@ class _Simulation:
         meeting.begun[rank] = self.clock
         if len(meeting.begun) < meeting.expected:
             return
-        ranks = tuple(self.at[member] for member in meeting.ranks)
-        duration = self._duration(meeting, ranks)
+        duration = self._duration(meeting)
         if duration.works:
             self._wake(meeting)
         elif duration.seconds == 0:
@@ -161,9 +162,13 @@ class _Simulation:
             heappush(self._queue, (meeting.priority, next(self._order), meeting))
             self._start_queued()
 
-    def _duration(self, meeting: Meeting, ranks: Sequence[int]):
-        operation = "send" if meeting.operation == "message" else meeting.operation
-        return self.collectives.of(operation, ranks, meeting.size)
+    def _duration(self, meeting: Meeting) -> Duration:
+        key = meeting.operation, id(meeting.ranks), meeting.size  # groups are large, and few
+        if key not in self._durations:
+            operation = "send" if meeting.operation == "message" else meeting.operation
+            ranks = tuple(self.at[member] for member in meeting.ranks)
+            self._durations[key] = self.collectives.of(operation, ranks, meeting.size)
+        return self._durations[key]
 
     def _start_queued(self) -> None:
         """Start what has all its ranks' links free, the most urgent first."""
@@ -176,8 +181,7 @@ class _Simulation:
                 continue
             for rank in meeting.begun:
                 self._ports[rank] = True
-            ranks = tuple(self.at[member] for member in meeting.ranks)
-            ends = self.clock + self._duration(meeting, ranks).seconds
+            ends = self.clock + self._duration(meeting).seconds
             self._at(ends, lambda meeting=meeting: self._arrived(meeting))
         for entry in left:
             heappush(self._queue, entry)
@@ -201,8 +205,7 @@ class _Simulation:
         began = self.clock
         while len(meeting.begun) < meeting.expected:
             yield "until", meeting
-        ranks = tuple(self.at[member] for member in meeting.ranks)
-        duration = self._duration(meeting, ranks)
+        duration = self._duration(meeting)
         if duration.works:
             yield "work", duration.seconds
             self.working[rank] += duration.seconds

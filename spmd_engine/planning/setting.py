@@ -1,0 +1,121 @@
+"""What candidates have in common: what meshes mean, what layers take on them, schedules' slots; each found once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from spmd_engine.engine import schedules
+from spmd_engine.models import Model
+from spmd_engine.planning.collective_time import CollectiveTimes
+from spmd_engine.planning.lattice import BATCH, PIPE, Candidate
+from spmd_engine.planning.layer_costs import CutLayers
+from spmd_engine.planning.machine import Machine
+from spmd_engine.planning.pipeline_time import Slots
+from spmd_engine.planning.travel import Travel
+
+
+@dataclass(frozen=True)
+class OnMesh:
+    """What a mesh's axes mean for a step."""
+
+    ranks: int
+    pipe: int
+    summed: tuple[int, ...]  #: the ranks over which gradients are summed, with the first of them
+    stored: tuple[int, ...]  #: of these, those over which ZeRO stores in parts
+    copies: tuple[int, ...]  #: the ranks that store the same part
+    next_stage: int  #: how far away the next stage's rank is
+
+    @property
+    def cut(self) -> int:
+        """Into how many parts ZeRO cuts."""
+        return len(self.stored)
+
+    @classmethod
+    def of(cls, axes: Sequence[tuple[str, int]]) -> OnMesh:
+        """Of a mesh with these axes, the last of which varies fastest."""
+        stride, strides = 1, {}
+        for axis, size in reversed(axes):
+            strides[axis] = stride
+            stride *= size
+
+        def along(names: Collection[str]) -> tuple[int, ...]:
+            ranks = [0]
+            for axis, size in axes:
+                if axis in names:
+                    ranks = [rank + strides[axis] * k for rank in ranks for k in range(size)]
+            return tuple(ranks)
+
+        summed = (*BATCH, "context")
+        stored = [axis for axis in summed if axis != "replicate"]
+        pipe = dict(axes).get(PIPE, 1)
+        return cls(stride, pipe, along(summed), along(stored), along(["replicate"]), strides.get(PIPE, 1))
+
+
+@dataclass(frozen=True)
+class Busy:
+    """Seconds of each layer for a micro-batch, with what it waits for gathers and reductions: float64[layers]."""
+
+    travel: Travel
+    weights: np.ndarray  #: the weights' gradients
+    work: np.ndarray  #: forward, what is repeated, and backward
+    before: np.ndarray  #: float64[3, layers + 1]: forward, input's gradient (and repeats), weights of all layers before
+    whole: float  #: of all layers
+    way: float  #: of these, at least, a micro-batch's way forth and back
+
+    @classmethod
+    def of(cls, layers: CutLayers, travel: Travel, zero: int) -> Busy:
+        """With this stage of ZeRO; 0 stands for all where the ranks' own cores move the bytes."""
+        forward = travel.forward(layers.forward, zero)
+        back = travel.backward(layers.back + layers.weights, layers, zero) - layers.weights
+        kinds = np.array([forward, back, layers.weights])
+        work = kinds.sum(axis=0)
+        before = np.concatenate([np.zeros((3, 1)), np.cumsum(kinds, axis=1)], axis=1)
+        way = layers.way + float((forward - layers.forward).sum())
+        return cls(travel, layers.weights, work, before, float(work.sum()), way)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is the same for all candidates, and what was found for some of them and serves others."""
+
+    model: Model
+    machine: Machine
+    itemsize: int
+    states: int  #: arrays of optimizer state for each parameter
+    _found: dict[tuple, Any] = field(default_factory=dict)
+
+    @cached_property
+    def collectives(self) -> CollectiveTimes:
+        return CollectiveTimes(self.machine)
+
+    def once(self, key: tuple, find: Callable[[], Any]) -> Any:
+        """What ``find`` finds, found once for each key."""
+        if key not in self._found:
+            self._found[key] = find()
+        return self._found[key]
+
+    def on(self, axes: tuple[tuple[str, int], ...]) -> OnMesh:
+        """What a mesh means."""
+        return self.once(("mesh", axes), lambda: OnMesh.of(axes))
+
+    def slots(self, candidate: Candidate, micro_batches: int) -> Slots:
+        """Of the candidate's schedule."""
+        name, chunks, pipe = candidate.schedule, candidate.chunks, candidate.pipe
+
+        def find() -> Slots:
+            return Slots(schedules.named(name, chunks if chunks > 1 else None), pipe, micro_batches)
+
+        return self.once(("slots", name, chunks, pipe, micro_batches), find)
+
+    def busy(self, layers: CutLayers, ranks: tuple[int, ...], zero: int) -> Busy:
+        """What layers take, their parameters stored over these ranks. ``layers`` must outlive the setting."""
+        travel = self.once(("travel", id(layers), ranks), lambda: self._travel(layers, ranks))
+        return self.once(("busy", id(layers), ranks, zero), lambda: Busy.of(layers, travel, zero))
+
+    def _travel(self, layers: CutLayers, ranks: tuple[int, ...]) -> Travel:
+        return Travel.of(layers, self.collectives, ranks, self.itemsize)
