@@ -1,7 +1,7 @@
 """Write `tests/golden/decoders/`: tiny decoders with random weights, and what transformers computes with them.
 
     pip install torch==2.13.0 transformers==5.23.0 numpy
-    python scripts/make_golden_decoders.py
+    python scripts/make_golden_decoders.py [NAME ...]
 
 Of each family there is a folder as `save_pretrained` writes it (config.json, model.safetensors, float32 weights), and
 `reference.npz`:
@@ -18,12 +18,14 @@ formulas. All weights are random, those of norms and biases as well.
 """
 
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
 from torch.nn import functional
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 LAST = 8  # positions of which float32 logits are kept
 FOLDER = Path(__file__).resolve().parent.parent / "tests" / "golden" / "decoders"
@@ -54,6 +56,25 @@ MODELS = {
     "qwen3_moe": transformers.Qwen3MoeConfig(
         **SIZES, head_dim=4, num_experts=5, num_experts_per_tok=3, moe_intermediate_size=7, norm_topk_prob=True,
         mlp_only_layers=[1]),
+    "mistral": transformers.MistralConfig(**SIZES, head_dim=4, sliding_window=10),
+    "qwen2_yarn": transformers.Qwen2Config(
+        **SIZES, use_sliding_window=True, sliding_window=13, max_window_layers=1,
+        rope_parameters={"rope_type": "yarn", "rope_theta": 300.0, "factor": 3.0,
+                         "original_max_position_embeddings": 32}),
+    "phi3": transformers.Phi3Config(
+        **SIZES | {"hidden_size": 24}, sliding_window=20, pad_token_id=None, original_max_position_embeddings=80,
+        partial_rotary_factor=0.5, rope_parameters={"rope_type": "longrope", "rope_theta": 300.0,
+                                                    "short_factor": [1.5], "long_factor": [4.0]}),
+    "smollm3": transformers.SmolLM3Config(
+        **SIZES, no_rope_layer_interval=2, pad_token_id=None, use_sliding_window=True, sliding_window=7),
+    "granite": transformers.GraniteConfig(
+        **SIZES, embedding_multiplier=1.7, residual_multiplier=0.6, attention_multiplier=0.3, logits_scaling=1.9),
+    "gemma": transformers.GemmaConfig(**SIZES, head_dim=4, pad_token_id=None),
+    "gemma3": transformers.Gemma3TextConfig(
+        **SIZES, head_dim=4, pad_token_id=None, sliding_window=9, layer_types=["full_attention", "sliding_attention"],
+        query_pre_attn_scalar=30, rope_parameters={
+            "full_attention": {"rope_type": "linear", "rope_theta": 900.0, "factor": 2.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}}),
 }  # fmt: skip
 
 
@@ -63,18 +84,30 @@ def without_casts():
     def rms_norm(self, x):
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
 
-    def rotary(self, x, position_ids):
-        wide = self.inv_freq64 if hasattr(self, "inv_freq64") else self.inv_freq
+    def rms_norm_of_gemma(self, x):
+        return (1 + self.weight) * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+
+    def embedding_of_gemma(self, tokens):
+        return torch.nn.Embedding.forward(self, tokens) * self.scalar_embed_scale
+
+    def rotary(self, x, position_ids, layer_type=""):
+        own = f"{layer_type}_" if layer_type else ""
+        wide = getattr(self, own + "inv_freq64") if hasattr(self, own + "inv_freq64") else self.inv_freq
         angles = position_ids[:, :, None].to(x.dtype) * wide.to(x.dtype)
         both = torch.cat((angles, angles), dim=-1)
-        return both.cos() * self.attention_scaling, both.sin() * self.attention_scaling
+        scaling = getattr(self, own + "attention_scaling")
+        return both.cos() * scaling, both.sin() * scaling
 
-    for family in ("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe"):
+    for family in (
+        "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "phi3", "smollm3", "granite", "gemma", "gemma3",
+    ):  # fmt: skip
         module = getattr(transformers.models, family)
         module = getattr(module, f"modeling_{family}")
         for name in dir(module):
             if name.endswith("RMSNorm"):
-                getattr(module, name).forward = rms_norm
+                getattr(module, name).forward = rms_norm_of_gemma if "Gemma" in name else rms_norm
+            if name.endswith("ScaledWordEmbedding"):
+                getattr(module, name).forward = embedding_of_gemma
             if name.endswith("RotaryEmbedding"):
                 getattr(module, name).forward = rotary
     narrow = torch.Tensor.float
@@ -88,30 +121,29 @@ def without_casts():
 
 
 def frequencies(model):
-    """Of the rotary positions, in float64, by the formulas of transformers' `modeling_rope_utils`."""
+    """Of the rotary positions, in float64: by transformers' own functions, for which float32 is another name of it."""
     for module in model.modules():
-        if not hasattr(module, "inv_freq"):
-            continue
-        said, width = model.config.rope_parameters, 2 * len(module.inv_freq)
-        plain = said["rope_theta"] ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
-        if said["rope_type"] == "llama3":
-            length, low, high = (
-                said[name] for name in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
-            )
-            waves = 2 * torch.pi / plain
-            smooth = (length / waves - low) / (high - low)
-            between = (1 - smooth) * plain / said["factor"] + smooth * plain
-            plain, kept = torch.where(waves > length / low, plain / said["factor"], plain), plain
-            medium = (waves >= length / high) & (waves <= length / low)
-            plain = torch.where(medium, between, torch.where(waves > length / low, plain, kept))
-        torch.testing.assert_close(plain.float(), module.inv_freq.float(), rtol=1e-5, atol=0)
-        module.inv_freq64 = plain
+        for name in [name for name, _ in module.named_buffers(recurse=False) if name.endswith("inv_freq")]:
+            if "original" in name:
+                continue
+            layer_type = name.removesuffix("inv_freq").removesuffix("_")
+            kind = (module.rope_type[layer_type] if layer_type else module.rope_type) or "default"
+            make = module.compute_default_rope_parameters if kind == "default" else ROPE_INIT_FUNCTIONS[kind]
+            narrow, torch.float, torch.float32 = torch.float32, torch.float64, torch.float64
+            try:
+                wide, scaling = make(model.config, **({"layer_type": layer_type} if layer_type else {}))
+            finally:
+                torch.float = torch.float32 = narrow
+            assert wide.dtype is torch.float64
+            torch.testing.assert_close(wide.float(), getattr(module, name).float(), rtol=1e-5, atol=0)
+            setattr(module, f"{name}64", wide)
+            setattr(module, f"{layer_type}_attention_scaling" if layer_type else "attention_scaling", scaling)
 
 
 def make(family, config):
     """One family's folder and the model, with what it computes as it is."""
     torch.manual_seed(1)
-    config.initializer_range = 0.3
+    config.initializer_range = 0.1 if family == "phi3" else 0.3  # which is wider
     config._attn_implementation = config._experts_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
@@ -140,9 +172,9 @@ def in_float64(model, out):
 
 
 def main():
-    """All families: first transformers as it is, which is then patched."""
+    """All families, or those that are named: first transformers as it is, which is then patched."""
     torch.set_num_threads(1)
-    made = {family: make(family, config) for family, config in MODELS.items()}
+    made = {family: make(family, config) for family, config in MODELS.items() if family in (sys.argv[1:] or MODELS)}
     without_casts()
     for family, (model, out) in made.items():
         arrays = in_float64(model, out)

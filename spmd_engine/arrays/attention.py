@@ -25,33 +25,41 @@ Apart = tuple[Array, Array]
 
 
 def causal_attention(
-    q: Array, k: Array, v: Array, positions: Array, key_positions: Array, apart: Apart | None = None
+    q: Array,
+    k: Array,
+    v: Array,
+    positions: Array,
+    key_positions: Array,
+    apart: Apart | None = None,
+    window: int | None = None,
 ) -> tuple[Array, Array]:
     """y[b s h k] = softmax(q . k / sqrt(k)) . v over keys at or before each query's position.
 
     q[b s h k], k[b t h k], v[b t h k]; ``positions[s]`` and ``key_positions[t]`` ascend, and each query must
-    see one key at least, unless documents are kept ``apart``: a query that sees none then has y = 0. Also returns
-    log_sums[b h s], which the backward needs; of that query, -inf. Where r queries share a key head, q and y are
-    [b s h r k] and log_sums [b h r s].
+    see one key at least, unless documents are kept ``apart``, or a ``window`` is given, so many positions up to the
+    query's own, beyond which it sees nothing: a query that sees none then has y = 0. Also returns log_sums[b h s],
+    which the backward needs; of that query, -inf. Where r queries share a key head, q and y are [b s h r k] and
+    log_sums [b h r s].
     """
     xp = backend_of(q).xp
     y = xp.empty(q.shape, q.dtype)
     log_sums = xp.empty((q.shape[0], *q.shape[2:-1], q.shape[1]), q.dtype)
-    if apart is not None:  # of a query that sees none of these keys
+    may_see_none = apart is not None or window is not None
+    if may_see_none:
         y[...], log_sums[...] = 0, -xp.inf
     scale = q.shape[-1] ** -0.5
     ones = xp.ones(key_positions.shape[0], q.dtype)
-    for b, heads, rows, keys, mask, (scores,) in _blocks(q, positions, key_positions, apart, buffers=1):
+    for b, heads, rows, keys, mask, (scores,) in _blocks(q, positions, key_positions, apart, window, 1):
         k_block, v_block = (x[b, keys, heads].transpose(1, 0, 2) for x in (k, v))
         xp.matmul(k_block, (_by_head(q[b, rows, heads]) * scale).transpose(0, 2, 1), out=scores)
         hide(scores, mask)
         top = scores.max(axis=1)
-        if apart is not None:
+        if may_see_none:
             xp.maximum(top, xp.finfo(q.dtype).min, out=top)  # where nothing is seen
         exponentiate(scores, top[:, None])
         sums = xp.matmul(ones[: scores.shape[1]], scores)  # BLAS sums over keys at a quarter of the price of ``sum``
         block = xp.matmul(scores.transpose(0, 2, 1), v_block)
-        block /= sums[:, :, None] if apart is None else xp.maximum(sums, xp.finfo(q.dtype).tiny)[:, :, None]
+        block /= (xp.maximum(sums, xp.finfo(q.dtype).tiny) if may_see_none else sums)[:, :, None]
         y[b, rows, heads] = _by_row(block, y[b, rows, heads].shape)
         with backend_of(q).errstate(divide="ignore"):  # the logarithm of nothing is rightly -inf
             top += xp.log(sums, out=sums)
@@ -59,18 +67,18 @@ def causal_attention(
     return y, log_sums
 
 
-def causal_attention_backward(dy, q, k, v, y, log_sums, positions, key_positions, apart=None):
+def causal_attention_backward(dy, q, k, v, y, log_sums, positions, key_positions, apart=None, window=None):
     """dq, dk[b t h k], dv[b t h k] of ``causal_attention`` for the output's gradient dy, shaped as q and y.
 
     With the log_sums and the output over more keys than are given, these are the parts of the gradients that
     the given keys contribute.
     """
     xp = backend_of(q).xp
-    dq = (xp.empty if apart is None else xp.zeros)(q.shape, q.dtype)
+    dq = (xp.empty if apart is None and window is None else xp.zeros)(q.shape, q.dtype)
     dk, dv = xp.zeros(k.shape, k.dtype), xp.zeros(v.shape, v.dtype)
     scale = q.shape[-1] ** -0.5
     projection = xp.einsum("bs...k,bs...k->b...s", dy, y)
-    for b, heads, rows, keys, mask, (p, ds) in _blocks(q, positions, key_positions, apart, buffers=2):
+    for b, heads, rows, keys, mask, (p, ds) in _blocks(q, positions, key_positions, apart, window, 2):
         k_block, v_block = (x[b, keys, heads].transpose(1, 0, 2) for x in (k, v))
         dy_block, q_block = _by_head(dy[b, rows, heads]), _by_head(q[b, rows, heads]) * scale
         xp.matmul(k_block, q_block.transpose(0, 2, 1), out=p)
@@ -114,7 +122,9 @@ class _Block(NamedTuple):
     scores: list[Array]
 
 
-def _blocks(q: Array, positions: Array, key_positions: Array, apart: Apart | None, buffers: int) -> Iterator[_Block]:
+def _blocks(
+    q: Array, positions: Array, key_positions: Array, apart: Apart | None, window: int | None, buffers: int
+) -> Iterator[_Block]:
     batch, length, heads, *shared = q.shape[:-1]
     if q.size == 0:
         return
@@ -126,21 +136,40 @@ def _blocks(q: Array, positions: Array, key_positions: Array, apart: Apart | Non
     for start in range(0, length, step):
         rows = slice(start, min(start + step, length))
         end = int(xp.searchsorted(key_positions, positions[rows.stop - 1], side="right"))
-        keys, seen_by_all = slice(0, end), int(xp.searchsorted(key_positions, positions[start], side="right"))
-        mask = None
-        if seen_by_all < end:
-            hidden = key_positions[seen_by_all:end, None] > positions[rows]
-            mask = seen_by_all, xp.where(hidden, q.dtype.type(-xp.inf), q.dtype.type(0))
+        begin, seen_by_all = 0, int(xp.searchsorted(key_positions, positions[start], side="right"))
+        if window is not None:
+            begin = int(xp.searchsorted(key_positions, positions[start] - window, side="right"))
+        if begin == end and window is not None:  # another rank has all keys in these windows
+            continue
+        keys, mask = slice(begin, end), None
+        if window is not None and positions[rows.stop - 1] - key_positions[begin] >= window:
+            mask = 0, _minus_infinity(_unseen(key_positions[keys], positions[rows], window), q)
+        elif seen_by_all < end:
+            seen_by_all = max(begin, seen_by_all)
+            hidden = _unseen(key_positions[seen_by_all:end], positions[rows], window)
+            mask = seen_by_all - begin, _minus_infinity(hidden, q)
         for b in alike(range(batch), q):
             if apart is not None:
                 own, of_keys = apart[0][b, rows], apart[1][b, :end]
-                keys = slice(int(xp.searchsorted(of_keys, own[0])), end)
+                keys = slice(max(begin, int(xp.searchsorted(of_keys, own[0]))), end)
                 if keys.start == keys.stop:  # another rank has all keys of these documents
                     continue
-                hidden = key_positions[keys, None] > positions[rows]
+                hidden = _unseen(key_positions[keys], positions[rows], window)
                 hidden |= of_keys[keys, None] != own
-                mask = 0, xp.where(hidden, q.dtype.type(-xp.inf), q.dtype.type(0))
+                mask = 0, _minus_infinity(hidden, q)
             for first in alike(range(0, heads, several), q, last=heads % several != 0):
                 some = slice(first, min(first + several, heads))
                 shape = some.stop - first, keys.stop - keys.start, (rows.stop - start) * prod(shared)
                 yield _Block(b, some, rows, keys, mask, [each[: prod(shape)].reshape(shape) for each in memory])
+
+
+def _unseen(key_positions: Array, positions: Array, window: int | None) -> Array:
+    """[t s]: whether the key is hidden from the query."""
+    hidden = key_positions[:, None] > positions
+    if window is not None:
+        hidden |= key_positions[:, None] <= positions - window
+    return hidden
+
+
+def _minus_infinity(hidden: Array, like: Array) -> Array:
+    return backend_of(like).xp.where(hidden, like.dtype.type(-backend_of(like).xp.inf), like.dtype.type(0))

@@ -10,12 +10,15 @@ HIDDEN = 1 << 60  #: the position of a column that holds none: after that of eve
 ELEMENTS = 1 << 20  # scores at a time, of as many queries as that allows
 
 
-def attend_to_keys(q: Array, k: Array, v: Array, positions: Array | None, key_positions: Array) -> tuple[Array, Array]:
+def attend_to_keys(
+    q: Array, k: Array, v: Array, positions: Array | None, key_positions: Array, window: int | None = None
+) -> tuple[Array, Array]:
     """y[b s h k] = softmax(q . k / sqrt(k)) . v over the keys of each sequence at or before the query's position.
 
     q[b s h k] at positions[b s] (None: every query sees all keys), k and v[b t h k] at key_positions[b t], in any
-    order. Also returns log_sums[b s h], the logarithms of the sums of exponentials: a query that sees no key has
-    y = 0 and -inf. Where r queries share a key head, q and y are [b s h r k] and log_sums [b s h r].
+    order; with a ``window``, over those of so many positions, up to the query's own. Also returns log_sums[b s h], the
+    logarithms of the sums of exponentials: a query that sees no key has y = 0 and -inf. Where r queries share a key
+    head, q and y are [b s h r k] and log_sums [b s h r].
     """
     xp = backend_of(q).xp
     y = xp.empty(q.shape, q.dtype)
@@ -34,9 +37,11 @@ def attend_to_keys(q: Array, k: Array, v: Array, positions: Array | None, key_po
         shape = some.shape[:4]  # b h s r
         scores = xp.matmul(some.reshape(*shape[:2], -1, width) * width**-0.5, keys)
         if positions is not None:
-            hidden = xp.where(key_positions[:, None] > positions[:, rows, None], q.dtype.type(-xp.inf), q.dtype.type(0))
+            hidden = key_positions[:, None] > positions[:, rows, None]
+            if window is not None:
+                hidden |= key_positions[:, None] <= positions[:, rows, None] - window
             seen = scores.reshape(*shape, -1)
-            seen += hidden[:, None, :, None]
+            seen += xp.where(hidden, q.dtype.type(-xp.inf), q.dtype.type(0))[:, None, :, None]
         top = scores.max(axis=-1, keepdims=True)
         if positions is not None:
             top = xp.maximum(top, xp.finfo(q.dtype).min)  # of a query that sees nothing

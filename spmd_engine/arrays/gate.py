@@ -1,7 +1,8 @@
-"""The gate of a gated perceptron: SiLU of one projection times the other."""
+"""The gate of a gated perceptron: SiLU, or GELU, of one projection times the other."""
 
 from __future__ import annotations
 
+from spmd_engine.arrays.activations import gelu
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.chunks import chunks
 
@@ -33,3 +34,13 @@ def silu_gate(z: Array, u: Array, want_slopes: bool = True) -> tuple[Array, tupl
                 xp.multiply(silu, value, out=slopes[0][part])
     shaped = None if slopes is None else (slopes[0].reshape(z.shape), slopes[1].reshape(z.shape))
     return h.reshape(z.shape), shaped
+
+
+def gelu_gate(z: Array, u: Array, want_slopes: bool = True) -> tuple[Array, tuple[Array, Array] | None]:
+    """h = gelu(z) · u, with GPT-2's GELU, and its slopes (dh/dz, dh/du), each shaped as z and u."""
+    value, slope = gelu(z, want_slope=want_slopes)
+    h = value * u
+    if slope is None:
+        return h, None
+    slope *= u
+    return h, (slope, value)

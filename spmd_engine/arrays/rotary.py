@@ -20,12 +20,14 @@ def turn_at(positions: Array, frequencies: Array, like: Array) -> Turn:
 def rotate(x: Array, turn: Turn, neighbours: bool, *, back: bool = False) -> Array:
     """x[b s ... k] with its k/2 pairs turned; ``back``, by the opposite angles, which is also the backward.
 
-    A pair is (x[i], x[i + k/2]), or, of ``neighbours``, (x[2i], x[2i + 1]).
+    A pair is (x[i], x[i + k/2]), or, of ``neighbours``, (x[2i], x[2i + 1]). With fewer turns than k/2, n, the first 2n
+    numbers of k are turned as if there were no others, and these stay.
     Su et al., "RoFormer" (2021), section 3.4.
     """
-    first, second = _halves(x, neighbours)
-    y = backend_of(x).xp.empty(x.shape, x.dtype)
-    turned_first, turned_second = _halves(y, neighbours)
+    y, width = backend_of(x).xp.empty(x.shape, x.dtype), 2 * turn[0].shape[-1]
+    y[..., width:] = x[..., width:]
+    first, second = _halves(x[..., :width], neighbours)
+    turned_first, turned_second = _halves(y[..., :width], neighbours)
     cosine, sine = (_over_heads(each, x.ndim) for each in turn)
     if back:
         sine = -sine

@@ -24,7 +24,7 @@ from spmd_engine.errors import CheckpointError
 from spmd_engine.formats.huggingface import CONFIG, INDEX, ONE_FILE, read_json
 from spmd_engine.models.adapters import LoRAOptions, adapter_names, config_of_options, with_adapters
 from spmd_engine.models.decoder import DecoderShape, decoder
-from spmd_engine.models.huggingface_config import config_of_shape
+from spmd_engine.models.huggingface_written import config_of_shape
 from spmd_engine.models.model import Model
 from spmd_engine.models.stored_names import Names, stored_names
 
@@ -163,6 +163,8 @@ def tensors_of(model: Model, names: Names) -> list[Tensor]:
     for name, ways in names:
         view = StoredView(dims[name], sizes[name], ways[0])
         whole = tuple(prod(letters) for letters in view.split)
+        if view.stored.rows is not None:
+            whole = view.stored.rows[2], *whole[1:]
         found.setdefault(ways[0].tensor, Tensor(ways[0].tensor, whole)).parts[name] = view
     return list(found.values())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -17,7 +18,9 @@ from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.composition import Composition, ModelConfig, build_engine
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import CheckpointError
-from spmd_engine.models.shape_at import shape_at
+from spmd_engine.models.shape_at import not_understood, shape_at
+
+logger = logging.getLogger(__name__)
 
 
 def with_shape(model: ModelConfig, group: Group) -> ModelConfig:
@@ -30,6 +33,8 @@ def with_shape(model: ModelConfig, group: Group) -> ModelConfig:
         found = model
         if model.path is not None and model.shape is None:
             found = found.changed(name=str(Path(model.name).resolve()), shape=shape_at(model.name))
+            if unknown := not_understood(model.name):
+                logger.warning("%s: not known here, and not heeded: %s", model.name, ", ".join(unknown))
         if model.adapter is not None and model.lora is None:
             found = found.changed(adapter=str(Path(model.adapter).resolve()), lora=adapter_options(model.adapter))
         return json.dumps(found.as_json())

@@ -57,9 +57,15 @@ class StoredView:
         rows = max(1, CHUNK * len(part) // max(1, part.size))
         for first in range(0, len(part), rows):
             target[first : first + rows] = part[first : first + rows].astype(out.dtype)
+        if self.stored.less:
+            out += self.stored.less
 
     def write(self, tensor: np.ndarray, spans: tuple[slice, ...], part: np.ndarray) -> None:
         """Put a part of the parameter into its place in the whole tensor, whose dtype it gets."""
+        if self.stored.rows is not None:
+            tensor = tensor[slice(*self.stored.rows[:2])]
+        if self.stored.less:
+            part = part - self.stored.less
         whole = tensor.reshape([size for sizes in self.split for size in sizes])
         view = whole[tuple(self.index(spans))]
         left = [letter for letter in self.in_file if letter not in self.stored.at]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -36,8 +36,8 @@ class Filled:
 
     @property
     def array(self) -> Sliceable:
-        """What of the parameter is sliced is read, as float32, or float64 where the file has that."""
-        dtype = np.dtype(np.float64 if self.tensor.dtype == "F64" else np.float32)
+        """What of the parameter is sliced is read, as float32, or float64 where that holds more of what is stored."""
+        dtype = np.dtype(np.float64 if self.tensor.dtype == "F64" or self.view.stored.less else np.float32)
         return Sliceable(self.view.shape, dtype, partial(self._read, dtype))
 
     def _read(self, dtype: np.dtype, spans: tuple[slice, ...]) -> np.ndarray:
@@ -93,7 +93,8 @@ class Pretrained(Mapping[str, Sliceable]):
     @property
     def nbytes(self) -> int:
         """Of all tensors that are used."""
-        return sum({each.tensor.name: each.tensor.nbytes for each in self.filled.values()}.values())
+        tensors = (each.tensor for each in self.filled.values())
+        return sum({(each.path, each.offset): each.nbytes for each in tensors}.values())
 
     def __getitem__(self, name: str) -> Sliceable:
         return self.filled[name].array
@@ -127,8 +128,12 @@ def fill(where: str, model: Model, tensors: Mapping[str, FileTensor], names: Nam
         if found is None:
             unfilled.append((name, stored[name][0].tensor))
             continue
-        filled[name] = Filled(name, StoredView(parameter.dims, sizes[name], found), tensors[found.tensor])
-        filled[name].tensor.of_sizes(filled[name].view.split)
+        view, tensor = StoredView(parameter.dims, sizes[name], found), tensors[found.tensor]
+        if found.rows is not None:
+            tensor.of_sizes([[found.rows[2]], *view.split[1:]])
+            tensor = tensor.rows(*found.rows[:2])
+        tensor.of_sizes(view.split)
+        filled[name] = Filled(name, view, tensor)
     if unfilled:
         name, tensor = unfilled[0]
         others = f" (and {len(unfilled) - 1} more)" if unfilled[1:] else ""
@@ -141,15 +146,16 @@ def _check_used(
     where: str, shape: DecoderShape, tensors: Mapping[str, FileTensor], filled: Sequence[Filled]
 ) -> FileTensor | None:
     """Raise CheckpointError unless all of every tensor is used once; returns a stored copy of a tied head, if any."""
-    used: dict[str, list[tuple[int, ...]]] = {}
-    parts: dict[str, Mapping[str, tuple[int, int]]] = {}
+    used: dict[str, list[Filled]] = {}
     for each in filled:
-        used.setdefault(each.tensor.name, []).append(tuple(number for number, _ in each.view.stored.at.values()))
-        parts[each.tensor.name] = each.view.stored.at
-    for name, numbers in used.items():
-        every = sorted(product(*(range(count) for _, count in parts[name].values())))
-        if sorted(numbers) != every:
-            raise CheckpointError(f"{where}: {name} would be used {len(numbers)} times, but has {len(every)} parts")
+        used.setdefault(each.tensor.name, []).append(each)
+    for name, parts in used.items():
+        apart = {(each.tensor.offset, *sorted(each.view.stored.at.items())) for each in parts}
+        elements = sum(prod(each.view.shape) for each in parts)
+        if len(apart) < len(parts) or elements != prod(tensors[name].shape):
+            raise CheckpointError(
+                f"{where}: of the {prod(tensors[name].shape):,} numbers of {name} {elements:,} would be used"
+            )
     copy, left = None, []
     for name in sorted(tensors.keys() - used.keys()):
         if name == "lm_head.weight" and shape.tied and tensors[name].shape == (shape.vocabulary, shape.width):

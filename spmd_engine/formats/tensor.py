@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import ml_dtypes  # noqa: F401 (NumPy then knows bfloat16 by its name)
@@ -37,6 +37,11 @@ class FileTensor(ABC):
     @abstractmethod
     def nbytes(self) -> int:
         """In the file."""
+
+    def rows(self, begin: int, end: int) -> FileTensor:
+        """These of its rows, as a tensor of its own."""
+        length = self.nbytes // max(1, self.shape[0])
+        return replace(self, shape=(end - begin, *self.shape[1:]), offset=self.offset + begin * length)
 
     def of_sizes(self, split: Sequence[Sequence[int]]) -> None:
         """Raise CheckpointError unless each dim is as large as its parts say."""

@@ -1,6 +1,7 @@
 """Causal multi-head self-attention: heads are cut, so each rank attends with its own."""
 
 from functools import reduce
+from math import sqrt
 from operator import iadd
 
 from spmd_engine.arrays import einsum
@@ -31,7 +32,8 @@ class Attention(Layer):
 
     Heads are width / heads wide, or ``head_width``. Without ``bias`` q, k and v have none, without ``output_bias`` y
     has none. With ``rotary`` or ``norm_epsilon`` queries and keys are turned by their positions, or normalised head by
-    head before: see ``QueriesAndKeys``.
+    head before: see ``QueriesAndKeys``. Scores are multiplied by ``scale`` in the place of 1 / sqrt(k), if it is given.
+    With a ``window``, a query sees so many positions alone, up to its own.
     """
 
     attends = True
@@ -47,6 +49,8 @@ class Attention(Layer):
         output_bias: bool = True,
         rotary: Rotary | None = None,
         norm_epsilon: float | None = None,
+        scale: float | None = None,
+        window: int | None = None,
         context: ContextMethod | None = None,
         std: float = 0.02,
         out_std: float = 0.02,
@@ -56,14 +60,15 @@ class Attention(Layer):
             raise UsageError(
                 f"attention: {heads} heads must divide the width {width}, and {shared} key heads the {heads}"
             )
-        self.context = context or GatherKeys()
+        self.context, self.window = context or GatherKeys(), window
         self.sizes = {"d": width, "h": shared, "k": head_width or width // heads}
         if shared < heads:
             self.sizes["r"] = heads // shared
         self.across = "hr" if shared < heads else "h"
         self.may_cut = "bs" + self.across
         self.heads = {"query": self.across, "key": "h", "value": "h"}  # letters of each projection's heads
-        self.ready = QueriesAndKeys(self.across, rotary, norm_epsilon)
+        factor = 1.0 if scale is None else scale * sqrt(self.sizes["k"])
+        self.ready = QueriesAndKeys(self.across, rotary, norm_epsilon, factor)
         weights, biases = {}, {}
         for name, heads_of in self.heads.items():
             summed = "bs" + self.across.removeprefix(heads_of)  # r over keys and values: queries that share them
@@ -79,16 +84,17 @@ class Attention(Layer):
             self.parameters["output_bias"] = Parameter("d", decay=False, where="residual")
 
     def cost(self, length):
-        return super().cost(length) + self.sizes["d"] * length  # on average, half the keys twice: scores and values
+        seen = length if self.window is None else min(length, 2 * self.window)
+        return super().cost(length) + self.sizes["d"] * seen  # on average, half the keys twice: scores and values
 
     def forward(self, sh, p, x, ctx):
         x = sh.all_gather(x, "b s d", "s", across=self.across)
         q, k, v = (self._project(p, name, x) for name in PROJECTIONS)
         q, k, made_ready = self.ready.forward(p, q, k, ctx.positions)
         if ctx.cache is not None:
-            mixed, attended = cached_attention(sh, ctx.cache, q, k, v, ctx.positions), None
+            mixed, attended = cached_attention(sh, ctx.cache, q, k, v, ctx.positions, self.window), None
         else:
-            mixed, attended = self.context.forward(sh, q, k, v, ctx)
+            mixed, attended = self.context.forward(sh, q, k, v, ctx, self.window)
         y = einsum(f"bs{self.across}k,{self.across}kd->bsd", mixed, p["output"])
         y = sh.reduce_scatter(y, "b s d", over=self.across, onto="s")
         if "output_bias" in self.parameters:

@@ -148,8 +148,11 @@ class Cache:
         return made
 
 
-def cached_attention(sh: Shards, cache: Cache, q: Array, k: Array, v: Array, positions: Array) -> Array:
-    """Causal attention of q[b s h k], at positions[b s], to all keys of the cached sequences, these k and v included.
+def cached_attention(
+    sh: Shards, cache: Cache, q: Array, k: Array, v: Array, positions: Array, window: int | None = None
+) -> Array:
+    """Causal attention of q[b s h k], at positions[b s], to all keys of the cached sequences, these k and v included;
+    with a ``window``, to those of so many positions, up to the query's own.
 
     Where s is cut, each rank has its columns of the cache. Queries are gathered, every rank attends with all of them
     to the keys that it has, and the parts, weighted by their sums of exponentials, are added up: with one new token,
@@ -160,14 +163,16 @@ def cached_attention(sh: Shards, cache: Cache, q: Array, k: Array, v: Array, pos
     keys, values = cache.append(sh.label, k, v)
     if begins_here and q.shape[1] > 1:  # nothing was here before: what is hidden comes after what is not
         columns = backend_of(q).xp.arange(q.shape[1])
-        return causal_attention(q, keys, values, columns, columns)[0]
+        return causal_attention(q, keys, values, columns, columns, window=window)[0]
     if group is None:
-        seen_by_all = cache.whole and q.shape[1] == 1
-        return attend_to_keys(q, keys, values, None if seen_by_all else positions, cache.places)[0]
+        if cache.whole and q.shape[1] == 1:  # columns are in the order of positions: the last ones are the window
+            recent = slice(0 if window is None else max(0, keys.shape[1] - window), None)
+            return attend_to_keys(q, keys[:, recent], values[:, recent], None, cache.places[:, recent])[0]
+        return attend_to_keys(q, keys, values, positions, cache.places, window)[0]
     sizes = group.all_gather(backend_of(q).xp.asarray([q.shape[1]]), label=sh.label).tolist()
     q = group.all_gather(q, 1, sizes=sizes, label=sh.label)
     positions = group.all_gather(positions, 1, sizes=sizes, label=sh.label)
-    mixed, log_sums = attend_to_keys(q, keys, values, positions, cache.places)
+    mixed, log_sums = attend_to_keys(q, keys, values, positions, cache.places, window)
     top = group.all_reduce(log_sums, "max", label=sh.label)
     mixed = group.all_reduce(merge_parts(mixed, log_sums, top), label=sh.label)
     mixed[..., :-1] /= mixed[..., -1:]

@@ -18,20 +18,24 @@ from spmd_engine.sharding.shards import Shards
 class ContextMethod(ABC):
     """Causal attention of q[b s h k] to k[b s h k] and v[b s h k], each rank having its positions of s.
 
-    Where r queries share a key head, q is [b s h r k]. Where s is whole on every rank, all methods are the
-    kernel itself. They keep nothing: one object may serve all layers.
+    Where r queries share a key head, q is [b s h r k]. With a ``window``, a query sees so many positions alone, up to
+    its own. Where s is whole on every rank, all methods are the kernel itself. They keep nothing: one object may
+    serve all layers.
     """
 
-    def forward(self, sh: Shards, q: Array, k: Array, v: Array, ctx: ForwardContext) -> tuple[Array, Any]:
+    def forward(
+        self, sh: Shards, q: Array, k: Array, v: Array, ctx: ForwardContext, window: int | None = None
+    ) -> tuple[Array, Any]:
         """The mixed values, shaped as q, and what the backward needs. Collective over the axes that cut s.
 
         Raises UsageError if s is cut and ``ctx.length`` does not fit this rank's part of it.
         """
         if not sh.is_cut("s"):
             apart = None if ctx.documents is None else (ctx.documents.numbers, ctx.documents.numbers)
-            mixed, log_sums = causal_attention(q, k, v, ctx.positions, ctx.positions, apart)
-            return mixed, (None, (q, k, v, mixed, log_sums, ctx.positions, ctx.positions, apart))
-        cut = CutSequence.of(sh, ctx, q)
+            seen = ctx.positions, ctx.positions, apart, window
+            mixed, log_sums = causal_attention(q, k, v, *seen)
+            return mixed, (None, (q, k, v, mixed, log_sums, *seen))
+        cut = CutSequence.of(sh, ctx, q, window)
         mixed, saved = self.attend(cut, q, k, v)
         return mixed, (cut, saved)
 
@@ -60,9 +64,10 @@ class CutSequence:
     rank_positions: list[Array]  #: the positions of each rank of the group, ascending; on the host
     consecutive: bool  #: whether those of all ranks, in rank order, ascend
     documents: Documents | None = None  #: of which queries see only keys of their own
+    window: int | None = None  #: how many positions a query sees, up to its own; None: all
 
     @classmethod
-    def of(cls, sh: Shards, ctx: ForwardContext, q: Array) -> CutSequence:
+    def of(cls, sh: Shards, ctx: ForwardContext, q: Array, window: int | None = None) -> CutSequence:
         rank_positions = sh.layout.positions_by_rank(ctx.length, sh.mesh)
         group = sh.group_of("s")
         if len(rank_positions[group.rank]) != q.shape[1]:
@@ -70,7 +75,8 @@ class CutSequence:
                 f"{sh.label}: s is cut over {group.axes}: of a sequence of {ctx.length} (ForwardContext.length) this "
                 f"rank has {len(rank_positions[group.rank])} positions, but its queries are {q.shape[1]}"
             )
-        return cls(group, sh.label, rank_positions, consecutive="s" not in sh.layout.zigzag, documents=ctx.documents)
+        consecutive = "s" not in sh.layout.zigzag
+        return cls(group, sh.label, rank_positions, consecutive, ctx.documents, window)
 
     @property
     def lengths(self) -> list[int]:

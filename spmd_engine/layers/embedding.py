@@ -8,7 +8,7 @@ from spmd_engine.layers.layer import Layer
 
 
 class Embedding(Layer):
-    """y[b s d] = table[v d] at v = tokens[b s]
+    """y[b s d] = table[v d] at v = tokens[b s], times ``scale``
 
     With v cut, each rank looks up the tokens of its part and contributes zeros for the others; the sum over v
     is a reduction. There is no gradient of the input.
@@ -17,8 +17,8 @@ class Embedding(Layer):
     may_cut, across = "bsv", "v"
     inputs = Activation("b s", where="inside")
 
-    def __init__(self, vocabulary: int, width: int, *, std: float = 0.02):
-        self.sizes = {"v": vocabulary, "d": width}
+    def __init__(self, vocabulary: int, width: int, *, std: float = 0.02, scale: float = 1.0):
+        self.sizes, self.scale = {"v": vocabulary, "d": width}, scale
         self.parameters = {"table": Parameter("v d", std=std)}
 
     def cost(self, length):
@@ -36,10 +36,13 @@ class Embedding(Layer):
             ours = (rows >= 0) & (rows < table.shape[0])
             y = xp.zeros((*x.shape, table.shape[1]), table.dtype)
             y[ours] = table[rows[ours]]
+        if self.scale != 1:
+            y = y * self.scale
         return sh.reduce_scatter(y, "b s d", over="v", onto="s"), (rows, ours)
 
     def backward_input(self, sh, p, saved, dy):
-        return None, (*saved, sh.all_gather(dy, "b s d", "s", across="v"))
+        dy = sh.all_gather(dy, "b s d", "s", across="v")
+        return None, (*saved, dy if self.scale == 1 else dy * self.scale)
 
     def backward_weight(self, sh, rest, g):
         rows, ours, dy = rest

@@ -1,22 +1,27 @@
-"""The gated perceptron of a transformer block (SwiGLU): column-parallel, then row-parallel."""
+"""The gated perceptron of a transformer block (SwiGLU, GeGLU): column-parallel, then row-parallel."""
 
 from spmd_engine.arrays import einsum
-from spmd_engine.arrays.gate import silu_gate
+from spmd_engine.arrays.gate import gelu_gate, silu_gate
 from spmd_engine.layers.declarations import Parameter
 from spmd_engine.layers.layer import Layer
+
+GATES = {"silu": silu_gate, "gelu": gelu_gate}
 
 
 class GatedMLP(Layer):
     """y[b s d] = (silu(x[b s d] · gate[d f]) · (x · up[d f])) · down[f d], the product in the middle element by element
 
-    With f cut, gate and up are column-parallel and down is row-parallel, as in the MLP; there are no biases.
+    With f cut, gate and up are column-parallel and down is row-parallel, as in the MLP; there are no biases. Of the
+    ``activation`` "gelu", GPT-2's GELU stands in the place of silu.
     Shazeer, "GLU variants improve transformer" (2020).
     """
 
     may_cut, across = "bsf", "f"
 
-    def __init__(self, width: int, hidden: int, *, std: float = 0.02, out_std: float = 0.02):
-        self.sizes = {"d": width, "f": hidden}
+    def __init__(
+        self, width: int, hidden: int, *, activation: str = "silu", std: float = 0.02, out_std: float = 0.02
+    ):
+        self.sizes, self.gate = {"d": width, "f": hidden}, GATES[activation]
         self.parameters = {
             "gate": Parameter("d f", std=std),
             "up": Parameter("d f", std=std),
@@ -26,7 +31,7 @@ class GatedMLP(Layer):
     def forward(self, sh, p, x, ctx):
         x = sh.all_gather(x, "b s d", "s", across="f")
         z, u = (einsum("bsd,df->bsf", x, p[name]) for name in ("gate", "up"))
-        h, slopes = silu_gate(z, u, want_slopes=ctx.training and ctx.saving)
+        h, slopes = self.gate(z, u, want_slopes=ctx.training and ctx.saving)
         y = sh.reduce_scatter(einsum("bsf,fd->bsd", h, p["down"]), "b s d", over="f", onto="s")
         return y, (x, h, slopes)
 

@@ -6,7 +6,7 @@ from spmd_engine.layers.layer import Layer
 
 
 class Head(Layer):
-    """logits[b s v] = x[b s d] · table[v d]
+    """logits[b s v] = scale · x[b s d] · table[v d]
 
     With v cut, logits stay cut: the loss reduces maxima and sums, and nobody ever holds all of them. ``tied``
     is the full name of the embedding's table, which then serves here too. When serving, scores are made of the
@@ -16,8 +16,10 @@ class Head(Layer):
     may_cut, across = "bsv", "v"
     outputs = Activation("b s v", where="inside")
 
-    def __init__(self, vocabulary: int, width: int, *, tied: str | None = None, std: float = 0.02):
-        self.sizes = {"v": vocabulary, "d": width}
+    def __init__(
+        self, vocabulary: int, width: int, *, tied: str | None = None, std: float = 0.02, scale: float = 1.0
+    ):
+        self.sizes, self.scale = {"v": vocabulary, "d": width}, scale
         self.parameters = {"table": Parameter("v d", std=std)}
         self.tied = {"table": tied} if tied else {}
 
@@ -25,10 +27,15 @@ class Head(Layer):
         x = sh.all_gather(x, "b s d", "s", across="v")
         if ctx.wanted is not None:
             x = x[ctx.wanted][:, None]
+        if self.scale != 1:
+            x = x * self.scale
         return einsum("bsd,vd->bsv", x, p["table"]), x
 
     def backward_input(self, sh, p, saved, dy):
-        dx = sh.start_reduce_scatter(einsum("bsv,vd->bsd", dy, p["table"]), "b s d", over="v", onto="s")
+        dx = einsum("bsv,vd->bsd", dy, p["table"])
+        if self.scale != 1:
+            dx *= self.scale
+        dx = sh.start_reduce_scatter(dx, "b s d", over="v", onto="s")
         return dx, (saved, dy)
 
     def backward_weight(self, sh, rest, g):

@@ -16,12 +16,16 @@ QUERY_AND_KEY = ("query", "key")
 class QueriesAndKeys:
     """q[b s h k], k[b s h k] = rotate(rms_norm(q) · query_norm[k]), the same for k; each of the two steps or none
 
+    Queries are then multiplied by the ``factor``, if one is given: what else divides scores but the root of k.
+
     ``across`` are the letters of all query heads. Whichever of them is cut, a rank's heads give only a part of the
     gradient of a norm's scale, which all heads share: it is summed over them, too.
     """
 
-    def __init__(self, across: str, rotary: Rotary | None = None, norm_epsilon: float | None = None) -> None:
-        self.rotary, self.epsilon = rotary, norm_epsilon
+    def __init__(
+        self, across: str, rotary: Rotary | None = None, norm_epsilon: float | None = None, factor: float = 1.0
+    ) -> None:
+        self.rotary, self.epsilon, self.factor = rotary, norm_epsilon, factor
         self.parameters = {}
         if norm_epsilon is not None:
             self.parameters = {
@@ -37,12 +41,16 @@ class QueriesAndKeys:
                 x, *normal = rms_norm(x, p[f"{name}_norm"], self.epsilon)
                 normals.append(normal)
             ready.append(x if turn is None else rotate(x, turn, self.rotary.neighbours))
+        if self.factor != 1:
+            ready[0] = ready[0] * self.factor
         return *ready, (turn, normals)
 
     def backward(self, p: Any, saved: Any, gradients: dict[str, Array]) -> dict[str, Array]:
         """Make ``gradients`` of what met those of q and k as they were; returns the gradients of the norms' scales."""
         turn, normals = saved
         of_scales = {}
+        if self.factor != 1:
+            gradients["query"] = gradients["query"] * self.factor
         for number, name in enumerate(QUERY_AND_KEY):
             if turn is not None:
                 gradients[name] = rotate(gradients[name], turn, self.rotary.neighbours, back=True)

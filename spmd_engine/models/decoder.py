@@ -8,14 +8,19 @@ from math import sqrt
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import Attention, Embedding, GatedMLP, Head, Residual, RMSNorm, Rotary, RotaryOptions
+from spmd_engine.layers.gated_mlp import GATES
 from spmd_engine.layers.layer import Layer
 from spmd_engine.layers.names import context_method as method_called
 from spmd_engine.layers.router_options import RouterOptions
+from spmd_engine.models.block_numbers import block_numbers
 from spmd_engine.models.gpt import BYTES, GPTSize, gpt, token_loss
 from spmd_engine.models.mixture import Mixture
 from spmd_engine.models.model import Model
 
-FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3-moe")
+FAMILIES = (
+    "gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3-moe", "phi3", "smollm3", "granite", "gemma",
+    "gemma3-text",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -24,7 +29,8 @@ class DecoderShape(Configuration):
 
     A family says what else is in the layers: ``gpt2`` has learned positions, layer norm, GELU and biases everywhere,
     and looks at none of ``rotary`` to ``mixture``; the others have RMSNorm, rotary positions and gated perceptrons.
-    ``qwen2`` has biases of queries, keys and values, ``qwen3`` and ``qwen3-moe`` normalise queries and keys by heads.
+    Beyond that a family is only how the weights are called in files: what it computes is in the other fields. Blocks
+    are named by their numbers, as in "0,5".
     """
 
     family: str = setting("llama", choices=FAMILIES)
@@ -43,6 +49,16 @@ class DecoderShape(Configuration):
     output_bias: bool = False  #: whether the attention's output has one
     query_key_norm: bool = False  #: whether queries and keys are normalised, head by head
     mixture: Mixture | None = None  #: experts in the place of dense perceptrons; None: there are none
+    window: int | None = setting(None, least=1)  #: positions that a query sees, up to its own; None: all before it
+    windowed: str = ""  #: blocks for which the window is, if not for all
+    rotary_in_window: RotaryOptions | None = None  #: of those blocks; None: as of the others
+    unturned: str = ""  #: blocks without rotary positions
+    norms: str = setting("before", choices=("before", "both"))  #: before a branch, or before and after it
+    activation: str = setting("silu", choices=tuple(GATES))  #: of the gate of dense perceptrons
+    embedding_scale: float = 1.0  #: factor of what is looked up in the embedding
+    residual_scale: float = 1.0  #: factor of what every branch adds
+    attention_scale: float | None = None  #: factor of queries times keys; None: 1 / sqrt(k)
+    logits_divisor: float = 1.0  #: by what logits are divided
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,6 +68,20 @@ class DecoderShape(Configuration):
             raise UsageError(f"{self.heads} heads cannot share {self.key_value_heads} heads of keys and values")
         if self.mixture is not None:
             self.mixture.is_routed(0, self.layers)  # raises if there are no such layers
+        for what in ("windowed", "unturned"):
+            if max(block_numbers(getattr(self, what), what), default=0) >= self.layers:
+                raise UsageError(f"{what} {getattr(self, what)}: blocks are from 0 to {self.layers - 1}")
+        if self.logits_divisor == 0:
+            raise UsageError("logits_divisor is 0")
+
+    def has_window(self, block: int) -> bool:
+        """Whether queries of this block see the window alone."""
+        windowed = block_numbers(self.windowed, "windowed")
+        return self.window is not None and (not windowed or block in windowed)
+
+    def is_turned(self, block: int) -> bool:
+        """Whether this block has rotary positions."""
+        return block not in block_numbers(self.unturned, "unturned")
 
 
 NANO = {"layers": 8, "width": 96, "heads": 6, "key_value_heads": 2}
@@ -80,11 +110,18 @@ def decoder(shape: DecoderShape, name: str = "decoder", dropout: float = 0.0, co
     if shape.family == "gpt2":
         return gpt(_as_gpt(shape), name, dropout, context_method)
     d, v = shape.width, shape.vocabulary
-    layers: list[tuple[str, Layer]] = [("embedding", Embedding(v, d))]
-    out_std = 0.02 / sqrt(2 * shape.layers)
-    rotary = Rotary(shape.head_width or d // shape.heads, shape.rotary)
+    layers: list[tuple[str, Layer]] = [("embedding", Embedding(v, d, scale=shape.embedding_scale))]
+    out_std, width = 0.02 / sqrt(2 * shape.layers), shape.head_width or d // shape.heads
+    rotary = Rotary(width, shape.rotary)
+    rotary_in_window = Rotary(width, shape.rotary_in_window) if shape.rotary_in_window else rotary
     context = method_called(context_method)
+
+    def branch(inner: Layer) -> Residual:
+        after = RMSNorm(d, shape.epsilon) if shape.norms == "both" else None
+        return Residual(RMSNorm(d, shape.epsilon), inner, dropout, after=after, scale=shape.residual_scale)
+
     for i in range(shape.layers):
+        of_block = rotary_in_window if shape.has_window(i) else rotary
         attention = Attention(
             d,
             shape.heads,
@@ -92,20 +129,23 @@ def decoder(shape: DecoderShape, name: str = "decoder", dropout: float = 0.0, co
             head_width=shape.head_width,
             bias=shape.bias,
             output_bias=shape.output_bias,
-            rotary=rotary,
+            rotary=of_block if shape.is_turned(i) else None,
+            scale=shape.attention_scale,
+            window=shape.window if shape.has_window(i) else None,
             norm_epsilon=shape.epsilon if shape.query_key_norm else None,
             context=context,
             out_std=out_std,
         )
-        layers.append((f"block{i}/attention", Residual(RMSNorm(d, shape.epsilon), attention, dropout)))
+        layers.append((f"block{i}/attention", branch(attention)))
         inner: Layer
         if shape.mixture is not None and shape.mixture.is_routed(i, shape.layers):
             kind, inner = "moe", shape.mixture.layer(d, shape.hidden, out_std, gated=True)
         else:
-            kind, inner = "mlp", GatedMLP(d, shape.hidden, out_std=out_std)
-        layers.append((f"block{i}/{kind}", Residual(RMSNorm(d, shape.epsilon), inner, dropout)))
+            kind, inner = "mlp", GatedMLP(d, shape.hidden, activation=shape.activation, out_std=out_std)
+        layers.append((f"block{i}/{kind}", branch(inner)))
     layers.append(("norm", RMSNorm(d, shape.epsilon)))
-    layers.append(("head", Head(v, d, tied="embedding/table" if shape.tied else None)))
+    tied = "embedding/table" if shape.tied else None
+    layers.append(("head", Head(v, d, tied=tied, scale=1 / shape.logits_divisor)))
     return Model(name, tuple(layers), "b s", "b s v", "b s", token_loss(v), shape.context, v)
 
 

@@ -1,56 +1,27 @@
-"""What Hugging Face's ``config.json`` says of a decoder, as a DecoderShape, and back."""
+"""What Hugging Face's ``config.json`` says of a decoder, as a DecoderShape."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from math import sqrt
 from typing import Any
 
 from spmd_engine.errors import CheckpointError, UsageError
 from spmd_engine.layers.rotary import RotaryOptions
 from spmd_engine.layers.router_options import RouterOptions
-from spmd_engine.models.decoder import DecoderShape
+from spmd_engine.models.block_numbers import as_text
+from spmd_engine.models.decoder import FAMILIES, DecoderShape
+from spmd_engine.models.huggingface_fields import Fields
+from spmd_engine.models.huggingface_rope import rotary_of, rotary_of_config
 from spmd_engine.models.mixture import Mixture
 
-_MODEL_TYPES = {each: each.replace("_", "-") for each in (
-    "gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"
-)}  # fmt: skip
-_ARCHITECTURES = {
-    "gpt2": "GPT2LMHeadModel",
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "qwen3-moe": "Qwen3MoeForCausalLM",
-}
-_LONGEST = {"llama": 2048, "mistral": 131072, "mixtral": 131072}  # where a config does not say; of others 32768
-#: Fields that change what is computed, and their one value that is computed here (None, 0, false and "" aside).
-_REFUSED: Mapping[str, tuple[Any, ...]] = {
-    "partial_rotary_factor": (1.0,),
-    "hidden_act": ("silu", "swish"),
-    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-    "mlp_bias": (),
-    "use_sliding_window": (),
-    "attn_logit_softcapping": (),
-    "final_logit_softcapping": (),
-    "query_pre_attn_scalar": (),
-    "embedding_multiplier": (1.0,),
-    "residual_multiplier": (1.0,),
-    "attention_multiplier": (),
-    "logits_scaling": (1.0,),
-    "logit_scale": (1.0,),
-    "clip_qkv": (),
-    "no_rope_layers": (),
-    "rope_interleaved": (),
-    "attention_chunk_size": (),
-    "shared_expert_intermediate_size": (),
-    "n_shared_experts": (),
-    "quantization_config": (),
-    "scale_attn_weights": (True,),
-    "scale_attn_by_inverse_layer_idx": (),
-    "add_cross_attention": (),
-    "is_encoder_decoder": (),
-}
+MODEL_TYPES = {family.replace("-", "_"): family for family in FAMILIES}
+_LONGEST = {"llama": 2048, "granite": 2048, "phi3": 4096, "gemma": 8192} | dict.fromkeys(
+    ("mistral", "mixtral", "gemma3-text"), 131072
+)  # positions where a config does not say; of others 32768
+_THETA = {"mixtral": 1e6, "smollm3": 2e6}  # where a config does not say; of others 10000
+_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu")  # of gemma's first configs the last meant the others
+_WINDOW = "sliding_attention"
 
 
 def shape_of_config(config: Mapping[str, Any], where: str) -> DecoderShape:
@@ -59,34 +30,30 @@ def shape_of_config(config: Mapping[str, Any], where: str) -> DecoderShape:
     Raises CheckpointError, naming the field, for a model type or a feature that is not known here, and for fields that
     are missing or make no sense.
     """
+    return read_config(config, where)[0]
+
+
+def read_config(config: Mapping[str, Any], where: str) -> tuple[DecoderShape, list[str]]:
+    """The same, and the names of fields of which nothing is known, though they do not look as if they changed what is
+    computed."""
     kind = config.get("model_type")
-    if kind not in _MODEL_TYPES:
-        raise CheckpointError(f"{where}: model_type {kind!r} is not known here; known are {', '.join(_MODEL_TYPES)}")
+    if kind not in MODEL_TYPES:
+        raise CheckpointError(f"{where}: model_type {kind!r} is not known here; known are {', '.join(MODEL_TYPES)}")
+    family, fields = MODEL_TYPES[kind], Fields(config)
     try:
-        _refuse_unknown(config, kind, where)
-        shape = _gpt2(config) if kind == "gpt2" else _llama(_MODEL_TYPES[kind], config)
-        return shape.changed(head_width=shape.head_width or shape.width // shape.heads)
+        shape = _gpt2(fields) if family == "gpt2" else _llama(family, fields)
+        return shape.changed(head_width=shape.head_width or shape.width // shape.heads), fields.check_rest(where)
     except CheckpointError:
         raise
     except KeyError as error:
         raise CheckpointError(f"{where}: the field {error} is missing") from error
-    except (UsageError, TypeError, ValueError, AttributeError) as error:
+    except (UsageError, TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
         raise CheckpointError(f"{where}: {error}") from error
-
-
-def _refuse_unknown(config: Mapping[str, Any], kind: str, where: str) -> None:
-    for name, computed in _REFUSED.items():
-        value = config.get(name)
-        if value and value not in computed or value is False and computed == (True,):
-            raise CheckpointError(f"{where}: {name} is {value!r}, a feature that is not known here")
-    windowed = [each for each in config.get("layer_types") or () if each != "full_attention"]
-    if windowed or config.get("sliding_window") and config.get("use_sliding_window", not kind.startswith("qwen")):
-        said = f"layer_types has {windowed[0]!r}" if windowed else f"sliding_window is {config['sliding_window']!r}"
-        raise CheckpointError(f"{where}: {said}, but a query sees all positions before it here")
 
 
 def _gpt2(config: Mapping[str, Any]) -> DecoderShape:
     width = config["n_embd"]
+    _refuse_layers(config, "scale_attn_by_inverse_layer_idx", "add_cross_attention")
     return DecoderShape(
         family="gpt2",
         layers=config["n_layer"],
@@ -100,12 +67,19 @@ def _gpt2(config: Mapping[str, Any]) -> DecoderShape:
     )
 
 
+def _refuse_layers(config: Mapping[str, Any], *names: str) -> None:
+    for name in names:
+        if config.get(name):
+            raise UsageError(f"{name} is {config[name]!r}, a feature that is not known here")
+
+
 def _llama(family: str, config: Mapping[str, Any]) -> DecoderShape:
-    heads, biased = config["num_attention_heads"], bool(config.get("attention_bias"))
-    usual_width = 128 if family.startswith("qwen3") else None
-    return DecoderShape(
+    heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
+    biased = bool(config.get("attention_bias"))
+    usual_width = {"qwen3": 128, "qwen3-moe": 128, "gemma": 256, "gemma3-text": 256}.get(family)
+    shape = DecoderShape(
         family=family,
-        layers=config["num_hidden_layers"],
+        layers=layers,
         width=config["hidden_size"],
         heads=heads,
         key_value_heads=config.get("num_key_value_heads") or heads,
@@ -113,36 +87,120 @@ def _llama(family: str, config: Mapping[str, Any]) -> DecoderShape:
         hidden=config["intermediate_size"],
         vocabulary=config["vocab_size"],
         context=config.get("max_position_embeddings") or _LONGEST.get(family, 32768),
-        epsilon=config.get("rms_norm_eps", 1e-5 if family == "mixtral" else 1e-6),
-        tied=config.get("tie_word_embeddings", False),
-        rotary=_rotary(family, config),
+        epsilon=config.get("rms_norm_eps", 1e-5 if family in ("mixtral", "phi3") else 1e-6),
+        tied=config.get("tie_word_embeddings", family in ("smollm3", "gemma", "gemma3-text")),
         bias=biased or family == "qwen2",
         output_bias=biased and family != "qwen2",
-        query_key_norm=family.startswith("qwen3"),
+        query_key_norm=family in ("qwen3", "qwen3-moe", "gemma3-text"),
         mixture=_mixture(family, config),
+    )
+    own = _OWN.get(family)
+    if own is not None:
+        shape = own(config, shape)
+    if family != "gemma3-text":  # which has two kinds of them
+        shape = shape.changed(rotary=_rotary(family, config, shape))
+    if shape.rotary.scaling == "divided":  # longer sequences have other divisors
+        shape = shape.changed(context=min(shape.context, shape.rotary.original_context))
+    return _with_window(family, config, shape)
+
+
+def _rotary(family: str, config: Mapping[str, Any], shape: DecoderShape) -> RotaryOptions:
+    found = rotary_of_config(config, _THETA.get(family, 10_000.0), shape.context, renamed=family == "phi3")
+    if found.part != 1 and family != "phi3":
+        raise UsageError(f"partial_rotary_factor is {found.part}, a feature that is not known here of a {family}")
+    return found
+
+
+def _phi3(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
+    return shape.changed(bias=False, output_bias=False)
+
+
+def _smollm3(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
+    turned = config.get("no_rope_layers")  # 1 where positions turn
+    if turned is None:
+        every = config.get("no_rope_layer_interval", 4)
+        turned = [(layer + 1) % every for layer in range(shape.layers)]
+    _one_a_layer("no_rope_layers", turned, shape)
+    return shape.changed(unturned=as_text(layer for layer in range(shape.layers) if not turned[layer]))
+
+
+def _granite(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
+    return shape.changed(
+        embedding_scale=float(config.get("embedding_multiplier", 1.0)),
+        residual_scale=float(config.get("residual_multiplier", 1.0)),
+        attention_scale=float(config.get("attention_multiplier", 1.0)),
+        logits_divisor=float(config.get("logits_scaling", 1.0)),
     )
 
 
-def _rotary(family: str, config: Mapping[str, Any]) -> RotaryOptions:
-    """Of ``rope_parameters``, as newer programs write them, or of ``rope_theta`` and ``rope_scaling``."""
-    said = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    usual = 1e6 if family == "mixtral" else 10_000.0
-    theta = float(said.get("rope_theta") or config.get("rope_theta") or usual)
-    kind = said.get("rope_type") or said.get("type") or "default"
-    if kind == "default":
-        return RotaryOptions(theta)
-    if kind == "linear":
-        return RotaryOptions(theta, scaling="linear", factor=float(said["factor"]))
-    if kind == "llama3":
-        return RotaryOptions(
-            theta,
-            scaling="llama3",
-            factor=float(said["factor"]),
-            low_frequency_factor=float(said["low_freq_factor"]),
-            high_frequency_factor=float(said["high_freq_factor"]),
-            original_context=said["original_max_position_embeddings"],
-        )
-    raise UsageError(f"rope_type {kind!r} is not known here; known are default, linear and llama3")
+def _gemma(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
+    act = config.get("hidden_activation") or config.get("hidden_act") or _GELU[0]
+    if act not in _GELU:
+        raise UsageError(f"hidden_activation is {act!r}, a feature that is not known here of a {shape.family}")
+    config.get("hidden_act")  # not looked at if both are there
+    return shape.changed(activation="gelu", embedding_scale=sqrt(shape.width))
+
+
+def _gemma3(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
+    shape = _gemma(config, shape)
+    said, old = config.get("rope_parameters") or {}, config.get("rope_scaling")
+    nested = {name: each for name, each in said.items() if isinstance(each, Mapping)}
+    everywhere = nested.get("full_attention") or old or {}
+    near = nested.get(_WINDOW) or {}
+    return shape.changed(
+        norms="both",
+        attention_scale=float(config.get("query_pre_attn_scalar") or 256) ** -0.5,
+        rotary=rotary_of(everywhere, config.get("rope_theta") or 1e6, config, shape.context),
+        rotary_in_window=rotary_of(near, config.get("rope_local_base_freq") or 1e4, config, shape.context),
+    )
+
+
+#: What families have beside a Llama.
+_OWN: Mapping[str, Callable[[Mapping[str, Any], DecoderShape], DecoderShape]] = {
+    "phi3": _phi3,
+    "smollm3": _smollm3,
+    "granite": _granite,
+    "gemma": _gemma,
+    "gemma3-text": _gemma3,
+}
+
+
+def _with_window(family: str, config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
+    """With the blocks that see a window alone, if there are any: as each family says it."""
+    types = config.get("layer_types")
+    if family in ("llama", "granite", "gemma"):  # a window in their config is refused with the rest
+        window = None
+    else:
+        window = config.get("sliding_window", 4096 if family in ("mistral", "gemma3-text") else None)
+    if family.startswith("qwen") or family == "smollm3":
+        window = window if config.get("use_sliding_window") else None
+    if types is None:
+        types = [_WINDOW if window and _is_windowed(family, config, shape, i) else "" for i in range(shape.layers)]
+    else:
+        _one_a_layer("layer_types", types, shape)
+        if odd := sorted(set(types) - {_WINDOW, "full_attention"}):
+            raise UsageError(f"layer_types has {odd[0]!r}, a feature that is not known here")
+        if not window and _WINDOW in types:
+            raise UsageError(f"layer_types has {_WINDOW!r}, but no sliding_window is said")
+    windowed = [layer for layer, each in enumerate(types) if each == _WINDOW]
+    if not windowed:
+        return shape.changed(rotary_in_window=None)
+    return shape.changed(window=window, windowed="" if len(windowed) == shape.layers else as_text(windowed))
+
+
+def _is_windowed(family: str, config: Mapping[str, Any], shape: DecoderShape, layer: int) -> bool:
+    if family in ("qwen2", "qwen3"):
+        return layer >= config.get("max_window_layers", 28)
+    if family == "smollm3":
+        return str(layer) in shape.unturned.split(",")
+    if family == "gemma3-text":
+        return bool((layer + 1) % (config.get("sliding_window_pattern") or 6))
+    return True
+
+
+def _one_a_layer(name: str, values: Sequence[Any], shape: DecoderShape) -> None:
+    if len(values) != shape.layers:
+        raise UsageError(f"{name} has {len(values)} values, but there are {shape.layers} layers")
 
 
 def _mixture(family: str, config: Mapping[str, Any]) -> Mixture | None:
@@ -160,87 +218,6 @@ def _mixture(family: str, config: Mapping[str, Any]) -> Mixture | None:
     return Mixture(
         experts=config.get("num_experts") or config.get("num_local_experts", 128),
         hidden=config.get("moe_intermediate_size", 768),
-        dense=",".join(map(str, sorted(dense))),
+        dense=as_text(dense),
         router=router,
     )
-
-
-def config_of_shape(shape: DecoderShape, dtype: str = "float32") -> dict[str, Any]:
-    """What ``config.json`` says of a decoder, old field names and new ones, so that any version reads it.
-
-    Raises UsageError for a shape that the format has no words for.
-    """
-    family = shape.family
-    common = {
-        "architectures": [_ARCHITECTURES[family]],
-        "model_type": family.replace("-", "_"),
-        "dtype": dtype,
-        "torch_dtype": dtype,
-        "vocab_size": shape.vocabulary,
-        "tie_word_embeddings": shape.tied,
-    }
-    if family == "gpt2":
-        return common | {
-            "n_embd": shape.width,
-            "n_layer": shape.layers,
-            "n_head": shape.heads,
-            "n_inner": shape.hidden,
-            "n_positions": shape.context,
-            "n_ctx": shape.context,
-            "layer_norm_epsilon": shape.epsilon,
-            "activation_function": "gelu_new",
-        }
-    rope = _rope_of(shape.rotary)
-    return common | {
-        "hidden_size": shape.width,
-        "intermediate_size": shape.hidden,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.key_value_heads or shape.heads,
-        "head_dim": shape.head_width or shape.width // shape.heads,
-        "max_position_embeddings": shape.context,
-        "rms_norm_eps": shape.epsilon,
-        "hidden_act": "silu",
-        "attention_bias": shape.output_bias,
-        "sliding_window": None,
-        "rope_parameters": rope,
-        "rope_theta": rope["rope_theta"],
-        "rope_scaling": None if rope["rope_type"] == "default" else rope,
-        **_experts_of(shape),
-    }
-
-
-def _rope_of(rotary: RotaryOptions) -> dict[str, Any]:
-    rope: dict[str, Any] = {"rope_theta": rotary.theta, "rope_type": "default"}
-    if rotary.scaling != "none":
-        rope |= {"rope_type": rotary.scaling, "factor": rotary.factor}
-    if rotary.scaling == "llama3":
-        rope |= {
-            "low_freq_factor": rotary.low_frequency_factor,
-            "high_freq_factor": rotary.high_frequency_factor,
-            "original_max_position_embeddings": rotary.original_context,
-        }
-    return rope
-
-
-def _experts_of(shape: DecoderShape) -> dict[str, Any]:
-    mixture = shape.mixture
-    if mixture is None:
-        return {}
-    router, hidden = mixture.router, mixture.hidden or max(1, shape.hidden // mixture.router.top_k)
-    if mixture.shared or router.score != "softmax" or router.groups > 1 or router.scale != 1:
-        raise UsageError(f"the format has no words for these experts of a {shape.family}: {mixture}")
-    if shape.family == "mixtral":
-        if mixture.dense or not router.renormalise:
-            raise UsageError("a mixtral has experts in all layers, whose weights sum to 1; export it as a qwen3-moe")
-        return {
-            "num_local_experts": mixture.experts, "num_experts_per_tok": router.top_k, "intermediate_size": hidden
-        }  # fmt: skip
-    return {
-        "num_experts": mixture.experts,
-        "num_experts_per_tok": router.top_k,
-        "moe_intermediate_size": hidden,
-        "norm_topk_prob": router.renormalise,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [int(block) for block in mixture.dense.split(",") if block],
-    }

@@ -8,6 +8,7 @@ from spmd_engine.configuration import Configuration, setting
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.moe import MoE
 from spmd_engine.layers.router_options import RouterOptions
+from spmd_engine.models.block_numbers import block_numbers
 
 
 @dataclass(frozen=True)
@@ -23,11 +24,11 @@ class Mixture(Configuration):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.router.check(self.experts)
-        _numbers(self.dense)
+        block_numbers(self.dense, "dense")
 
     def is_routed(self, block: int, blocks: int) -> bool:
         """Whether block number ``block`` has experts; raises UsageError if ``dense`` names one that is not there."""
-        dense = _numbers(self.dense)
+        dense = block_numbers(self.dense, "dense")
         if dense and max(dense) >= blocks:
             raise UsageError(f"dense {self.dense}: blocks are from 0 to {blocks - 1}")
         return block not in dense
@@ -39,10 +40,3 @@ class Mixture(Configuration):
         active = self.router.top_k + self.shared
         own = self.hidden or max(1, hidden // active)
         return MoE(width, own, self.experts, self.router, shared=self.shared, gated=gated, out_std=out_std)
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    numbers = [number.strip() for number in text.split(",")] if text.strip() else []
-    if not all(number.isdecimal() for number in numbers):
-        raise UsageError(f"dense is {text!r}: it is numbers of blocks, as in 0,5")
-    return tuple(map(int, numbers))

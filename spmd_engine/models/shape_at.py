@@ -9,7 +9,7 @@ from spmd_engine.formats.gguf import read_gguf
 from spmd_engine.formats.huggingface import CONFIG, read_json
 from spmd_engine.models.decoder import DecoderShape
 from spmd_engine.models.gguf_names import shape_of_gguf
-from spmd_engine.models.huggingface_config import shape_of_config
+from spmd_engine.models.huggingface_config import read_config, shape_of_config
 
 
 def is_path(name: str) -> bool:
@@ -26,3 +26,9 @@ def shape_at(path: str | Path) -> DecoderShape:
         what = "there is no such folder" if not path.exists() else f"it has no {CONFIG}"
         raise CheckpointError(f"{path} is no model: {what}")
     return shape_of_config(read_json(path / CONFIG), str(path / CONFIG))
+
+
+def not_understood(path: str | Path) -> list[str]:
+    """Fields of what describes the decoder there, of which nothing is known: it is computed as if they were not."""
+    path = Path(path, CONFIG)
+    return read_config(read_json(path), str(path))[1] if path.is_file() else []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from spmd_engine.models.decoder import DecoderShape
 
@@ -22,6 +23,8 @@ class Stored:
     at: Mapping[str, tuple[int, int]] = field(default_factory=dict)  #: letter -> number of this parameter, of how many
     #: How rotary positions pair the numbers of k in the file, if otherwise than here: see ``RotaryOptions.pairs``.
     pairs: str = ""
+    rows: tuple[int, int, int] | None = None  #: these of its rows: first, end, of how many; None: all
+    less: float = 0.0  #: what is stored is so much less
 
 
 #: A parameter's full name, and the ways in which it may be stored, the first of which is how it is written.
@@ -67,39 +70,61 @@ def _of_gpt2(shape: DecoderShape) -> Names:
 
 def _of_llama(shape: DecoderShape) -> Names:
     queries = "hr" if shape.heads > (shape.key_value_heads or shape.heads) else "h"
-    neighbours = shape.rotary.pairs == "neighbours"
+    neighbours, fused = shape.rotary.pairs == "neighbours", shape.family == "phi3"
+    less = 1.0 if shape.family.startswith("gemma") else 0.0  # of scales
+    inner, after_attention, after_mlp = "post_attention_layernorm", "", ""
+    if shape.norms == "both":
+        inner, after_attention, after_mlp = "pre_feedforward_layernorm", inner, "post_feedforward_layernorm"
 
-    def at(name: str, dims: str, turned: bool = False) -> tuple[Stored, ...]:
+    def at(name: str, dims: str, turned: bool = False, **options: Any) -> tuple[Stored, ...]:
         pairs = "halves" if turned else ""
-        return Stored(f"model.{name}", dims, pairs=pairs), Stored(name, dims, pairs=pairs)
+        return Stored(f"model.{name}", dims, pairs=pairs, **options), Stored(name, dims, pairs=pairs, **options)
 
     yield "embedding/table", at("embed_tokens.weight", "v d")
     for i in range(shape.layers):
         block, attention = f"block{i}/attention", f"layers.{i}.self_attn"
-        yield f"{block}/norm/scale", at(f"layers.{i}.input_layernorm.weight", "d")
+        yield f"{block}/norm/scale", at(f"layers.{i}.input_layernorm.weight", "d", less=less)
         for name, short in _ATTENTION.items():
             heads, turned = queries if name == "query" else "h", neighbours and name != "value"
+            if fused:
+                yield f"{block}/{name}", at(f"{attention}.qkv_proj.weight", f"{heads}k d", rows=_rows(shape, name))
+                continue
             yield f"{block}/{name}", at(f"{attention}.{short}_proj.weight", f"{heads}k d", turned)
             if shape.bias:
                 yield f"{block}/{name}_bias", at(f"{attention}.{short}_proj.bias", f"{heads}k", turned)
         if shape.query_key_norm:
-            yield f"{block}/query_norm", at(f"{attention}.q_norm.weight", "k", neighbours)
-            yield f"{block}/key_norm", at(f"{attention}.k_norm.weight", "k", neighbours)
+            yield f"{block}/query_norm", at(f"{attention}.q_norm.weight", "k", neighbours, less=less)
+            yield f"{block}/key_norm", at(f"{attention}.k_norm.weight", "k", neighbours, less=less)
         yield f"{block}/output", at(f"{attention}.o_proj.weight", f"d {queries}k")
         if shape.output_bias:
             yield f"{block}/output_bias", at(f"{attention}.o_proj.bias", "d")
+        if after_attention:
+            yield f"{block}/norm_after/scale", at(f"layers.{i}.{after_attention}.weight", "d", less=less)
         routed = shape.mixture is not None and shape.mixture.is_routed(i, shape.layers)
         kind = "moe" if routed else "mlp"
-        yield f"block{i}/{kind}/norm/scale", at(f"layers.{i}.post_attention_layernorm.weight", "d")
+        yield f"block{i}/{kind}/norm/scale", at(f"layers.{i}.{inner}.weight", "d", less=less)
         if routed:
             yield from _of_experts(shape, i)
             continue
-        for name in ("gate", "up"):
-            yield f"block{i}/mlp/{name}", at(f"layers.{i}.mlp.{name}_proj.weight", "f d")
+        for number, name in enumerate(("gate", "up")):
+            if fused:
+                yield f"block{i}/mlp/{name}", at(f"layers.{i}.mlp.gate_up_proj.weight", "nf d", at={"n": (number, 2)})
+            else:
+                yield f"block{i}/mlp/{name}", at(f"layers.{i}.mlp.{name}_proj.weight", "f d")
         yield f"block{i}/mlp/down", at(f"layers.{i}.mlp.down_proj.weight", "d f")
-    yield "norm/scale", at("norm.weight", "d")
+        if after_mlp:
+            yield f"block{i}/{kind}/norm_after/scale", at(f"layers.{i}.{after_mlp}.weight", "d", less=less)
+    yield "norm/scale", at("norm.weight", "d", less=less)
     if not shape.tied:
         yield "head/table", (Stored("lm_head.weight", "v d"),)
+
+
+def _rows(shape: DecoderShape, name: str) -> tuple[int, int, int]:
+    """Of queries, keys or values in the tensor of all three, one behind the other."""
+    width, shared = shape.head_width or shape.width // shape.heads, shape.key_value_heads or shape.heads
+    ends = (0, shape.heads * width, (shape.heads + shared) * width, (shape.heads + 2 * shared) * width)
+    number = list(_ATTENTION).index(name)
+    return ends[number], ends[number + 1], ends[-1]
 
 
 def _of_experts(shape: DecoderShape, i: int) -> Names:

@@ -64,12 +64,9 @@ def choose(
     """
     if not len(scores):
         return Chosen(np.zeros(0, np.int64), np.zeros(0), np.zeros(0))
-    raw = scores
-    if options.repetition_penalty != 1.0:
-        scores = _penalised(scores.copy(), seen, options.repetition_penalty, vocabulary.start)
+    raw, scores = scores, allowed_scores(scores, options, seen, vocabulary)
     if options.draws:
-        scores = scores.astype(np.float64) / options.temperature
-        scores = _noisy(_allowed(scores, options, vocabulary), keys, vocabulary.start)
+        scores = _noisy(scores, keys, vocabulary.start)
     best = _best_two(scores, vocabulary)
     of_ranks = vocabulary.gather(best)  # [n ranks (score, token, second score)]
     order = np.lexsort((of_ranks[..., 1], -of_ranks[..., 0]), axis=1)
@@ -82,6 +79,18 @@ def choose(
     tokens = token.astype(np.int64)
     likely = _log_probs(raw, tokens, vocabulary) if log_probs else np.full(len(tokens), np.nan)
     return Chosen(tokens, value - second, likely)
+
+
+def allowed_scores(
+    scores: np.ndarray, options: SamplingOptions, seen: Sequence[Sequence[int]], vocabulary: Vocabulary
+) -> np.ndarray:
+    """What the options make of scores[n v], with -inf where a token is not to be drawn: what noise is added to.
+    Collective over the vocabulary's group."""
+    if options.repetition_penalty != 1.0:
+        scores = _penalised(scores.copy(), seen, options.repetition_penalty, vocabulary.start)
+    if options.draws:
+        scores = _allowed(scores.astype(np.float64) / options.temperature, options, vocabulary)
+    return scores
 
 
 def _penalised(scores: np.ndarray, seen: Sequence[Sequence[int]], penalty: float, start: int) -> np.ndarray:

@@ -80,6 +80,9 @@ def open_workload(job: Job, mesh: Mesh) -> Workload:
     Raises UsageError for what does not go together, for data that are not those of ``job.corpus``, and for batches
     too small to be cut over the ranks.
     """
+    if job.data.documents is not None and (job.model.name in IMAGES or job.strategy):
+        what = job.strategy or job.model.name
+        raise UsageError(f"--documents {job.data.documents}: {what} learns from no file of tokens; leave it out")
     if job.model.name in IMAGES and not job.strategy:
         workload = _of_images(job, mesh)
     elif job.data.augment != "none":

@@ -8,12 +8,13 @@ from spmd_engine.arrays import attention
 from spmd_engine.arrays.attention import causal_attention, causal_attention_backward
 
 
-def plain_attention(q, k, v, positions, key_positions):
-    """Output and probabilities, from all scores at once."""
+def plain_attention(q, k, v, positions, key_positions, window=1 << 30):
+    """Output and probabilities, from all scores at once; 0 where nothing is seen."""
     scores = np.einsum("bshk,bthk->bhst", q, k) / np.sqrt(q.shape[3])
-    scores[..., key_positions[None, :] > positions[:, None]] = -np.inf
-    p = np.exp(scores - scores.max(axis=3, keepdims=True))
-    p /= p.sum(axis=3, keepdims=True)
+    distances = positions[:, None] - key_positions[None, :]
+    scores[..., (distances < 0) | (distances >= window)] = -np.inf
+    p = np.exp(scores - np.maximum(scores.max(axis=3, keepdims=True), -1e300))
+    p /= np.maximum(p.sum(axis=3, keepdims=True), 1e-300)
     return np.einsum("bhst,bthk->bshk", p, v), p
 
 
@@ -62,6 +63,20 @@ POSITIONS = {
 def test_attention_of_queries_elsewhere_than_keys(positions, key_positions):
     operands = queries_keys_values(len(positions), len(key_positions), heads=2)
     check_attention(*operands, frozen(positions.copy()), frozen(key_positions.copy()))
+
+
+@pytest.mark.parametrize("window", [1, 20, 64, 65, 1000])
+@pytest.mark.parametrize("positions, key_positions", POSITIONS.values(), ids=POSITIONS)
+def test_a_window_of_positions(positions, key_positions, window):
+    q, k, v = queries_keys_values(len(positions), len(key_positions), heads=2)
+    seen, dy = (positions, key_positions, None, window), normals(*q.shape, seed=3)
+    y, log_sums = causal_attention(q, k, v, *seen)
+    expected, p = plain_attention(q, k, v, positions, key_positions, window)
+    np.testing.assert_allclose(y, expected, rtol=0, atol=1e-12)
+    if np.isfinite(log_sums).all():  # else another rank's keys make them so
+        gradients = causal_attention_backward(dy, q, k, v, y, log_sums, *seen)
+        for array, right in zip(gradients, plain_attention_backward(dy, q, k, v, p)):
+            np.testing.assert_allclose(array, right, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("block_elements", [1, 140, 700])

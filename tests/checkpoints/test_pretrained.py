@@ -18,7 +18,8 @@ from spmd_engine.engine.composition import Composition, ModelConfig, build_engin
 from spmd_engine.errors import UsageError
 from spmd_engine.formats.safetensors_file import read_safetensors
 from spmd_engine.formats.tensor import PlainTensor
-from spmd_engine.models.huggingface_config import config_of_shape, shape_of_config
+from spmd_engine.models.huggingface_config import shape_of_config
+from spmd_engine.models.huggingface_written import config_of_shape
 from spmd_engine.models.shape_at import shape_at
 
 FOLDERS = Path(__file__).parents[1] / "golden" / "decoders"
@@ -141,9 +142,14 @@ def test_a_table_of_what_went_where():
     ("values", "said"),
     [
         ({"model_type": "mamba"}, "model_type 'mamba' is not known here; known are gpt2, llama"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type 'yarn' is not known here"),
-        ({"sliding_window": 64}, "sliding_window is 64, but a query sees all positions"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has 'sliding_attention'"),
+        ({"rope_parameters": {"rope_type": "mrope", "factor": 2.0}}, "rope_type 'mrope' is not known here"),
+        ({"rope_parameters": {"rope_type": "default", "odd": 1}}, "odd of rope_type 'default' is 1, a feature"),
+        ({"rope_parameters": {"rope_theta": 10}, "rope_scaling": {"type": "linear", "factor": 2}}, "differ; leave"),
+        ({"sliding_window": 64}, "sliding_window is 64, a feature that is not known here"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "but no sliding_window is said"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 values, but there are 2 layers"),
+        ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping is 30.0, a feature"),
+        ({"mla_attention_rank": 4}, "mla_attention_rank is 4, a feature that is not known here"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', a feature that is not known here"),
         ({"mlp_bias": True}, "mlp_bias is True, a feature that is not known here"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is"),
@@ -161,6 +167,13 @@ def test_a_config_that_is_unknown_here_or_lies(folder, values, said):
     change(folder, **values)
     with pytest.raises(UsageError, match=said):
         load(folder, {"model": 2})
+
+
+def test_a_field_of_which_nothing_is_known_is_told(folder, caplog):
+    change(folder, favourite_colour="green", use_cache=False, transformers_version="9")
+    load(folder)
+    (told,) = caplog.messages
+    assert told.endswith("not known here, and not heeded: favourite_colour")
 
 
 def test_a_field_that_is_missing(folder):

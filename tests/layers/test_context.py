@@ -62,6 +62,14 @@ def test_with_the_stream_cut_further(method, zigzag, axes):
 
 @every_method
 @either_deal
+@pytest.mark.parametrize("window", [1, 3, 40])
+def test_a_window_of_positions(method, zigzag, window):
+    layer = Attention(WIDTH, 3, context=context_method(method), window=window)
+    assert_as_single(problem_of(layer, batch=2, length=90), {"context": 3}, zigzag=zigzag)
+
+
+@every_method
+@either_deal
 @pytest.mark.parametrize("ranks, length", [(4, 1), (4, 3), (3, 2), (2, 64), (3, 301)])
 def test_few_tokens_and_many(method, zigzag, ranks, length):
     """The last ranks may have none; the kernel works in several blocks of rows."""
@@ -240,11 +248,11 @@ def test_only_queries_that_see_a_key_are_compared(monkeypatch, ranks):
     """Consecutive parts: rank i meets i + 1 blocks. Balanced: all meet all, and have as much to do in every step."""
     calls = {}
 
-    def counting(q, k, v, positions, key_positions, apart):
+    def counting(q, k, v, positions, key_positions, *rest):
         assert q.shape[1] == len(positions) and key_positions[0] <= positions[0]
         seen = int((key_positions[None, :] <= positions[:, None]).sum())
         calls.setdefault(get_ident(), []).append(seen)
-        return causal_attention(q, k, v, positions, key_positions, apart)
+        return causal_attention(q, k, v, positions, key_positions, *rest)
 
     monkeypatch.setattr(ring_attention, "causal_attention", counting)
     problem = problem_of(attention("ring"), length=24)

@@ -50,6 +50,8 @@ def in_its_place(gradients, stored, gradient, dims, sizes):
     """Compare a parameter's gradient with that of the tensor that it is stored in, or of its part of it."""
     found = next(each for each in stored if f"gradient/{each.tensor}" in gradients)
     whole = gradients[f"gradient/{found.tensor}"]
+    if found.rows is not None:
+        whole = whole[slice(*found.rows[:2])]
     sizes = sizes | {letter: count for letter, (_, count) in found.at.items()}
     letters = [letter for word in found.dims.split() for letter in word]
     part = whole.reshape([sizes[letter] for letter in letters])

@@ -1,0 +1,113 @@
+"""Decoding, prompts, fine-tuning and memory of a 135M Llama in float32: the engine beside transformers.
+
+    python scripts/bench_decoding.py --peer-python PATH/TO/python        # one that has torch and transformers
+    python scripts/bench_decoding.py --rounds 5 --only "batch 1,clock"
+
+A Llama of 30 layers of 576, 9 heads, 3 key heads, FFN 1,536 and 49,152 tokens, with random weights, is written as a
+folder that both sides read. In every round each side runs once, in a process of its own with one thread, in the order
+reversed from round to round; a row is the fewest seconds of processor time of its repeats, so other work on the machine
+counts for little. `clock` compares two ranks along `model` with one, by the clock: it wants a quiet machine. What a row
+is, `decoding_protocol.py` says.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+
+import click
+from decoding_protocol import NEW, ROWS
+
+from spmd_engine import Mesh
+from spmd_engine.checkpoints.export_huggingface import export_huggingface
+from spmd_engine.checkpoints.read import Sliceable
+from spmd_engine.cli.bench.launch import mpiexec
+from spmd_engine.engine.composition import ModelConfig, build_engine
+from spmd_engine.models import DecoderShape
+
+HERE = Path(__file__).resolve().parent
+SHAPE = DecoderShape(
+    layers=30, width=576, heads=9, key_value_heads=3, hidden=1536, vocabulary=49152, context=2048, epsilon=1e-5
+)
+#: What is to be reached: how many times as fast as transformers, of `memory` which part of its bytes at most.
+GOALS = {"memory": 0.8, "batch 1": 1.3, "batch 8": 1.0, "prefill": 1.1, "train": 1.05, "clock": 1.4}
+SAID = {
+    "memory": "largest resident size after a prompt of 128, bytes",
+    "batch 1": f"{NEW} tokens of 1 text",
+    "batch 8": f"{NEW} tokens of 8 texts",
+    "prefill": "a prompt of 512",
+    "train": "a step of 2 x 256 tokens with AdamW",
+    "clock": f"{NEW} tokens of 1 text on 2 ranks, by the clock, beside 1 rank",
+}
+
+
+def write_model(folder):
+    """The folder, with drawn weights."""
+    with Mesh() as mesh:
+        engine = build_engine(ModelConfig("llama", shape=SHAPE), mesh)
+        arrays = {name: engine.gather(name) for name in engine.names}
+    sliceable = {name: Sliceable(each.shape, each.dtype, each.__getitem__) for name, each in arrays.items()}
+    export_huggingface(sliceable, SHAPE, folder)
+
+
+def result_of(worker, rows, folder, python=sys.executable, ranks=1):
+    """What a worker measures."""
+    command = [python, str(HERE / f"{worker}.py"), str(folder), ",".join(rows)]
+    command = [*([mpiexec(), "-n", str(ranks)] if ranks > 1 else []), *command]
+    environment = os.environ | dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    if python != sys.executable:
+        environment.pop("PYTHONPATH", None)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=1800)
+    if done.returncode:
+        raise click.ClickException(f"{worker} failed:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@click.command(help=__doc__.splitlines()[0])
+@click.option("--peer-python", help="A Python that has torch and transformers; without it, ours alone is measured.")
+@click.option("--rounds", default=3, show_default=True)
+@click.option("--only", default=",".join(ROWS), show_default=True, help="Rows, with commas.")
+@click.option("--folder", type=click.Path(path_type=Path), help="Where the model is, or is to be written.")
+def main(peer_python, rounds, only, folder):
+    rows = [row for row in ROWS if row in only.split(",")]
+    alone = [row for row in rows if row != "clock"]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = folder or Path(temporary, "llama-135m")
+        if not (folder / "config.json").is_file():
+            folder.mkdir(parents=True, exist_ok=True)
+            write_model(folder)
+        runs = {"ours": lambda: result_of("decoding_ours", alone, folder)} if alone else {}
+        if peer_python and alone:
+            runs["transformers"] = lambda: result_of("decoding_transformers", alone, folder, peer_python)
+        if "clock" in rows:
+            runs["1 rank"] = lambda: result_of("decoding_ours", ["clock"], folder)
+            runs["2 ranks"] = lambda: result_of("decoding_ours", ["clock"], folder, ranks=2)
+        found = {name: [] for name in runs}
+        for number in range(rounds):
+            for name in reversed(runs) if number % 2 else runs:
+                found[name].append(runs[name]())
+    for row in rows:
+        sides = ("2 ranks", "1 rank") if row == "clock" else ("ours", "transformers")
+        click.echo(line(row, *([each[row] for each in found.get(side, [])] for side in sides)))
+
+
+def line(row, ours, theirs):
+    """A row of the table: medians, and of the ratios the median and the range."""
+    said = f"{SAID[row]:<62} {shown(row, median(ours)):>9}"
+    if not theirs:
+        return said
+    ratios = [one / other if row == "memory" else other / one for one, other in zip(ours, theirs, strict=True)]
+    found = f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    goal = f"{'at most' if row == 'memory' else 'at least'} {GOALS[row]}"
+    return f"{said} {shown(row, median(theirs)):>9}   {found}, {goal}"
+
+
+def shown(row, value):
+    return f"{value / 1e6:,.0f} MB" if row == "memory" else f"{value:.3f} s"
+
+
+if __name__ == "__main__":
+    main()

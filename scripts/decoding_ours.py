@@ -1,0 +1,56 @@
+"""Decodes, reads prompts and fine-tunes with the engine: a worker of `bench_decoding.py`. Ranks are along `model`."""
+
+import sys
+
+import numpy as np
+from decoding_protocol import LONG, NEW, PROMPT, TRAIN, measure, tokens
+
+from spmd_engine import Mesh
+from spmd_engine.checkpoints.pretrained import open_pretrained
+from spmd_engine.comm.world import world
+from spmd_engine.engine import AdamW
+from spmd_engine.engine.batch import batch_of
+from spmd_engine.engine.composition import ModelConfig
+from spmd_engine.serving import Limits, generate
+from spmd_engine.serving.next_tokens import NextTokens, call
+from spmd_engine.serving.options import SamplingOptions
+
+
+def main() -> None:
+    ranks = world().size
+    with Mesh(**({"model": ranks} if ranks > 1 else {"data": 1})) as mesh:
+        engine, _ = open_pretrained(ModelConfig(sys.argv[1]), mesh)
+        vocabulary, optimizer = engine.model.vocabulary, AdamW()
+
+        def write(batch):
+            prompts = tokens(batch, PROMPT, vocabulary).tolist()
+            return lambda: generate(engine, prompts, limits=Limits(NEW))
+
+        def read(length):
+            text = tokens(1, length, vocabulary)[0].tolist()
+
+            def step():
+                with engine.inference():
+                    NextTokens(engine, SamplingOptions()).forward(call([(0, 0, 0, 0, text)]))
+
+            return step
+
+        def train():
+            batch = batch_of(*tokens(2 * TRAIN[0], TRAIN[1], vocabulary).reshape(2, *TRAIN), engine)
+
+            def step():
+                engine.step(batch)
+                optimizer.update(engine, engine.gradients, step=1, rate=1e-5)
+
+            return step
+
+        steps = {
+            "memory": read(128), "batch 1": write(1), "batch 8": write(8), "prefill": read(LONG), "train": train(),
+            "clock": write(1),
+        }  # fmt: skip
+        measure(steps, report=mesh.rank == 0)
+        np.testing.assert_equal(mesh.size, ranks)
+
+
+if __name__ == "__main__":
+    main()

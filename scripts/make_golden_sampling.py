@@ -1,0 +1,69 @@
+"""Write `tests/golden/sampling.npz`: scores before and after transformers' own logits processors.
+
+    pip install torch==2.13.0 transformers==5.23.0 numpy
+    python scripts/make_golden_sampling.py
+
+    scores    float64  c v: of one row a case; some have equal ones, and -inf
+    seen      int64    c s: the tokens that the row has so far, some of them several times
+    options   float64  c 5: repetition penalty, temperature, top-k (0: none), top-p (1: none), min-p (0: none)
+    allowed   float64  c v: what is left, -inf where a token is not to be drawn
+
+The processors are those that `generate` makes of a `GenerationConfig`, in its own order.
+"""
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+FILE = Path(__file__).resolve().parent.parent / "tests" / "golden" / "sampling.npz"
+VOCABULARY, SEEN = 40, 9
+ONE = [
+    (1.0, 1.0, 0, 1.0, 0.0), (1.7, 1.0, 0, 1.0, 0.0), (0.6, 1.0, 0, 1.0, 0.0), (1.0, 0.3, 0, 1.0, 0.0),
+    (1.0, 4.0, 0, 1.0, 0.0), (1.0, 1.0, 1, 1.0, 0.0), (1.0, 1.0, 7, 1.0, 0.0), (1.0, 1.0, 40, 1.0, 0.0),
+    (1.0, 1.0, 100, 1.0, 0.0), (1.0, 1.0, 0, 0.0, 0.0), (1.0, 1.0, 0, 0.01, 0.0), (1.0, 1.0, 0, 0.5, 0.0),
+    (1.0, 1.0, 0, 0.9, 0.0), (1.0, 1.0, 0, 0.999999, 0.0), (1.0, 1.0, 0, 1.0, 0.2), (1.0, 1.0, 0, 1.0, 1.0),
+    (1.0, 1.0, 0, 1.0, 1e-6),
+]  # fmt: skip
+SEVERAL = list(itertools.product((1.3,), (0.7, 2.0), (0, 12), (0.8, 1.0), (0.0, 0.1)))
+
+
+def processors(penalty, temperature, top_k, top_p, min_p):
+    """As `generate` makes them."""
+    config = transformers.GenerationConfig(
+        do_sample=True, repetition_penalty=penalty, temperature=temperature, top_k=int(top_k), top_p=top_p,
+        min_p=min_p or None,
+    )  # fmt: skip
+    tiny = transformers.AutoModelForCausalLM.from_config(
+        transformers.LlamaConfig(vocab_size=VOCABULARY, hidden_size=4, intermediate_size=4, num_hidden_layers=1,
+                                 num_attention_heads=1)
+    )  # fmt: skip
+    return tiny._get_logits_processor(config, input_ids_seq_length=SEEN, logits_processor=[], device="cpu")
+
+
+def main():
+    """Each case with plain scores, with some that are equal, and with some that are -inf."""
+    random, options, before, texts, after = np.random.default_rng(7), [], [], [], []
+    for case in ONE + SEVERAL:
+        chain = processors(*case)
+        for kind in ("plain", "equal", "infinite"):
+            scores = 3 * random.standard_normal(VOCABULARY)
+            if kind == "equal":
+                scores = np.round(scores)
+            if kind == "infinite":
+                scores[random.choice(VOCABULARY, 25, replace=False)] = -np.inf
+            seen = random.integers(0, VOCABULARY, SEEN)
+            found = chain(torch.from_numpy(seen)[None], torch.from_numpy(scores)[None].clone())
+            options.append(case)
+            before.append(scores)
+            texts.append(seen)
+            after.append(found[0].numpy())
+    arrays = {"scores": before, "seen": texts, "options": options, "allowed": after}
+    np.savez_compressed(FILE, **{name: np.array(each) for name, each in arrays.items()})
+    print(len(options), "cases", FILE.stat().st_size, "bytes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""What ``config.json`` says of a DecoderShape: old field names and new ones, so that any version reads it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from spmd_engine.errors import UsageError
+from spmd_engine.models.decoder import DecoderShape
+from spmd_engine.models.huggingface_rope import rope_of
+
+_ARCHITECTURES = {
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3-moe": "Qwen3MoeForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma3-text": "Gemma3ForCausalLM",
+}
+
+
+def config_of_shape(shape: DecoderShape, dtype: str = "float32") -> dict[str, Any]:
+    """The content of the file, for weights of this ``dtype``; raises UsageError for a shape that there are no words
+    for."""
+    family = shape.family
+    common = {
+        "architectures": [_ARCHITECTURES[family]],
+        "model_type": family.replace("-", "_"),
+        "dtype": dtype,
+        "torch_dtype": dtype,
+        "vocab_size": shape.vocabulary,
+        "tie_word_embeddings": shape.tied,
+    }
+    if family == "gpt2":
+        return common | {
+            "n_embd": shape.width,
+            "n_layer": shape.layers,
+            "n_head": shape.heads,
+            "n_inner": shape.hidden,
+            "n_positions": shape.context,
+            "n_ctx": shape.context,
+            "layer_norm_epsilon": shape.epsilon,
+            "activation_function": "gelu_new",
+        }
+    rope = rope_of(shape.rotary)
+    return common | {
+        "hidden_size": shape.width,
+        "intermediate_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.key_value_heads or shape.heads,
+        "head_dim": shape.head_width or shape.width // shape.heads,
+        "max_position_embeddings": shape.context,
+        "rms_norm_eps": shape.epsilon,
+        "hidden_act": "silu",
+        "attention_bias": shape.output_bias,
+        "rope_parameters": rope,
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": None if rope["rope_type"] == "default" else rope,
+        **_windows_of(shape),
+        **_experts_of(shape),
+        **_own_of(shape, rope),
+    }
+
+
+def _windows_of(shape: DecoderShape) -> dict[str, Any]:
+    """Which blocks see a window alone."""
+    windowed = [shape.has_window(layer) for layer in range(shape.layers)]
+    said: dict[str, Any] = {"sliding_window": shape.window}
+    if shape.family in ("qwen2", "qwen3", "qwen3-moe", "smollm3"):
+        said["use_sliding_window"] = shape.window is not None
+    if shape.family in ("qwen2", "qwen3", "smollm3", "gemma3-text"):
+        said["layer_types"] = ["sliding_attention" if each else "full_attention" for each in windowed]
+    elif any(windowed) and not all(windowed) or shape.window and shape.family in ("llama", "granite", "gemma"):
+        raise UsageError(f"a {shape.family} has no words for the window of blocks {shape.windowed or 'of all layers'}")
+    return said
+
+
+def _own_of(shape: DecoderShape, rope: dict[str, Any]) -> dict[str, Any]:
+    """What a family alone has words for; raises UsageError for what it has none for."""
+    family, said = shape.family, {}
+    usual = DecoderShape(family=family)
+    own = {
+        "granite": ("embedding_scale", "residual_scale", "attention_scale", "logits_divisor"),
+        "smollm3": ("unturned",),
+        "gemma": ("activation", "embedding_scale"),
+        "gemma3-text": ("activation", "embedding_scale", "attention_scale", "norms", "rotary_in_window"),
+    }.get(family, ())
+    for name in (
+        "embedding_scale", "residual_scale", "attention_scale", "logits_divisor", "unturned", "activation", "norms",
+        "rotary_in_window",
+    ):  # fmt: skip
+        if name not in own and getattr(shape, name) != getattr(usual, name):
+            raise UsageError(f"a {family} has no words for {name} {getattr(shape, name)!r}")
+    if family == "granite":
+        width = shape.head_width or shape.width // shape.heads
+        said = {
+            "embedding_multiplier": shape.embedding_scale,
+            "residual_multiplier": shape.residual_scale,
+            "attention_multiplier": width**-0.5 if shape.attention_scale is None else shape.attention_scale,
+            "logits_scaling": shape.logits_divisor,
+        }
+    if family == "smollm3":
+        said["no_rope_layers"] = [int(shape.is_turned(layer)) for layer in range(shape.layers)]
+    if family == "phi3":
+        said |= {"partial_rotary_factor": shape.rotary.part}
+        if shape.rotary.scaling == "divided":
+            said["original_max_position_embeddings"] = shape.rotary.original_context
+    if family.startswith("gemma"):
+        said |= {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
+    if family == "gemma3-text":
+        near = rope_of(shape.rotary_in_window or shape.rotary)
+        said |= {
+            "query_pre_attn_scalar": round((shape.attention_scale or (shape.head_width or 1) ** -0.5) ** -2, 9),
+            "rope_parameters": {"full_attention": rope, "sliding_attention": near},
+            "rope_local_base_freq": near["rope_theta"],
+        }
+    return said
+
+
+def _experts_of(shape: DecoderShape) -> dict[str, Any]:
+    mixture = shape.mixture
+    if mixture is None:
+        return {}
+    router, hidden = mixture.router, mixture.hidden or max(1, shape.hidden // mixture.router.top_k)
+    if mixture.shared or router.score != "softmax" or router.groups > 1 or router.scale != 1:
+        raise UsageError(f"the format has no words for these experts of a {shape.family}: {mixture}")
+    if shape.family == "mixtral":
+        if mixture.dense or not router.renormalise:
+            raise UsageError("a mixtral has experts in all layers, whose weights sum to 1; export it as a qwen3-moe")
+        return {
+            "num_local_experts": mixture.experts, "num_experts_per_tok": router.top_k, "intermediate_size": hidden
+        }  # fmt: skip
+    return {
+        "num_experts": mixture.experts,
+        "num_experts_per_tok": router.top_k,
+        "moe_intermediate_size": hidden,
+        "norm_topk_prob": router.renormalise,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [int(block) for block in mixture.dense.split(",") if block],
+    }
