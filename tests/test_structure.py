@@ -51,6 +51,7 @@ STATE = {
     "strategies/names.py: STRATEGIES": "a table; a page is imported when it is asked for",
     "sharding/asking.py: _placed": "the cache of a pure function",
     "sharding/placement.py: _first_holders": "the cache of a pure function",
+    "sharding/routes.py: _parts": "the cache of a pure function",
     "sharding/halos.py: plan_halos": "the cache of a pure function",
     "sharding/moves.py: _exchange_plan": "the cache of a pure function",
     "training/prepared.py: _order": "the cache of a pure function",

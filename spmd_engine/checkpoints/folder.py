@@ -75,8 +75,12 @@ class CheckpointFolder:
                 discard(each)
 
     def _free_name(self, step: int) -> Path:
-        """Of a step that was saved before, in a run that goes on from an earlier one, the newer one is the last."""
-        again = [int(match[2] or 0) for each in self.complete() if int((match := _number(each))[1]) == step]
+        """Of a step that was saved before, in a run that goes on from an earlier one, the newer one is the last.
+
+        A folder that lost its manifest counts, too: its name is taken.
+        """
+        named = [matched for each in self.path.iterdir() if (matched := _COMPLETE.fullmatch(each.name))]
+        again = [int(matched[2] or 0) for matched in named if int(matched[1]) == step]
         return self.path / (f"step-{step:08d}" + (f".{max(again) + 1}" if again else ""))
 
     def _point_to(self, complete: Path) -> None:
@@ -95,6 +99,12 @@ class CheckpointFolder:
             with suppress(OSError):  # a full disk, or another who looks into it, is no reason to fail now
                 os.rename(each, removed)
                 discard(removed)
+
+
+def step_in_name(folder: Path) -> int | None:
+    """The step that a checkpoint's folder is named after; None if it has a name of another kind."""
+    matched = _COMPLETE.fullmatch(folder.name)
+    return int(matched[1]) if matched else None
 
 
 def find_checkpoint(path: str | os.PathLike) -> Path:
@@ -131,12 +141,6 @@ def discard(path: Path) -> None:
             path.unlink()
     else:
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _number(path: Path) -> re.Match:
-    matched = _COMPLETE.fullmatch(path.name)
-    assert matched
-    return matched
 
 
 def _sync(folder: Path) -> None:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from spmd_engine.checkpoints.dtypes import DTYPES
 from spmd_engine.checkpoints.files import is_finite, read_block
 from spmd_engine.checkpoints.fill import Wanted, fill
-from spmd_engine.checkpoints.folder import CHECKPOINTS, MANIFEST, find_checkpoint
+from spmd_engine.checkpoints.folder import CHECKPOINTS, MANIFEST, find_checkpoint, step_in_name
 from spmd_engine.checkpoints.headers import LARGEST, Headers
 from spmd_engine.checkpoints.manifest import MODEL, OPTIMIZER, RESIDUES, Block, Manifest, StoredArray
 from spmd_engine.checkpoints.save import mesh_name
@@ -134,12 +134,20 @@ def read_manifest(folder: Path) -> Manifest:
         if path.stat().st_size > LARGEST:
             raise CheckpointError(f"{path}: {path.stat().st_size} bytes are no manifest of ours")
         manifest = Manifest.parse(path.read_bytes(), str(path))
+        if step_in_name(folder) not in (None, manifest.step):
+            raise CheckpointError(
+                f"{folder} was renamed: it is the checkpoint of step {manifest.step}; give it its name back, or a run "
+                "would go on from the wrong one"
+            )
         for file, size in manifest.file_sizes().items():
             if (folder / file).stat().st_size != size:
                 there = (folder / file).stat().st_size
                 raise CheckpointError(f"{folder / file} is damaged: it has {there} bytes, {size} were written")
     except OSError as error:
-        raise CheckpointError(f"{folder}: a part of this checkpoint cannot be read: {error}") from error
+        raise CheckpointError(
+            f"{folder}: a part of this checkpoint cannot be read: {error}. Take it from a copy, or remove the folder "
+            "to go on from the one before"
+        ) from error
     return manifest
 
 

@@ -30,6 +30,7 @@ from spmd_engine.signals import exit_code
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 JOIN = 10  #: seconds within which other ranks should come, too, when one joins MPI only to leave
+FINALIZE = 120  #: seconds that the end of MPI may take after all ranks have come to the end of their programs
 _FAILED = 32767  # the largest tag that every MPI allows
 
 
@@ -84,6 +85,10 @@ def _leave(comm: Communicator) -> None:
         Group(comm, "world", Ledger()).leave()
     except SpmdError:
         sys.excepthook(*sys.exc_info())  # atexit would print it and go on into MPI_Finalize, which hangs
+    # All have come to their end. Should MPI_Finalize hang (a rank is stopped there, a link is down), no Python runs any
+    # more that could tell: the system then ends this process, and the launcher says so and ends the job.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(FINALIZE)
 
 
 def gather_texts(comm: Communicator, text: str) -> list[str]:

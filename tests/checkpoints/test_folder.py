@@ -116,3 +116,21 @@ def test_a_run_has_one_writer(tmp_path):
         RunLock(tmp_path).__enter__()
     with RunLock(tmp_path):
         pass
+
+
+def test_a_checkpoint_that_was_renamed_to_another_step_is_refused(tmp_path):
+    save(tmp_path, 1, 1)
+    (tmp_path / "checkpoints/step-00000001").rename(tmp_path / "checkpoints/step-00000007")
+    with pytest.raises(CheckpointError, match="step-00000007 was renamed: it is the checkpoint of step 1"):
+        Checkpoint(tmp_path)
+    (tmp_path / "checkpoints/step-00000007").rename(tmp_path / "kept")  # a name of another kind says nothing of steps
+    assert Checkpoint(tmp_path / "kept").metadata["step"] == 1
+
+
+def test_what_is_left_of_a_checkpoint_keeps_nobody_from_saving_that_step_again(tmp_path):
+    save(tmp_path, 1, 1)
+    save(tmp_path, 1, 2)
+    (tmp_path / "checkpoints/step-00000002/manifest.json").unlink()
+    assert Checkpoint(tmp_path).metadata["step"] == 1
+    save(tmp_path, 1, 2)
+    assert Checkpoint(tmp_path).path.name == "step-00000002.1"
