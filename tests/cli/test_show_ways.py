@@ -9,12 +9,13 @@ from spmd_engine.comm.tuning import Tuning
 
 def test_the_ways_of_a_mesh_by_axis():
     library = "the MPI library's nonblocking call; else within nodes, then between them"
+    blocking = "up to 4.00 MiB the MPI library's blocking call; else shared memory"
     lines = ways_on_mesh("all_gather", {"data": 4, "model": 2}, nodes=2)
     assert lines == [
         "over data (4 ranks on 2 nodes):",
         f"  up to 4.00 KiB with the agreement; below 16.00 KiB {library}",
         "over model (2 ranks on 1 node):",
-        "  waited for: up to 16.00 KiB with the agreement; up to 4.00 MiB the MPI library's blocking call; else shared memory",
+        f"  waited for: up to 16.00 KiB with the agreement; {blocking}",
         "  started:    up to 256.00 KiB with the agreement; else shared memory",
         "over data,model (8 ranks on 2 nodes):",
         f"  up to 2.00 KiB with the agreement; below 8.00 KiB {library}",
