@@ -1,15 +1,15 @@
 """Ranks and what passes between them: communicators, the mesh of named axes, collectives, the ledger.
 
 The way of one blocking ``mesh.all_reduce(x)``. ``Mesh.group`` gives the Group of the axes; its ``all_reduce`` looks up
-the call's Plan, or makes it (``reductions``): header, result's shape, sizes for the ledger. On one node, a small call
-that was made before is done at once: header and data are written to this rank's row of the Board, everyone's rows are
-read, and summed in rank order (``Door._at_once``). Otherwise ``Door._begin`` numbers the call and hands its steps, a
-generator, to Progress, and ``wait`` takes all of this rank's operations on until this one is done. On one node the
-steps meet on the board, where arrays are shown, not copied (``meeting``), and reduce them where they lie (``shared``).
-Between nodes (``between_nodes``) ranks agree in log2(n) messages (``dissemination``), of which small arrays are a
-part; ``ways.way``, a pure function of what all then know, says which of ``transports`` moves larger ones. What is left
-is to copy the result to where it is wanted; the ledger has its entry, and the board's page is free again, when the
-operation ends.
+the PreparedCall of such calls, or makes it (``prepare``): signature, result's shape, sizes for the ledger. On one node,
+a small call that was made before is done at once: signature and data are written to this rank's entry of the
+SlotTable, everyone's entries are read, and summed in rank order (``Calls._at_once``). Otherwise the call's steps
+(``collective_steps``), a generator, begin: ``Calls._wait_for`` takes them on while the others are near, and hands them
+to Progress if they are not, where ``wait`` takes all of this rank's operations on until this one is done. The ranks
+agree on the call: on one node in the table, where they also show their arrays (``rendezvous``); between nodes in
+log2(n) messages (``dissemination``), of which small arrays are a part. Then ``ways.way``, a pure function of what all
+now know, says which of ``transports`` moves the data. What is left is to copy the result to where it is wanted; the
+ledger has its entry, and the table's slot is free again, when the call ends.
 """
 
 from spmd_engine.comm.communicator import Communicator

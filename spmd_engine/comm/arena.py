@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 
 from spmd_engine.arrays.memory import address_of
-from spmd_engine.comm.lending import Lender
+from spmd_engine.comm.cross_memory import CrossMemory
 
 ALIGNMENT = 64  # bytes: a cache line
 HEAD = 4096  # bytes at the beginning of every arena that are not allocated, but the ranks' own
@@ -115,11 +115,11 @@ class Closable(Protocol):
 class Neighbours:
     """All arenas of a node, as one of its ranks sees them: ``memories`` by local rank, ``own`` to allocate from.
 
-    ``lender`` reads what is not in an arena, where the system allows it.
+    ``cross_memory`` reads what is not in an arena, where the system allows it.
     """
 
-    def __init__(self, memories: Sequence, local_rank: int, lender: Lender | None = None) -> None:
-        self.memories, self.local_rank, self.lender = list(memories), local_rank, lender
+    def __init__(self, memories: Sequence, local_rank: int, cross_memory: CrossMemory | None = None) -> None:
+        self.memories, self.local_rank, self.cross_memory = list(memories), local_rank, cross_memory
         self.own = Arena(self.memories[local_rank])
         self._address = address_of(np.frombuffer(self.own.memory, np.uint8))
         self._retired: list[Closable] = []
@@ -135,9 +135,9 @@ class Neighbours:
         """An array in a neighbour's arena."""
         return np.ndarray(shape, dtype, self.memories[local_rank], offset)
 
-    def retire(self, board: Closable | None = None) -> None:
-        """Close ``board``, and those retired earlier that could not be closed yet."""
-        self._retired = [each for each in (*self._retired, board) if each is not None and not each.close()]
+    def retire(self, table: Closable | None = None) -> None:
+        """Close ``table``, and those retired earlier that could not be closed yet."""
+        self._retired = [each for each in (*self._retired, table) if each is not None and not each.close()]
 
 
 def bound(ranks: int) -> int:

@@ -15,15 +15,14 @@ import numpy as np
 from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.activity import Line
 from spmd_engine.comm.arena import Neighbours
-from spmd_engine.comm.board import Board
 from spmd_engine.comm.pending import TIMEOUT, Progress
+from spmd_engine.comm.slot_table import SlotTable
 from spmd_engine.comm.transports.turns import Turns
 from spmd_engine.comm.tuning import Tuning
 
 if TYPE_CHECKING:
-    from spmd_engine.comm.by_library import Library
     from spmd_engine.comm.transports.hierarchical import Lanes
-    from spmd_engine.comm.transports.mpi import NonblockingCollectives
+    from spmd_engine.comm.transports.mpi import BlockingCollectives, NonblockingCollectives
 
 
 class Communicator(ABC):
@@ -39,13 +38,13 @@ class Communicator(ABC):
     line: Line  #: where this rank's calls are published
     calls = 0  #: collectives begun here; equal on all ranks, whichever meshes share this communicator
     device_aware = False  #: whether device arrays may be handed to it as they are
-    looks = 0  #: how often to look for what is waited for before giving way, where every rank has a core
+    spin_tests = 0  #: how often to test for what is waited for before giving way; 0: not all have a core
     neighbours: Neighbours | None = None  #: memory shared with ranks of this node, where it can be had
-    board: Board | None = None  #: where this communicator's ranks meet, if all are on one node and share memory
+    table: SlotTable | None = None  #: where this communicator's ranks meet, if all are on one node and share memory
     lanes: Lanes | None = None  #: the ways between its nodes, if there are several, with as many ranks each
     collectives: NonblockingCollectives | None = None  #: the MPI library's, of these ranks, for calls between nodes
     lane_collectives: NonblockingCollectives | None = None  #: the same for this rank's lane
-    library: Library | None = None  #: faster at some calls of ranks that have all come, and have a core each
+    library: BlockingCollectives | None = None  #: MPI's, if all have a core each
 
     def next_call(self, text: int = 0) -> int:
         """The number of the call that begins now; ``text``: the number of what it is, see ``Activity.called``."""
@@ -109,6 +108,6 @@ class Communicator(ABC):
     def pause(self, idle: int, activity: int, messages: bool = True) -> None:
         """Leave the processor to others for a moment, the ``idle``-th time in a row without progress.
 
-        ``messages``: whether some are waited for. Those must be looked for; who writes on a board wakes others.
+        ``messages``: whether some are waited for. Those must be looked for; who writes on a table wakes others.
         Raises RankAborted if another rank has failed meanwhile.
         """

@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spmd_engine.comm.awaited import Requests
+from spmd_engine.comm.condition import Requests
 from spmd_engine.comm.pending import RanksEnded, Steps
+from spmd_engine.comm.signature import Signature
 from spmd_engine.comm.transports.messages import Ranks
 
 _SAME, _ALIKE, _SIZES, _HOST, _MOST, _ENDED = 0, 2, 4, 6, 7, 8  # where in the words; three with their negatives
@@ -33,11 +34,12 @@ class Agreed(NamedTuple):
     sizes_known: bool  #: whether all were told the same sizes by their callers
     host: bool  #: whether all have their arrays in the host's memory
     most: int  #: bytes of the largest array of any rank
-    rows: list[bytes] | None  #: everyone's row, in rank order, if they were small and all are alike
+    rows: list | None  #: everyone's row, in rank order, if they were small and all are alike
+    root: Signature | None = None  #: of a broadcast
 
 
 def words_of(terms: Sequence[int]) -> np.ndarray:
-    """What a rank brings (see ``Header.terms``): of these words, the largest of all ranks' remain."""
+    """What a rank brings (see ``Signature.terms``): of these words, the largest of all ranks' remain."""
     agreed, variable, known, host, size = terms
     return np.array([agreed, -agreed, variable, -variable, known, -known, -host, size, 0], np.int64)
 

@@ -40,18 +40,16 @@ class Ledger:
         """Have a line for such calls."""
         self.entries[operation, axes, label]
 
-    def record(
-        self, operation: str, axes: str, label: str, *, payload: int, sent: int, seconds: float | None = None
-    ) -> None:
-        """One more call, and the one wait for it, if it took ``seconds``."""
-        entry = self.entries[operation, axes, label]
+    def record(self, where: tuple[str, str, str], payload: int, sent: int, seconds: float | None = None) -> None:
+        """One more call ``where`` operation, axes and label say, and the one wait for it, if it took ``seconds``."""
+        entry = self.entries[where]
         entry.calls += 1
         entry.payload += payload
         entry.sent += sent
         if seconds is not None:
             entry.seconds += seconds
             if self.observer:
-                self.observer(operation, axes, label, seconds)
+                self.observer(*where, seconds)
 
     def record_wait(self, operation: str, axes: str, label: str, seconds: float) -> None:
         self.entries[operation, axes, label].seconds += seconds

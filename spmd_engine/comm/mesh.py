@@ -71,9 +71,20 @@ class Collectives:
         return self.group(over).reduce_scatter(arr, axis, op, out=out, label=label)
 
     def all_to_all(
-        self, arr: Array, axis: int = 0, concat_axis: int | None = None, *, over: Over = None, label: str = ""
-    ) -> Array:
-        return self.group(over).all_to_all(arr, axis, concat_axis, label=label)
+        self,
+        arr: Array,
+        axis: int = 0,
+        concat_axis: int | None = None,
+        *,
+        over: Over = None,
+        splits: Sequence[int] | None = None,
+        received: Sequence[int] | None = None,
+        out: Array | None = None,
+        label: str = "",
+    ) -> Any:
+        """Even parts, one for each rank; with ``splits``, parts of these lengths, and the result is (y, received)."""
+        group = self.group(over)
+        return group.all_to_all(arr, axis, concat_axis, splits=splits, received=received, out=out, label=label)
 
     def send(self, dest_id: int, arr: Array, *, over: Over = None, label: str = "") -> None:
         self.group(over).send(dest_id, arr, label=label)

@@ -13,28 +13,27 @@ import numpy as np
 from mpi4py import MPI
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.comm.awaited import Requests
-from spmd_engine.comm.board import Board, room_for_board, size_of_board
 from spmd_engine.comm.communicator import Communicator
 from spmd_engine.comm.communicator_cache import CommunicatorCache
+from spmd_engine.comm.condition import Requests
 from spmd_engine.comm.dissemination import disseminate, words_of
-from spmd_engine.comm.mover import Mover
-from spmd_engine.comm.mpi_library import MPILibrary
 from spmd_engine.comm.node import Node, open_node
 from spmd_engine.comm.pending import TIMEOUT, Pending, Progress, RanksEnded, Steps
+from spmd_engine.comm.progress_thread import ProgressThread
+from spmd_engine.comm.slot_table import SlotTable, room_for_table, size_of_table
 from spmd_engine.comm.transports.hierarchical import Lanes, even_nodes
 from spmd_engine.comm.transports.messages import Part
-from spmd_engine.comm.transports.mpi import NonblockingCollectives
+from spmd_engine.comm.transports.mpi import BlockingCollectives, NonblockingCollectives
 from spmd_engine.comm.transports.turns import Turns
 from spmd_engine.errors import MeshError
 
 logger = logging.getLogger(__name__)
 
 PIECE = 1 << 30  # bytes a message: some MPI libraries refuse counts of 2^31 and more
-_MEETING, _END, _ASK, _FOUNDING = 32766, 32765, 32764, 32763  # tags that no other message has
-_LOOKS = 1000  # look again this often before giving way at all, some 200 microseconds
+_TABLE, _END, _ASK, _FOUNDING = 32766, 32765, 32764, 32763  # tags that no other message has
+_SPIN_TESTS = 1000  # look again this often before giving way at all, some 200 microseconds
 _YIELDS = 100  # give way this often before sleeping: a peer that is nearly there needs no sleep
-_CROWDED = 5  # and this often where ranks wait for a core
+_OVERSUBSCRIBED = 5  # and this often where ranks wait for a core
 _SHORTEST, _LONGEST = 50e-6, 1e-3  # seconds of sleep
 _RUNG = 10e-3  # the longest sleep of those who are rung out of it
 
@@ -77,30 +76,30 @@ class MPICommunicator(Communicator):
         self.hosts = list(hosts)
         ranks = [rank for rank, host in enumerate(hosts) if host == self.node]
         node = open_node(self.rank, ranks, tell)
-        self._live_on(node, crowded=len(ranks) > cores)
+        self._live_on(node, oversubscribed=len(ranks) > cores)
         if len(ranks) < self.size:
             if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
-                mover = Mover(self.progress)
-                self.progress.on_begin = mover.wake
-                atexit.register(mover.stop)
+                thread = ProgressThread(self.progress)
+                self.progress.on_begin = thread.wake
+                atexit.register(thread.stop)
             elif self.rank == 0:
                 logger.warning("this MPI does not let threads call it: data between nodes move only while ranks wait")
             self.collectives = NonblockingCollectives(self._comm.Dup(), self.turns, self.tuning)
             shared = tell("yes" if node is not None else "no")
             if "no" not in shared and (nodes := even_nodes(hosts)):
-                self._go_by_nodes(nodes, node.board(ranks, ranks.index(self.rank), calls=self.calls))
+                self._go_by_nodes(nodes, node.table(ranks, ranks.index(self.rank), calls=self.calls))
         elif node is not None:
-            self.board = node.board(ranks, self.rank, calls=self.calls)
+            self.table = node.table(ranks, self.rank, calls=self.calls)
 
-    def _go_by_nodes(self, nodes: Sequence[Sequence[int]], board: Board) -> None:
-        self.lanes = Lanes(self, nodes, board)
+    def _go_by_nodes(self, nodes: Sequence[Sequence[int]], table: SlotTable) -> None:
+        self.lanes = Lanes(self, nodes, table)
         self._lane_comm = self._create(self.lanes.lane.members)
         self.lane_collectives = NonblockingCollectives(self._lane_comm, self.turns, self.tuning)
 
-    def _live_on(self, node: Node | None, crowded: bool) -> None:
+    def _live_on(self, node: Node | None, oversubscribed: bool) -> None:
         self._node, self.neighbours = node, node.neighbours if node is not None else None
-        self.looks, self._yields = (0, _CROWDED) if crowded else (_LOOKS, _YIELDS)
-        self.library = MPILibrary(self._comm) if not crowded else None
+        self.spin_tests, self._yields = (0, _OVERSUBSCRIBED) if oversubscribed else (_SPIN_TESTS, _YIELDS)
+        self.library = BlockingCollectives(self._comm, self.tuning) if not oversubscribed else None
 
     def start_send(self, data: Array, to: int, tag: int) -> list:
         return [self._comm.Isend([piece, MPI.BYTE], to, tag) for piece in _pieces(data)]
@@ -131,17 +130,17 @@ class MPICommunicator(Communicator):
     ) -> MPICommunicator:
         made = MPICommunicator(self._create(ranks), self.progress, self.node, self._world, members)
         made.hosts = [self.hosts[rank] for rank in ranks]
-        made._live_on(self._node, crowded=self.looks == 0)
-        board = None
+        made._live_on(self._node, oversubscribed=self.spin_tests == 0)
+        table = None
         if nodes is not None:
             own = next(node for node in nodes if made.rank in node)
-            board = self._node.board([members[rank] for rank in own], own.index(made.rank), offset)
+            table = self._node.table([members[rank] for rank in own], own.index(made.rank), offset)
         if nodes is not None and len(nodes) == 1:
-            made.board = board
+            made.table = table
         else:
             made.collectives = NonblockingCollectives(made._comm, made.turns, made.tuning)
-            if board is not None:
-                made._go_by_nodes(nodes, board)
+            if table is not None:
+                made._go_by_nodes(nodes, table)
         return made
 
     def _create(self, ranks: Sequence[int]) -> MPI.Comm:
@@ -163,8 +162,8 @@ class MPICommunicator(Communicator):
         """Wait here for those who do not come yet: inside MPI this rank would spin, and its operations rest.
 
         ``has``: whether this rank has such a communicator from before. Returns whether all of them have; else, besides,
-        where the first of this node's ranks has made room for a board, and the ranks by nodes, counted in
-        ``ranks``; None for these if boards cannot be had on all nodes, or would be of no use.
+        where the first of this node's ranks has made room for a table, and the ranks by nodes, counted in
+        ``ranks``; None for these if tables cannot be had on all nodes, or would be of no use.
         """
         agreed = yield from disseminate(Part(self, ranks), words_of((int(has), 0, -1, 1, 0)), b"", _FOUNDING)
         if agreed.same and has:
@@ -176,12 +175,12 @@ class MPICommunicator(Communicator):
         if nodes is not None and self._node is not None:
             requests = Requests()
             if self.rank == near[0]:
-                room = room_for_board(self.neighbours, len(near))
+                room = room_for_table(self.neighbours, len(near))
                 offset[0] = -1 if room is None else room
                 for rank in near[1:]:
-                    requests.add(rank, self.start_send(offset, rank, _MEETING))
+                    requests.add(rank, self.start_send(offset, rank, _TABLE))
             else:
-                requests.add(near[0], self.start_receive(offset, near[0], _MEETING))
+                requests.add(near[0], self.start_receive(offset, near[0], _TABLE))
             try:
                 yield requests
             except RanksEnded as error:
@@ -192,7 +191,7 @@ class MPICommunicator(Communicator):
         if nodes is not None and not (agreed.same and here >= 0):
             nodes = None
             if here >= 0 and self.rank == near[0]:
-                self.neighbours.own.release(here, size_of_board(len(near)))
+                self.neighbours.own.release(here, size_of_table(len(near)))
         return False, here, nodes
 
     def free(self) -> None:
@@ -201,10 +200,10 @@ class MPICommunicator(Communicator):
     def close(self) -> None:
         """Give back all that this communicator holds."""
         self.progress.activity.close(self.line)
-        for board in (self.board, self.lanes and self.lanes.board):
-            if board is not None:
+        for table in (self.table, self.lanes and self.lanes.table):
+            if table is not None:
                 with self.progress.lock:
-                    self.neighbours.retire(board)
+                    self.neighbours.retire(table)
         if not MPI.Is_finalized():
             for comm in (self._comm, self._lane_comm):
                 if comm is not None:
@@ -236,7 +235,7 @@ class MPICommunicator(Communicator):
 
     def activity(self, idle: int) -> int:
         if self._node is not None and idle >= self._yields:
-            self._node.bell.lie_down()
+            self._node.futexes.prepare_to_sleep()
         return 0
 
     def pause(self, idle: int, activity: int, messages: bool = True) -> None:
@@ -245,7 +244,7 @@ class MPICommunicator(Communicator):
             return
         seconds = min(_LONGEST if messages else _RUNG, _SHORTEST * 1.1 ** min(idle - self._yields, 99))
         if self._node is not None:
-            self._node.bell.sleep(seconds)
+            self._node.futexes.sleep(seconds)
         else:
             time.sleep(seconds)
 

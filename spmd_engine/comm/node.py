@@ -18,12 +18,12 @@ import numpy as np
 
 from spmd_engine.arrays.memory import address_of
 from spmd_engine.comm.arena import HEAD, Neighbours, bound
-from spmd_engine.comm.bell import Bell
-from spmd_engine.comm.board import Board, size_of_board
-from spmd_engine.comm.lending import Lender
+from spmd_engine.comm.cross_memory import CrossMemory
+from spmd_engine.comm.futex import Futexes
+from spmd_engine.comm.slot_table import SlotTable, size_of_table
 
 _TOKEN = 16  # bytes at the beginning of an arena, by which the others know that it is the right one
-_BELLS = 64  # where the words of the ranks' bells begin, in the arena of the node's first rank
+_FUTEXES = 64  # where the words of the ranks' futexes begin, in the arena of the node's first rank
 _ENDS = 3072  # where there is a byte for each rank, 1 when its program has ended
 _MOST = 512  # ranks for which there is room
 
@@ -31,26 +31,26 @@ logger = logging.getLogger(__name__)
 
 
 class Node:
-    """What a rank shares with the others of its node: memory, the bell, and the board of all its ranks.
+    """What a rank shares with the others of its node: memory, the futexes, and the table of all its ranks.
 
     ``ranks`` are the node's by their ranks in the world.
     """
 
-    def __init__(self, memories: Sequence, ranks: Sequence[int], rank: int, lender: Lender | None) -> None:
+    def __init__(self, memories: Sequence, ranks: Sequence[int], rank: int, cross_memory: CrossMemory | None) -> None:
         self.ranks = list(ranks)
         local_rank = self.ranks.index(rank)
-        self.neighbours = Neighbours(memories, local_rank, lender)
-        self.bell = Bell(memoryview(memories[0])[_BELLS : _BELLS + 4 * len(ranks)], local_rank)
+        self.neighbours = Neighbours(memories, local_rank, cross_memory)
+        self.futexes = Futexes(memoryview(memories[0])[_FUTEXES : _FUTEXES + 4 * len(ranks)], local_rank)
         self._ended = memoryview(memories[0])[_ENDS : _ENDS + len(ranks)]
         if local_rank == 0:
-            self.neighbours.own.allocate(size_of_board(len(ranks)))  # the first block: everyone knows where it is
+            self.neighbours.own.allocate(size_of_table(len(ranks)))  # the first block: everyone knows where it is
 
-    def board(self, members: Sequence[int], rank: int, offset: int = HEAD, calls: int = 0) -> Board:
-        """The board of ``members`` (ranks in the world), which lies in the arena of the first of them."""
+    def table(self, members: Sequence[int], rank: int, offset: int = HEAD, calls: int = 0) -> SlotTable:
+        """The table of ``members`` (ranks in the world), which lies in the arena of the first of them."""
         local = [self.ranks.index(member) for member in members]
-        memory = memoryview(self.neighbours.memories[local[0]])[offset : offset + size_of_board(len(local))]
+        memory = memoryview(self.neighbours.memories[local[0]])[offset : offset + size_of_table(len(local))]
         home = offset if rank == 0 else None
-        return Board(memory, rank, local, self.neighbours, self.bell, calls=calls, home=home)
+        return SlotTable(memory, rank, local, self.neighbours, self.futexes, calls=calls, home=home)
 
     def announce_end(self) -> None:
         self._ended[self.neighbours.local_rank] = 1
@@ -66,21 +66,21 @@ def open_node(rank: int, ranks: Sequence[int], tell: Callable[[str], list[str]])
     ``tell`` tells all ranks of the world a text, and returns theirs.
     """
     size = bound(len(ranks)) if 1 < len(ranks) <= _MOST else 0
-    if size < HEAD + size_of_board(len(ranks)):
+    if size < HEAD + size_of_table(len(ranks)):
         size = 0
     wanted = size > 0
     own = OwnMemory(size if os.environ.get("SPMD_ARENA", "memfd") == "memfd" else 0)
     said = [text for each, text in enumerate(tell(own.told)) if each in ranks]
     memories = mapped(said)
-    lender = _lender(said) if memories else None
-    answers = tell(f"{'yes' if memories or not wanted else 'no'} {'lends' if lender else ''}")
+    cross_memory = _cross_memory(said) if memories else None
+    answers = tell(f"{'yes' if memories or not wanted else 'no'} {'reads' if cross_memory else ''}")
     own.close()  # all have opened what they could
     fine = all(answers[rank].startswith("yes") for rank in ranks)
-    if not all(answers[rank].endswith("lends") for rank in ranks):
-        lender = None
+    if not all(answers[rank].endswith("reads") for rank in ranks):
+        cross_memory = None
     if wanted and not fine and rank == ranks[0]:
         logger.warning("ranks of this node cannot open each other's memory (memfd): they use messages instead")
-    return Node(memories, ranks, rank, lender) if wanted and fine and memories else None
+    return Node(memories, ranks, rank, cross_memory) if wanted and fine and memories else None
 
 
 class OwnMemory:
@@ -126,9 +126,9 @@ def mapped(texts: Sequence[str]) -> list | None:
     return memories
 
 
-def _lender(texts: Sequence[str]) -> Lender | None:
+def _cross_memory(texts: Sequence[str]) -> CrossMemory | None:
     """What reads the memory of the ranks that told these texts, if the system lets it."""
     told = [text.split() for text in texts]
-    lender = Lender([int(process) for process, *_ in told])
-    can = [lender.can_read(i, int(at), bytes.fromhex(probe)) for i, (*_, at, probe) in enumerate(told)]
-    return lender if all(can) else None
+    cross_memory = CrossMemory([int(process) for process, *_ in told])
+    can = [cross_memory.can_read(i, int(at), bytes.fromhex(probe)) for i, (*_, at, probe) in enumerate(told)]
+    return cross_memory if all(can) else None

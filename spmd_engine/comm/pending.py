@@ -40,7 +40,7 @@ class Waiting(Protocol):
 
     rank: int
     size: int
-    looks: int
+    spin_tests: int
     progress: Progress
     line: Line
 
@@ -192,10 +192,10 @@ class Progress:
         with self.lock:
             self._pending.append(pending)
             self._advance(pending)
-        self._wake_mover()
+        self._wake_thread()
         return pending
 
-    def _wake_mover(self) -> None:
+    def _wake_thread(self) -> None:
         if self.on_begin is not None and self._pending:
             self.on_begin()
 
@@ -211,30 +211,30 @@ class Progress:
         try:
             with self.lock:
                 while not (wanted.done or wanted.error):
-                    if self.look(wanted.is_there, wanted._communicator.looks):
+                    if self.spin(wanted.is_there, wanted._communicator.spin_tests):
                         self._advance(wanted)
                     else:
                         self._wait_long_for(wanted, timeout)
         finally:
-            self._wake_mover()
+            self._wake_thread()
         if wanted.error is not None:
             raise wanted.error
 
-    def look(self, is_there: Callable[[], bool], looks: int) -> bool:
-        """Whether it is there, within that many looks.
+    def spin(self, is_there: Callable[[], bool], spin_tests: int) -> bool:
+        """Whether it is there, within that many tests.
 
         Others are seldom far, where each has a core: by the time this rank had slept, they would have come.
         """
         if is_there():
             return True
         began = perf_counter()
-        for _ in range(looks):
+        for _ in range(spin_tests):
             if is_there():
                 break
         else:
-            looks = 0
+            spin_tests = 0
         self.idle_seconds += perf_counter() - began
-        return looks > 0
+        return spin_tests > 0
 
     def _wait_long_for(self, wanted: Pending, timeout: float | None) -> None:
         """Move all operations on until ``wanted`` is done, leaving the processor to others in between."""

@@ -35,14 +35,14 @@ def reducible(operation: str, x: Array, op: str) -> Array:
 def reduce_into(out: Array, blocks: Sequence[Array], reduction: str) -> None:
     """``out`` = blocks[0] op blocks[1] op ... in that order; 16-bit floats are accumulated in float32.
 
-    ``out`` may be, or overlap, one of the blocks.
+    ``out`` may be, or overlap, one of the blocks, and of the dtype in which they are accumulated.
     """
     xp = backend_of(out).xp
     overlap = any(xp.may_share_memory(out, block) for block in blocks)
     # Never into a block: it may have to wait for its turn, and NumPy multiplies complex numbers in place
     # with other last bits than into a new array, so that ranks would differ.
     total = xp.empty_like(out) if overlap else out
-    reducer(reduction, out.dtype, xp)(total, blocks)
+    reducer(reduction, blocks[0].dtype, xp)(total, blocks)
     if total is not out:
         out[...] = total
 

@@ -16,12 +16,12 @@ from threadpoolctl import threadpool_limits
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.memory import address_of
 from spmd_engine.comm.arena import Neighbours, bound
-from spmd_engine.comm.board import Board, size_of_board
 from spmd_engine.comm.communicator import Communicator
+from spmd_engine.comm.cross_memory import CrossMemory
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
-from spmd_engine.comm.lending import Lender
 from spmd_engine.comm.pending import TIMEOUT, Progress
+from spmd_engine.comm.slot_table import SlotTable, size_of_table
 from spmd_engine.comm.transports.hierarchical import Lanes, even_nodes
 from spmd_engine.comm.transports.turns import Turns
 from spmd_engine.comm.watchdog import watch_threads
@@ -104,29 +104,29 @@ class _Fabric:
         self.failure: tuple[int, BaseException] | None = None
         self.ended: set[int] = set()
         self._lock = threading.Lock()
-        self._boards: dict[tuple, list] = {}  # name -> memory, and how many ranks have not asked for it yet
+        self._tables: dict[tuple, list] = {}  # name -> memory, and how many ranks have not asked for it yet
         size = bound(ranks) if ranks > 1 else 0
         self._memories = [mmap.mmap(-1, size, flags=_PRIVATE) for _ in range(ranks)] if size else []
 
     def neighbours(self, rank: int) -> Neighbours | None:
         if not self._memories:
             return None
-        lender, probe = Lender([os.getpid()] * len(self.nodes)), np.full(8, rank, np.uint8)
-        lends = lender.can_read(rank, address_of(probe), probe.tobytes())
-        return Neighbours(self._memories, rank, lender if lends else None)
+        cross_memory, probe = CrossMemory([os.getpid()] * len(self.nodes)), np.full(8, rank, np.uint8)
+        reads = cross_memory.can_read(rank, address_of(probe), probe.tobytes())
+        return Neighbours(self._memories, rank, cross_memory if reads else None)
 
-    def board(self, name: tuple, rank: int, members: Sequence[int], neighbours: Neighbours | None) -> Board | None:
-        """The board of a communicator of several ranks on one node; the first to ask makes it."""
+    def table(self, name: tuple, rank: int, members: Sequence[int], neighbours: Neighbours | None) -> SlotTable | None:
+        """The table of a communicator of several ranks on one node; the first to ask makes it."""
         if neighbours is None or len(members) == 1 or len({self.nodes[member] for member in members}) > 1:
             return None
         with self._lock:
-            entry = self._boards.setdefault(name, [None, len(members)])
+            entry = self._tables.setdefault(name, [None, len(members)])
             if entry[0] is None:
-                entry[0] = memoryview(np.zeros(size_of_board(len(members)), np.uint8))
+                entry[0] = memoryview(np.zeros(size_of_table(len(members)), np.uint8))
             entry[1] -= 1
             if entry[1] == 0:
-                del self._boards[name]
-        return Board(entry[0], rank, members, neighbours, self)
+                del self._tables[name]
+        return SlotTable(entry[0], rank, members, neighbours, self)
 
     def lanes(self, comm: ThreadCommunicator, name: tuple, members: Sequence[int]) -> Lanes | None:
         """The ways between nodes of a communicator's ranks."""
@@ -136,19 +136,19 @@ class _Fabric:
             return None
         own = [rank for rank, host in enumerate(hosts) if host == comm.node]
         local = [members[rank] for rank in own]
-        return Lanes(comm, nodes, self.board((*name, comm.node), own.index(comm.rank), local, comm.neighbours))
+        return Lanes(comm, nodes, self.table((*name, comm.node), own.index(comm.rank), local, comm.neighbours))
 
-    # A board's waker. One interpreter runs one thread at a time, in an order on which all agree.
+    # A table's waker. One interpreter runs one thread at a time, in an order on which all agree.
 
     weak = False
 
-    def order(self) -> None:
+    def fence(self) -> None:
         pass
 
     def anyone_sleeps(self) -> bool:
         return True
 
-    def ring(self, ranks: Sequence[int]) -> None:
+    def wake(self, ranks: Sequence[int]) -> None:
         for rank in ranks:
             self.boxes[rank].ring()
 
@@ -223,7 +223,7 @@ class ThreadCommunicator(Communicator):
         self.turns = Turns()
         self._subsets: defaultdict[tuple[int, ...], int] = defaultdict(int)
         self.line = progress.activity.line(members)
-        self.board = fabric.board(name, rank, self._members, neighbours)
+        self.table = fabric.table(name, rank, self._members, neighbours)
         self.lanes = fabric.lanes(self, name, self._members)
 
     def start_send(self, data: Array, to: int, tag: int) -> list:
@@ -246,9 +246,9 @@ class ThreadCommunicator(Communicator):
 
     def free(self) -> None:
         self.progress.activity.close(self.line)
-        for board in (self.board, self.lanes and self.lanes.board):
-            if board is not None:
-                self.neighbours.retire(board)
+        for table in (self.table, self.lanes and self.lanes.table):
+            if table is not None:
+                self.neighbours.retire(table)
 
     def announce_end(self) -> None:
         self._fabric.ended.add(self._me)

@@ -11,6 +11,18 @@ class Tuning:
 
     #: Data of all ranks together that travel with the agreement between nodes, so that a small call is one exchange.
     with_agreement: int = 1 << 14
+    #: Of all ranks of a node, up to which each of them reduces all rather than a part, which would take a phase more.
+    reduced_by_all: int = 1 << 19
+    #: A rank's array from which, where all of a node wait and have a core each, the MPI library moves it rather than
+    #: a copy in the table (2 ranks: ... measured with ``bench collectives``).
+    blocking_from: int = 1 << 14
+    #: Up to which it does, by what the operation does with it; larger arrays are read where they lie.
+    blocking_gather: int = 1 << 22
+    blocking_all_to_all: int = 1 << 23
+    blocking_broadcast: int = 1 << 22
+    blocking_reduction: int = 1 << 21
+    #: Of an array that the others cannot read, up to which it is copied to where they can.
+    copied: int = 1 << 22
     #: A whole array from which ranks of a node first combine theirs, and then one of each node exchange them.
     hierarchical: int = 1 << 16
     #: What a rank has for each other rank, below which the library moves it: many small messages cost it less than us,

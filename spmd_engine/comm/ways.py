@@ -1,50 +1,85 @@
-"""Which way the data of a call go, once all ranks have agreed on it: one pure function of what all of them know."""
+"""Which way the data of a call go, once all ranks have agreed on it: pure functions of what all of them know."""
 
 from __future__ import annotations
 
 from enum import Enum
+from typing import NamedTuple
 
 from spmd_engine.comm.tuning import Tuning
 
 
 class Way(Enum):
-    """A transport; see the files of those names in ``transports``."""
+    """A transport; see the files of ``transports``."""
 
-    HIERARCHICAL = "hierarchical"
-    MPI = "mpi"
+    INLINE = "with the agreement"
+    BLOCKING = "the MPI library's blocking call"
+    SHARED_MEMORY = "shared memory"
+    HIERARCHICAL = "within nodes, then between them"
+    MPI = "the MPI library's nonblocking call"
     MESSAGES = "messages"
 
 
-def way(
-    operation: str,
-    size: int,
-    *,
-    ranks: int,
-    axis: int,
-    lengths_known: bool,
-    host: bool,
-    by_nodes: bool,
-    library: bool,
-    tuning: Tuning,
-) -> Way:
-    """Of arrays of ``size`` bytes, those of all ``ranks`` together or the same on each, too large for the agreement.
+class Facts(NamedTuple):
+    """What all ranks know of a call. What each of them offers counts if all do."""
 
-    ``lengths_known``: whether all ranks knew before how long the others' arrays are. ``host``: whether all arrays are
-    in the host's memory. ``by_nodes``: whether there are several nodes, with as many ranks each, more than one, and
-    memory that these share. ``library``: whether there is an MPI library.
-    """
-    gathers = operation == "all_gather" and axis == 0 and lengths_known
-    has_lanes = operation in ("all_reduce", "reduce_scatter") or gathers
-    if by_nodes and has_lanes and size >= tuning.hierarchical:
+    operation: str
+    size: int  #: bytes of an array: of all ranks together, or the same on each
+    ranks: int
+    axis: int = 0
+    one_node: bool = False  #: whether all ranks are on one node, and share memory
+    by_nodes: bool = False  #: whether there are several nodes, with as many ranks each, that share memory
+    library: bool = False  #: whether there is an MPI library
+    lengths_known: bool = True  #: whether all ranks knew before how long the others' arrays are
+    inline: bool = False  #: offered: the data came with the agreement
+    waits: bool = False  #: offered: the rank waits, and the library can take its data
+    shown: bool = False  #: offered: the node's other ranks can read the data
+    host: bool = True  #: offered: the data are in the host's memory
+
+
+def way(facts: Facts, tuning: Tuning) -> Way:
+    """The way of a call."""
+    if facts.inline and facts.host:
+        return Way.INLINE
+    if facts.one_node:
+        if facts.waits:
+            return Way.BLOCKING
+        return within_node(facts.shown)
+    gathers = facts.operation == "all_gather" and facts.axis == 0 and facts.lengths_known
+    has_lanes = facts.operation in ("all_reduce", "reduce_scatter") or gathers
+    if facts.by_nodes and has_lanes and facts.size >= tuning.hierarchical:
         return Way.HIERARCHICAL
-    largest = size * ranks if operation == "all_to_all" else size  # all ranks may send all of theirs to one
-    return between(size, largest, ranks=ranks, host=host, library=library, tuning=tuning)
+    # Of an all_to_all, all ranks may send all of theirs to one.
+    largest = facts.size * facts.ranks if facts.operation == "all_to_all" else facts.size
+    return between_nodes(facts, largest, tuning)
 
 
-def between(size: int, largest: int, *, ranks: int, host: bool, library: bool, tuning: Tuning) -> Way:
-    """The way of data between any ``ranks``, all of them or a lane: ``size`` as above.
+def within_node(shown: bool) -> Way:
+    """Of the ranks of one node; of a hierarchical call as well."""
+    return Way.SHARED_MEMORY if shown else Way.MESSAGES
 
-    ``largest``: bytes that one of them has, or gets, at most.
+
+def between_nodes(facts: Facts, largest: int, tuning: Tuning) -> Way:
+    """Of any ranks, all of them or a lane. ``largest``: bytes that one of them has, or gets, at most."""
+    small = 0 < facts.size < tuning.by_library * facts.ranks and largest <= tuning.largest_count
+    return Way.MPI if facts.library and facts.host and small else Way.MESSAGES
+
+
+def inline_at_most(operation: str, ranks: int, room: int, waits: bool, tuning: Tuning) -> int:
+    """Bytes of a rank's array that come with the agreement, if there is ``room`` for so many.
+
+    ``waits``: whether the rank waits, with memory that the MPI library can take, on a node where that has its use.
     """
-    small = 0 < size < tuning.by_library * ranks and largest <= tuning.largest_count
-    return Way.MPI if library and host and small else Way.MESSAGES
+    if operation == "all_reduce":
+        room = min(room, tuning.reduced_by_all // ranks)
+    return min(room, tuning.blocking_from) if waits else room
+
+
+def blocking_at_most(operation: str, tuning: Tuning) -> int:
+    """Bytes of a rank's array up to which the library moves it where all ranks of a node wait."""
+    return {
+        "all_gather": tuning.blocking_gather,
+        "all_to_all": tuning.blocking_all_to_all,
+        "broadcast": tuning.blocking_broadcast,
+        "all_reduce": tuning.blocking_reduction,
+        "reduce_scatter": tuning.blocking_reduction,
+    }.get(operation, 0)

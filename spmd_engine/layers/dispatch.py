@@ -61,7 +61,7 @@ class Dispatch:
 
     def start(self, rows: Array) -> Array | Later:
         """Rows, in the order of ``tokens``, on their way to their experts: there in the order of ``rows``."""
-        return then(self._sh.start_all_to_all(rows, self._sent, over="e"), self._sorted)
+        return then(self._sh.start_all_to_all(rows, self._sent, over="e", received=self._came), self._sorted)
 
     def _sorted(self, rows: Array) -> Array:
         return rows if self._by_expert is None else rows[self._by_expert]
@@ -70,7 +70,7 @@ class Dispatch:
         """What experts here made of their rows, on its way back, in the order of ``tokens`` there."""
         if self._by_expert is not None:
             rows = rows[self._by_rank]
-        return self._sh.start_all_to_all(rows, self._came, over="e")
+        return self._sh.start_all_to_all(rows, self._came, over="e", received=self._sent)
 
     def spread(self, values: Array) -> Array:
         """A number a row as a number a choice[t k], 0 where it was dropped."""

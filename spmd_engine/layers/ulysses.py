@@ -53,4 +53,4 @@ def _positions_for_heads(cut: CutSequence, *arrays: Array) -> tuple[Array, ...]:
         cut.group.start_all_to_all(cut.by_rank(x, SEQUENCE), SEQUENCE, HEAD, splits=cut.lengths, label=cut.label)
         for x in arrays
     ]
-    return tuple(move.wait() for move in moves)
+    return tuple(move.wait()[0] for move in moves)

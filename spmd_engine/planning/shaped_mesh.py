@@ -12,12 +12,12 @@ import numpy as np
 
 from spmd_engine.arrays.backend import CPU, Array, Backend
 from spmd_engine.arrays.shaped import ShapedArray
-from spmd_engine.comm.door import Plan
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.pending import Pending, Progress
 from spmd_engine.comm.place import Over, Place
+from spmd_engine.comm.prepared_call import PreparedCall
 from spmd_engine.comm.reducing import reduce_into
 from spmd_engine.comm.spans import joined
 from spmd_engine.comm.tuning import Tuning
@@ -38,7 +38,7 @@ class Ranks:
 class _Nobody:
     """A communicator that only says which rank this is."""
 
-    device_aware, board, lanes, library, neighbours, looks = True, None, None, None, None, 0
+    device_aware, table, lanes, library, neighbours, spin_tests = True, None, None, None, None, 0
     collectives, lane_collectives, turns, tuning = None, None, None, Tuning()
     progress = Progress()  # of all alike: nothing is ever under way, and nobody reads what they do
 
@@ -121,38 +121,39 @@ class ShapedGroup(Group):
 
     # --- collectives
 
-    def _begin(self, plan: Plan, x: Array | None, out: Any = None) -> Pending:
-        operation = plan.where[0]
-        result = self._result(plan, x, out)
-        sent = self._sent(plan, result)
-        call = self._mesh.recorder.begin(**self._facts(operation, plan.where[2], plan.payload, sent))
-        return _Answer(self._mesh.recorder, call, lambda: result, held=x)
+    def _start(self, call: PreparedCall, x: Array | None, out: Any = None) -> Pending:
+        operation = call.where[0]
+        result = self._result(call, x, out)
+        sent = self._sent(call, result)
+        begun = self._mesh.recorder.begin(**self._facts(operation, call.where[2], call.payload, sent))
+        return _Answer(self._mesh.recorder, begun, lambda: result, held=x)
 
-    _begin_blocking = _begin
+    def _wait_for(self, call: PreparedCall, x: Array | None, out: Any = None) -> Any:
+        return self._start(call, x, out).wait()
 
-    def _sent(self, plan: Plan, result: Any) -> float:
+    def _sent(self, call: PreparedCall, result: Any) -> float:
         """As the ledger counts it; where this rank stands for several whose parts differ a little, the mean."""
-        if len(self._alike) < 2 or plan.where[0] not in ("all_reduce", "reduce_scatter", "all_gather"):
-            return plan.sent(result) if callable(plan.sent) else plan.sent
-        key = id(plan), getattr(result, "nbytes", 0)
+        if len(self._alike) < 2 or call.where[0] not in ("all_reduce", "reduce_scatter", "all_gather"):
+            return call.sent(result) if callable(call.sent) else call.sent
+        key = id(call), getattr(result, "nbytes", 0)
         if key not in self._means:
-            self._means[key] = plan, self._mean_sent(plan, result)  # with the plan, so that its id stays its own
+            self._means[key] = call, self._mean_sent(call, result)  # with the call, so that its id stays its own
         return self._means[key][1]
 
-    def _mean_sent(self, plan: Plan, result: Any) -> float:
-        sent = plan.sent(result) if callable(plan.sent) else plan.sent
-        match plan.where[0]:
+    def _mean_sent(self, call: PreparedCall, result: Any) -> float:
+        sent = call.sent(result) if callable(call.sent) else call.sent
+        match call.where[0]:
             case "all_reduce":
-                whole, rest = divmod(prod(plan.shape), self.size)  # the first ranks have one more
+                whole, rest = divmod(prod(call.shape), self.size)  # the first ranks have one more
                 mine = whole + bisect_left(self._alike, rest) / len(self._alike)
-                return plan.payload + mine * plan.dtype.itemsize * (self.size - 2)
+                return call.payload + mine * call.dtype.itemsize * (self.size - 2)
             case "reduce_scatter":
-                parts = (part[-1] for part in map(plan.parts.__getitem__, self._alike))
-                row = plan.payload / max(1, plan.parts[-1][-1].stop)
-                return plan.payload - sum(part.stop - part.start for part in parts) * row / len(self._alike)
-            case "all_gather" if plan.sizes is not None:
-                row = result.nbytes / max(1, sum(plan.sizes))
-                return sum(plan.sizes[place] for place in self._alike) * row * (self.size - 1) / len(self._alike)
+                parts = (part[-1] for part in map(call.parts.__getitem__, self._alike))
+                row = call.payload / max(1, call.parts[-1][-1].stop)
+                return call.payload - sum(part.stop - part.start for part in parts) * row / len(self._alike)
+            case "all_gather" if call.sizes is not None:
+                row = result.nbytes / max(1, sum(call.sizes))
+                return sum(call.sizes[place] for place in self._alike) * row * (self.size - 1) / len(self._alike)
         return sent
 
     def _facts(self, operation: str, label: str, payload: int, sent: int) -> dict[str, Any]:
@@ -167,21 +168,25 @@ class ShapedGroup(Group):
             "classes": tuple(sorted({self._own, *self._others})),
         }
 
-    def _result(self, plan: Plan, x: Array | None, out: Any) -> Any:
+    def _result(self, call: PreparedCall, x: Array | None, out: Any) -> Any:
         """What the call returns, of values where it is of values (counts, lengths), else a shape."""
-        operation = plan.where[0]
+        operation = call.where[0]
         if operation == "barrier":
             return None
         if isinstance(x, ShapedArray) and operation in ("all_reduce", "reduce_scatter"):
-            return out if out is not None else ShapedArray.new(plan.shape, plan.dtype)
-        if isinstance(x, ShapedArray) and operation == "all_gather" and plan.sizes is not None:
-            return out if out is not None else ShapedArray.new((sum(plan.sizes), *x.shape[1:]), plan.dtype)
-        given = self._everyones((plan, x))
+            return out if out is not None else ShapedArray.new(call.shape, call.dtype)
+        if isinstance(x, ShapedArray) and operation == "all_gather" and call.sizes is not None:
+            return out if out is not None else ShapedArray.new((sum(call.sizes), *x.shape[1:]), call.dtype)
+        given = self._everyones((call, x))
         shaped = any(isinstance(each, ShapedArray) for _, each in given)
-        result = (_of_shapes if shaped else _of_values)(self, plan, given)
+        result = (_of_shapes if shaped else _of_values)(self, call, given)
         if out is not None:
             out[...] = result
-        return result if out is None else out
+            result = out
+        if not call.tells:
+            return result
+        along = call.signature.concat_axis
+        return result, [each[self.part_for_me(theirs)].shape[along] for theirs, each in given]
 
     def _everyones(self, mine: Any) -> list[Any]:
         """What each rank of the group gives in this call, by rank."""
@@ -194,14 +199,14 @@ class ShapedGroup(Group):
             of_class[other] = self._meeting.take(("call", self._key, other, self._calls))
         return [of_class[each] for each in self._classes]
 
-    def part_for_me(self, plan: Plan) -> tuple[slice, ...]:
+    def part_for_me(self, call: PreparedCall) -> tuple[slice, ...]:
         """Which part of what another rank gives is for this one."""
-        return plan.parts[self.rank]
+        return call.parts[self.rank]
 
     # --- messages
 
     def start_send(self, to: int, x: Array, *, channel: int | None = None, label: str = "") -> Pending:
-        self._peer("send", to)
+        self._point_to_point.check_peer("send", to)
         key = self._message_key("to", to, (to - self.rank) % self.size, self._own, channel)
         self._meeting.leave(key, (x.shape, x.dtype))
         facts = self._facts("send", label, x.nbytes, x.nbytes) | {"peer": to, "channel": channel}
@@ -210,7 +215,7 @@ class ShapedGroup(Group):
     def start_receive(
         self, source: int, *, like: Backend = CPU, channel: int | None = None, label: str = ""
     ) -> Pending:
-        self._peer("receive", source)
+        self._point_to_point.check_peer("receive", source)
         key = self._message_key("from", source, (self.rank - source) % self.size, self._classes[source], channel)
         facts = self._facts("receive", label, 0, 0) | {"peer": source, "channel": channel}
         call = self._mesh.recorder.begin(**facts)
@@ -246,34 +251,34 @@ class _Answer(Pending):
         return self.result
 
 
-def _of_shapes(group: ShapedGroup, plan: Plan, given: list[Any]) -> ShapedArray:
-    operation, axis = plan.where[0], plan.header.axis
+def _of_shapes(group: ShapedGroup, call: PreparedCall, given: list[Any]) -> ShapedArray:
+    operation, axis = call.where[0], call.signature.axis
     if operation == "all_gather":
         first = given[0][1].shape
         whole = sum(each.shape[axis] for _, each in given)
-        return ShapedArray.new((*first[:axis], whole, *first[axis + 1 :]), plan.dtype)
+        return ShapedArray.new((*first[:axis], whole, *first[axis + 1 :]), call.dtype)
     if operation == "all_to_all":
         parts = [each[group.part_for_me(theirs)].shape for theirs, each in given]
-        along = plan.header.concat_axis
+        along = call.signature.concat_axis
         shape = list(parts[0])
         shape[along] = sum(part[along] for part in parts)
-        return ShapedArray.new(shape, plan.dtype)
-    root = given[plan.header.root][1]
+        return ShapedArray.new(shape, call.dtype)
+    root = given[call.signature.root][1]
     return ShapedArray.new(root.shape, root.dtype)
 
 
-def _of_values(group: ShapedGroup, plan: Plan, given: list[Any]) -> np.ndarray:
-    operation, blocks = plan.where[0], [each for _, each in given]
+def _of_values(group: ShapedGroup, call: PreparedCall, given: list[Any]) -> np.ndarray:
+    operation, blocks = call.where[0], [each for _, each in given]
     if operation == "broadcast":
-        return np.array(blocks[plan.header.root])
+        return np.array(blocks[call.signature.root])
     if operation == "all_gather":
-        return np.concatenate(blocks, axis=plan.header.axis)
+        return np.concatenate(blocks, axis=call.signature.axis)
     if operation == "all_to_all":
         parts = [each[group.part_for_me(theirs)] for theirs, each in given]
-        return joined(parts, plan.header.concat_axis, plan.dtype)
-    mine = [x.astype(plan.dtype) for x in blocks]
+        return joined(parts, call.signature.concat_axis, call.dtype)
+    mine = [x.astype(call.dtype) for x in blocks]
     if operation == "reduce_scatter":
-        mine = [x[plan.parts[group.rank]] for x in mine]
+        mine = [x[call.parts[group.rank]] for x in mine]
     result = np.empty_like(mine[0])
-    reduce_into(result, mine, plan.header.reduction)
+    reduce_into(result, mine, call.signature.reduction)
     return result

@@ -111,6 +111,8 @@ class AllToAll(Move):
             parts = (nested_span(x.shape[cut], axes, mesh.axes, peer.coordinates) for peer in mesh.peers(axes))
             splits = [part.stop - part.start for part in parts]
         moved = mesh.group(axes).all_to_all(x, cut, joined, splits=splits, label=label)
+        if splits is not None:
+            moved, _ = moved
         self._check_joined(joined, x, moved, mesh)
         return moved
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-import numpy as np
-
 from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
@@ -28,6 +26,16 @@ class Transferred:
 
     def wait(self) -> Array:
         return self._transfer.wait()["x"][0]
+
+
+class Rows(Transferred):
+    """Rows that come by an all_to_all which has begun."""
+
+    def __init__(self, pending: Pending) -> None:
+        self._pending = pending
+
+    def wait(self) -> Array:
+        return self._pending.wait()[0]
 
 
 class Shards:
@@ -123,25 +131,35 @@ class Shards:
         return self.mesh.group(borrowed[-1]).start_reduce_scatter(x, dim, label=self.label)
 
     def all_to_all(
-        self, x: Array, splits: Sequence[int], *, over: str, received: Sequence[int] | None = None
+        self,
+        x: Array,
+        splits: Sequence[int],
+        *,
+        over: str,
+        received: Sequence[int] | None = None,
+        out: Array | None = None,
     ) -> tuple[Array, list[int]]:
         """Rows of ``x`` sent to the ranks among which the letter ``over`` is cut: ``splits[i]`` of them to the i-th.
 
-        Returns the rows that came, in rank order, and how many came from whom: the ``splits`` of the way back, in the
-        backward. Who knows that number says it (``received``), and it need not be asked for. Any number may be 0.
-        Where the letter is whole, all rows stay here.
+        Returns the rows that came, in rank order (in ``out``, if there is one), and how many came from whom: the
+        ``splits`` of the way back, in the backward. Who knows that number says it (``received``), and it need not be
+        asked for; it must be right. Any number may be 0. Where the letter is whole, all rows stay here.
         """
         group = self.group_of(over)
         if group is None:
-            return x, list(splits)
-        if received is None:
-            received = group.all_to_all(np.array(splits, np.int64), label=self.label).tolist()
-        return group.all_to_all(x, splits=splits, label=self.label), list(received)
+            if out is not None:
+                out[...] = x
+            return x if out is None else out, list(splits)
+        return group.all_to_all(x, splits=splits, received=received, out=out, label=self.label)
 
-    def start_all_to_all(self, x: Array, splits: Sequence[int], *, over: str) -> Array | Pending:
-        """As ``all_to_all`` of rows whose way is known, to be waited for later."""
+    def start_all_to_all(
+        self, x: Array, splits: Sequence[int], *, over: str, received: Sequence[int] | None = None
+    ) -> Array | Rows:
+        """The rows of ``all_to_all``, to be waited for later."""
         group = self.group_of(over)
-        return x if group is None else group.start_all_to_all(x, splits=splits, label=self.label)
+        if group is None:
+            return x
+        return Rows(group.start_all_to_all(x, splits=splits, received=received, label=self.label))
 
     def gather_rows(self, x: Array, *, over: str, where: str = "inside") -> Array:
         """The rows of ``x``, however many, of all ranks along the axes of these letters; in order if of one."""

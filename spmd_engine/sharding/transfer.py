@@ -258,7 +258,7 @@ class UnderWay:
 
     def wait(self) -> Blocks:
         while self._pending is not None:
-            self._go_on(self._pending.wait())
+            self._go_on(self._pending.wait()[0])
         return self._result
 
     def _go_on(self, received: Array | None) -> None:
@@ -275,7 +275,7 @@ def _carry_out(steps: Steps, group: Group, label: str) -> Blocks:
     try:
         while True:
             packed, splits = steps.send(received)
-            received = group.all_to_all(packed, splits=splits, label=label)
+            received, _ = group.all_to_all(packed, splits=splits, label=label)
     except StopIteration as stop:
         return stop.value
 

@@ -69,7 +69,8 @@ class ExpertParallel(Page):
         best = p.argmax(axis=1)  # of equals the first
         order = np.argsort(best, kind="stable")
         counts = np.bincount(best, minlength=p.shape[1])
-        came = self.group("expert").all_to_all(counts, splits=self.there, label="counts").reshape(len(self.there), -1)
+        came, _ = self.group("expert").all_to_all(counts, splits=self.there, label="counts")
+        came = came.reshape(len(self.there), -1)
         rows = self._to_experts(x[order], counts, came)
         z = np.empty((len(rows), self.w0.shape[2]), x.dtype)
         result = np.empty_like(rows)
@@ -77,7 +78,7 @@ class ExpertParallel(Page):
             z[own] = einsum("td,df->tf", rows[own], self.w0[expert])
             result[own] = einsum("tf,fd->td", relu(z[own]), self.w1[expert])
         out = np.empty_like(x)
-        out[order] = self._start_back(result, came).wait()
+        out[order], _ = self._start_back(result, came).wait()
         self.tape.push(x, p, best, order, counts, came, rows, z, out)
         return np.take_along_axis(p, best[:, None], axis=1) * out
 
@@ -99,13 +100,14 @@ class ExpertParallel(Page):
         dlogits *= gate * einsum("bd,bd->b", grads, out)[:, None]
         drouter = self.all_reduce(einsum("bd,be->de", x, dlogits), over="expert", label="drouter")
         self.input_gradient = einsum("be,de->bd", dlogits, self.router)
-        self.input_gradient[order] += coming_back.wait()
+        self.input_gradient[order] += coming_back.wait()[0]
         return {"router": drouter, "experts/w0": dw0, "experts/w1": dw1}
 
     def _to_experts(self, x, counts, came):
         """Rows in the order of experts, sent to these; here they come rank by rank, and are put in that order, too."""
         splits = [int(counts[a : a + n].sum()) for a, n in zip(self.first, self.there, strict=True)]
-        return self.group("expert").all_to_all(x, splits=splits, label="rows")[_by_expert(came)]
+        rows, _ = self.group("expert").all_to_all(x, splits=splits, received=came.sum(axis=1), label="rows")
+        return rows[_by_expert(came)]
 
     def _start_back(self, rows, came):
         by_rank = np.empty_like(rows)

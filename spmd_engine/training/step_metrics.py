@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from spmd_engine.comm.header import named
 from spmd_engine.comm.mesh import Mesh
+from spmd_engine.comm.signature import named
 from spmd_engine.errors import ReplicasDifferError
 
 

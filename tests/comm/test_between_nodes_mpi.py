@@ -39,8 +39,11 @@ for dtype, size in [(d, s) for d in ("f4", "f2", ">f4", "i8", "c8") for s in (0,
     assert (group.all_gather(parts[rank], sizes=[len(part) for part in parts]) == total).all()
     assert (group.broadcast(mine if rank == 1 else None, 1) == each[1]).all()
     splits = [(size // n + rank + r) % 7 * (size > 3) for r in range(n)]
-    came = group.all_to_all(np.full((sum(splits), 2), rank, dtype), splits=splits)
+    came, received = group.all_to_all(np.full((sum(splits), 2), rank, dtype), splits=splits)
     assert (came[:, 0] == np.repeat(np.arange(n), [(size // n + rank + r) % 7 * (size > 3) for r in range(n)])).all()
+    assert received == [(size // n + rank + r) % 7 * (size > 3) for r in range(n)]
+    back, again = group.all_to_all(came, splits=received, received=splits, out=np.empty((sum(splits), 2), dtype))
+    assert (back == rank).all() and again == splits
     square = np.full((n, 5, 2 * n), rank, dtype)
     assert group.all_to_all(square, 2, 0)[:, 0, 0].tolist() == np.repeat(np.arange(n), n).tolist()
     assert group.all_gather(square[:, :rank], 1)[0, :, 0].tolist() == np.repeat(np.arange(n), np.arange(n)).tolist()

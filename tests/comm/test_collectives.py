@@ -91,7 +91,17 @@ def all_to_all(dtype, check):
                 expected = [split(x, cut, axis)[group.rank] for x, cut in parts]
                 mine = lengths and lengths[group.rank]
                 result = group.all_to_all(next(form)(arrays[group.rank]), axis, onto, splits=mine)
+                if mine is not None:
+                    result, came = result
+                    assert came == [part.shape[joined] for part in expected]
+                    again, _ = group.all_to_all(arrays[group.rank], axis, onto, splits=mine, received=came)
+                    assert_same(again, result, "known lengths", shapes, axis, onto, mine)
                 assert_same(result, np.concatenate(expected, joined), shapes, axis, onto, mine)
+                if joined % len(shape) == 0:
+                    out = np.empty_like(result)
+                    started = group.start_all_to_all(arrays[group.rank], axis, onto, splits=mine, out=out).wait()
+                    assert (started if mine is None else started[0]) is out
+                    assert_same(out, result, "out", shapes, axis, onto, mine)
 
 
 def even(arrays, axis):

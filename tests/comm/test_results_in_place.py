@@ -11,8 +11,8 @@ from fake_device import DeviceArray, FakeDevice, watch
 from on_ranks import DTYPES, INLINE, assert_alike, assert_same, reduced, values
 from spmd_engine import Mesh, run, world
 from spmd_engine.arrays.backend import register_backend, unregister_backend
-from spmd_engine.comm import shared
 from spmd_engine.comm.communicator import Communicator
+from spmd_engine.comm.transports import shared_memory
 from spmd_engine.comm.tuning import Tuning
 from spmd_engine.errors import UsageError
 
@@ -192,7 +192,7 @@ CALLS = {
 def test_pieces_change_no_bit(where, piece, dtype, op, name, monkeypatch):
     """Large arrays are received, or read from others' memory, piece by piece."""
     monkeypatch.setattr(Communicator, "tuning", Tuning(piece=piece))
-    monkeypatch.setattr(shared, "CACHE", 4 * piece)
+    monkeypatch.setattr(shared_memory, "CACHE", 4 * piece)
     dtype = np.dtype(dtype)
 
     def program():

@@ -1,19 +1,18 @@
-"""The way of data between nodes, for all that it depends on: one table, as docs/collectives.md has it."""
+"""The way of a call's data, for all that it depends on: one table, as docs/collectives.md has it."""
 
 from itertools import product
 
 import pytest
 
 from spmd_engine.comm.tuning import Tuning
-from spmd_engine.comm.ways import Way, way
+from spmd_engine.comm.ways import Facts, Way, blocking_at_most, inline_at_most, way
 
 KIB, MIB = 1 << 10, 1 << 20
 BY_NODES, LIBRARY, MESSAGES = Way.HIERARCHICAL, Way.MPI, Way.MESSAGES
 
 
-def chosen(operation, size, ranks, *, by_nodes=False, host=True, library=True, lengths_known=True, axis=0, **tuning):
-    how = {"ranks": ranks, "axis": axis, "lengths_known": lengths_known, "host": host, "by_nodes": by_nodes}
-    return way(operation, size, library=library, tuning=Tuning(**tuning), **how)
+def chosen(operation, size, ranks, *, tuning=None, **facts):
+    return way(Facts(operation, size, ranks, **{"library": True, **facts}), tuning or Tuning())
 
 
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
@@ -33,7 +32,7 @@ OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broad
         (4 << 30, 4, MESSAGES, BY_NODES),
     ],
 )
-def test_by_size_and_placement(operation, size, ranks, flat, by_nodes):
+def test_between_nodes_by_size_and_placement(operation, size, ranks, flat, by_nodes):
     """Only reductions, and gathers along the first axis, go by nodes."""
     assert chosen(operation, size, ranks) is flat
     goes_by_nodes = operation in ("all_reduce", "reduce_scatter", "all_gather")
@@ -51,6 +50,35 @@ def test_the_library_never_gets_what_it_cannot_take():
     for operation, size, ranks, by_nodes in product(OPERATIONS, (8, KIB, MIB, 1 << 40), (2, 64, 4096), (False, True)):
         assert chosen(operation, size, ranks, by_nodes=by_nodes, host=False) is not LIBRARY
         assert chosen(operation, size, ranks, by_nodes=by_nodes, library=False) is not LIBRARY
-        assert chosen(operation, size, ranks, by_nodes=by_nodes, largest_count=size - 1) is not LIBRARY
-    assert chosen("all_to_all", KIB, 64, largest_count=64 * KIB) is LIBRARY
-    assert chosen("all_to_all", KIB, 64, largest_count=64 * KIB - 1) is MESSAGES
+        few = Tuning(largest_count=size - 1)
+        assert chosen(operation, size, ranks, by_nodes=by_nodes, tuning=few) is not LIBRARY
+    assert chosen("all_to_all", KIB, 64, tuning=Tuning(largest_count=64 * KIB)) is LIBRARY
+    assert chosen("all_to_all", KIB, 64, tuning=Tuning(largest_count=64 * KIB - 1)) is MESSAGES
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(
+    "offered, expected",
+    [
+        ({"waits": True, "shown": True}, Way.BLOCKING),
+        ({"waits": True}, Way.BLOCKING),
+        ({"shown": True}, Way.SHARED_MEMORY),
+        ({}, MESSAGES),
+        ({"inline": True, "waits": True, "shown": True}, Way.INLINE),
+        ({"inline": True, "host": False}, MESSAGES),
+    ],
+)
+def test_within_a_node_by_what_all_offer(operation, offered, expected):
+    """Of any size: who offers to wait, and who brings data along, has looked at that before."""
+    for size, library in product((0, 8, MIB, 1 << 40), (False, True)):
+        assert chosen(operation, size, 4, one_node=True, library=library, **offered) is expected
+
+
+def test_what_a_rank_brings_along_and_when_it_offers_to_wait():
+    tuning = Tuning()
+    assert inline_at_most("all_gather", 2, 256 * KIB, False, tuning) == 256 * KIB
+    assert inline_at_most("all_gather", 2, 256 * KIB, True, tuning) == tuning.blocking_from
+    assert inline_at_most("all_reduce", 64, 256 * KIB, False, tuning) == tuning.reduced_by_all // 64
+    assert inline_at_most("all_gather", 2, 100, True, tuning) == 100
+    assert {blocking_at_most(each, tuning) > tuning.blocking_from for each in OPERATIONS} == {True}
+    assert blocking_at_most("barrier", tuning) == 0

@@ -12,8 +12,10 @@ import numpy as np
 from spmd_engine.cli.show.options import output_option
 from spmd_engine.cli.show.output import present
 from spmd_engine.cli.show.picture import COLOURS, PALE, Cell, Picture, text
-from spmd_engine.comm.mesh import Mesh
+from spmd_engine.cli.show.ways_table import ways_on_mesh
+from spmd_engine.comm.mesh import Mesh, parse_axes
 from spmd_engine.comm.threads import run
+from spmd_engine.errors import UsageError
 
 MOST = 12  # ranks
 
@@ -111,8 +113,10 @@ EXAMPLES = {
 @click.command(short_help="What a collective does to small vectors.")
 @click.argument("name", metavar="COLLECTIVE", type=click.Choice(list(EXAMPLES)))
 @click.option("--ranks", type=click.IntRange(2, MOST), default=4, show_default=True, help="Virtual ranks to run it on.")
+@click.option("--mesh", metavar="AXIS=SIZE,...", help="Say instead which way its data go on such a mesh, by size.")
+@click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Nodes of that mesh.")
 @output_option
-def collective(name: str, ranks: int, output: Path | None) -> None:
+def collective(name: str, ranks: int, mesh: str | None, nodes: int, output: Path | None) -> None:
     """Draw what a collective does to a small vector of each rank, before and after.
 
     COLLECTIVE is all_reduce, all_gather, reduce_scatter, all_to_all, broadcast or send_receive (a shift along a
@@ -121,8 +125,14 @@ def collective(name: str, ranks: int, output: Path | None) -> None:
     \b
       python -m spmd_engine show collective all_reduce
       python -m spmd_engine show collective all_to_all --ranks 3 --output all_to_all.svg
+      python -m spmd_engine show collective all_reduce --mesh data=4,model=2 --nodes 2
     """
-    present(draw_collective(name, ranks), output)
+    if mesh is None:
+        present(draw_collective(name, ranks), output)
+    elif name == "send_receive":
+        raise UsageError("send and receive go by messages, on every mesh")
+    else:
+        click.echo("\n".join(ways_on_mesh(name, parse_axes(mesh), nodes)))
 
 
 def run_example(name: str, ranks: int) -> tuple[list[np.ndarray], list[np.ndarray]]:

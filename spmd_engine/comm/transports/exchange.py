@@ -54,10 +54,11 @@ class Exchange(ABC):
     ) -> Steps:
         """``out`` = the reduction over ranks, in rank order, of everyone's part ``rank`` of ``x``.
 
-        In rounds, so that not all of everyone's parts need be here at once. ``out`` may be this rank's part of ``x``.
+        In rounds, so that not all of everyone's parts need be here at once. ``out`` may be this rank's part of ``x``,
+        or of the dtype in which ``x`` is accumulated.
         """
         step = self._elements_a_round(x.itemsize)
-        space = backend_of(out).empty((self.size * min(step, out.size),), out.dtype)
+        space = backend_of(out).empty((self.size * min(step, out.size),), x.dtype)
         rounds = max(1, -(-max(part.stop - part.start for part in parts) // step))
         for i in range(rounds):
             ours = out[i * step : (i + 1) * step]
@@ -78,6 +79,10 @@ class Exchange(ABC):
         parts = [span(x.size, self.size, r) for r in range(self.size)]
         yield from self.reduce_scatter(number, x, parts, out[parts[self.rank]], reduction, last=False)
         yield from self.all_gather(number, out, parts)
+
+    def end(self) -> Steps:
+        """Go on when the others need this rank's memory no more: after the last of a call."""
+        yield from ()
 
     def _elements_a_round(self, itemsize: int) -> int:
         return max(1, min(self.tuning.piece, self.tuning.largest_count // self.size) // itemsize)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.comm.awaited import Requests
+from spmd_engine.comm.condition import Requests
 from spmd_engine.comm.pending import Steps
 from spmd_engine.comm.transports.exchange import Exchange, Parts
 from spmd_engine.comm.tuning import Tuning

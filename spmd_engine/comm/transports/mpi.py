@@ -1,4 +1,6 @@
-"""By the MPI library's nonblocking collectives, which know their fabric: between nodes, with data in the host's memory.
+"""By the MPI library's collectives, which know their fabric, with data in the host's memory: nonblocking, and blocking.
+
+Between nodes they are nonblocking.
 
 Ranks must begin them in one order on a communicator. So calls take turns, in the order in which they were made: a call
 begins to move data when all before it have begun the last of theirs, or need none, or have failed. And they begin only
@@ -13,7 +15,7 @@ import numpy as np
 from mpi4py import MPI
 
 from spmd_engine.arrays.backend import Array
-from spmd_engine.comm.awaited import Collective
+from spmd_engine.comm.condition import LibraryRequest
 from spmd_engine.comm.pending import Steps
 from spmd_engine.comm.reducing import accumulated_in
 from spmd_engine.comm.transports.exchange import Exchange, Parts
@@ -72,7 +74,32 @@ class NonblockingCollectives(Exchange):
     def _begun(self, number: int, request: MPI.Request, last: bool) -> Steps:
         if last:
             self._turns.over(number)
-        yield Collective([request])
+        yield LibraryRequest([request])
+
+
+class BlockingCollectives(Exchange):
+    """See ``Exchange``: for ranks of one node that all wait in the call, and have a core each."""
+
+    def __init__(self, comm: MPI.Comm, tuning: Tuning) -> None:
+        self.rank, self.size, self.tuning, self._comm = comm.rank, comm.size, tuning, comm
+
+    def all_gather(self, number: int, x: Array, parts: Parts, *, last: bool = True) -> Steps:
+        length = parts[0].stop - parts[0].start
+        if x.size == length * self.size and len({part.stop - part.start for part in parts}) == 1:
+            self._comm.Allgather(MPI.IN_PLACE, [x.view(np.uint8), length * x.itemsize, MPI.BYTE])
+        else:
+            self._comm.Allgatherv(MPI.IN_PLACE, _in_bytes(x, parts))
+        yield from ()
+
+    def all_to_all(
+        self, number: int, x: Array, parts: Parts, out: Array, out_parts: Parts, *, last: bool = True
+    ) -> Steps:
+        self._comm.Alltoallv(_in_bytes(x, parts, self.rank), _in_bytes(out, out_parts, self.rank))
+        yield from ()
+
+    def broadcast(self, number: int, x: Array, root: int) -> Steps:
+        self._comm.Bcast([x.view(np.uint8), MPI.BYTE], root)
+        yield from ()
 
 
 def _in_bytes(x: np.ndarray, parts: Parts, but: int | None = None) -> list:

@@ -1,4 +1,4 @@
-"""What an operation waits for, and for whom: messages, or words that others write on a board."""
+"""What an operation waits for, and for whom: messages, or words that others write into shared memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Requests(list):
         return not communicator.done(own)
 
 
-class Collective(list):
+class LibraryRequest(list):
     """The request of a library's collective, which begins when all ranks have agreed to it: nobody is missing."""
 
     def waits_for(self, rank: int, communicator: Testing) -> bool:
@@ -39,7 +39,7 @@ class Collective(list):
         return False
 
 
-class Until:
+class Condition:
     """Something to come true in memory that ranks share; ``has_begun`` says of a rank whether it takes part in it."""
 
     __slots__ = ("_is_so", "_has_begun")

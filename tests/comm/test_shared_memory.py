@@ -7,20 +7,23 @@ import pytest
 
 from on_ranks import DTYPES, OPS, assert_alike, assert_same, everywhere, on_ranks, reduced, values
 from spmd_engine import Mesh, run, world
-from spmd_engine.comm import board, meeting, shared, threads
+from spmd_engine.comm import slot_table, threads
 from spmd_engine.comm.arena import ALIGNMENT, HEAD
-from spmd_engine.comm.lending import Lender
+from spmd_engine.comm.communicator import Communicator
+from spmd_engine.comm.cross_memory import CrossMemory
+from spmd_engine.comm.transports import shared_memory
+from spmd_engine.comm.tuning import Tuning
 from spmd_engine.errors import MismatchError
 
 # --- collectives, by every way that data can take
 
 LENGTH = 5000
-#: Bytes that go into a row, or onto a desk; that every rank reduces whole; and that are copied for neighbours.
+#: Bytes that go into an entry, or a staging buffer; that every rank reduces whole; and that are copied for neighbours.
 WAYS = {
-    "in-rows": (1 << 18, 1 << 18, 1 << 30, 1 << 30),
-    "on-desks": (64, 1 << 18, 1 << 30, 1 << 30),
+    "in-entries": (1 << 18, 1 << 18, 1 << 30, 1 << 30),
+    "in-buffers": (64, 1 << 18, 1 << 30, 1 << 30),
     "in-arenas": (64, 64, 64, 0),
-    "lent": (64, 64, 64, 0),
+    "in-processes": (64, 64, 64, 0),
     "as-copies": (64, 64, 64, 1 << 30),
     "by-messages": (64, 64, 64, 0),
 }
@@ -29,14 +32,13 @@ WAYS = {
 @pytest.fixture(params=WAYS)
 def way(request, monkeypatch):
     """How large data come to others; they are to become the same by all ways."""
-    small, room, whole, staged = WAYS[request.param]
-    monkeypatch.setattr(board, "SMALL", small)
-    monkeypatch.setattr(board, "ROOM", room)
-    monkeypatch.setattr(shared, "WHOLE", whole)
-    monkeypatch.setattr(shared, "CACHE", 4096)
-    monkeypatch.setattr(meeting, "STAGED", staged)
-    if request.param != "lent":
-        monkeypatch.setattr(Lender, "can_read", lambda *args: False)
+    small, room, whole, copied = WAYS[request.param]
+    monkeypatch.setattr(slot_table, "SMALL", small)
+    monkeypatch.setattr(slot_table, "ROOM", room)
+    monkeypatch.setattr(shared_memory, "CACHE", 4096)
+    monkeypatch.setattr(Communicator, "tuning", Tuning(reduced_by_all=whole, copied=copied))
+    if request.param != "in-processes":
+        monkeypatch.setattr(CrossMemory, "can_read", lambda *args: False)
     if request.param == "by-messages":
         monkeypatch.setattr(threads, "bound", lambda ranks: HEAD + 1024)  # no room for anything
     return request.param
@@ -100,7 +102,7 @@ def test_moves(ranks, way):
 @pytest.mark.parametrize("lends", [True, False])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_one_rank_has_no_room(ranks, lends, monkeypatch):
-    monkeypatch.setattr(Lender, "can_read", lambda *args: lends)
+    monkeypatch.setattr(CrossMemory, "can_read", lambda *args: lends)
 
     def program():
         mesh = Mesh()
@@ -159,10 +161,10 @@ def test_who_waits_for_a_slow_reader_is_not_told_that_another_has_ended(slow):
 
 @everywhere(2, 3)
 @pytest.mark.parametrize("length", [1, 2000, 100_000])
-def test_more_calls_under_way_than_pages(length, ranks):
+def test_more_calls_under_way_than_slots(length, ranks):
     def program():
         group = Mesh().group()
-        many = 3 * board.PAGES + 1
+        many = 3 * slot_table.SLOTS + 1
         started = [group.start_all_reduce(np.full(length, i + group.rank)) for i in range(many)]
         order = np.random.default_rng(group.rank).permutation(many).tolist()  # another one on every rank
         for i in order:
@@ -190,10 +192,10 @@ def test_who_is_late_still_reads_what_was_said(slow, ranks):
     on_ranks(program, ranks)
 
 
-def test_a_mismatch_uses_up_its_page_alone():
+def test_a_mismatch_uses_up_its_slot_alone():
     def program():
         group = Mesh(timeout=20).group()
-        for i in range(3 * board.PAGES):
+        for i in range(3 * slot_table.SLOTS):
             with pytest.raises(MismatchError):
                 group.all_reduce(np.ones(1 + group.rank))
             assert group.all_reduce(np.full(10, i))[0] == 2 * i
@@ -207,13 +209,13 @@ def test_copies_are_given_back(ranks):
         mesh = Mesh()
         group, arena = mesh.group(), world().neighbours.own
         x = np.ones(300_000)
-        for _ in range(2 * board.PAGES):
+        for _ in range(2 * slot_table.SLOTS):
             group.reduce_scatter(x)
             group.all_gather(x)
         mesh.barrier()
         mesh.barrier()
         before = arena.free
-        for _ in range(2 * board.PAGES):
+        for _ in range(2 * slot_table.SLOTS):
             group.reduce_scatter(x)
             group.all_gather(x)
         mesh.barrier()
@@ -224,7 +226,7 @@ def test_copies_are_given_back(ranks):
 
 
 @everywhere(2, 4)
-def test_boards_of_closed_meshes_are_given_back(ranks):
+def test_tables_of_closed_meshes_are_given_back(ranks):
     def program():
         free = []
         for _ in range(30):

@@ -11,22 +11,22 @@ import pytest
 
 from spmd_engine import Mesh, run
 from spmd_engine.comm import pending
-from spmd_engine.comm.mover import Mover
+from spmd_engine.comm.progress_thread import ProgressThread
 from spmd_engine.errors import MismatchError
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "two_hosts.py"
 LARGE = np.ones(100_000)
 
 
-def with_mover(program):
+def with_thread(program):
     def moved():
         mesh = Mesh(timeout=20)
-        mover = Mover(mesh.comm.progress)
-        mesh.comm.progress.on_begin = mover.wake
+        thread = ProgressThread(mesh.comm.progress)
+        mesh.comm.progress.on_begin = thread.wake
         try:
-            return program(mesh, mover)
+            return program(mesh, thread)
         finally:
-            mover.stop()
+            thread.stop()
 
     return moved
 
@@ -39,9 +39,9 @@ def until(true, seconds=20):
 
 
 def test_calls_end_while_nobody_waits():
-    """Many of them, begun while the mover moves others on; their errors stay with them."""
+    """Many of them, begun while the thread moves others on; their errors stay with them."""
 
-    def program(mesh, mover):
+    def program(mesh, thread):
         for size in (1, 7, 8):
             started = [mesh.start("all_reduce", LARGE[: i % 3 * size * 1000 + 1] * i) for i in range(30)]
             wrong = mesh.start("all_reduce", LARGE[: mesh.rank + 1])
@@ -55,32 +55,32 @@ def test_calls_end_while_nobody_waits():
         return entry.calls
 
     for nodes in (None, list("abcd"), list("aabb")):
-        assert run(with_mover(program), 4, nodes=nodes) == [3 * 31] * 4
+        assert run(with_thread(program), 4, nodes=nodes) == [3 * 31] * 4
 
 
 def test_who_waits_moves_operations_on_alone():
-    """The mover looks on while a rank waits, and rests where nothing is under way."""
+    """The thread looks on while a rank waits, and rests where nothing is under way."""
 
-    def program(mesh, mover):
+    def program(mesh, thread):
         looks = []
         progress = mesh.comm.progress
         inner, progress.move_on = progress.move_on, lambda: looks.append(1) or inner()
         for _ in range(50):
             mesh.all_reduce(LARGE)
-        assert until(lambda: not mover._work.is_set())
+        assert until(lambda: not thread._work.is_set())
         before = len(looks)
         time.sleep(0.05)
         return len(looks) - before
 
-    assert run(with_mover(program), 3, nodes=list("abc")) == [0, 0, 0]
+    assert run(with_thread(program), 3, nodes=list("abc")) == [0, 0, 0]
 
 
 def test_it_stops_at_once():
     for _ in range(50):
-        mover = Mover(pending.Progress())
-        mover.wake()
-        mover.stop()
-        assert not mover._thread.is_alive()
+        thread = ProgressThread(pending.Progress())
+        thread.wake()
+        thread.stop()
+        assert not thread._thread.is_alive()
 
 
 PROGRAM = """
@@ -92,7 +92,7 @@ assert mesh.node_count == 2 and mesh.comm.lanes.nodes == [[0, 1], [2, 3]]
 x = np.arange(1 << 18, dtype=np.float32) + mesh.rank
 assert (mesh.all_reduce(x) == 4 * np.arange(1 << 18, dtype=np.float32) + 6).all()
 with Mesh(rows=2, columns=2) as other:
-    assert other.group("columns").comm.board and not other.group("rows").comm.lanes
+    assert other.group("columns").comm.table and not other.group("rows").comm.lanes
     assert other.all_reduce(x, over="rows")[0] == 2 * mesh.rank % 4 + 2
 pending = mesh.start("all_reduce", x)
 deadline = time.monotonic() + 20

@@ -15,13 +15,13 @@ from spmd_engine.comm.pending import Progress
 PERIOD = 1e-3  # seconds between looks: at 1 Gbit/s, 125 kB come meanwhile
 
 
-class Mover:
+class ProgressThread:
     """Call ``wake`` when operations are under way, and ``stop`` before the transport ends."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress, self._stopped = progress, False
         self._work = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="spmd_engine mover", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="spmd_engine progress", daemon=True)
         self._thread.start()
 
     def wake(self) -> None:

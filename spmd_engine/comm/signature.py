@@ -7,30 +7,32 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
 
 from spmd_engine.comm import dtypes
+from spmd_engine.comm.spans import span
 from spmd_engine.errors import MismatchError, UsageError
 
 OPERATIONS = ("barrier", "broadcast", "all_gather", "all_reduce", "reduce_scatter", "all_to_all", "send")
 OPERATIONS += ("leave", "refuse")  # instead of a call: the program ends; this rank cannot make the call
 REDUCTIONS = ("", "sum", "mean", "max", "min", "prod")
 MAX_DIMS = 16
-TERMS = 5  # of Header.terms
+TERMS = 5  # of Signature.terms
 
 _LAYOUT = struct.Struct(f"<BBBBiiiIII{MAX_DIMS}q")
 
 
 def room(ranks: int) -> int:
-    """Bytes of a header at most, in a group of so many ranks."""
+    """Bytes of a signature at most, in a group of so many ranks."""
     return _LAYOUT.size + 8 * max(ranks, TERMS) + dtypes.LONGEST
 
 
 @dataclass(frozen=True)
-class Header:
-    """What one rank calls: everything that must agree, and the shape from which the others learn sizes."""
+class Signature:
+    """What one rank calls: what must be equal on all, and besides what each offers, and its own lengths."""
 
     operation: str
     reduction: str = ""
@@ -40,8 +42,8 @@ class Header:
     concat_axis: int = 0
     root: int = 0
     sizes: tuple[int, ...] = ()  # the parts of reduce_scatter and all_to_all, if the caller gave them
-    inline: int = 0  # bytes of data that travel with the header
-    by_library: bool = False  # whether the MPI library may move the data: the caller waits, so it comes at once
+    inline: int = 0  # bytes of data that come with the signature
+    waits: bool = False  # whether this rank waits in the call, with data that the MPI library can take
 
     packed: bytes = field(init=False, repr=False, compare=False)  # all of it as bytes, ``sizes`` and dtype at the end
 
@@ -51,7 +53,7 @@ class Header:
             OPERATIONS.index(self.operation),
             REDUCTIONS.index(self.reduction),
             len(shape) if self.shape is not None else 255,
-            self.by_library,
+            self.waits,
             self.axis,
             self.concat_axis,
             self.root,
@@ -70,7 +72,7 @@ class Header:
 
     @cached_property
     def agreed(self) -> int:
-        """A number that is equal where this header's ``agreement`` is."""
+        """A number that is equal where this signature's ``agreement`` is."""
         return number_of(self.agreement())
 
     @cached_property
@@ -90,10 +92,10 @@ class Header:
         return self.agreed, self.variable, known, int(host), size
 
     @classmethod
-    def unpack(cls, data: bytes) -> Header:
-        """The header that ``data`` begins with."""
+    def unpack(cls, data: bytes) -> Signature:
+        """The signature that ``data`` begins with."""
         fields = _LAYOUT.unpack_from(data)
-        operation, reduction, ndim, by_library, axis, concat_axis, root, inline, count, letters = fields[:-MAX_DIMS]
+        operation, reduction, ndim, waits, axis, concat_axis, root, inline, count, letters = fields[:-MAX_DIMS]
         end = _LAYOUT.size + 8 * count
         return cls(
             OPERATIONS[operation],
@@ -105,7 +107,7 @@ class Header:
             root,
             struct.unpack_from(f"<{count}q", data, _LAYOUT.size),
             inline,
-            bool(by_library),
+            bool(waits),
         )
 
     @property
@@ -114,6 +116,22 @@ class Header:
         if self.shape is None:
             return (self.inline,), np.dtype(np.uint8)
         return self.shape, dtypes.described(self.dtype)
+
+    def part_for(self, rank: int, ranks: int) -> slice:
+        """What of this rank's array, along the axis that is split, is for another."""
+        if self.sizes:
+            return slice(sum(self.sizes[:rank]), sum(self.sizes[: rank + 1]))
+        return span(self.shape[self.axis], ranks, rank)
+
+    def shape_for(self, rank: int, ranks: int) -> tuple[int, ...]:
+        """The shape of that part."""
+        part = self.part_for(rank, ranks)
+        return *self.shape[: self.axis], part.stop - part.start, *self.shape[self.axis + 1 :]
+
+    def packed_part_for(self, rank: int, ranks: int) -> slice:
+        """Where it lies in the array once all parts are ``staging.packed``."""
+        part, row = self.part_for(rank, ranks), prod(self.shape[: self.axis] + self.shape[self.axis + 1 :])
+        return slice(part.start * row, part.stop * row)
 
     def __str__(self) -> str:
         if self.operation == "leave":
@@ -153,35 +171,35 @@ def number_of(what: tuple) -> int:
 
 
 class Call(NamedTuple):
-    """A header, and which of the calls in its group it is, counted from 1."""
+    """A signature, and which of the calls in its group it is, counted from 1."""
 
     number: int
-    header: Header
+    signature: Signature
 
     def __str__(self) -> str:
-        if self.header.operation == "leave":
-            return str(self.header)
-        return f"{self.header} as its call number {self.number}"
+        if self.signature.operation == "leave":
+            return str(self.signature)
+        return f"{self.signature} as its call number {self.number}"
 
 
-class Said:
-    """What all ranks say in a call: kept, so that it is recognized, and need not be read, when they say it again."""
+class Signatures:
+    """Those of all ranks in a call: kept, so that they are recognized, and need not be read, when they come again."""
 
-    __slots__ = ("headers", "digests", "same", "by_library", "at_once", "inline")
+    __slots__ = ("by_rank", "digests", "same", "wait", "at_once", "inline")
 
-    def __init__(self, headers: Sequence[Header]) -> None:
-        self.headers, self.digests = list(headers), [header.digest for header in headers]
-        self.same = len(set(self.digests)) == 1  #: whether all say the same
-        self.by_library = all(header.by_library for header in headers)  #: whether the MPI library moves the data
-        #: whether nothing else has to be shown or heard
-        self.at_once = self.by_library or all(header.inline or header.shape is None for header in headers)
-        self.inline: dict[int, list[np.ndarray | None]] = {}  #: by page: where everyone's data lie, None: no data
+    def __init__(self, by_rank: Sequence[Signature]) -> None:
+        self.by_rank, self.digests = list(by_rank), [each.digest for each in by_rank]
+        self.same = len(set(self.digests)) == 1  #: whether all are the same
+        self.wait = all(each.waits for each in by_rank)  #: whether all ranks wait in the call
+        #: whether all data come with the signatures
+        self.at_once = all(each.inline or each.shape is None for each in by_rank)
+        self.inline: dict[int, list[np.ndarray | None]] = {}  #: by slot: where everyone's data lie, None: no data
 
 
 def check(calls: Sequence[Call], group: str) -> None:
     """Raise the same MismatchError on every rank unless all called the same thing."""
-    number, agreement = calls[0].number, calls[0].header.agreement()
-    if all(call.number == number and call.header.agreement() == agreement for call in calls):
+    number, agreement = calls[0].number, calls[0].signature.agreement()
+    if all(call.number == number and call.signature.agreement() == agreement for call in calls):
         return
     said: dict[str, list[int]] = {}
     for rank, call in enumerate(calls):

@@ -1,4 +1,4 @@
-"""Sleep until a neighbour rings, on Linux by futexes in shared memory; elsewhere, for a little while."""
+"""Sleep until a neighbour wakes this rank, on Linux by futexes in shared memory; elsewhere, for a little while."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ _WAIT, _WAKE = 0, 1
 STRONG = ("x86_64", "AMD64", "i686", "i386")  # machines on which others see writes in the order they were made
 
 
-class Bell:
+class Futexes:
     """One word for each of a node's ranks, 1 while that rank sleeps or is about to.
 
-    A rank that is about to sleep says so (``lie_down``), looks once more whether what it waits for is there, and
-    sleeps. One that brings news writes them, then rings those that say they sleep. Between saying and looking, and
-    between writing and ringing, lies a full fence: so either the one sees the news, or the other the sleeper.
+    A rank that is about to sleep says so (``prepare_to_sleep``), looks once more whether what it waits for is there,
+    and sleeps. One that brings news writes them, then wakes those that say they sleep. Between saying and looking, and
+    between writing and waking, lies a full fence: so either the one sees the news, or the other the sleeper.
     """
 
     def __init__(self, words: memoryview, local_rank: int) -> None:
         self._bytes, self._words, self._rank = words, words.cast("i"), local_rank
         self._address = address_of(np.frombuffer(words, np.uint8))
-        self._silence = bytes(len(words))
+        self._nobody = bytes(len(words))
         self._futex = _futex()
         self._lock = threading.Lock()
         self.weak = platform.machine() not in STRONG
 
-    def order(self) -> None:
-        """A full fence: what was read and written before comes before what is read and written after.
+    def fence(self) -> None:
+        """What was read and written before comes before what is read and written after.
 
-        To take and leave a lock is one on x86. On other machines a lock may let later accesses in and earlier ones
-        out; two locks, one after the other, hold both.
+        To take and leave a lock is a full fence on x86. On other machines a lock may let later accesses in and
+        earlier ones out; two locks, one after the other, hold both.
         """
         with self._lock:
             pass
@@ -45,21 +45,24 @@ class Bell:
             with self._lock:
                 pass
 
-    def lie_down(self) -> None:
+    def prepare_to_sleep(self) -> None:
         self._words[self._rank] = 1
-        self.order()
+        self.fence()
 
     def sleep(self, seconds: float) -> None:
-        """Return when rung, or after ``seconds``, or, who knows, before."""
+        """Return when woken, or after ``seconds``, or now and then before."""
         self._futex(self._address + 4 * self._rank, _WAIT, 1, seconds)
         self._words[self._rank] = 0
 
     def anyone_sleeps(self) -> bool:
         """Whether some rank of the node may sleep, and not have seen what was written before."""
-        self.order()
-        return self._bytes.tobytes() != self._silence
+        with self._lock:  # see ``fence``
+            pass
+        if self.weak:
+            self.fence()
+        return self._bytes.tobytes() != self._nobody
 
-    def ring(self, local_ranks: Sequence[int]) -> None:
+    def wake(self, local_ranks: Sequence[int]) -> None:
         for rank in local_ranks:
             if self._words[rank]:
                 self._words[rank] = 0

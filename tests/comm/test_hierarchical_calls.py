@@ -58,7 +58,7 @@ def test_even_nodes(hosts, nodes):
 
 @pytest.mark.parametrize("hosts", ["aabb", "abccba"])
 def test_many_calls_under_way(hosts):
-    """More than a board has pages, large and small in turn, waited for in another order on every rank."""
+    """More than a table has slots, large and small in turn, waited for in another order on every rank."""
     ranks = len(hosts)
 
     def program():
@@ -80,7 +80,7 @@ def test_many_calls_under_way(hosts):
 
 
 def test_groups_come_and_go():
-    """Their boards are given back."""
+    """Their tables are given back."""
 
     def program():
         free = None

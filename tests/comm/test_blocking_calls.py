@@ -2,6 +2,8 @@
 
 import itertools
 import sys
+import threading
+from collections import defaultdict
 from contextlib import nullcontext
 
 import ml_dtypes
@@ -10,12 +12,15 @@ import pytest
 
 from on_ranks import assert_same, numbers_of_ranks, on_ranks, reduced, values
 from spmd_engine import world
-from spmd_engine.comm.board import PAGES
+from spmd_engine.comm import collective_steps, ways
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.mpi import MPICommunicator
-from spmd_engine.comm.mpi_library import MPILibrary
 from spmd_engine.comm.pending import Progress
+from spmd_engine.comm.slot_table import SLOTS
+from spmd_engine.comm.transports.exchange import Exchange
+from spmd_engine.comm.transports.mpi import BlockingCollectives
+from spmd_engine.comm.ways import Way
 from spmd_engine.errors import UsageError
 
 ROOM = 256  # bytes that come along with a call here: few, so that small arrays take the ways of large ones
@@ -33,52 +38,53 @@ def _quick_threads():
     sys.setswitchinterval(before)
 
 
-class Counted:
+class Counted(Exchange):
     """A library that counts its calls; on threads, made of the collectives of another group."""
 
     def __init__(self, comm):
-        self.calls = 0
+        self.calls, self.rank, self.size, self.tuning = 0, comm.rank, comm.size, comm.tuning
+        self._group = None
         if isinstance(comm, MPICommunicator):
-            self._made = MPILibrary(comm._comm)
+            self._library = BlockingCollectives(comm._comm, comm.tuning)
         else:
             comm.progress = Progress()  # the library knows nothing of what else this rank has under way
-            self._made = _OfThreads(Group(comm, "library", Ledger(), timeout=TIMEOUT))
+            self._group = Group(comm, "library", Ledger(), timeout=TIMEOUT)
 
-    def all_gather(self, *how):
+    def all_gather(self, number, x, parts, *, last=True):
         self.calls += 1
-        self._made.all_gather(*how)
+        if self._group is None:
+            yield from self._library.all_gather(number, x, parts)
+        else:
+            x[...] = self._group.all_gather(x[parts[self.rank]].copy())
 
-    def all_to_all(self, *how):
+    def all_to_all(self, number, x, parts, out, out_parts, *, last=True):
         self.calls += 1
-        self._made.all_to_all(*how)
+        if self._group is None:
+            yield from self._library.all_to_all(number, x, parts, out, out_parts)
+            return
+        splits = [part.stop - part.start if r != self.rank else 0 for r, part in enumerate(parts)]
+        given = [x[part] for r, part in enumerate(parts) if r != self.rank]
+        came, _ = self._group.all_to_all(np.concatenate([x[:0], *given]), splits=splits)
+        begin = 0
+        for r, part in enumerate(out_parts):
+            if r != self.rank:
+                out[part] = came[begin : begin + part.stop - part.start]
+                begin += part.stop - part.start
+        assert came.size == begin
 
-
-class _OfThreads:
-    def __init__(self, group):
-        self._group = group
-
-    def all_gather(self, own, out, sizes):
-        assert len(set(self._group.all_gather(np.array([own is None])))) == 1  # as MPI wants it
-        assert own is None or not np.shares_memory(own, out)
-        own = _bytes(own) if own is not None else np.split(_bytes(out), np.cumsum(sizes)[:-1])[self._group.rank]
-        _bytes(out)[...] = self._group.all_gather(own.copy(), sizes=sizes)
-
-    def all_to_all(self, x, sizes, out, out_sizes, even):
-        assert len(set(self._group.all_gather(np.array([even])))) == 1  # MPI has a function for either
-        came = self._group.all_to_all(_bytes(x).copy(), splits=sizes)
-        assert came.size == sum(out_sizes)
-        _bytes(out)[...] = came
-
-
-def _bytes(x):
-    return x.reshape(-1).view(np.uint8)
+    def broadcast(self, number, x, root):
+        self.calls += 1
+        if self._group is None:
+            yield from self._library.broadcast(number, x, root)
+        else:
+            x[...] = self._group.broadcast(x, root)
 
 
 def group_with_short_ways():
     """A group of all ranks, each of which acts as if it had a core; and its library."""
     everyone = range(world().size)
     comm = world().subset(everyone)
-    comm.looks, comm.board.room, comm.library = 3_000, ROOM, Counted(world().subset(everyone))
+    comm.spin_tests, comm.table.room, comm.library = 3_000, ROOM, Counted(world().subset(everyone))
     return Group(comm, "all", Ledger(), timeout=TIMEOUT), comm.library
 
 
@@ -139,7 +145,7 @@ def all_to_all(dtype):
             whole = np.concatenate([parts[r][rank] for r in range(n)], concat)
             for _ in range(TIMES):
                 result = group.all_to_all(arrays[rank], axis, concat, splits=cuts[rank] if splits else None)
-                assert_same(result, whole, shape, splits)
+                assert_same(result[0] if splits else result, whole, shape, splits)
     assert library.calls > 10
     return group.ledger.total().calls
 
@@ -152,7 +158,7 @@ def parts_that_are_even_on_some_ranks(dtype):
     arrays = [values((sum(cuts[r]),), dtype, r) for r in range(n)]
     whole = np.concatenate([np.split(x, np.cumsum(cuts[r])[:-1])[rank] for r, x in enumerate(arrays)])
     for _ in range(TIMES):
-        assert_same(group.all_to_all(arrays[rank], splits=cuts[rank]), whole)
+        assert_same(group.all_to_all(arrays[rank], splits=cuts[rank])[0], whole)
     assert library.calls == TIMES
     return group.ledger.total().calls
 
@@ -181,11 +187,12 @@ def reductions(dtype):
 
 def broadcasts(dtype):
     """Roots, sizes and callers' arrays that change from call to call."""
-    group, _ = group_with_short_ways()
+    group, library = group_with_short_ways()
     for root, size, times in itertools.product(range(group.size), [1, 0, 20, 500], range(TIMES)):
         x = values((size,), dtype, root + times)
         given = x if group.rank == root else (None, values((3,), dtype, 0))[times % 2]
         assert_same(group.broadcast(given, root), x, root, size)
+    assert library.calls == group.size * TIMES  # of 500 numbers, from every root
     return group.ledger.total().calls
 
 
@@ -214,6 +221,44 @@ def some_wait_and_some_start(dtype):
     return group.ledger.total().calls
 
 
+OFFERS = list(itertools.product(["ordinary", "shared"], ["waits", "starts"], ["", "shared"]))
+
+
+def every_pair_of_offers(dtype):
+    """Memory of either kind, for the array and for the result, in calls that are waited for or begun."""
+    group, _ = group_with_short_ways()
+    n, rank = group.size, group.rank
+    arrays = [values((6 * n * 20,), dtype, r) for r in range(n)]
+    total = reduced(arrays, "sum")
+    results = {
+        "all_reduce": total,
+        "reduce_scatter": np.split(total, n)[rank],
+        "all_gather": np.concatenate(arrays),
+        "all_to_all": np.concatenate([np.split(each, n)[rank] for each in arrays]),
+        "broadcast": arrays[1],
+    }
+
+    def empty(kind, like):
+        return np.empty_like(like) if kind == "ordinary" else group.comm.empty(like.shape, like.dtype)
+
+    for usual, odd in itertools.product(OFFERS, OFFERS):
+        memory, how, where = odd if rank == n - 1 else usual
+        for name, expected in results.items():
+            x = empty(memory, arrays[rank])
+            x[...] = arrays[rank]
+            options = {}
+            if name == "broadcast":
+                options["root"] = 1
+            elif name != "all_to_all" and where:
+                options["out"] = empty(where, expected)
+            if how == "waits":
+                result = getattr(group, name)(x, **options)
+            else:
+                result = getattr(group, f"start_{name}")(x, **options).wait()
+            assert_same(result, expected, name, usual, odd)
+    return group.ledger.total().calls
+
+
 def one_fails(dtype):
     """A rank that cannot have its result leaves the others theirs, and goes on with them."""
     group, _ = group_with_short_ways()
@@ -233,7 +278,7 @@ def one_fails(dtype):
         error = pytest.raises(FloatingPointError) if fails else nullcontext()
         with error, np.errstate(over="raise" if fails else "ignore"):
             assert np.isinf(group.all_reduce(large)).all()
-    for _ in range(2 * PAGES):
+    for _ in range(2 * SLOTS):
         group.barrier()
     return group.ledger.total().calls
 
@@ -282,3 +327,19 @@ def programs_and_dtypes():
 @pytest.mark.parametrize("program, dtype, ranks", list(programs_and_dtypes()))
 def test_the_short_ways_bring_what_numpy_computes(program, dtype, ranks):
     assert all(calls > 0 for calls in on_ranks(program, ranks, dtype))
+
+
+@pytest.mark.parametrize("ranks", [3])
+def test_no_two_ranks_go_different_ways(ranks, monkeypatch):
+    """Whatever each of them offers: they find the same facts, and so the same way."""
+    taken = defaultdict(list)
+
+    def recorded(facts, tuning):
+        taken[threading.get_ident()].append((facts, ways.way(facts, tuning)))
+        return taken[threading.get_ident()][-1][1]
+
+    monkeypatch.setattr(collective_steps, "way", recorded)
+    on_ranks(every_pair_of_offers, ranks, FLOAT)
+    by_rank = [each for each in taken.values() if len(each) > 1]
+    assert len(by_rank) == ranks and by_rank.count(by_rank[0]) == ranks
+    assert {chosen for _, chosen in by_rank[0]} == {Way.BLOCKING, Way.SHARED_MEMORY, Way.MESSAGES}

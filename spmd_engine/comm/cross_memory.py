@@ -19,8 +19,8 @@ class _Range(ctypes.Structure):
     _fields_ = [("address", ctypes.c_void_p), ("size", ctypes.c_size_t)]
 
 
-class Lender:
-    """Reads what ranks of this node lend: ``processes`` by local rank. The system may refuse it: ask ``can_read``."""
+class CrossMemory:
+    """Reads memory of this node's ranks: ``processes`` by local rank. The system may refuse it: ask ``can_read``."""
 
     def __init__(self, processes: Sequence[int]) -> None:
         self._processes = list(processes)
@@ -53,49 +53,51 @@ class Lender:
             done += moved
 
 
-class Lent:
+class RemoteArray:
     """A contiguous array in a neighbour's memory. It is read when it is asked for, part by part."""
 
-    __slots__ = ("lender", "local_rank", "address", "shape", "dtype")
+    __slots__ = ("reader", "local_rank", "address", "shape", "dtype")
 
-    def __init__(self, lender: Lender, local_rank: int, address: int, shape: Sequence[int], dtype: np.dtype) -> None:
-        self.lender, self.local_rank, self.address = lender, local_rank, address
+    def __init__(
+        self, reader: CrossMemory, local_rank: int, address: int, shape: Sequence[int], dtype: np.dtype
+    ) -> None:
+        self.reader, self.local_rank, self.address = reader, local_rank, address
         self.shape, self.dtype = tuple(shape), dtype
 
-    def flat(self) -> Lent:
-        return Lent(self.lender, self.local_rank, self.address, (prod(self.shape),), self.dtype)
+    def flat(self) -> RemoteArray:
+        return RemoteArray(self.reader, self.local_rank, self.address, (prod(self.shape),), self.dtype)
 
-    def __getitem__(self, index: slice | tuple[slice, ...]) -> Lent:
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> RemoteArray:
         """A part along the first axis."""
         part = index[0] if isinstance(index, tuple) else index
         start, stop, _ = part.indices(self.shape[0])
         row = prod(self.shape[1:]) * self.dtype.itemsize
         shape = (max(stop - start, 0), *self.shape[1:])
-        return Lent(self.lender, self.local_rank, self.address + start * row, shape, self.dtype)
+        return RemoteArray(self.reader, self.local_rank, self.address + start * row, shape, self.dtype)
 
     def read(self, out: np.ndarray | None = None) -> np.ndarray:
         """Its values, in ``out`` if that is contiguous memory for them."""
         here = out if out is not None and out.flags.c_contiguous else np.empty(self.shape, self.dtype)
-        self.lender.read(self.local_rank, self.address, here)
+        self.reader.read(self.local_rank, self.address, here)
         return here
 
 
-Block = np.ndarray | Lent  #: everyone's data, where this rank can read them
+Block = np.ndarray | RemoteArray  #: everyone's data, where this rank can read them
 
 
 def here(block: Block) -> np.ndarray:
     """``block`` as an array to compute with."""
-    return block.read() if isinstance(block, Lent) else block
+    return block.read() if isinstance(block, RemoteArray) else block
 
 
 def flat(block: Block) -> Block:
     """``block`` with one dimension."""
-    return block.flat() if isinstance(block, Lent) else block.reshape(-1)
+    return block.flat() if isinstance(block, RemoteArray) else block.reshape(-1)
 
 
 def fill(out: np.ndarray, block: Block) -> None:
     """``out`` = ``block``, which may be ``out`` itself."""
-    if isinstance(block, Lent):
+    if isinstance(block, RemoteArray):
         block = block.read(out)
     if block is not out:
         out[...] = block

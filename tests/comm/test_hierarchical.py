@@ -15,7 +15,7 @@ from spmd_engine import Mesh, run, world
 from spmd_engine.arrays.backend import register_backend, unregister_backend
 from spmd_engine.comm import Group, Ledger
 from spmd_engine.comm.arena import Arena
-from spmd_engine.comm.lending import Lender
+from spmd_engine.comm.cross_memory import CrossMemory
 from spmd_engine.comm.threads import ThreadCommunicator
 from spmd_engine.comm.tuning import Tuning
 
@@ -43,7 +43,7 @@ def memory(request, monkeypatch):
     """What the ranks of a node have: memory that they share, or none to speak of, so that they send each other all."""
     if request.param == "sent":
         monkeypatch.setattr(Arena, "allocate", lambda *_: None)
-        monkeypatch.setattr(Lender, "can_read", lambda *_: False)
+        monkeypatch.setattr(CrossMemory, "can_read", lambda *_: False)
     return request.param
 
 

@@ -1,0 +1,224 @@
+"""Calls of a group: prepared once for those that come again, numbered, begun, and entered in the ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from spmd_engine.arrays.backend import CPU, Array, Backend
+from spmd_engine.comm import dtypes, rendezvous, signature
+from spmd_engine.comm.activity import Line
+from spmd_engine.comm.collective_steps import CollectiveSteps
+from spmd_engine.comm.communicator import Communicator
+from spmd_engine.comm.ledger import Ledger
+from spmd_engine.comm.pending import TIMEOUT, Pending, Steps
+from spmd_engine.comm.prepared_call import PreparedCall
+from spmd_engine.comm.signature import Call, Signature, Signatures
+from spmd_engine.comm.slot_table import LEFT
+from spmd_engine.comm.ways import blocking_at_most, inline_at_most
+from spmd_engine.errors import SpmdError, UsageError
+
+KEPT = 512  # prepared calls that are kept at most
+
+
+class Calls:
+    """Ranks that call: a communicator, the mesh axes it stands for, and the account it writes to.
+
+    ``check`` compares what ranks call before data moves; ``timeout`` is how many seconds a rank waits for
+    others before it raises CommunicationTimeout (None: for ever). ``deterministic``: no sum in the order of the MPI
+    library (see ``Tuning.in_rank_order``), but of ranks.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        axes: str,
+        ledger: Ledger,
+        *,
+        check: bool = True,
+        timeout: float | None = TIMEOUT,
+        deterministic: bool = False,
+    ) -> None:
+        self.comm, self.axes, self.ledger, self.check, self.timeout = comm, axes, ledger, check, timeout
+        self.rank, self.size = comm.rank, comm.size
+        self._table, self._lanes = comm.table, comm.lanes
+        self._slots = comm.lanes.table if comm.lanes else comm.table  #: the table whose slots calls take in turn
+        self._spins = self._table is not None and comm.spin_tests > 0
+        #: bytes of data that a signature brings along
+        self._room = comm.table.room if comm.table else comm.tuning.with_agreement // comm.size
+        self.steps = CollectiveSteps(comm, axes, check, deterministic)
+        self._prepared: dict[tuple, PreparedCall] = {}
+        self._waiting: dict[tuple, PreparedCall] = {}  #: the same for ranks that wait in the call
+
+    # --- to prepare
+
+    def _keep(self, key: tuple, call: PreparedCall, x: Array | None = None) -> PreparedCall:
+        """Keep ``call`` for the next one that is described by ``key``, of an array like ``x``."""
+        if len(self._prepared) >= KEPT:
+            self._prepared.clear()
+            self._waiting.clear()
+        call.text = self.comm.progress.activity.called(*call.where)
+        self._prepared[key] = call
+        if self._table is None:
+            call.terms = self._terms_of(call, x is None or isinstance(x, np.ndarray))
+            return call
+        call.expected = Signatures([call.signature] * self.size)
+        if self._spins and call.finish is not None and (x is None or (type(x) is np.ndarray and x.dtype == call.dtype)):
+            self._waiting[key] = call.waiting = self._offering(call, x)
+        return call
+
+    def _offering(self, call: PreparedCall, x: Array | None) -> PreparedCall:
+        """The same for a rank that waits, with ordinary memory: larger data are for the library to move."""
+        operation, size, tuning = call.signature.operation, x.nbytes if x is not None else 0, self.comm.tuning
+        library = self.comm.library is not None
+        small = size <= inline_at_most(operation, self.size, self._room, library, tuning)
+        offers = library and size <= blocking_at_most(operation, tuning) and (x is None or not small)
+        told = replace(call.signature, inline=size if small else 0, waits=offers)
+        if told != call.signature:
+            call = replace(call, signature=told)
+        call.is_small = x is None or call.signature.inline > 0
+        call.expect(Signatures([told] * self.size))
+        return call
+
+    def signature_of(self, operation: str, x: Array | None, **fields: Any) -> Signature:
+        """What to tell the others."""
+        if x is None:
+            return Signature(operation, **fields)
+        if x.ndim > signature.MAX_DIMS:
+            raise UsageError(f"{operation}: {x.ndim} dimensions; at most {signature.MAX_DIMS} can be told to others")
+        most = inline_at_most(operation, self.size, self._room, False, self.comm.tuning)
+        small = x.nbytes <= most and isinstance(x, np.ndarray)
+        fields.setdefault("inline", x.nbytes if small else 0)
+        return Signature(operation, dtype=dtypes.describe(x.dtype), shape=x.shape, **fields)
+
+    def _terms_of(self, call: PreparedCall, host: bool) -> Signature:
+        told = call.signature
+        inline = told.inline if told.shape is not None else 0
+        return replace(told, sizes=told.terms(call.sizes, host, call.payload), inline=inline)
+
+    def _refuse(self, operation: str, label: str, error: UsageError) -> Pending:
+        """A call that this rank cannot make. It says so in its place, and all ranks raise the same UsageError."""
+        if self.size == 1:
+            raise error
+        text = rendezvous.bytes_of(str(error))
+        return self._start(self._say("refuse", (operation, self.axes, label), text), text)
+
+    def _say(self, what: str, where: tuple[str, str, str], text: np.ndarray) -> PreparedCall:
+        """A call that only brings a text."""
+        call = PreparedCall(Signature(what, inline=text.size), where, self.steps.meet_only)
+        if self._table is None:
+            call.terms = replace(self._terms_of(call, True), inline=0)
+        else:
+            call.expected = Signatures([call.signature] * self.size)
+        return call
+
+    # --- to make
+
+    def _make(self, call: PreparedCall, x: Array | None, out: Any, waits: bool) -> Any:
+        """The next call: its result if this rank ``waits``, else a Pending."""
+        return self._wait_for(call, x, out) if waits else self._start(call, x, out)
+
+    def _start(self, call: PreparedCall, x: Array | None, out: Any = None) -> Pending:
+        """Start the next call; write to the ledger when it ends."""
+        number, began = self.comm.next_call(call.text), perf_counter()
+        steps = call.steps(call, number, x, out)
+        if self._table is None:
+            self.comm.turns.enter(number)
+        if self._lanes is not None:
+            steps = self._lanes.in_turn(number, steps)
+        pending = self.comm.progress.begin(Operation(self, call, number, steps))
+        pending.on_wait(perf_counter() - began)
+        return pending
+
+    def _wait_for(self, call: PreparedCall, x: Array | None, out: Any = None) -> Any:
+        """The result of the next call, with no more ado than it takes where the others are not far."""
+        if not self._spins:
+            return self._start(call, x, out).wait()
+        if call.waiting is not None and self._is_ordinary(x) and self._is_ordinary(out):
+            call = call.waiting
+        began, number = perf_counter(), self.comm.next_call(call.text)
+        progress, steps, operation = self.comm.progress, call.steps(call, number, x, out), None
+        with progress.lock:
+            try:
+                awaited = next(steps)
+                while not isinstance(awaited, list) and progress.spin(awaited, self.comm.spin_tests):
+                    awaited = next(steps)
+                operation = Operation(self, call, number, steps, awaited)
+            except StopIteration as stop:
+                result = stop.value
+            except SpmdError as error:
+                raise error.with_traceback(None) from None
+            finally:
+                if operation is None:
+                    self._table.say(number, LEFT)
+        if operation is not None:
+            return progress.begin(operation).wait()
+        self._record(call, result, perf_counter() - began)
+        return result
+
+    def _at_once(self, call: PreparedCall, x: np.ndarray | None, out: np.ndarray | None) -> Array:
+        """The whole of a small call; where the others are far away, or do not agree, by its steps."""
+        began, comm, table, expected = perf_counter(), self.comm, self._table, call.expected
+        number = comm.next_call(call.text)
+        progress = comm.progress
+        with progress.lock:
+            blocks = table.meet_at_once(number, expected, x, progress, comm.spin_tests)
+            if blocks is None:
+                steps = call.steps(call, number, x, out)
+                return progress.begin(Operation(self, call, number, steps)).wait()
+            try:
+                result = call.finish(call, None if expected.same else expected, blocks, out)
+            finally:
+                table.leave_at_once(number)
+        sent = call.sent if type(call.sent) is int else call.sent(result)
+        self.ledger.record(call.where, call.payload, sent, perf_counter() - began)
+        return result
+
+    def _record(self, call: PreparedCall, result: Any, seconds: float | None) -> None:
+        sent = call.sent if type(call.sent) is int else call.sent(result)
+        self.ledger.record(call.where, call.payload, sent, seconds)
+
+    def _is_ordinary(self, x: Array | Backend | None) -> bool:
+        """Whether it is memory of this process alone: what ranks share is faster read where it is, if it is large."""
+        return x is None or x is CPU or (type(x) is np.ndarray and self._table.neighbours.offset(x) is None)
+
+
+class Operation(Pending):
+    """A call of a group under way; it waits for what is ``awaited``."""
+
+    __slots__ = ("_calls", "_call", "_number")
+
+    def __init__(
+        self, calls: Calls, call: PreparedCall, number: int, steps: Steps, awaited: list | Callable[[], bool] = ()
+    ) -> None:
+        super().__init__(calls.comm, steps, calls.timeout)
+        if awaited:
+            self._awaited = awaited
+        self._calls, self._call, self._number = calls, call, number
+        calls.ledger.open(*call.where)  # now: others may be reading the ledger when this ends
+
+    def describe(self) -> str:
+        operation, axes, label = self._call.where
+        what = str(Call(self._number, self._call.signature)) if self._number else operation
+        calls = self._calls
+        return f"{what} over {axes!r}{f' ({label})' if label else ''}, group rank {calls.rank} of {calls.size}"
+
+    def call(self) -> tuple[Line, int, int]:
+        call, comm = self._call, self._calls.comm
+        return comm.line, self._number, call.text or comm.progress.activity.called(*call.where)
+
+    def on_result(self) -> None:
+        self._calls._record(self._call, self.result, None)
+
+    def on_end(self) -> None:
+        if self._number:
+            self._calls.comm.turns.over(self._number)
+            if self._calls._slots is not None:
+                self._calls._slots.say(self._number, LEFT)
+
+    def on_wait(self, seconds: float) -> None:
+        self._calls.ledger.record_wait(*self._call.where, seconds)

@@ -1,0 +1,107 @@
+"""Between two ranks: send and receive, with shape and dtype on the way."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from spmd_engine.arrays.backend import CPU, Array, Backend, backend_of
+from spmd_engine.comm import signature
+from spmd_engine.comm.calls import KEPT, Calls, Operation
+from spmd_engine.comm.condition import Requests
+from spmd_engine.comm.pending import Pending, Steps
+from spmd_engine.comm.prepared_call import PreparedCall
+from spmd_engine.comm.rendezvous import INLINE, bytes_of, text_of
+from spmd_engine.comm.signature import Signature
+from spmd_engine.comm.staging import ready
+from spmd_engine.comm.transports.messages import COLLECTIVE_TAGS
+from spmd_engine.errors import UsageError
+
+_NUMBERED, _CHANNELS = 4096, 4094  # messages of a pair that can be told apart while they are under way
+
+class PointToPoint:
+    """Messages of one (sender, receiver) arrive in the order sent; those of different *channels*, numbers that both
+    sides agree on, may overtake each other, and on one channel one message at a time may be under way. No check can
+    find a missing partner: the timeout does."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls, self._comm, self._axes = calls, calls.comm, calls.axes
+        self._prepared: dict[tuple, PreparedCall] = {}
+
+    def start_send(self, to: int, x: Array, channel: int | None, label: str) -> Pending:
+        """See ``Group``. What cannot be described is refused here, and there as well."""
+        self.check_peer("send", to)
+        own, _ = ready(self._comm, x)
+        tag = self._tag("to", to, channel)
+        key = "send", own.dtype, own.shape, label
+        call = self._prepared.get(key)
+        if call is None:
+            where = "send", self._axes, label
+            try:
+                told = self._calls.signature_of("send", own, inline=0)
+            except UsageError as error:
+                text = bytes_of(str(error))
+                call = PreparedCall(Signature("refuse", inline=text.size), where, self._refuse)
+                return self._begin(call, self._refuse(call, text, to, tag))
+            call = self._keep(key, PreparedCall(told, where, self._send, payload=own.nbytes, sent=own.nbytes))
+        return self._begin(call, self._send(call, own, to, tag))
+
+    def start_receive(self, source: int, like: Backend, channel: int | None, label: str) -> Pending:
+        """See ``Group``."""
+        self.check_peer("receive", source)
+        tag = self._tag("from", source, channel)
+        key = "receive", label
+        call = self._prepared.get(key)
+        if call is None:  # what comes is known when it comes
+            call = self._keep(key, PreparedCall(Signature("send"), ("receive", self._axes, label), self._receive))
+        return self._begin(call, self._receive(source, like, tag))
+
+    def check_peer(self, operation: str, rank: int) -> None:
+        """Raise UsageError unless ``rank`` is another of the group."""
+        size = self._comm.size
+        if not 0 <= rank < size:
+            raise UsageError(f"{operation} over {self._axes!r}: rank {rank} is not one of {size} ranks")
+        if rank == self._comm.rank and size == 1:
+            raise UsageError(f"{operation} over {self._axes!r}: a group of one rank has nobody to talk to")
+
+    def _keep(self, key: tuple, call: PreparedCall) -> PreparedCall:
+        if len(self._prepared) >= KEPT:
+            self._prepared.clear()
+        call.text = self._comm.progress.activity.called(*call.where)
+        self._prepared[key] = call
+        return call
+
+    def _begin(self, call: PreparedCall, steps: Steps) -> Pending:
+        return self._comm.progress.begin(Operation(self._calls, call, 0, steps))
+
+    def _send(self, call: PreparedCall, own: Array, to: int, tag: int) -> Steps:
+        told = np.frombuffer(call.signature.packed, np.uint8)
+        backend_of(own).synchronize()
+        requests = Requests().add(to, self._comm.start_send(told, to, tag))
+        yield requests.add(to, self._comm.start_send(own, to, tag + 1) if own.size else [])
+
+    def _refuse(self, call: PreparedCall, text: np.ndarray, to: int, tag: int) -> Steps:
+        """Say why nothing comes, to the one who waits for it."""
+        told = np.frombuffer(call.signature.packed + text.tobytes(), np.uint8)
+        yield Requests().add(to, self._comm.start_send(told, to, tag))
+        raise signature.refused({text_of(text): [self._comm.rank]}, self._axes, self._comm.size)
+
+    def _receive(self, source: int, like: Backend, tag: int) -> Steps:
+        told = np.empty(signature.room(0) + INLINE, np.uint8)
+        yield Requests().add(source, self._comm.start_receive(told, source, tag))
+        theirs = Signature.unpack(told.tobytes())
+        if theirs.operation == "refuse":
+            begin = len(theirs.packed)
+            text = text_of(told[begin : begin + theirs.inline])
+            raise signature.refused({text: [source]}, self._axes, self._comm.size)
+        where = like if self._comm.device_aware else CPU
+        data = where.empty(*theirs.array_type)
+        if data.size:
+            where.synchronize()
+            yield Requests().add(source, self._comm.start_receive(data, source, tag + 1))
+        return like.asarray(data)
+
+    def _tag(self, way: str, rank: int, channel: int | None) -> int:
+        """Two tags, for signature and data. MPI promises tags up to 32,767; the last few are the transport's own."""
+        if channel is None:
+            return COLLECTIVE_TAGS + self._comm.next_message(way, rank) % _NUMBERED * 2
+        return COLLECTIVE_TAGS + (_NUMBERED + channel % _CHANNELS) * 2

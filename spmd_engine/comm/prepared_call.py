@@ -1,0 +1,53 @@
+"""A call as a group keeps it for the next one like it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from spmd_engine.arrays.backend import Array
+from spmd_engine.comm.pending import Steps
+from spmd_engine.comm.signature import Signature, Signatures
+
+
+@dataclass(slots=True)
+class PreparedCall:
+    """All of a call that does not depend on the values in its array."""
+
+    signature: Signature
+    where: tuple[str, str, str]  # operation, axes and label, as the ledger has them
+    steps: Callable[[PreparedCall, int, Array | None, Any], Steps]  # of this, number, array and out: the whole of it
+    #: Of this, everyone's signatures (None: all have this one's) and inline arrays, and out: the result.
+    finish: Callable[..., Array | None] | None = None
+    payload: int = 0  # bytes
+    sent: int | Callable[[Array], int] = 0  # bytes; a function of the result, where that must be known
+    shape: tuple[int, ...] = ()  # of the result, if all ranks call the same
+    dtype: Any = None  # what the array is cast to first
+    parts: list[tuple[slice, ...]] | None = None  # of the array, by rank
+    sizes: Sequence[int] | None = None  # lengths by rank, as the caller says; of an all_to_all, of what comes
+    tells: bool = False  # whether an all_to_all returns, besides, how much came from each rank
+    reduce: Callable[[Array, Sequence[Array]], None] | None = None  # of out and blocks
+    expected: Signatures | None = None  # everyone's on the node, last time
+    is_small: bool = False  # whether this rank's data, if it has any, come with its signature, and it waits
+    at_once: bool = False  # whether, besides, all others' do so as well
+    waiting: PreparedCall | None = None  # the same with an offer to the MPI library, for who waits
+    terms: Signature | None = None  # what ranks of several nodes tell each other, with words to compare for sizes
+    text: int = 0  # the number of what it is, see ``Activity.called``; 0: not asked for yet
+
+    def expect(self, found: Signatures) -> None:
+        """The next such call will probably find these on the table."""
+        self.expected = found
+        self.at_once = self.is_small and found.at_once
+
+    def suits(self, out: Array | None) -> bool:
+        """Whether ``out`` can receive the result at once."""
+        return out is None or (
+            self.expected.same
+            and type(out) is np.ndarray
+            and out.shape == self.shape
+            and out.dtype is self.dtype
+            and out.flags.carray  # contiguous, and can be written to
+        )

@@ -1,0 +1,295 @@
+"""Where ranks of one node meet: a table in shared memory, in which each rank has an entry for its call and small data.
+
+A group's calls take the table's slots in turn. In call number 9 each rank writes its signature, and its data or where
+these lie, to its entry of slot 9 % SLOTS, then CALLED to the word beside it; once all words of the slot say so, all its
+entries can be read. A rank that needs nobody's entry any more writes LEFT; a slot is used again when all have left it.
+Every word and entry is written by one rank alone and words only grow, so there is nothing to lock.
+
+Data of medium size lie in staging buffers, of which there are fewer than slots, so that the caches hold them.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+
+from spmd_engine.arrays.memory import address_of
+from spmd_engine.comm.arena import ALIGNMENT, Neighbours
+from spmd_engine.comm.condition import Condition
+from spmd_engine.comm.cross_memory import Block, RemoteArray
+from spmd_engine.comm.pending import Progress
+from spmd_engine.comm.signature import Signature, Signatures, room
+
+SLOTS = 8  # calls of a group that can be under way at once; more wait for their turn
+SMALL = 1 << 12  # bytes of data that lie in an entry
+STAGING = 2  # buffers for larger data of each rank, used in turn as slots are; SLOTS is a multiple
+ROOM = 1 << 18  # bytes of data that fit into one, where ranks are few
+CALLED, REDUCED, LEFT = 1, 2, 3  # phases of a call, as each rank says them
+
+_STEPS = 4  # words count in steps of a call's phases
+_ADDRESS = struct.Struct("<qq")  # whose arena and the offset in it; or -2 - r and the address in rank r's own memory
+_ADDRESSES = struct.Struct("<qqqq")  # of the data, and of the result
+_NOWHERE = (-1, 0)  # not shown
+_UNSHOWN = _ADDRESSES.pack(*_NOWHERE, *_NOWHERE)
+_DATA, _RESULT = 0, _ADDRESS.size  # where in an entry it says where data lie, and where their result is to come
+_SIGNATURE = 64  # where in an entry the signature begins, behind the addresses
+
+
+Address = tuple[int, int]
+
+
+class Waker(Protocol):
+    """What wakes ranks of a node, and keeps their reads and writes in order; see ``futex``."""
+
+    weak: bool  #: whether this machine must be told to keep them in order
+
+    def fence(self) -> None:
+        """Nothing of what comes after is seen before what came before."""
+
+    def anyone_sleeps(self) -> bool:
+        """Whether some rank may not see what was written before this."""
+
+    def wake(self, local_ranks: Sequence[int]) -> None:
+        """Wake these."""
+
+
+def room_for_table(neighbours: Neighbours, ranks: int) -> int | None:
+    """The offset of room for a table in this rank's arena; None if there is none."""
+    neighbours.retire()
+    offset = neighbours.own.allocate(size_of_table(ranks))
+    if offset is not None:
+        neighbours.view(neighbours.local_rank, offset, (_words(ranks),), np.dtype(np.uint8)).fill(0)
+    return offset
+
+
+def size_of_table(ranks: int) -> int:
+    """Bytes of a table for that many ranks."""
+    return _words(ranks) + SLOTS * ranks * _entry(ranks) + STAGING * ranks * room_of(ranks)
+
+
+class SlotTable:
+    """The table of a group of ranks on one node, as one of them (``rank``) sees it.
+
+    ``memory`` is zero at first. ``local_ranks`` are the group's ranks by their numbers on the node; ``calls`` how
+    many calls they have made before there was a table, ``home`` its offset if it lies in this rank's own arena.
+    """
+
+    def __init__(
+        self,
+        memory: memoryview,
+        rank: int,
+        local_ranks: Sequence[int],
+        neighbours: Neighbours,
+        waker: Waker,
+        *,
+        calls: int = 0,
+        home: int | None = None,
+    ) -> None:
+        n, self._calls, self._home = len(local_ranks), calls, home
+        self.room = room_of(n)  #: bytes of data that a call can bring along
+        self.rank, self.size, self.neighbours, self.local_ranks = rank, n, neighbours, list(local_ranks)
+        self.ranks: Sequence[int] = range(n)  #: the numbers of its ranks in the communicator whose table this is
+        self._others = [local for r, local in enumerate(local_ranks) if r != rank]
+        self._waker, self._weak = waker, waker.weak
+        words = _pieces(memory[: 8 * n * (2 * SLOTS + 1)].cast("q"), n, 2 * SLOTS + 1)
+        self._phases, self._digests, self._closed = words[:SLOTS], words[SLOTS:-1], words[-1]
+        entries = _pieces(memory[_words(n) :], _entry(n), SLOTS * n)
+        staging = _pieces(memory[_words(n) + SLOTS * n * _entry(n) :], self.room, STAGING * n)
+        self._entries = [entries[slot * n : (slot + 1) * n] for slot in range(SLOTS)]
+        self._staging = [staging[each * n : (each + 1) * n] for each in range(STAGING)]
+        self._signatures = [[entry[_SIGNATURE : _data(n)] for entry in slot] for slot in self._entries]
+
+    # --- phases
+
+    def reached(self, number: int, phase: int) -> bool:
+        """Whether all ranks have come as far as ``phase`` of call ``number``."""
+        if min(self._phases[number % SLOTS].tolist()) < number * _STEPS + phase:
+            return False
+        if self._weak:
+            self._waker.fence()
+        return True
+
+    def until(self, number: int, phase: int) -> Condition:
+        """That all ranks have come as far as ``phase`` of call ``number``."""
+        return Condition(partial(self.reached, number, phase), partial(self._has_begun, number))
+
+    def until_free(self, number: int, inline: int) -> Condition:
+        """``is_free``."""
+        return Condition(partial(self.is_free, number, inline), partial(self._has_begun, number - SLOTS))
+
+    def _has_begun(self, number: int, rank: int) -> bool:
+        """Whether ``rank``, of the communicator, takes part in call ``number``, or has, or need not."""
+        if number <= self._calls or rank not in self.ranks:
+            return True
+        return self._phases[number % SLOTS][self.ranks.index(rank)] >= number * _STEPS + CALLED
+
+    def is_free(self, number: int, inline: int) -> bool:
+        """Whether the slot of call ``number`` can be written to, and the staging buffer if it brings so many bytes."""
+        for earlier in range(number - SLOTS, number, STAGING if inline > SMALL else SLOTS):
+            if earlier > self._calls and not self.reached(earlier, LEFT):
+                return False
+        return True
+
+    def say(self, number: int, phase: int) -> None:
+        """This rank has come as far as ``phase``. Who comes last wakes those who sleep."""
+        words, word, waker = self._phases[number % SLOTS], number * _STEPS + phase, self._waker
+        if words[self.rank] >= word:  # said before: a later call may have this slot by now
+            return
+        if self._weak:
+            waker.fence()
+        words[self.rank] = word
+        if waker.anyone_sleeps() and self.reached(number, phase):
+            waker.wake(self._others)
+
+    # --- what a rank calls and shows
+
+    def write(
+        self,
+        number: int,
+        signature: Signature,
+        data: np.ndarray | None,
+        at: Address | None = None,
+        result: Address | None = None,
+    ) -> None:
+        """Fill this rank's entry: with ``data`` if they are to be inline, else with where they lie, ``at``.
+
+        ``result``: where the others may put, or find, the part of a result that is theirs or this rank's.
+        """
+        slot = number % SLOTS
+        self._sign(slot, signature)
+        if signature.inline:
+            self._view(slot, self.rank, signature)[...] = data
+        self._entries[slot][self.rank][: _ADDRESSES.size] = _ADDRESSES.pack(*(at or _NOWHERE), *(result or _NOWHERE))
+
+    def read(self, number: int, expected: Signatures) -> tuple[Signatures, list[Block | None]]:
+        """All ranks' signatures, ``expected`` itself if these are, and their data where they lie (None: not shown)."""
+        slot, found = number % SLOTS, expected
+        if self._digests[slot].tolist() != expected.digests:
+            found = Signatures([Signature.unpack(each.tobytes()) for each in self._signatures[slot]])
+        blocks: list[Block | None] = list(found.inline.get(slot) or self._lay_out(slot, found))
+        for rank, signature in enumerate(found.by_rank):
+            if not signature.inline and signature.shape is not None:
+                blocks[rank] = self._block(slot, rank, signature)
+        return found, blocks
+
+    def meet_at_once(
+        self, number: int, expected: Signatures, data: np.ndarray | None, progress: Progress, spin_tests: int
+    ) -> list[np.ndarray | None] | None:
+        """Write and read, if the others are not far and call what is ``expected``: everyone's inline data.
+
+        None: not so, or not within so many tests. Then the call is to be begun again, as if this had not been.
+        """
+        rank, slot, word = self.rank, number % SLOTS, number * _STEPS + CALLED
+        signature, words, digests, waker = expected.by_rank[rank], self._phases[slot], self._digests[slot], self._waker
+        free = partial(self.is_free, number, signature.inline)
+        if not free() and not progress.spin(free, spin_tests):
+            return None
+        blocks = expected.inline.get(slot) or self._lay_out(slot, expected)
+        if digests[rank] != signature.digest:
+            self._sign(slot, signature)
+        if data is not None:
+            blocks[rank][...] = data
+        if self._weak:
+            waker.fence()
+        words[rank] = word
+        if waker.anyone_sleeps() and self.reached(number, CALLED):
+            waker.wake(self._others)
+        if min(words.tolist()) < word and not progress.spin(lambda: min(words.tolist()) >= word, spin_tests):
+            return None
+        if self._weak:
+            waker.fence()
+        return blocks if digests.tolist() == expected.digests else None
+
+    def leave_at_once(self, number: int) -> None:
+        """As ``say`` of LEFT, where nobody sleeps until then but for a slot: of a later call, which will wake it."""
+        if self._weak:
+            self._waker.fence()
+        self._phases[number % SLOTS][self.rank] = number * _STEPS + LEFT
+
+    def _sign(self, slot: int, signature: Signature) -> None:
+        """Write this rank's signature, unless it is there from an earlier call."""
+        digests = self._digests[slot]
+        if digests[self.rank] != signature.digest:
+            self._signatures[slot][self.rank][: len(signature.packed)] = signature.packed
+            digests[self.rank] = signature.digest
+
+    def _lay_out(self, slot: int, found: Signatures) -> list[np.ndarray | None]:
+        views = [self._view(slot, rank, each) if each.inline else None for rank, each in enumerate(found.by_rank)]
+        found.inline[slot] = views
+        return views
+
+    def results(self, number: int, shape: Sequence[int], dtype: np.dtype) -> list[Block | None]:
+        """Where everyone's result is to come, of this shape."""
+        return [self._at(number % SLOTS, rank, (shape, dtype), _RESULT) for rank in range(self.size)]
+
+    def shows_result(self, number: int, rank: int) -> bool:
+        """Whether a rank has shown where its result is to come."""
+        return _ADDRESS.unpack_from(self._entries[number % SLOTS][rank], _RESULT) != _NOWHERE
+
+    def all_results_shared(self, number: int) -> bool:
+        """Whether all of these are in memory that ranks share."""
+        entries = self._entries[number % SLOTS]
+        return all(_ADDRESS.unpack_from(entry, _RESULT)[0] >= 0 for entry in entries)
+
+    def _block(self, slot: int, rank: int, signature: Signature) -> Block | None:
+        if 0 in signature.shape:
+            return np.empty(*signature.array_type)
+        return self._at(slot, rank, signature.array_type, _DATA)
+
+    def _at(self, slot: int, rank: int, kind: tuple[Sequence[int], np.dtype], where: int) -> Block | None:
+        local, offset = _ADDRESS.unpack_from(self._entries[slot][rank], where)
+        if local >= 0:
+            return self.neighbours.view(local, offset, *kind)
+        return None if local == -1 else RemoteArray(self.neighbours.cross_memory, -2 - local, offset, *kind)
+
+    def _view(self, slot: int, rank: int, signature: Signature) -> np.ndarray:
+        shape, dtype = signature.array_type
+        if signature.inline > SMALL:
+            return np.ndarray(shape, dtype, self._staging[slot % STAGING][rank])
+        return np.ndarray(shape, dtype, self._entries[slot][rank], _data(self.size))
+
+    def address(self, x: np.ndarray) -> Address | None:
+        """Where the others find contiguous ``x``: in this rank's arena, or in its own memory if they can read that."""
+        offset = self.neighbours.offset(x)
+        if offset is not None:
+            return self.neighbours.local_rank, offset
+        return (-2 - self.neighbours.local_rank, address_of(x)) if self.neighbours.cross_memory else None
+
+    def close(self) -> bool:
+        """This rank comes here no more. False, and to be asked again, while others may still read what is its own."""
+        self._closed[self.rank] = 1
+        if self._home is None:
+            return True
+        if not all(self._closed):
+            return False
+        self.neighbours.own.release(self._home, size_of_table(self.size))
+        return True
+
+
+def _words(ranks: int) -> int:
+    return _aligned(8 * ranks * (2 * SLOTS + 1))
+
+
+def _data(ranks: int) -> int:
+    return _aligned(_SIGNATURE + room(ranks))
+
+
+def _entry(ranks: int) -> int:
+    return _data(ranks) + SMALL
+
+
+def room_of(ranks: int) -> int:
+    """Bytes of data that a call can bring along, of so many ranks."""
+    return max(min(ROOM, (1 << 22) // ranks // ALIGNMENT * ALIGNMENT), SMALL)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _pieces(memory: memoryview, size: int, count: int) -> list[memoryview]:
+    return [memory[i * size : (i + 1) * size] for i in range(count)]
