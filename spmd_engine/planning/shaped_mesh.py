@@ -117,7 +117,7 @@ class ShapedGroup(Group):
         self._others = sorted(set(classes) - {self._own})
         self._alike = [place for place, each in enumerate(classes) if each == self._own]
         self._calls = 0
-        self._means: dict[tuple[int, int], tuple[Plan, float]] = {}
+        self._means: dict[tuple[int, int], tuple[PreparedCall, float]] = {}
 
     # --- collectives
 
