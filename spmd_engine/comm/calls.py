@@ -73,11 +73,8 @@ class Calls:
 
     def _offering(self, call: PreparedCall, x: Array | None) -> PreparedCall:
         """The same for a rank that waits, with ordinary memory: larger data are for the library to move."""
-        operation, size, tuning = call.signature.operation, x.nbytes if x is not None else 0, self.comm.tuning
-        library = self.comm.library is not None
-        small = size <= inline_at_most(operation, self.size, self._room, library, tuning)
-        offers = library and size <= blocking_at_most(operation, tuning) and (x is None or not small)
-        told = replace(call.signature, inline=size if small else 0, waits=offers)
+        large = x is not None and 0 < x.nbytes <= blocking_at_most(call.signature.operation, self.comm.tuning)
+        told = replace(call.signature, waits=large and not call.signature.inline and self.comm.library is not None)
         if told != call.signature:
             call = replace(call, signature=told)
         call.is_small = x is None or call.signature.inline > 0
@@ -90,7 +87,7 @@ class Calls:
             return Signature(operation, **fields)
         if x.ndim > signature.MAX_DIMS:
             raise UsageError(f"{operation}: {x.ndim} dimensions; at most {signature.MAX_DIMS} can be told to others")
-        most = inline_at_most(operation, self.size, self._room, False, self.comm.tuning)
+        most = inline_at_most(operation, self.size, self._room, self.comm.tuning)
         small = x.nbytes <= most and isinstance(x, np.ndarray)
         fields.setdefault("inline", x.nbytes if small else 0)
         return Signature(operation, dtype=dtypes.describe(x.dtype), shape=x.shape, **fields)
@@ -140,6 +137,8 @@ class Calls:
             return self._start(call, x, out).wait()
         if call.waiting is not None and self._is_ordinary(x) and self._is_ordinary(out):
             call = call.waiting
+            if call.library_at_once and call.suits(out):
+                return self._at_once(call, x, out)
         began, number = perf_counter(), self.comm.next_call(call.text)
         progress, steps, operation = self.comm.progress, call.steps(call, number, x, out), None
         with progress.lock:
@@ -161,7 +160,8 @@ class Calls:
         return result
 
     def _at_once(self, call: PreparedCall, x: np.ndarray | None, out: np.ndarray | None) -> Array:
-        """The whole of a small call; where the others are far away, or do not agree, by its steps."""
+        """The whole of a call of small data, or for the library; by its steps where the others are far away, or do not
+        agree."""
         began, comm, table, expected = perf_counter(), self.comm, self._table, call.expected
         number = comm.next_call(call.text)
         progress = comm.progress
@@ -171,7 +171,10 @@ class Calls:
                 steps = call.steps(call, number, x, out)
                 return progress.begin(Operation(self, call, number, steps)).wait()
             try:
-                result = call.finish(call, None if expected.same else expected, blocks, out)
+                if expected.wait:
+                    result = call.by_library(call, x, out)
+                else:
+                    result = call.finish(call, None if expected.same else expected, blocks, out)
             finally:
                 table.leave_at_once(number)
         sent = call.sent if type(call.sent) is int else call.sent(result)

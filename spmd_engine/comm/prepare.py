@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,8 +13,11 @@ from spmd_engine.comm.prepared_call import PreparedCall
 from spmd_engine.comm.reducing import reducer, reducible
 from spmd_engine.comm.signature import Signature, Signatures
 from spmd_engine.comm.spans import joined, span, spans
-from spmd_engine.comm.staging import is_reachable
+from spmd_engine.comm.staging import is_reachable, packed
 from spmd_engine.errors import UsageError
+
+if TYPE_CHECKING:
+    from spmd_engine.comm.transports.mpi import BlockingCollectives
 
 Found = Signatures | None  # what ``PreparedCall.finish`` is given
 
@@ -54,6 +57,7 @@ def all_reduce(calls: Calls, x: Array, op: str, label: str) -> PreparedCall:
         ("all_reduce", calls.axes, label),
         calls.steps.all_reduce,
         _reduced,
+        _all_reduced_by_library(calls.comm.library),
         payload=own.nbytes,
         sent=own.nbytes - part + part * (calls.size - 1),
         shape=own.shape,
@@ -75,6 +79,7 @@ def reduce_scatter(
         ("reduce_scatter", calls.axes, label),
         calls.steps.reduce_scatter,
         lambda call, _, blocks, out: _reduced(call, _, [block[parts[calls.rank]] for block in blocks], out),
+        _reduced_by_library(calls.comm.library) if axis == 0 else None,
         payload=own.nbytes,
         sent=own.nbytes - mine.nbytes,
         shape=mine.shape,
@@ -97,6 +102,7 @@ def all_gather(calls: Calls, x: Array, axis: int, sizes: tuple[int, ...] | None,
         ("all_gather", calls.axes, label),
         calls.steps.all_gather,
         lambda call, _, blocks, out: joined(blocks, axis, call.dtype, out),
+        _gathered_by_library(calls.comm.library) if axis == 0 else None,
         payload=x.nbytes,
         sent=x.nbytes * (calls.size - 1),
         shape=(x.shape[0] * calls.size, *x.shape[1:]) if axis == 0 else (),  # elsewhere, no out will do
@@ -137,6 +143,7 @@ def all_to_all(
         ("all_to_all", calls.axes, label),
         calls.steps.all_to_all,
         finish,
+        _exchanged_by_library(calls.comm.library) if axis == concat == 0 and splits is None else None,
         payload=x.nbytes,
         sent=x.nbytes - x[parts[calls.rank]].nbytes,
         shape=tuple(shape) if concat == 0 else (),
@@ -145,6 +152,52 @@ def all_to_all(
         sizes=received,
         tells=splits is not None,
     )
+
+
+# What the library does where all ranks call the same and wait for it; these make ``PreparedCall.by_library``.
+
+
+def _gathered_by_library(library: BlockingCollectives | None) -> Callable | None:
+    def all_gather(call: PreparedCall, x: np.ndarray, out: np.ndarray | None) -> np.ndarray:
+        result = out if out is not None else np.empty(call.shape, call.dtype)
+        length, flat = x.size, result.reshape(-1)
+        parts = [slice(r * length, (r + 1) * length) for r in range(library.size)]
+        result[library.rank * len(x) : (library.rank + 1) * len(x)] = x
+        library.all_gather_now(flat, parts)
+        return result
+
+    return library and all_gather
+
+
+def _exchanged_by_library(library: BlockingCollectives | None) -> Callable | None:
+    def all_to_all(call: PreparedCall, x: np.ndarray, out: np.ndarray | None) -> np.ndarray:
+        result = out if out is not None else np.empty(call.shape, call.dtype)
+        flat, parts = packed(np.ascontiguousarray(x), call.parts)
+        length = result.size // library.size
+        places = [slice(r * length, (r + 1) * length) for r in range(library.size)]
+        library.all_to_all_now(flat, parts, result.reshape(-1), places)
+        return result
+
+    return library and all_to_all
+
+
+def _reduced_by_library(library: BlockingCollectives | None) -> Callable | None:
+    def reduce_scatter(call: PreparedCall, x: np.ndarray, out: np.ndarray | None) -> np.ndarray:
+        result = out if out is not None else np.empty(call.shape, call.dtype)
+        flat, parts = packed(np.ascontiguousarray(x), call.parts)
+        library.reduce_scatter_now(flat, parts, result.reshape(-1), call.reduce)
+        return result
+
+    return library and reduce_scatter
+
+
+def _all_reduced_by_library(library: BlockingCollectives | None) -> Callable | None:
+    def all_reduce(call: PreparedCall, x: np.ndarray, out: np.ndarray | None) -> np.ndarray:
+        result = out if out is not None else np.empty(call.shape, call.dtype)
+        library.all_reduce_now(np.ascontiguousarray(x).reshape(-1), result.reshape(-1), call.reduce)
+        return result
+
+    return library and all_reduce
 
 
 def check_out(operation: str, result: Array, out: Array | None) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.pending import Steps
+from spmd_engine.comm.reducing import Reducer
 from spmd_engine.comm.signature import Signature, Signatures
 
 
@@ -22,6 +23,8 @@ class PreparedCall:
     steps: Callable[[PreparedCall, int, Array | None, Any], Steps]  # of this, number, array and out: the whole of it
     #: Of this, everyone's signatures (None: all have this one's) and inline arrays, and out: the result.
     finish: Callable[..., Array | None] | None = None
+    #: Of this, array and out: the result, where all wait, and the MPI library moves the data; None: not so simple.
+    by_library: Callable[..., Array] | None = None
     payload: int = 0  # bytes
     sent: int | Callable[[Array], int] = 0  # bytes; a function of the result, where that must be known
     shape: tuple[int, ...] = ()  # of the result, if all ranks call the same
@@ -29,10 +32,11 @@ class PreparedCall:
     parts: list[tuple[slice, ...]] | None = None  # of the array, by rank
     sizes: Sequence[int] | None = None  # lengths by rank, as the caller says; of an all_to_all, of what comes
     tells: bool = False  # whether an all_to_all returns, besides, how much came from each rank
-    reduce: Callable[[Array, Sequence[Array]], None] | None = None  # of out and blocks
+    reduce: Reducer | None = None
     expected: Signatures | None = None  # everyone's on the node, last time
     is_small: bool = False  # whether this rank's data, if it has any, come with its signature, and it waits
-    at_once: bool = False  # whether, besides, all others' do so as well
+    at_once: bool = False  # whether all others do so as well
+    library_at_once: bool = False  # whether all wait, and the library can move what the table cannot hold
     waiting: PreparedCall | None = None  # the same with an offer to the MPI library, for who waits
     terms: Signature | None = None  # what ranks of several nodes tell each other, with words to compare for sizes
     text: int = 0  # the number of what it is, see ``Activity.called``; 0: not asked for yet
@@ -41,6 +45,7 @@ class PreparedCall:
         """The next such call will probably find these on the table."""
         self.expected = found
         self.at_once = self.is_small and found.at_once
+        self.library_at_once = self.by_library is not None and found.wait and found.same
 
     def suits(self, out: Array | None) -> bool:
         """Whether ``out`` can receive the result at once."""

@@ -10,6 +10,8 @@ import numpy as np
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.errors import UsageError
 
+Reducer = Callable[[Array, Sequence[Array]], None]  #: see ``reducer``
+
 _UFUNCS = {"sum": "add", "mean": "add", "max": "maximum", "min": "minimum", "prod": "multiply"}
 
 
@@ -47,7 +49,7 @@ def reduce_into(out: Array, blocks: Sequence[Array], reduction: str) -> None:
         out[...] = total
 
 
-def reducer(reduction: str, dtype: np.dtype, xp: ModuleType) -> Callable[[Array, Sequence[Array]], None]:
+def reducer(reduction: str, dtype: np.dtype, xp: ModuleType) -> Reducer:
     """A function (out, blocks) for at least two blocks, like ``reduce_into`` but for an ``out`` that overlaps none.
 
     It may be one of them, though: only the last operation writes to it.

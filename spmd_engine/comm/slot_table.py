@@ -191,8 +191,10 @@ class SlotTable:
         blocks = expected.inline.get(slot) or self._lay_out(slot, expected)
         if digests[rank] != signature.digest:
             self._sign(slot, signature)
-        if data is not None:
+        if signature.inline:
             blocks[rank][...] = data
+        elif data is not None:
+            self._entries[slot][rank][: _ADDRESSES.size] = _UNSHOWN
         if self._weak:
             waker.fence()
         words[rank] = word

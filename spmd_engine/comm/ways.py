@@ -64,22 +64,16 @@ def between_nodes(facts: Facts, largest: int, tuning: Tuning) -> Way:
     return Way.MPI if facts.library and facts.host and small else Way.MESSAGES
 
 
-def inline_at_most(operation: str, ranks: int, room: int, waits: bool, tuning: Tuning) -> int:
-    """Bytes of a rank's array that come with the agreement, if there is ``room`` for so many.
-
-    ``waits``: whether the rank waits, with memory that the MPI library can take, on a node where that has its use.
-    """
-    if operation == "all_reduce":
-        room = min(room, tuning.reduced_by_all // ranks)
-    return min(room, tuning.blocking_from) if waits else room
+def inline_at_most(operation: str, ranks: int, room: int, tuning: Tuning) -> int:
+    """Bytes of a rank's array that come with the agreement, if there is ``room`` for so many."""
+    return min(room, tuning.reduced_by_all // ranks) if operation == "all_reduce" else room
 
 
 def blocking_at_most(operation: str, tuning: Tuning) -> int:
-    """Bytes of a rank's array up to which the library moves it where all ranks of a node wait."""
+    """Bytes of a rank's array up to which the library moves it where all ranks of a node wait; -1: never."""
     return {
         "all_gather": tuning.blocking_gather,
         "all_to_all": tuning.blocking_all_to_all,
-        "broadcast": tuning.blocking_broadcast,
         "all_reduce": tuning.blocking_reduction,
         "reduce_scatter": tuning.blocking_reduction,
-    }.get(operation, 0)
+    }.get(operation, -1)

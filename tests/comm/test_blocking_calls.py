@@ -12,15 +12,15 @@ import pytest
 
 from on_ranks import assert_same, numbers_of_ranks, on_ranks, reduced, values
 from spmd_engine import world
-from spmd_engine.comm import collective_steps, ways
+from spmd_engine.comm.collective_steps import CollectiveSteps
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.mpi import MPICommunicator
 from spmd_engine.comm.pending import Progress
 from spmd_engine.comm.slot_table import SLOTS
-from spmd_engine.comm.transports.exchange import Exchange
+from spmd_engine.comm.transports.messages import Messages
 from spmd_engine.comm.transports.mpi import BlockingCollectives
-from spmd_engine.comm.ways import Way
+from spmd_engine.comm.transports.shared_memory import SharedMemory
 from spmd_engine.errors import UsageError
 
 ROOM = 256  # bytes that come along with a call here: few, so that small arrays take the ways of large ones
@@ -38,46 +38,45 @@ def _quick_threads():
     sys.setswitchinterval(before)
 
 
-class Counted(Exchange):
+class Counted(BlockingCollectives):
     """A library that counts its calls; on threads, made of the collectives of another group."""
 
     def __init__(self, comm):
-        self.calls, self.rank, self.size, self.tuning = 0, comm.rank, comm.size, comm.tuning
-        self._group = None
+        self.calls, self._group = 0, None
         if isinstance(comm, MPICommunicator):
-            self._library = BlockingCollectives(comm._comm, comm.tuning)
+            super().__init__(comm._comm, comm.tuning)
         else:
+            self.rank, self.size, self.tuning = comm.rank, comm.size, comm.tuning
             comm.progress = Progress()  # the library knows nothing of what else this rank has under way
             self._group = Group(comm, "library", Ledger(), timeout=TIMEOUT)
 
-    def all_gather(self, number, x, parts, *, last=True):
+    def all_gather_now(self, x, parts):
         self.calls += 1
         if self._group is None:
-            yield from self._library.all_gather(number, x, parts)
+            super().all_gather_now(x, parts)
         else:
             x[...] = self._group.all_gather(x[parts[self.rank]].copy())
 
-    def all_to_all(self, number, x, parts, out, out_parts, *, last=True):
+    def all_to_all_now(self, x, parts, out, out_parts):
         self.calls += 1
         if self._group is None:
-            yield from self._library.all_to_all(number, x, parts, out, out_parts)
+            super().all_to_all_now(x, parts, out, out_parts)
             return
-        splits = [part.stop - part.start if r != self.rank else 0 for r, part in enumerate(parts)]
-        given = [x[part] for r, part in enumerate(parts) if r != self.rank]
-        came, _ = self._group.all_to_all(np.concatenate([x[:0], *given]), splits=splits)
-        begin = 0
-        for r, part in enumerate(out_parts):
-            if r != self.rank:
-                out[part] = came[begin : begin + part.stop - part.start]
-                begin += part.stop - part.start
-        assert came.size == begin
+        splits = [part.stop - part.start for part in parts]
+        came, received = self._group.all_to_all(np.concatenate([x[part] for part in parts]), splits=splits)
+        assert received == [part.stop - part.start for part in out_parts]
+        for part, block in zip(out_parts, np.split(came, np.cumsum(received)[:-1]), strict=True):
+            out[part] = block
 
-    def broadcast(self, number, x, root):
-        self.calls += 1
+    def reduce_scatter_now(self, x, parts, out, reduce):
         if self._group is None:
-            yield from self._library.broadcast(number, x, root)
-        else:
-            x[...] = self._group.broadcast(x, root)
+            self.calls += 1
+            super().reduce_scatter_now(x, parts, out, reduce)
+            return
+        blocks = np.empty((self.size, out.size), out.dtype)
+        places = [slice(r * out.size, (r + 1) * out.size) for r in range(self.size)]
+        self.all_to_all_now(x, parts, blocks.reshape(-1), places)
+        reduce(out, list(blocks))
 
 
 def group_with_short_ways():
@@ -192,7 +191,7 @@ def broadcasts(dtype):
         x = values((size,), dtype, root + times)
         given = x if group.rank == root else (None, values((3,), dtype, 0))[times % 2]
         assert_same(group.broadcast(given, root), x, root, size)
-    assert library.calls == group.size * TIMES  # of 500 numbers, from every root
+    assert not library.calls  # shared memory is as fast
     return group.ledger.total().calls
 
 
@@ -331,15 +330,19 @@ def test_the_short_ways_bring_what_numpy_computes(program, dtype, ranks):
 
 @pytest.mark.parametrize("ranks", [3])
 def test_no_two_ranks_go_different_ways(ranks, monkeypatch):
-    """Whatever each of them offers: they find the same facts, and so the same way."""
-    taken = defaultdict(list)
+    """Whatever each of them offers. A call that a rank does not ask about was done at once: by the library."""
+    taken, transport_of = defaultdict(dict), CollectiveSteps._transport
 
-    def recorded(facts, tuning):
-        taken[threading.get_ident()].append((facts, ways.way(facts, tuning)))
-        return taken[threading.get_ident()][-1][1]
+    def recorded(self, call, number, *facts):
+        transport = transport_of(self, call, number, *facts)
+        if self._axes == "all":
+            taken[threading.get_ident()][number] = type(transport)
+        return transport
 
-    monkeypatch.setattr(collective_steps, "way", recorded)
+    monkeypatch.setattr(CollectiveSteps, "_transport", recorded)
     on_ranks(every_pair_of_offers, ranks, FLOAT)
-    by_rank = [each for each in taken.values() if len(each) > 1]
-    assert len(by_rank) == ranks and by_rank.count(by_rank[0]) == ranks
-    assert {chosen for _, chosen in by_rank[0]} == {Way.BLOCKING, Way.SHARED_MEMORY, Way.MESSAGES}
+    assert len(taken) == ranks
+    numbers = {number for each in taken.values() for number in each}
+    ways = [{each.get(number, Counted) for each in taken.values()} for number in numbers]
+    assert {len(each) for each in ways} == {1}
+    assert set.union(*ways) == {Counted, SharedMemory, Messages}

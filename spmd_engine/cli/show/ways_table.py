@@ -38,7 +38,7 @@ def ways_by_size(operation: str, hosts: Sequence[int], waits: bool, tuning: Tuni
     room = room_of(ranks) if one_node else tuning.with_agreement // ranks
 
     def way_of(size: int) -> Way:
-        inline = size <= inline_at_most(operation, ranks, room, waits and one_node, tuning)
+        inline = size <= inline_at_most(operation, ranks, room, tuning)
         offers = waits and not inline and size <= blocking_at_most(operation, tuning)
         whole = size * ranks if operation == "all_gather" and not one_node else size
         facts = Facts(operation, whole, ranks, 0, one_node, by_nodes, True, inline=inline, waits=offers, shown=True)

@@ -6,14 +6,14 @@ that stay in the cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from spmd_engine.arrays.memory import address_of
 from spmd_engine.comm.cross_memory import Block, RemoteArray, fill, flat, here
 from spmd_engine.comm.pending import Steps
-from spmd_engine.comm.reducing import reducer
+from spmd_engine.comm.reducing import Reducer, reducer
 from spmd_engine.comm.rendezvous import Rendezvous
 from spmd_engine.comm.slot_table import REDUCED, SlotTable
 from spmd_engine.comm.spans import span
@@ -22,7 +22,6 @@ from spmd_engine.comm.tuning import Tuning
 
 CACHE = 1 << 19  # bytes of all ranks' blocks together that are worked on at a time: they stay in the second-level cache
 LINE = 64  # bytes that ranks do not share, as they would have to pass them to and fro
-Reducer = Callable[[np.ndarray, Sequence[np.ndarray]], None]  # of reducing.reducer
 
 
 class SharedMemory(Exchange):
