@@ -111,11 +111,6 @@ def _multiply_tile(wide, a, rows, row, runs, length, step, b, place, y, places, 
         _multiply_narrow(a, rows, row, runs, length, step, b, place, y, places, first, start)
 
 
-def width_of_tiles(outputs: int) -> int:
-    """Narrow tiles, of one vector a row, for outputs that would leave much of wide ones empty."""
-    return LANES if -(-outputs // LANES) in (1, 3) else WIDE
-
-
 @njit(nogil=True)
 def _copy_padded(x, samples, row, column, panel):
     """panel[b h w c] = x[samples + b, row + h, column + w, c], and 0 outside of x."""

@@ -18,7 +18,7 @@ def joined(w: np.ndarray, groups: int, m: int) -> np.ndarray:
     """w[k l i (g o)] of convolutions in ``groups`` as [k l (m i) (g o)], in groups of m of these."""
     k, l, i, f = w.shape
     o = f // groups
-    wide = np.zeros((k, l, m, i, groups // m, m, o), w.dtype)
+    wide = np.zeros_like(w, shape=(k, l, m, i, groups // m, m, o))
     parts = w.reshape(k, l, i, groups // m, m, o)
     for each in range(m):
         wide[:, :, each, :, :, each] = parts[:, :, :, :, each]
@@ -30,4 +30,7 @@ def parted(wide: np.ndarray, groups: int, m: int) -> np.ndarray:
     k, l, mi, f = wide.shape
     i, o = mi // m, f // groups
     blocks = wide.reshape(k, l, m, i, groups // m, m, o)
-    return np.stack([blocks[:, :, each, :, :, each] for each in range(m)], axis=4).reshape(k, l, i, f)
+    w = np.empty_like(wide, shape=(k, l, i, groups // m, m, o))
+    for each in range(m):
+        w[:, :, :, :, each] = blocks[:, :, each, :, :, each]
+    return w.reshape(k, l, i, f)

@@ -93,7 +93,7 @@ class FastImages:
         if (m := self._side_by_side(groups, f)) > 1:
             return parted(self.conv2d_weight_gradient(x, dy, rows, columns, groups // m), groups, m)
         o = f // groups
-        wide = self._convolution.width_of_tiles(o)
+        wide = self._width_of_tiles(o)
         tiles = -(-o // wide)
         dw = np.zeros_like(x, np.float32, shape=(groups, tiles, k * l * i, wide))
         if dy.size and dw.size:
@@ -105,12 +105,19 @@ class FastImages:
         """How many groups to take as one, of so many outputs in all."""
         return side_by_side(groups, outputs // groups, self._convolution.LANES)
 
+    def _width_of_tiles(self, outputs):
+        """Narrow tiles, of one vector a row, for outputs that would leave much of wide ones empty."""
+        lanes = self._convolution.LANES
+        return lanes if -(-outputs // lanes) in (1, 3) else self._convolution.WIDE
+
     def _tiles(self, weights):
         """weights[g k l i o] as [g t (k l i) j], where o = (t j) and j is as wide as a tile, filled up with 0."""
-        (groups, *inside, o), wide = weights.shape, self._convolution.width_of_tiles(weights.shape[4])
-        if o % wide:
-            weights = np.concatenate((weights, np.zeros((groups, *inside, -o % wide), np.float32)), axis=4)
+        (groups, *inside, o), wide = weights.shape, self._width_of_tiles(weights.shape[4])
         tiles = -(-o // wide)
+        if o % wide:
+            filled = np.zeros_like(weights, np.float32, shape=(groups, *inside, tiles * wide))
+            filled[..., :o] = weights
+            weights = filled
         weights = weights.reshape(groups, *inside, tiles, wide).transpose(0, 4, 1, 2, 3, 5)
         return _contiguous(weights).reshape(groups, tiles, prod(inside), wide)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+from spmd_engine.arrays import einsum
 from spmd_engine.arrays.backend import CPU, Array, backend_of
+from spmd_engine.arrays.chunks import chunks
 from spmd_engine.arrays.scatter import count_each
 from spmd_engine.layers.later import Later, then
 from spmd_engine.sharding.shards import Shards
@@ -72,7 +74,7 @@ class Dispatch:
             rows = rows[self._by_rank]
         return self._sh.start_all_to_all(rows, self._came, over="e", received=self._sent)
 
-    def spread(self, values: Array) -> Array:
+    def _spread(self, values: Array) -> Array:
         """A number a row as a number a choice[t k], 0 where it was dropped."""
         xp = backend_of(values).xp
         whole = xp.zeros(self._shape[0] * self._shape[1], values.dtype)
@@ -83,15 +85,31 @@ class Dispatch:
         """y[t d]: of each token the sum of its rows[. d], each times its weight[t k] if there are any."""
         xp = backend_of(rows).xp
         tokens, k = self._shape
-        y = xp.zeros((tokens, width), rows.dtype)
         if not len(rows):
-            return y
-        place = xp.full(tokens * k, -1)
+            return xp.zeros((tokens, width), rows.dtype)
+        y, place = xp.empty((tokens, width), rows.dtype), xp.full(tokens * k, -1)
         place[self.choices] = xp.arange(len(rows))
-        place = place.reshape(tokens, k)
-        scale = place >= 0 if weights is None else xp.where(place >= 0, weights, 0)
-        for choice in range(k):
-            part = rows[place[:, choice]]
-            part *= scale[:, choice, None]
-            y += part
+        place, scale = place.reshape(tokens, k), weights
+        if len(rows) < tokens * k:  # some were dropped
+            scale = place >= 0 if weights is None else xp.where(place >= 0, weights, 0)
+        for part in chunks(y):
+            for choice in range(k):
+                of_choice = rows[place[part, choice]]
+                if scale is not None:
+                    of_choice *= scale[part, choice, None]
+                if choice:
+                    y[part] += of_choice
+                else:
+                    y[part] = of_choice
         return y
+
+    def gradients(self, dy: Array, rows: Array, weights: Array) -> tuple[Array, Array]:
+        """Of y = ``gathered(rows, width, weights)``: drows[. d], in the order of ``tokens``, and dweights[t k]."""
+        xp = backend_of(dy).xp
+        drows, along = xp.empty_like(rows), xp.empty(len(rows), dy.dtype)
+        weights = weights.reshape(-1)[self.choices]
+        for part in chunks(drows):
+            of_tokens = dy[self.tokens[part]]
+            along[part] = einsum("td,td->t", of_tokens, rows[part])
+            xp.multiply(of_tokens, weights[part, None], out=drows[part])
+        return drows, self._spread(along)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from spmd_engine.arrays import einsum
-from spmd_engine.arrays.backend import backend_of
+from spmd_engine.arrays.backend import Array
 from spmd_engine.layers.dispatch import Dispatch
 from spmd_engine.layers.experts import GatedPerceptron, Perceptron
 from spmd_engine.layers.later import then, wait_for
@@ -75,7 +75,7 @@ class MoE(Layer):
             keep,
         )
         rows = wait_for(dispatch.start_back(rows))
-        y += dispatch.gathered(rows, shape[2], routed.choices.weights)
+        y = _sum(dispatch.gathered(rows, shape[2], routed.choices.weights), y)
         y = sh.reduce_scatter(y.reshape(shape), "b s d", over="f", onto="s")
         saved = shape, x, routed, dispatch, rows, of_shared, of_experts
         return y, saved, *([self.router.told(routed, ctx)] if ctx.training and ctx.decided is None else [])
@@ -83,18 +83,16 @@ class MoE(Layer):
     def backward_input(self, sh, p, saved, dy, *side):
         shape, x, routed, dispatch, rows, of_shared, of_experts = saved
         dy = sh.all_gather(dy, "b s d", "s", across="f").reshape(-1, shape[2])
-        drows = dy[dispatch.tokens]
-        dweights = dispatch.spread(einsum("td,td->t", drows, rows))
-        drows *= routed.choices.weights.reshape(-1)[dispatch.choices, None]
+        drows, dweights = dispatch.gradients(dy, rows, routed.choices.weights)
         drows = dispatch.start(drows)
         dx, rest_of_shared = self._back_through_shared(p, of_shared, dy)  # while gradients travel
         dlogits = self.router.backward(sh, routed, dweights, *side or [{}])
-        dx += einsum("tE,dE->td", dlogits, p["router"])
+        dx = _sum(einsum("tE,dE->td", dlogits, p["router"]), dx)
         experts = [(p[f"expert{number}"], own) for number, own in zip(dispatch.here, dispatch.rows, strict=True)]
         drows, rest = self.perceptron.backward_input(experts, of_experts, wait_for(drows))
 
         def combined(drows):
-            whole = dx + dispatch.gathered(drows, shape[2])
+            whole = _sum(dispatch.gathered(drows, shape[2]), dx)
             return sh.reduce_scatter(whole.reshape(shape), "b s d", over="f", onto="s")
 
         # The rows' gradients travel while those of the experts' weights are made.
@@ -110,19 +108,20 @@ class MoE(Layer):
             self.perceptron.backward_weight(each, [(g[f"shared{number}"], whole)])
 
     def _through_shared(self, sh, p, x, keep):
-        """What all shared experts make of x[t d], unreduced over f, and what the backward needs of each."""
-        y, saved = backend_of(x).xp.zeros_like(x), []
+        """What all shared experts make of x[t d], unreduced over f, and what the backward needs of each; None: there
+        are none."""
+        y, saved = None, []
         for number in range(self.shared):
             own, of_own = self.perceptron.forward([(p[f"shared{number}"], slice(0, len(x)))], x, self._hidden(sh), keep)
-            y += own
+            y = _sum(own, y)
             saved.append(of_own)
         return y, saved
 
     def _back_through_shared(self, p, saved, dy):
-        dx, rests = backend_of(dy).xp.zeros_like(dy), []
+        dx, rests = None, []
         for number, of_own in enumerate(saved):
             own, rest = self.perceptron.backward_input([(p[f"shared{number}"], slice(0, len(dy)))], of_own, dy)
-            dx += own
+            dx = _sum(own, dx)
             rests.append(rest)
         return dx, rests
 
@@ -130,3 +129,10 @@ class MoE(Layer):
         """How much of f is here."""
         here = sh.span("f", self.sizes["f"])
         return here.stop - here.start
+
+
+def _sum(own: Array, other: Array | None) -> Array:
+    """``own``, with the other added to it if there is one."""
+    if other is not None:
+        own += other
+    return own

@@ -12,7 +12,9 @@ from spmd_engine.arrays import channels, convolution, pooling
 from spmd_engine.arrays.backend import CPU
 from spmd_engine.arrays.convolution import conv2d, conv2d_input_gradient, conv2d_weight_gradient
 from spmd_engine.arrays.fast_images import FastImages, fast_images
+from spmd_engine.arrays.meter import Meter, metered
 from spmd_engine.arrays.pooling import max_pool, max_pool_gradient, window_sums, window_sums_gradient
+from spmd_engine.arrays.shapes import on_shapes
 from spmd_engine.arrays.window import Window
 from test_convolution import lengths, windows
 
@@ -73,6 +75,21 @@ def test_a_panel_at_a_time(loops, monkeypatch, name, room, window):
     batch, height, width, i, o, groups = SIZES[name]
     x, w = normals(batch, height, width, groups * i), normals(3, window.size, i, groups * o, seed=1)
     compare(loops, x, w, Window(3, 1, 1, 1, 1), window, groups)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_on_shapes_they_have_the_same_results(name):
+    """As an analysis runs them, which has no values."""
+    batch, height, width, i, o, groups = SIZES[name]
+    window = Window(3, 2, 1, 1, 1)
+    with on_shapes() as backend, metered(Meter()):
+        x = backend.empty((batch, height, width, groups * i), np.float32)
+        w = backend.empty((3, 3, i, groups * o), np.float32)
+        y = conv2d(x, w, window, window, groups)
+        dx = conv2d_input_gradient(y, w, window, window, groups, (height, width))
+        dw = conv2d_weight_gradient(x, y, window, window, groups)
+        assert y.shape == (batch, window.outputs(height), window.outputs(width), groups * o)
+        assert (dx.shape, dw.shape) == (x.shape, w.shape)
 
 
 @settings(deadline=None, max_examples=60)
