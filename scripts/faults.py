@@ -6,7 +6,7 @@
 Of each: the job's exit code, after how many seconds it was reported and the job was over, in which words, and how many
 steps were lost: made since the last checkpoint that was there afterwards. Then the run goes on, without the fault, to
 its last step; ``same`` says whether its losses and its checkpoint are those of a run that nothing happened to, to the
-bit.
+bit, or with what code it ended if it did not come so far.
 """
 
 from __future__ import annotations
@@ -139,11 +139,12 @@ def befall(fault: Fault, folder: Path, whole: Path) -> tuple[str, bool]:
     fine &= fault.lost is None or lost <= fault.lost
     fine &= same or "NaN" in fault.name
     words = first[1].strip()[:110].replace("|", "/")
+    told_same = f"ended with {rest}" if rest else "yes" if same else "no"
     cells = [fault.name, str(code), seconds(first[0] - moment), seconds(ended - moment), str(lost)]
     remark = "" if fine else "  <-- not as it should be"
     if rest:
-        remark += f"; what went on ended with code {rest}: {after[-1][1].strip() if after else 'nothing said'}"
-    return f"| {' | '.join([*cells, 'yes' if same else 'no', words])} |{remark}", fine
+        remark += f"; what went on said: {after[-1][1].strip() if after else 'nothing'}"
+    return f"| {' | '.join([*cells, told_same, words])} |{remark}", fine
 
 
 def started(folder: Path, fault: Fault, options: Sequence[str]) -> tuple[int, list[tuple[float, str]]]:
