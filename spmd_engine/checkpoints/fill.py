@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -20,8 +20,8 @@ from spmd_engine.checkpoints.manifest import Block, StoredArray
 from spmd_engine.comm.agreement import on_all_ranks
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import CheckpointError, UsageError
-from spmd_engine.sharding.placement import ArrayPlacement, Placement
-from spmd_engine.sharding.rectangles import meetings
+from spmd_engine.sharding.placement import ArrayPlacement, Placement, Rectangles
+from spmd_engine.sharding.rectangles import Rectangle, meetings
 from spmd_engine.sharding.routes import ranks_of_blocks
 from spmd_engine.sharding.transfer import plan_transfer
 
@@ -114,19 +114,27 @@ def _batches(arrays: Sequence[Wanted], most: int) -> Iterator[list[Wanted]]:
 def _dealt(array: Wanted, loads: list[int]) -> list[list[Block]]:
     """Which blocks each rank reads: of those who want some of one, it is who has least to read; ``loads`` grow."""
     dealt: list[list[Block]] = [[] for _ in loads]
-    ranks = ranks_of_blocks(array.placed.held)
     blocks = array.stored.blocks
-    if not ranks or not blocks:
-        return dealt
-    all_want_it = [[1] * len(ranks)]  # of a single block, which is all of the array
-    shared = meetings([block.rectangle for block in blocks], ranks)[2] if len(blocks) > 1 else all_want_it
-    for block, sizes in zip(blocks, shared, strict=True):
-        wanting = sorted({rank for size, some in zip(sizes, ranks.values(), strict=True) if size for rank in some})
+    for block, wanting in zip(
+        blocks, _wanting(tuple(each.rectangle for each in blocks), array.placed.held), strict=True
+    ):
         if wanting:
             reader = min(wanting, key=loads.__getitem__)
             loads[reader] += block.rectangle.size * array.dtype.itemsize
             dealt[reader].append(block)
     return dealt
+
+
+@lru_cache(maxsize=256)
+def _wanting(blocks: tuple[Rectangle, ...], held: tuple[Rectangles, ...]) -> list[list[int]]:
+    """Of each block, the ranks that hold some of it; of layers of a kind, and of all state of a parameter, the same."""
+    ranks = ranks_of_blocks(held)
+    if not ranks or len(blocks) < 2:  # a single one is all of the array
+        return [sorted({rank for some in ranks.values() for rank in some})] * len(blocks)
+    shared = meetings(blocks, ranks)[2].tolist()
+    return [
+        sorted({rank for n, some in zip(sizes, ranks.values(), strict=True) if n for rank in some}) for sizes in shared
+    ]
 
 
 def _place(array: Wanted, block: Block, rank: int) -> np.ndarray:

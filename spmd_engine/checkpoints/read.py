@@ -19,6 +19,7 @@ from spmd_engine.checkpoints.folder import CHECKPOINTS, MANIFEST, find_checkpoin
 from spmd_engine.checkpoints.headers import LARGEST, Headers
 from spmd_engine.checkpoints.manifest import MODEL, OPTIMIZER, RESIDUES, Block, Manifest, StoredArray
 from spmd_engine.checkpoints.save import mesh_name
+from spmd_engine.comm.agreement import text_from_rank_zero
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.engine.stored import check_shapes
@@ -38,14 +39,11 @@ class Checkpoint(Mapping):
     """
 
     def __init__(self, path: str | os.PathLike) -> None:
-        self.path = Path(path)
+        self.path = _found(path)
         self.manifest: Manifest | None = None  #: None of a plain safetensors file
-        if os.path.isfile(self.path / EXPORTED) and not os.path.isdir(self.path / CHECKPOINTS):
-            self.path /= EXPORTED
         if os.path.isfile(self.path):
             self._arrays, self.metadata = _plain_file(self.path)
         else:
-            self.path = find_checkpoint(self.path)
             self.manifest = read_manifest(self.path)
             self._headers = Headers(self.path, self.manifest.step)
             self._arrays = self.section(MODEL)
@@ -77,6 +75,14 @@ class Checkpoint(Mapping):
 
     def __len__(self) -> int:
         return len(self._arrays)
+
+
+def _found(path: str | os.PathLike) -> Path:
+    """The plain file, or the folder of the checkpoint, that is meant by a path. Raises CheckpointError."""
+    path = Path(path)
+    if os.path.isfile(path / EXPORTED) and not os.path.isdir(path / CHECKPOINTS):
+        path /= EXPORTED
+    return path if os.path.isfile(path) else find_checkpoint(path)
 
 
 class Sliceable:
@@ -157,8 +163,11 @@ def load_checkpoint(
     """Load each rank's blocks into engine and optimizer; returns the ``facts`` that were saved, and the ``step``.
 
     ``folder`` is a run's, whose newest checkpoint is taken, or a checkpoint's own. The engine's mesh, ZeRO stage and
-    stages may be any. Raises CheckpointError for what is damaged, missing or of another shape.
+    stages may be any. Raises CheckpointError for what is damaged, missing or of another shape. Collective over the
+    world, of an engine that ``is_filled_in_place``.
     """
+    if engine.is_filled_in_place:  # rank 0 decides which one: a run that goes on may be saving a newer one just now
+        folder = text_from_rank_zero(engine.group(), lambda: str(_found(folder)), CheckpointError)
     checkpoint = Checkpoint(folder)
     if engine.is_filled_in_place and checkpoint.manifest is not None:
         _fill(checkpoint, engine, optimizer)

@@ -9,7 +9,7 @@ import saved
 import tiny
 from spmd_engine import Mesh, run
 from spmd_engine.checkpoints import Checkpoint, CheckpointFolder, fill, load_checkpoint, save_checkpoint
-from spmd_engine.checkpoints.read import read_block
+from spmd_engine.checkpoints.read import read_block, read_manifest
 from spmd_engine.engine import AdamW
 from spmd_engine.errors import CheckpointError
 
@@ -86,3 +86,23 @@ def test_damage_that_one_rank_reads_is_an_error_on_all(tmp_path):
             load_checkpoint(tmp_path, tiny.make_engine(mesh), AdamW())
 
     run(program, 4)
+
+
+def test_all_ranks_load_the_checkpoint_that_rank_zero_found(tmp_path, monkeypatch):
+    """A run that goes on may save a newer one while others look for the newest."""
+    save(tmp_path, data=2)
+    first = CheckpointFolder(tmp_path).newest()
+    save(tmp_path, data=2)
+    found = iter([first])
+    monkeypatch.setattr("spmd_engine.checkpoints.read.find_checkpoint", lambda path: next(found, path))
+    looked = []
+    monkeypatch.setattr(
+        "spmd_engine.checkpoints.read.read_manifest", lambda path: looked.append(path) or read_manifest(path)
+    )
+
+    def program():
+        with Mesh(data=3) as mesh:
+            load_checkpoint(tmp_path, tiny.make_engine(mesh))
+
+    run(program, 3)
+    assert looked == [first] * 3

@@ -118,23 +118,32 @@ def test_other_data_cannot_go_on_with_a_run(tmp_path):
         trained(tmp_path, {"data": 2}, 2, resume=True, data=ArrayData(X, Y + 1, validation=0.2, seed=2))
 
 
-def test_a_signal_ends_it_saved_with_the_code_of_shells(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_saved_with_the_code_of_shells_and_it_goes_on_exactly(tmp_path, number):
     class Sender(Observer):
         def stepped(self, report):
             if report.step == 2:
-                signal.raise_signal(signal.SIGTERM)
+                signal.raise_signal(number)
 
         def stopped(self, step, number):
             self.stopped = step, number
 
-    observer = Sender()
-    with Mesh() as mesh, pytest.raises(SystemExit) as ended:
-        make_run(tmp_path, mesh, observers=[observer]).train(9)
-    assert ended.value.code == 143 and observer.stopped == (3, signal.SIGTERM)
+    before, observer = signal.signal(signal.SIGINT, signal.default_int_handler), Sender()
+    try:
+        with Mesh() as mesh, pytest.raises(SystemExit) as ended:
+            make_run(tmp_path / "parts", mesh, observers=[observer]).train(9)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ended.value.code == 128 + number and observer.stopped == (3, number)
     with Mesh() as mesh:
-        again = make_run(tmp_path, mesh)
+        again = make_run(tmp_path / "parts", mesh)
         again.resume()
         assert again.steps_done == 3
+        again.train(9)
+    trained(tmp_path / "whole", {"data": 1}, 9)
+    assert saved.everything(tmp_path / "parts") == saved.everything(tmp_path / "whole")
+    ours, theirs = metrics(tmp_path / "parts"), metrics(tmp_path / "whole")
+    assert [(m["step"], m["loss"]) for m in ours] == [(m["step"], m["loss"]) for m in theirs]
 
 
 # --- its files
