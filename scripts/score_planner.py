@@ -26,6 +26,7 @@ from spmd_engine.planning.estimate import Estimate
 from spmd_engine.planning.lattice import Candidate
 from spmd_engine.planning.machine import Machine
 from spmd_engine.planning.machine_file import read_machine
+from spmd_engine.planning.other_systems import SystemMemory, Transformer, memory_of, read_system
 from spmd_engine.planning.search import Planner
 
 Row = dict[str, str]
@@ -41,8 +42,10 @@ def main() -> None:
     tables = {
         "allreduce_a100_nccl.csv": score_all_reduce,
         "vtrain_single_node.csv": score_vtrain,
-        "calculon_validation.csv": score_iteration_times,
+        "calculon_validation.csv": score_2205_05198,
         "kempnerforge_h200.csv": score_h200,
+        "megatron_2020_tp.csv": score_tensor_parallel,
+        "bloom_tuning.csv": score_bloom_memory,
     }
     for name, score in tables.items():
         if arguments.only not in (None, name):
@@ -176,7 +179,7 @@ class Predictor:
 
 
 GRID = {
-    "product_share": (0.45, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9),
+    "product_share": (0.45, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0),
     "product_half": (0.0, 1e9, 4e9, 1.6e10),
     "memory_share": (0.3, 0.5, 0.8),
     "pass_seconds": (0.0, 1e-4, 2e-4, 4e-4),
@@ -269,8 +272,58 @@ MODELS = {
 }
 
 
-def score_iteration_times(rows: Sequence[Row], _: argparse.Namespace) -> None:
-    """arXiv 2205.05198's eight iteration times: half of the models to fit, the other half to score, and turned."""
+def score_2205_05198(rows: Sequence[Row], _: argparse.Namespace) -> None:
+    """Figures 1 and 7 of arXiv 2205.05198, to which nothing is fitted, and its eight iteration times."""
+    score_figures(rows)
+    score_iteration_times(rows)
+
+
+def score_figures(rows: Sequence[Row]) -> None:
+    """What the first stage holds: GiB (figure 1), and percent of what it is without any technique (figure 7)."""
+    modes = {"none": ("none", False), "any": ("none", False), "seq": ("none", True), "sel": ("selective", False)}
+    modes |= {"seqsel": ("selective", True), "full": ("full", False)}
+    megatron, known = read_system("megatron"), {}
+
+    def found(row: Row, mode: str) -> SystemMemory:
+        size, chunks, stages = MODELS[row["model"]], int(row["virtual_chunks"]), int(row["pp"])
+        if (size, mode) not in known:
+            transformer = Transformer(size.layers, size.width, size.heads, size.context)
+            axes = {axis: n for axis, n in {"pipe": stages, "model": int(row["tp"])}.items() if n > 1}
+            recompute, parallel = modes[mode]
+            known[size, mode] = memory_of(
+                megatron,
+                transformer,
+                axes,
+                micro_batch=int(row["micro_batch"]),
+                micro_batches=2 * stages if chunks > 1 else stages,
+                recompute=recompute,
+                sequence_parallel=parallel,
+                chunks=chunks if stages > 1 else 1,
+            )[0]
+        return known[size, mode]
+
+    gib, points = [], []
+    for row in rows:
+        if row["model"] not in MODELS or row["mode"] not in modes:
+            continue
+        published = float(row["published"])
+        match row["quantity"]:
+            case "parameters_and_optimizer":
+                gib.append(abs(found(row, "none").state / 2**30 - published))
+            case "activations":
+                gib.append(abs(found(row, row["mode"]).activations / 2**30 - published))
+            case "activations_relative":
+                percent = 100 * found(row, row["mode"]).activations / found(row, "none").activations
+                points.append(abs(percent - published))
+    if gib:
+        print(f"  figure 1, memory: largest error {max(gib):.4f} GiB, mean {mean(gib):.4f}, of {len(gib)} numbers")
+    if points:
+        worst, average = max(points), mean(points)
+        print(f"  figure 7, activations: largest error {worst:.3f} points, mean {average:.3f}, of {len(points)}")
+
+
+def score_iteration_times(rows: Sequence[Row]) -> None:
+    """The eight iteration times: half of the models to fit, the other half to score, and turned."""
     runs = []
     for row in rows:
         if row["quantity"] != "iteration_time" or row["model"] not in MODELS:
@@ -301,7 +354,7 @@ def score_h200(rows: Sequence[Row], _: argparse.Namespace) -> None:
     sizes = {"7B": (32, 4096, 32, None), "13B": (40, 5120, 40, None), "70B": (80, 8192, 64, 28672)}
     runs = []
     for row in rows:
-        if not row["step_s"] or not row["micro_batch"] or row["model"] not in sizes:
+        if not row["step_s"] or not row["micro_batch"] or not row["sequence"] or row["model"] not in sizes:
             continue
         layers, width, heads, hidden = sizes[row["model"]]
         # three matrices of a gated layer have the work of two that are half as wide again
@@ -321,6 +374,107 @@ def score_h200(rows: Sequence[Row], _: argparse.Namespace) -> None:
     runs.sort(key=lambda each: each[0])
     few = max(4, len(runs) // 3)
     score_runs("steps", [run for _, run in runs[:few]], [run for _, run in runs[few:]])
+
+
+    score_h200_memory(rows, sizes)
+
+
+def score_h200_memory(rows: Sequence[Row], sizes: dict[str, tuple]) -> None:
+    """Memory of the same runs: what FSDP keeps (``fsdp.toml``), and a base that is fitted to every third row."""
+    fsdp, readings = read_system("fsdp"), []
+    for row in rows:
+        if not row["memory_gb"] or not row["micro_batch"] or not row["sequence"] or row["model"] not in sizes:
+            continue
+        layers, width, heads, hidden = sizes[row["model"]]
+        hidden = hidden or round(1.3 * 8 * width / 3)
+        transformer = Transformer(layers, width, heads, int(row["sequence"]), 128256, hidden, key_value_heads=8)
+        axes = {"pipe": int(row["pp"]), "data": int(row["dp_fsdp"]), "model": int(row["tp"])}
+        stages = memory_of(
+            fsdp,
+            transformer,
+            {axis: n for axis, n in axes.items() if n > 1} or {"data": 1},
+            micro_batch=int(row["micro_batch"]),
+            micro_batches=min(int(row["grad_accumulation"] or 1), axes["pipe"] + 1),
+            recompute="full",
+            zero=3,
+        )
+        peak = max(stage.peak for stage in stages) / 2**30
+        readings.append((share(row), peak, max(stage.state for stage in stages) / 2**30, float(row["memory_gb"])))
+    readings.sort()
+    score_memory("memory", readings[: len(readings) // 3], readings[len(readings) // 3 :])
+
+
+# --- memory as it was read
+
+#: Where a row falls, GiB foretold, GiB of parameters, gradients and optimizer state alone, and GiB read.
+Reading = tuple[float, float, float, float]
+
+
+def score_memory(name: str, fitting: Sequence[Reading], scored: Sequence[Reading]) -> float:
+    """Errors of memory plus a base (the library, its buffers, fragments), the one number that is fitted; the base."""
+    base = median(read - peak for _, peak, _, read in fitting)
+    print(f"  fitted to {len(fitting)} rows: a base of {base:.1f} GiB")
+    told(f"{name}: predicted", [(peak + base) / read - 1 for _, peak, _, read in scored])
+    offset = median(read - state for _, _, state, read in fitting)
+    told("baseline: states alone, and a base", [(state + offset) / read - 1 for _, _, state, read in scored])
+    constant = median(read for *_, read in fitting)
+    told("baseline: a constant", [constant / read - 1 for *_, read in scored])
+    return base
+
+
+ROOM = 80e9 / 2**30  #: GiB of an A100 with 80 GB
+
+
+def score_bloom_memory(rows: Sequence[Row], _: argparse.Namespace) -> None:
+    """Memory of BLOOM's tuning: what Megatron-DeepSpeed keeps, and a base that is fitted to a quarter of the rows."""
+    plain = read_system("megatron-deepspeed")
+    wide = replace(plain, state={**plain.state, "gradients": plain.state["gradients"] + 4})  # summed in 32 bits
+    known: dict[tuple, list[SystemMemory]] = {}
+    fitting, scored, without_room = [], [], []
+    for row in rows:
+        if not row["memory_gb"] or not row["hidden"] or not row["pp"]:
+            continue
+        width, heads = int(row["hidden"]), int(row["heads"] or 64)
+        vocabulary = 250_880
+        billions = float(row["size"].rstrip("B"))
+        layers = int(row["layers"] or round((billions * 1e9 - vocabulary * width) / (12 * width**2)))
+        tp, pp, dp = int(row["tp"]), int(row["pp"]), int(row["dp"])
+        key = width, heads, layers, tp, pp, dp, row["micro_batch"], row["precision"], row["zero_stage"]
+        if key not in known:
+            axes = {axis: n for axis, n in {"pipe": pp, "data": dp, "model": tp}.items() if n > 1}
+            known[key] = memory_of(
+                wide if "fp32" in row["precision"] else plain,
+                Transformer(layers, width, heads, 2048, vocabulary),
+                axes or {"data": 1},
+                micro_batch=int(row["micro_batch"]),
+                micro_batches=pp + 1,
+                recompute="full",
+                zero=int(row["zero_stage"] or 1),
+            )
+        stages = known[key]
+        peak, state = (max(part) / 2**30 for part in zip(*((s.peak, s.state) for s in stages), strict=True))
+        if row["memory_gb"] == "OOM":
+            without_room.append(peak)
+        else:
+            (fitting if share(row) < 0.25 else scored).append((share(row), peak, state, float(row["memory_gb"])))
+    base = score_memory("memory", fitting, scored)
+    found = sum(peak + base > ROOM for peak in without_room)
+    wrong = sum(peak + base > ROOM for _, peak, _, _ in scored)
+    print(f"  out of memory: {found} of {len(without_room)} such rows found; {wrong} of {len(scored)} others so called")
+
+
+def score_tensor_parallel(rows: Sequence[Row], _: argparse.Namespace) -> None:
+    """Tensor parallelism alone on A100 (Megatron, 2020): rows of one node to fit, those of many nodes to score."""
+    few, many = [], []
+    for row in rows:
+        if "A100" not in row["machine"]:
+            continue
+        tp, gpus = int(row["tp"]), int(row["gpus"])
+        size = GPTSize(int(row["layers"]), int(row["hidden"]), int(row["heads"]), 1024, 51200)
+        candidate = Candidate(_mesh(1, gpus // tp, tp), int(row["global_batch"]), 1, recompute="block")
+        run = Run(size, candidate, float(row["iteration_ms"]) * 1e-3, "a100")
+        (few if gpus <= 8 else many).append(run)
+    score_runs("steps on 128 to 1,024, fitted to 1 to 8", few, many)
 
 
 if __name__ == "__main__":

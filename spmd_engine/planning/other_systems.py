@@ -8,8 +8,8 @@ and not said.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ from spmd_engine.planning.analyze import analyze
 from spmd_engine.planning.step_analysis import RankStep
 
 _DTYPES = {1: np.uint8, 2: np.float16, 4: np.float32, 8: np.float64}
+#: The stage of ZeRO from which each kind of state is cut.
+CUT_FROM = {"parameters": 3, "gradients": 2, "optimizer state": 1}
 RECOMPUTED = ("none", "selective", "full")
 
 
@@ -40,6 +42,7 @@ class Saved:
     where: str  #: "inside" the block, or on the "residual" stream
     kept_by: tuple[str, ...]  #: kinds of recomputation under which it is kept: of none, selective, full
     times: int = 1  #: how many of them there are
+    of: str = "block"  #: or "last": of what comes behind the blocks
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,8 @@ class System:
     state: Mapping[str, float]  #: bytes a parameter, by kind
     matrices: Mapping[str, str]  #: of a block: dims by name
     saved: tuple[Saved, ...]
+    first: Mapping[str, str] = field(default_factory=dict)  #: matrices before the blocks, left out where there are none
+    last: Mapping[str, str] = field(default_factory=dict)  #: and behind them
 
 
 @dataclass(frozen=True)
@@ -60,11 +65,15 @@ class Transformer:
     width: int
     heads: int
     sequence: int
+    vocabulary: int = 1  #: of no use to a system that has nothing before and behind the blocks
+    hidden: int | None = None  #: width inside the MLP; None: four times the width
+    key_value_heads: int | None = None  #: None: as many as heads
 
     @property
     def sizes(self) -> dict[str, int]:
-        width, heads = self.width, self.heads
-        return {"d": width, "h": heads, "k": width // heads, "f": 4 * width, "t": self.sequence}
+        width, pairs = self.width, self.key_value_heads or self.heads
+        heads = {"h": pairs, "r": self.heads // pairs, "k": width // self.heads}
+        return heads | {"d": width, "f": self.hidden or 4 * width, "t": self.sequence, "v": self.vocabulary}
 
 
 @dataclass(frozen=True)
@@ -73,6 +82,13 @@ class SystemMemory:
 
     state: int  #: bytes of parameters, gradients and optimizer state
     activations: int  #: bytes kept for backwards, of all micro-batches in flight, at the most
+    with_repeated: int  #: the same, and for a while what a block that is recomputed keeps for its backward
+    gathered: int = 0  #: bytes of parameters and gradients that ZeRO makes whole for a while
+
+    @property
+    def peak(self) -> int:
+        """Bytes of all of it at the most."""
+        return self.state + self.with_repeated + self.gathered
 
 
 def read_system(name: str | Path) -> System:
@@ -107,21 +123,33 @@ def memory_of(
     recompute: str = "none",
     sequence_parallel: bool = False,
     chunks: int = 1,
+    zero: int = 0,
 ) -> list[SystemMemory]:
     """What each stage's ranks hold, on a mesh with axes among data, pipe and model, under 1F1B, interleaved if there
-    are several ``chunks`` a stage.
+    are several ``chunks`` a stage. ``zero`` is the stage of ZeRO by which state is cut over data.
 
     Raises UsageError for a recomputation that is not one of ``RECOMPUTED``.
     """
     if recompute not in RECOMPUTED:
         raise UsageError(f"recompute {recompute!r}: choose one of {', '.join(RECOMPUTED)}")
-    block = _Block(system, transformer, recompute)
-    layers = tuple((f"block{number}", block) for number in range(transformer.layers))
-    model = Model(system.name, layers, "b s", "b s", "b s", _no_loss, context=transformer.sequence)
+    block = _Part(system.matrices, [each for each in system.saved if each.of == "block"], transformer, recompute)
+    layers = [(f"block{number}", block) for number in range(transformer.layers)]
+    stages = None
+    if system.first:
+        layers.insert(0, ("first", _Part(system.first, [], transformer, recompute)))
+    if system.last:
+        saved = [each for each in system.saved if each.of == "last"]
+        layers.append(("last", _Part(system.last, saved, transformer, recompute)))
+    count = axes.get("pipe", 1) * chunks
+    if len(layers) > transformer.layers and transformer.layers % count == 0:  # as many blocks on every stage
+        each = transformer.layers // count
+        stages = ",".join(str(number * each + bool(number and system.first)) for number in range(count))
+    model = Model(system.name, tuple(layers), "b s", "b s", "b s", _no_loss, context=transformer.sequence)
     composition = Composition(
         sequence_parallel=sequence_parallel,
         schedule="interleaved" if chunks > 1 else None,
         chunks=chunks if chunks > 1 else None,
+        stages=stages if count > 1 else None,
     )
     analysis = analyze(
         model,
@@ -130,8 +158,21 @@ def memory_of(
         batch_size=micro_batch * micro_batches * axes.get("data", 1),
         micro_batches=micro_batches,
     )
-    each = sum(system.state.values())
-    return [SystemMemory(round(each * _parameters(kind.step)), _kept(kind.step)) for kind in analysis.classes]
+    found, data = [], axes.get("data", 1)
+    for kind in analysis.classes:
+        state = sum(
+            size / (data if zero >= CUT_FROM.get(name, 4) else 1) for name, size in system.state.items()
+        )
+        gathered = _largest_block(kind.step) * _whole(system, zero) if data > 1 else 0.0
+        kept, most = _activations(kind.step)
+        found.append(SystemMemory(round(state * _parameters(kind.step)), kept, most, round(gathered)))
+    return found
+
+
+def _whole(system: System, zero: int) -> float:
+    """Bytes of each parameter of a block that ZeRO has made whole: it, the one that comes next, and its gradient."""
+    parameters = 2 * system.state.get("parameters", 0) if zero >= 3 else 0
+    return parameters + (system.state.get("gradients", 0) if zero >= 2 else 0)
 
 
 def _parameters(step: RankStep) -> int:
@@ -139,21 +180,39 @@ def _parameters(step: RankStep) -> int:
     return sum(shard.bytes // np.dtype(shard.dtype).itemsize for shard in step.shards)
 
 
-def _kept(step: RankStep) -> int:
-    """Bytes of activations at the most; those of the batch itself are none that a block keeps."""
+def _largest_block(step: RankStep) -> int:
+    """Elements of the parameters of a rank's largest layer."""
+    sizes: dict[str, int] = {}
+    for shard in step.shards:
+        layer = shard.name.partition("/")[0]
+        sizes[layer] = sizes.get(layer, 0) + shard.bytes // np.dtype(shard.dtype).itemsize
+    return max(sizes.values(), default=0)
+
+
+def _activations(step: RankStep) -> tuple[int, int]:
+    """Bytes of activations at the most, kept, and with what is there for a while; the batch itself is none of them."""
+    batch = step.before.get("activations", 0)
     kept = [moment.bytes_by_kind.get("activations", 0) for moment in step.timeline]
-    return max(kept, default=0) - step.before.get("activations", 0)
+    with_temporaries = [
+        moment.bytes_by_kind.get("activations", 0) + moment.bytes_by_kind.get("temporaries", 0)
+        for moment in step.timeline
+    ]
+    return max(kept, default=0) - batch, max(with_temporaries, default=0) - batch
 
 
-class _Block(Layer):
+class _Part(Layer):
     """Keeps what a system keeps, and computes nothing."""
 
-    may_cut, across = "bshf", "h"
+    may_cut, across = "bshrfv", "h"
 
-    def __init__(self, system: System, transformer: Transformer, recompute: str) -> None:
-        self.sizes = transformer.sizes
-        self.parameters = {name: Parameter(dims) for name, dims in system.matrices.items()}
-        self.saved = [each for each in system.saved if recompute in each.kept_by]
+    def __init__(
+        self, matrices: Mapping[str, str], saved: Sequence[Saved], transformer: Transformer, recompute: str
+    ) -> None:
+        letters = {letter for dims in (*matrices.values(), *(each.dims for each in saved)) for letter in dims.split()}
+        self.sizes = {letter: size for letter, size in transformer.sizes.items() if letter in letters | {"h"}}
+        self.parameters = {name: Parameter(dims) for name, dims in matrices.items()}
+        self.saved = [each for each in saved if recompute in each.kept_by]
+        self.repeated = [each for each in saved if recompute not in each.kept_by and "none" in each.kept_by]
         self.sequence = transformer.sequence
 
     def forward(self, sh, p, x, ctx):
@@ -167,7 +226,9 @@ class _Block(Layer):
         return ShapedArray.new((samples, *(part.stop - part.start for part in parts)), _DTYPES[saved.bytes])
 
     def backward_input(self, sh, p, saved, dy):
+        again = [self._new(sh, each, len(dy)) for each in self.repeated for _ in range(each.times)]
         meter().elementwise(1, 0, 0)
+        del again  # held while the block computes
         return dy, None
 
 

@@ -1,0 +1,190 @@
+"""Step times of plans on this machine, predicted and measured: errors, rank correlation, and what a choice would cost.
+
+    python scripts/step_times.py                       # calibrates, then runs all plans in turn: some eight minutes
+    python scripts/step_times.py --only "gpt-mini/data=2;mlp" --rounds 1
+    python scripts/step_times.py --machine FILE        # with a machine file as `calibrate` wrote it
+
+The machine should do nothing else. Plans are run one after the other, all of them once before any a second time, so
+that what slows the machine for a while slows all of them; of each plan's rounds the median counts. ``chosen`` is the
+plan of a model that is predicted to be quickest, beside the one that was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from time import perf_counter
+
+import numpy as np
+
+from spmd_engine import Mesh
+from spmd_engine.comm.mesh import parse_axes
+from spmd_engine.engine import AdamW
+from spmd_engine.engine.composition import Composition, ModelConfig, build_engine
+from spmd_engine.planning.foresight import look
+from spmd_engine.planning.machine_file import read_machine
+from spmd_engine.planning.samples import foretold_batch
+from spmd_engine.training import Trainer
+
+BATCHES = {"gpt-mini": 8, "mlp": 4096, "convnet": 256, "gpt-moe-mini": 8}
+PLANS = {  # model -> mesh, options of the composition, micro-batches
+    "gpt-mini": [
+        ("data=2", {}, 1),
+        ("data=2", {"zero": 1}, 1),
+        ("data=2", {"zero": 3}, 1),
+        ("data=2", {"recompute": "block"}, 1),
+        ("model=2", {}, 1),
+        ("context=2", {}, 1),
+        ("pipe=2", {}, 4),
+        ("pipe=2,data=2", {}, 2),
+        ("data=4", {}, 1),
+        ("data=2,model=2", {"sequence_parallel": True}, 1),
+        ("data=8", {"zero": 1}, 1),
+    ],
+    "mlp": [
+        ("data=2", {}, 1),
+        ("data=2", {"zero": 2}, 1),
+        ("model=2", {}, 1),
+        ("data=4", {}, 1),
+        ("data=2,model=2", {}, 1),
+    ],
+    "convnet": [
+        ("data=2", {}, 1),
+        ("data=2", {}, 2),
+        ("rows=2", {}, 1),
+        ("data=4", {"zero": 1}, 1),
+    ],
+    "gpt-moe-mini": [
+        ("data=2", {}, 1),
+        ("expert=2", {}, 1),
+        ("expert=2", {"zero": 1}, 1),
+        ("data=2,expert=2", {}, 1),
+    ],
+}
+WARM = 2  #: steps before those that are timed
+TIMED = 3  #: steps that are timed at least
+
+
+def named() -> dict[str, tuple]:
+    """All plans by their names."""
+    plans = {}
+    for model, rows in PLANS.items():
+        for mesh, options, micro_batches in rows:
+            extra = [f"{name}={value}" for name, value in options.items()]
+            extra += [f"m={micro_batches}"] * (micro_batches > 1)
+            plans["/".join([model, mesh, *extra])] = model, mesh, options, micro_batches
+    return plans
+
+
+def measure(name: str, seconds: float) -> float:
+    """Seconds of a step: the median of as many as there is time for, on the slowest rank."""
+    model, axes, options, micro_batches = named()[name]
+    with Mesh(**parse_axes(axes)) as mesh:
+        engine = build_engine(ModelConfig(model), mesh, Composition(**options))
+        batch = foretold_batch(engine.model, engine, BATCHES[model], micro_batches, None, engine.dtype, real=True)
+        trainer = Trainer(engine, AdamW(), lambda step: batch, lambda step: 1e-4, step_metrics=False)
+        turns: list[float] = []
+        for number in range(10_000):
+            mesh.barrier()
+            began = perf_counter()
+            trainer.step()
+            mesh.barrier()
+            if number >= WARM:
+                turns.append(perf_counter() - began)
+            enough = len(turns) >= TIMED and sum(turns) >= seconds
+            if mesh.all_reduce(np.array([float(enough)]))[0] == mesh.size:
+                return median(turns)
+    raise AssertionError
+
+
+def launched(name: str, seconds: float) -> float | None:
+    """The same, in ranks of its own; None if they failed."""
+    ranks = prod(parse_axes(named()[name][1]).values())
+    command = ["mpiexec", "-n", str(ranks), sys.executable, __file__, "--worker", name, "--seconds", str(seconds)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        print(f"{name}: failed: {(done.stderr.strip() or 'no word').splitlines()[-1]}", flush=True)
+        return None
+    return float(json.loads(done.stdout.splitlines()[-1]))
+
+
+def predicted(name: str, machine_file: Path) -> float:
+    """Seconds of a step, as the planner simulates it."""
+    model, axes, options, micro_batches = named()[name]
+    mesh, composition = parse_axes(axes), Composition(**options)
+    machine = read_machine(machine_file).with_ranks(prod(mesh.values()))
+    config = ModelConfig(model)
+    options = {"dtype": np.dtype(config.dtype), "optimizer": AdamW()}
+    return look(config.build(composition), machine, mesh, composition, BATCHES[model], micro_batches, **options).seconds
+
+
+def spearman(a: Sequence[float], b: Sequence[float]) -> float:
+    """The correlation of ranks."""
+    places = [np.argsort(np.argsort(each)) for each in (a, b)]
+    return float(np.corrcoef(*places)[0, 1])
+
+
+def report(found: dict[str, tuple[float, list[float]]]) -> None:
+    """Errors, the correlation, and for each model what its chosen plan takes beside the best."""
+    print(f"\n{'plan':<44} {'predicted':>10} {'measured':>10} {'spread':>7} {'error':>7}")
+    errors, pairs = [], []
+    for name, (foretold, turns) in found.items():
+        seen = median(turns)
+        errors.append(abs(foretold / seen - 1))
+        pairs.append((foretold, seen))
+        spread = (max(turns) - min(turns)) / seen
+        print(f"{name:<44} {foretold:>9.4f}s {seen:>9.4f}s {spread:>7.1%} {foretold / seen - 1:>+7.1%}")
+    print(f"\n{len(errors)} plans: median error {median(errors):.1%}, largest {max(errors):.1%}", end="")
+    print(f"; Spearman {spearman(*zip(*pairs, strict=True)):.3f}" if len(pairs) > 2 else "")
+    for model in BATCHES:
+        mine = {name: each for name, each in found.items() if name.startswith(f"{model}/")}
+        if len(mine) < 2:
+            continue
+        chosen = min(mine, key=lambda name: mine[name][0])
+        best = min(mine, key=lambda name: median(mine[name][1]))
+        ratio = median(mine[chosen][1]) / median(mine[best][1])
+        pairs = [(foretold, median(turns)) for foretold, turns in mine.values()]
+        order = f"Spearman {spearman(*zip(*pairs, strict=True)):.2f}" if len(pairs) > 2 else ""
+        print(f"{model}: chosen {chosen}, {ratio:.2f} times the best measured, {best}; {order}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--machine", type=Path, help="A machine file; without it, this machine is calibrated first.")
+    parser.add_argument("--only", help="Names of plans, or how they begin, separated by semicolons.")
+    parser.add_argument("--rounds", type=int, default=3, help="How often each plan is run.")
+    parser.add_argument("--seconds", type=float, default=1.0, help="For how long each run is timed.")
+    arguments = parser.parse_args()
+    if arguments.worker:
+        seconds = measure(arguments.worker, arguments.seconds)
+        if Mesh().rank == 0:
+            print(json.dumps(seconds))
+        return
+    wanted = arguments.only.split(";") if arguments.only else [""]
+    names = [name for name in named() if any(name.startswith(each) for each in wanted)]
+    if not names:
+        parser.error(f"--only {arguments.only}: there is no such plan; there are {'; '.join(named())}")
+    with TemporaryDirectory() as folder:
+        file = arguments.machine or Path(folder) / "machine.toml"
+        if arguments.machine is None:
+            subprocess.run([sys.executable, "-m", "spmd_engine", "calibrate", "--output", str(file)], check=True)
+        print(file.read_text())
+        turns: dict[str, list[float]] = {name: [] for name in names}
+        for number in range(arguments.rounds):
+            for name in names:
+                if (seconds := launched(name, arguments.seconds)) is not None:
+                    turns[name].append(seconds)
+            print(f"round {number + 1} of {arguments.rounds} is over", flush=True)
+        report({name: (predicted(name, file), each) for name, each in turns.items() if each})
+
+
+if __name__ == "__main__":
+    main()
