@@ -136,11 +136,46 @@ def write(name, config):
     return model
 
 
+def write_gpt2():
+    """A GPT-2, whose weights the converter turns around."""
+    torch.manual_seed(3)
+    config = transformers.GPT2Config(vocab_size=40, n_embd=32, n_layer=2, n_head=4, n_positions=96, n_inner=64)
+    config.initializer_range, config._attn_implementation = 0.3, "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    writer = gguf.GGUFWriter(FOLDER / "gpt2.gguf", "gpt2")
+    writer.add_context_length(config.n_positions)
+    writer.add_embedding_length(config.n_embd)
+    writer.add_block_count(config.n_layer)
+    writer.add_feed_forward_length(config.n_inner)
+    writer.add_head_count(config.n_head)
+    writer.add_layer_norm_eps(config.layer_norm_epsilon)
+    writer.add_token_list([f"t{number}" for number in range(config.vocab_size)])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, config.n_layer)
+    for name, parameter in model.transformer.named_parameters():
+        if parameter.ndim == 1:
+            parameter += 0.3 * torch.randn_like(parameter)
+        turned = name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
+        tensor = names.get_name(f"transformer.{name}", try_suffixes=(".weight", ".bias"))
+        whole = np.ascontiguousarray((parameter.T if turned else parameter).numpy())
+        kind = Type.Q8_0 if parameter.ndim > 1 and "wpe" not in name else Type.F32
+        packed = gguf.quantize(whole, kind)
+        writer.add_tensor(tensor, packed, raw_dtype=kind)
+        unpacked = torch.from_numpy(np.ascontiguousarray(gguf.dequantize(packed, kind).reshape(whole.shape)))
+        parameter.copy_(unpacked.T if turned else unpacked)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model
+
+
+@torch.no_grad()
 def main():
-    """Both files, then their logits."""
+    """All files, then their logits."""
     torch.set_num_threads(1)
     FOLDER.mkdir(parents=True, exist_ok=True)
     made = {name: write(name, config) for name, config in MODELS.items()}
+    made["gpt2"] = write_gpt2()
     decoders.without_casts()
     tokens = torch.randint(40, (2, 70), generator=torch.Generator().manual_seed(4))
     for name, model in made.items():

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
+from spmd_engine.arrays import few_rows
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.errors import NotationError
 
@@ -93,7 +94,7 @@ class _Plan:
         if out is not None and self.axes is None and out.flags.c_contiguous and out.dtype == a.dtype == b.dtype:
             matmul(a, b, out=out.reshape(self.product))
             return out
-        result = matmul(a, b).reshape(self.letters)
+        result = few_rows.product(a, b).reshape(self.letters)
         return result if self.axes is None else result.transpose(self.axes)
 
 

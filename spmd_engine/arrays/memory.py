@@ -8,11 +8,14 @@ need fewer look-ups of addresses: another 4%.
 import ctypes
 import mmap
 import platform
+from contextlib import suppress
+from typing import Any
 
-from spmd_engine.arrays.backend import Array
+from spmd_engine.arrays.backend import CPU, Array
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 _NEVER = -1
+_WORTH_A_MAPPING = 1 << 18  # bytes
 _RESERVED = 8 << 30  # bytes of addresses; memory is taken page by page, where it is written
 
 
@@ -35,6 +38,19 @@ def _advise_huge_pages(libc: ctypes.CDLL) -> None:
         first = -(-block // mmap.PAGESIZE) * mmap.PAGESIZE
         libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(_RESERVED - mmap.PAGESIZE), mmap.MADV_HUGEPAGE)
         libc.free(ctypes.c_void_p(block))
+
+
+def fresh_zeros(size: int, dtype: Any, *, huge: bool) -> Array:
+    """A flat array of zeros; a large one takes memory only where it is written to first, in ``huge`` pages or in
+    small ones, as which an array that is perhaps never written to is none of its neighbour's huge ones."""
+    length = size * CPU.xp.dtype(dtype).itemsize
+    if length < _WORTH_A_MAPPING:
+        return CPU.xp.zeros(size, dtype)
+    mapped = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if huge and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a system without them
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+    return CPU.xp.frombuffer(mapped, dtype)
 
 
 def address_of(x: Array) -> int:

@@ -53,7 +53,7 @@ def open_pretrained(
 ) -> tuple[LayeredEngine, Pretrained]:
     """The engine of a model by path with its weights, on this mesh, and where each came from. Collective."""
     model = with_shape(model, mesh.group())
-    engine = build_engine(model, mesh, composition, device=device)
+    engine = build_engine(model, mesh, composition, device=device, drawn=model.lora is not None)
     return engine, load_pretrained(engine, model.name, model.adapter)
 
 

@@ -91,9 +91,15 @@ class Sliceable:
     slices_are_copies = True
 
     def __init__(
-        self, shape: tuple[int, ...], dtype: np.dtype, read: Callable[[tuple[slice, ...]], np.ndarray]
+        self,
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        read: Callable[[tuple[slice, ...]], np.ndarray],
+        *,
+        rows_are_cheap: bool = False,
     ) -> None:
-        self.shape, self.dtype, self._read_spans = shape, dtype, read
+        """``rows_are_cheap`` says that some rows at a time cost no more than all at once."""
+        self.shape, self.dtype, self._read_spans, self.rows_are_cheap = shape, dtype, read, rows_are_cheap
 
     def __getitem__(self, index: Any) -> np.ndarray:
         """``self[...]``, ``self[2:5]``, ``self[-1, :, ::2]``, ...; only what lies between the ends is read.

@@ -38,7 +38,7 @@ class Filled:
     def array(self) -> Sliceable:
         """What of the parameter is sliced is read, as float32, or float64 where that holds more of what is stored."""
         dtype = np.dtype(np.float64 if self.tensor.dtype == "F64" or self.view.stored.less else np.float32)
-        return Sliceable(self.view.shape, dtype, partial(self._read, dtype))
+        return Sliceable(self.view.shape, dtype, partial(self._read, dtype), rows_are_cheap=True)
 
     def _read(self, dtype: np.dtype, spans: tuple[slice, ...]) -> np.ndarray:
         part = self.tensor.read(self.view.split, self.view.index(spans))

@@ -65,7 +65,7 @@ def infer(source, target, run, model, adapter, engine, checkpoint, batch_size, m
     with open_mesh(mesh, check=check) as opened:
         inputs = on_rank_zero(opened.group(), lambda: _read(source, target))
         if run:
-            serving: ShardedEngine = build_engine(what_it_computes(config), opened, device=device)
+            serving: ShardedEngine = build_engine(what_it_computes(config), opened, device=device, drawn=False)
             load_checkpoint(run_folder(run), serving)
         elif model:
             serving, _ = open_pretrained(ModelConfig(model, adapter=adapter), opened, device=device)

@@ -69,7 +69,7 @@ def open_text_model(
 
 def _of_run(run: str, mesh: Mesh, device: str) -> TextModel:
     config, folder = read_config(run), run_folder(run)
-    engine = build_engine(what_it_computes(config), mesh, device=device)
+    engine = build_engine(what_it_computes(config), mesh, device=device, drawn=False)
     if not engine.model.vocabulary:
         raise UsageError(f"{engine.model.name} is no model of text, it takes no tokens")
     load_checkpoint(folder, engine)

@@ -222,8 +222,9 @@ def build_engine(
     composition: Composition = Composition(),  # noqa: B008 (immutable)
     *,
     device: str = "cpu",
+    drawn: bool = True,
 ) -> LayeredEngine:
-    """The engine that a composition of a model describes, on this mesh.
+    """The engine that a composition of a model describes, on this mesh; unless ``drawn``, its parameters are zeros.
 
     Raises UsageError for what makes no sense there.
     """
@@ -235,6 +236,7 @@ def build_engine(
         seed=model.seed,
         dtype=np.dtype(model.dtype),
         backend=get_backend(device, mesh.local_rank),
+        drawn=drawn,
         **composition.how_on(mesh.axes),
     )
 

@@ -35,6 +35,8 @@ from spmd_engine.sharding.layout import Layout
 from spmd_engine.sharding.shards import Shards
 from spmd_engine.sharding.zigzag import block_of, in_order
 
+AT_A_TIME = 1 << 25  # bytes of a parameter that are loaded at a time, where this makes a difference
+
 
 class LayeredEngine(StoredEngine):
     """A model, a list of layers, run on a mesh.
@@ -46,6 +48,8 @@ class LayeredEngine(StoredEngine):
     ``schedule``    in what order the stages along axis ``pipe`` work on micro-batches
     ``stages``      which layers each stage has: evenly by number or by cost, or the first layer of each
     ``recompute``   of which layers a forward is repeated in the backward instead of kept
+
+    Parameters are ``drawn``, or zeros until they are loaded.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class LayeredEngine(StoredEngine):
         schedule: schedules.Schedule | None = None,
         stages: Division = "even",
         recompute: Recompute = Recompute.NONE,
+        drawn: bool = True,
     ) -> None:
         self.model, self.seed, self.dtype, self.backend = model, seed, np.dtype(dtype), backend
         self.mesh = mesh if mesh is not None else Mesh()
@@ -77,7 +82,8 @@ class LayeredEngine(StoredEngine):
                 recompute=recompute,
             )
         )
-        self.initialize()
+        if drawn:
+            self.initialize()
 
     def _be(self, placed: PlacedModel) -> None:
         """From now on, be the model as it is placed there."""
@@ -137,11 +143,23 @@ class LayeredEngine(StoredEngine):
         check_shapes(params, {name: shape for name, (_, shape) in described.items()})
         for name in described:
             if name in self.parameters and self.index(name) is not None:  # of a number, others may be the owners
-                self.parameters[name][...] = self.block(name, params[name])
+                self._load(self.parameters[name], params[name], self.index(name))
             if name in self.buffers:
-                self.buffers[name][...] = self.backend.asarray(np.asarray(params[name][self.buffer_index(name)]))
+                self._load(self.buffers[name], params[name], self.buffer_index(name))
         self._placed.extras.begin()
         self._placed.unsharder.release()
+
+    def _load(self, target: Array, source: Any, index: Index) -> None:
+        """Copy a part of a whole array; what is large some rows at a time, if the array says that this is cheap."""
+        rows = index[0] if index else slice(0, 1)
+        step = rows.stop - rows.start
+        if getattr(source, "rows_are_cheap", False) and target.nbytes > AT_A_TIME:
+            step = max(1, AT_A_TIME * step // target.nbytes)
+        for first in range(rows.start, rows.stop, max(1, step)) if index else (0,):
+            some = slice(first, min(first + step, rows.stop))
+            part = source[(some, *index[1:])] if index else source[()]
+            here = slice(some.start - rows.start, some.stop - rows.start) if index else ...
+            target[here] = self.backend.asarray(np.asarray(part))
 
     is_filled_in_place = True
 

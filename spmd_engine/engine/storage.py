@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, Backend
+from spmd_engine.arrays.memory import fresh_zeros
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.pending import Pending
@@ -68,13 +69,15 @@ class GroupStorage:
         # Where neighbours of the node reach it: collectives then read and reduce it in place.
         self._empty = backend.empty if backend.on_device else mesh.empty
 
-        def zeros(size: int, dtype: np.dtype) -> Array:
+        def zeros(size: int, dtype: np.dtype, *, used: bool = True) -> Array:
+            if mesh.size == 1 and not backend.on_device:
+                return fresh_zeros(size, dtype, huge=used)  # gradients, when nobody trains, then take no memory
             array = self._empty(size, dtype)
             array[...] = 0
             return array
 
         self.whole_parameters: Array | None = zeros(group.size, dtype) if self.zero < 3 else None
-        self.whole_gradients: Array | None = zeros(group.size, dtype) if self.zero < 2 else None
+        self.whole_gradients: Array | None = zeros(group.size, dtype, used=False) if self.zero < 2 else None
         part = self.interval
         self.own_parameters: Array = zeros(own, dtype) if self.zero == 3 else self.whole_parameters[part]
         self.own_gradients: Array = zeros(own, dtype) if self.zero >= 2 else self.whole_gradients[part]

@@ -62,9 +62,9 @@ class BlockedTensor(FileTensor):
         """float32[n last] of rows[n bytes]."""
         blocks = rows.reshape(-1, _BLOCK_BYTES[self.dtype])
         scale = blocks[:, :2].copy().view(np.float16).astype(np.float32)
-        if self.dtype == "Q8_0":
-            numbers = blocks[:, 2:].view(np.int8) * scale
-        else:
+        with np.errstate(invalid="ignore"):  # who reads it refuses what is not finite
+            if self.dtype == "Q8_0":
+                return (blocks[:, 2:].view(np.int8) * scale).reshape(len(rows), -1)
             packed = blocks[:, -BLOCK // 2 :]
             small = np.concatenate((packed & 15, packed >> 4), axis=1)
             if self.dtype == "Q4_0":

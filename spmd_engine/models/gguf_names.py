@@ -14,7 +14,7 @@ from spmd_engine.models.decoder import DecoderShape
 from spmd_engine.models.mixture import Mixture
 from spmd_engine.models.stored_names import Names, Stored
 
-_FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3-moe"}
+_FAMILIES = {"gpt2": "gpt2", "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3-moe"}
 IGNORED = ("rope_freqs.weight",)  #: says what the shape's rotary options say
 _LEARNT = 8192  # positions before Llama 3.1 was scaled: what ``rope_freqs`` is made of, with a factor
 _REFUSED = ("attention.sliding_window", "expert_shared_count", "attn_logit_softcapping", "final_logit_softcapping")
@@ -41,6 +41,19 @@ def shape_of_gguf(file: GGUF, where: str) -> DecoderShape:
 
 def _shape(family: str, facts: Mapping[str, Any], tensors: Mapping[str, FileTensor], where: str) -> DecoderShape:
     heads, width = facts["attention.head_count"], facts["embedding_length"]
+    if family == "gpt2":
+        return DecoderShape(
+            family=family,
+            layers=facts["block_count"],
+            width=width,
+            heads=heads,
+            head_width=width // heads,
+            hidden=facts["feed_forward_length"],
+            vocabulary=tensors["token_embd.weight"].shape[0],
+            context=facts["context_length"],
+            epsilon=_as_written(facts["attention.layer_norm_epsilon"]),
+            tied="output.weight" not in tensors,
+        )
     experts = facts.get("expert_count", 0)
     mixture = None
     if experts:
@@ -96,6 +109,9 @@ def _rotary(facts: Mapping[str, Any], tensors: Mapping[str, FileTensor], pairs: 
 
 def gguf_names(shape: DecoderShape) -> Names:
     """All parameters of a decoder, in its order. Of a llama, queries and keys pair neighbours in the file."""
+    if shape.family == "gpt2":
+        yield from _of_gpt2(shape)
+        return
     pairs = "neighbours" if shape.family in ("llama", "mixtral") else ""
     queries = "hr" if shape.heads > (shape.key_value_heads or shape.heads) else "h"
 
@@ -123,6 +139,31 @@ def gguf_names(shape: DecoderShape) -> Names:
     yield "norm/scale", at("output_norm.weight", "d")
     if not shape.tied:
         yield "head/table", at("output.weight", "v d")
+
+
+def _of_gpt2(shape: DecoderShape) -> Names:
+    """Weights have their outputs first, as those of the others, and not as in Hugging Face's files of GPT-2."""
+
+    def both(name: str, own: tuple[str, str], tensor: str, dims: str) -> Names:
+        yield f"{name}/{own[0]}", (Stored(f"{tensor}.weight", dims),)
+        yield f"{name}/{own[1]}", (Stored(f"{tensor}.bias", dims.split()[0]),)
+
+    yield "embedding/table", (Stored("token_embd.weight", "v d"),)
+    yield "positions/table", (Stored("position_embd.weight", "p d"),)
+    for i in range(shape.layers):
+        attention, mlp = f"block{i}/attention", f"block{i}/mlp"
+        yield from both(f"{attention}/norm", ("scale", "shift"), f"blk.{i}.attn_norm", "d")
+        for number, name in enumerate(("query", "key", "value")):
+            at = {"n": (number, 3)}
+            yield f"{attention}/{name}", (Stored(f"blk.{i}.attn_qkv.weight", "nhk d", at),)
+            yield f"{attention}/{name}_bias", (Stored(f"blk.{i}.attn_qkv.bias", "nhk", at),)
+        yield from both(attention, ("output", "output_bias"), f"blk.{i}.attn_output", "d hk")
+        yield from both(f"{mlp}/norm", ("scale", "shift"), f"blk.{i}.ffn_norm", "d")
+        yield from both(mlp, ("w0", "b0"), f"blk.{i}.ffn_up", "f d")
+        yield from both(mlp, ("w1", "b1"), f"blk.{i}.ffn_down", "d f")
+    yield from both("norm", ("scale", "shift"), "output_norm", "d")
+    if not shape.tied:
+        yield "head/table", (Stored("output.weight", "v d"),)
 
 
 def _perceptrons(shape: DecoderShape, i: int) -> Names:

@@ -37,7 +37,7 @@ def read_config(config: Mapping[str, Any], where: str) -> tuple[DecoderShape, li
     """The same, and the names of fields of which nothing is known, though they do not look as if they changed what is
     computed."""
     kind = config.get("model_type")
-    if kind not in MODEL_TYPES:
+    if not isinstance(kind, str) or kind not in MODEL_TYPES:
         raise CheckpointError(f"{where}: model_type {kind!r} is not known here; known are {', '.join(MODEL_TYPES)}")
     family, fields = MODEL_TYPES[kind], Fields(config)
     try:

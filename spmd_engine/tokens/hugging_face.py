@@ -12,6 +12,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.tokens.tokenizer import Tokenizer
 
 TOKENIZER, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+AROUND = ("add_bos_token", "add_eos_token")  #: of tokenizer_config.json
 
 
 class JsonTokenizer(Tokenizer):
@@ -25,8 +26,12 @@ class JsonTokenizer(Tokenizer):
         end: str | None = None,
         chat_template: str | None = None,
         special: Mapping[str, str] | None = None,
+        around: Mapping[str, bool] | None = None,
     ) -> None:
-        """``end`` is the token after a text. Raises UsageError, naming ``where``, for a text that describes none."""
+        """``end`` is the token after a text; ``around`` says by ``add_bos_token`` and ``add_eos_token`` what else than
+        the file says belongs before and after every text. Raises UsageError, naming ``where``, for a text that
+        describes none.
+        """
         library = tokenizers_library()
         try:
             self._inner = library.Tokenizer.from_str(text)
@@ -39,12 +44,27 @@ class JsonTokenizer(Tokenizer):
         self.end = self._inner.token_to_id(end) if end is not None else None
         self.separator = self.end
         self.chat_template, self.special = chat_template, dict(special or {})
-        config = {**self.special, **({"chat_template": chat_template} if chat_template else {})}
+        if around:
+            self._put_around(around)
+        config = {**self.special, **(around or {}), **({"chat_template": chat_template} if chat_template else {})}
         self.files = {TOKENIZER: text, CONFIG: json.dumps(config)}
         if not self.vocabulary:
             raise UsageError(f"{where} describes a tokenizer without any tokens; get the file anew")
         if end is not None and self.end is None:
             raise UsageError(f"{where} has no token {end!r}, which ends a text; get the files anew")
+
+    def _put_around(self, around: Mapping[str, bool]) -> None:
+        """As transformers' tokenizers do where their configuration says so, in the place of what the file says."""
+        found = []
+        for name, token in (("add_bos_token", "bos_token"), ("add_eos_token", "eos_token")):
+            text = self.special.get(token) if around.get(name) else None
+            number = self._inner.token_to_id(text) if text is not None else None
+            found.append([] if number is None else [(text, number)])
+        before, after = found
+        single = " ".join([*(text for text, _ in before), "$A", *(text for text, _ in after)])
+        self._inner.post_processor = tokenizers_library().processors.TemplateProcessing(
+            single=single, special_tokens=list(dict.fromkeys(before + after))
+        )
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         return self._inner.encode(_plain(text), add_special_tokens=special).ids
@@ -103,7 +123,10 @@ def tokenizer_of(files: Mapping[str, str], where: str) -> JsonTokenizer:
         named = {each.get("name"): each.get("template") for each in chat if isinstance(each, Mapping)}
         chat = named.get("default") or next(iter(named.values()), None)
     special = {name: _content(value) for name, value in config.items() if name.endswith("_token") and _content(value)}
-    return JsonTokenizer(files[TOKENIZER], where, end=special.get("eos_token"), chat_template=chat, special=special)
+    around = {name: config[name] for name in AROUND if isinstance(config.get(name), bool)}
+    return JsonTokenizer(
+        files[TOKENIZER], where, end=special.get("eos_token"), chat_template=chat, special=special, around=around
+    )
 
 
 def _content(value: Any) -> str:

@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parents[1] / "golden" / "gguf"
 
 
 @pytest.mark.parametrize("axes", [{"data": 1}, {"model": 3}, {"expert": 2, "pipe": 2}], ids=str)
-@pytest.mark.parametrize("name", ["llama", "qwen3moe"])
+@pytest.mark.parametrize("name", ["llama", "qwen3moe", "gpt2"])
 def test_logits(name, axes):
     expected = np.load(FOLDER / f"{name}.npz")
 

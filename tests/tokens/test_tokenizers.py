@@ -56,6 +56,21 @@ def test_a_stream_tells_what_the_whole_says(byte_level):
     assert "".join(pieces) + stream.finish() == TEXT and not any("\ufffd" in piece for piece in pieces)
 
 
+def test_what_belongs_around_a_text(byte_level, tmp_path):
+    """Said beside the file it holds, in the place of what the file says, and is handed on."""
+    (tmp_path / "tokenizer.json").write_text((byte_level / "tokenizer.json").read_text())
+    plain = read_tokenizer(byte_level).encode("the")
+    config = {"bos_token": "<|end|>", "eos_token": "<|end|>", "add_bos_token": True, "add_eos_token": False}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    found = read_tokenizer(tmp_path)
+    assert found.encode("the") == [0, *plain] and found.encode("the", special=False) == plain
+    for name, text in found.files.items():
+        (tmp_path / name).write_text(text)
+    assert read_tokenizer(tmp_path).encode("the") == [0, *plain]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"add_bos_token": False}))
+    assert read_tokenizer(tmp_path).encode("the") == plain
+
+
 def test_its_files_make_it_anew(byte_level, tmp_path):
     tokenizer = read_tokenizer(byte_level)
     for name, text in tokenizer.files.items():
