@@ -155,6 +155,7 @@ class Calls:
                 if operation is None:
                     self._table.say(number, LEFT)
         if operation is not None:
+            operation.on_wait(perf_counter() - began)
             return progress.begin(operation).wait()
         self._record(call, result, perf_counter() - began)
         return result
