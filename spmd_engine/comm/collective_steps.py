@@ -47,6 +47,8 @@ class CollectiveSteps:
         """See ``Group``; so are the others."""
         own, home = ready(self._comm, x)
         target = out if out is not None and is_reachable(self._comm, out) else None
+        if target is not None and not keeps_apart(target, own, (...,)):
+            own = own.copy()
         shown = result = None
         if self._shows(call, own, own.nbytes):
             shown, result = readable_with_result(self._table, own, target)
@@ -66,10 +68,9 @@ class CollectiveSteps:
     def reduce_scatter(self, call: PreparedCall, number: int, x: Array, out: Array | None) -> Steps:
         own, home = ready(self._comm, x)
         target = out if out is not None and is_reachable(self._comm, out) else None
-        small = bool(call.signature.inline)
-        flat, parts = (own, None) if small else packed(own, call.parts)
-        if not small and target is not None and not keeps_apart(target, own, call.parts[self._rank]):
-            flat = flat.copy()
+        if target is not None and not keeps_apart(target, own, call.parts[self._rank]):
+            own = own.copy()
+        flat, parts = (own, None) if call.signature.inline else packed(own, call.parts)
         shown = readable(self._table, flat, self._comm.tuning) if self._shows(call, own, own.nbytes) else None
         met, agreed = yield from self._agreement.reach(call, number, own, shown)
         if agreed.rows is not None:
@@ -123,9 +124,8 @@ class CollectiveSteps:
 
     def all_to_all(self, call: PreparedCall, number: int, x: Array, out: Array | None) -> Steps:
         own, home = ready(self._comm, x)
-        concat, backend, small = call.signature.concat_axis, backend_of(own), bool(call.signature.inline)
-        flat, parts = (own, None) if small else packed(own, call.parts)
-        shown = None
+        concat, backend, shown = call.signature.concat_axis, backend_of(own), None
+        flat, parts = (own, None) if call.signature.inline else packed(own, call.parts)
         if self._one_node and self._shows(call, own, own.nbytes):
             shown = readable(self._table, flat, self._comm.tuning)
         met, agreed = yield from self._agreement.reach(call, number, own, shown)
