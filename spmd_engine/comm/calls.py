@@ -149,12 +149,12 @@ class Calls:
                 operation = Operation(self, call, number, steps, awaited)
             except StopIteration as stop:
                 result = stop.value
-            except SpmdError as error:
-                raise error.with_traceback(None) from None
-            finally:
-                if operation is None:
-                    self._table.say(number, LEFT)
+                self._table.say(number, LEFT)
+            except Exception as error:
+                self._table.say(number, LEFT)
+                raise error.with_traceback(None) if isinstance(error, SpmdError) else error from None
         if operation is not None:
+            operation.on_wait(perf_counter() - began)
             return progress.begin(operation).wait()
         self._record(call, result, perf_counter() - began)
         return result

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from math import prod
 
 import numpy as np
 
 from spmd_engine.arrays.backend import CPU, Array, Backend, backend_of
 from spmd_engine.arrays.memory import address_of
-from spmd_engine.comm import rendezvous
+from spmd_engine.comm.call_agreement import Agreement
 from spmd_engine.comm.communicator import Communicator
-from spmd_engine.comm.dissemination import Agreed, disseminate, words_of
-from spmd_engine.comm.pending import RanksEnded, Steps
+from spmd_engine.comm.dissemination import Agreed
+from spmd_engine.comm.pending import Steps
 from spmd_engine.comm.prepared_call import PreparedCall
-from spmd_engine.comm.rendezvous import Rendezvous, meet
-from spmd_engine.comm.signature import Call, Signature, Signatures
+from spmd_engine.comm.rendezvous import Rendezvous
 from spmd_engine.comm.spans import spans
 from spmd_engine.comm.staging import copied, is_reachable, packed, ready, shapes_of
 from spmd_engine.comm.transports.exchange import Exchange
 from spmd_engine.comm.transports.hierarchical import Hierarchical
-from spmd_engine.comm.transports.messages import AGREEMENT, Messages, tag
+from spmd_engine.comm.transports.messages import Messages
 from spmd_engine.comm.transports.shared_memory import SharedMemory, keeps_apart, readable, readable_with_result
 from spmd_engine.comm.ways import Facts, Way, between_nodes, way, within_node
 from spmd_engine.errors import UsageError
@@ -31,7 +29,8 @@ class CollectiveSteps:
     """Of one group: each is a generator (see ``pending``), of a prepared call, its number, its array and ``out``."""
 
     def __init__(self, comm: Communicator, axes: str, check: bool, deterministic: bool) -> None:
-        self._comm, self._axes, self._check, self._lanes, self._one_node = comm, axes, check, comm.lanes, comm.table
+        self._comm, self._axes, self._lanes, self._one_node = comm, axes, comm.lanes, comm.table
+        self._agreement = Agreement(comm, axes, check)
         self._table = comm.lanes.table if comm.lanes else comm.table  #: of this node, if all its ranks are the group's
         self._library, self._lane_library = comm.collectives, comm.lane_collectives
         if deterministic:
@@ -42,16 +41,18 @@ class CollectiveSteps:
 
     def meet_only(self, call: PreparedCall, number: int, text: np.ndarray | None, _: None) -> Steps:
         """Agree on a call without an array, or tell the others why this rank cannot make its call: ``text``."""
-        yield from self._agree(call, number, text)
+        yield from self._agreement.reach(call, number, text)
 
     def all_reduce(self, call: PreparedCall, number: int, x: Array, out: Array | None) -> Steps:
         """See ``Group``; so are the others."""
         own, home = ready(self._comm, x)
         target = out if out is not None and is_reachable(self._comm, out) else None
+        if target is not None and not keeps_apart(target, own, (...,)):
+            own = own.copy()
         shown = result = None
         if self._shows(call, own, own.nbytes):
             shown, result = readable_with_result(self._table, own, target)
-        met, agreed = yield from self._agree(call, number, own, shown, result)
+        met, agreed = yield from self._agreement.reach(call, number, own, shown, result)
         if agreed.rows is not None:
             result = call.finish(call, None, agreed.rows, target)
         else:
@@ -67,12 +68,11 @@ class CollectiveSteps:
     def reduce_scatter(self, call: PreparedCall, number: int, x: Array, out: Array | None) -> Steps:
         own, home = ready(self._comm, x)
         target = out if out is not None and is_reachable(self._comm, out) else None
-        small = bool(call.signature.inline)
-        flat, parts = (own, None) if small else packed(own, call.parts)
-        if not small and target is not None and not keeps_apart(target, own, call.parts[self._rank]):
-            flat = flat.copy()
+        if target is not None and not keeps_apart(target, own, call.parts[self._rank]):
+            own = own.copy()
+        flat, parts = (own, None) if call.signature.inline else packed(own, call.parts)
         shown = readable(self._table, flat, self._comm.tuning) if self._shows(call, own, own.nbytes) else None
-        met, agreed = yield from self._agree(call, number, own, shown)
+        met, agreed = yield from self._agreement.reach(call, number, own, shown)
         if agreed.rows is not None:
             result = call.finish(call, None, agreed.rows, target)
         else:
@@ -97,7 +97,7 @@ class CollectiveSteps:
         elif axis == 0 and self._shows(call, own, prod(own.shape[1:]) * own.itemsize * sum(lengths)):
             result = self._space(own, axis, lengths, target)
             copied(own, result[spans(lengths)[self._rank]])
-        met, agreed = yield from self._agree(call, number, own, shown, result)
+        met, agreed = yield from self._agreement.reach(call, number, own, shown, result)
         lengths = yield from self._lengths(call, number, met, agreed, own.shape[axis])
         shape = _joined(own, axis, lengths)
         fits = out is None or out.shape == shape  # if not, this rank is still to give the others what is theirs
@@ -124,12 +124,11 @@ class CollectiveSteps:
 
     def all_to_all(self, call: PreparedCall, number: int, x: Array, out: Array | None) -> Steps:
         own, home = ready(self._comm, x)
-        concat, backend, small = call.signature.concat_axis, backend_of(own), bool(call.signature.inline)
-        flat, parts = (own, None) if small else packed(own, call.parts)
-        shown = None
+        concat, backend, shown = call.signature.concat_axis, backend_of(own), None
+        flat, parts = (own, None) if call.signature.inline else packed(own, call.parts)
         if self._one_node and self._shows(call, own, own.nbytes):
             shown = readable(self._table, flat, self._comm.tuning)
-        met, agreed = yield from self._agree(call, number, own, shown)
+        met, agreed = yield from self._agreement.reach(call, number, own, shown)
         shapes = yield from self._shapes_that_come(call, number, met, agreed, own)
         lengths = [shape[concat] for shape in shapes]
         shape = *shapes[0][:concat], sum(lengths), *shapes[0][concat + 1 :]
@@ -162,7 +161,7 @@ class CollectiveSteps:
         shown = None
         if self._one_node and mine is not None and self._shows(call, mine, mine.nbytes):
             shown = readable(self._table, mine, self._comm.tuning)
-        met, agreed = yield from self._agree(call, number, mine, shown)
+        met, agreed = yield from self._agreement.reach(call, number, mine, shown)
         root = call.signature.root
         if agreed.rows is not None:
             return home.asarray(agreed.rows[root].copy())
@@ -173,96 +172,7 @@ class CollectiveSteps:
         yield from transport.end()
         return home.asarray(data)
 
-    # --- to agree
-
-    def _agree(
-        self,
-        call: PreparedCall,
-        number: int,
-        x: Array | None,
-        shown: np.ndarray | None = None,
-        result: np.ndarray | None = None,
-    ) -> Steps:
-        """All ranks agree on the call; returns the Rendezvous of this rank's node, if it had one, and an Agreed.
-
-        Small ``x`` come along; ``shown`` and ``result``: see ``rendezvous.meet``. Raises, on all ranks, what is wrong
-        if they do not agree.
-        """
-        if self._one_node is None:
-            return (yield from self._agree_between_nodes(call, number, x, shown, result))
-        signature, expected = call.signature, call.expected
-        met = yield from meet(self._table, Call(number, signature), x if signature.inline else shown, result, expected)
-        found = met.signatures
-        if found is not expected or signature.operation == "refuse":
-            rendezvous.check(met, signature, self._axes, self._check)
-            call.expect(found)
-        root = found.by_rank[signature.root] if signature.operation == "broadcast" else None
-        inline = met.inline if root is None else root.inline > 0
-        rows = met.blocks if inline and signature.operation != "barrier" else None
-        host = inline or found.wait or met.shown
-        return met, Agreed(True, found.same, True, host, call.payload, rows, root)
-
-    def _agree_between_nodes(
-        self, call: PreparedCall, number: int, x: Array | None, shown: np.ndarray | None, result: np.ndarray | None
-    ) -> Steps:
-        """As ``_agree``, in log2(n) messages; the ranks of each node first on their table, if nodes are even."""
-        terms, broadcasts = call.terms, call.signature.operation == "broadcast"
-        row = b""
-        if broadcasts and x is not None:
-            row = terms.packed + (x.tobytes() if terms.inline else b"")
-        elif terms.inline and terms.shape is not None:
-            row = x.tobytes()
-        if self._lanes is None:
-            met, words = None, words_of(terms.sizes)
-            agreed = yield from disseminate(self._comm, words, row, tag(number, AGREEMENT), copies=broadcasts)
-        else:
-            shown = x if terms.inline else shown
-            met, agreed = yield from self._agree_by_nodes(call, number, shown, result, broadcasts)
-        if not agreed.same or call.signature.operation == "refuse":
-            text = x if call.signature.shape is None else None
-            told = call.signature if text is not None else replace(call.signature, inline=0)
-            yield from rendezvous.explain(self._comm, Call(number, told), text, self._axes)
-        rows, root = agreed.rows, None
-        if rows is not None and broadcasts:
-            root = Signature.unpack(rows[0])
-            data = np.frombuffer(rows[0], np.uint8)[len(root.packed) :]
-            rows = [_arrays([data], root.shape, root.array_type[1])[0]] * self._size if root.inline else None
-        elif rows is not None:
-            inline = agreed.alike and agreed.host and terms.inline
-            rows = _arrays(rows, x.shape, x.dtype) if inline else None
-        return met, agreed._replace(rows=rows, root=root)
-
-    def _agree_by_nodes(
-        self, call: PreparedCall, number: int, shown: np.ndarray | None, result: np.ndarray | None, broadcasts: bool
-    ) -> Steps:
-        """First the ranks of each node, on their table, then those of each lane."""
-        lanes, met, ended, row = self._lanes, None, None, b""
-        terms = call.terms
-        words = words_of(terms.sizes)
-        try:
-            expected = call.expected if call.expected is not None else Signatures([terms] * lanes.local.size)
-            met = yield from meet(lanes.table, Call(number, terms), shown, result, expected)
-        except RanksEnded as error:
-            ended = error
-        else:
-            call.expected, signatures = met.signatures, met.signatures.by_rank
-            words = np.max([words_of(each.sizes) for each in signatures], axis=0)
-            inline = [each.inline and each.shape is not None for each in signatures]
-            data = [b.tobytes() if i else b"" for b, i in zip(met.blocks, inline, strict=True)]
-            if broadcasts:
-                pairs = zip(signatures, data, strict=True)
-                row = next((each.packed + block for each, block in pairs if each.shape is not None), b"")
-            elif len({len(block) for block in data}) == 1 and terms.shape is not None:
-                row = b"".join(data)
-        agreed = yield from disseminate(lanes.lane, words, row, tag(number, AGREEMENT), copies=broadcasts, ended=ended)
-        if agreed.rows is not None and not broadcasts:
-            by_rank, width = [b""] * self._size, lanes.local.size
-            for node, each in zip(lanes.nodes, agreed.rows, strict=True):
-                length = len(each) // width
-                for i, rank in enumerate(node):
-                    by_rank[rank] = each[i * length : (i + 1) * length]
-            agreed = agreed._replace(rows=by_rank)
-        return met, agreed
+    # --- what comes from whom
 
     def _lengths(self, call: PreparedCall, number: int, met: Rendezvous | None, agreed: Agreed, own: int) -> Steps:
         """How long each rank's array is along the axis that is gathered."""
@@ -382,10 +292,6 @@ class CollectiveSteps:
 
 def _joined(own: Array, axis: int, lengths: Sequence[int]) -> tuple[int, ...]:
     return *own.shape[:axis], sum(lengths), *own.shape[axis + 1 :]
-
-
-def _arrays(rows: Sequence, shape: Sequence[int], dtype: np.dtype) -> list[np.ndarray]:
-    return [np.frombuffer(row, dtype, prod(shape)).reshape(shape) for row in rows]
 
 
 def _put(result: Array, axis: int, lengths: Sequence[int], blocks: Sequence[Array]) -> None:

@@ -13,7 +13,7 @@ class Entry:
 
     calls: int = 0
     payload: int = 0  #: bytes of the arrays handed in
-    sent: int = 0  #: bytes this rank sends by the bandwidth-optimal algorithm (headers not counted)
+    sent: int = 0  #: bytes this rank sends by the bandwidth-optimal algorithm (signatures not counted)
     seconds: float = 0.0  #: time this rank spent in starts and waits, so what overlapped with work is not in it
 
     def add(self, other: Entry) -> None:

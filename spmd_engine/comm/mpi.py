@@ -35,7 +35,7 @@ _SPIN_TESTS = 1000  # look again this often before giving way at all, some 200 m
 _YIELDS = 100  # give way this often before sleeping: a peer that is nearly there needs no sleep
 _OVERSUBSCRIBED = 5  # and this often where ranks wait for a core
 _SHORTEST, _LONGEST = 50e-6, 1e-3  # seconds of sleep
-_RUNG = 10e-3  # the longest sleep of those who are rung out of it
+_WOKEN = 10e-3  # the longest sleep of those whom others wake
 
 
 class MPICommunicator(Communicator):
@@ -123,7 +123,7 @@ class MPICommunicator(Communicator):
     def _found(
         self, ranks: Sequence[int], has: bool, timeout: float | None
     ) -> tuple[bool, int, list[list[int]] | None]:
-        return self.progress.begin(_Founding(self, self._meet(ranks, has), timeout, ranks)).wait()
+        return self.progress.begin(_Founding(self, self._agree(ranks, has), timeout, ranks)).wait()
 
     def _make(
         self, ranks: Sequence[int], members: Sequence[int], offset: int, nodes: list[list[int]] | None
@@ -158,7 +158,7 @@ class MPICommunicator(Communicator):
             group.Free()
             everyone.Free()
 
-    def _meet(self, ranks: Sequence[int], has: bool) -> Steps:
+    def _agree(self, ranks: Sequence[int], has: bool) -> Steps:
         """Wait here for those who do not come yet: inside MPI this rank would spin, and its operations rest.
 
         ``has``: whether this rank has such a communicator from before. Returns whether all of them have; else, besides,
@@ -242,7 +242,7 @@ class MPICommunicator(Communicator):
         if idle <= self._yields:
             os.sched_yield()
             return
-        seconds = min(_LONGEST if messages else _RUNG, _SHORTEST * 1.1 ** min(idle - self._yields, 99))
+        seconds = min(_LONGEST if messages else _WOKEN, _SHORTEST * 1.1 ** min(idle - self._yields, 99))
         if self._node is not None:
             self._node.futexes.sleep(seconds)
         else:
@@ -250,7 +250,7 @@ class MPICommunicator(Communicator):
 
 
 class _Founding(Pending):
-    """The meeting of those who make a communicator."""
+    """The agreement of those who make a communicator."""
 
     __slots__ = ("_ranks",)
 

@@ -73,7 +73,7 @@ class Pending:
         self._steps = steps
         self._awaited: list | Callable[[], bool] = []
         self._timeout = timeout
-        self.until_the_end = False  #: whether this is the meeting in which programs end
+        self.until_the_end = False  #: whether this is the call in which programs end
         self.done = False
         self.result: Any = None
         self.error: Exception | None = None  # raised by its own wait(), whoever met it first

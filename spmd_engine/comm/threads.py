@@ -150,14 +150,14 @@ class _Fabric:
 
     def wake(self, ranks: Sequence[int]) -> None:
         for rank in ranks:
-            self.boxes[rank].ring()
+            self.boxes[rank].wake()
 
     def fail(self, rank: int, error: BaseException) -> None:
         with self._lock:
             if self.failure is None and not isinstance(error, RankAborted):
                 self.failure = (rank, error)
         for box in self.boxes:
-            box.ring()
+            box.wake()
 
 
 class _Mailbox:
@@ -182,7 +182,7 @@ class _Mailbox:
                 del self.messages[key]
             return data
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         with self.condition:
             self.arrivals += 1
             self.condition.notify_all()

@@ -293,3 +293,18 @@ def test_device_memory_is_filled_where_it_is(aware, scale):
         run(program, 3)
     finally:
         unregister_backend(device)
+
+
+@pytest.mark.parametrize("nodes", ["aaa", "abc", "aabb"])
+@pytest.mark.parametrize("size", [10, 100_000])
+def test_a_result_may_overlap_what_is_reduced(nodes, size):
+    def program():
+        group = Mesh().group()
+        space = np.zeros(size + 7)
+        space[:size] = np.arange(size) + group.rank
+        group.all_reduce(space[:size], out=space[7:])
+        assert (space[7:] == sum(np.arange(size) + rank for rank in range(group.size))).all()
+        alone = np.array(2.0)
+        assert group.all_reduce(alone, out=alone)[()] == 2 * group.size
+
+    run(program, len(nodes), nodes=list(nodes))

@@ -109,7 +109,7 @@ def readable_with_result(
 ) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
     """What to show for an all_reduce of ``x``: data, and where their result is to come to; None if there is no room.
 
-    The others can read both, and both are one or lie apart.
+    The others can read both. ``out``, if there is one, is ``x`` itself, or lies apart from it.
     """
     if out is not None and table.address(out):
         result = out
@@ -122,8 +122,7 @@ def readable_with_result(
     if not table.address(x):
         np.copyto(result, x)
         return result, result
-    same = address_of(x) == address_of(result)
-    return x.copy() if not same and np.may_share_memory(x, result) else x, result
+    return x, result
 
 
 def reduce_in_pieces(out: np.ndarray, blocks: Sequence[Block], reduce: Reducer) -> None:
@@ -137,9 +136,9 @@ def reduce_in_pieces(out: np.ndarray, blocks: Sequence[Block], reduce: Reducer) 
 
 
 def keeps_apart(out: np.ndarray, x: np.ndarray, part: tuple[slice, ...]) -> bool:
-    """Whether ``out`` may be written to while others read all of ``x`` but this ``part``."""
-    whole = isinstance(x, np.ndarray) and np.may_share_memory(out, x)
-    return not whole or (x[part].flags.c_contiguous and address_of(x[part]) == address_of(out))
+    """Whether ``out`` may be written to while others read all of ``x`` but this ``part``, whose place it may have."""
+    overlaps = isinstance(x, np.ndarray) and isinstance(out, np.ndarray) and np.may_share_memory(out, x)
+    return not overlaps or (x[part].flags.c_contiguous and address_of(x[part]) == address_of(out))
 
 
 def _between_lines(x: np.ndarray, parts: int, index: int) -> slice:
