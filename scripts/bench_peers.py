@@ -8,9 +8,9 @@ round, so that a machine that slows down or speeds up meets all sides alike. Rat
 are kept to the same cores, one a rank and two at most, and have one thread a rank.
 
 Of several settings of one peer the fastest counts; it is marked with *. How a step is timed, and what the models and
-batches are, `peers_protocol.py` says, and of convolutions `peers_convolution.py`; the settings of a peer, its worker:
-`peers_*.py`. The parent needs only the standard library and click. Peers that `--peer-python` cannot import are left
-out, with one line.
+batches are, `peers_protocol.py` says, of convolutions `peers_convolution.py`, and of a ResNet `peers_images.py`; the
+settings of a peer, its worker: `peers_*.py`. The parent needs only the standard library and click. Peers that
+`--peer-python` cannot import are left out, with one line.
 """
 
 import json
@@ -42,6 +42,8 @@ CONVOLUTIONS = {
     "1x1, 64 to 256 channels of 16x16": {"batch": 32, "length": 16, "inputs": 64, "outputs": 256, "kernel": 1,
                                          "stride": 1, "padding": 0, "input_gradient": True},
 }
+RESNET = {"images": {"length": 64, "channels": 3, "classes": 10}, "batch_size": 32, "learning_rate": 0.01,
+          "momentum": 0.9}
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS",
                     "VECLIB_MAXIMUM_THREADS", "NUMEXPR_NUM_THREADS")
 CORES = 2
@@ -87,11 +89,13 @@ class Comparison:
 
     @property
     def unit(self):
-        return "tokens/s" if "context" in self.config else "steps/s"
+        return "images/s" if "images" in self.config else "tokens/s" if "context" in self.config else "steps/s"
 
     @property
     def amount(self):
         """How many units a step is."""
+        if "images" in self.config:
+            return self.config["batch_size"]
         return self.config["batch_size"] * self.config["context"] if "context" in self.config else 1
 
 
@@ -122,6 +126,7 @@ def comparisons(model, batch_size, compiled):
         Side("PyTorch, channels first", "peers_torch_convolution"),
         Side("PyTorch, channels last", "peers_torch_convolution", {"channels_last": True}),
     ]
+    images = [Side(side.name, side.worker.replace("convolution", "images"), side.options) for side in convolution]
     return [
         Comparison(f"{model}, 1 rank", 1, gpt, [ours(), eager, *compile_too]),
         Comparison(f"{model}, 2 ranks, data parallel", 2, gpt, [ours(), *ddp, *jax]),
@@ -132,6 +137,7 @@ def comparisons(model, batch_size, compiled):
         Comparison("mlp, 4 ranks, data parallel", 4, MLP, [ours(), ddp[0]]),
         *(Comparison(f"convolution, {name}", 1, {"convolution": of}, convolution)
           for name, of in CONVOLUTIONS.items()),
+        Comparison("resnet18, 1 rank, images of 64x64", 1, RESNET, images),
     ]
 
 

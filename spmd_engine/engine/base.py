@@ -378,7 +378,7 @@ class ShardedEngine(Collectives, ABC):
         if batch.count is not None:
             return batch.count
         local = sum(float(m.targets.size if m.mask is None else m.mask.sum()) for m in batch.micro_batches)
-        return float(self._sum_over_batch(np.array(local)))
+        return float(self._sum_over_batch(np.array(local, np.float64)))
 
     def step(self, batch: Batch, loss: Loss | None = None) -> float:
         """Forward and backward of every micro-batch. Returns the global mean loss.
