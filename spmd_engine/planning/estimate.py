@@ -173,13 +173,10 @@ class Estimator:
         mine = range(stage, len(chunks), self.pipe)
         parts = {chunk: slice(chunks[chunk].start, chunks[chunk].stop) for chunk in mine}
         if self.on.cut > 1 and self.candidate.zero >= 2:
-            each = [cost.groups for part in parts.values() for cost in self.costs[part]]
+            whole = [self._whole(part) for part in parts.values()]
             if self.candidate.zero >= 3:
-                at_once = max(layers.gathered[part].max() for part in parts.values())
-                held["gathered groups"] = self.itemsize * (at_once + max(max(groups[:1], default=0) for groups in each))
-            leaving = max(sum(groups[-IN_FLIGHT:]) for groups in each)
-            largest = max(layers.elements[part].max() for part in parts.values())
-            held["whole gradients"] = float(self.itemsize * (largest + leaving))
+                held["gathered groups"] = float(max(gathered for gathered, _ in whole))
+            held["whole gradients"] = float(max(gradients for _, gradients in whole))
         of_chunk = {chunk: float(layers.kept[part].sum()) for chunk, part in parts.items()}
         flying = self._in_flight(stage, of_chunk, slots)
         # while a layer runs backward, what the layers behind it kept is gone
@@ -187,6 +184,16 @@ class Estimator:
         held["activations"] = flying + min(worst, 0.0)
         held["temporaries"] = max(worst, 0.0)
         return held
+
+    def _whole(self, part: slice) -> tuple[float, float]:
+        """Bytes at the most, in a chunk, of what ZeRO-3 has gathered (a layer, and a group of the one that comes next),
+        and of whole gradients under ZeRO-2 and 3 (a layer's, and those on their way of the one before it)."""
+        groups = [(), *(cost.groups for cost in self.costs[part]), ()]
+        first = [max(each[:1], default=0) for each in groups]
+        leaving = [sum(each[-IN_FLIGHT:]) for each in groups]
+        coming = np.maximum(first[:-2], first[2:])
+        gathered = (self.layers.gathered[part] + coming).max() * self.itemsize
+        return gathered, (self.layers.elements[part] + leaving[2:]).max() * self.itemsize
 
     def _in_flight(self, stage: int, of_chunk: dict[int, float], slots: Slots | None) -> float:
         """Bytes of activations that a stage keeps at most."""

@@ -1,14 +1,17 @@
-"""Models to plan for that cannot be trained by name: large ones, and those of a TOML file."""
+"""Models to plan for that cannot be trained by name: large ones, those of a TOML file, and Hugging Face's."""
 
 from __future__ import annotations
 
+import json
 import tomllib
 from dataclasses import MISSING, fields
 from pathlib import Path
 from types import MappingProxyType
 
-from spmd_engine.errors import UsageError
+from spmd_engine.errors import SpmdError, UsageError
 from spmd_engine.models import GPTSize, Model, build_model, gpt
+from spmd_engine.models.decoder import decoder
+from spmd_engine.models.huggingface_config import shape_of_config
 from spmd_engine.models.names import MODELS
 
 #: Shapes as published: GPT-2 (Radford et al., 2019) and GPT-3 (Brown et al., 2020); Megatron's of arXiv 2205.05198.
@@ -26,8 +29,8 @@ KINDS = {int: "a whole number from 1", bool: "true or false"}
 
 
 def planned_model(name: str) -> Model:
-    """A model by name, or of a TOML file of a GPT's sizes: layers, width, heads, context and, optionally, vocabulary,
-    hidden, tied, key_value_heads.
+    """A model by name; or of a TOML file of a GPT's sizes: layers, width, heads, context and, optionally, vocabulary,
+    hidden, tied, key_value_heads; or of Hugging Face's ``config.json``, or a folder that has one.
 
     Raises UsageError, in one line, for unknown names, and for files with unknown or missing fields.
     """
@@ -35,8 +38,12 @@ def planned_model(name: str) -> Model:
         return gpt(LARGE[name], name)
     if name in MODELS:
         return build_model(name)
-    if not name.endswith(".toml"):
-        raise UsageError(f"unknown model {name!r}; choose one of {', '.join((*MODELS, *LARGE))}, or give a .toml file")
+    path = Path(name)
+    if path.suffix == ".json" or (path / "config.json").is_file():
+        return _of_config(path if path.suffix == ".json" else path / "config.json")
+    if path.suffix != ".toml":
+        names = ", ".join((*MODELS, *LARGE))
+        raise UsageError(f"unknown model {name!r}; choose one of {names}, or give a .toml file or a config.json")
     try:
         content = tomllib.loads(Path(name).read_text())
     except OSError as error:
@@ -44,6 +51,20 @@ def planned_model(name: str) -> Model:
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"model {name}: no TOML: {error}") from error
     return gpt(_size(content, name), Path(name).stem)
+
+
+def _of_config(path: Path) -> Model:
+    try:
+        config = json.loads(path.read_text())
+        if not isinstance(config, dict):
+            raise UsageError("it holds no object")
+        return decoder(shape_of_config(config, "its config"), path.resolve().parent.name)
+    except OSError as error:
+        raise UsageError(f"model {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UsageError(f"model {path}: no JSON: {error}") from error
+    except SpmdError as error:
+        raise UsageError(f"model {path}: {error}") from error
 
 
 def _size(content: dict, where: str) -> GPTSize:

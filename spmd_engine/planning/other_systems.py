@@ -24,7 +24,7 @@ from spmd_engine.layers import Parameter
 from spmd_engine.layers.layer import Layer
 from spmd_engine.models import Model
 from spmd_engine.planning.analyze import analyze
-from spmd_engine.planning.step_analysis import RankStep
+from spmd_engine.planning.step_analysis import NORM, UPDATE, RankStep
 
 _DTYPES = {1: np.uint8, 2: np.float16, 4: np.float32, 8: np.float64}
 #: The stage of ZeRO from which each kind of state is cut.
@@ -192,12 +192,11 @@ def _largest_block(step: RankStep) -> int:
 def _activations(step: RankStep) -> tuple[int, int]:
     """Bytes of activations at the most, kept, and with what is there for a while; the batch itself is none of them."""
     batch = step.before.get("activations", 0)
-    kept = [moment.bytes_by_kind.get("activations", 0) for moment in step.timeline]
-    with_temporaries = [
-        moment.bytes_by_kind.get("activations", 0) + moment.bytes_by_kind.get("temporaries", 0)
-        for moment in step.timeline
-    ]
-    return max(kept, default=0) - batch, max(with_temporaries, default=0) - batch
+    ours = (NORM, UPDATE)  # this engine's optimizer has temporaries of its own
+    moments = [m.bytes_by_kind for m in step.timeline if step.computations[m.computation].phase not in ours]
+    kept = [held.get("activations", 0) for held in moments]
+    with_temporaries = [held.get("activations", 0) + held.get("temporaries", 0) for held in moments]
+    return max(kept, default=batch) - batch, max(with_temporaries, default=batch) - batch
 
 
 class _Part(Layer):

@@ -14,7 +14,7 @@ from spmd_engine.engine.optimizers import SGD, AdamW
 from spmd_engine.errors import UsageError
 from spmd_engine.models import Model
 from spmd_engine.models.names import MODELS
-from spmd_engine.planning.conflict import MORE, Conflict, Question, conflict_of
+from spmd_engine.planning.conflict import MORE, Conflict, Question, Way, conflict_of
 from spmd_engine.planning.estimate import Estimate
 from spmd_engine.planning.foresight import Foresight, look, look_at
 from spmd_engine.planning.goals import GOALS, Constraints, Limits, value
@@ -346,11 +346,34 @@ def _tightened(held: Limits, limits: Limits, seen: Sequence[tuple[Estimate, Fore
 def _conflict(request, planner: Planner, choices, constraints, found: Found, began: float) -> Answer:
     question = Question(choices, constraints, request.goal, _most_ranks(request.machine))
     conflict = conflict_of(planner, question, request.seconds)
-    seen = None
-    if conflict.nearest is not None and _small_enough(request.model, conflict.nearest.candidate):
-        machine = request.machine.with_ranks(conflict.nearest.candidate.ranks)
-        seen = look_at(request.model, machine, conflict.nearest.candidate, request.base, **request.analyzed)
+    nearest, seen = conflict.nearest, None
+    if nearest is not None:
+        seen = _foreseen(request, nearest)
+        ways = [_as_it_will_be(request, constraints, way, nearest, seen) for way in conflict.ways]
+        conflict = replace(conflict, ways=ways)
     return Answer(request, found, conflict=conflict, conflict_foresight=seen, took=perf_counter() - began)
+
+
+def _foreseen(request: Request, estimate: Estimate) -> Foresight | None:
+    """An estimate's plan looked at closely, if it is small enough."""
+    if not _small_enough(request.model, estimate.candidate):
+        return None
+    machine = request.machine.with_ranks(estimate.candidate.ranks)
+    return look_at(request.model, machine, estimate.candidate, request.base, **request.analyzed)
+
+
+def _as_it_will_be(
+    request: Request, constraints: Constraints, way: Way, nearest: Estimate, seen: Foresight | None
+) -> Way:
+    """A way out that gives up memory or time, with what its whole step needs of that."""
+    if way.gives_up not in ("memory", "latency"):
+        return way
+    closely = seen if way.plan.candidate == nearest.candidate else _foreseen(request, way.plan)
+    plan = _as_foreseen(way.plan, closely)
+    need = {"memory": plan.memory, "latency": plan.seconds}[way.gives_up]
+    limits = constraints.limits
+    said = f"{way.gives_up} {limits.said(way.gives_up, need)} instead of {limits.said(way.gives_up)}"
+    return Way(way.gives_up, said, plan)
 
 
 def _most_ranks(machine: Machine) -> int:

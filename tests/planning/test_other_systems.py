@@ -72,3 +72,30 @@ def test_a_description_with_unknown_fields_is_one_line(tmp_path):
     file.write_text('name = "mine"\n[state]\n[matrices]\n[[saved]]\nwhat = "x"\ncolour = "red"\nkept_by = []\n')
     with pytest.raises(UsageError, match=r"mine.toml: a tensor that is saved has wrong fields.*colour"):
         read_system(file)
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_zero_cuts_state_as_its_paper_says(zero):
+    """Rajbhandari et al. (2020), figure 1: 16, 4 + 12/N, 2 + 14/N and 16/N bytes a parameter."""
+    layers, width, vocabulary, ranks = 4, 64, 1000, 4
+    transformer = Transformer(layers, width, 4, 32, vocabulary)
+    system = read_system("megatron-deepspeed")
+    options = {"micro_batch": 1, "micro_batches": 1, "recompute": "full"}
+    (found,) = memory_of(system, transformer, {"data": ranks}, zero=zero, **options)
+    whole = {0: 16, 1: 4, 2: 2, 3: 0}[zero]
+    parameters = 12 * layers * width**2 + 2 * vocabulary * width
+    assert found.state == parameters * (whole + (16 - whole) / ranks)
+    table, block = vocabulary * width, 12 * width**2
+    assert table > block
+    assert found.gathered == table * {0: 0, 1: 0, 2: 2, 3: 6}[zero]
+
+
+def test_a_block_that_is_recomputed_is_there_for_a_while():
+    layers, width, sequence, samples = 4, 64, 32, 2
+    system, transformer = read_system("megatron"), Transformer(layers, width, 4, sequence)
+    options = {"micro_batch": samples, "micro_batches": 1}
+    (plain,) = memory_of(system, transformer, {"data": 1}, **options)
+    (full,) = memory_of(system, transformer, {"data": 1}, recompute="full", **options)
+    one = 2 * samples * sequence * width  # the input of a block in 16 bits
+    assert full.activations == layers * one
+    assert full.with_repeated == layers * one + plain.activations // layers - one

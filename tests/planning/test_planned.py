@@ -1,11 +1,21 @@
 """``plan`` in whole: what it answers keeps the limits, as the analyzed step has it and not only an estimate."""
 
+import json
+
+import numpy as np
 import pytest
 
+from spmd_engine.cli.plan.compare import _training
+from spmd_engine.engine.composition import Composition
+from spmd_engine.errors import UsageError
 from spmd_engine.models.names import build_model
+from spmd_engine.planning.foresight import look_at
 from spmd_engine.planning.goals import Limits
+from spmd_engine.planning.lattice import Candidate
 from spmd_engine.planning.machine_file import read_machine
+from spmd_engine.planning.model_file import planned_model
 from spmd_engine.planning.planned import Request, plan
+from spmd_engine.planning.search import Planner
 
 
 def asked(memory=None):
@@ -27,3 +37,64 @@ def test_the_plan_s_own_peak_is_within_the_limit(freely, share):
 
 def test_of_those_looked_at_it_is_the_quickest(freely):
     assert freely.foresight.seconds == min(each.seconds for each in freely.found.best)
+
+
+def test_a_plan_for_a_model_that_a_config_describes(tmp_path):
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    rest = {"intermediate_size": 128, "vocab_size": 256, "max_position_embeddings": 128, "rms_norm_eps": 1e-6}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes, **rest}))
+    model = planned_model(str(tmp_path))
+    matrices = 2 * 64 * 256 + 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
+    assert model.parameter_count == matrices + (2 * 2 + 1) * 64  # norms
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(UsageError, match="config.json.*bert"):
+        planned_model(str(tmp_path / "config.json"))
+
+
+def test_reasons_for_an_interleaved_schedule_name_others():
+    request = Request(
+        build_model("gpt-nano"),
+        read_machine("cpu").with_ranks(2),
+        [2],
+        [8],
+        fixed={"schedule": "interleaved", "chunks": 2, "micro_batches": 4},
+        axes=["pipe"],
+    )
+    answer = plan(request)
+    assert answer.plan.candidate.schedule == "interleaved"
+    assert any(reason.startswith("schedule interleaved, not") for reason in answer.reasons)
+
+
+def test_what_would_help_is_what_the_whole_step_needs():
+    answer = plan(Request(build_model("mlp"), read_machine("cpu").with_ranks(2), [2], [16], limits=Limits(memory=1024)))
+    way = next(way for way in answer.conflict.ways if way.gives_up == "memory")
+    assert way.plan.memory == answer.conflict_foresight.analysis.peak_bytes
+
+
+def test_what_follows_the_last_step_is_no_part_of_it():
+    def event(name, ts):
+        return {"ph": "X", "pid": 0, "name": name, "ts": ts, "dur": 1, "cat": "compute"}
+
+    names = ["a forward", "a backward (weights)", "all_gather over data (parameters)"]
+    step = [event(name, ts) for ts, name in enumerate(names)]
+    after = [event("all_gather over data (metrics)", 3), event("a forward", 4), event("all_reduce over data (loss)", 5)]
+    assert _training({"traceEvents": [*step, *after]})["traceEvents"] == step
+
+
+@pytest.mark.parametrize(
+    "candidate",
+    [
+        Candidate((("data", 16),), 32, 1, zero=3),
+        Candidate((("data", 16),), 32, 2, zero=2),
+        Candidate((("data", 16),), 32, 1, zero=3, recompute="block"),
+        Candidate((("pipe", 2), ("data", 8)), 32, 4, zero=1, schedule="1f1b"),
+    ],
+    ids=str,
+)
+def test_estimates_are_near_what_the_whole_step_takes(candidate):
+    model, machine = build_model("gpt2"), read_machine("a100").with_ranks(16)
+    estimate = Planner(model, machine).estimator(candidate).estimate()
+    seen = look_at(model, machine, estimate.candidate, Composition(), dtype=np.float32)
+    assert estimate.seconds == pytest.approx(seen.seconds, rel=0.08)
+    assert estimate.sent == pytest.approx(seen.bytes_sent, rel=0.02)
+    assert estimate.memory == pytest.approx(seen.analysis.peak_bytes, rel=0.05)

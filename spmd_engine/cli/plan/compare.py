@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Mapping
 from math import prod
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +19,9 @@ from spmd_engine.planning.machines_here import default_machine
 from spmd_engine.training.job import Job
 from spmd_engine.training.run import CONFIG
 from spmd_engine.training.start import run_folder
+
+#: How communications end in a trace that come behind the last step: of metrics, of saving, of the end.
+AFTERWARDS = ("(metrics)", "(placement)", "(save)", "(agreement)")
 
 
 def compare_run(run: str, machine_name: str | None = None) -> Comparison:
@@ -36,7 +43,8 @@ def compare_run(run: str, machine_name: str | None = None) -> Comparison:
     axes = dict(job.composition.mesh or {"data": ranks})
     if prod(axes.values()) != ranks:
         raise UsageError(f"{trace_file} has {ranks} ranks, and the run's mesh {axes} has {prod(axes.values())}")
-    seconds = _seconds(metrics_file, trace)
+    trace = _training(trace)
+    seconds = _seconds(metrics_file, trace, job.data.micro_batches)
     machine = default_machine(machine_name).with_ranks(ranks)
     optimizer = AdamW() if job.training.optimizer == "adamw" else SGD()
     seen = look(
@@ -52,15 +60,26 @@ def compare_run(run: str, machine_name: str | None = None) -> Comparison:
     return compare(str(folder), trace, len(seconds), sum(seconds) / len(seconds), seen.prediction, machine)
 
 
-def _seconds(metrics_file, trace) -> list[float]:
-    """Of the steps that were traced: from the second on, as many as repeat what is computed."""
+def _training(trace: Mapping[str, Any]) -> dict[str, Any]:
+    """The trace without what follows the last step: evaluations, which only go forward, and the end of the run."""
+    last: dict[int, float] = {}
+    for event in trace["traceEvents"]:
+        if "backward" in event.get("name", ""):
+            last[event["pid"]] = max(last.get(event["pid"], 0.0), event["ts"])
+    end: dict[int, float] = {}
+    for event in trace["traceEvents"]:
+        after = event.get("ph") == "X" and event["ts"] > last.get(event["pid"], 0.0)
+        if after and (event["name"].endswith(" forward") or event["name"].endswith(AFTERWARDS)):
+            end[event["pid"]] = min(end.get(event["pid"], event["ts"]), event["ts"])
+    kept = [e for e in trace["traceEvents"] if e.get("ph") != "X" or e["ts"] < end.get(e["pid"], float("inf"))]
+    return {**trace, "traceEvents": kept}
+
+
+def _seconds(metrics_file: Path, trace: Mapping[str, Any], micro_batches: int) -> list[float]:
+    """Of the steps that were traced: from the second on, as many as some layer has had gradients."""
     steps = [json.loads(line) for line in metrics_file.read_text().splitlines()]
-    first = next(event["name"] for event in trace["traceEvents"] if event.get("cat") == "compute")
-    of_one = [e for e in trace["traceEvents"] if e.get("name") == first and e["pid"] == 0]
-    traced = sum(event["dur"] for event in trace["traceEvents"] if event.get("ph") == "X" and event["pid"] == 0) * 1e-6
-    found: list[float] = []
-    for step in steps[1:]:
-        if found and (sum(found) > traced or len(found) >= len(of_one)):
-            break
-        found.append(step["seconds"])
-    return found or [step["seconds"] for step in steps]
+    gradients = Counter(
+        event["name"] for event in trace["traceEvents"] if event["pid"] == 0 and "backward (weights)" in event["name"]
+    )
+    traced = max(gradients.values(), default=micro_batches) // micro_batches
+    return [step["seconds"] for step in steps[1 : 1 + max(traced, 1)]] or [step["seconds"] for step in steps]
