@@ -70,7 +70,8 @@ class GroupStorage:
         self._empty = backend.empty if backend.on_device else mesh.empty
 
         def zeros(size: int, dtype: np.dtype, *, used: bool = True) -> Array:
-            if mesh.size == 1 and not backend.on_device:
+            here = isinstance(self._empty(0, dtype), np.ndarray)  # neither on a device nor a shape alone
+            if mesh.size == 1 and here:
                 return fresh_zeros(size, dtype, huge=used)  # gradients, when nobody trains, then take no memory
             array = self._empty(size, dtype)
             array[...] = 0
