@@ -15,6 +15,7 @@ from spmd_engine.planning.lattice import Candidate
 from spmd_engine.planning.meetings import place_of
 from spmd_engine.planning.planned import STATES, Request
 from spmd_engine.planning.search import Planner
+from spmd_engine.sharding.groups import ParameterGroup
 from spmd_engine.units import readable_bytes, readable_seconds
 
 MOST_BATCH = 1 << 20
@@ -126,7 +127,9 @@ class _Explainer:
             return found is not None and found.memory <= self.memory
 
         best = self._largest(fits, 1, MOST_BATCH) * cut
-        text = f"{best} samples a step" if best else "none: not even one sample a rank fits"
+        one = self._estimate(replace(self.base, batch_size=cut))
+        needs = f"; that needs {readable_bytes(one.memory)}" if one is not None else ""
+        text = f"{best} samples a step" if best else f"none: not even one sample a rank fits{needs}"
         return Explanation("What is the largest batch?", [f"{text}, in {readable_bytes(self.memory)} a rank"], best)
 
     def _sequence(self) -> Explanation:
@@ -205,7 +208,7 @@ class _Explainer:
 
     def _largest_group(self) -> Explanation:
         groups = sorted(self._groups(), key=lambda group: -group.size)[:5]
-        sizes = {group.name: group.size * self.planner.itemsize for group in groups}
+        sizes = {_members(group): group.size * self.planner.itemsize for group in groups}
         lines = [f"{readable_bytes(size):>12}  {name}" for name, size in sizes.items()]
         return Explanation("Which parameter group is largest when it is whole?", lines, sizes)
 
@@ -285,3 +288,10 @@ class _Explainer:
         names = [member.name for group in whole for member in group.members][:6]
         lines += [f"for example {', '.join(names)}"] if names else []
         return Explanation("What stays whole, and is not stored in parts?", lines, size)
+
+
+def _members(group: ParameterGroup) -> str:
+    """What is in a parameter group, by its largest."""
+    largest = max(group.members, key=lambda member: member.size)
+    others = len(group.members) - 1
+    return f"{group.name}: {largest.name}" + (f" and {others} more" if others else "")

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from spmd_engine.cli.plan.compare import _training
-from spmd_engine.engine.composition import Composition
+from spmd_engine.engine.composition import Composition, ModelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models.names import build_model
+from spmd_engine.planning import analyze
+from spmd_engine.planning.explain import explain
 from spmd_engine.planning.foresight import look_at
 from spmd_engine.planning.goals import Limits
 from spmd_engine.planning.lattice import Candidate
@@ -98,3 +100,15 @@ def test_estimates_are_near_what_the_whole_step_takes(candidate):
     assert estimate.seconds == pytest.approx(seen.seconds, rel=0.08)
     assert estimate.sent == pytest.approx(seen.bytes_sent, rel=0.02)
     assert estimate.memory == pytest.approx(seen.analysis.peak_bytes, rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["gpt-nano", "gpt-moe-nano"])
+def test_fourteen_questions_are_answered(name):
+    limits = Limits(memory=30 * 2**20)
+    answers = explain(Request(build_model(name), read_machine("a100"), [4], [16], limits=limits))
+    assert len(answers) == len({each.question for each in answers}) == 14
+    assert all(each.lines for each in answers)
+    json.dumps([each.as_json() for each in answers])
+    by_question = {each.question: each.data for each in answers}
+    seen = analyze(ModelConfig(name), {"data": 4}, batch_size=16)
+    assert by_question["What is the peak memory now, where and when?"] == {"bytes": seen.peak_bytes}
