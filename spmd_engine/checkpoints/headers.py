@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from spmd_engine.checkpoints.files import block_name
 from spmd_engine.checkpoints.manifest import Block, StoredArray
 from spmd_engine.errors import CheckpointError
+from spmd_engine.formats.safetensors_file import read_header
 
 LARGEST = 1 << 30  #: bytes of a header, or a manifest
 
@@ -39,15 +39,10 @@ class Headers:
 def read_file_header(path: Path) -> tuple[str, Said]:
     """Which step a safetensors file is of, and what it says of its blocks. Raises CheckpointError."""
     try:
-        with path.open("rb") as file:
-            size, length = path.stat().st_size, int.from_bytes(file.read(8), "little")
-            if length > min(LARGEST, size):
-                raise ValueError(f"a header of {length} bytes")
-            blocks = json.loads(file.read(length))
-            facts = blocks.pop("__metadata__", {})
-            return facts.get("step", ""), {
-                name: (each["dtype"], each["shape"], 8 + length + each["data_offsets"][0])
-                for name, each in blocks.items()
-            }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        blocks, after, _ = read_header(path, LARGEST)
+        facts = blocks.pop("__metadata__", {})
+        return facts.get("step", ""), {
+            name: (each["dtype"], each["shape"], after + each["data_offsets"][0]) for name, each in blocks.items()
+        }
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise CheckpointError(f"{path}: its header cannot be read ({error})") from error

@@ -159,7 +159,7 @@ class LayeredEngine(StoredEngine):
             some = slice(first, min(first + step, rows.stop))
             part = source[(some, *index[1:])] if index else source[()]
             here = slice(some.start - rows.start, some.stop - rows.start) if index else ...
-            target[here] = self.backend.asarray(np.asarray(part))
+            target[here] = self.backend.asarray(part)
 
     is_filled_in_place = True
 

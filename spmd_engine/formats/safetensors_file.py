@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -27,28 +28,38 @@ def read_safetensors(path: str | Path) -> dict[str, PlainTensor]:
     of dtypes that are no weights', or that do not lie in the file side by side.
     """
     path = Path(path)
+    described, after, size = read_header(path)
+    described.pop("__metadata__", None)
+    tensors, end = {}, 0
+    for name, each in sorted(described.items(), key=lambda item: _begin(path, *item)):
+        tensor = _tensor(path, name, each, after)
+        if tensor.offset - after != end:
+            raise CheckpointError(f"{path}: {name} begins at byte {tensor.offset - after}, not where others end")
+        end += tensor.nbytes
+        tensors[name] = tensor
+    if after + end != size:
+        raise CheckpointError(f"{path}: its tensors need {after + end} bytes, the file has {size}; fetch it again")
+    return tensors
+
+
+def read_header(path: str | Path, largest: int = LARGEST_HEADER) -> tuple[dict[str, Any], int, int]:
+    """What a file's header says by name, at which byte what follows it begins, and the file's size.
+
+    Raises CheckpointError for a header that is cut short, has more bytes than the ``largest``, or is no JSON object.
+    """
+    path = Path(path)
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= min(LARGEST_HEADER, size - 8):
+            if not 2 <= length <= min(largest, size - 8):
                 raise CheckpointError(f"{path}: a header of {length} bytes in a file of {size}; fetch it again")
             described = json.loads(file.read(length))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as a safetensors file: {error}") from error
     if not isinstance(described, dict):
         raise CheckpointError(f"{path}: its header is no JSON object; fetch it again")
-    described.pop("__metadata__", None)
-    tensors, end = {}, 0
-    for name, each in sorted(described.items(), key=lambda item: _begin(path, *item)):
-        tensor = _tensor(path, name, each, 8 + length)
-        if tensor.offset - 8 - length != end:
-            raise CheckpointError(f"{path}: {name} begins at byte {tensor.offset - 8 - length}, not where others end")
-        end += tensor.nbytes
-        tensors[name] = tensor
-    if 8 + length + end != size:
-        raise CheckpointError(f"{path}: its tensors need {8 + length + end} bytes, the file has {size}; fetch it again")
-    return tensors
+    return described, 8 + length, size
 
 
 def _begin(path: Path, name: str, described: object) -> int:

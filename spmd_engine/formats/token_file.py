@@ -18,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from spmd_engine.errors import UsageError
+from spmd_engine.errors import CheckpointError, UsageError
 from spmd_engine.formats.mapped import MappedArray
+from spmd_engine.formats.safetensors_file import read_header
 
 FORMAT = "spmd_engine tokens 1"
 _DTYPES = {"U8": "<u1", "U16": "<u2", "U32": "<u4", "I64": "<i8"}
@@ -123,21 +124,18 @@ def open_token_file(path: str | Path) -> TokenFile:
     if not Path(path).is_file():
         raise UsageError(f"{path}: no such file")
     try:
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            described = json.loads(file.read(min(length, 1 << 20)))
-            size = file.seek(0, 2)
+        described, begin, size = read_header(path)
         facts = TokenFacts(**json.loads(described.pop("__metadata__")["facts"]))
         arrays, end = {}, 0
         for name, each in described.items():
             dtype, shape, (first, last) = _DTYPES[each["dtype"]], tuple(each["shape"]), each["data_offsets"]
             if last - first != prod(shape) * np.dtype(dtype).itemsize:
                 raise ValueError(f"{name} of shape {shape} from byte {first} to {last}")
-            arrays[name], end = MappedArray(str(path), dtype, 8 + length + first, shape), max(end, last)
+            arrays[name], end = MappedArray(str(path), dtype, begin + first, shape), max(end, last)
         if arrays["tokens"].shape != (facts.tokens,) or arrays["ends"].shape != (facts.documents,):
             raise ValueError("its arrays are of other lengths than it says")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (CheckpointError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{path} is a damaged file of tokens ({error}); prepare it anew") from None
-    if size != 8 + length + end:
-        raise UsageError(f"{path} has {size} bytes, but needs {8 + length + end}: it is cut short; prepare it anew")
+    if size != begin + end:
+        raise UsageError(f"{path} has {size} bytes, but needs {begin + end}: it is cut short; prepare it anew")
     return TokenFile(str(path), facts, arrays)
