@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -72,14 +73,16 @@ def write_blocks(path: Path, blocks: Sequence[Source], facts: Mapping[str, str])
                 hashes[-AHEAD].result()  # until it is hashed, a block is held
         file.flush()
         os.fsync(file.fileno())
-        return [Written(*each) for each in zip(dtypes, offsets, [each.result() for each in hashes], strict=False)]
+        sha256 = [each.result() for each in hashes]
+        return [Written(*each) for each in zip(dtypes, offsets[:-1], sha256, strict=True)]
 
 
 def _begin_to_sync(file: BinaryIO, offset: int, nbytes: int) -> None:
     """Let the system write these bytes to the disk from now on, not only when all are waited for."""
     if hasattr(os, "posix_fadvise"):
         file.flush()
-        os.posix_fadvise(file.fileno(), offset, nbytes, os.POSIX_FADV_DONTNEED)
+        with suppress(OSError):  # it is only advice
+            os.posix_fadvise(file.fileno(), offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def _sha256_of_finite(name: str, host: np.ndarray) -> str:

@@ -115,9 +115,8 @@ def _dealt(array: Wanted, loads: list[int]) -> list[list[Block]]:
     """Which blocks each rank reads: of those who want some of one, it is who has least to read; ``loads`` grow."""
     dealt: list[list[Block]] = [[] for _ in loads]
     blocks = array.stored.blocks
-    for block, wanting in zip(
-        blocks, _wanting(tuple(each.rectangle for each in blocks), array.placed.held), strict=True
-    ):
+    ranks = _wanting(tuple(each.rectangle for each in blocks), array.placed.held)
+    for block, wanting in zip(blocks, ranks, strict=True):
         if wanting:
             reader = min(wanting, key=loads.__getitem__)
             loads[reader] += block.rectangle.size * array.dtype.itemsize

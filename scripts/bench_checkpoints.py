@@ -1,0 +1,100 @@
+"""What saving and loading take, of a model with its optimizer: against the disk, and against reading and hashing.
+
+    mpiexec -n 8 python scripts/bench_checkpoints.py --model gpt2 --mesh pipe=2,data=2,model=2
+
+A save takes turns with writing the same bytes, as ``dd`` would, with fsync; a load with reading and hashing them once.
+Of each the time until all ranks are done, and the CPU seconds of all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import shutil
+import statistics
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter, process_time
+
+import numpy as np
+
+from spmd_engine import Mesh
+from spmd_engine.checkpoints import CheckpointFolder, load_checkpoint, save_checkpoint
+from spmd_engine.comm.agreement import text_from_rank_zero
+from spmd_engine.comm.group import Group
+from spmd_engine.engine import AdamW, LayeredEngine
+from spmd_engine.engine.plan import Storage
+from spmd_engine.models.names import build_model
+
+AT_ONCE = 4 << 20  # bytes
+NAMES = ("save", "write and fsync", "load", "read and hash")
+
+
+def timed(world: Group, do: Callable[[], object]) -> tuple[float, float]:
+    """Seconds until all ranks have done it, and CPU seconds of all of them."""
+    world.barrier()
+    begun = perf_counter(), process_time()
+    do()
+    mine = process_time() - begun[1]
+    world.barrier()
+    return perf_counter() - begun[0], float(world.all_reduce(np.array(mine)))
+
+
+def write(path: Path, size: int) -> None:
+    data = os.urandom(AT_ONCE)
+    with path.open("wb", buffering=0) as file:
+        for first in range(0, size, AT_ONCE):
+            file.write(data[: min(AT_ONCE, size - first)])
+        os.fsync(file.fileno())
+
+
+def read_and_hash(paths: list[Path]) -> None:
+    data = bytearray(AT_ONCE)
+    for path in paths:
+        digest = hashlib.sha256()
+        with path.open("rb", buffering=0) as file:
+            while count := file.readinto(data):
+                digest.update(memoryview(data)[:count])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", default="gpt-mini")
+    parser.add_argument("--mesh", default="", help="as in pipe=2,data=2; all ranks on data, if it is not said")
+    parser.add_argument("--zero", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=5)
+    asked = parser.parse_args()
+    axes = {name: int(size) for name, size in (each.split("=") for each in asked.mesh.split(",") if each)}
+    with Mesh(**axes) as mesh:
+        world = mesh.group()
+        engine, optimizer = LayeredEngine(build_model(asked.model), mesh, storage=Storage(asked.zero)), AdamW()
+        optimizer.prepare(engine)
+        folder = Path(text_from_rank_zero(world, lambda: tempfile.mkdtemp(dir=".", prefix="bench-checkpoints-")))
+        rounds = []
+        for step in range(asked.rounds + 1):
+            saved = timed(world, lambda: save_checkpoint(folder, engine, optimizer, step=step, keep=1))  # noqa: B023
+            mine = list(CheckpointFolder(folder).newest().glob(f"*-{world.rank:05d}.safetensors"))
+            size = sum(path.stat().st_size for path in mine)
+            written = timed(world, lambda: write(folder / f"plain-{world.rank}", size))  # noqa: B023
+            loaded = timed(world, lambda: load_checkpoint(folder, engine, optimizer))
+            rounds.append((saved, written, loaded, timed(world, lambda: read_and_hash(mine))))  # noqa: B023
+        total = int(world.all_reduce(np.array(size)))
+        world.barrier()
+        if world.rank:
+            return
+        shutil.rmtree(folder)
+    found = np.array(rounds[1:])  # round, what, seconds or CPU seconds
+    print(f"{asked.model} with AdamW, {total / 1e6:.0f} MB, {world.size} ranks, mesh {axes or 'data'}")
+    for what, name in enumerate(NAMES):
+        wall, cpu = (statistics.median(found[:, what, kind]) for kind in (0, 1))
+        print(f"  {name:16} {wall * 1e3:8.0f} ms, CPU {cpu * 1e3:8.0f} ms")
+    for one, other in ((0, 1), (2, 3)):
+        ratios = [found[:, one, kind] / found[:, other, kind] for kind in (0, 1)]
+        told = (f"{statistics.median(each):.2f}x ({each.min():.2f}-{each.max():.2f})" for each in ratios)
+        print(f"  {NAMES[one]} / {NAMES[other]}: {', CPU '.join(told)}")
+
+
+if __name__ == "__main__":
+    main()
