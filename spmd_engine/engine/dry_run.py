@@ -18,7 +18,7 @@ from spmd_engine.arrays.backend import CPU
 from spmd_engine.arrays.meter import Meter, metered
 from spmd_engine.arrays.shaped import ShapedArray
 from spmd_engine.arrays.shapes import on_shapes
-from spmd_engine.comm.place import Place
+from spmd_engine.comm.mesh_position import MeshPosition
 from spmd_engine.engine.chunk import Chunk, Segment
 from spmd_engine.engine.execution import Execution, Neighbours
 from spmd_engine.engine.plan import PIPE, Plan
@@ -71,7 +71,7 @@ def dry_run(
     program: Program,
     segments: Mapping[int, Sequence[Segment]],
     *,
-    place: Place,
+    place: MeshPosition,
     zero: int,
     micro_batches: int,
     dtype: Any = np.float32,
@@ -144,7 +144,7 @@ class _Layer(Layer):
 class _Mesh:
     """What storage asks of a mesh, for one parameter group: memory that is none, and groups without ranks."""
 
-    def __init__(self, place: Place, run: DryRun, what: str, elements: int) -> None:
+    def __init__(self, place: MeshPosition, run: DryRun, what: str, elements: int) -> None:
         self._place, self._run, self._what, self._elements = place, run, what, elements
 
     def empty(self, size: int, dtype: Any) -> ShapedArray:

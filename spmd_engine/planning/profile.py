@@ -11,7 +11,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from spmd_engine.comm.place import Place
+from spmd_engine.comm.mesh_position import MeshPosition
 from spmd_engine.engine.composition import Composition
 from spmd_engine.models import Model, layout_for
 from spmd_engine.planning.analyze import analyze
@@ -81,7 +81,7 @@ class Profiles:
     def _find(self, inner: Mapping[str, int], candidate: Candidate, samples: int) -> tuple[list[LayerCosts], float]:
         found = self._analyzed(inner, candidate, samples)
         step = max((kind.step for kind in found.classes), key=lambda step: step.flops)
-        place = Place(dict(inner) or {"data": 1}, dict(step.coordinates))
+        place = MeshPosition(dict(inner) or {"data": 1}, dict(step.coordinates))
         layout = layout_for(self.small, place, sequence_parallel=candidate.sequence_parallel)
         costs = self._layers(step, place, layout, candidate, samples)
         by_name = {each.name: each for each in costs}
@@ -108,7 +108,9 @@ class Profiles:
             )
         return self.raw[key]
 
-    def _layers(self, step: RankStep, place: Place, layout, candidate: Candidate, samples: int) -> list[LayerCosts]:
+    def _layers(
+        self, step: RankStep, place: MeshPosition, layout, candidate: Candidate, samples: int
+    ) -> list[LayerCosts]:
         work = {name: dict.fromkeys((FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHTS), 0.0) for name, _ in self.small.layers}
         for each in step.computations:
             if each.layer in work and each.phase in work[each.layer]:
@@ -137,7 +139,7 @@ class Profiles:
             for name, _ in self.small.layers
         ]
 
-    def _communication(self, step: RankStep, place: Place, candidate: Candidate) -> tuple[dict, dict]:
+    def _communication(self, step: RankStep, place: MeshPosition, candidate: Candidate) -> tuple[dict, dict]:
         """Seconds that layers wait in communication of their own, and bytes sent: by layer, and whether forward."""
         inside: dict[tuple[str, bool], float] = {}
         sent: dict[tuple[str, bool], int] = {}
@@ -157,7 +159,7 @@ class Profiles:
             sent[key] = sent.get(key, 0) + each.sent
         return inside, sent
 
-    def _group(self, axes: Sequence[str], place: Place, candidate: Candidate) -> tuple[int, ...]:
+    def _group(self, axes: Sequence[str], place: MeshPosition, candidate: Candidate) -> tuple[int, ...]:
         """The first group over these axes, on the candidate's whole mesh."""
         ranks = [0]
         stride = 1
@@ -213,7 +215,9 @@ def _kept(memory: tuple[int, int, int], output: int) -> tuple[int, int, int, int
     return saved, output, forward, backward
 
 
-def _outputs(model: Model, place: Place, layout, samples: int, sequence: int | None, dtype: Any) -> dict[str, int]:
+def _outputs(
+    model: Model, place: MeshPosition, layout, samples: int, sequence: int | None, dtype: Any
+) -> dict[str, int]:
     """Bytes of what comes out of each layer on a rank."""
     import numpy as np
 
@@ -236,7 +240,7 @@ def _outputs(model: Model, place: Place, layout, samples: int, sequence: int | N
     return found
 
 
-def _parameters(model: Model, place: Place, layout) -> dict[str, tuple[int, int]]:
+def _parameters(model: Model, place: MeshPosition, layout) -> dict[str, tuple[int, int]]:
     """Elements of each layer's parameters on a rank, and how many of them are another layer's."""
     found = {}
     for name, layer in model.layers:

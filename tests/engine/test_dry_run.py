@@ -8,7 +8,7 @@ import tiny
 from spmd_engine import Mesh, run
 from spmd_engine.cli import main
 from spmd_engine.cli.show.communication import step_of
-from spmd_engine.comm.place import all_places
+from spmd_engine.comm.mesh_position import all_positions
 from spmd_engine.engine import schedules
 from spmd_engine.engine.composition import Composition
 from spmd_engine.engine.recompute import Recompute
@@ -52,7 +52,7 @@ def axes_of(case):
 
 def dry_runs(case):
     """The steps of all ranks, of two micro-batches in float64."""
-    return [step_of(MODEL, place, Composition(**OPTIONS | CASES[case]), 2, 8) for place in all_places(axes_of(case))]
+    return [step_of(MODEL, place, Composition(**OPTIONS | CASES[case]), 2, 8) for place in all_positions(axes_of(case))]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -94,7 +94,7 @@ def test_transfers_lie_within_the_step(case):
 
 def test_gathers_are_a_group_ahead_and_reductions_hide_behind_the_backward():
     options = OPTIONS | {"zero": 3, "group_threshold": 1 << 20}
-    step = step_of(build_model("gpt-nano"), all_places({"data": 2})[0], Composition(**options), 1, 4)
+    step = step_of(build_model("gpt-nano"), all_positions({"data": 2})[0], Composition(**options), 1, 4)
     gathers = [each for each in step.communications if each.operation == "all_gather"]
     assert gathers[0].priority == 0 and all(each.priority > 0 for each in gathers[1:])
     reductions = [each for each in step.communications if each.operation == "reduce_scatter"]

@@ -15,7 +15,7 @@ from spmd_engine.cli.show.options import mesh_option, model_option, output_optio
 from spmd_engine.cli.show.output import present
 from spmd_engine.cli.show.picture import BLUE, GREEN, ORANGE, PURPLE, YELLOW, Cell, Picture, table, text
 from spmd_engine.comm.mesh import parse_axes
-from spmd_engine.comm.place import Place, all_places
+from spmd_engine.comm.mesh_position import MeshPosition, all_positions
 from spmd_engine.engine.composition import Composition
 from spmd_engine.engine.dry_run import Communication, DryRun, dry_run
 from spmd_engine.engine.plan import PIPE, make_plan
@@ -69,14 +69,14 @@ def communication(
     built = build_model(model, sample=image_shape(model, images), recut_after=options["recut_after"])
     itemsize = np.dtype(dtype).itemsize
     composition = composition_of(options, axes, built)
-    places = all_places(axes)
+    places = all_positions(axes)
     if rank >= len(places):
         raise UsageError(f"--rank {rank} with --mesh {mesh}: ranks are from 0 to {len(places) - 1}")
     step = step_of(built, places[rank], composition, micro_batches, itemsize)
     present(draw_communication(step, f"{model}, mesh {mesh}: a step of rank {rank}", itemsize), output)
 
 
-def step_of(model: Model, place: Place, composition: Composition, micro_batches: int, itemsize: int) -> DryRun:
+def step_of(model: Model, place: MeshPosition, composition: Composition, micro_batches: int, itemsize: int) -> DryRun:
     """The step of the rank at ``place`` under a composition."""
     stages, stage = place.axes.get(PIPE, 1), place.coordinates.get(PIPE, 0)
     schedule, storage = composition.schedule_on(place.axes), composition.storage
