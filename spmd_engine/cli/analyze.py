@@ -19,7 +19,7 @@ from spmd_engine.cli.show.memory_of_step import draw_memory_of_step
 from spmd_engine.cli.show.options import mesh_option, model_option, output_option
 from spmd_engine.cli.show.output import present
 from spmd_engine.comm.mesh import parse_axes
-from spmd_engine.comm.place import all_places
+from spmd_engine.comm.mesh_position import all_positions
 from spmd_engine.comm.world import launcher_rank
 from spmd_engine.engine.optimizers import SGD, AdamW
 from spmd_engine.errors import UsageError
@@ -70,7 +70,7 @@ def analyze(
     if launcher_rank() > 0:
         return
     axes = parse_axes(mesh)
-    ranks = len(all_places(axes))
+    ranks = len(all_positions(axes))
     if rank is not None and rank >= ranks:
         raise UsageError(f"--rank {rank}: the mesh has ranks 0 to {ranks - 1}")
     method = options["context_method"] or "ring"

@@ -19,7 +19,7 @@ from spmd_engine.cli.options import image_shape, images_option, mesh_option
 from spmd_engine.cli.show.bytes_per_rank import CLASSES, bytes_per_rank
 from spmd_engine.cli.show.experts import placement_text
 from spmd_engine.comm.mesh import parse_axes
-from spmd_engine.comm.place import Place, all_places
+from spmd_engine.comm.mesh_position import MeshPosition, all_positions
 from spmd_engine.engine.plan import PIPE, Plan, homes_of, make_plan
 from spmd_engine.launchers import launcher_rank
 from spmd_engine.layers import Parameter
@@ -56,7 +56,7 @@ def inspect(model: str, images: str | None, mesh: str | None, dtype: str, **opti
         model, sample=image_shape(model, images), recut_after=options["recut_after"], mixture=mixture_of(options)
     )
     composition = composition_of(options, axes, built)
-    places = all_places(axes)
+    places = all_positions(axes)
     layout = layout_for(
         built, places[0], sequence_parallel=composition.sequence_parallel, experts_over=composition.expert_axes
     )
@@ -85,19 +85,17 @@ def inspect(model: str, images: str | None, mesh: str | None, dtype: str, **opti
         where = f"stage {stage}: " if len(plans) > 1 else ""
         here = _counted(len(plan.uses), "layer"), _counted(len(list(plan.members)), "parameter")
         console.print(f"{where}{here[0]} with {here[1]} -> {_counted(len(plan.groups), 'group')}")
-    held = bytes_per_rank(
-        built, places, storage, itemsize, _STATES, stages, layout=layout, chunks_per_stage=chunks
-    )
+    held = bytes_per_rank(built, places, storage, itemsize, _STATES, stages, layout=layout, chunks_per_stage=chunks)
     console.print()
     console.print(_summary(held))
 
 
-def _one_a_stage(places: Sequence[Place]) -> list[Place]:
+def _one_a_stage(places: Sequence[MeshPosition]) -> list[MeshPosition]:
     """The first rank of each stage of a pipeline, or the first of all."""
     return [place for place in places if not any(n for axis, n in place.coordinates.items() if axis != PIPE)]
 
 
-def _parameters(model: Model, place: Place, layout: Layout, plan: Plan | None) -> Table:
+def _parameters(model: Model, place: MeshPosition, layout: Layout, plan: Plan | None) -> Table:
     columns = ["parameter", "sharding", "whole shape", "on the first rank", *(["stages"] if plan else [])]
     table = Table(*columns, box=None, header_style="bold")
     homes = homes_of(model, layout, place)

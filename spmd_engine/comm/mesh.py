@@ -13,8 +13,8 @@ from spmd_engine.comm.activity import Activity
 from spmd_engine.comm.communicator import Communicator
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
+from spmd_engine.comm.mesh_position import MeshPosition, Over
 from spmd_engine.comm.pending import TIMEOUT, Pending
-from spmd_engine.comm.place import Over, Place
 from spmd_engine.comm.world import world
 from spmd_engine.errors import MeshError, UsageError, WrongNumberOfRanks
 
@@ -97,7 +97,7 @@ class Collectives:
         return getattr(self.group(over), f"start_{operation}")(*args, **options)
 
 
-class Mesh(Collectives, Place):
+class Mesh(Collectives, MeshPosition):
     """All ranks of a communicator, arranged row-major on named axes; the last-named axis varies fastest.
 
     Ranks of one node are kept together, so that the last-named axes, which talk most, stay inside a node
@@ -167,10 +167,10 @@ class Mesh(Collectives, Place):
         def places(axis: str) -> Sequence[int]:
             if axis not in names:
                 return [self.coordinates[axis]]
-            all_places = range(self.axes[axis])
-            chosen = among.get(axis, all_places)
-            if len(set(chosen)) < len(chosen) or not set(chosen) <= set(all_places):
-                last = all_places[-1]
+            all_positions = range(self.axes[axis])
+            chosen = among.get(axis, all_positions)
+            if len(set(chosen)) < len(chosen) or not set(chosen) <= set(all_positions):
+                last = all_positions[-1]
                 raise MeshError(f"places {list(chosen)} of axis {axis!r}: each of 0 to {last} can be said once")
             if self.coordinates[axis] not in chosen:
                 raise MeshError(f"rank {self.rank} is not among the places {list(chosen)} of axis {axis!r}")

@@ -10,7 +10,7 @@ import numpy as np
 
 from spmd_engine.arrays.backend import get_backend
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.comm.place import Place
+from spmd_engine.comm.mesh_position import MeshPosition
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.engine import schedules
 from spmd_engine.engine.compression import compression
@@ -164,7 +164,7 @@ class Composition(Configuration):
     def _about_experts(self, axes: Mapping[str, int], model: Model) -> list[str]:
         """Notices of ranks that will have no experts, or none to have."""
         over = self.expert_axes if self.experts_over is not None else tuple({"expert"} & set(axes))
-        parts = Place(axes, {}).axis_size(over)
+        parts = MeshPosition(axes, {}).axis_size(over)
         fewest = min((layer.sizes["e"] for _, layer in model.layers if "e" in layer.sizes), default=None)
         if fewest is None and self.experts_over is not None:
             return [f"--experts-over {self.experts_over} has no effect: {model.name} has no experts"]
@@ -241,7 +241,7 @@ def build_engine(
     )
 
 
-def composed_layout(model: Model, place: Place, composition: Composition) -> Layout:
+def composed_layout(model: Model, place: MeshPosition, composition: Composition) -> Layout:
     """What the axes of a mesh cut of this model, as the composition has it; raises UsageError for what makes no sense
     there."""
     composition.check(place.axes, model)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from spmd_engine.comm.place import Place
+from spmd_engine.comm.mesh_position import MeshPosition
 from spmd_engine.engine.stages import Division, divide
 from spmd_engine.errors import UsageError
 from spmd_engine.models.model import Model
@@ -70,7 +70,7 @@ class Plan:
 
 def make_plan(
     model: Model,
-    place: Place,
+    place: MeshPosition,
     layout: Layout,
     itemsize: int,
     *,
@@ -114,7 +114,7 @@ def make_plan(
     return Plan(chunks, mine, uses, holders, here, homes)
 
 
-def homes_of(model: Model, layout: Layout, mesh: Place) -> dict[str, Home]:
+def homes_of(model: Model, layout: Layout, mesh: MeshPosition) -> dict[str, Home]:
     """The ranks that have each parameter that not all ranks of a stage have: those of an expert."""
     described, homes, parts = dict(model.parameters()), {}, {}
     for name, (layer, count) in model.elements():

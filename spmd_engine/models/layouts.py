@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from spmd_engine.comm.place import Place
+from spmd_engine.comm.mesh_position import MeshPosition
 from spmd_engine.errors import MeshError
 from spmd_engine.models.model import Model
 from spmd_engine.sharding.layout import Layout
@@ -21,7 +21,7 @@ OF_IMAGES = {
 
 def layout_for(
     model: Model,
-    mesh: Place,
+    mesh: MeshPosition,
     *,
     sequence_parallel: bool = False,
     zigzag: bool = False,
@@ -66,7 +66,7 @@ def layout_for(
     )
 
 
-def layout_of_images(model: Model, mesh: Place) -> Layout:
+def layout_of_images(model: Model, mesh: MeshPosition) -> Layout:
     """Letters by ``OF_IMAGES``; and n, samples where rows y and columns x are whole, is cut as b, then as h and w."""
     cuts: dict[str, tuple[str, ...]] = {}
     for axis in mesh.axes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from math import prod
 
-from spmd_engine.comm.place import Place, all_places
+from spmd_engine.comm.mesh_position import MeshPosition, all_positions
 from spmd_engine.layers.chain import Chain
 from spmd_engine.layers.image_windows import ImageWindows
 from spmd_engine.layers.layer import Layer
@@ -21,7 +21,7 @@ def note_of_thin_cut(model: Model, axes: Mapping[str, int]) -> str | None:
     if not cut or not windows:
         return None
     halos = owned = 0
-    for place in all_places(cut):
+    for place in all_positions(cut):
         for each in windows:
             halo, own = _halo_and_own(each, place)
             halos, owned = halos + halo, owned + own
@@ -43,7 +43,7 @@ def _windows(layer: Layer) -> Iterator[ImageWindows]:
         yield found
 
 
-def _halo_and_own(windows: ImageWindows, place: Place) -> tuple[int, int]:
+def _halo_and_own(windows: ImageWindows, place: MeshPosition) -> tuple[int, int]:
     """How many pixels a rank lacks of those that its outputs read, and how many it has."""
     sides = ((windows.image[0], windows.rows, "rows"), (windows.image[1], windows.columns, "columns"))
     reaches = [Reach.of(length, window, (axis,) if axis in place.axes else (), place) for length, window, axis in sides]

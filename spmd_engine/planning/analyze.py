@@ -14,7 +14,7 @@ import numpy as np
 from spmd_engine.arrays.fast_functions import loops_are_there
 from spmd_engine.arrays.meter import Meter, metered
 from spmd_engine.arrays.shapes import Shapes, on_shapes
-from spmd_engine.comm.place import Place
+from spmd_engine.comm.mesh_position import MeshPosition
 from spmd_engine.comm.spans import span
 from spmd_engine.engine.composition import Composition, ModelConfig, composed_layout
 from spmd_engine.engine.optimizers import AdamW, Optimizer
@@ -61,7 +61,7 @@ def analyze(
     cache = cache if cache is not None else PassCache()
     built = model.build(composition) if isinstance(model, ModelConfig) else model
     dtype = np.dtype(dtype or (model.dtype if isinstance(model, ModelConfig) else np.float32))
-    place = Place(dict(axes), dict.fromkeys(axes, 0))
+    place = MeshPosition(dict(axes), dict.fromkeys(axes, 0))
     layout = layout if layout is not None else composed_layout(built, place, composition)
     sizes = {part.stop - part.start for part in (span(batch_size, micro_batches, m) for m in range(micro_batches))}
     shared = [] if every else _shared_between_stages(built, layout, composition, axes, dtype.itemsize)
@@ -181,7 +181,7 @@ def _shared_between_stages(
     schedule = composition.schedule_on(axes)
     plan = make_plan(
         model,
-        Place(dict(axes), dict.fromkeys(axes, 0)),
+        MeshPosition(dict(axes), dict.fromkeys(axes, 0)),
         layout,
         itemsize,
         storage=composition.storage,

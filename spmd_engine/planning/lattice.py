@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from spmd_engine.comm.place import Place
+from spmd_engine.comm.mesh_position import MeshPosition
 from spmd_engine.engine.composition import Composition
 from spmd_engine.errors import SpmdError
 from spmd_engine.models import Model, layout_for
@@ -178,7 +178,7 @@ def _orders(axes: dict[str, int], node_ranks: int) -> Iterator[dict[str, int]]:
 
 def _can_be(model: Model, axes: Mapping[str, int]) -> bool:
     try:
-        layout_for(model, Place(axes, dict.fromkeys(axes, 0)))
+        layout_for(model, MeshPosition(axes, dict.fromkeys(axes, 0)))
     except SpmdError:
         return False
     return True

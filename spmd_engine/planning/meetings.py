@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from spmd_engine.comm.place import Place
+from spmd_engine.comm.mesh_position import MeshPosition
 from spmd_engine.errors import UsageError
 from spmd_engine.planning.step_analysis import Communication, RankStep, StepAnalysis
 
@@ -44,12 +44,12 @@ def simulated(analysis: StepAnalysis, most: int = MOST_RANKS) -> list[int]:
     return sorted(rank for _, rank in chosen.values())
 
 
-def place_of(rank: int, axes: Mapping[str, int]) -> Place:
+def place_of(rank: int, axes: Mapping[str, int]) -> MeshPosition:
     """Where a rank is, row-major on the axes."""
     coordinates = {}
     for axis in reversed(axes):
         rank, coordinates[axis] = divmod(rank, axes[axis])
-    return Place(axes, {axis: coordinates[axis] for axis in axes})
+    return MeshPosition(axes, {axis: coordinates[axis] for axis in axes})
 
 
 def match(analysis: StepAnalysis, steps: Mapping[int, RankStep]) -> dict[int, list[Meeting]]:
@@ -108,7 +108,7 @@ def _ends(each: Communication) -> tuple | None:
     return None
 
 
-def _members(groups: _Groups, place: Place, axes: tuple[str, ...], each: Communication) -> tuple[int, ...]:
+def _members(groups: _Groups, place: MeshPosition, axes: tuple[str, ...], each: Communication) -> tuple[int, ...]:
     members = groups.members(place, axes)
     if ends := _ends(each):
         return members[ends[0]], members[ends[1]]
@@ -121,11 +121,11 @@ class _Groups:
     def __init__(self, axes: Mapping[str, int]) -> None:
         self.axes, self._known = axes, {}
 
-    def number(self, place: Place, over: Sequence[str]) -> tuple[int, ...]:
+    def number(self, place: MeshPosition, over: Sequence[str]) -> tuple[int, ...]:
         """Which group over these axes a place is in."""
         return tuple(value for axis, value in place.coordinates.items() if axis not in over)
 
-    def members(self, place: Place, over: tuple[str, ...]) -> tuple[int, ...]:
+    def members(self, place: MeshPosition, over: tuple[str, ...]) -> tuple[int, ...]:
         """All ranks of that group, in its order."""
         key = over, self.number(place, over)
         if key not in self._known:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd_engine.comm.place import Place
+from spmd_engine.comm.mesh_position import MeshPosition
 from spmd_engine.engine.composition import Composition
 from spmd_engine.engine.plan import make_plan
 from spmd_engine.models import Model, layout_for
@@ -96,7 +96,7 @@ class Profiles:
     ) -> tuple[dict[str, LayerCosts], float]:
         found = self._analyzed(inner, candidate, samples)
         step = max((kind.step for kind in found.classes), key=lambda step: step.flops)
-        place = Place(dict(inner) or {"data": 1}, dict(step.coordinates))
+        place = MeshPosition(dict(inner) or {"data": 1}, dict(step.coordinates))
         layout = layout_for(self.small, place, sequence_parallel=candidate.sequence_parallel)
         costs = self._layers(step, place, layout, candidate, samples)
         elements = sum(each.parameters - each.tied for each in costs)
@@ -121,7 +121,9 @@ class Profiles:
             )
         return self.raw[key]
 
-    def _layers(self, step: RankStep, place: Place, layout, candidate: Candidate, samples: int) -> list[LayerCosts]:
+    def _layers(
+        self, step: RankStep, place: MeshPosition, layout, candidate: Candidate, samples: int
+    ) -> list[LayerCosts]:
         work = {name: dict.fromkeys((FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHTS), 0.0) for name, _ in self.small.layers}
         for each in step.computations:
             if each.layer in work and each.phase in work[each.layer]:
@@ -152,7 +154,7 @@ class Profiles:
             for name, _ in self.small.layers
         ]
 
-    def _communication(self, step: RankStep, place: Place, candidate: Candidate) -> tuple[dict, dict]:
+    def _communication(self, step: RankStep, place: MeshPosition, candidate: Candidate) -> tuple[dict, dict]:
         """Seconds that layers wait in communication of their own, and bytes sent: by layer, and whether forward."""
         inside: dict[tuple[str, bool], float] = {}
         sent: dict[tuple[str, bool], int] = {}
@@ -172,7 +174,7 @@ class Profiles:
             sent[key] = sent.get(key, 0) + each.sent
         return inside, sent
 
-    def _group(self, axes: Sequence[str], place: Place, candidate: Candidate) -> tuple[int, ...]:
+    def _group(self, axes: Sequence[str], place: MeshPosition, candidate: Candidate) -> tuple[int, ...]:
         """The first group over these axes, on the candidate's whole mesh."""
         ranks = [0]
         stride = 1
@@ -228,7 +230,9 @@ def _kept(memory: tuple[int, int, int], output: int) -> tuple[int, int, int, int
     return saved, output, forward, backward
 
 
-def _outputs(model: Model, place: Place, layout, samples: int, sequence: int | None, dtype: Any) -> dict[str, int]:
+def _outputs(
+    model: Model, place: MeshPosition, layout, samples: int, sequence: int | None, dtype: Any
+) -> dict[str, int]:
     """Bytes of what comes out of each layer on a rank."""
     found, size = {}, np.dtype(dtype).itemsize
     lengths = {"s": sequence or model.context or 1}
@@ -249,7 +253,7 @@ def _outputs(model: Model, place: Place, layout, samples: int, sequence: int | N
     return found
 
 
-def _parameters(model: Model, place: Place, layout) -> dict[str, tuple[int, int]]:
+def _parameters(model: Model, place: MeshPosition, layout) -> dict[str, tuple[int, int]]:
     """Elements of each layer's parameters on a rank, and how many of them are another layer's."""
     found = {}
     for name, layer in model.layers:
@@ -266,7 +270,7 @@ def _parameters(model: Model, place: Place, layout) -> dict[str, tuple[int, int]
 
 
 def _groups(
-    model: Model, place: Place, layout, itemsize: int, base: Composition
+    model: Model, place: MeshPosition, layout, itemsize: int, base: Composition
 ) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
     """Elements of each layer's parameter groups in the order of their use: its own, and those that another has.
 

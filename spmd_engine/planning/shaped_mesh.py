@@ -15,8 +15,8 @@ from spmd_engine.arrays.shaped import ShapedArray
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.mesh import Mesh
+from spmd_engine.comm.mesh_position import MeshPosition, Over
 from spmd_engine.comm.pending import Pending, Progress
-from spmd_engine.comm.place import Over, Place
 from spmd_engine.comm.prepared_call import PreparedCall
 from spmd_engine.comm.reducing import reduce_into
 from spmd_engine.comm.spans import joined
@@ -63,7 +63,7 @@ class ShapedMesh(Mesh):
     ) -> None:
         self.all, self.recorder = ranks, recorder
         recorder.own_class = int(ranks.classes[tuple(coordinates.values())])
-        Place.__init__(self, dict(ranks.axes), dict(coordinates))
+        MeshPosition.__init__(self, dict(ranks.axes), dict(coordinates))
         self.size = prod(self.axes.values())
         self.ranks = np.arange(self.size).reshape(tuple(self.axes.values()))
         self.rank = self.index(None)

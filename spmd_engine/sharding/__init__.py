@@ -6,7 +6,7 @@ replicas or halos. ``plan_transfer(source, target)`` plans the exchange from one
 what it lacks, once, in pieces of bounded memory; ``plan.execute(group, blocks)`` makes it, and ``plan.adjoint()`` goes
 the same ways back and adds. ``reshard``, an engine's ``gather`` and halos of convolutions are such transfers:
 
-    places = all_places(mesh.axes)
+    places = all_positions(mesh.axes)
     source = Placement({"x": ArrayPlacement.of_spec("h/data w", shape, dtype, places)})
     target = Placement({"x": ArrayPlacement.of_spec("h/data w", shape, dtype, places, halos={"h": (1, 1)})})
     plan = plan_transfer(source, target)

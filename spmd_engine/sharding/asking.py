@@ -10,7 +10,7 @@ import numpy as np
 from spmd_engine.comm.agreement import gather_json
 from spmd_engine.comm.dtypes import describe, described
 from spmd_engine.comm.group import Group
-from spmd_engine.comm.place import Place
+from spmd_engine.comm.mesh_position import MeshPosition
 from spmd_engine.sharding.notation import Spec
 from spmd_engine.sharding.placement import ArrayPlacement, Placement
 from spmd_engine.sharding.rectangles import Rectangle
@@ -31,7 +31,7 @@ def ask_placement(
 
 
 def ask_shapes(
-    group: Group, place: Place, blocks: Mapping[str, tuple[Spec, Sequence[int]]], *, label: str = "shape"
+    group: Group, place: MeshPosition, blocks: Mapping[str, tuple[Spec, Sequence[int]]], *, label: str = "shape"
 ) -> dict[str, tuple[int, ...]]:
     """The whole shapes of arrays cut over a mesh, from the shapes of everyone's blocks. One all_gather.
 

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from math import prod
 
 from spmd_engine.arrays.backend import Array
-from spmd_engine.comm.place import Place
+from spmd_engine.comm.mesh_position import MeshPosition
 
 THRESHOLD = 1 << 20  # bytes: below this, one more neighbour costs less than one more collective
 CAP = 32 << 20  # bytes: beyond this, neighbours share nothing: what is gathered for one is held for all
@@ -35,7 +35,7 @@ class Home:
     axes: tuple[str, ...]
     part: int
 
-    def has(self, place: Place) -> bool:
+    def has(self, place: MeshPosition) -> bool:
         """Whether the rank at ``place`` is one of them."""
         return place.index(self.axes) == self.part
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from spmd_engine.comm.place import Place
+from spmd_engine.comm.mesh_position import MeshPosition
 from spmd_engine.sharding.notation import nested_span
 from spmd_engine.sharding.placement import ArrayPlacement, Interval, Placement
 from spmd_engine.sharding.rectangles import Rectangle
@@ -39,7 +39,7 @@ class Reach:
     needed: Interval  #: inputs that these read, with the halo; where the letter is not cut, all that there are
 
     @classmethod
-    def of(cls, length: int, reads: Reads, axes: Sequence[str], place: Place) -> Reach:
+    def of(cls, length: int, reads: Reads, axes: Sequence[str], place: MeshPosition) -> Reach:
         """That of the rank at ``place``, where both are cut over ``axes``."""
         spans = (nested_span(each, axes, place.axes, place.coordinates) for each in (length, reads.outputs(length)))
         own, outputs = ((span.start, span.stop) for span in spans)

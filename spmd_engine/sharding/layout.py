@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from spmd_engine.comm.place import Place
+from spmd_engine.comm.mesh_position import MeshPosition
 from spmd_engine.errors import MeshError, NotationError
 from spmd_engine.sharding.notation import Spec, nested_span
 
@@ -46,7 +46,7 @@ class Layout:
     @classmethod
     def for_mesh(
         cls,
-        mesh: Place,
+        mesh: MeshPosition,
         *,
         sequence_parallel: bool = False,
         zigzag: bool = False,
@@ -90,7 +90,7 @@ class Layout:
         """The axes that cut a letter ``inside`` a layer or on the ``residual`` stream."""
         return {"inside": self.inside, "residual": self.residual}[where].get(letter, ())
 
-    def parts(self, layer: str, letter: str, count: int, mesh: Place) -> tuple[int, ...]:
+    def parts(self, layer: str, letter: str, count: int, mesh: MeshPosition) -> tuple[int, ...]:
         """In which part each of a layer's ``count`` elements of a letter is, such as its experts.
 
         Parts are numbered along the axes that cut the letter, as ranks are in ``mesh.group(self.axes(letter))``. They
@@ -107,7 +107,7 @@ class Layout:
             raise MeshError(f"{layer}: {count} experts in parts {listed}; on mesh {mesh} parts are 0 to {there - 1}")
         return parts
 
-    def positions_by_rank(self, length: int, mesh: Place, letter: str = "s") -> list[np.ndarray]:
+    def positions_by_rank(self, length: int, mesh: MeshPosition, letter: str = "s") -> list[np.ndarray]:
         """The indices of a letter, ``length`` long in all, that each rank of the axes that cut it has inside.
 
         Ranks come in the order of ``mesh.group(self.axes(letter))``; each one's indices ascend. Every rank has
@@ -128,7 +128,7 @@ class Layout:
             early, late = early + front, late - back
         return ranges
 
-    def positions(self, length: int, mesh: Place, where: str = "inside", letter: str = "s") -> np.ndarray:
+    def positions(self, length: int, mesh: MeshPosition, where: str = "inside", letter: str = "s") -> np.ndarray:
         """The indices, ascending, that this rank has of a letter, ``length`` long in all: of a sequence, by default.
 
         On the ``residual`` stream they are those inside, cut further by the axes that the stream adds.

@@ -11,7 +11,7 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.comm.place import Place
+from spmd_engine.comm.mesh_position import MeshPosition
 from spmd_engine.errors import NotationError
 from spmd_engine.sharding.notation import Spec, nested_span
 from spmd_engine.sharding.placement import ArrayPlacement, Placement
@@ -40,7 +40,7 @@ class Move(ABC):
         """Whether ``do`` must be told the shape of the whole array."""
         return False
 
-    def sent(self, shape: Sequence[int], place: Place) -> int:
+    def sent(self, shape: Sequence[int], place: MeshPosition) -> int:
         """How many elements of an array of the whole ``shape`` the rank at ``place`` sends."""
         mine = Rectangle.of(self.source.block(shape, place))
         others = (peer for peer in place.peers(self.over) if peer.coordinates != place.coordinates)
@@ -149,6 +149,6 @@ def _exchange_plan(
     coordinates: tuple[tuple[str, int], ...],
 ) -> TransferPlan:
     """The transfer among the ranks that differ only along the axes of an exchange: no others need each other."""
-    places = Place(dict(axes), dict(coordinates)).peers(move.over)
+    places = MeshPosition(dict(axes), dict(coordinates)).peers(move.over)
     old, new = (ArrayPlacement.of_spec(spec, shape, dtype, places) for spec in (move.source, move.target))
     return plan_transfer(Placement({"x": old}), Placement({"x": new}))

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.comm.place import Place
+from spmd_engine.comm.mesh_position import MeshPosition
 from spmd_engine.comm.spans import span
 from spmd_engine.errors import MeshError, NotationError
 
@@ -84,11 +84,11 @@ class Spec:
         weights = dict(self.weights)
         return tuple((axis, weights.get(axis)) for axis in self.axes_of(letter))
 
-    def part(self, dim: int, length: int, place: Place) -> slice:
+    def part(self, dim: int, length: int, place: MeshPosition) -> slice:
         """This rank's part of one dim, ``length`` long in all."""
         return nested_span(length, self.dims[dim][1], place.axes, place.coordinates, dict(self.weights))
 
-    def block(self, shape: Sequence[int], place: Place) -> tuple[slice, ...]:
+    def block(self, shape: Sequence[int], place: MeshPosition) -> tuple[slice, ...]:
         """This rank's part of an array of the whole ``shape``, as slices."""
         if len(shape) != len(self.dims):
             raise NotationError(f'sharding "{self}" has {len(self.dims)} dims, the array has shape {tuple(shape)}')
@@ -98,13 +98,13 @@ class Spec:
             for size, (_, axes) in zip(shape, self.dims, strict=True)
         )
 
-    def local_shape(self, shape: Sequence[int], place: Place) -> tuple[int, ...]:
+    def local_shape(self, shape: Sequence[int], place: MeshPosition) -> tuple[int, ...]:
         return tuple(part.stop - part.start for part in self.block(shape, place))
 
-    def largest_shape(self, shape: Sequence[int], place: Place) -> tuple[int, ...]:
+    def largest_shape(self, shape: Sequence[int], place: MeshPosition) -> tuple[int, ...]:
         """The lengths of the largest block that any rank has: the first's, which gets one more, but for weights."""
         if not self.weights:
-            return self.local_shape(shape, Place(place.axes, dict.fromkeys(place.axes, 0)))
+            return self.local_shape(shape, MeshPosition(place.axes, dict.fromkeys(place.axes, 0)))
         axes = [self.dims[dim][1] for dim in range(len(shape))]
         lengths = ([self.part(dim, n, peer) for peer in place.peers(axes[dim])] for dim, n in enumerate(shape))
         return tuple(max(part.stop - part.start for part in parts) for parts in lengths)

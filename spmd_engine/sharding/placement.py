@@ -10,7 +10,7 @@ from itertools import product
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
-from spmd_engine.comm.place import Place
+from spmd_engine.comm.mesh_position import MeshPosition
 from spmd_engine.errors import UsageError
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.sharding.notation import Spec
@@ -53,7 +53,7 @@ class ArrayPlacement:
         spec: Spec | str,
         shape: Sequence[int],
         dtype: np.dtype,
-        places: Sequence[Place],
+        places: Sequence[MeshPosition],
         *,
         among: Mapping[str, Sequence[int]] | None = None,
         halos: Mapping[str, Interval] | None = None,
@@ -64,8 +64,8 @@ class ArrayPlacement:
         along h a block goes on for 1 element before and 2 behind what it owns, as far as the array goes; a block
         that owns nothing holds nothing.
 
-        >>> from spmd_engine.comm.place import all_places
-        >>> ranks = all_places({"data": 2})
+        >>> from spmd_engine.comm.mesh_position import all_positions
+        >>> ranks = all_positions({"data": 2})
         >>> placement = ArrayPlacement.of_spec("b/data", (5,), "f4", ranks, halos={"b": (1, 1)})
         >>> [str(held) for held, in placement.held], [str(owned) for owned, in placement.owned]
         (['[0:4]', '[2:5]'], ['[0:3]', '[3:5]'])
@@ -86,7 +86,7 @@ class ArrayPlacement:
 
     @classmethod
     def of_layout(
-        cls, layout: Layout, dims: str, shape: Sequence[int], dtype: np.dtype, places: Sequence[Place]
+        cls, layout: Layout, dims: str, shape: Sequence[int], dtype: np.dtype, places: Sequence[MeshPosition]
     ) -> ArrayPlacement:
         """What ranks have inside layers of an array with these letters, zigzag sequences included.
 

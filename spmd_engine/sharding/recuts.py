@@ -7,7 +7,7 @@ from itertools import takewhile
 
 import numpy as np
 
-from spmd_engine.comm.place import Place
+from spmd_engine.comm.mesh_position import MeshPosition
 from spmd_engine.sharding.notation import nested_span
 from spmd_engine.sharding.placement import ArrayPlacement, Placement
 from spmd_engine.sharding.rectangles import Rectangle
@@ -16,12 +16,14 @@ from spmd_engine.sharding.transfer import TransferPlan, plan_transfer
 Axes = tuple[str, ...]
 
 
-def recut_axes(before: Sequence[Axes], after: Sequence[Axes], place: Place) -> tuple[Axes, list[tuple[Axes, Axes]]]:
+def recut_axes(
+    before: Sequence[Axes], after: Sequence[Axes], place: MeshPosition
+) -> tuple[Axes, list[tuple[Axes, Axes]]]:
     """Along which axes of a mesh an array's cut changes, and by which of them each dim is cut before and after.
 
     ``before`` and ``after``: the axes that cut each dim. What both begin with stays as it is.
 
-    >>> recut_axes([("data",), ("rows",)], [("data", "rows"), ()], Place({"rows": 2, "data": 4}, {}))
+    >>> recut_axes([("data",), ("rows",)], [("data", "rows"), ()], MeshPosition({"rows": 2, "data": 4}, {}))
     (('rows',), [((), ('rows',)), (('rows',), ())])
     """
     changes = []
@@ -33,7 +35,7 @@ def recut_axes(before: Sequence[Axes], after: Sequence[Axes], place: Place) -> t
 
 
 def plan_recut(
-    shape: Sequence[int], dtype: np.dtype, changes: Sequence[tuple[Axes, Axes]], peers: Sequence[Place]
+    shape: Sequence[int], dtype: np.dtype, changes: Sequence[tuple[Axes, Axes]], peers: Sequence[MeshPosition]
 ) -> TransferPlan:
     """The exchange among ``peers``, who have an array of this ``shape`` together. Of copies, each keeps its own."""
     source, target = (
@@ -43,6 +45,6 @@ def plan_recut(
     return plan_transfer(Placement({"x": source}), Placement({"x": target}))
 
 
-def _block(shape: Sequence[int], cuts: Sequence[Axes], place: Place) -> Rectangle:
+def _block(shape: Sequence[int], cuts: Sequence[Axes], place: MeshPosition) -> Rectangle:
     sides = zip(shape, cuts, strict=True)
     return Rectangle.of(nested_span(length, axes, place.axes, place.coordinates) for length, axes in sides)

@@ -10,7 +10,7 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.comm.place import Place
+from spmd_engine.comm.mesh_position import MeshPosition
 from spmd_engine.errors import MeshError, NotationError
 from spmd_engine.sharding.moves import AllGather, AllToAll, Exchange, Move, Slice, beyond
 from spmd_engine.sharding.notation import Spec
@@ -113,7 +113,7 @@ class ReshardPlan:
 
     def sent(self, shape: Sequence[int], dtype, coordinates: Mapping[str, int]) -> int:
         """The bytes that the rank at these ``coordinates`` sends, for a whole array of this shape and dtype."""
-        place = Place(self.axes, coordinates)
+        place = MeshPosition(self.axes, coordinates)
         return sum(move.sent(shape, place) for move in self.moves) * np.dtype(dtype).itemsize
 
     def do(self, x: Array, mesh: Mesh, *, shape: Sequence[int] | None = None, label: str = "") -> Array:
@@ -148,7 +148,7 @@ class ReshardPlan:
             self._check_block(lengths, shape, place)  # everybody's, so that all raise alike
         return tuple(shape)
 
-    def _check_block(self, lengths: Sequence[int], shape: Sequence[int], place: Place) -> None:
+    def _check_block(self, lengths: Sequence[int], shape: Sequence[int], place: MeshPosition) -> None:
         expected = self.source.local_shape(shape, place)
         if tuple(lengths) != expected:
             where = ", ".join(f"{axis}={place.coordinates[axis]}" for axis in self.source.axes) or "any rank"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.comm.place import Place
+from spmd_engine.comm.mesh_position import MeshPosition
 from spmd_engine.sharding.layout import Layout
 
 
-def block_of(x: Array, dims: str, layout: Layout, mesh: Place, first: int = 0) -> Array:
+def block_of(x: Array, dims: str, layout: Layout, mesh: MeshPosition, first: int = 0) -> Array:
     """This rank's block of the whole ``x[dims]``, as it is inside layers; dims before number ``first`` are left."""
     for dim, letter in enumerate(dims.split()):
         axes = layout.axes(letter)
@@ -20,7 +20,7 @@ def block_of(x: Array, dims: str, layout: Layout, mesh: Place, first: int = 0) -
     return x
 
 
-def in_order(x: Array, dims: str, layout: Layout, mesh: Place) -> Array:
+def in_order(x: Array, dims: str, layout: Layout, mesh: MeshPosition) -> Array:
     """The whole ``x[dims]`` in order, from blocks that were joined rank by rank."""
     for dim, letter in enumerate(dims.split()):
         if letter in layout.zigzag and layout.axes(letter):

@@ -8,7 +8,7 @@ import pytest
 from spmd_engine.cli import main
 from spmd_engine.cli.show.collective import EXAMPLES, run_example
 from spmd_engine.cli.show.sharding import draw_sharding
-from spmd_engine.comm.place import Place, all_places
+from spmd_engine.comm.mesh_position import MeshPosition, all_positions
 from spmd_engine.sharding import Spec
 
 
@@ -162,14 +162,14 @@ def test_a_parameter_is_on_the_stages_that_use_it(show):
 def test_every_rank_is_drawn_on_the_block_it_holds(spec, mesh):
     spec, shape = Spec.parse(spec), (7, 2, 4)
     shape = shape[: len(spec.dims)]
-    cells = [cell.label for cell in draw_sharding(spec, shape, all_places(mesh)).drawing if cell.outline]
+    cells = [cell.label for cell in draw_sharding(spec, shape, all_positions(mesh)).drawing if cell.outline]
     seen = {}
     for label in cells:
         ranks, index = label.split("\n")
         for rank in ranks.split(" ")[1].split(","):
             seen[int(rank)] = index.removesuffix(" empty")[1:-1].split(", ")
     for rank, where in enumerate(product(*(range(size) for size in mesh.values()))):
-        block = spec.block(shape, Place(mesh, dict(zip(mesh, where))))
+        block = spec.block(shape, MeshPosition(mesh, dict(zip(mesh, where))))
         whole = [":" if not axes else f"{part.start}:{part.stop}" for part, (_, axes) in zip(block, spec)]
         assert seen.pop(rank) == whole
     assert not seen

@@ -6,7 +6,7 @@ from spmd_engine import Mesh, run
 from spmd_engine.cli import main
 from spmd_engine.cli.show.bytes_per_rank import CLASSES, bytes_per_rank, whole_for_a_while
 from spmd_engine.cli.show.memory import draw_memory
-from spmd_engine.comm.place import all_places
+from spmd_engine.comm.mesh_position import all_positions
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.plan import Storage
 from spmd_engine.models import build_model, gpt
@@ -18,7 +18,7 @@ COUNT = MODEL.parameter_count
 
 
 def held(axes, zero, model=MODEL, itemsize=FLOAT32, states=ADAMW, **storage):
-    ranks = bytes_per_rank(model, all_places(axes), Storage(zero, **storage), itemsize, states)
+    ranks = bytes_per_rank(model, all_positions(axes), Storage(zero, **storage), itemsize, states)
     assert all(tuple(name for name, _ in rank) == CLASSES for rank in ranks)
     return [[count for _, count in rank] for rank in ranks]
 
@@ -75,7 +75,7 @@ def test_what_is_drawn_is_what_an_engine_stores(axes, zero):
             stored = sum(array.nbytes for array in engine.parameters.values())
             return stored, sum(array.nbytes for array in engine.owned.values()), storage.stage(mesh.axes)
 
-    places = all_places(axes)
+    places = all_positions(axes)
     drawn = bytes_per_rank(model, places, storage, FLOAT32, ADAMW)
     for ours, (stored, owned, stage) in zip(drawn, run(program, len(places)), strict=True):
         assert dict(ours)["parameters"] == stored

@@ -16,14 +16,14 @@ from spmd_engine.cli.show.mesh import draw_mesh
 from spmd_engine.cli.show.picture import BLUE, COLOURS, YELLOW, Cell, Picture, ink, listed, table, text, tint
 from spmd_engine.cli.show.schedule import draw_schedule
 from spmd_engine.cli.show.sharding import draw_sharding
-from spmd_engine.comm.place import all_places
+from spmd_engine.comm.mesh_position import all_positions
 from spmd_engine.engine.schedules.names import named
 from spmd_engine.sharding import Spec
 
 SPACE = "{http://www.w3.org/2000/svg}"
 PICTURES = {
     "mesh": lambda: draw_mesh({"data": 2, "model": 3}),
-    "sharding": lambda: draw_sharding(Spec.parse("b/data f/model"), (5, 2), all_places({"data": 2, "model": 3})),
+    "sharding": lambda: draw_sharding(Spec.parse("b/data f/model"), (5, 2), all_positions({"data": 2, "model": 3})),
     "schedule": lambda: draw_schedule(named("interleaved"), 2, 4),
     "memory": lambda: draw_memory("gpt-nano", {"data": 2}),
     "collective": lambda: draw_collective("all_gather", 3),
@@ -94,7 +94,7 @@ def test_a_terminal_that_knows_only_ascii():
 
 
 def test_neighbouring_blocks_have_different_colours():
-    cells = draw_sharding(Spec.parse("b/data f/model"), (8, 7), all_places({"data": 8, "model": 7})).drawing
+    cells = draw_sharding(Spec.parse("b/data f/model"), (8, 7), all_positions({"data": 8, "model": 7})).drawing
     fills = {(cell.x, cell.y): cell.fill for cell in cells if cell.outline}
     columns, rows = sorted({x for x, _ in fills}), sorted({y for _, y in fills})
     assert len(fills) == 56

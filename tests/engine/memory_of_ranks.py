@@ -8,7 +8,7 @@ import numpy as np
 from spmd_engine import Mesh
 from spmd_engine.cli.bench.steps import held_bytes
 from spmd_engine.cli.show.bytes_per_rank import bytes_per_rank
-from spmd_engine.comm.place import all_places
+from spmd_engine.comm.mesh_position import all_positions
 from spmd_engine.engine import AdamW, LayeredEngine, Storage
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.models import deep_mlp
@@ -33,7 +33,7 @@ def main():
             trainer.step()
         mesh.barrier()
         held = mesh.all_gather(np.array([held_bytes() - before]))
-        expected = bytes_per_rank(model, all_places(dict(mesh.axes)), storage, 4, 2)
+        expected = bytes_per_rank(model, all_positions(dict(mesh.axes)), storage, 4, 2)
     if mesh.rank == 0:
         print(json.dumps({"held": held.tolist(), "expected": [sum(n for _, n in rank) for rank in expected]}))
 

@@ -7,7 +7,7 @@ import routed
 import tiny
 from spmd_engine import Mesh, run
 from spmd_engine.checkpoints import load_checkpoint, save_checkpoint
-from spmd_engine.comm.place import all_places
+from spmd_engine.comm.mesh_position import all_positions
 from spmd_engine.engine import AdamW, schedules
 from spmd_engine.engine.plan import Storage, make_plan
 from spmd_engine.engine.recompute import Recompute
@@ -74,7 +74,7 @@ def test_every_schedule(schedule):
 
 
 def plans(mesh, experts=5, zero=None, **layout):
-    places = all_places(axes_of(mesh))
+    places = all_positions(axes_of(mesh))
     built = routed.model(experts=experts)
     made = Layout.for_mesh(places[0], **layout)
     return [make_plan(built, place, made, 8, storage=Storage(zero, threshold=2000)) for place in places], places
@@ -94,7 +94,7 @@ def test_experts_are_as_even_as_can_be_and_some_ranks_have_none():
 def test_a_layout_says_where_each_layer_s_experts_are():
     held, _ = plans("expert=3")
     even = [of_experts(plan, 1) for plan in held]
-    places = all_places({"expert": 3})
+    places = all_positions({"expert": 3})
     layout = Layout.for_mesh(places[0], experts={"block1/moe": (2, 0, 2, 0, 2)})
     held = [make_plan(routed.model(), place, layout, 8) for place in places]
     assert [of_experts(plan, 1) for plan in held] == [{"expert1", "expert3"}, set(), {"expert0", "expert2", "expert4"}]
@@ -136,14 +136,14 @@ def test_every_element_is_counted_once():
 @pytest.mark.parametrize("over", ["model", "pipe"])
 def test_experts_cannot_be_where_tokens_are_the_same(over):
     with pytest.raises(MeshError, match=f"over axis {over!r}, along which ranks have the same tokens or none"):
-        Layout.for_mesh(all_places({"data": 2, over: 2})[0], experts_over=(over,))
+        Layout.for_mesh(all_positions({"data": 2, over: 2})[0], experts_over=(over,))
 
 
 @pytest.mark.parametrize("parts", [(0, 1), (0, 1, 2, 3, 0), (0, 0, 0, 0, -1)])
 def test_parts_that_are_not_there_are_refused(parts):
-    layout = Layout.for_mesh(all_places({"expert": 3})[0], experts={"block0/moe": parts})
+    layout = Layout.for_mesh(all_positions({"expert": 3})[0], experts={"block0/moe": parts})
     with pytest.raises(MeshError, match="block0/moe: 5 experts in parts .* parts are 0 to 2"):
-        make_plan(routed.model(), all_places({"expert": 3})[0], layout, 8)
+        make_plan(routed.model(), all_positions({"expert": 3})[0], layout, 8)
 
 
 # --- moving

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import tiny
 from spmd_engine import Mesh, run
-from spmd_engine.comm.place import all_places
+from spmd_engine.comm.mesh_position import all_positions
 from spmd_engine.engine.plan import Storage, make_plan
 from spmd_engine.engine.stages import divide, parse_division
 from spmd_engine.errors import UsageError
@@ -152,7 +152,7 @@ CUBE = {"data": 2, "pipe": 3, "model": 2}
 
 def plans(model, axes, *, sequence_parallel=False, itemsize=8, **options):
     """Each place of a mesh that does not exist, and its plan."""
-    places = all_places(axes)
+    places = all_positions(axes)
     layouts = [Layout.for_mesh(place, sequence_parallel=sequence_parallel) for place in places]
     return [(place, make_plan(model, place, layout, itemsize, **options)) for place, layout in zip(places, layouts)]
 
@@ -231,7 +231,7 @@ def test_ranks_together_have_every_element_as_often_as_it_is_replicated(axes):
     for _, plan in plans(GPT, axes):
         elements.update({m.name: m.size for m in plan.members})
         holders = plan.holders
-    layout = Layout.for_mesh(all_places(axes)[0])
+    layout = Layout.for_mesh(all_positions(axes)[0])
     for name, (parameter, shape) in GPT.parameters():
         copies = total // prod(axes[axis] for axis in layout.spec(parameter.dims).axes) // axes.get("pipe", 1)
         assert elements[name] == prod(shape) * copies * len(holders[name]), name
@@ -268,7 +268,7 @@ def test_a_mesh_that_exists_has_the_plan_of_its_places():
 def test_a_thousand_layers_are_few_groups(width):
     model = deep_mlp(1000, width)
     assert sum(len(layer.parameters) // 2 for _, layer in model.layers) == 1000
-    place = all_places({"data": 4})[0]
+    place = all_positions({"data": 4})[0]
     plan = make_plan(model, place, Layout.for_mesh(place), 4, storage=Storage(3))
     assert 1 <= len(plan.groups) <= 50
     assert len(list(plan.members)) == 2000

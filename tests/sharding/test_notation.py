@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd_engine import Mesh, run
-from spmd_engine.comm.place import all_places
+from spmd_engine.comm.mesh_position import all_positions
 from spmd_engine.errors import MeshError, NotationError
 from spmd_engine.sharding import Spec
 from spmd_engine.sharding.notation import weighted_lengths
@@ -181,7 +181,7 @@ def test_weights_are_read_written_and_looked_up():
     ],
 )
 def test_blocks_by_weights(text, shape, sizes, shapes):
-    spec, ranks = Spec.parse(text), all_places(sizes)
+    spec, ranks = Spec.parse(text), all_positions(sizes)
     assert [spec.local_shape(shape, rank) for rank in ranks] == shapes
     assert spec.largest_shape(shape, ranks[-1]) == tuple(map(max, zip(*shapes)))
     count = np.zeros(shape, int)
@@ -196,7 +196,7 @@ def test_parts_are_near_their_shares_and_equal_weights_cut_evenly(length, weight
     assert sum(lengths) == length
     for part, weight in zip(lengths, weights, strict=True):
         assert abs(part - length * weight / sum(weights)) < 1
-    ranks = all_places({"data": len(weights)})
+    ranks = all_positions({"data": len(weights)})
     even = [Spec.parse("b/data").local_shape((length,), rank)[0] for rank in ranks]
     assert weighted_lengths(length, [3] * len(weights)) == even
 
@@ -205,4 +205,4 @@ def test_weights_that_make_no_sense():
     with pytest.raises(NotationError, match='all weights of "data" are 0'):
         Spec.parse("b/data:0:0")
     with pytest.raises(MeshError, match=r'over "data:3:1", in 2 parts; axis data has 3 ranks'):
-        Spec.parse("b/data:3:1").block((4,), all_places({"data": 3})[0])
+        Spec.parse("b/data:3:1").block((4,), all_positions({"data": 3})[0])

@@ -5,7 +5,7 @@ from math import prod
 import numpy as np
 import pytest
 
-from spmd_engine.comm.place import all_places
+from spmd_engine.comm.mesh_position import all_positions
 from spmd_engine.errors import UsageError
 from spmd_engine.sharding import Layout, Spec
 from spmd_engine.sharding.placement import ArrayPlacement, Placement, views
@@ -27,7 +27,7 @@ def columns(*pairs, shape=(2, 9)):
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 @pytest.mark.parametrize("sharding", ["b/data d", "b d/data", "b d", "b/data d/model", "b/model,data d"])
 def test_blocks_of_a_sharding_are_held_and_the_first_of_copies_owns(axes, sharding):
-    spec, shape, places = Spec.parse(sharding), (5, 4), all_places(axes)
+    spec, shape, places = Spec.parse(sharding), (5, 4), all_positions(axes)
     if not set(spec.axes) <= set(axes):
         pytest.skip("no such axis")
     placement = ArrayPlacement.of_spec(sharding, shape, np.float32, places)
@@ -45,14 +45,14 @@ def test_blocks_of_a_sharding_are_held_and_the_first_of_copies_owns(axes, shardi
 
 
 def test_only_some_coordinates_hold_it():
-    places = all_places({"pipe": 3, "data": 2})
+    places = all_positions({"pipe": 3, "data": 2})
     placement = ArrayPlacement.of_spec("b/data", (4,), np.float32, places, among={"pipe": (0, 2)})
     assert texts(placement.held) == [["[0:2]"], ["[2:4]"], [], [], ["[0:2]"], ["[2:4]"]]
     assert texts(placement.owned) == [["[0:2]"], ["[2:4]"], [], [], [], []]
 
 
 def test_halos_end_with_the_array_and_none_are_around_nothing():
-    places = all_places({"data": 4})
+    places = all_positions({"data": 4})
     placement = ArrayPlacement.of_spec("h/data w", (3, 2), np.float32, places, halos={"h": (2, 1)})
     assert texts(placement.held) == [["[0:2, 0:2]"], ["[0:3, 0:2]"], ["[0:3, 0:2]"], ["[3:3, 0:2]"]]
     assert texts(placement.owned) == [["[0:1, 0:2]"], ["[1:2, 0:2]"], ["[2:3, 0:2]"], ["[3:3, 0:2]"]]
@@ -62,7 +62,7 @@ def test_halos_end_with_the_array_and_none_are_around_nothing():
 @pytest.mark.parametrize("length", [0, 2, 11])
 @pytest.mark.parametrize("axes", [{"context": 3}, {"data": 2, "context": 2}], ids=str)
 def test_a_zigzag_sequence_is_two_rectangles_joined(axes, length):
-    places, whole = all_places(axes), np.arange(5 * length).reshape(5, length)
+    places, whole = all_positions(axes), np.arange(5 * length).reshape(5, length)
     layout = Layout.for_mesh(places[0], zigzag=True)
     placement = ArrayPlacement.of_layout(layout, "b s", whole.shape, whole.dtype, places)
     placement.check("x")

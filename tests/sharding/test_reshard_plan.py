@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resharding import MESHES, numbered, specs
-from spmd_engine.comm.place import all_places
+from spmd_engine.comm.mesh_position import all_positions
 from spmd_engine.sharding import Spec, reshard_plan
 
 ON = {"data": 2, "model": 2, "expert": 2}
@@ -69,8 +69,8 @@ def test_no_plan_sends_more_than_what_ranks_lack(source, target, sizes, shape):
     """Every way has to bring each rank what its new block has and its old one had not; none brings more."""
     axes = dict(zip("xyz", sizes))
     plan = reshard_plan(source, target, axes)
-    lacking = sum(len(elements(target, shape, p) - elements(source, shape, p)) for p in all_places(axes))
-    assert sum(plan.sent(shape, np.int8, place.coordinates) for place in all_places(axes)) == lacking
+    lacking = sum(len(elements(target, shape, p) - elements(source, shape, p)) for p in all_positions(axes))
+    assert sum(plan.sent(shape, np.int8, place.coordinates) for place in all_positions(axes)) == lacking
 
 
 @given(specs(), specs(), st.tuples(*[st.integers(1, 3)] * 3))
@@ -80,7 +80,7 @@ def test_the_moves_of_a_plan_lead_from_source_to_target(source, target, sizes):
     specs = [move.source for move in plan.moves] + [move.target for move in plan.moves[-1:]]
     assert [move.target for move in plan.moves[:-1]] == specs[1:-1]
     shape = (5, 4, 7)
-    for place in all_places(axes):
+    for place in all_positions(axes):
         ends = (specs[0], specs[-1]) if specs else (source, source)
         assert [end.block(shape, place) for end in ends] == [s.block(shape, place) for s in (source, target)]
 
@@ -92,6 +92,6 @@ def test_what_a_plan_saves():
         for source, target in permutations(names, 2):
             plans = reshard_plan(source, target, axes), reshard_plan(source, whole, axes)
             direct, gathered = (
-                sum(p.sent(shape, float, place.coordinates) for place in all_places(axes)) for p in plans
+                sum(p.sent(shape, float, place.coordinates) for place in all_positions(axes)) for p in plans
             )
             assert direct < gathered or (direct == gathered and (target == whole or gathered == 0)), (source, target)

@@ -7,7 +7,7 @@ import pytest
 
 from on_ranks import assert_same
 from resharding import numbered, on_mesh
-from spmd_engine.comm.place import all_places
+from spmd_engine.comm.mesh_position import all_positions
 from spmd_engine.sharding import Spec, gather, reshard, reshard_plan, shard
 
 WEIGHTED = ["b s f", "b/data s f", "b/data:3:1 s f", "b s/data:1:2 f/model:0:1", "b/model,data:1:4 s f", "b s f/model"]
@@ -37,7 +37,7 @@ def test_every_pair_by_weights(told):
     on_mesh(axes, body)
     for source, target in product(WEIGHTED, WEIGHTED):
         plan = reshard_plan(source, target, axes)
-        ranks = all_places(axes)
+        ranks = all_positions(axes)
         specs = Spec.parse(source), Spec.parse(target)
         old, new = ([elements(spec, whole.shape, rank) for rank in ranks] for spec in specs)
         sent = sum(plan.sent(whole.shape, np.int8, rank.coordinates) for rank in ranks)

@@ -11,7 +11,7 @@ from numerics import normals
 from on_ranks import on_ranks
 from spmd_engine import Mesh, run
 from spmd_engine.arrays.backend import register_backend, unregister_backend
-from spmd_engine.comm.place import all_places
+from spmd_engine.comm.mesh_position import all_positions
 from spmd_engine.errors import UsageError
 from spmd_engine.sharding import Layout
 from spmd_engine.sharding.placement import ArrayPlacement, Placement
@@ -23,7 +23,7 @@ SHAPE = (11, 6)
 
 
 def of_spec(spec, axes, shape=SHAPE, dtype=np.float64, **options):
-    return ArrayPlacement.of_spec(spec, shape, dtype, all_places(axes), **options)
+    return ArrayPlacement.of_spec(spec, shape, dtype, all_positions(axes), **options)
 
 
 def rows(*lengths, halo=(0, 0), shape=SHAPE, dtype=np.float64):
@@ -40,7 +40,7 @@ def rows(*lengths, halo=(0, 0), shape=SHAPE, dtype=np.float64):
 
 
 def zigzag(ranks, shape=SHAPE, dtype=np.float64):
-    places = all_places({"context": ranks})
+    places = all_positions({"context": ranks})
     return ArrayPlacement.of_layout(Layout.for_mesh(places[0], zigzag=True), "s d", shape, dtype, places)
 
 
@@ -133,10 +133,12 @@ def test_several_arrays_and_dtypes_are_one_transfer(n):
     before = {"matrix": "a/data b", "number": "", "nothing": "a b/data", "bits": "a/data", "long": "a b c d/data"}
     after = {"matrix": "a b/data", "number": "", "nothing": "a/data b", "bits": "a", "long": "a/data b c d"}
     source, target = (
-        Placement({
-            name: of_spec(spec, axes, shapes[name], dtypes[name], among=among if name == "number" else None)
-            for name, spec in specs.items()
-        }).checked()
+        Placement(
+            {
+                name: of_spec(spec, axes, shapes[name], dtypes[name], among=among if name == "number" else None)
+                for name, spec in specs.items()
+            }
+        ).checked()
         for specs, among in ((before, {"data": (1,)}), (after, None))
     )
     plan = plan_transfer(source, target, piece_bytes=64)

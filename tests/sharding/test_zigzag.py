@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from spmd_engine import Mesh, run
-from spmd_engine.comm.place import all_places
+from spmd_engine.comm.mesh_position import all_positions
 from spmd_engine.sharding import Layout
 from spmd_engine.sharding.zigzag import block_of, in_order
 
@@ -32,13 +32,13 @@ def test_what_is_dealt_and_joined_is_the_whole_again(axes, zigzag, length):
 
 
 def test_balanced_ranks_have_an_early_and_a_late_part():
-    places = all_places({"context": 2})
+    places = all_positions({"context": 2})
     layout = Layout.for_mesh(places[0], zigzag=True)
     assert [block_of(np.arange(8), "s", layout, place).tolist() for place in places] == [[0, 1, 6, 7], [2, 3, 4, 5]]
 
 
 def test_first_dims_may_be_left():
-    place = all_places({"data": 2, "context": 2})[3]
+    place = all_positions({"data": 2, "context": 2})[3]
     layout = Layout.for_mesh(place)
     whole = np.arange(24).reshape(4, 6)
     assert block_of(whole, "b s", layout, place, first=1).tolist() == whole[:, 3:].tolist()

@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spmd_engine.comm.place import Place
+from spmd_engine.comm.mesh_position import MeshPosition
 from spmd_engine.engine.plan import Storage, make_plan
 from spmd_engine.engine.reducer import IN_FLIGHT
 from spmd_engine.engine.stages import Division
@@ -18,7 +18,7 @@ CLASSES = ("parameters", "gradients", "optimizer state", "largest groups")
 
 def bytes_per_rank(
     model: Model,
-    places: Sequence[Place],
+    places: Sequence[MeshPosition],
     storage: Storage,
     itemsize: int,
     states: int,
@@ -67,7 +67,7 @@ class _Share:
 
 
 def _share(
-    model: Model, place: Place, layout: Layout, storage: Storage, itemsize: int, stages: Division, chunks: int
+    model: Model, place: MeshPosition, layout: Layout, storage: Storage, itemsize: int, stages: Division, chunks: int
 ) -> _Share:
     plan = make_plan(model, place, layout, itemsize, storage=storage, stages=stages, chunks_per_stage=chunks)
     owned = []

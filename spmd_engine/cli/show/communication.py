@@ -15,7 +15,7 @@ from spmd_engine.cli.show.options import mesh_option, model_option, output_optio
 from spmd_engine.cli.show.output import present
 from spmd_engine.cli.show.picture import BLUE, GREEN, ORANGE, PALE, PURPLE, SKY, YELLOW, Cell, Picture, table, text
 from spmd_engine.comm.mesh import parse_axes
-from spmd_engine.comm.place import all_places
+from spmd_engine.comm.mesh_position import all_positions
 from spmd_engine.errors import UsageError
 from spmd_engine.models.names import build_model
 from spmd_engine.planning import analyze
@@ -67,7 +67,7 @@ def communication(
       python -m spmd_engine show communication --mesh pipe=2,data=2 --micro-batches 2 --schedule zero-bubble
     """
     axes = parse_axes(mesh)
-    ranks = len(all_places(axes))
+    ranks = len(all_positions(axes))
     if rank >= ranks:
         raise UsageError(f"--rank {rank} with --mesh {mesh}: ranks are from 0 to {ranks - 1}")
     built = build_model(

@@ -14,7 +14,7 @@ from spmd_engine.cli.experts import mixture_of, mixture_options
 from spmd_engine.cli.options import read_config, run_folder
 from spmd_engine.cli.show.options import model_option
 from spmd_engine.comm.mesh import parse_axes
-from spmd_engine.comm.place import Place, all_places
+from spmd_engine.comm.mesh_position import MeshPosition, all_positions
 from spmd_engine.engine.composition import Composition
 from spmd_engine.errors import UsageError
 from spmd_engine.models import Model, build_model, layout_for
@@ -35,7 +35,12 @@ LOAD = "/load"  # ends the names of the side outputs that count tokens by expert
 @click.option("--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Of the run, its last ones.")
 @click.option("--layer", metavar="NAME", help="One layer, as in block0/moe. [default: all, together]")
 def experts(
-    model: str, mesh: str | None, experts_over: str | None, run: str | None, steps: int, layer: str | None,
+    model: str,
+    mesh: str | None,
+    experts_over: str | None,
+    run: str | None,
+    steps: int,
+    layer: str | None,
     **options: Any,
 ) -> None:
     """Print a line for each expert, with the part and the ranks that hold it, then one for each part. Of a --run, also
@@ -60,14 +65,14 @@ def experts(
         loads = mean_loads(run_folder(run), steps)
     built = build_model(model, mixture=mixture)
     composition.check(axes)
-    places = all_places(axes)
+    places = all_positions(axes)
     click.echo(f"{model}, mesh {places[0]}: inputs {_inputs(built, places[0], composition)}")
     click.echo(placement_text(built, places, _layout(built, places[0], composition), loads, layer))
 
 
 def placement_text(
     model: Model,
-    places: Sequence[Place],
+    places: Sequence[MeshPosition],
     layout: Layout,
     loads: Mapping[str, Sequence[float]] | None = None,
     layer: str | None = None,
@@ -114,11 +119,11 @@ def mean_loads(folder: Path, steps: int) -> dict[str, list[int]]:
     }
 
 
-def _layout(model: Model, place: Place, composition: Composition) -> Layout:
+def _layout(model: Model, place: MeshPosition, composition: Composition) -> Layout:
     return layout_for(model, place, experts_over=composition.expert_axes)
 
 
-def _inputs(model: Model, place: Place, composition: Composition) -> str:
+def _inputs(model: Model, place: MeshPosition, composition: Composition) -> str:
     return str(_layout(model, place, composition).spec(model.inputs))
 
 

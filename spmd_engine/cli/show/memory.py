@@ -16,7 +16,7 @@ from spmd_engine.cli.show.options import mesh_option, model_option, output_optio
 from spmd_engine.cli.show.output import present
 from spmd_engine.cli.show.picture import BLUE, GREEN, ORANGE, PURPLE, Cell, Picture, listed, table, text
 from spmd_engine.comm.mesh import parse_axes
-from spmd_engine.comm.place import all_places
+from spmd_engine.comm.mesh_position import all_positions
 from spmd_engine.engine.plan import Storage
 from spmd_engine.models.images import ImageShape
 from spmd_engine.models.names import build_model
@@ -66,7 +66,7 @@ def draw_memory(
     images: ImageShape | None = None,
 ) -> Picture:
     """A bar for each ZeRO stage, of the rank that holds most; with ``zero``, one for all ranks that hold the same."""
-    built, places = build_model(model, sample=images), all_places(axes)
+    built, places = build_model(model, sample=images), all_positions(axes)
     stages = range(4) if zero is None else [zero]
     itemsize, states = np.dtype(dtype).itemsize, STATES[optimizer]
     held = {stage: bytes_per_rank(built, places, Storage(stage), itemsize, states) for stage in stages}

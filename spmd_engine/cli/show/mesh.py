@@ -12,7 +12,7 @@ from spmd_engine.cli.show.options import output_option
 from spmd_engine.cli.show.output import present
 from spmd_engine.cli.show.picture import COLOURS, WIDEST, Cell, Picture, grid, listed, size, table, text
 from spmd_engine.comm.mesh import parse_axes
-from spmd_engine.comm.place import Place, all_places
+from spmd_engine.comm.mesh_position import MeshPosition, all_positions
 from spmd_engine.errors import UsageError
 
 MOST = 1024  # ranks
@@ -37,13 +37,13 @@ def mesh(axes: str, output: Path | None) -> None:
 
 def draw_mesh(axes: dict[str, int]) -> Picture:
     """The last two axes are a grid; each axis before them is a row, or a column, of boxes around it."""
-    ranks = np.arange(len(all_places(axes))).reshape(tuple(axes.values()))
+    ranks = np.arange(len(all_positions(axes))).reshape(tuple(axes.values()))
     if ranks.size > MOST:
-        raise UsageError(f"mesh {Place(axes, {})} has {ranks.size} ranks; at most {MOST} can be drawn")
+        raise UsageError(f"mesh {MeshPosition(axes, {})} has {ranks.size} ranks; at most {MOST} can be drawn")
     cells = _boxes(list(axes), ranks, ranks.shape[-1])
     rows = [("axis", "size", "groups: the ranks that a collective over this axis joins")]
     rows += [(axis, str(size), _groups(ranks, dim)) for dim, (axis, size) in enumerate(axes.items())]
-    title = f"mesh {Place(axes, {})}: {prod(axes.values())} ranks"
+    title = f"mesh {MeshPosition(axes, {})}: {prod(axes.values())} ranks"
     return Picture(title, cells, table(rows, "lrl"))
 
 

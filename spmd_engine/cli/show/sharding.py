@@ -15,7 +15,7 @@ from spmd_engine.cli.show.options import mesh_option, model_option, output_optio
 from spmd_engine.cli.show.output import present
 from spmd_engine.cli.show.picture import COLOURS, Picture, grid, listed
 from spmd_engine.comm.mesh import parse_axes
-from spmd_engine.comm.place import Place, all_places
+from spmd_engine.comm.mesh_position import MeshPosition, all_positions
 from spmd_engine.engine.plan import PIPE, make_plan
 from spmd_engine.errors import UsageError
 from spmd_engine.models import ImageShape, build_model, layout_for
@@ -53,7 +53,7 @@ def sharding(
       python -m spmd_engine show sharding "v/model,data d" --shape 257,96 --mesh data=2,model=2
       python -m spmd_engine show sharding --param block0/mlp/w0 --model gpt-nano --mesh data=2,model=4
     """
-    places = all_places(parse_axes(mesh))
+    places = all_positions(parse_axes(mesh))
     if param:
         if spec or shape:
             raise UsageError("show sharding: give either SHARDING and --shape, or --param and --model")
@@ -76,8 +76,8 @@ def parse_shape(text: str) -> tuple[int, ...]:
 
 
 def parameter_sharding(
-    model: str, name: str, places: Sequence[Place], images: ImageShape | None = None
-) -> tuple[Spec, tuple[int, ...], Sequence[Place]]:
+    model: str, name: str, places: Sequence[MeshPosition], images: ImageShape | None = None
+) -> tuple[Spec, tuple[int, ...], Sequence[MeshPosition]]:
     """How a model's parameter is cut by the customary layout, its whole shape, and the places whose stage has it."""
     built = build_model(model, sample=images)
     layout = layout_for(built, places[0])
@@ -92,7 +92,7 @@ def parameter_sharding(
     return layout.spec(parameter.dims), shape, having
 
 
-def draw_sharding(spec: Spec, shape: Sequence[int], places: Sequence[Place], name: str = "") -> Picture:
+def draw_sharding(spec: Spec, shape: Sequence[int], places: Sequence[MeshPosition], name: str = "") -> Picture:
     """The blocks of an array of the whole ``shape`` over these ranks of a mesh; ``name`` begins the title."""
     mesh = places[0]
     blocks = [spec.block(shape, place) for place in places]
@@ -129,7 +129,7 @@ def draw_sharding(spec: Spec, shape: Sequence[int], places: Sequence[Place], nam
     return Picture(title, cells, notes=notes)
 
 
-def _rank(place: Place) -> int:
+def _rank(place: MeshPosition) -> int:
     return place.index(place.axes)
 
 
@@ -140,7 +140,7 @@ def _drawn(cut: Sequence[int], dims: int) -> tuple[int | None, ...]:
     return tuple(cut) if cut else (None, None)
 
 
-def _part(spec: Spec, dim: int | None, place: Place) -> int:
+def _part(spec: Spec, dim: int | None, place: MeshPosition) -> int:
     """Which part of a dim a rank has, counted along it."""
     return place.index(spec.dims[dim][1] if dim is not None else ())
 
@@ -178,7 +178,7 @@ def _sizes(blocks: Sequence[Sequence[slice]]) -> str:
     return f"Uneven: a rank holds from {_by(held[0])} to {_by(held[-1])}."
 
 
-def _not_drawn(spec: Spec, dim: int, places: Sequence[Place], blocks: Sequence[Sequence[slice]]) -> str:
+def _not_drawn(spec: Spec, dim: int, places: Sequence[MeshPosition], blocks: Sequence[Sequence[slice]]) -> str:
     """``h/context is not drawn: 0:2 on ranks 0,2; 2:4 on ranks 1,3.``"""
     letter, axes = spec.dims[dim]
     ranks: dict[str, list[int]] = defaultdict(list)

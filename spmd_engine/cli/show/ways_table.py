@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from spmd_engine.comm.place import all_places
+from spmd_engine.comm.mesh_position import all_positions
 from spmd_engine.comm.slot_table import room_of
 from spmd_engine.comm.transports.hierarchical import even_nodes
 from spmd_engine.comm.tuning import Tuning
@@ -19,7 +19,7 @@ def ways_on_mesh(operation: str, axes: Mapping[str, int], nodes: int) -> list[st
 
     Its ranks are on so many ``nodes``, one after the other; each has a core, and sends ordinary arrays, all as long.
     """
-    places = all_places(axes)
+    places = all_positions(axes)
     hosts = [rank * nodes // len(places) for rank in range(len(places))]
     lines = []
     for names in [*([(name,) for name, size in axes.items() if size > 1]), *([tuple(axes)] if len(axes) > 1 else [])]:

@@ -13,7 +13,7 @@ Over = str | Iterable[str] | None  #: one axis, several, or None for all
 MOST = 1 << 16  # ranks: beyond, listing them all takes longer than anybody waits
 
 
-class Place:
+class MeshPosition:
     """The axes of a mesh, and one rank's coordinates on them: enough to cut arrays by. A Mesh is one, with ranks."""
 
     axes: Mapping[str, int]
@@ -33,11 +33,14 @@ class Place:
             position = position * self.axes[name] + self.coordinates[name]
         return position
 
-    def peers(self, over: Over) -> list[Place]:
+    def peers(self, over: Over) -> list[MeshPosition]:
         """The ranks that differ from this one only along ``over``, itself among them, as ``Mesh.group`` orders them."""
         names = self._names(over)
         everywhere = product(*(range(self.axes[name]) for name in names))
-        return [Place(self.axes, {**self.coordinates, **dict(zip(names, where, strict=True))}) for where in everywhere]
+        return [
+            MeshPosition(self.axes, {**self.coordinates, **dict(zip(names, where, strict=True))})
+            for where in everywhere
+        ]
 
     def _names(self, over: Over) -> tuple[str, ...]:
         if over is None:
@@ -54,18 +57,18 @@ class Place:
         return ",".join(f"{axis}={size}" for axis, size in self.axes.items())
 
     def __repr__(self) -> str:
-        return f"Place({self}: {dict(self.coordinates)})"
+        return f"MeshPosition({self}: {dict(self.coordinates)})"
 
 
-def all_places(axes: Mapping[str, int]) -> list[Place]:
+def all_positions(axes: Mapping[str, int]) -> list[MeshPosition]:
     """Every rank of a mesh with these axes, in rank order: the last axis varies fastest.
 
     Raises MeshError for an axis of size 0, and for more ranks than anybody wants to see listed.
 
-    >>> [place.coordinates["model"] for place in all_places({"data": 2, "model": 2})]
+    >>> [place.coordinates["model"] for place in all_positions({"data": 2, "model": 2})]
     [0, 1, 0, 1]
     """
-    mesh = Place(axes, {})
+    mesh = MeshPosition(axes, {})
     if 0 in axes.values() or prod(axes.values()) > MOST:
         raise MeshError(f"mesh {mesh}: sizes are from 1, and together at most {MOST} ranks here")
     return mesh.peers(None)
