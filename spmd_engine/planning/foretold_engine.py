@@ -159,10 +159,11 @@ class RecordedLayer(Layer):
         sums = None
         if "weights" in kept.names:
             sums = GradientSums(_flat(kept.call.p))
-        piece = self._passes.find(kept.call, kept.names, _plain(kept.call.side), sums)
-        kept.under_way = self._recorder.repeat(piece, kept.under_way)
-        kept.take(piece, self._recorder.meter, kept.arrays)
-        return ShapedArray.new(*piece.result)
+        with self._recorder.phase(self._at(BACKWARD_INPUT, kept.micro_batch)):  # it may begin something else
+            piece = self._passes.find(kept.call, kept.names, _plain(kept.call.side), sums)
+            kept.under_way = self._recorder.repeat(piece, kept.under_way)
+            kept.take(piece, self._recorder.meter, kept.arrays)
+            return ShapedArray.new(*piece.result)
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
