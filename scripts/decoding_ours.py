@@ -11,7 +11,7 @@ from spmd_engine.comm.world import world
 from spmd_engine.engine import AdamW
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.composition import ModelConfig
-from spmd_engine.serving import Limits, generate
+from spmd_engine.serving import StoppingCriteria, generate
 from spmd_engine.serving.next_tokens import NextTokens, call
 from spmd_engine.serving.options import SamplingOptions
 
@@ -24,7 +24,7 @@ def main() -> None:
 
         def write(batch):
             prompts = tokens(batch, PROMPT, vocabulary).tolist()
-            return lambda: generate(engine, prompts, limits=Limits(NEW))
+            return lambda: generate(engine, prompts, limits=StoppingCriteria(NEW))
 
         def read(length):
             text = tokens(1, length, vocabulary)[0].tolist()

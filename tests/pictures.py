@@ -4,8 +4,8 @@ import numpy as np
 
 from spmd_engine import Mesh, run
 from spmd_engine.engine import SGD, LayeredEngine, schedules
+from spmd_engine.engine.assignment import Storage
 from spmd_engine.engine.batch import batch_of
-from spmd_engine.engine.plan import Storage
 from spmd_engine.models import ImageShape, convnet, layout_for, resnet
 from spmd_engine.training import Trainer
 
@@ -19,9 +19,7 @@ def small_convnet(**how):
 
 
 def small_resnet(bottleneck=False, large=True, **how):
-    return resnet(
-        SHAPE, "resnet-test", blocks=(1, 2), width=3, bottleneck=bottleneck, large=large, **how
-    )
+    return resnet(SHAPE, "resnet-test", blocks=(1, 2), width=3, bottleneck=bottleneck, large=large, **how)
 
 
 def pictures(step, shape=SHAPE, batch=BATCH):

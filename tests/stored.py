@@ -7,7 +7,7 @@ import pytest
 
 import tiny
 from spmd_engine.arrays.backend import CPU
-from spmd_engine.engine.plan import make_plan
+from spmd_engine.engine.assignment import assign
 from spmd_engine.engine.storage import GroupStorage
 from spmd_engine.models import gpt
 from spmd_engine.sharding import Layout
@@ -31,9 +31,9 @@ class Parts:
 
     def __init__(self, model, mesh, storage, *, kind=GroupStorage):
         self.model, self.layers = model, range(len(model.layers))
-        self.plan = make_plan(model, mesh, Layout.for_mesh(mesh), FLOAT.itemsize, storage=storage)
+        self.assignment = assign(model, mesh, Layout.for_mesh(mesh), FLOAT.itemsize, storage=storage)
         zero = storage.stage(mesh.axes)
-        self.storages = [kind(group, mesh, zero, FLOAT, CPU) for group in self.plan.groups]
+        self.storages = [kind(group, mesh, zero, FLOAT, CPU) for group in self.assignment.groups]
         self.whole = {n: integers(shape, i) for i, (n, (_, shape)) in enumerate(model.parameters())}
         for each in self.storages:
             flat = np.zeros(each.group.size)
@@ -46,7 +46,7 @@ class Parts:
 
     def used(self, *layers):
         """The groups that some layers use, in the order of use."""
-        names = [full for layer in layers for full in self.plan.uses[layer].values()]
+        names = [full for layer in layers for full in self.assignment.uses[layer].values()]
         return list(dict.fromkeys(self.of_name[name] for name in names))
 
     def gathered(self):

@@ -179,6 +179,16 @@ def written():
             yield getattr(node.func.value, "id", getattr(node.func.value, "attr", ""))
 
 
+def test_classes_have_names_of_their_own():
+    """One word, one meaning; but a page of ``strategies`` may be called as the layer that it explains."""
+    found = {}
+    for file in FILES:
+        for node in nodes_of(file):
+            if isinstance(node, ast.ClassDef) and not str(file).startswith("strategies/"):
+                found.setdefault(node.name, []).append(str(file))
+    assert {name: files for name, files in found.items() if len(files) > 1} == {}
+
+
 def test_tables_are_never_written():
     """A module's UPPER_CASE list or dict is a constant; so nobody may change it, here or elsewhere."""
     tables = {

@@ -4,8 +4,8 @@ import numpy as np
 
 from spmd_engine import Mesh, run
 from spmd_engine.engine import AdamW, LayeredEngine
+from spmd_engine.engine.assignment import Storage
 from spmd_engine.engine.batch import make_batch
-from spmd_engine.engine.plan import Storage
 from spmd_engine.models import GPTSize, gpt
 from spmd_engine.sharding import Layout
 from spmd_engine.sharding.groups import THRESHOLD
@@ -42,9 +42,7 @@ def tokens(step):
 
 def batch(engine, step, micro_batches=2):
     inputs, targets = tokens(step)
-    return make_batch(
-        lambda samples: (inputs[samples], targets[samples]), BATCH, micro_batches, engine, step=step
-    )
+    return make_batch(lambda samples: (inputs[samples], targets[samples]), BATCH, micro_batches, engine, step=step)
 
 
 def make_engine(

@@ -40,7 +40,7 @@ _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclass
-class Tensor:
+class TensorToWrite:
     """One to be written: the parameters in it, and where in which file it begins."""
 
     name: str
@@ -112,7 +112,7 @@ def export_adapters(
 
 def _write(
     arrays: Mapping[str, Sliceable],
-    tensors: Sequence[Tensor],
+    tensors: Sequence[TensorToWrite],
     heads: Mapping[str, bytes],
     dtype: np.dtype,
     folder: Path,
@@ -155,9 +155,9 @@ def _write(
                 _unfinished(folder, file).unlink(missing_ok=True)
 
 
-def tensors_of(model: Model, names: Names) -> list[Tensor]:
+def tensors_of(model: Model, names: Names) -> list[TensorToWrite]:
     """What is to be written of a model, in the order of its parameters' names."""
-    found: dict[str, Tensor] = {}
+    found: dict[str, TensorToWrite] = {}
     sizes = {f"{name}/{own}": layer.sizes for name, layer in model.layers for own in layer.parameters}
     dims = {name: parameter.dims for name, (parameter, _) in model.parameters()}
     for name, ways in names:
@@ -165,13 +165,13 @@ def tensors_of(model: Model, names: Names) -> list[Tensor]:
         whole = tuple(prod(letters) for letters in view.split)
         if view.stored.rows is not None:
             whole = view.stored.rows[2], *whole[1:]
-        found.setdefault(ways[0].tensor, Tensor(ways[0].tensor, whole)).parts[name] = view
+        found.setdefault(ways[0].tensor, TensorToWrite(ways[0].tensor, whole)).parts[name] = view
     return list(found.values())
 
 
-def _lay_out(tensors: list[Tensor], dtype: np.dtype, said: str, largest: int) -> dict[str, bytes]:
+def _lay_out(tensors: list[TensorToWrite], dtype: np.dtype, said: str, largest: int) -> dict[str, bytes]:
     """Give each tensor its file and its place there; the header of each file."""
-    files: list[list[Tensor]] = [[]]
+    files: list[list[TensorToWrite]] = [[]]
     for each in tensors:
         if files[-1] and sum(one.nbytes(dtype) for one in [*files[-1], each]) > largest:
             files.append([])
@@ -185,7 +185,7 @@ def _lay_out(tensors: list[Tensor], dtype: np.dtype, said: str, largest: int) ->
     return heads
 
 
-def _header(held: Sequence[Tensor], dtype: np.dtype, said: str) -> bytes:
+def _header(held: Sequence[TensorToWrite], dtype: np.dtype, said: str) -> bytes:
     """Of one file; gives each tensor its place there."""
     head = header([(each.name, said, each.shape) for each in held], {"format": "pt"})
     offset = len(head)
@@ -196,8 +196,8 @@ def _header(held: Sequence[Tensor], dtype: np.dtype, said: str) -> bytes:
 
 
 def _pieces(
-    arrays: Mapping[str, Sliceable], tensors: Sequence[Tensor]
-) -> Iterator[tuple[Tensor, str, tuple[slice, ...]]]:
+    arrays: Mapping[str, Sliceable], tensors: Sequence[TensorToWrite]
+) -> Iterator[tuple[TensorToWrite, str, tuple[slice, ...]]]:
     """All parts that are written at a time: rows of a parameter."""
     for tensor in tensors:
         for name, view in tensor.parts.items():

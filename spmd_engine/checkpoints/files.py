@@ -31,7 +31,7 @@ IN_CACHE = 1 << 18  #: bytes that are hashed, and then looked at while they are 
 
 
 @dataclass(frozen=True)
-class Source:
+class BlockToWrite:
     """A block to be written: what it is, known before it is there."""
 
     name: str
@@ -49,7 +49,7 @@ class Written:
     sha256: str  #: of its bytes
 
 
-def write_blocks(path: Path, blocks: Sequence[Source], facts: Mapping[str, str]) -> list[Written]:
+def write_blocks(path: Path, blocks: Sequence[BlockToWrite], facts: Mapping[str, str]) -> list[Written]:
     """Write a new file of blocks, one after the other, each with a name of its own, and see it onto the disk.
 
     Beside that, threads hash the blocks and look at their values: what takes longer, the disk or they, is what a file

@@ -16,7 +16,7 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.checkpoints.dtypes import DTYPES
-from spmd_engine.checkpoints.manifest import Block, StoredArray
+from spmd_engine.checkpoints.manifest import StoredArray, StoredBlock
 from spmd_engine.comm.agreement import on_all_ranks
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import CheckpointError, UsageError
@@ -29,7 +29,7 @@ AT_ONCE = 64 << 20  #: bytes a rank, about, that are read before others get thei
 READERS = 2  #: threads that read and hash for a rank
 
 #: Reads and checks one block, into an array if one is given: (name, array, block, out) -> its elements.
-Read = Callable[[str, StoredArray, Block, np.ndarray | None], np.ndarray]
+Read = Callable[[str, StoredArray, StoredBlock, np.ndarray | None], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def _wait(group: Group, reading: Sequence[Future]) -> None:
         raise CheckpointError(str(error)) from None
 
 
-def _as_read(array: Wanted, dealt: Sequence[Sequence[Block]]) -> ArrayPlacement:
+def _as_read(array: Wanted, dealt: Sequence[Sequence[StoredBlock]]) -> ArrayPlacement:
     """Where the blocks of an array are when they have been read."""
     held = tuple(tuple(block.rectangle for block in blocks) for blocks in dealt)
     return ArrayPlacement(array.stored.shape, array.dtype, held, held)
@@ -111,9 +111,9 @@ def _batches(arrays: Sequence[Wanted], most: int) -> Iterator[list[Wanted]]:
         yield batch
 
 
-def _dealt(array: Wanted, loads: list[int]) -> list[list[Block]]:
+def _dealt(array: Wanted, loads: list[int]) -> list[list[StoredBlock]]:
     """Which blocks each rank reads: of those who want some of one, it is who has least to read; ``loads`` grow."""
-    dealt: list[list[Block]] = [[] for _ in loads]
+    dealt: list[list[StoredBlock]] = [[] for _ in loads]
     blocks = array.stored.blocks
     ranks = _wanting(tuple(each.rectangle for each in blocks), array.placed.held)
     for block, wanting in zip(blocks, ranks, strict=True):
@@ -136,7 +136,7 @@ def _wanting(blocks: tuple[Rectangle, ...], held: tuple[Rectangles, ...]) -> lis
     ]
 
 
-def _place(array: Wanted, block: Block, rank: int) -> np.ndarray:
+def _place(array: Wanted, block: StoredBlock, rank: int) -> np.ndarray:
     """Where this rank reads a block to: where it belongs, or new memory."""
     (held,) = array.placed.held[rank]
     if block.rectangle in held:

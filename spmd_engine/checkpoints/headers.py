@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from spmd_engine.checkpoints.files import block_name
-from spmd_engine.checkpoints.manifest import Block, StoredArray
+from spmd_engine.checkpoints.manifest import StoredArray, StoredBlock
 from spmd_engine.errors import CheckpointError
 from spmd_engine.formats.safetensors_file import read_header
 
@@ -21,7 +21,7 @@ class Headers:
         self._folder, self._step = folder, step
         self._read: dict[str, Said] = {}
 
-    def check(self, name: str, array: StoredArray, block: Block) -> None:
+    def check(self, name: str, array: StoredArray, block: StoredBlock) -> None:
         """Raise CheckpointError unless the file says the same of a block: its array, dtype, place and step."""
         if block.file not in self._read:
             path = self._folder / block.file

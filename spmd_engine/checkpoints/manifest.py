@@ -32,7 +32,7 @@ _LARGEST = 1 << 62
 
 
 @dataclass(frozen=True)
-class Block:
+class StoredBlock:
     """A rectangle of an array, in a file."""
 
     rectangle: Rectangle
@@ -47,7 +47,7 @@ class StoredArray:
 
     shape: tuple[int, ...]
     dtype: str  #: as safetensors files call it
-    blocks: tuple[Block, ...]
+    blocks: tuple[StoredBlock, ...]
 
     @property
     def nbytes(self) -> int:
@@ -177,7 +177,7 @@ def _array(content: Any) -> StoredArray:
         rectangle = Rectangle(_wholes(start), _wholes(stop))
         if len(rectangle.start) != len(rectangle.stop):
             raise ValueError(f"a block from {start} to {stop}")
-        blocks.append(Block(rectangle, _matched(_FILE, file), _whole(offset), _matched(_HASH, sha256)))
+        blocks.append(StoredBlock(rectangle, _matched(_FILE, file), _whole(offset), _matched(_HASH, sha256)))
     return StoredArray(shape, content["dtype"], tuple(blocks))
 
 

@@ -17,7 +17,7 @@ from spmd_engine.checkpoints.files import is_finite, read_block
 from spmd_engine.checkpoints.fill import Wanted, fill
 from spmd_engine.checkpoints.folder import CHECKPOINTS, MANIFEST, find_checkpoint, step_in_name
 from spmd_engine.checkpoints.headers import LARGEST, Headers
-from spmd_engine.checkpoints.manifest import MODEL, OPTIMIZER, RESIDUES, Block, Manifest, StoredArray
+from spmd_engine.checkpoints.manifest import MODEL, OPTIMIZER, RESIDUES, Manifest, StoredArray, StoredBlock
 from spmd_engine.checkpoints.save import mesh_name
 from spmd_engine.comm.agreement import text_from_rank_zero
 from spmd_engine.engine.base import ShardedEngine
@@ -55,7 +55,9 @@ class Checkpoint(Mapping):
         arrays = self.manifest.sections.get(name, {})
         return {each: _sliceable(each, array, self.read_block) for each, array in arrays.items()}
 
-    def read_block(self, name: str, array: StoredArray, block: Block, out: np.ndarray | None = None) -> np.ndarray:
+    def read_block(
+        self, name: str, array: StoredArray, block: StoredBlock, out: np.ndarray | None = None
+    ) -> np.ndarray:
         """One block of an array of this manifest, in ``out`` (contiguous, of its shape and dtype) if that is given.
 
         Raises CheckpointError unless hash, header and values are sound.
@@ -244,9 +246,9 @@ def _take_residues(checkpoint: Checkpoint, engine: ShardedEngine) -> None:
 
 def _sliceable(name: str, array: StoredArray, read_block: Callable[..., np.ndarray]) -> Sliceable:
     dtype = DTYPES[array.dtype]
-    last: list[tuple[Block, np.ndarray]] = []  # of many small slices, most are of the block before
+    last: list[tuple[StoredBlock, np.ndarray]] = []  # of many small slices, most are of the block before
 
-    def loaded(block: Block) -> np.ndarray:
+    def loaded(block: StoredBlock) -> np.ndarray:
         if not last or last[0][0] is not block:
             last[:] = [(block, read_block(name, array, block))]
         return last[0][1]

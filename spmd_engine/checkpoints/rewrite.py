@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from spmd_engine.checkpoints.dtypes import DTYPES
-from spmd_engine.checkpoints.files import Source, block_name, header, read_block, write_blocks
+from spmd_engine.checkpoints.files import BlockToWrite, block_name, header, read_block, write_blocks
 from spmd_engine.checkpoints.folder import CheckpointFolder, discard
 from spmd_engine.checkpoints.headers import read_file_header
-from spmd_engine.checkpoints.manifest import Arrays, Block, StoredArray
+from spmd_engine.checkpoints.manifest import Arrays, StoredArray, StoredBlock
 from spmd_engine.checkpoints.read import Checkpoint, Sliceable
 from spmd_engine.checkpoints.save import deal, file_name, stored_arrays
 from spmd_engine.comm.agreement import on_rank_zero
@@ -124,12 +124,12 @@ def _arrays(checkpoint: Checkpoint, section: str) -> Arrays:
     return checkpoint.manifest.sections[section]
 
 
-def _read(checkpoint: Checkpoint, name: str, array: StoredArray, block: Block) -> np.ndarray:
+def _read(checkpoint: Checkpoint, name: str, array: StoredArray, block: StoredBlock) -> np.ndarray:
     said, shape = f"{name}{block.rectangle}", block.rectangle.shape
     return read_block(checkpoint.path / block.file, block.offset, shape, DTYPES[array.dtype], block.sha256, said)
 
 
-def _write_rectangle(path: Path, offset: int, array: StoredArray, block: Block, data: np.ndarray) -> None:
+def _write_rectangle(path: Path, offset: int, array: StoredArray, block: StoredBlock, data: np.ndarray) -> None:
     """Into the place that a rectangle has in a file where the whole array begins at ``offset``."""
     if not data.size:
         return
@@ -138,15 +138,14 @@ def _write_rectangle(path: Path, offset: int, array: StoredArray, block: Block, 
     whole.flush()
 
 
-def _source(name: str, array: Sliceable, piece: Rectangle) -> Source:
-    return Source(block_name(name, piece, array.shape), piece.shape, array.dtype, lambda: array[piece.index])
+def _source(name: str, array: Sliceable, piece: Rectangle) -> BlockToWrite:
+    return BlockToWrite(block_name(name, piece, array.shape), piece.shape, array.dtype, lambda: array[piece.index])
 
 
 def _whole_on_all(arrays: Arrays, ranks: int) -> Placement:
-    return Placement({
-        name: ArrayPlacement.of_rectangles(
-            each.shape, DTYPES[each.dtype], [(Rectangle.whole(each.shape),)] * ranks
-        )
-        for name, each in arrays.items()
-    })
-
+    return Placement(
+        {
+            name: ArrayPlacement.of_rectangles(each.shape, DTYPES[each.dtype], [(Rectangle.whole(each.shape),)] * ranks)
+            for name, each in arrays.items()
+        }
+    )

@@ -15,9 +15,9 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.checkpoints.dtypes import dtype_name
-from spmd_engine.checkpoints.files import Source, Written, block_name, write_blocks
+from spmd_engine.checkpoints.files import BlockToWrite, Written, block_name, write_blocks
 from spmd_engine.checkpoints.folder import CheckpointFolder, discard
-from spmd_engine.checkpoints.manifest import MODEL, OPTIMIZER, RESIDUES, Arrays, Block, Manifest, StoredArray
+from spmd_engine.checkpoints.manifest import MODEL, OPTIMIZER, RESIDUES, Arrays, Manifest, StoredArray, StoredBlock
 from spmd_engine.comm.agreement import gather_json, on_rank_zero, text_from_rank_zero
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.optimizers import Optimizer
@@ -133,7 +133,7 @@ class Save:
             f"{self._folder.path}: step {self.step} could not be saved ({why}); what was saved before is there"
         )
 
-    def _write(self, blocks: Mapping[str, Sequence[Source]]) -> None:
+    def _write(self, blocks: Mapping[str, Sequence[BlockToWrite]]) -> None:
         try:
             for section, own in blocks.items():
                 if own:
@@ -161,11 +161,11 @@ def stored_arrays(
     section: str, placement: Placement, pieces: Sequence[Sequence[Piece]], written: Sequence[Sequence[Written]]
 ) -> Arrays:
     """A section of the manifest: of every rank the pieces that it was dealt, and where it has written each of them."""
-    blocks: dict[str, list[Block]] = {name: [] for name in placement}
+    blocks: dict[str, list[StoredBlock]] = {name: [] for name in placement}
     dtypes: dict[str, str] = {}  # as written: of optimizer state a placement does not know them
     for rank, (own, places) in enumerate(zip(pieces, written, strict=True)):
         for (name, rectangle), place in zip(own, places, strict=True):
-            blocks[name].append(Block(rectangle, file_name(section, rank), place.offset, place.sha256))
+            blocks[name].append(StoredBlock(rectangle, file_name(section, rank), place.offset, place.sha256))
             dtypes[name] = place.dtype
     return {
         name: StoredArray(array.shape, dtypes.get(name) or dtype_name(array.dtype, name), tuple(blocks[name]))
@@ -255,14 +255,14 @@ def mesh_name(engine: ShardedEngine) -> str:
     return f"{mesh} on nodes {','.join(str(hosts.index(node)) for node in mesh.nodes_by_rank)}"
 
 
-def _blocks(share: Shares, rank: int) -> Iterator[Source]:
+def _blocks(share: Shares, rank: int) -> Iterator[BlockToWrite]:
     """The blocks that this rank writes, with names for readers of its file."""
     for name, piece, block in share.mine(rank):
         named = block_name(name, piece, share.placement[name].shape)
-        yield Source(named, block.shape, block.dtype, partial(_itself, block))
+        yield BlockToWrite(named, block.shape, block.dtype, partial(_itself, block))
 
 
-def _copied(block: Source) -> Source:
+def _copied(block: BlockToWrite) -> BlockToWrite:
     x = block.read()
     return replace(block, read=partial(_itself, np.array(backend_of(x).to_host(x), order="C", copy=True)))
 

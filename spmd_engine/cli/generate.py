@@ -16,7 +16,7 @@ from spmd_engine.cli.text_model import TextModel, open_text_model, text_model_op
 from spmd_engine.comm.agreement import text_from_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.errors import UsageError
-from spmd_engine.serving import Completion, Limits
+from spmd_engine.serving import Completion, StoppingCriteria
 from spmd_engine.serving import generate as generate_texts
 from spmd_engine.serving.generation import BATCH, OnText
 from spmd_engine.serving.options import LARGEST
@@ -74,7 +74,7 @@ def generate(run, model, adapter, dtype, mesh, device, check, **options: Any) ->
         sampling = said.sampling.with_given(**given, seed=options["seed"])
         if options["greedy"]:
             sampling = sampling.changed(sample=False)
-        limits = Limits(
+        limits = StoppingCriteria(
             options["tokens"] or said.tokens or TOKENS,
             () if options["ignore_end"] else served.ends,
             tuple(options["stop"]),

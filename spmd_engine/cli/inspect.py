@@ -20,7 +20,7 @@ from spmd_engine.cli.show.bytes_per_rank import CLASSES, bytes_per_rank
 from spmd_engine.cli.show.experts import placement_text
 from spmd_engine.comm.mesh import parse_axes
 from spmd_engine.comm.mesh_position import MeshPosition, all_positions
-from spmd_engine.engine.plan import PIPE, Plan, homes_of, make_plan
+from spmd_engine.engine.assignment import PIPE, Assignment, assign, homes_of
 from spmd_engine.launchers import launcher_rank
 from spmd_engine.layers import Parameter
 from spmd_engine.models import Model, layout_for
@@ -65,7 +65,7 @@ def inspect(model: str, images: str | None, mesh: str | None, dtype: str, **opti
     itemsize = np.dtype(dtype).itemsize
     stages, storage, chunks = composition.division, composition.storage, composition.schedule_on(axes).chunks
     plans = [
-        make_plan(built, place, layout, itemsize, storage=storage, stages=stages, chunks_per_stage=chunks)
+        assign(built, place, layout, itemsize, storage=storage, stages=stages, chunks_per_stage=chunks)
         for place in _one_a_stage(places)
     ]
     console = Console(highlight=False, width=None)
@@ -95,7 +95,7 @@ def _one_a_stage(places: Sequence[MeshPosition]) -> list[MeshPosition]:
     return [place for place in places if not any(n for axis, n in place.coordinates.items() if axis != PIPE)]
 
 
-def _parameters(model: Model, place: MeshPosition, layout: Layout, plan: Plan | None) -> Table:
+def _parameters(model: Model, place: MeshPosition, layout: Layout, plan: Assignment | None) -> Table:
     columns = ["parameter", "sharding", "whole shape", "on the first rank", *(["stages"] if plan else [])]
     table = Table(*columns, box=None, header_style="bold")
     homes = homes_of(model, layout, place)

@@ -15,7 +15,7 @@ from spmd_engine.comm.dissemination import Agreed, disseminate, words_of
 from spmd_engine.comm.pending import RanksEnded, Steps
 from spmd_engine.comm.prepared_call import PreparedCall
 from spmd_engine.comm.rendezvous import meet
-from spmd_engine.comm.signature import Call, Signature, Signatures
+from spmd_engine.comm.signature import NumberedCall, Signature, Signatures
 from spmd_engine.comm.transports.messages import AGREEMENT, tag
 
 
@@ -42,7 +42,9 @@ class Agreement:
         if self._table is None:
             return (yield from self._between_nodes(call, number, x, shown, result))
         signature, expected = call.signature, call.expected
-        met = yield from meet(self._table, Call(number, signature), x if signature.inline else shown, result, expected)
+        met = yield from meet(
+            self._table, NumberedCall(number, signature), x if signature.inline else shown, result, expected
+        )
         found = met.signatures
         if found is not expected or signature.operation == "refuse":
             rendezvous.check(met, signature, self._axes, self._check)
@@ -72,7 +74,7 @@ class Agreement:
         if not agreed.same or call.signature.operation == "refuse":
             text = x if call.signature.shape is None else None
             told = call.signature if text is not None else replace(call.signature, inline=0)
-            yield from rendezvous.explain(self._comm, Call(number, told), text, self._axes)
+            yield from rendezvous.explain(self._comm, NumberedCall(number, told), text, self._axes)
         rows, root = agreed.rows, None
         if rows is not None and broadcasts:
             root = Signature.unpack(rows[0])
@@ -92,7 +94,7 @@ class Agreement:
         words = words_of(terms.sizes)
         try:
             expected = call.expected if call.expected is not None else Signatures([terms] * lanes.local.size)
-            met = yield from meet(lanes.table, Call(number, terms), shown, result, expected)
+            met = yield from meet(lanes.table, NumberedCall(number, terms), shown, result, expected)
         except RanksEnded as error:
             ended = error
         else:

@@ -17,7 +17,7 @@ from spmd_engine.comm.communicator import Communicator
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.pending import TIMEOUT, Pending, Steps
 from spmd_engine.comm.prepared_call import PreparedCall
-from spmd_engine.comm.signature import Call, Signature, Signatures
+from spmd_engine.comm.signature import NumberedCall, Signature, Signatures
 from spmd_engine.comm.slot_table import LEFT
 from spmd_engine.comm.ways import blocking_at_most, inline_at_most
 from spmd_engine.errors import SpmdError, UsageError
@@ -206,7 +206,7 @@ class Operation(Pending):
 
     def describe(self) -> str:
         operation, axes, label = self._call.where
-        what = str(Call(self._number, self._call.signature)) if self._number else operation
+        what = str(NumberedCall(self._number, self._call.signature)) if self._number else operation
         calls = self._calls
         return f"{what} over {axes!r}{f' ({label})' if label else ''}, group rank {calls.rank} of {calls.size}"
 

@@ -17,10 +17,10 @@ from spmd_engine.comm.prepared_call import PreparedCall
 from spmd_engine.comm.rendezvous import Rendezvous
 from spmd_engine.comm.spans import spans
 from spmd_engine.comm.staging import copied, is_reachable, packed, ready, shapes_of
-from spmd_engine.comm.transports.exchange import Exchange
 from spmd_engine.comm.transports.hierarchical import Hierarchical
 from spmd_engine.comm.transports.messages import Messages
 from spmd_engine.comm.transports.shared_memory import SharedMemory, keeps_apart, readable, readable_with_result
+from spmd_engine.comm.transports.transport import Transport
 from spmd_engine.comm.ways import Facts, Way, between_nodes, way, within_node
 from spmd_engine.errors import UsageError
 
@@ -214,7 +214,7 @@ class CollectiveSteps:
         """One number from each rank, of which this one gives each ``mine``."""
         sent, comes = np.array(mine, np.int64), np.empty(self._size, np.int64)
         each = spans([1] * self._size)
-        data: Exchange = self._library or self._messages
+        data: Transport = self._library or self._messages
         yield from data.all_to_all(number, sent, each, comes, each, last=False)
         comes[self._rank] = sent[self._rank]
         return comes
@@ -235,7 +235,7 @@ class CollectiveSteps:
 
     def _transport(
         self, call: PreparedCall, number: int, met: Rendezvous | None, agreed: Agreed, size: int
-    ) -> Exchange:
+    ) -> Transport:
         """What moves the data of a call on which all have agreed: ``size`` bytes, of all ranks or of each."""
         comm, tuning = self._comm, self._comm.tuning
         facts = Facts(
@@ -263,14 +263,14 @@ class CollectiveSteps:
         comm.turns.over(number)
         return self._messages
 
-    def _local(self, call: PreparedCall, met: Rendezvous) -> Exchange:
+    def _local(self, call: PreparedCall, met: Rendezvous) -> Transport:
         """What moves a hierarchical call's data within this node."""
         shown = met.results_shown if call.signature.operation == "all_gather" else met.shown
         if within_node(shown) is Way.SHARED_MEMORY:
             return SharedMemory(met, self._comm.tuning)
         return Messages(self._lanes.local)
 
-    def _lane(self, number: int, facts: Facts) -> Exchange:
+    def _lane(self, number: int, facts: Facts) -> Transport:
         """What moves the data of a lane: of each node's bytes, its part."""
         lanes, size = self._lanes, facts.size // self._lanes.local.size
         facts = facts._replace(size=size, ranks=lanes.lane.size, library=self._lane_library is not None)

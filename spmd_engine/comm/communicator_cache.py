@@ -9,7 +9,7 @@ from typing import Protocol
 KEPT = 32  # communicators that nobody uses any more
 
 
-class Closable(Protocol):
+class Freeable(Protocol):
     """What is kept."""
 
     def close(self) -> None:
@@ -18,7 +18,7 @@ class Closable(Protocol):
 
 @dataclass
 class _Entry:
-    communicator: Closable
+    communicator: Freeable
     users: int = 0
 
 
@@ -32,12 +32,12 @@ class CommunicatorCache:
     def __init__(self) -> None:
         self._entries: dict[tuple[int, ...], _Entry] = {}  # the least recently used first
 
-    def get(self, members: Sequence[int]) -> Closable | None:
+    def get(self, members: Sequence[int]) -> Freeable | None:
         """The communicator of these members, if there is one."""
         entry = self._entries.get(tuple(members))
         return entry.communicator if entry is not None else None
 
-    def use(self, communicator: Closable, members: Sequence[int]) -> None:
+    def use(self, communicator: Freeable, members: Sequence[int]) -> None:
         """One more uses it; another one of the same members that nobody uses is closed."""
         key = tuple(members)
         entry = self._entries.pop(key, None)

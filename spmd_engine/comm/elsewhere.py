@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 from mpi4py import MPI
 
-from spmd_engine.comm.records import Call, State, Wait
+from spmd_engine.comm.records import CallRecord, State, WaitRecord
 from spmd_engine.comm.watchdog import FRESH
 
 
@@ -43,9 +43,9 @@ def _state(told: dict) -> State:
     wait = told.pop("wait")
     begun = tuple(_call(each) for each in told.pop("begun"))
     if wait is not None:
-        wait = Wait(**wait | {"call": _call(wait["call"]), "missing": tuple(wait["missing"])})
+        wait = WaitRecord(**wait | {"call": _call(wait["call"]), "missing": tuple(wait["missing"])})
     return State(**told, begun=begun, wait=wait)
 
 
-def _call(told: dict) -> Call:
-    return Call(**told | {"members": tuple(told["members"])})
+def _call(told: dict) -> CallRecord:
+    return CallRecord(**told | {"members": tuple(told["members"])})

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from spmd_engine.comm.activity import ranges
-from spmd_engine.comm.records import Call, State
+from spmd_engine.comm.records import CallRecord, State
 
 _STANDARD = sysconfig.get_path("stdlib")
 HELD = 5.0  #: seconds without a sign of life from a process that runs, after which this is told
@@ -74,7 +74,7 @@ def awaited(state: State, by_rank: Mapping[int, State]) -> list[int]:
     return missing or [rank for rank in wait.missing if rank != state.rank]
 
 
-def last_begun(state: State, of: Call) -> int:
+def last_begun(state: State, of: CallRecord) -> int:
     """The number of the last call that a rank has begun of a call's communicator."""
     return next((call.number for call in state.begun if call.communicator == of.communicator), 0)
 

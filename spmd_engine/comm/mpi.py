@@ -22,7 +22,7 @@ from spmd_engine.comm.pending import TIMEOUT, Pending, Progress, RanksEnded, Ste
 from spmd_engine.comm.progress_thread import ProgressThread
 from spmd_engine.comm.slot_table import SlotTable, room_for_table, size_of_table
 from spmd_engine.comm.transports.hierarchical import Lanes, even_nodes
-from spmd_engine.comm.transports.messages import Part
+from spmd_engine.comm.transports.messages import MessagePart
 from spmd_engine.comm.transports.mpi import BlockingCollectives, NonblockingCollectives
 from spmd_engine.comm.transports.turns import Turns
 from spmd_engine.errors import MeshError
@@ -165,7 +165,7 @@ class MPICommunicator(Communicator):
         where the first of this node's ranks has made room for a table, and the ranks by nodes, counted in
         ``ranks``; None for these if tables cannot be had on all nodes, or would be of no use.
         """
-        agreed = yield from disseminate(Part(self, ranks), words_of((int(has), 0, -1, 1, 0)), b"", _FOUNDING)
+        agreed = yield from disseminate(MessagePart(self, ranks), words_of((int(has), 0, -1, 1, 0)), b"", _FOUNDING)
         if agreed.same and has:
             return True, -1, None
         hosts = [self.hosts[rank] for rank in ranks]
@@ -187,7 +187,7 @@ class MPICommunicator(Communicator):
                 ended = error
         here = int(offset[0])
         words = words_of((int(here >= 0), 0, -1, 1, 0))
-        agreed = yield from disseminate(Part(self, ranks), words, b"", _FOUNDING, ended=ended)
+        agreed = yield from disseminate(MessagePart(self, ranks), words, b"", _FOUNDING, ended=ended)
         if nodes is not None and not (agreed.same and here >= 0):
             nodes = None
             if here >= 0 and self.rank == near[0]:

@@ -32,7 +32,7 @@ from spmd_engine.comm.activity import (
 
 
 @dataclass(frozen=True)
-class Call:
+class CallRecord:
     """A call of a communicator, as its ranks count them."""
 
     members: tuple[int, ...]  #: the communicator's ranks, by their numbers in the world
@@ -48,10 +48,10 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Wait:
+class WaitRecord:
     """What a rank waits for."""
 
-    call: Call
+    call: CallRecord
     seconds: float
     overdue: bool  #: whether it is time to tell
     what: str = ""  #: in words, known after half a second
@@ -65,8 +65,8 @@ class State:
 
     rank: int
     process: int
-    begun: tuple[Call, ...]  #: the last call begun, of each communicator
-    wait: Wait | None
+    begun: tuple[CallRecord, ...]  #: the last call begun, of each communicator
+    wait: WaitRecord | None
     phase: str  #: "saving, step 40", or nothing
     phase_seconds: float
     stack: str  #: of all its threads, innermost line last
@@ -114,7 +114,7 @@ class Record:
             note = note if note.get("since") == words[SINCE] else {}  # else of a wait before
             seconds, overdue = (now - words[SINCE]) / 1e9, words[SINCE] + words[PATIENCE] < now
             missing = tuple(note.get("missing", ()))
-            wait = Wait(call, seconds, overdue, note.get("what", ""), missing, note.get("at", ""))
+            wait = WaitRecord(call, seconds, overdue, note.get("what", ""), missing, note.get("at", ""))
         phase = self._text(words[PHASE])
         if words[PHASE_NUMBER]:
             phase += f" {words[PHASE_NUMBER] - 1}"
@@ -130,10 +130,10 @@ class Record:
             condition,
         )
 
-    def _call(self, line: Sequence[int], number: int, text: int) -> Call:
+    def _call(self, line: Sequence[int], number: int, text: int) -> CallRecord:
         members = _of_ranges(self._text(line[2]))
         operation, axes, label = (self._text(text).split("\t") + [""] * 3)[:3]
-        return Call(members, line[3], number, operation, axes, label)
+        return CallRecord(members, line[3], number, operation, axes, label)
 
     def _text(self, number: int) -> str:
         length = int.from_bytes(self._memory[number : number + 2], "little") if number else 0

@@ -10,7 +10,7 @@ import numpy as np
 from spmd_engine.comm import signature
 from spmd_engine.comm.cross_memory import Block
 from spmd_engine.comm.pending import Steps
-from spmd_engine.comm.signature import Call, Signature, Signatures
+from spmd_engine.comm.signature import NumberedCall, Signature, Signatures
 from spmd_engine.comm.slot_table import CALLED, LEFT, SlotTable
 from spmd_engine.comm.transports.messages import EXPLANATION, Ranks, exchange, tag
 from spmd_engine.errors import RankAborted
@@ -57,7 +57,7 @@ class Rendezvous:
 
 
 def meet(
-    table: SlotTable, call: Call, data: np.ndarray | None, result: np.ndarray | None, expected: Signatures
+    table: SlotTable, call: NumberedCall, data: np.ndarray | None, result: np.ndarray | None, expected: Signatures
 ) -> Steps:
     """Meet on a node's table, where contiguous ``data`` are shown, and ``result``, where it is to come to.
 
@@ -80,11 +80,11 @@ def meet(
 
 def check(met: Rendezvous, own: Signature, axes: str, check: bool) -> None:
     """Raise, on all ranks, what is wrong with a call for which they have met."""
-    calls = [Call(met.number, each) for each in met.signatures.by_rank]
+    calls = [NumberedCall(met.number, each) for each in met.signatures.by_rank]
     _check(calls, met.blocks, own, axes, check)
 
 
-def explain(ranks: Ranks, call: Call, text: np.ndarray | None, axes: str) -> Steps:
+def explain(ranks: Ranks, call: NumberedCall, text: np.ndarray | None, axes: str) -> Steps:
     """Raise the error of all when they do not call the same, or cannot: each tells every other what it calls.
 
     ``text``: of a signature that has data inline. Everyone knows before that there is something to explain.
@@ -97,7 +97,7 @@ def explain(ranks: Ranks, call: Call, text: np.ndarray | None, axes: str) -> Ste
     calls, texts = [], []
     for row in heard:
         theirs = Signature.unpack(row[_NUMBER.size :].tobytes())
-        calls.append(Call(*_NUMBER.unpack_from(row), theirs))
+        calls.append(NumberedCall(*_NUMBER.unpack_from(row), theirs))
         begin = _NUMBER.size + len(theirs.packed)
         texts.append(row[begin : begin + theirs.inline])
     _check(calls, texts, own, axes, True)
@@ -113,7 +113,7 @@ def text_of(data: np.ndarray) -> str:
     return data.tobytes().decode(errors="replace")
 
 
-def _check(calls: Sequence[Call], blocks: Sequence, own: Signature, axes: str, check: bool) -> None:
+def _check(calls: Sequence[NumberedCall], blocks: Sequence, own: Signature, axes: str, check: bool) -> None:
     """Raise what everyone has to raise, if a rank has failed, cannot make its call, or does not call the same."""
     refusals: dict[str, list[int]] = {}
     for rank, (_, theirs) in enumerate(calls):

@@ -170,7 +170,7 @@ def number_of(what: tuple) -> int:
     return int.from_bytes(blake2b(repr(what).encode(), digest_size=8).digest(), "little") >> 2
 
 
-class Call(NamedTuple):
+class NumberedCall(NamedTuple):
     """A signature, and which of the calls in its group it is, counted from 1."""
 
     number: int
@@ -196,7 +196,7 @@ class Signatures:
         self.inline: dict[int, list[np.ndarray | None]] = {}  #: by slot: where everyone's data lie, None: no data
 
 
-def check(calls: Sequence[Call], group: str) -> None:
+def check(calls: Sequence[NumberedCall], group: str) -> None:
     """Raise the same MismatchError on every rank unless all called the same thing."""
     number, agreement = calls[0].number, calls[0].signature.agreement()
     if all(call.number == number and call.signature.agreement() == agreement for call in calls):
@@ -222,4 +222,3 @@ def refused(texts: Mapping[str, Sequence[int]], group: str, size: int) -> UsageE
 def named(ranks: Sequence[int]) -> str:
     """``rank 1``, or ``ranks 0, 2``."""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
-

@@ -1,11 +1,11 @@
 """Engines: the abstract ShardedEngine, the layered engine, how it stores and schedules, and optimizers."""
 
+from spmd_engine.engine.assignment import Storage
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, MicroBatch
 from spmd_engine.engine.distributed import as_distributed
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.optimizers import SGD, AdamW
-from spmd_engine.engine.plan import Storage
 from spmd_engine.engine.recompute import Recompute
 
 __all__ = [

@@ -17,7 +17,7 @@ from spmd_engine.sharding.shards import Shards
 
 
 @dataclass(frozen=True)
-class Segment:
+class LayerSegment:
     """Neighbours among the layers of a chunk: if ``recomputed``, a forward keeps only what goes into them."""
 
     layers: range
@@ -39,7 +39,7 @@ class Chunk:
 
     def __init__(
         self,
-        segments: Sequence[Segment],
+        segments: Sequence[LayerSegment],
         layers: Sequence[tuple[str, Layer]],
         shards: Sequence[Shards],
         unsharder: Unsharder,
@@ -71,7 +71,7 @@ class Chunk:
             saved.append(kept)
         return x, saved
 
-    def _forward(self, segment: Segment, x: Array, ctx: ForwardContext, kept: Saved) -> Array:
+    def _forward(self, segment: LayerSegment, x: Array, ctx: ForwardContext, kept: Saved) -> Array:
         for number in segment.layers:
             p = self._unsharder.unshard(number, prefetch=self._after(number))
             x, saved, *extra = self._layers[number][1].forward(self._shards[number], p, x, ctx)
@@ -133,7 +133,7 @@ class Chunk:
                 del rest
                 dy = wait_for(dy)  # only now: it may have travelled while the weights got their gradients
 
-    def _repeat(self, segment: Segment, kept: Saved) -> None:
+    def _repeat(self, segment: LayerSegment, kept: Saved) -> None:
         x, kept.x = kept.x, None
         for number in segment.layers:
             p = self._unsharder.unshard(number, keep=segment.layers, prefetch=self._before(segment.layers[0]))

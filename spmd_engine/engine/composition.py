@@ -13,9 +13,9 @@ from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.mesh_position import MeshPosition
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.engine import schedules
+from spmd_engine.engine.assignment import PIPE, Storage
 from spmd_engine.engine.compression import compression
 from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.engine.plan import PIPE, Storage
 from spmd_engine.engine.recompute import Recompute
 from spmd_engine.engine.stages import Division, divide, parse_division
 from spmd_engine.errors import UsageError

@@ -22,7 +22,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.sharding.groups import Member, ParameterGroup
 
 
-class Reduction:
+class PendingReduction:
     """A reduction under way, in one part or several: ``wait`` finishes it and returns its result."""
 
     def __init__(self, finish: Callable[[], Array]) -> None:
@@ -51,12 +51,12 @@ class Compression(ABC):
         return not residues
 
     @abstractmethod
-    def start_all_reduce(self, gradients: Array, over: Group) -> Pending | Reduction:
+    def start_all_reduce(self, gradients: Array, over: Group) -> Pending | PendingReduction:
         """Begin to sum flat ``gradients`` over ranks, in place."""
 
     def start_reduce_scatter(
         self, gradients: Array, over: Group, sizes: list[int], out: Array | None
-    ) -> Pending | Reduction:
+    ) -> Pending | PendingReduction:
         """Begin to sum them, each rank getting its part (``out``, if given)."""
         raise UsageError(f"{type(self).__name__} needs whole gradients on every rank; choose float16 or bfloat16")
 
@@ -84,12 +84,12 @@ class HalfPrecision(Compression):
     def start_all_reduce(self, gradients, over):
         half = gradients.astype(self._dtype)
         pending = over.start_all_reduce(half, out=half, label="gradients")
-        return Reduction(lambda: _fill(gradients, pending.wait()))
+        return PendingReduction(lambda: _fill(gradients, pending.wait()))
 
     def start_reduce_scatter(self, gradients, over, sizes, out):
         pending = over.start_reduce_scatter(gradients.astype(self._dtype), sizes=sizes, label="gradients")
         own = out if out is not None else backend_of(gradients).empty(sizes[over.rank], gradients.dtype)
-        return Reduction(lambda: _fill(own, pending.wait()))
+        return PendingReduction(lambda: _fill(own, pending.wait()))
 
 
 class TopK(Compression):
@@ -140,7 +140,7 @@ class TopK(Compression):
                 gradients[where] += values
             return gradients
 
-        return Reduction(finish)
+        return PendingReduction(finish)
 
     def _largest(self, span: slice) -> Array:
         """Places of the largest entries in a part of what is to be sent, ascending."""
@@ -225,7 +225,7 @@ class PowerSGD(Compression):
                     matrix[...] = whole
             return gradients
 
-        return Reduction(finish)
+        return PendingReduction(finish)
 
 
 def compression(text: str, group: ParameterGroup | None = None) -> Compression:

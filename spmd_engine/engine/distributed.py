@@ -8,12 +8,12 @@ from typing import Any
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.mesh import Mesh
+from spmd_engine.engine.assignment import Assignment, Storage
 from spmd_engine.engine.base import Loss, ShardedEngine
 from spmd_engine.engine.batch import Batch
 from spmd_engine.engine.evaluation import Scores
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.parameter_store import ParameterStore
-from spmd_engine.engine.plan import Plan, Storage
 from spmd_engine.engine.reducer import Reducer
 from spmd_engine.engine.stored import StoredEngine
 from spmd_engine.errors import UsageError
@@ -111,8 +111,8 @@ class DistributedEngine(StoredEngine):
         dtype = next(iter(arrays.values())).dtype
         uses = {0: {name: name for name in arrays}}
         groups = make_groups(members, dtype.itemsize)
-        plan = Plan([range(1)], [0], uses, dict.fromkeys(arrays, (0,)), groups)
-        self.store = ParameterStore(described, plan, self.mesh, self.layout, storage, dtype, self.backend)
+        assignment = Assignment([range(1)], [0], uses, dict.fromkeys(arrays, (0,)), groups)
+        self.store = ParameterStore(described, assignment, self.mesh, self.layout, storage, dtype, self.backend)
         self._reducer = Reducer(self.storages, uses, [range(1)])
         self._take_over()
 

@@ -16,7 +16,7 @@ from spmd_engine.layers.layer import ForwardContext
 Key = tuple[int, int]  # micro-batch and chunk
 
 
-class Neighbours:
+class PipelineNeighbours:
     """The stages before and after this one: chunk c of all chunks lives on stage c modulo the number of stages."""
 
     def __init__(self, pipe: Group | None, chunks: int, backend: Backend) -> None:
@@ -64,7 +64,7 @@ class Execution:
     def __init__(
         self,
         chunks: Mapping[int, Chunk],
-        neighbours: Neighbours,
+        neighbours: PipelineNeighbours,
         contexts: Sequence[ForwardContext],
         inputs: Sequence[Array],
         loss_gradient: Callable[[int, Array], Any],

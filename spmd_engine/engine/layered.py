@@ -15,15 +15,15 @@ from spmd_engine.arrays.backend import CPU, Array, Backend
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.pending import Pending
 from spmd_engine.engine import schedules
+from spmd_engine.engine.assignment import PIPE, Assignment, Storage
 from spmd_engine.engine.base import Loss, Metric
 from spmd_engine.engine.batch import Batch, MicroBatch
 from spmd_engine.engine.evaluation import Scores
 from spmd_engine.engine.growth import grow
-from spmd_engine.engine.move import Move
+from spmd_engine.engine.move import StateMove
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.engine.parameter_store import Index
 from spmd_engine.engine.placed import PlacedModel, place
-from spmd_engine.engine.plan import PIPE, Plan, Storage
 from spmd_engine.engine.recompute import Recompute
 from spmd_engine.engine.stages import Division
 from spmd_engine.engine.stored import StoredEngine, check_shapes
@@ -93,9 +93,9 @@ class LayeredEngine(StoredEngine):
         self._target_sharding = str(self.layout.spec(self.model.targets))
 
     @property
-    def plan(self) -> Plan:
+    def assignment(self) -> Assignment:
         """What this rank has."""
-        return self.store.plan
+        return self.store.assignment
 
     @property
     def schedule(self) -> schedules.Schedule:
@@ -123,7 +123,7 @@ class LayeredEngine(StoredEngine):
         ``options`` are those of the constructor that say how the model is computed: ``storage``, ``schedule``,
         ``stages``, ``recompute``. Collective over the world. The engine does not close its old mesh.
         """
-        move = Move(self, optimizer)
+        move = StateMove(self, optimizer)
         layout = layout if layout is not None else layout_for(self.model, mesh)
         self._be(place(self.model, mesh, layout, dtype=self.dtype, backend=self.backend, **options))
         move.finish()
@@ -204,24 +204,24 @@ class LayeredEngine(StoredEngine):
         ctx = ctx or self._plain_context(x)
         self._placed.neighbours.begin(1)
         execution = self._placed.execution([ctx], [self.backend.asarray(x)], lambda m, y: y)
-        execution.run(self._one_pass(schedules.Forward, self.plan.mine))
+        execution.run(self._one_pass(schedules.Forward, self.assignment.mine))
         self.tape.push(execution)
         if ctx.cache is not None:
             ctx.cache.end()
         if not self.is_training:  # else the backward begins with what is here
             self._placed.unsharder.release()
-        return execution.output_gradients.pop((0, len(self.plan.chunks) - 1), None)
+        return execution.output_gradients.pop((0, len(self.assignment.chunks) - 1), None)
 
     def backward(self, grads: Array | None) -> dict[str, Array]:
         """Gradients by name, like ``owned``, summed over the batch: of this one micro-batch alone."""
         self._placed.reducer.begin(1)
         execution = self.tape.pop()
-        last = len(self.plan.chunks) - 1
+        last = len(self.assignment.chunks) - 1
         if last in self._placed.chunks:
             if grads is None:
                 raise UsageError("backward needs the gradient of the outputs on the ranks that have outputs")
             execution.output_gradients[0, last] = grads
-        execution.run(self._one_pass(schedules.Backward, reversed(self.plan.mine)))
+        execution.run(self._one_pass(schedules.Backward, reversed(self.assignment.mine)))
         self.input_gradient = execution.input_gradients.get((0, 0))
         self._placed.reducer.finish()
         self._placed.unsharder.release()
@@ -352,4 +352,3 @@ class LayeredEngine(StoredEngine):
         self.model.check_targets(targets)
         targets = self.backend.asarray(targets)
         return function(Shards(self.mesh, self.layout, label), outputs, targets, **options)
-

@@ -14,7 +14,7 @@ from spmd_engine.sharding.transfer import TransferPlan, plan_transfer
 Arrays = Mapping[str, Array]
 
 
-class Move:
+class StateMove:
     """What an engine, and its optimizer, have before they are placed anew: made before, ``finish`` is called after.
 
     Every element travels once to each rank that will hold it and has it not, as ``plan_transfer`` says; in pieces, so

@@ -10,8 +10,8 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array, Backend
 from spmd_engine.comm.mesh import Mesh
+from spmd_engine.engine.assignment import PIPE, Assignment, Storage
 from spmd_engine.engine.compression import compression
-from spmd_engine.engine.plan import PIPE, Plan, Storage
 from spmd_engine.engine.storage import GroupStorage
 from spmd_engine.errors import UnknownParameter
 from spmd_engine.layers.declarations import Parameter
@@ -27,24 +27,26 @@ class ParameterStore:
     """Parameters, gradients and what the optimizer updates, by name or by segment of a group; all zeros at first.
 
     ``described`` are all parameters of the model with their whole shapes, in the model's order, whether a part of
-    them is here or not; ``plan`` says which are, and in which groups. A *segment* is what lies together in a group's
-    flat array and is, or is not, decayed: the optimizer works on whole segments.
+    them is here or not; ``assignment`` says which are, and in which groups. A *segment* is what lies together in a
+    group's flat array and is, or is not, decayed: the optimizer works on whole segments.
     """
 
     def __init__(
         self,
         described: Mapping[str, tuple[Parameter, tuple[int, ...]]],
-        plan: Plan,
+        assignment: Assignment,
         mesh: Mesh,
         layout: Layout,
         storage: Storage,
         dtype: np.dtype,
         backend: Backend,
     ) -> None:
-        self.described, self.plan, self._mesh, self._layout = described, plan, mesh, layout
+        self.described, self.assignment, self._mesh, self._layout = described, assignment, mesh, layout
         zero = storage.stage(mesh.axes)
         self.feeds_back = compression(storage.compress).feeds_back  #: whether steps leave something for the next
-        self.storages = [GroupStorage(group, mesh, zero, dtype, backend, storage.compress) for group in plan.groups]
+        self.storages = [
+            GroupStorage(group, mesh, zero, dtype, backend, storage.compress) for group in assignment.groups
+        ]
         #: this rank's blocks by name; fully sharded, some rows of them (none, perhaps)
         self.parameters: dict[str, Array] = self._by_name(
             lambda each: each.group.views(each.stored_parameters, each.stored)
@@ -60,7 +62,7 @@ class ParameterStore:
             lambda each: {member.name: (each, member) for member in each.group.members}
         )
         self.placements: dict[bool, Placement] = {}  #: by whether of what ranks own, or store; once told
-        self._cut = {member.name: member.summed.cut for member in plan.members}
+        self._cut = {member.name: member.summed.cut for member in assignment.members}
 
     @property
     def shardings(self) -> dict[str, str]:
@@ -98,9 +100,9 @@ class ParameterStore:
 
     def counts_here(self, name: str) -> bool:
         """Whether this rank is the one, of all that own the same part of a parameter, to count it in a sum."""
-        if name not in self._cut or self._mesh.coordinates.get(PIPE, 0) != self.plan.holders[name][0]:
+        if name not in self._cut or self._mesh.coordinates.get(PIPE, 0) != self.assignment.holders[name][0]:
             return False
-        home = self.plan.homes.get(name)  # along its axes, no other rank has it
+        home = self.assignment.homes.get(name)  # along its axes, no other rank has it
         cut = {*self.sharding(name).axes, *self._cut[name], *(home.axes if home else ()), PIPE}
         return all(place == 0 for axis, place in self._mesh.coordinates.items() if axis not in cut)
 
@@ -108,7 +110,7 @@ class ParameterStore:
     def counts_all(self) -> bool:
         """Whether this rank has the whole gradient, and sums it up just as all others do."""
         # Processors of other kinds add up in another order, and replicas must be scaled by one number.
-        if self._mesh.axes.get(PIPE, 1) > 1 or len(set(self._mesh.nodes)) > 1 or self.plan.homes:
+        if self._mesh.axes.get(PIPE, 1) > 1 or len(set(self._mesh.nodes)) > 1 or self.assignment.homes:
             return False
         cut = [axis for name in self.described for axis in (*self.sharding(name).axes, *self._cut[name])]
         return all(self._mesh.axes[axis] == 1 for axis in cut)

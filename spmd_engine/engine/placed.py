@@ -11,11 +11,11 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array, Backend
 from spmd_engine.comm.mesh import Mesh
+from spmd_engine.engine.assignment import PIPE, Storage, assign
 from spmd_engine.engine.chunk import Chunk
-from spmd_engine.engine.execution import Execution, Neighbours
+from spmd_engine.engine.execution import Execution, PipelineNeighbours
 from spmd_engine.engine.extras import Buffers, Extras, SideOutputs
 from spmd_engine.engine.parameter_store import ParameterStore
-from spmd_engine.engine.plan import PIPE, Storage, make_plan
 from spmd_engine.engine.recompute import Recompute, check, segments
 from spmd_engine.engine.reducer import Reducer
 from spmd_engine.engine.schedules import Program, Schedule, named
@@ -38,7 +38,7 @@ class PlacedModel:
     extras: Extras
     unsharder: Unsharder
     reducer: Reducer
-    neighbours: Neighbours
+    neighbours: PipelineNeighbours
     chunks: Mapping[int, Chunk]  #: on this rank, by number
     program: Callable[[int], Program]  #: this rank's, for so many micro-batches
     positions: Callable[[int], tuple[Array, Array]]  #: this rank's, of a sequence: inside layers, and between them
@@ -72,22 +72,24 @@ def place(
     check(model, recompute)
     pipe = mesh.group(PIPE) if mesh.axes.get(PIPE, 1) > 1 else None
     schedule = schedule or named("1f1b" if pipe else "sequential")
-    plan = make_plan(
+    assignment = assign(
         model, mesh, layout, dtype.itemsize, storage=storage, stages=stages, chunks_per_stage=schedule.chunks
     )
-    neighbours = Neighbours(pipe, len(plan.chunks), backend)
+    neighbours = PipelineNeighbours(pipe, len(assignment.chunks), backend)
     program = lru_cache(partial(schedule.program, neighbours.stages, stage=neighbours.stage))
     program(1)  # raises if the schedule has no such stages
-    store = ParameterStore(dict(model.parameters()), plan, mesh, layout, storage, dtype, backend)
-    buffers = Buffers(model, sorted(plan.uses), mesh, layout, dtype, backend)
+    store = ParameterStore(dict(model.parameters()), assignment, mesh, layout, storage, dtype, backend)
+    buffers = Buffers(model, sorted(assignment.uses), mesh, layout, dtype, backend)
     extras = Extras(buffers, SideOutputs(model, mesh, layout))
-    unsharder = Unsharder(store.storages, plan.uses, {layer: buffers.of_layer(layer) for layer in plan.uses})
-    passes = [plan.chunks[number] for number in plan.mine]
-    reducer = Reducer(store.storages, plan.uses, passes)
+    unsharder = Unsharder(
+        store.storages, assignment.uses, {layer: buffers.of_layer(layer) for layer in assignment.uses}
+    )
+    passes = [assignment.chunks[number] for number in assignment.mine]
+    reducer = Reducer(store.storages, assignment.uses, passes)
     shards = [Shards(mesh, layout, name) for name, _ in model.layers]
     chunks = {
         number: Chunk(segments(model, layers, recompute), model.layers, shards, unsharder, reducer, extras)
-        for number, layers in zip(plan.mine, passes, strict=True)
+        for number, layers in zip(assignment.mine, passes, strict=True)
     }
     positions = lru_cache(maxsize=8)(partial(_positions, layout, mesh, backend))
     return PlacedModel(

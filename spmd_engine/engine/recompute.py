@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from enum import Enum
 from itertools import groupby
 
-from spmd_engine.engine.chunk import Segment
+from spmd_engine.engine.chunk import LayerSegment
 from spmd_engine.errors import UsageError
 from spmd_engine.models.model import Model
 
@@ -31,7 +31,7 @@ def check(model: Model, recompute: Recompute) -> None:
         raise UsageError(f"recompute {recompute.value}: {model.name} has no {recompute.value}; choose {nearest}")
 
 
-def segments(model: Model, layers: Iterable[int], recompute: Recompute) -> list[Segment]:
+def segments(model: Model, layers: Iterable[int], recompute: Recompute) -> list[LayerSegment]:
     """Consecutive layers, cut into parts that are recomputed together or kept."""
 
     def part(number: int) -> tuple[str, bool]:
@@ -43,4 +43,4 @@ def segments(model: Model, layers: Iterable[int], recompute: Recompute) -> list[
             return name, True
         return "", False
 
-    return [Segment(range((n := list(numbers))[0], n[-1] + 1), key[1]) for key, numbers in groupby(layers, part)]
+    return [LayerSegment(range((n := list(numbers))[0], n[-1] + 1), key[1]) for key, numbers in groupby(layers, part)]

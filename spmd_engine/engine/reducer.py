@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from spmd_engine.comm.pending import Pending
-from spmd_engine.engine.compression import Reduction
+from spmd_engine.engine.compression import PendingReduction
 from spmd_engine.engine.storage import GroupStorage
 from spmd_engine.errors import SpmdError
 from spmd_engine.layers.gradients import GradientSums
@@ -44,8 +44,8 @@ class Reducer:
         self._sums: dict[int, GradientSums] = {}  # of layers all of whose gradients stay here
         self._untouched: set[str] = set()
         self._waiting: Counter = Counter()
-        self._reducing: list[Pending | Reduction] = []
-        self._in_flight: deque[tuple[GroupStorage, Pending | Reduction]] = deque()
+        self._reducing: list[Pending | PendingReduction] = []
+        self._in_flight: deque[tuple[GroupStorage, Pending | PendingReduction]] = deque()
         self._first: set[GroupStorage] = set()  # groups whose owners have got nothing yet in this step
 
     def begin(self, micro_batches: int) -> None:

@@ -19,7 +19,7 @@ from spmd_engine.arrays.memory import fresh_zeros
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.pending import Pending
-from spmd_engine.engine.compression import Reduction, compression
+from spmd_engine.engine.compression import PendingReduction, compression
 from spmd_engine.errors import UsageError
 from spmd_engine.sharding.groups import ParameterGroup, Sum
 
@@ -144,7 +144,7 @@ class GroupStorage:
             self._gradient_views = self.group.views(self.whole_gradients)
         return self._gradient_views
 
-    def start_reduce(self) -> Pending | Reduction | None:
+    def start_reduce(self) -> Pending | PendingReduction | None:
         """Begin to sum the whole gradients over the owners, each of whom gets its part; None: there are none.
 
         Before stage 2 that happens in place. From stage 2 on the whole gradients' memory is given away with it.
@@ -157,14 +157,14 @@ class GroupStorage:
             self.whole_gradients = self._gradient_views = None
         return pending
 
-    def start_reduce_rest(self) -> Pending | Reduction | None:
+    def start_reduce_rest(self) -> Pending | PendingReduction | None:
         """Begin to sum the own part over those who own the same one; None: there are none, or it has begun.
 
         Last, and in the order of groups: stages finish with what they share in different orders.
         """
         return self._start_all_reduce() if self.owners or self._shared_by_stages else None
 
-    def _start_all_reduce(self) -> Pending | Reduction | None:
+    def _start_all_reduce(self) -> Pending | PendingReduction | None:
         return self.compression.start_all_reduce(self.own_gradients, self.rest) if self.rest else None
 
     @property

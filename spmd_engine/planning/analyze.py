@@ -16,9 +16,9 @@ from spmd_engine.arrays.meter import Meter, metered
 from spmd_engine.arrays.shapes import Shapes, on_shapes
 from spmd_engine.comm.mesh_position import MeshPosition
 from spmd_engine.comm.spans import span
+from spmd_engine.engine.assignment import PIPE, assign
 from spmd_engine.engine.composition import Composition, ModelConfig, composed_layout
 from spmd_engine.engine.optimizers import AdamW, Optimizer
-from spmd_engine.engine.plan import PIPE, make_plan
 from spmd_engine.layers.layer import Layer
 from spmd_engine.models.model import Model
 from spmd_engine.planning.foretold_engine import ForetoldEngine, Passes, RecordedLayer, watch_storage
@@ -27,7 +27,7 @@ from spmd_engine.planning.passes import PassCache
 from spmd_engine.planning.rank_classes import Shared, classes_of, every_rank, members, shared_parts
 from spmd_engine.planning.recorder import Phase, Recorder
 from spmd_engine.planning.samples import foretold_batch
-from spmd_engine.planning.shaped_mesh import Ranks, ShapedMesh
+from spmd_engine.planning.shaped_mesh import ForetoldRanks, ShapedMesh
 from spmd_engine.planning.shard_records import shards_of
 from spmd_engine.planning.step_analysis import LOSS, NORM, UPDATE, RankClass, RankStep, StepAnalysis
 from spmd_engine.sharding.layout import Layout
@@ -66,7 +66,7 @@ def analyze(
     sizes = {part.stop - part.start for part in (span(batch_size, micro_batches, m) for m in range(micro_batches))}
     shared = [] if every else _shared_between_stages(built, layout, composition, axes, dtype.itemsize)
     classes = every_rank(axes) if every else classes_of(built, layout, axes, sizes, shared)
-    ranks = Ranks(axes, classes, MeetingPoint(), nodes or ["here"] * prod(axes.values()))
+    ranks = ForetoldRanks(axes, classes, MeetingPoint(), nodes or ["here"] * prod(axes.values()))
     found = members(classes)
     uniform = not every and len(found) == axes.get(PIPE, 1)  # else ranks that differ meet inside of layers
     scope = cache.number((choose, loops_are_there(), _cuts(layout, axes)))
@@ -110,7 +110,7 @@ class Foretold:
     """What the steps of all ranks have in common."""
 
     model: Model
-    ranks: Ranks
+    ranks: ForetoldRanks
     composition: Composition
     layout: Layout
     dtype: np.dtype
@@ -145,7 +145,7 @@ def run_step(engine: ForetoldEngine, optimizer: Optimizer, passes: Passes, sizes
     before = {kind: size for kind, size in meter.held.items() if size}
     recorder.restart()
     names = [name for name, _ in model.layers]
-    chunks = {names[layer]: number for number in engine.plan.mine for layer in engine.plan.chunks[number]}
+    chunks = {names[layer]: number for number in engine.assignment.mine for layer in engine.assignment.chunks[number]}
     with engine.wrapped(partial(RecordedLayer, passes, chunks)):
 
         def loss(outputs, targets, **options):
@@ -179,7 +179,7 @@ def _shared_between_stages(
     if axes.get(PIPE, 1) == 1 or not any(layer.tied for _, layer in model.layers):
         return []
     schedule = composition.schedule_on(axes)
-    plan = make_plan(
+    plan = assign(
         model,
         MeshPosition(dict(axes), dict.fromkeys(axes, 0)),
         layout,

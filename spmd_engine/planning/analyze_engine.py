@@ -21,7 +21,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.planning.meeting_point import MeetingPoint
 from spmd_engine.planning.rank_classes import every_rank
 from spmd_engine.planning.recorder import Phase, Recorder
-from spmd_engine.planning.shaped_mesh import Ranks, ShapedMesh
+from spmd_engine.planning.shaped_mesh import ForetoldRanks, ShapedMesh
 from spmd_engine.planning.step_analysis import NORM, UPDATE, RankClass, RankStep, StepAnalysis
 
 
@@ -64,7 +64,7 @@ def analyze_engine(
     is looked at. Raises UsageError where the engine's own code looks at values, which shapes have not.
     """
     meeting = MeetingPoint()
-    ranks = Ranks(axes, every_rank(axes), meeting, nodes or ["here"] * prod(axes.values()))
+    ranks = ForetoldRanks(axes, every_rank(axes), meeting, nodes or ["here"] * prod(axes.values()))
     sizes: dict[str, int] = {}
     notes: dict[str, None] = {}
 

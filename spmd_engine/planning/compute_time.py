@@ -12,7 +12,7 @@ DTYPES = {2: "float16", 4: "float32", 8: "float64"}  #: of a product whose eleme
 
 
 @dataclass(frozen=True)
-class Work:
+class ComputeTime:
     """Seconds that a rank works, with one core where cores are shared: in products, and in all else."""
 
     products: float
@@ -32,10 +32,10 @@ class ComputeTimes:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self._known: dict[tuple, Work] = {}
+        self._known: dict[tuple, ComputeTime] = {}
         self._steps: dict[tuple[str, int], tuple[Sequence[Computation], list[float]]] = {}
 
-    def of(self, rank: int, computation: Computation) -> Work:
+    def of(self, rank: int, computation: Computation) -> ComputeTime:
         """Of a rank that has the core, or the device, for itself."""
         node = self.machine.node(rank)
         key = (
@@ -55,14 +55,14 @@ class ComputeTimes:
             self._steps[key] = computations, [self.of(rank, each).seconds for each in computations]
         return self._steps[key][1]
 
-    def _of(self, rank: int, computation: Computation) -> Work:
+    def _of(self, rank: int, computation: Computation) -> ComputeTime:
         node, fitted = self.machine.node(rank), self.machine.fitted
         products = sum(self._product(rank, product) for product in computation.products)
         moved = computation.bytes_read + computation.bytes_written - sum(map(bytes_of, computation.products))
         calls = computation.calls - sum(product.calls for product in computation.products)
         bandwidth = node.memory_bandwidth(max(moved, 1) / max(calls, 1)) * fitted.memory_share
         rest = max(moved, 0) / bandwidth + fitted.pass_seconds
-        return Work(products, rest)
+        return ComputeTime(products, rest)
 
     def _product(self, rank: int, product: Product) -> float:
         each = 2 * product.m * product.n * product.k

@@ -8,14 +8,14 @@ from itertools import combinations
 
 from spmd_engine.planning.estimate import Estimate
 from spmd_engine.planning.goals import Constraints, Limits
-from spmd_engine.planning.lattice import Choices
+from spmd_engine.planning.lattice import SearchSpace
 from spmd_engine.planning.search import Planner
 
 MORE = (2, 4, 8)  #: times as many ranks, and parts of a batch, that are looked at where those are given up
 
 
 @dataclass(frozen=True)
-class Way:
+class WayOut:
     """What would help: a plan that fits once one constraint is given up as far as it needs."""
 
     gives_up: str  #: which
@@ -28,7 +28,7 @@ class Conflict:
     """Constraints of which any can be kept without the others, but not all together."""
 
     constraints: Sequence[str]
-    ways: Sequence[Way]  #: the nearest first
+    ways: Sequence[WayOut]  #: the nearest first
     nearest: Estimate | None  #: what comes closest to all limits, keeping all else
 
 
@@ -36,7 +36,7 @@ class Conflict:
 class Question:
     """What is asked of a planner."""
 
-    choices: Choices
+    choices: SearchSpace
     constraints: Constraints
     goal: str
     most_ranks: int  #: of the machine
@@ -78,7 +78,7 @@ def _easiest(constraints: Constraints) -> str:
     return "memory" if constraints.limits.memory is not None else "latency"
 
 
-def _with(question: Question, kept: Sequence[str]) -> tuple[Choices, Constraints]:
+def _with(question: Question, kept: Sequence[str]) -> tuple[SearchSpace, Constraints]:
     """The question with only these constraints."""
     choices, constraints = question.choices, question.constraints
     given_up = [name for name in constraints.fixed if name not in kept and name not in ("ranks", "batch_size")]
@@ -103,7 +103,7 @@ def _with(question: Question, kept: Sequence[str]) -> tuple[Choices, Constraints
     return choices, Constraints(limits, fixed)
 
 
-def _ways(planner: Planner, question: Question, conflict: Sequence[str], seconds: float) -> Iterator[Way]:
+def _ways(planner: Planner, question: Question, conflict: Sequence[str], seconds: float) -> Iterator[WayOut]:
     """For each constraint of the conflict, the plan that gives up least of it and keeps all others."""
     everything = _all_names(question)
     for name in conflict:
@@ -125,7 +125,7 @@ def _ways(planner: Planner, question: Question, conflict: Sequence[str], seconds
             if any_way.best:
                 found = planner.search(changed, constraints, goal, seconds=seconds, front=False, keep=1)
                 best = found.best[0] if found.best else any_way.best[0]
-                yield Way(name, _instead(name, best, question), best)
+                yield WayOut(name, _instead(name, best, question), best)
                 break
 
 
@@ -141,7 +141,7 @@ def _instead(name: str, plan: Estimate, question: Question) -> str:
     return f"another {name.replace('_', ' ')} than {question.constraints.said(name).removeprefix(name + ' ')}"
 
 
-def _far(way: Way, question: Question) -> float:
+def _far(way: WayOut, question: Question) -> float:
     """How much is given up: the nearest way first."""
     limits, plan = question.constraints.limits, way.plan
     if way.gives_up in ("memory", "latency", "bandwidth", "compute"):

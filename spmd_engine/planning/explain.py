@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from spmd_engine.engine.plan import make_plan
+from spmd_engine.engine.assignment import assign
 from spmd_engine.models import layout_for
 from spmd_engine.planning.estimate import Estimate
 from spmd_engine.planning.foresight import Foresight, look_at
@@ -196,7 +196,7 @@ class _Explainer:
         layout = layout_for(self.model, place, sequence_parallel=self.base.sequence_parallel)
         composition = self.base.composition(self.request.base)
         schedule = composition.schedule_on(self.base.mesh)
-        return make_plan(
+        return assign(
             self.model,
             place,
             layout,

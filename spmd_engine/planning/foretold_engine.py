@@ -13,9 +13,9 @@ from spmd_engine.layers.gradients import GradientSums
 from spmd_engine.layers.layer import Layer
 from spmd_engine.planning.passes import (
     DY,
-    Call,
+    LayerCall,
+    LayerPass,
     PassCache,
-    Piece,
     Sandbox,
     X,
     Y,
@@ -44,7 +44,7 @@ class Passes:
     choose: str
     kinds: Mapping[str, Hashable]  #: of each layer: equal for equal ones
 
-    def find(self, call: Call, names: tuple[str, ...], more: Hashable, gradients: Any = None) -> Piece:
+    def find(self, call: LayerCall, names: tuple[str, ...], more: Hashable, gradients: Any = None) -> LayerPass:
         """The piece that is the last of these calls."""
         key = self.scope, call.key, names, more
         with self.cache.lock:
@@ -57,14 +57,14 @@ class Passes:
 class _Kept:
     """What a layer keeps for its backward: memory alone, and some of what went in and came out."""
 
-    def __init__(self, call: Call, m: int) -> None:
+    def __init__(self, call: LayerCall, m: int) -> None:
         self.call, self.micro_batch = call, m
         self.names: tuple[str, ...] = ("forward",)
         self.under_way: list[Any] = []
         self.memory: Any = None
         self.arrays: Mapping[str, Any] = {}
 
-    def take(self, piece: Piece, meter: Any, arrays: Mapping[str, Any]) -> None:
+    def take(self, piece: LayerPass, meter: Any, arrays: Mapping[str, Any]) -> None:
         """From now on, keep what this piece leaves."""
         self.memory = None
         self.memory = meter.allocate(piece.kept)
@@ -111,7 +111,7 @@ class RecordedLayer(Layer):
         shapes = _shapes(p), x.shape, x.dtype, ctx.training, ctx.saving, ctx.decided is None, ctx.length, ctx.share
         label = sh.label if sh.label in sh.layout.experts else LABEL
         key = self._passes.kinds[self._name], label, shapes
-        call = Call(self._layer, key, Shards(sh.mesh, sh.layout, label), stand_ins(p), ctx, (x.shape, x.dtype))
+        call = LayerCall(self._layer, key, Shards(sh.mesh, sh.layout, label), stand_ins(p), ctx, (x.shape, x.dtype))
         piece = self._passes.find(call, ("forward",), None)
         kept = _Kept(call, ctx.micro_batch)
         self._recorder.repeat(piece, [])

@@ -82,7 +82,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Choices:
+class SearchSpace:
     """What may be chosen; a field that is given fixes it."""
 
     model: Model
@@ -99,7 +99,7 @@ class Choices:
     stages: tuple[int, ...] | None = None
     axes: Sequence[str] | None = None  #: those to use; None: all that cut something of this model
 
-    def without(self, *names: str) -> Choices:
+    def without(self, *names: str) -> SearchSpace:
         """The same with some of what is fixed left open."""
         return replace(self, **dict.fromkeys(names))
 
@@ -107,14 +107,14 @@ class Choices:
 FIXABLE = ("mesh", "micro_batches", "zero", "sequence_parallel", "schedule", "chunks", "recompute", "stages")
 
 
-def candidates(choices: Choices) -> Iterator[Candidate]:
+def candidates(choices: SearchSpace) -> Iterator[Candidate]:
     """All that may be chosen, once each."""
     for axes in meshes(choices):
         for batch_size in choices.batch_sizes:
             yield from _on(choices, axes, batch_size)
 
 
-def meshes(choices: Choices) -> Iterator[dict[str, int]]:
+def meshes(choices: SearchSpace) -> Iterator[dict[str, int]]:
     """Meshes that the model can be laid out on."""
     if choices.mesh is not None:
         yield dict(choices.mesh)
@@ -184,7 +184,7 @@ def _can_be(model: Model, axes: Mapping[str, int]) -> bool:
     return True
 
 
-def _on(choices: Choices, axes: Mapping[str, int], batch_size: int) -> Iterator[Candidate]:
+def _on(choices: SearchSpace, axes: Mapping[str, int], batch_size: int) -> Iterator[Candidate]:
     """Candidates on one mesh."""
     model, pipe = choices.model, axes.get(PIPE, 1)
     cut = prod(size for axis, size in axes.items() if axis in BATCH)
@@ -224,7 +224,7 @@ def micro_batch_numbers(batch_size: int, cut: int, pipe: int) -> list[int]:
     ]
 
 
-def _schedules(choices: Choices, pipe: int, m: int, layers: int) -> Iterator[tuple[str | None, int]]:
+def _schedules(choices: SearchSpace, pipe: int, m: int, layers: int) -> Iterator[tuple[str | None, int]]:
     if pipe == 1:
         yield None, 1
         return

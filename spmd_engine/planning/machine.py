@@ -63,7 +63,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Node:
+class NodeKind:
     """Nodes of one kind. Speeds are those of one rank that has the cores, or the device, it asks for."""
 
     name: str
@@ -107,7 +107,7 @@ class Machine:
     """Nodes and what connects them. Ranks are numbered node by node, in the order of ``nodes``."""
 
     name: str
-    nodes: tuple[Node, ...]
+    nodes: tuple[NodeKind, ...]
     between: Link  #: between nodes
     pairs: Mapping[tuple[int, int], Link] = field(default_factory=dict)  #: of ranks whose link is another, both ways
     topology: Topology = Topology()
@@ -115,11 +115,11 @@ class Machine:
     source: str = ""  #: where its numbers are from
 
     @cached_property
-    def places(self) -> tuple[tuple[int, Node], ...]:
+    def places(self) -> tuple[tuple[int, NodeKind], ...]:
         """For every rank: the number of its node, and that node."""
         return tuple(self._places())
 
-    def _places(self) -> Iterator[tuple[int, Node]]:
+    def _places(self) -> Iterator[tuple[int, NodeKind]]:
         number = 0
         for node in self.nodes:
             for _ in range(node.count):
@@ -134,7 +134,7 @@ class Machine:
     def node_count(self) -> int:
         return sum(node.count for node in self.nodes)
 
-    def node(self, rank: int) -> Node:
+    def node(self, rank: int) -> NodeKind:
         """The node of a rank; raises UsageError if there is no such rank."""
         if not 0 <= rank < self.ranks:
             raise UsageError(f"machine {self.name}: it has {self.ranks} ranks, and so no rank {rank}")

@@ -17,7 +17,7 @@ from spmd_engine.planning.machine import (
     Fitted,
     Link,
     Machine,
-    Node,
+    NodeKind,
     Topology,
     check_distinct,
 )
@@ -153,7 +153,7 @@ def _curve(value: Any, where: str) -> Curve:
     return Curve(tuple(points))
 
 
-def _node(table: _Table) -> Node:
+def _node(table: _Table) -> NodeKind:
     speeds = table.table("speeds")
     curves = {dtype: speeds.curve(dtype) for dtype in speeds.content}
     if not curves:
@@ -163,7 +163,7 @@ def _node(table: _Table) -> Node:
         if dtype not in known:
             raise UsageError(f"{speeds.where}: unknown field {dtype!r}; there are: {', '.join(known)}")
     cores = table.number("cores", 0, least=0.0)
-    node = Node(
+    node = NodeKind(
         name=table.text("name"),
         count=table.whole("count", 1, least=0),
         ranks=table.whole("ranks"),
@@ -187,7 +187,7 @@ def _link(table: _Table) -> Link:
     return link
 
 
-def _alone(node: Node) -> Link:
+def _alone(node: NodeKind) -> Link:
     """Between nodes of a machine that says nothing of it, having one: what is inside."""
     return node.inside
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
-from spmd_engine.planning.machine import Curve, Fitted, Link, Machine, Node
+from spmd_engine.planning.machine import Curve, Fitted, Link, Machine, NodeKind
 
 
 def text_of(machine: Machine) -> str:
@@ -37,7 +37,7 @@ def _lines(machine: Machine) -> Iterator[str]:
         yield from ("", "[fitted]", *(f"{name} = {value:.6g}" for name, value in changed.items()))
 
 
-def _node(node: Node, number: int | None) -> Iterator[str]:
+def _node(node: NodeKind, number: int | None) -> Iterator[str]:
     name = node.name if number is None else f"{node.name}-{number}"
     yield from ("", "[[nodes]]", f'name = "{name}"', f"count = {node.count}", f"ranks = {node.ranks}")
     yield f"memory = {node.memory:.6g}"

@@ -12,7 +12,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.planning.machine import Curve, Link, Machine, Node
+from spmd_engine.planning.machine import Curve, Link, Machine, NodeKind
 
 PRODUCTS = (8, 16, 32, 64, 128, 256, 512, 1024)  #: widths of square matrices
 ARRAYS = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23)  #: elements
@@ -42,13 +42,13 @@ def measure_machine(mesh: Mesh, seconds: float = 20.0) -> Machine | None:
         _node(node, [r for r, other in enumerate(mesh.nodes_by_rank) if other == node], ranks, speeds, memory, inside)
         for node in dict.fromkeys(mesh.nodes_by_rank)
     ]
-    kinds: list[Node] = []
+    kinds: list[NodeKind] = []
     for node in nodes:
         kinds.append(node)
     return Machine("here", tuple(kinds), between or inside, pairs, source="measured by calibrate")
 
 
-def _node(name, members, ranks, speeds, memory, inside) -> Node:
+def _node(name, members, ranks, speeds, memory, inside) -> NodeKind:
     slowest = ranks[members].min(axis=0)
     curves, at = [], 0
     for curve in (*speeds.values(), memory):
@@ -56,7 +56,7 @@ def _node(name, members, ranks, speeds, memory, inside) -> Node:
         curves.append(Curve(tuple(zip(sizes, map(float, slowest[at : at + len(sizes)]), strict=True))))
         at += len(sizes)
     cores = len(os.sched_getaffinity(0))
-    return Node(
+    return NodeKind(
         name=name,
         count=1,
         ranks=max(len(members), OVERSUBSCRIBED * cores),

@@ -17,7 +17,7 @@ FEW_RANKS = 8  #: as many, where ranks have nothing to share with each other but
 
 
 @dataclass
-class Meeting:
+class SimulatedCall:
     """A collective, or a message: the simulated ranks that take part, and how far it is."""
 
     operation: str
@@ -52,7 +52,7 @@ def place_of(rank: int, axes: Mapping[str, int]) -> MeshPosition:
     return MeshPosition(axes, {axis: coordinates[axis] for axis in axes})
 
 
-def match(analysis: StepAnalysis, steps: Mapping[int, RankStep]) -> dict[int, list[Meeting]]:
+def match(analysis: StepAnalysis, steps: Mapping[int, RankStep]) -> dict[int, list[SimulatedCall]]:
     """For each simulated rank, the meeting of each of its communications, in their order.
 
     Where a rank stands for others, it meets those that are simulated, and the durations are of the whole group.
@@ -60,8 +60,8 @@ def match(analysis: StepAnalysis, steps: Mapping[int, RankStep]) -> dict[int, li
     """
     everyone = len(steps) == analysis.ranks
     groups = _Groups(analysis.axes)
-    meetings: dict[tuple, Meeting] = {}
-    of_rank: dict[int, list[Meeting]] = {}
+    meetings: dict[tuple, SimulatedCall] = {}
+    of_rank: dict[int, list[SimulatedCall]] = {}
     for rank, step in steps.items():
         place, seen = place_of(rank, analysis.axes), Counter()
         of_rank[rank] = []
@@ -74,7 +74,9 @@ def match(analysis: StepAnalysis, steps: Mapping[int, RankStep]) -> dict[int, li
             seen[key] += 1
             key = (*key, seen[key])
             if key not in meetings:
-                meetings[key] = Meeting(kind, _members(groups, place, axes, each), whole_bytes(each), each.priority)
+                meetings[key] = SimulatedCall(
+                    kind, _members(groups, place, axes, each), whole_bytes(each), each.priority
+                )
             meeting = meetings[key]
             meeting.expected += 1
             meeting.priority = min(meeting.priority, each.priority)

@@ -33,7 +33,7 @@ RECOMPUTED = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedTensor:
     """A tensor that a block keeps for its backward."""
 
     what: str
@@ -52,7 +52,7 @@ class System:
     name: str
     state: Mapping[str, float]  #: bytes a parameter, by kind
     matrices: Mapping[str, str]  #: of a block: dims by name
-    saved: tuple[Saved, ...]
+    saved: tuple[SavedTensor, ...]
     first: Mapping[str, str] = field(default_factory=dict)  #: matrices before the blocks, left out where there are none
     last: Mapping[str, str] = field(default_factory=dict)  #: and behind them
 
@@ -106,9 +106,9 @@ def read_system(name: str | Path) -> System:
     return system
 
 
-def _saved(content: Mapping[str, Any], name: str | Path) -> Saved:
+def _saved(content: Mapping[str, Any], name: str | Path) -> SavedTensor:
     try:
-        return Saved(**content | {"kept_by": tuple(content["kept_by"])})
+        return SavedTensor(**content | {"kept_by": tuple(content["kept_by"])})
     except (KeyError, TypeError) as error:
         raise UsageError(f"{name}: a tensor that is saved has wrong fields: {error}") from error
 
@@ -132,14 +132,14 @@ def memory_of(
     """
     if recompute not in RECOMPUTED:
         raise UsageError(f"recompute {recompute!r}: choose one of {', '.join(RECOMPUTED)}")
-    block = _Part(system.matrices, [each for each in system.saved if each.of == "block"], transformer, recompute)
+    block = _LayerPart(system.matrices, [each for each in system.saved if each.of == "block"], transformer, recompute)
     layers = [(f"block{number}", block) for number in range(transformer.layers)]
     stages = None
     if system.first:
-        layers.insert(0, ("first", _Part(system.first, [], transformer, recompute)))
+        layers.insert(0, ("first", _LayerPart(system.first, [], transformer, recompute)))
     if system.last:
         saved = [each for each in system.saved if each.of == "last"]
-        layers.append(("last", _Part(system.last, saved, transformer, recompute)))
+        layers.append(("last", _LayerPart(system.last, saved, transformer, recompute)))
     count = axes.get("pipe", 1) * chunks
     if len(layers) > transformer.layers and transformer.layers % count == 0:  # as many blocks on every stage
         each = transformer.layers // count
@@ -160,9 +160,7 @@ def memory_of(
     )
     found, data = [], axes.get("data", 1)
     for kind in analysis.classes:
-        state = sum(
-            size / (data if zero >= CUT_FROM.get(name, 4) else 1) for name, size in system.state.items()
-        )
+        state = sum(size / (data if zero >= CUT_FROM.get(name, 4) else 1) for name, size in system.state.items())
         gathered = _largest_block(kind.step) * _whole(system, zero) if data > 1 else 0.0
         kept, most = _activations(kind.step)
         found.append(SystemMemory(round(state * _parameters(kind.step)), kept, most, round(gathered)))
@@ -199,13 +197,13 @@ def _activations(step: RankStep) -> tuple[int, int]:
     return max(kept, default=batch) - batch, max(with_temporaries, default=batch) - batch
 
 
-class _Part(Layer):
+class _LayerPart(Layer):
     """Keeps what a system keeps, and computes nothing."""
 
     may_cut, across = "bshrfv", "h"
 
     def __init__(
-        self, matrices: Mapping[str, str], saved: Sequence[Saved], transformer: Transformer, recompute: str
+        self, matrices: Mapping[str, str], saved: Sequence[SavedTensor], transformer: Transformer, recompute: str
     ) -> None:
         letters = {letter for dims in (*matrices.values(), *(each.dims for each in saved)) for letter in dims.split()}
         self.sizes = {letter: size for letter, size in transformer.sizes.items() if letter in letters | {"h"}}
@@ -219,7 +217,7 @@ class _Part(Layer):
         meter().elementwise(1, 0, 0)
         return x, kept
 
-    def _new(self, sh, saved: Saved, samples: int) -> ShapedArray:
+    def _new(self, sh, saved: SavedTensor, samples: int) -> ShapedArray:
         whole = {**self.sizes, "s": self.sequence}
         parts = (sh.span(letter, whole[letter], saved.where) for letter in saved.dims.split()[1:])
         return ShapedArray.new((samples, *(part.stop - part.start for part in parts)), _DTYPES[saved.bytes])

@@ -1,8 +1,8 @@
 """Passes through layers, run on shapes once for all layers and micro-batches alike, and written down for each.
 
 A layer's forward and backward are run apart, on stand-ins for what goes into them; what they compute, send and hold
-is a ``Piece``. Where the same is to be done again the piece is written down again, and of what the layer had kept for
-its backward nothing is there but its memory.
+is a ``LayerPass``. Where the same is to be done again the pass is written down again, and of what the layer had kept
+for its backward nothing is there but its memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ X, Y, DY = "x", "y", "dy"
 
 
 @dataclass
-class Piece:
+class LayerPass:
     """What a rank does in one call of a layer. Positions are counted from its beginning."""
 
     computations: list[Computation]
@@ -52,7 +52,7 @@ class PassCache:
     """Pieces by all that they depend on: one cache may serve many analyses."""
 
     def __init__(self) -> None:
-        self.pieces: dict[Hashable, Piece] = {}
+        self.pieces: dict[Hashable, LayerPass] = {}
         self.lock = RLock()
         self._numbers: dict[Hashable, int] = {}
         self._kinds: dict[int, tuple[Layer, int]] = {}  # by the layer's id; with it, so that this stays its own
@@ -70,7 +70,7 @@ class PassCache:
 
 
 @dataclass
-class Call:
+class LayerCall:
     """A layer and what it is called with, by which its pieces are found."""
 
     layer: Layer
@@ -85,12 +85,12 @@ class Call:
 class Sandbox:
     """Runs one layer's calls apart from the step, from the forward on, as far as the piece that is wanted."""
 
-    def __init__(self, call: Call, choose: str) -> None:
+    def __init__(self, call: LayerCall, choose: str) -> None:
         self._call, self._recorder = call, Recorder(Meter(choose))
         self._recorder.own_class = call.sh.mesh.recorder.own_class
         self._mark: tuple[int, int, int] = (0, 0, 0)
 
-    def piece(self, *names: Any, gradients: GradientSums | None = None) -> Piece:
+    def piece(self, *names: Any, gradients: GradientSums | None = None) -> LayerPass:
         """The last of these calls: "forward", "backward", then "wait" and "weights" in either order."""
         mesh, call = self._call.sh.mesh, self._call
         before, mesh.recorder = mesh.recorder, self._recorder
@@ -100,7 +100,7 @@ class Sandbox:
         finally:
             mesh.recorder = before
 
-    def _run(self, call: Call, names: tuple, gradients: GradientSums | None) -> Piece:
+    def _run(self, call: LayerCall, names: tuple, gradients: GradientSums | None) -> LayerPass:
         recorder, given = self._recorder, {X: _new(call.x)}
         self._begin()
         y, saved, *extra = call.layer.forward(call.sh, call.p, given[X], call.ctx)
@@ -149,7 +149,7 @@ class Sandbox:
         recorder.meter.take_top()
         self._mark = len(recorder.computations), len(recorder.communications), recorder.meter.total
 
-    def _end(self, held: list, given: dict, result: tuple | None, extra: tuple, same: bool) -> Piece:
+    def _end(self, held: list, given: dict, result: tuple | None, extra: tuple, same: bool) -> LayerPass:
         """The piece since the mark; ``held`` is what the layer keeps, ``given`` what goes in and comes out."""
         recorder = self._recorder
         recorder.flush()
@@ -157,7 +157,7 @@ class Sandbox:
         made = recorder.communications[calls:]
         last = len(recorder.computations)
         kept, keeps = _kept(held, given)
-        return Piece(
+        return LayerPass(
             recorder.computations[first:],
             [max(0, top - total) for top in recorder.tops[first:]],
             [each.as_communication(last).moved(-first) for each in made],

@@ -14,11 +14,11 @@ from spmd_engine.engine.optimizers import SGD, AdamW
 from spmd_engine.errors import UsageError
 from spmd_engine.models import Model
 from spmd_engine.models.names import MODELS
-from spmd_engine.planning.conflict import MORE, Conflict, Question, Way, conflict_of
+from spmd_engine.planning.conflict import MORE, Conflict, Question, WayOut, conflict_of
 from spmd_engine.planning.estimate import Estimate
 from spmd_engine.planning.foresight import Foresight, look, look_at
 from spmd_engine.planning.goals import GOALS, Constraints, Limits, value
-from spmd_engine.planning.lattice import Candidate, Choices
+from spmd_engine.planning.lattice import Candidate, SearchSpace
 from spmd_engine.planning.machine import Machine
 from spmd_engine.planning.plan_file import PlanFile
 from spmd_engine.planning.search import Certificate, Found, Planner
@@ -149,7 +149,7 @@ def plan(request: Request) -> Answer:
     machine = request.machine.with_ranks(max(request.ranks))
     limits = _within(request.limits, machine)
     constraints = Constraints(limits, request.fixed)
-    choices = Choices(
+    choices = SearchSpace(
         request.model,
         request.ranks,
         request.batch_sizes,
@@ -295,7 +295,7 @@ def _one_of_each(machine: Machine) -> list[int]:
     return ranks
 
 
-def _refuse_impossible(choices: Choices, found: Found) -> None:
+def _refuse_impossible(choices: SearchSpace, found: Found) -> None:
     if not found.certificate.candidates:
         said = ", ".join(map(str, choices.ranks)), ", ".join(map(str, choices.batch_sizes))
         raise UsageError(
@@ -363,8 +363,8 @@ def _foreseen(request: Request, estimate: Estimate) -> Foresight | None:
 
 
 def _as_it_will_be(
-    request: Request, constraints: Constraints, way: Way, nearest: Estimate, seen: Foresight | None
-) -> Way:
+    request: Request, constraints: Constraints, way: WayOut, nearest: Estimate, seen: Foresight | None
+) -> WayOut:
     """A way out that gives up memory or time, with what its whole step needs of that."""
     if way.gives_up not in ("memory", "latency"):
         return way
@@ -373,14 +373,14 @@ def _as_it_will_be(
     need = {"memory": plan.memory, "latency": plan.seconds}[way.gives_up]
     limits = constraints.limits
     said = f"{way.gives_up} {limits.said(way.gives_up, need)} instead of {limits.said(way.gives_up)}"
-    return Way(way.gives_up, said, plan)
+    return WayOut(way.gives_up, said, plan)
 
 
 def _most_ranks(machine: Machine) -> int:
     return machine.ranks or 1 << 20
 
 
-def _reasons(planner: Planner, choices: Choices, limits: Limits, chosen: Estimate, goal: str):
+def _reasons(planner: Planner, choices: SearchSpace, limits: Limits, chosen: Estimate, goal: str):
     """What the plan's choices gain over the nearest others, one by one."""
     candidate = chosen.candidate
     for name, options in _alternatives(candidate):

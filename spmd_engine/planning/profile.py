@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.comm.mesh_position import MeshPosition
+from spmd_engine.engine.assignment import assign
 from spmd_engine.engine.composition import Composition
-from spmd_engine.engine.plan import make_plan
 from spmd_engine.models import Model, layout_for
 from spmd_engine.planning.analyze import analyze
 from spmd_engine.planning.collective_time import CollectiveTimes
@@ -276,7 +276,7 @@ def _groups(
 
     A group that several layers share counts for the first of them.
     """
-    plan = make_plan(model, place, layout, itemsize, storage=base.storage)
+    plan = assign(model, place, layout, itemsize, storage=base.storage)
     group_of = {name: group for group in plan.groups for name in group.spans}
     found, seen = {}, set()
     for number, (name, layer) in enumerate(model.layers):

@@ -20,7 +20,7 @@ from spmd_engine.errors import SpmdError
 from spmd_engine.models import Model
 from spmd_engine.planning.estimate import Bound, Estimate, Estimator
 from spmd_engine.planning.goals import Constraints, least, value
-from spmd_engine.planning.lattice import Candidate, Choices, candidates
+from spmd_engine.planning.lattice import Candidate, SearchSpace, candidates
 from spmd_engine.planning.layer_costs import CutLayers
 from spmd_engine.planning.machine import Machine
 from spmd_engine.planning.profile import Profiles
@@ -96,7 +96,7 @@ class Planner:
 
     def search(
         self,
-        choices: Choices,
+        choices: SearchSpace,
         constraints: Constraints,
         goal: str = "latency",
         *,

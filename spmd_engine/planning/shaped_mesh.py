@@ -26,7 +26,7 @@ from spmd_engine.planning.recorder import Recorder
 
 
 @dataclass(frozen=True)
-class Ranks:
+class ForetoldRanks:
     """Which class each rank of a mesh is of, and where the ranks of different classes meet."""
 
     axes: Mapping[str, int]
@@ -59,7 +59,7 @@ class ShapedMesh(Mesh):
     """One rank's view of a mesh that is not there."""
 
     def __init__(
-        self, ranks: Ranks, coordinates: Mapping[str, int], recorder: Recorder, *, checks: bool = False
+        self, ranks: ForetoldRanks, coordinates: Mapping[str, int], recorder: Recorder, *, checks: bool = False
     ) -> None:
         self.all, self.recorder = ranks, recorder
         recorder.own_class = int(ranks.classes[tuple(coordinates.values())])

@@ -12,7 +12,7 @@ def shards_of(engine: LayeredEngine, states: int) -> list[ModelShard]:
     """The records of a rank's parameters; an optimizer keeps so many arrays of state for each."""
     names = [name for name, _ in engine.model.layers]
     users: dict[str, list[str]] = {}
-    for layer, uses in engine.plan.uses.items():
+    for layer, uses in engine.assignment.uses.items():
         for full in uses.values():
             users.setdefault(full, []).append(names[layer])
     records, itemsize = [], engine.dtype.itemsize

@@ -19,7 +19,15 @@ from spmd_engine.errors import UsageError
 from spmd_engine.planning.collective_time import CollectiveTimes, Duration
 from spmd_engine.planning.compute_time import ComputeTimes
 from spmd_engine.planning.machine import Machine
-from spmd_engine.planning.meetings import FEW_RANKS, MOST_RANKS, Meeting, by_computation, match, names_of, simulated
+from spmd_engine.planning.meetings import (
+    FEW_RANKS,
+    MOST_RANKS,
+    SimulatedCall,
+    by_computation,
+    match,
+    names_of,
+    simulated,
+)
 from spmd_engine.planning.processors import Processors
 from spmd_engine.planning.step_analysis import RankStep, StepAnalysis
 
@@ -81,7 +89,7 @@ class _Simulation:
         self,
         machine: Machine,
         steps: Mapping[int, RankStep],
-        meetings: Mapping[int, Sequence[Meeting]],
+        meetings: Mapping[int, Sequence[SimulatedCall]],
         placement: Sequence[int] | None,
     ) -> None:
         self.machine, self.steps, self.meetings = machine, steps, meetings
@@ -92,7 +100,7 @@ class _Simulation:
         self.spans: list[Span] = []
         self.working = dict.fromkeys(steps, 0.0)
         self._ports: dict[int, bool] = {}  # ranks whose link is busy
-        self._queue: list[tuple[int, int, Meeting]] = []
+        self._queue: list[tuple[int, int, SimulatedCall]] = []
         self._durations: dict[tuple, Duration] = {}
         self._live = len(steps)
 
@@ -149,7 +157,7 @@ class _Simulation:
 
     # --- communications
 
-    def _begin(self, rank: int, meeting: Meeting) -> None:
+    def _begin(self, rank: int, meeting: SimulatedCall) -> None:
         meeting.begun[rank] = self.clock
         if len(meeting.begun) < meeting.expected:
             return
@@ -162,7 +170,7 @@ class _Simulation:
             heappush(self._queue, (meeting.priority, next(self._order), meeting))
             self._start_queued()
 
-    def _duration(self, meeting: Meeting) -> Duration:
+    def _duration(self, meeting: SimulatedCall) -> Duration:
         key = meeting.operation, id(meeting.ranks), meeting.size  # groups are large, and few
         if key not in self._durations:
             operation = "send" if meeting.operation == "message" else meeting.operation
@@ -186,22 +194,22 @@ class _Simulation:
         for entry in left:
             heappush(self._queue, entry)
 
-    def _arrived(self, meeting: Meeting) -> None:
+    def _arrived(self, meeting: SimulatedCall) -> None:
         for rank in meeting.begun:
             self._ports[rank] = False
         self._finish(meeting)
         self._start_queued()
 
-    def _finish(self, meeting: Meeting) -> None:
+    def _finish(self, meeting: SimulatedCall) -> None:
         meeting.done = self.clock
         self._wake(meeting)
 
-    def _wake(self, meeting: Meeting) -> None:
+    def _wake(self, meeting: SimulatedCall) -> None:
         waiters, meeting.waiters = meeting.waiters, []
         for go_on in waiters:
             go_on()
 
-    def _wait(self, rank: int, meeting: Meeting, name: str) -> Waits:
+    def _wait(self, rank: int, meeting: SimulatedCall, name: str) -> Waits:
         began = self.clock
         while len(meeting.begun) < meeting.expected:
             yield "until", meeting

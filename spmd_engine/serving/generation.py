@@ -25,7 +25,7 @@ ROUNDING = {4: 1e-4, 8: 1e-12}
 
 
 @dataclass(frozen=True)
-class Limits:
+class StoppingCriteria:
     """When a text ends."""
 
     tokens: int = 240  #: at most so many new ones
@@ -77,7 +77,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     *,
     sampling: SamplingOptions = SamplingOptions(),  # noqa: B008 (immutable)
-    limits: Limits = Limits(),  # noqa: B008 (immutable)
+    limits: StoppingCriteria = StoppingCriteria(),  # noqa: B008 (immutable)
     tokenizer: Tokenizer | None = None,
     log_probs: bool = False,
     batch_size: int = BATCH,
@@ -103,7 +103,7 @@ def _as_json(sequences: Sequence[_Sequence], log_probs: bool) -> list[dict]:
 
 
 def _check(
-    engine: LayeredEngine, prompts: Sequence[Sequence[int]], limits: Limits, tokenizer: Tokenizer | None
+    engine: LayeredEngine, prompts: Sequence[Sequence[int]], limits: StoppingCriteria, tokenizer: Tokenizer | None
 ) -> None:
     model = engine.model
     if not model.vocabulary:
@@ -133,7 +133,7 @@ class _Writing:
         self,
         engine: LayeredEngine,
         prompts: Sequence[Sequence[int]],
-        limits: Limits,
+        limits: StoppingCriteria,
         tokenizer: Tokenizer | None,
         sampling: SamplingOptions,
         on_text: OnText | None,

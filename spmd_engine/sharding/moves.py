@@ -122,7 +122,7 @@ class AllToAll(Move):
         return f"all_to_all {joined} -> {cut} over {','.join(axes)}"
 
 
-class Exchange(Move):
+class GeneralMove(Move):
     """Anything else: each rank sends each other one exactly what its old block and the other's new one share."""
 
     @property
@@ -142,7 +142,7 @@ class Exchange(Move):
 
 @lru_cache(maxsize=256)
 def _exchange_plan(
-    move: Exchange,
+    move: GeneralMove,
     shape: tuple[int, ...],
     dtype: np.dtype,
     axes: tuple[tuple[str, int], ...],

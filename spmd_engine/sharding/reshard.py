@@ -12,7 +12,7 @@ from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.mesh_position import MeshPosition
 from spmd_engine.errors import MeshError, NotationError
-from spmd_engine.sharding.moves import AllGather, AllToAll, Exchange, Move, Slice, beyond
+from spmd_engine.sharding.moves import AllGather, AllToAll, GeneralMove, Move, Slice, beyond
 from spmd_engine.sharding.notation import Spec
 
 
@@ -98,7 +98,7 @@ def reshard_plan(source: str | Spec, target: str | Spec, axes: Mapping[str, int]
     old, new = _cutting(source, axes), _cutting(target, axes)
     moves = [] if old.weights or new.weights else _collectives(old, new)
     if (moves[-1].target if moves else old) != new:
-        moves = [Exchange(old, new)]
+        moves = [GeneralMove(old, new)]
     return ReshardPlan(source, target, axes, tuple(moves))
 
 

@@ -81,7 +81,7 @@ def find_routes(
 
 
 @dataclass(frozen=True)
-class Part:
+class SharedPart:
     """Elements of an array that the same ranks have and the same ranks want; never across two blocks of a rank."""
 
     holders: Sequence[int]
@@ -91,7 +91,9 @@ class Part:
 
 
 @lru_cache(maxsize=1024)
-def _parts(shape: tuple[int, ...], given: tuple[Rectangles, ...], wanted: tuple[Rectangles, ...]) -> tuple[Part, ...]:
+def _parts(
+    shape: tuple[int, ...], given: tuple[Rectangles, ...], wanted: tuple[Rectangles, ...]
+) -> tuple[SharedPart, ...]:
     """All that is wanted of an array, by who has it and who wants it; of layers of a kind, the same.
 
     Raises UsageError where nobody has it.
@@ -110,7 +112,9 @@ def ranks_of_blocks(placed: Sequence[Rectangles]) -> dict[Rectangle, list[int]]:
     return ranks
 
 
-def _parts_of_blocks(given: Mapping[Rectangle, list[int]], wanted: Mapping[Rectangle, list[int]]) -> list[Part] | None:
+def _parts_of_blocks(
+    given: Mapping[Rectangle, list[int]], wanted: Mapping[Rectangle, list[int]]
+) -> list[SharedPart] | None:
     """What each block that is given shares with each that is wanted; None where blocks of a side overlap, or lack some.
 
     Models' parameters are cut like this, hundreds of them: all pairs of blocks are met at once.
@@ -124,11 +128,11 @@ def _parts_of_blocks(given: Mapping[Rectangle, list[int]], wanted: Mapping[Recta
     holders, takers, parts = list(given.values()), list(wanted.values()), []
     for i, j in np.argwhere(shared).tolist():
         rectangle = Rectangle(tuple(begin[i, j].tolist()), tuple(end[i, j].tolist()))
-        parts.append(Part(holders[i], takers[j], rectangle.size, [rectangle]))
+        parts.append(SharedPart(holders[i], takers[j], rectangle.size, [rectangle]))
     return parts
 
 
-def _parts_of_grid(shape: Sequence[int], given: Sequence[Rectangles], wanted: Sequence[Rectangles]) -> list[Part]:
+def _parts_of_grid(shape: Sequence[int], given: Sequence[Rectangles], wanted: Sequence[Rectangles]) -> list[SharedPart]:
     """The same of blocks that may overlap, by cells that lie inside or outside each of them."""
     grid = Grid(shape, [each for side in (given, wanted) for held in side for each in held])
     sizes = grid.sizes()
@@ -154,7 +158,7 @@ def _parts_of_grid(shape: Sequence[int], given: Sequence[Rectangles], wanted: Se
     for i, pattern in enumerate(patterns.T >= 0):
         holders, takers = np.flatnonzero(pattern[:ranks]).tolist(), np.flatnonzero(pattern[ranks:]).tolist()
         if takers:
-            parts.append(Part(holders, takers, int(sizes[which == i].sum()), grid.rectangles(which == i)))
+            parts.append(SharedPart(holders, takers, int(sizes[which == i].sum()), grid.rectangles(which == i)))
     return parts
 
 

@@ -84,7 +84,7 @@ def plan_transfer(
     return TransferPlan(source, target, routes, rounds)
 
 
-class Exchange(ABC):
+class PlannedExchange(ABC):
     """What takes blocks from one placement to another, in rounds: a plan, or its adjoint."""
 
     def execute(
@@ -110,7 +110,7 @@ class Exchange(ABC):
 
 
 @dataclass(frozen=True)
-class TransferPlan(Exchange):
+class TransferPlan(PlannedExchange):
     """What ``plan_transfer`` found: made once, the same on every rank, and executed as often as one likes."""
 
     source: Placement
@@ -187,7 +187,7 @@ class TransferPlan(Exchange):
 
 
 @dataclass(frozen=True)
-class Adjoint(Exchange):
+class Adjoint(PlannedExchange):
     """The transpose of a transfer: what an element was given to several ranks as, comes back from them and is added.
 
     It is added up in the order of the ranks, and on the rank that gave it: with ``from_owners``, on its owner. Of a

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 AFTERWARDS = "metrics"  #: the label of what is sent between steps, to tell how they went
 
 
-class Foresight:
+class FirstStepCheck:
     """Watches one step of a trainer: what the ledger gains meanwhile, on every rank.
 
     ``foretell`` is called on rank 0, once; if it fails, nothing is compared, since the training matters more.
@@ -82,7 +82,7 @@ class Foresight:
         return {line: (entry.calls, entry.sent) for line, entry in self._mesh.ledger.entries.items()}
 
 
-def foresight_of(workload: Workload, enforced: bool) -> Foresight | None:
+def foresight_of(workload: Workload, enforced: bool) -> FirstStepCheck | None:
     """For the first step of a job; None for an engine of which no step can be foretold."""
     engine, job = workload.engine, workload.job
     if not isinstance(engine, LayeredEngine):
@@ -104,4 +104,4 @@ def foresight_of(workload: Workload, enforced: bool) -> Foresight | None:
         )
         return analysis, routed_labels(engine.model)
 
-    return Foresight(engine.mesh, foretell, enforced=enforced)
+    return FirstStepCheck(engine.mesh, foretell, enforced=enforced)

@@ -33,7 +33,7 @@ Part = MappedArray | ImageFiles | np.ndarray
 
 
 @dataclass(frozen=True)
-class Source:
+class ImageSource:
     """Labelled images as they were found, and checked."""
 
     parts: tuple[Part, ...]  #: [n h w] or [n h w c] each, alike but for n
@@ -42,7 +42,7 @@ class Source:
     files: int
 
 
-def find_images(path: str | None) -> Source:
+def find_images(path: str | None) -> ImageSource:
     """The images of a file or a folder; None: scikit-learn's digits. Raises UsageError, naming the file."""
     if path is None:
         return _digits()
@@ -62,7 +62,7 @@ def find_images(path: str | None) -> Source:
     raise UsageError(f"--data {root}: not images in a format known here: {_KNOWN}")
 
 
-def _digits() -> Source:
+def _digits() -> ImageSource:
     """scikit-learn's 1,797 handwritten digits, 8 x 8 pixels from 0 to 16: read from its file, since to import it takes
     seconds."""
     found = find_spec("sklearn")
@@ -77,7 +77,7 @@ def _digits() -> Source:
     return _checked([(str(file), table[:, :-1].reshape(-1, 8, 8) / 16, table[:, -1].astype(np.int64))], 1)
 
 
-def _idx(folder: Path) -> Source:
+def _idx(folder: Path) -> ImageSource:
     parts = []
     for patterns in IDX_NAMES:
         files = [min(folder.glob(pattern), default=None) for pattern in patterns]  # the first: not the .gz, if both
@@ -89,7 +89,7 @@ def _idx(folder: Path) -> Source:
     return _checked(parts, 2 * len(parts))
 
 
-def _npz(file: Path) -> Source:
+def _npz(file: Path) -> ImageSource:
     there = set(npz_names(file))
     for pairs in NPZ_NAMES:
         if there.issuperset(pairs[0]):
@@ -105,7 +105,7 @@ def _whole(array: MappedArray | np.ndarray) -> np.ndarray:
     return np.array(array.open() if isinstance(array, MappedArray) else array)
 
 
-def _checked(found: list[tuple[str, Part, np.ndarray]], files: int) -> Source:
+def _checked(found: list[tuple[str, Part, np.ndarray]], files: int) -> ImageSource:
     """A source of parts, each with where it is from and its classes; a second part is what is held out."""
     parts, classes = [], []
     for where, x, y in found:
@@ -118,7 +118,7 @@ def _checked(found: list[tuple[str, Part, np.ndarray]], files: int) -> Source:
     held_out = np.arange(len(classes[0]), len(y)) if len(parts) > 1 else part_of(len(y), -(-len(y) // HELD_OUT), 0)
     if not 0 < len(held_out) < len(y):
         raise UsageError(f"--data {found[0][0]}: {len(y)} images, too few to learn from some and hold out others")
-    return Source(tuple(parts), y, held_out, files)
+    return ImageSource(tuple(parts), y, held_out, files)
 
 
 def check_pixels(where: str, dtype: np.dtype) -> None:

@@ -16,12 +16,12 @@ from spmd_engine.formats import ImageFiles, MappedArray
 from spmd_engine.models import ImageShape
 from spmd_engine.training.array_data import ArrayData
 from spmd_engine.training.augment import augmented
-from spmd_engine.training.image_sources import Part, Source, check_pixels, find_images
+from spmd_engine.training.image_sources import ImageSource, Part, check_pixels, find_images
 
 _MOST_BYTES = 1 << 24  # of images that the digest looks at together
 
 
-class Rows:
+class ImageRows:
     """Images[n h w c] that lie in several places, one after the other: read by numbers or slices of n."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
@@ -48,7 +48,7 @@ class Rows:
 class Images:
     """Images[n h w c], the class of each, and what they were read from: the same on every rank."""
 
-    x: Rows
+    x: ImageRows
     y: np.ndarray  #: int64[n]
     held_out: np.ndarray  #: numbers of those to validate on
     files: int
@@ -83,13 +83,13 @@ def load_images(group: Group, path: str | None) -> Images:
         shared.append(_part(described) if described else group.broadcast(array, label="images"))
     y = group.broadcast(found.y if found else None, label="images")
     held_out = group.broadcast(found.held_out if found else None, label="images")
-    return Images(on_all_ranks(group, lambda: Rows(shared)), y, held_out, said["files"], said["sha256"])
+    return Images(on_all_ranks(group, lambda: ImageRows(shared)), y, held_out, said["files"], said["sha256"])
 
 
-def _described(found: Source) -> dict[str, Any]:
+def _described(found: ImageSource) -> dict[str, Any]:
     """A source in JSON, without its arrays; all images are read once, for the digest."""
     parts = [None if isinstance(part, np.ndarray) else asdict(part) for part in found.parts]
-    return {"parts": parts, "files": found.files, "sha256": _digest(Rows(found.parts), found.y, found.held_out)}
+    return {"parts": parts, "files": found.files, "sha256": _digest(ImageRows(found.parts), found.y, found.held_out)}
 
 
 def _part(described: dict[str, Any]) -> MappedArray | ImageFiles:
@@ -97,7 +97,7 @@ def _part(described: dict[str, Any]) -> MappedArray | ImageFiles:
     return (MappedArray if "offset" in values else ImageFiles)(**values)
 
 
-def _digest(x: Rows, y: np.ndarray, held_out: np.ndarray) -> str:
+def _digest(x: ImageRows, y: np.ndarray, held_out: np.ndarray) -> str:
     digest = hashlib.sha256(f"{x.dtype.name}{x.shape}".encode())
     at_once = max(1, _MOST_BYTES // max(1, x.dtype.itemsize * int(np.prod(x.shape[1:]))))
     for first in range(0, len(x), at_once):

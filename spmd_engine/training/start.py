@@ -149,11 +149,11 @@ def _make_run(workload: Workload, folder: Path, observers: Sequence[Observer], t
         tokenizer = _tokenizer(workload)
         if tokenizer is None:
             return ""
-        from spmd_engine.serving import Limits, SamplingOptions, generate
+        from spmd_engine.serving import SamplingOptions, StoppingCriteria, generate
 
         sampling = SamplingOptions(sample=True, temperature=TEMPERATURE, seed=job.model.seed)
         ends = () if tokenizer.end is None else (tokenizer.end,)
-        limits = Limits(job.sample, ends, slide=True)
+        limits = StoppingCriteria(job.sample, ends, slide=True)
         (written,) = generate(engine, [tokenizer.encode(PROMPT)], sampling=sampling, limits=limits, tokenizer=tokenizer)
         return PROMPT + written.text
 

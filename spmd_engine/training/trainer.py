@@ -20,7 +20,7 @@ from spmd_engine.signals import StopFlag
 from spmd_engine.training.step_metrics import StepMetrics
 
 if TYPE_CHECKING:
-    from spmd_engine.training.foresight import Foresight
+    from spmd_engine.training.foresight import FirstStepCheck
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Trainer:
         step_metrics: bool = True,
         stop: StopFlag | None = None,
         max_skipped: int = 0,
-        foresight: Foresight | None = None,
+        foresight: FirstStepCheck | None = None,
     ) -> None:
         self.engine, self.optimizer, self.batches, self.rate = engine, optimizer, batches, rate
         self.grad_clip, self.loss, self.steps_done, self.step_metrics = grad_clip, loss, first_step, step_metrics

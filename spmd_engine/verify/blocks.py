@@ -10,11 +10,11 @@ import numpy as np
 
 from spmd_engine.verify.report import Element
 
-Teams = dict[tuple[str, ...], list[list["Block"]]]
+Teams = dict[tuple[str, ...], list[list["ComparedBlock"]]]
 
 
 @dataclass(frozen=True)
-class Block:
+class ComparedBlock:
     """One rank's part."""
 
     rank: int
@@ -30,7 +30,7 @@ class Block:
         return difference(self.found, self.expected)
 
     @property
-    def added(self) -> Block:
+    def added(self) -> ComparedBlock:
         """What was added to the base alone."""
         if self.base is None:
             return self
@@ -51,7 +51,7 @@ def difference(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
     return np.where(same, 0.0, np.where(np.isnan(apart), np.inf, apart))
 
 
-def first_and_largest(blocks: Sequence[Block], limit: float) -> tuple[Element, Element]:
+def first_and_largest(blocks: Sequence[ComparedBlock], limit: float) -> tuple[Element, Element]:
     """Of the elements that are off by more than ``limit``: the first in the whole array, and the one most off."""
     elements = []
     for block in blocks:
@@ -63,7 +63,7 @@ def first_and_largest(blocks: Sequence[Block], limit: float) -> tuple[Element, E
     return first, max(elements, key=lambda each: each[2])[1]
 
 
-def teams_of_replicas(blocks: Sequence[Block], axes: Mapping[str, int]) -> Teams:
+def teams_of_replicas(blocks: Sequence[ComparedBlock], axes: Mapping[str, int]) -> Teams:
     """For every set of mesh axes along which all ranks have the same places: the ranks that differ only along it.
 
     Smaller sets come first. Only blocks of the same places make a team, so an axis that cuts the tensor is in no set.
@@ -71,7 +71,7 @@ def teams_of_replicas(blocks: Sequence[Block], axes: Mapping[str, int]) -> Teams
     teams: Teams = {}
     long = [axis for axis, size in axes.items() if size > 1]
     for over in (over for count in range(1, len(long) + 1) for over in combinations(long, count)):
-        by_place: dict[tuple[int, ...], list[Block]] = {}
+        by_place: dict[tuple[int, ...], list[ComparedBlock]] = {}
         for block in blocks:
             key = tuple(place for axis, place in block.coordinates.items() if axis not in over)
             by_place.setdefault(key, []).append(block)
@@ -81,5 +81,5 @@ def teams_of_replicas(blocks: Sequence[Block], axes: Mapping[str, int]) -> Teams
     return teams
 
 
-def _alike(team: Sequence[Block]) -> bool:
+def _alike(team: Sequence[ComparedBlock]) -> bool:
     return all(all(map(np.array_equal, block.index, team[0].index)) for block in team)

@@ -13,7 +13,7 @@ from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.comm.group import Group
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.errors import UsageError
-from spmd_engine.verify.blocks import Block, difference, first_and_largest
+from spmd_engine.verify.blocks import ComparedBlock, difference, first_and_largest
 from spmd_engine.verify.diagnosis import diagnose
 from spmd_engine.verify.report import Disagreement
 
@@ -25,7 +25,7 @@ TOGETHER = 1 << 20  # bytes: small arrays up to here travel in one message
 
 
 @dataclass(frozen=True)
-class Part:
+class LocalPart:
     """What this rank has of a tensor."""
 
     found: Array
@@ -35,12 +35,14 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Tensor:
+class ComparedTensor:
     """Something that both engines have computed."""
 
     kind: str
     whole: Callable[[], Array | None]  #: one device's; asked on rank 0 alone
-    part: Callable[[tuple[int, ...]], Part | None]  #: of this rank, given the shape of the whole; None: it has none
+    part: Callable[
+        [tuple[int, ...]], LocalPart | None
+    ]  #: of this rank, given the shape of the whole; None: it has none
     name: str = ""
     layer: str = ""
     micro_batch: int | None = None
@@ -50,7 +52,7 @@ class Tensor:
 class Measured:
     """How far a tensor is off."""
 
-    tensor: Tensor
+    tensor: ComparedTensor
     most: float  #: the largest difference on any rank
     scale: float  #: in relation to which that is large or small
 
@@ -62,7 +64,7 @@ class Measured:
         return self.most > tolerance * self.scale
 
 
-def measure(world: Group, tensors: Sequence[Tensor]) -> list[Measured]:
+def measure(world: Group, tensors: Sequence[ComparedTensor]) -> list[Measured]:
     """Differences of all ranks' blocks from one device's tensors. Collective; the same on every rank."""
     figures = np.zeros((2, len(tensors)))
     for number, (tensor, whole) in enumerate(zip(tensors, _wholes(world, tensors), strict=True)):
@@ -86,7 +88,7 @@ def examine(
     (whole,) = _wholes(world, [tensor])
     part, block = _part(tensor, whole), None
     if part is not None:
-        block = Block(
+        block = ComparedBlock(
             mesh.rank,
             mesh.coordinates,
             tuple(np.arange(n)[places] for n, places in zip(whole.shape, part.index, strict=True)),
@@ -128,7 +130,7 @@ def from_first(world: Group, thing: Any) -> Any:
     return pickle.loads(world.broadcast(said, label="verify").tobytes())
 
 
-def _wholes(world: Group, tensors: Sequence[Tensor]) -> Iterator[np.ndarray]:
+def _wholes(world: Group, tensors: Sequence[ComparedTensor]) -> Iterator[np.ndarray]:
     """One device's arrays, on every rank, one after the other; small ones travel together."""
     sent = 0
     while sent < len(tensors):
@@ -143,7 +145,7 @@ def _wholes(world: Group, tensors: Sequence[Tensor]) -> Iterator[np.ndarray]:
         sent += len(arrays)
 
 
-def _part(tensor: Tensor, whole: np.ndarray) -> Part | None:
+def _part(tensor: ComparedTensor, whole: np.ndarray) -> LocalPart | None:
     part = tensor.part(whole.shape)
     if part is not None and (shape := _block(whole, part.index).shape) != part.found.shape:
         raise UsageError(

@@ -10,14 +10,14 @@ from math import isclose
 
 import numpy as np
 
-from spmd_engine.verify.blocks import Block, Teams, difference, teams_of_replicas
+from spmd_engine.verify.blocks import ComparedBlock, Teams, difference, teams_of_replicas
 from spmd_engine.verify.report import Cause, Finding
 
 PARAMETER, INITIAL = "parameter", "initial parameter"  # kinds of tensors that nobody sums over ranks
 
 
 def diagnose(
-    blocks: Sequence[Block], axes: Mapping[str, int], limit: float, *, kind: str, micro_batches: int = 1
+    blocks: Sequence[ComparedBlock], axes: Mapping[str, int], limit: float, *, kind: str, micro_batches: int = 1
 ) -> tuple[Finding, ...]:
     """The causes that explain blocks some of which differ by more than ``limit`` from what they should be.
 
@@ -58,7 +58,7 @@ def _missing_sum(teams: Teams, limit: float) -> Iterable[Finding]:
         )
 
 
-def _multiple(wrong: Sequence[Block], teams: Teams, limit: float, micro_batches: int) -> Iterable[Finding]:
+def _multiple(wrong: Sequence[ComparedBlock], teams: Teams, limit: float, micro_batches: int) -> Iterable[Finding]:
     """All of it is a multiple of what it should be: by which axes would that come about?"""
     factor, what = _factor([block.added for block in wrong], limit), "it is"
     if any(block.base is not None for block in wrong):
@@ -78,25 +78,25 @@ def _multiple(wrong: Sequence[Block], teams: Teams, limit: float, micro_batches:
         yield Finding(Cause.FACTOR, said, (), factor)
 
 
-def _multiple_of_update(wrong: Sequence[Block], limit: float) -> Iterable[Finding]:
+def _multiple_of_update(wrong: Sequence[ComparedBlock], limit: float) -> Iterable[Finding]:
     factor = _factor([block.added for block in wrong], limit)
     if factor is not None:
         yield Finding(Cause.FACTOR, f"its update is {_ratio(factor)} times what it should be", (), factor)
 
 
-def _stale(wrong: Sequence[Block], limit: float, kind: str) -> Iterable[Finding]:
+def _stale(wrong: Sequence[ComparedBlock], limit: float, kind: str) -> Iterable[Finding]:
     if all(block.before is not None and _everywhere_off(block, block.before, limit) for block in wrong):
         what = "the update did not reach it" if kind == PARAMETER else "it is the previous step's"
         yield Finding(Cause.STALE, f"what is off did not change in this step: {what}")
 
 
-def _zero(wrong: Sequence[Block], limit: float) -> Iterable[Finding]:
+def _zero(wrong: Sequence[ComparedBlock], limit: float) -> Iterable[Finding]:
     if all(_everywhere_off(block, np.zeros_like(block.found), limit) for block in wrong):
         yield Finding(Cause.ZERO, "what is off is 0: nothing was ever added to it")
 
 
 def _missing_halo(
-    blocks: Sequence[Block], wrong: Sequence[Block], axes: Mapping[str, int], limit: float
+    blocks: Sequence[ComparedBlock], wrong: Sequence[ComparedBlock], axes: Mapping[str, int], limit: float
 ) -> Iterable[Finding]:
     """Along a dim that is cut, only the first and the last places of blocks are off, and only where others go on."""
     for dim in range(wrong[0].found.ndim):
@@ -110,7 +110,7 @@ def _missing_halo(
             return
 
 
-def _cuts(blocks: Sequence[Block], axis: str, dim: int) -> bool:
+def _cuts(blocks: Sequence[ComparedBlock], axis: str, dim: int) -> bool:
     """Whether ranks that differ along an axis alone have other places of a dim."""
     first: dict[tuple[int, ...], np.ndarray] = {}
     for block in blocks:
@@ -120,7 +120,7 @@ def _cuts(blocks: Sequence[Block], axis: str, dim: int) -> bool:
     return False
 
 
-def _edges_off(block: Block, dim: int, length: int, limit: float) -> float | None:
+def _edges_off(block: ComparedBlock, dim: int, length: int, limit: float) -> float | None:
     """Which share of a block's places along a dim is off, if these are its first and last ones where others go on."""
     off = (block.difference > limit).any(axis=tuple(d for d in range(block.found.ndim) if d != dim))
     right, places = np.flatnonzero(~off), block.index[dim]
@@ -131,7 +131,7 @@ def _edges_off(block: Block, dim: int, length: int, limit: float) -> float | Non
     return None if inner or beyond else float(off.mean())
 
 
-def _everywhere_off(block: Block, other: np.ndarray, limit: float) -> bool:
+def _everywhere_off(block: ComparedBlock, other: np.ndarray, limit: float) -> bool:
     """Whether a block has the very values of another array wherever it is off."""
     return bool((block.found == other)[block.difference > limit].all())
 
@@ -146,16 +146,16 @@ def _replicas(teams: Teams, limit: float) -> Iterable[Finding]:
         )
 
 
-def _apart(team: Sequence[Block], limit: float) -> bool:
+def _apart(team: Sequence[ComparedBlock], limit: float) -> bool:
     return any((difference(block.found, team[0].found) > limit).any() for block in team)
 
 
-def _sums_up(team: Sequence[Block], limit: float) -> bool:
+def _sums_up(team: Sequence[ComparedBlock], limit: float) -> bool:
     total = sum(block.found for block in team)
     return all((difference(total, block.expected) <= len(team) * limit).all() for block in team)
 
 
-def _factor(blocks: Sequence[Block], limit: float) -> float | None:
+def _factor(blocks: Sequence[ComparedBlock], limit: float) -> float | None:
     """f, if all blocks are f times what they should be; by least squares, then tried. None: there is none."""
     found = np.concatenate([block.found.reshape(-1) for block in blocks])
     expected = np.concatenate([block.expected.reshape(-1) for block in blocks])

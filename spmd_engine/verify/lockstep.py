@@ -15,7 +15,7 @@ from spmd_engine.engine.batch import Batch
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.optimizers import AdamW, Optimizer
 from spmd_engine.errors import NotFiniteError, UsageError
-from spmd_engine.verify.comparison import Measured, Part, Tensor, examine, from_first, measure
+from spmd_engine.verify.comparison import ComparedTensor, LocalPart, Measured, examine, from_first, measure
 from spmd_engine.verify.diagnosis import INITIAL, PARAMETER
 from spmd_engine.verify.finite_differences import check_gradients
 from spmd_engine.verify.missing_sums import missing_sums
@@ -146,13 +146,11 @@ class Pair:
         self.gradients_before = {name: g.copy() for name, g in self.engine.named(self.engine.gradients).items()}
         self.parameters_before = {name: parameter.copy() for name, parameter in self.engine.parameters.items()}
         optimizer.update(self.engine, self.engine.gradients, step=step, rate=rate)
-        self._on_first(
-            lambda: optimizer_alone.update(self.reference, self.reference.gradients, step=step, rate=rate)
-        )
+        self._on_first(lambda: optimizer_alone.update(self.reference, self.reference.gradients, step=step, rate=rate))
 
     # --- comparing ---------------------------------------------------------------------------------------
 
-    def compare(self, tensors: Sequence[Tensor], step: int) -> tuple[list[Measured], Disagreement | None]:
+    def compare(self, tensors: Sequence[ComparedTensor], step: int) -> tuple[list[Measured], Disagreement | None]:
         """Distances and, if one is too large, the first of the tensors that is off.
 
         What passes between layers is only looked at if something else is off: it cannot be off alone.
@@ -186,24 +184,26 @@ class Pair:
         sums = missing_sums(self.engine, whose, method, repeat, [_key(each.tensor) for each in wrong])
         return replace(found, findings=sums or found.findings)
 
-    def parameters(self, kind: str) -> list[Tensor]:
+    def parameters(self, kind: str) -> list[ComparedTensor]:
         """All parameters, in the model's order."""
 
-        def part(name: str) -> Part | None:
+        def part(name: str) -> LocalPart | None:
             found, before = self.engine.parameters.get(name), self.parameters_before.get(name)
-            return None if found is None else Part(found, self.engine.index(name), before, base=before)
+            return None if found is None else LocalPart(found, self.engine.index(name), before, base=before)
 
-        def tensor(name: str) -> Tensor:
-            return Tensor(kind, lambda: self.reference.parameters[name], lambda _: part(name), name, self._layer(name))
+        def tensor(name: str) -> ComparedTensor:
+            return ComparedTensor(
+                kind, lambda: self.reference.parameters[name], lambda _: part(name), name, self._layer(name)
+            )
 
         return list(map(tensor, self.engine.names))
 
-    def computed(self) -> list[Tensor]:
+    def computed(self) -> list[ComparedTensor]:
         """What forward and backward made, in the order in which they did."""
         norm = float(self.engine.gradient_norm())
         norm_alone = self._on_first(lambda: float(self.reference.gradient_norm()))
         points = from_first(self.world, self._on_first(lambda: set(self.probe_alone.probed)))
-        gradients: dict[str, list[Tensor]] = {}  # by layer, in the order of the backward
+        gradients: dict[str, list[ComparedTensor]] = {}  # by layer, in the order of the backward
         for tensor in reversed(self._gradients()):
             gradients.setdefault(self.probe.layer_of(tensor.name), []).append(tensor)
         layers = self.probe.layers
@@ -214,33 +214,33 @@ class Pair:
             story += [*passing, *own] if layer else [*own, *passing]  # a layer's own gradients come last
         return [*story, _number(NORM, norm_alone, norm, power=2)]
 
-    def _passing(self, points: Set[ProbePoint], kind: str, layers: Sequence[str]) -> list[Tensor]:
+    def _passing(self, points: Set[ProbePoint], kind: str, layers: Sequence[str]) -> list[ComparedTensor]:
         """Of the arrays that passed by, those of some layers, in the layers' order and then the micro-batches'."""
 
-        def tensor(point: ProbePoint) -> Tensor:
+        def tensor(point: ProbePoint) -> ComparedTensor:
             def whole() -> Array:
                 return self.probe_alone.probed[point].array
 
-            def part(shape: tuple[int, ...]) -> Part | None:
+            def part(shape: tuple[int, ...]) -> LocalPart | None:
                 probed = self.probe.probed.get(point)
                 return probed.part(shape) if probed else None
 
-            return Tensor(kind, whole, part, layer=point.layer, micro_batch=point.micro_batch)
+            return ComparedTensor(kind, whole, part, layer=point.layer, micro_batch=point.micro_batch)
 
         every = (ProbePoint(kind, layer, m) for layer in layers for m in range(self.micro_batches))
         return [tensor(point) for point in every if point in points]
 
-    def _gradients(self) -> list[Tensor]:
+    def _gradients(self) -> list[ComparedTensor]:
         found = self.engine.named(self.engine.gradients)
         expected = self._on_first(lambda: self.reference.named(self.reference.gradients))
 
-        def part(name: str) -> Part | None:
+        def part(name: str) -> LocalPart | None:
             if name not in found:
                 return None
-            return Part(found[name], self.engine.owned_index(name), self.gradients_before.get(name))
+            return LocalPart(found[name], self.engine.owned_index(name), self.gradients_before.get(name))
 
-        def tensor(name: str) -> Tensor:
-            return Tensor(GRADIENT, lambda: expected[name], lambda _: part(name), name, self._layer(name))
+        def tensor(name: str) -> ComparedTensor:
+            return ComparedTensor(GRADIENT, lambda: expected[name], lambda _: part(name), name, self._layer(name))
 
         return list(map(tensor, self.engine.names))
 
@@ -249,16 +249,16 @@ class Pair:
         return self.probe.layer_of(name) or name.rpartition("/")[0]
 
 
-def _number(kind: str, expected: float | None, found: float, power: int = 1) -> Tensor:
+def _number(kind: str, expected: float | None, found: float, power: int = 1) -> ComparedTensor:
     """A number that every rank should have."""
-    return Tensor(kind, lambda: np.array(expected**power), lambda shape: Part(np.array(found**power), ()))
+    return ComparedTensor(kind, lambda: np.array(expected**power), lambda shape: LocalPart(np.array(found**power), ()))
 
 
-def _key(tensor: Tensor) -> str:
+def _key(tensor: ComparedTensor) -> str:
     return f"{tensor.kind} {tensor.name} {tensor.micro_batch}"
 
 
-def _is_between_layers(tensor: Tensor) -> bool:
+def _is_between_layers(tensor: ComparedTensor) -> bool:
     return tensor.kind in (OUTPUT, OUTPUT_GRADIENT, INPUT_GRADIENT) and bool(tensor.layer)
 
 

@@ -17,7 +17,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.layers import Activation, Layer
 from spmd_engine.layers.later import wait_for
 from spmd_engine.sharding.notation import Spec
-from spmd_engine.verify.comparison import Index, Part
+from spmd_engine.verify.comparison import Index, LocalPart
 
 OUTPUT, OUTPUT_GRADIENT, INPUT_GRADIENT = "output", "gradient of the outputs", "input gradient"
 Place = Callable[[tuple[int, ...]], Index]  # the shape of a whole array -> this rank's part of it
@@ -40,13 +40,13 @@ class Probed:
     place: Place
     base: Array | None = None
 
-    def part(self, shape: tuple[int, ...]) -> Part | None:
+    def part(self, shape: tuple[int, ...]) -> LocalPart | None:
         """It, in a whole of this shape; None if it is cut in a way that is not known here."""
         if len(shape) != self.array.ndim:
             return None
         index = self.place(shape)
         lengths = tuple(len(np.arange(n)[places]) for n, places in zip(shape, index, strict=True))
-        return Part(self.array, index, base=self.base) if lengths == self.array.shape else None
+        return LocalPart(self.array, index, base=self.base) if lengths == self.array.shape else None
 
 
 class Probe:
@@ -158,7 +158,7 @@ class _ProbedLayer(Layer):
 
 
 def _beginnings(name: str) -> Iterator[str]:
-    """"a/b" and "a" of "a/b/c": what may be the name of its layer."""
+    """ "a/b" and "a" of "a/b/c": what may be the name of its layer."""
     while name := name.rpartition("/")[0]:
         yield name
 

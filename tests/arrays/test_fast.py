@@ -14,8 +14,8 @@ from spmd_engine.arrays import softmax
 from spmd_engine.arrays.backend import CPU, backend_of
 from spmd_engine.arrays.fast_functions import FastFunctions, fast_functions
 from spmd_engine.engine import AdamW, LayeredEngine
+from spmd_engine.engine.assignment import Storage
 from spmd_engine.engine.batch import batch_of
-from spmd_engine.engine.plan import Storage
 from spmd_engine.models.gpt import GPTSize, gpt
 from test_cuda_kernels import (  # noqa: F401 (they are run here again, on another device)
     TOLERANCE,
@@ -232,7 +232,7 @@ def test_one_number_for_all_of_a_row(loops):
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64], ids=lambda d: np.dtype(d).name)
 def test_gradients_of_another_type(loops, dtype):
-    p, g, mean, square = (np.abs(normals(4, 9, dtype=np.float32)).copy())
+    p, g, mean, square = np.abs(normals(4, 9, dtype=np.float32)).copy()
     g = g.astype(dtype)
     arrays = [[x.copy() for x in (p, each, mean, square)] for each in (g, g.astype(np.float32))]
     for each in arrays:

@@ -12,7 +12,7 @@ import saved
 import tiny
 from spmd_engine import Mesh, run
 from spmd_engine.checkpoints import Checkpoint, CheckpointFolder, Save, load_checkpoint, save_checkpoint
-from spmd_engine.checkpoints.files import Source, read_block, write_blocks
+from spmd_engine.checkpoints.files import BlockToWrite, read_block, write_blocks
 from spmd_engine.checkpoints.manifest import Manifest
 from spmd_engine.checkpoints.save import deal
 from spmd_engine.engine import AdamW
@@ -81,12 +81,14 @@ def test_replicas_share_the_work_and_nothing_is_written_twice(tmp_path):
 def test_dealing_covers_each_element_once_by_those_who_hold_it():
     whole, halves = Rectangle.whole((10, 3)), [Rectangle((0, 0), (5, 3)), Rectangle((5, 0), (10, 3))]
     number = Rectangle((), ())
-    placement = Placement({
-        "replicated": ArrayPlacement.of_rectangles((10, 3), "f4", [(whole,)] * 4),
-        "halves": ArrayPlacement.of_rectangles((10, 3), "f8", [(halves[rank // 2],) for rank in range(4)]),
-        "number": ArrayPlacement.of_rectangles((), "f8", [(), (number,), (), (number,)]),
-        "nothing": ArrayPlacement.of_rectangles((0, 3), "f8", [(Rectangle.whole((0, 3)),)] * 4),
-    })
+    placement = Placement(
+        {
+            "replicated": ArrayPlacement.of_rectangles((10, 3), "f4", [(whole,)] * 4),
+            "halves": ArrayPlacement.of_rectangles((10, 3), "f8", [(halves[rank // 2],) for rank in range(4)]),
+            "number": ArrayPlacement.of_rectangles((), "f8", [(), (number,), (), (number,)]),
+            "nothing": ArrayPlacement.of_rectangles((0, 3), "f8", [(Rectangle.whole((0, 3)),)] * 4),
+        }
+    )
     loads = [0] * 4
     dealt = deal(placement, loads, block_bytes=50)
     for name, array in placement.items():
@@ -112,7 +114,7 @@ def test_every_file_is_one_that_the_library_opens(tmp_path, reference):
 def test_blocks_come_back_as_they_were_also_those_that_are_not_contiguous(tmp_path, dtype):
     x = np.arange(48).reshape(6, 8).astype(dtype)
     views = {"whole": x, "columns": x[:, ::2], "turned": x.T, "back": x[::-1], "number": x[1, 1], "none": x[:0]}
-    sources = [Source(name, view.shape, view.dtype, lambda view=view: view) for name, view in views.items()]
+    sources = [BlockToWrite(name, view.shape, view.dtype, lambda view=view: view) for name, view in views.items()]
     written = write_blocks(tmp_path / "x.safetensors", sources, {})
     little = np.dtype(dtype).newbyteorder("<")
     for (name, view), each in zip(views.items(), written, strict=True):
@@ -126,7 +128,7 @@ def test_blocks_come_back_as_they_were_also_those_that_are_not_contiguous(tmp_pa
 def test_a_dtype_without_a_name_is_refused(tmp_path):
     x = np.zeros(3, np.complex128)
     with pytest.raises(CheckpointError, match="w is of dtype complex128, which safetensors files do not know"):
-        write_blocks(tmp_path / "x.safetensors", [Source("w", x.shape, x.dtype, lambda: x)], {})
+        write_blocks(tmp_path / "x.safetensors", [BlockToWrite("w", x.shape, x.dtype, lambda: x)], {})
 
 
 def test_only_the_blocks_that_are_needed_are_read(tmp_path, monkeypatch):

@@ -7,8 +7,8 @@ from spmd_engine.cli import main
 from spmd_engine.cli.show.bytes_per_rank import CLASSES, bytes_per_rank, whole_for_a_while
 from spmd_engine.cli.show.memory import draw_memory
 from spmd_engine.comm.mesh_position import all_positions
+from spmd_engine.engine.assignment import Storage
 from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.engine.plan import Storage
 from spmd_engine.models import build_model, gpt
 from tiny import SIZE
 

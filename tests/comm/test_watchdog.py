@@ -10,7 +10,7 @@ from mpi_harness.launch import mpiexec
 from spmd_engine import Mesh, run
 from spmd_engine.comm.activity import SIZE, Activity
 from spmd_engine.comm.hang_report import look_at
-from spmd_engine.comm.records import Call, Record, State, Wait
+from spmd_engine.comm.records import CallRecord, Record, State, WaitRecord
 from spmd_engine.errors import CommunicationTimeout
 
 ALL = (0, 1, 2, 3)
@@ -18,14 +18,14 @@ ALL = (0, 1, 2, 3)
 
 def state(rank, begun=(), wait=None, **options):
     """What a rank does: the numbers of the last all_reduces that it began, by members, and what it waits for."""
-    calls = tuple(Call(members, 1, number, "all_reduce", "data", "gradients") for members, number in begun)
+    calls = tuple(CallRecord(members, 1, number, "all_reduce", "data", "gradients") for members, number in begun)
     facts = {"process": 1, "phase": "", "phase_seconds": 0.0, "stack": "", "stack_seconds": 0.0} | options
     return State(rank=rank, begun=calls, wait=wait, **facts)
 
 
 def waiting(members, number, operation="all_reduce", seconds=30.0, overdue=True, missing=()):
-    call = Call(members, 1, number, operation, "data", "gradients")
-    return Wait(call, seconds, overdue, "something", missing, "mine.py:7")
+    call = CallRecord(members, 1, number, operation, "data", "gradients")
+    return WaitRecord(call, seconds, overdue, "something", missing, "mine.py:7")
 
 
 def test_nobody_is_late():
@@ -84,7 +84,7 @@ def test_a_record_says_what_its_rank_does():
     activity, record = Activity(memory), Record(3, memory)
     line, text = activity.line((0, 1, 2, 9)), activity.called("all_reduce", "data", "loss")
     line.words[0], line.words[1] = 7, text
-    assert record.state().begun == (Call((0, 1, 2, 9), 1, 7, "all_reduce", "data", "loss"),)
+    assert record.state().begun == (CallRecord((0, 1, 2, 9), 1, 7, "all_reduce", "data", "loss"),)
     with activity.phase("evaluating, step", 0):
         assert record.state().phase == "evaluating, step 0"
     with activity.phase("step", 12):

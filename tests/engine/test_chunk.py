@@ -7,7 +7,7 @@ import pytest
 
 import tiny
 from spmd_engine import Mesh, run
-from spmd_engine.engine.chunk import Segment
+from spmd_engine.engine.chunk import LayerSegment
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.recompute import Recompute, segments
 from spmd_engine.errors import UsageError
@@ -19,7 +19,7 @@ from toy_layers import SERVING, TRAINING, Box, Stand, Toy, through, words
 
 def test_a_forward_opens_each_layer_and_looks_ahead_in_its_chunk():
     stand = Stand(6)
-    y, saved = stand.chunk(Segment(range(2, 5))).forward(np.ones(2), TRAINING)
+    y, saved = stand.chunk(LayerSegment(range(2, 5))).forward(np.ones(2), TRAINING)
     assert y.tolist() == [through((2, 3, 4), 1.0)] * 2
     assert stand.log == words("forward 2, forward 3, forward 4")
     assert stand.opened == [(2, [], [3, 4]), (3, [], [4]), (4, [], [])]
@@ -28,7 +28,7 @@ def test_a_forward_opens_each_layer_and_looks_ahead_in_its_chunk():
 
 def test_a_backward_makes_each_layer_s_weights_while_what_they_need_is_at_hand():
     stand = Stand(6)
-    chunk = stand.chunk(Segment(range(2, 5)))
+    chunk = stand.chunk(LayerSegment(range(2, 5)))
     _, saved = chunk.forward(np.ones(2), TRAINING)
     stand.log, stand.opened = [], []
     chunk.backward(saved, np.ones(2), lambda dx: stand.say("left", int(dx[0])))
@@ -39,7 +39,7 @@ def test_a_backward_makes_each_layer_s_weights_while_what_they_need_is_at_hand()
 
 def test_a_backward_in_two_parts_leaves_all_weights_for_later():
     stand = Stand(3)
-    chunk = stand.chunk(Segment(range(3)))
+    chunk = stand.chunk(LayerSegment(range(3)))
     _, saved = chunk.forward(np.ones(2), TRAINING)
     stand.take_log()
     dx, rests = chunk.backward_input(saved, np.ones(2))
@@ -50,7 +50,7 @@ def test_a_backward_in_two_parts_leaves_all_weights_for_later():
     assert stand.kept == 0
 
 
-PARTS = [Segment(range(1)), Segment(range(1, 3), recomputed=True), Segment(range(3, 4))]
+PARTS = [LayerSegment(range(1)), LayerSegment(range(1, 3), recomputed=True), LayerSegment(range(3, 4))]
 
 
 def test_what_is_recomputed_keeps_only_its_input():
@@ -79,7 +79,7 @@ def test_recomputation_gives_the_backward_the_same():
     seen = {}
     for recomputed in (False, True):
         stand = Stand(3)
-        chunk = stand.chunk(Segment(range(3), recomputed))
+        chunk = stand.chunk(LayerSegment(range(3), recomputed))
         _, saved = chunk.forward(np.ones(1), TRAINING)
         dx, rests = chunk.backward_input(saved, np.ones(1))
         seen[recomputed] = dx.tolist(), [(number, rest.x.tolist()) for number, rest in rests]
@@ -100,12 +100,12 @@ def test_a_segment_s_input_is_given_up_once_it_has_been_used_again():
             return y, Box(self.number, None)
 
     stand.layers = [(name, Frugal(layer.number, stand)) for name, layer in stand.layers]
-    chunk = stand.chunk(Segment(range(2), recomputed=True))
+    chunk = stand.chunk(LayerSegment(range(2), recomputed=True))
     chunk.backward(chunk.forward(np.ones(1), TRAINING)[1], np.ones(1), lambda dx: None)
     assert len(inputs) == 2
 
 
-@pytest.mark.parametrize("parts", [PARTS, [Segment(range(4))]], ids=["recomputed", "kept"])
+@pytest.mark.parametrize("parts", [PARTS, [LayerSegment(range(4))]], ids=["recomputed", "kept"])
 def test_serving_keeps_nothing(parts):
     stand = Stand(4)
     y, saved = stand.chunk(*parts).forward(np.ones(2), SERVING)
@@ -123,7 +123,7 @@ def test_of_a_layer_s_backward_nothing_is_left_when_the_next_one_begins():
             return super().backward_input(*args)
 
     stand.layers = [(name, Watchful(layer.number, stand)) for name, layer in stand.layers]
-    chunk = stand.chunk(Segment(range(3)))
+    chunk = stand.chunk(LayerSegment(range(3)))
     chunk.backward(chunk.forward(np.ones(1), TRAINING)[1], np.ones(1), lambda dx: None)
     assert left == [3, 2, 1]
 
@@ -165,4 +165,4 @@ MODEL = gpt(tiny.GPTSize(layers=2, width=4, heads=1, context=4, vocabulary=5))
 )
 def test_segments(recompute, layers, expected):
     found = segments(MODEL, layers, recompute)
-    assert found == [Segment(range(first, end), recomputed) for first, end, recomputed in expected]
+    assert found == [LayerSegment(range(first, end), recomputed) for first, end, recomputed in expected]

@@ -7,8 +7,8 @@ from test_layer_contract import MICRO_BATCHES, text_model, tokens
 import tiny
 from spmd_engine import Mesh, run
 from spmd_engine.engine import AdamW, LayeredEngine, schedules
+from spmd_engine.engine.assignment import Storage
 from spmd_engine.engine.batch import batch_of
-from spmd_engine.engine.plan import Storage
 from spmd_engine.engine.recompute import Recompute
 from spmd_engine.sharding import Layout
 from spmd_engine.training import Trainer

@@ -8,7 +8,7 @@ import pytest
 
 from spmd_engine.comm.pending import Pending
 from spmd_engine.engine import schedules
-from spmd_engine.engine.chunk import Segment
+from spmd_engine.engine.chunk import LayerSegment
 from spmd_engine.engine.schedules import (
     Backward,
     BackwardInput,
@@ -50,7 +50,7 @@ class Bystander:
 def middle_stage(*, coming):
     stand = Stand(6)
     neighbours = Bystander(stand, chunks=3, here={1}, coming=coming)
-    return stand, neighbours, execution_of(stand, neighbours, {1: stand.chunk(Segment(range(2, 4)))})
+    return stand, neighbours, execution_of(stand, neighbours, {1: stand.chunk(LayerSegment(range(2, 4)))})
 
 
 INPUT, GRADIENT = np.full(1, 5.0), np.full(1, 7.0)
@@ -80,7 +80,7 @@ def test_so_it_does_where_the_backward_has_two_parts():
 def test_chunks_of_one_stage_hand_over_without_messages():
     stand, lost = Stand(4), []
     neighbours = Bystander(stand, chunks=2, here={0, 1})
-    chunks = {0: stand.chunk(Segment(range(2))), 1: stand.chunk(Segment(range(2, 4)))}
+    chunks = {0: stand.chunk(LayerSegment(range(2))), 1: stand.chunk(LayerSegment(range(2, 4)))}
 
     def lose(m, y):
         lost.append((m, float(y[0])))
@@ -112,7 +112,7 @@ def test_the_loss_s_gradient_is_gone_when_the_next_layer_begins():
         return gradient
 
     stand.layers = [(name, Watchful(layer.number, stand)) for name, layer in stand.layers]
-    chunks = {0: stand.chunk(Segment(range(3)))}
+    chunks = {0: stand.chunk(LayerSegment(range(3)))}
     execution = execution_of(stand, Bystander(stand, chunks=1, here={0}), chunks, 2, lose)
     execution.run([Forward(0), Backward(0), Forward(1), Backward(1)])
     assert alive == [0, 0, 0, 1, 0, 0] * 2
@@ -120,13 +120,13 @@ def test_the_loss_s_gradient_is_gone_when_the_next_layer_begins():
 
 def test_a_stage_that_is_not_first_takes_no_inputs():
     stand = Stand(2)
-    execution = execution_of(stand, Bystander(stand, chunks=2, here={1}), {1: stand.chunk(Segment(range(1, 2)))})
+    execution = execution_of(stand, Bystander(stand, chunks=2, here={1}), {1: stand.chunk(LayerSegment(range(1, 2)))})
     assert not execution.inputs
 
 
 @pytest.mark.parametrize("instruction", [schedules.Instruction(0), schedules.Transfer(0, 0), schedules.Compute(0)])
 def test_an_instruction_that_is_not_known_is_refused(instruction):
     stand = Stand(1)
-    execution = execution_of(stand, Bystander(stand, chunks=1, here={0}), {0: stand.chunk(Segment(range(1)))})
+    execution = execution_of(stand, Bystander(stand, chunks=1, here={0}), {0: stand.chunk(LayerSegment(range(1)))})
     with pytest.raises(UsageError, match=f"this engine cannot execute {type(instruction).__name__}"):
         execution.run([instruction])

@@ -9,7 +9,7 @@ from spmd_engine import Mesh, run
 from spmd_engine.checkpoints import load_checkpoint, save_checkpoint
 from spmd_engine.comm.mesh_position import all_positions
 from spmd_engine.engine import AdamW, schedules
-from spmd_engine.engine.plan import Storage, make_plan
+from spmd_engine.engine.assignment import Storage, assign
 from spmd_engine.engine.recompute import Recompute
 from spmd_engine.errors import MeshError, UsageError
 from spmd_engine.sharding import Layout
@@ -77,7 +77,7 @@ def plans(mesh, experts=5, zero=None, **layout):
     places = all_positions(axes_of(mesh))
     built = routed.model(experts=experts)
     made = Layout.for_mesh(places[0], **layout)
-    return [make_plan(built, place, made, 8, storage=Storage(zero, threshold=2000)) for place in places], places
+    return [assign(built, place, made, 8, storage=Storage(zero, threshold=2000)) for place in places], places
 
 
 def of_experts(plan, layer=0):
@@ -96,7 +96,7 @@ def test_a_layout_says_where_each_layer_s_experts_are():
     even = [of_experts(plan, 1) for plan in held]
     places = all_positions({"expert": 3})
     layout = Layout.for_mesh(places[0], experts={"block1/moe": (2, 0, 2, 0, 2)})
-    held = [make_plan(routed.model(), place, layout, 8) for place in places]
+    held = [assign(routed.model(), place, layout, 8) for place in places]
     assert [of_experts(plan, 1) for plan in held] == [{"expert1", "expert3"}, set(), {"expert0", "expert2", "expert4"}]
     assert [of_experts(plan, 0) for plan in held] == even  # of this layer nothing was said
 
@@ -143,7 +143,7 @@ def test_experts_cannot_be_where_tokens_are_the_same(over):
 def test_parts_that_are_not_there_are_refused(parts):
     layout = Layout.for_mesh(all_positions({"expert": 3})[0], experts={"block0/moe": parts})
     with pytest.raises(MeshError, match="block0/moe: 5 experts in parts .* parts are 0 to 2"):
-        make_plan(routed.model(), all_positions({"expert": 3})[0], layout, 8)
+        assign(routed.model(), all_positions({"expert": 3})[0], layout, 8)
 
 
 # --- moving

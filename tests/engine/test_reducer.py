@@ -9,7 +9,7 @@ import tiny
 from spmd_engine import Mesh, run
 from spmd_engine.comm.communicator import Communicator
 from spmd_engine.comm.tuning import Tuning
-from spmd_engine.engine.plan import Storage
+from spmd_engine.engine.assignment import Storage
 from spmd_engine.engine.reducer import Reducer
 from spmd_engine.engine.storage import GroupStorage
 from spmd_engine.models import deep_mlp
@@ -32,7 +32,7 @@ class Garbage(Mesh):
 
 def contribution(parts, m, layer, own, rank):
     """What a layer adds to the gradient of one of its parameters on a rank; None where it adds nothing."""
-    full = parts.plan.uses[layer][own]
+    full = parts.assignment.uses[layer][own]
     if full == "positions/table" or (full == "norm/scale" and m != 1):
         return None
     return integers(parts.whole[full].shape, rank, m, layer, len(own), ord(own[0]))
@@ -43,7 +43,7 @@ def backward(parts, reducer, micro_batches, rank, seen=lambda event: None):
     for m in range(micro_batches):
         for layer in reversed(parts.layers):
             sums = reducer.sums(layer)
-            for own in parts.plan.uses[layer]:
+            for own in parts.assignment.uses[layer]:
                 value = contribution(parts, m, layer, own, rank)
                 if value is not None:
                     sums.add(own, value)
@@ -54,7 +54,7 @@ def backward(parts, reducer, micro_batches, rank, seen=lambda event: None):
 def expected_gradients(parts, micro_batches, ranks):
     total = {name: np.zeros(whole.shape) for name, whole in parts.whole.items()}
     for layer in parts.layers:
-        for own, full in parts.plan.uses[layer].items():
+        for own, full in parts.assignment.uses[layer].items():
             for m in range(micro_batches):
                 for rank in ranks:
                     value = contribution(parts, m, layer, own, rank)
@@ -63,7 +63,7 @@ def expected_gradients(parts, micro_batches, ranks):
 
 
 def make_reducer(parts):
-    return Reducer(parts.storages, parts.plan.uses, [parts.layers])
+    return Reducer(parts.storages, parts.assignment.uses, [parts.layers])
 
 
 def assert_reduced(parts, micro_batches, ranks):
@@ -182,7 +182,7 @@ def test_a_reducer_begins_anew_after_a_step_that_broke_off(zero, monkeypatch):
             for broken_after in (1, 3, len(parts.layers)):
                 reducer.begin(1)
                 for layer in [*reversed(parts.layers)][:broken_after]:
-                    for own, full in parts.plan.uses[layer].items():
+                    for own, full in parts.assignment.uses[layer].items():
                         reducer.sums(layer).add(own, np.full_like(parts.whole[full], np.nan))
                     reducer.layer_done(layer)
                 reducer.begin(2)

@@ -11,8 +11,8 @@ from spmd_engine import Mesh, run
 from spmd_engine.comm.communicator import Communicator
 from spmd_engine.comm.tuning import Tuning
 from spmd_engine.engine import LayeredEngine
+from spmd_engine.engine.assignment import Storage
 from spmd_engine.engine.batch import batch_of
-from spmd_engine.engine.plan import Storage
 from spmd_engine.engine.recompute import Recompute
 from spmd_engine.layers import Linear
 from spmd_engine.models import Model, deep_mlp
@@ -81,7 +81,7 @@ def test_recomputing_blocks_of_several_groups_gathers_nothing_more(recompute):
             batch = tiny.batch(engine, 0, micro_batches=2)
             mesh.ledger.clear()
             engine.step(batch)
-            return len(engine.plan.groups), counted(mesh)["all_gather", "parameters"][0]
+            return len(engine.assignment.groups), counted(mesh)["all_gather", "parameters"][0]
 
     expected = run(program, 2, args=(Recompute.NONE,))
     assert expected[0][0] > 6  # groups of less than a block

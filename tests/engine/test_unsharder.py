@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from spmd_engine import Mesh, run
-from spmd_engine.engine.plan import Storage
+from spmd_engine.engine.assignment import Storage
 from spmd_engine.engine.storage import GroupStorage
 from spmd_engine.engine.unsharder import Unsharder
 from spmd_engine.models import deep_mlp
@@ -23,11 +23,11 @@ def test_a_layer_opens_its_own_parameters(model, zero, threshold):
     def program():
         with Mesh(data=2) as mesh:
             parts = Parts(model, mesh, Storage(zero, threshold))
-            unsharder = Unsharder(parts.storages, parts.plan.uses)
+            unsharder = Unsharder(parts.storages, parts.assignment.uses)
             for layer in (*parts.layers, *reversed(parts.layers), 3, 3, 6, 0):
                 found = dict(leaves(unsharder.unshard(layer, prefetch=range(layer + 1, len(parts.layers)))))
-                assert list(found) == list(parts.plan.uses[layer])
-                for own, full in parts.plan.uses[layer].items():
+                assert list(found) == list(parts.assignment.uses[layer])
+                for own, full in parts.assignment.uses[layer].items():
                     np.testing.assert_array_equal(found[own], parts.whole[full], strict=True)
             assert zero == 3 or not mesh.ledger.entries
 
@@ -40,7 +40,7 @@ def test_of_groups_in_parts_only_those_in_use_and_the_next_are_here(model, thres
     def program():
         with Mesh(data=2) as mesh:
             parts = Parts(model, mesh, Storage(3, threshold))
-            unsharder = Unsharder(parts.storages, parts.plan.uses)
+            unsharder = Unsharder(parts.storages, parts.assignment.uses)
             last = parts.layers[-1]
             walk = [(layer, (), range(layer + 1, last + 1)) for layer in parts.layers]
             walk += [(layer, (), range(layer - 1, -1, -1)) for layer in reversed(parts.layers)]
@@ -74,7 +74,7 @@ def test_the_next_group_is_on_its_way_before_the_one_in_use_is_waited_for():
             parts, log = Parts(deep_mlp(8, 4), mesh, Storage(3, pair_bytes(4)), kind=Logged), []
             for each in parts.storages:
                 each.log = log
-            unsharder = Unsharder(parts.storages, parts.plan.uses)
+            unsharder = Unsharder(parts.storages, parts.assignment.uses)
             for layer in parts.layers:
                 unsharder.unshard(layer, prefetch=range(layer + 1, 4))
             return list(dict.fromkeys(log))
@@ -87,7 +87,7 @@ def test_released_memory_is_given_back():
     def program():
         with Mesh(data=2) as mesh:
             parts = Parts(deep_mlp(8, 4), mesh, Storage(3, pair_bytes(4)))
-            unsharder = Unsharder(parts.storages, parts.plan.uses)
+            unsharder = Unsharder(parts.storages, parts.assignment.uses)
             unsharder.unshard(0, prefetch=range(1, 4))
             first = memory_of(parts.storages[0].whole_parameters)
             unsharder.unshard(1, prefetch=range(2, 4))

@@ -10,7 +10,7 @@ from spmd_engine.engine.schedules.timeline import makespan, peak_activations, ti
 from spmd_engine.models.names import build_model
 from spmd_engine.planning.conflict import Question, conflict_of
 from spmd_engine.planning.goals import GOALS, Constraints, Limits, least, value
-from spmd_engine.planning.lattice import Choices, candidates
+from spmd_engine.planning.lattice import SearchSpace, candidates
 from spmd_engine.planning.machine_file import read_machine
 from spmd_engine.planning.pipeline_time import Slots
 from spmd_engine.planning.search import Planner, pareto
@@ -21,7 +21,7 @@ from spmd_engine.planning.stage_division import best_division, slowest
 def asked():
     """A planner of gpt-nano on four A100 of a node, and its choices."""
     model = build_model("gpt-nano")
-    return Planner(model, read_machine("a100").with_ranks(8)), Choices(model, [4], [8], 8)
+    return Planner(model, read_machine("a100").with_ranks(8)), SearchSpace(model, [4], [8], 8)
 
 
 @pytest.fixture(scope="module")

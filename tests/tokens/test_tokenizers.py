@@ -11,7 +11,7 @@ from spmd_engine import Mesh, run
 from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.engine.composition import ModelConfig
 from spmd_engine.errors import UsageError
-from spmd_engine.serving import Limits, SamplingOptions, generate
+from spmd_engine.serving import SamplingOptions, StoppingCriteria, generate
 from spmd_engine.tokens import ByteTokenizer, TextStream
 from spmd_engine.tokens.chat import chat_text
 
@@ -221,7 +221,7 @@ def test_a_trained_model_writes_its_documented_text(axes, tmp_path):
     def program():
         with Mesh(**axes) as mesh:
             engine, _ = open_pretrained(ModelConfig(name=str(folder)), mesh)
-            limits = Limits(24)
+            limits = StoppingCriteria(24)
             return generate(
                 engine, [prompt], sampling=SamplingOptions(), limits=limits, tokenizer=tokenizer, log_probs=True
             )

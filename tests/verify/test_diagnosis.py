@@ -3,7 +3,7 @@
 import numpy as np
 
 from spmd_engine.verify import Cause
-from spmd_engine.verify.blocks import Block
+from spmd_engine.verify.blocks import ComparedBlock
 from spmd_engine.verify.diagnosis import diagnose
 
 
@@ -13,7 +13,7 @@ def blocks(found, expected, *, axes, **more):
     index = tuple(map(np.arange, np.shape(expected)))
     coordinates = [dict(zip(axes, place, strict=True)) for place in places]
     return [
-        Block(rank, where, index, np.array(values, float), np.array(expected, float), **more)
+        ComparedBlock(rank, where, index, np.array(values, float), np.array(expected, float), **more)
         for rank, (where, values) in enumerate(zip(coordinates, found, strict=True))
     ]
 

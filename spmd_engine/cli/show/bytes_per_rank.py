@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from spmd_engine.comm.mesh_position import MeshPosition
-from spmd_engine.engine.plan import Storage, make_plan
+from spmd_engine.engine.assignment import Storage, assign
 from spmd_engine.engine.reducer import IN_FLIGHT
 from spmd_engine.engine.stages import Division
 from spmd_engine.models import Model, layout_for
@@ -69,7 +69,7 @@ class _Share:
 def _share(
     model: Model, place: MeshPosition, layout: Layout, storage: Storage, itemsize: int, stages: Division, chunks: int
 ) -> _Share:
-    plan = make_plan(model, place, layout, itemsize, storage=storage, stages=stages, chunks_per_stage=chunks)
+    plan = assign(model, place, layout, itemsize, storage=storage, stages=stages, chunks_per_stage=chunks)
     owned = []
     for group in plan.groups:
         intervals = group.intervals(place.axis_size(group.summed.cut))

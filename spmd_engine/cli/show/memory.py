@@ -17,7 +17,7 @@ from spmd_engine.cli.show.output import present
 from spmd_engine.cli.show.picture import BLUE, GREEN, ORANGE, PURPLE, Cell, Picture, listed, table, text
 from spmd_engine.comm.mesh import parse_axes
 from spmd_engine.comm.mesh_position import all_positions
-from spmd_engine.engine.plan import Storage
+from spmd_engine.engine.assignment import Storage
 from spmd_engine.models.images import ImageShape
 from spmd_engine.models.names import build_model
 from spmd_engine.units import readable_bytes

@@ -16,7 +16,7 @@ from spmd_engine.cli.show.output import present
 from spmd_engine.cli.show.picture import COLOURS, Picture, grid, listed
 from spmd_engine.comm.mesh import parse_axes
 from spmd_engine.comm.mesh_position import MeshPosition, all_positions
-from spmd_engine.engine.plan import PIPE, make_plan
+from spmd_engine.engine.assignment import PIPE, assign
 from spmd_engine.errors import UsageError
 from spmd_engine.models import ImageShape, build_model, layout_for
 from spmd_engine.sharding.notation import Spec
@@ -85,7 +85,7 @@ def parameter_sharding(
     if name not in parameters:
         close = [known for known in parameters if name.split("/")[-1] in known] or list(parameters)
         raise UsageError(f"{model} has no parameter {name!r}; it has, for example: {', '.join(close[:4])}")
-    plan = make_plan(built, places[0], layout, itemsize=4)
+    plan = assign(built, places[0], layout, itemsize=4)
     stages, home = plan.holders[name], plan.homes.get(name)
     parameter, shape = parameters[name]
     having = [place for place in places if place.coordinates.get(PIPE, 0) in stages and (not home or home.has(place))]

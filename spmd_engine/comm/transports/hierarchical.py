@@ -17,8 +17,8 @@ from spmd_engine.comm.pending import Steps
 from spmd_engine.comm.reducing import accumulated_in
 from spmd_engine.comm.slot_table import SlotTable
 from spmd_engine.comm.spans import spans
-from spmd_engine.comm.transports.exchange import Exchange, Parts
-from spmd_engine.comm.transports.messages import Part, Ranks
+from spmd_engine.comm.transports.messages import MessagePart, Ranks
+from spmd_engine.comm.transports.transport import Parts, Transport
 
 
 def even_nodes(hosts: Sequence[Hashable]) -> list[list[int]] | None:
@@ -40,8 +40,10 @@ class Lanes:
         self.nodes, self.table, self.rank, self.size = nodes, table, comm.rank, comm.size
         own = next(node for node in nodes if comm.rank in node)
         table.ranks = own
-        self.local = Part(comm, own)  #: the ranks of this node
-        self.lane = Part(comm, [node[self.local.rank] for node in nodes])  #: those of other nodes in this rank's place
+        self.local = MessagePart(comm, own)  #: the ranks of this node
+        self.lane = MessagePart(
+            comm, [node[self.local.rank] for node in nodes]
+        )  #: those of other nodes in this rank's place
 
     def in_turn(self, number: int, steps: Steps) -> Steps:
         """The ``steps`` of call ``number``, once there is a slot for it."""
@@ -50,19 +52,19 @@ class Lanes:
         return (yield from steps)
 
 
-class Hierarchical(Exchange):
-    """See ``Exchange``: of two others, among ranks of this node (``local``) and of this rank's lane (``lane``).
+class Hierarchical(Transport):
+    """See ``Transport``: of two others, among ranks of this node (``local``) and of this rank's lane (``lane``).
 
     Where ``local`` is shared memory, arrays have been shown there as ``transports.shared_memory`` has them; a rank
     writes to no part of its memory but its lane's until all have read there what they need.
     """
 
-    def __init__(self, lanes: Lanes, local: Exchange, lane: Exchange) -> None:
+    def __init__(self, lanes: Lanes, local: Transport, lane: Transport) -> None:
         self.rank, self.size, self.tuning = lanes.rank, lanes.size, local.tuning
         self._lanes, self._local, self._lane = lanes, local, lane
 
     def all_gather(self, number: int, x: Array, parts: Parts, *, last: bool = True) -> Steps:
-        """See ``Exchange``: the lane's parts, then those of the others of the node from them."""
+        """See ``Transport``: the lane's parts, then those of the others of the node from them."""
         yield from self._lane.all_gather(number, x, [parts[r] for r in self._lanes.lane.members])
         for node in self._lanes.nodes:
             yield from self._local.all_gather(number, x, [parts[r] for r in node])
@@ -75,7 +77,7 @@ class Hierarchical(Exchange):
     def reduce_scatter(
         self, number: int, x: Array, parts: Parts, out: Array, reduction: str, *, last: bool = True
     ) -> Steps:
-        """See ``Exchange``. 16-bit floats pass between nodes in the float32 that they are accumulated in, so that they
+        """See ``Transport``. 16-bit floats pass between nodes in the float32 that they are accumulated in, so that they
         are rounded once."""
         lanes, backend, between = self._lanes, backend_of(x), "sum" if reduction == "mean" else reduction
         wide, members = accumulated_in(out.dtype), lanes.lane.members

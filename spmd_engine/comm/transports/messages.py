@@ -12,7 +12,7 @@ from typing import Protocol
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.comm.condition import Requests
 from spmd_engine.comm.pending import Steps
-from spmd_engine.comm.transports.exchange import Exchange, Parts
+from spmd_engine.comm.transports.transport import Parts, Transport
 from spmd_engine.comm.tuning import Tuning
 
 PHASES = 3  # tags that a call may use: to agree, to explain why not, and for data
@@ -42,7 +42,7 @@ class Ranks(Protocol):
         """See ``Communicator``."""
 
 
-class Part:
+class MessagePart:
     """Some ranks of a communicator, this one among them, in an order of their own: enough to exchange messages."""
 
     def __init__(self, communicator: Ranks, members: Sequence[int]) -> None:
@@ -77,8 +77,8 @@ def exchange(ranks: Ranks, outgoing: Sequence[Array | None], incoming: Sequence[
     yield requests
 
 
-class Messages(Exchange):
-    """See ``Exchange``. Sums are always in rank order."""
+class Messages(Transport):
+    """See ``Transport``. Sums are always in rank order."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.rank, self.size, self.tuning, self._ranks = ranks.rank, ranks.size, ranks.tuning, ranks

@@ -19,15 +19,15 @@ from spmd_engine.comm.condition import LibraryRequest
 from spmd_engine.comm.pending import Steps
 from spmd_engine.comm.reducing import Reducer, accumulated_in, reducer
 from spmd_engine.comm.spans import span
-from spmd_engine.comm.transports.exchange import Exchange, Parts
+from spmd_engine.comm.transports.transport import Parts, Transport
 from spmd_engine.comm.transports.turns import Turns
 from spmd_engine.comm.tuning import Tuning
 
 _KINDS = "iufc"  # of dtypes that the library adds up
 
 
-class NonblockingCollectives(Exchange):
-    """See ``Exchange``. Max, min and prod are in rank order; sums of many ranks in the library's (see ``Tuning``)."""
+class NonblockingCollectives(Transport):
+    """See ``Transport``. Max, min and prod are in rank order; sums of many ranks in the library's (see ``Tuning``)."""
 
     def __init__(self, comm: MPI.Comm, turns: Turns, tuning: Tuning) -> None:
         self.rank, self.size, self.tuning = comm.rank, comm.size, tuning
@@ -58,7 +58,7 @@ class NonblockingCollectives(Exchange):
     def reduce_scatter(
         self, number: int, x: Array, parts: Parts, out: Array, reduction: str, *, last: bool = True
     ) -> Steps:
-        """See ``Exchange``; the sum of many ranks is in an order of the library's own, 16-bit floats in float32."""
+        """See ``Transport``; the sum of many ranks is in an order of the library's own, 16-bit floats in float32."""
         wide = accumulated_in(x.dtype)
         native = x.dtype.isnative and (x.dtype.kind in _KINDS or wide != x.dtype)
         if self.size <= self.tuning.in_rank_order or reduction not in ("sum", "mean") or not native:
@@ -78,8 +78,8 @@ class NonblockingCollectives(Exchange):
         yield LibraryRequest([request])
 
 
-class BlockingCollectives(Exchange):
-    """See ``Exchange``: for ranks of one node that all wait in the call, and have a core each. Sums are in rank order.
+class BlockingCollectives(Transport):
+    """See ``Transport``: for ranks of one node that all wait in the call, and have a core each. Sums are in rank order.
 
     The methods of ``..._now`` names are the same without steps, for calls that are done at once.
     """

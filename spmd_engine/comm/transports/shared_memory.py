@@ -17,15 +17,15 @@ from spmd_engine.comm.reducing import Reducer, reducer
 from spmd_engine.comm.rendezvous import Rendezvous
 from spmd_engine.comm.slot_table import REDUCED, SlotTable
 from spmd_engine.comm.spans import span
-from spmd_engine.comm.transports.exchange import Exchange, Parts
+from spmd_engine.comm.transports.transport import Parts, Transport
 from spmd_engine.comm.tuning import Tuning
 
 CACHE = 1 << 19  # bytes of all ranks' blocks together that are worked on at a time: they stay in the second-level cache
 LINE = 64  # bytes that ranks do not share, as they would have to pass them to and fro
 
 
-class SharedMemory(Exchange):
-    """See ``Exchange``, of the ranks of a node that have met. What the others do not show here is not read."""
+class SharedMemory(Transport):
+    """See ``Transport``, of the ranks of a node that have met. What the others do not show here is not read."""
 
     def __init__(self, met: Rendezvous, tuning: Tuning) -> None:
         self.rank, self.size, self.tuning = met.table.rank, met.table.size, tuning
@@ -33,7 +33,7 @@ class SharedMemory(Exchange):
         self._blocks = [block if block is None else flat(block) for block in met.blocks]
 
     def all_gather(self, number: int, x: np.ndarray, parts: Parts, *, last: bool = True) -> Steps:
-        """See ``Exchange``. Where ranks have shown ``x``, it is from there that the others read."""
+        """See ``Transport``. Where ranks have shown ``x``, it is from there that the others read."""
         results = self._table.results(self._met.number, x.shape, x.dtype)
         if results[self.rank] is not None:
             self._table.say(self._met.number, REDUCED)

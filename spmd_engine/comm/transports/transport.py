@@ -14,7 +14,7 @@ from spmd_engine.comm.tuning import Tuning
 Parts = Sequence[slice]  #: of a flat array, by rank
 
 
-class Exchange(ABC):
+class Transport(ABC):
     """Moves data among some ranks, this one being number ``rank`` of ``size``; all have agreed on the call.
 
     Arrays are flat and contiguous, and parts of them are slices by rank. Every method is a generator (see

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import tiny
 from spmd_engine import Mesh, run
 from spmd_engine.comm.mesh_position import all_positions
-from spmd_engine.engine.plan import Storage, make_plan
+from spmd_engine.engine.assignment import Storage, assign
 from spmd_engine.engine.stages import divide, parse_division
 from spmd_engine.errors import UsageError
 from spmd_engine.models import deep_mlp, gpt
@@ -154,7 +154,7 @@ def plans(model, axes, *, sequence_parallel=False, itemsize=8, **options):
     """Each place of a mesh that does not exist, and its plan."""
     places = all_positions(axes)
     layouts = [Layout.for_mesh(place, sequence_parallel=sequence_parallel) for place in places]
-    return [(place, make_plan(model, place, layout, itemsize, **options)) for place, layout in zip(places, layouts)]
+    return [(place, assign(model, place, layout, itemsize, **options)) for place, layout in zip(places, layouts)]
 
 
 @pytest.mark.parametrize("stages", ["even", "cost", (0, 1, 5)])
@@ -257,7 +257,7 @@ def test_a_mesh_that_exists_has_the_plan_of_its_places():
 
     def program():
         with Mesh(**CUBE) as mesh:
-            plan = make_plan(GPT, mesh, Layout.for_mesh(mesh), 8, **options)
+            plan = assign(GPT, mesh, Layout.for_mesh(mesh), 8, **options)
             return plan.chunks, plan.mine, plan.uses, plan.holders, groups_of(plan)
 
     expected = [(p.chunks, p.mine, p.uses, p.holders, groups_of(p)) for _, p in plans(GPT, CUBE, **options)]
@@ -269,7 +269,7 @@ def test_a_thousand_layers_are_few_groups(width):
     model = deep_mlp(1000, width)
     assert sum(len(layer.parameters) // 2 for _, layer in model.layers) == 1000
     place = all_positions({"data": 4})[0]
-    plan = make_plan(model, place, Layout.for_mesh(place), 4, storage=Storage(3))
+    plan = assign(model, place, Layout.for_mesh(place), 4, storage=Storage(3))
     assert 1 <= len(plan.groups) <= 50
     assert len(list(plan.members)) == 2000
 

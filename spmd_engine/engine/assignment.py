@@ -53,7 +53,7 @@ class Storage:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Assignment:
     """One rank's share of a model."""
 
     chunks: Sequence[range]  #: the layers of every chunk, on whichever stage
@@ -68,7 +68,7 @@ class Plan:
         return (member for group in self.groups for member in group.members)
 
 
-def make_plan(
+def assign(
     model: Model,
     place: MeshPosition,
     layout: Layout,
@@ -77,7 +77,7 @@ def make_plan(
     storage: Storage = Storage(),  # noqa: B008 (immutable)
     stages: Division = "even",
     chunks_per_stage: int = 1,
-) -> Plan:
+) -> Assignment:
     """The share of the rank at ``place``; raises UsageError where layers are too few for the chunks."""
     count, stage = place.axes.get(PIPE, 1), place.coordinates.get(PIPE, 0)
     chunks = divide(model, count * chunks_per_stage, stages, chunks_per_stage)
@@ -111,7 +111,7 @@ def make_plan(
         for number in mine
         for layer in chunks[number]
     }
-    return Plan(chunks, mine, uses, holders, here, homes)
+    return Assignment(chunks, mine, uses, holders, here, homes)
 
 
 def homes_of(model: Model, layout: Layout, mesh: MeshPosition) -> dict[str, Home]:
