@@ -24,7 +24,7 @@ def main() -> None:
 
         def write(batch):
             prompts = tokens(batch, PROMPT, vocabulary).tolist()
-            return lambda: generate(engine, prompts, limits=StoppingCriteria(NEW))
+            return lambda: generate(engine, prompts, stopping=StoppingCriteria(NEW))
 
         def read(length):
             text = tokens(1, length, vocabulary)[0].tolist()

@@ -74,7 +74,7 @@ def generate(run, model, adapter, dtype, mesh, device, check, **options: Any) ->
         sampling = said.sampling.with_given(**given, seed=options["seed"])
         if options["greedy"]:
             sampling = sampling.changed(sample=False)
-        limits = StoppingCriteria(
+        stopping = StoppingCriteria(
             options["tokens"] or said.tokens or TOKENS,
             () if options["ignore_end"] else served.ends,
             tuple(options["stop"]),
@@ -85,7 +85,7 @@ def generate(run, model, adapter, dtype, mesh, device, check, **options: Any) ->
             served.engine,
             tokens,
             sampling=sampling,
-            limits=limits,
+            stopping=stopping,
             tokenizer=served.tokenizer,
             log_probs=options["log_probs"],
             batch_size=options["batch_size"],

@@ -77,7 +77,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     *,
     sampling: SamplingOptions = SamplingOptions(),  # noqa: B008 (immutable)
-    limits: StoppingCriteria = StoppingCriteria(),  # noqa: B008 (immutable)
+    stopping: StoppingCriteria = StoppingCriteria(),  # noqa: B008 (immutable)
     tokenizer: Tokenizer | None = None,
     log_probs: bool = False,
     batch_size: int = BATCH,
@@ -90,9 +90,9 @@ def generate(
     0, what is certain of a text as soon as it is. Raises UsageError for a prompt that is empty or has tokens that the
     model does not know, for one that leaves no room in the context, and for a model that takes no tokens.
     """
-    _check(engine, prompts, limits, tokenizer)
+    _check(engine, prompts, stopping, tokenizer)
     model = NextTokens(engine, sampling, log_probs=log_probs)
-    writing = _Writing(engine, prompts, limits, tokenizer, sampling, on_text, batch_size)
+    writing = _Writing(engine, prompts, stopping, tokenizer, sampling, on_text, batch_size)
     model.inference_loop(writing.calls(), writing)
     done = text_from_rank_zero(engine.group(), lambda: json.dumps(_as_json(writing.sequences, log_probs)))
     return [Completion(**each) for each in json.loads(done)]
@@ -103,12 +103,12 @@ def _as_json(sequences: Sequence[_Sequence], log_probs: bool) -> list[dict]:
 
 
 def _check(
-    engine: LayeredEngine, prompts: Sequence[Sequence[int]], limits: StoppingCriteria, tokenizer: Tokenizer | None
+    engine: LayeredEngine, prompts: Sequence[Sequence[int]], stopping: StoppingCriteria, tokenizer: Tokenizer | None
 ) -> None:
     model = engine.model
     if not model.vocabulary:
         raise UsageError(f"generate: {model.name} is no model of text, it takes no tokens")
-    if limits.stop and tokenizer is None:
+    if stopping.stop and tokenizer is None:
         raise UsageError("generate: stop strings need a tokenizer")
     for number, prompt in enumerate(prompts):
         which = f"prompt {number}" if len(prompts) > 1 else "the prompt"
@@ -133,13 +133,13 @@ class _Writing:
         self,
         engine: LayeredEngine,
         prompts: Sequence[Sequence[int]],
-        limits: StoppingCriteria,
+        stopping: StoppingCriteria,
         tokenizer: Tokenizer | None,
         sampling: SamplingOptions,
         on_text: OnText | None,
         batch_size: int,
     ) -> None:
-        self._context, self._limits, self._on_text = engine.model.context, limits, on_text
+        self._context, self._stopping, self._on_text = engine.model.context, stopping, on_text
         self._batch_size = batch_size
         self._rounding = ROUNDING[engine.dtype.itemsize] / (sampling.temperature if sampling.draws else 1.0)
         before: Counter[tuple[int, ...]] = Counter()
@@ -148,7 +148,7 @@ class _Writing:
             prompt = [int(token) for token in prompt]
             key = key_of(sampling.seed, "generate", crc32(np.array(prompt, "<i8").tobytes()), before[tuple(prompt)])
             before[tuple(prompt)] += 1
-            stream = TextStream(tokenizer, prompt, limits.stop) if tokenizer else None
+            stream = TextStream(tokenizer, prompt, stopping.stop) if tokenizer else None
             self.sequences.append(_Sequence(number, prompt, key, stream))
         self._under_way: list[_Sequence] = []
 
@@ -180,7 +180,7 @@ class _Writing:
             sequence.tokens.append(token)
             sequence.log_probs.append(float(line[LOG_PROB]))
             sequence.near_ties += bool(line[MARGIN] < self._rounding)
-            ended = token in self._limits.ends
+            ended = token in self._stopping.ends
             if sequence.stream and not ended:
                 self._tell(sequence, sequence.stream.feed(token))
             length = len(sequence.prompt) + len(sequence.tokens)
@@ -188,9 +188,9 @@ class _Writing:
                 sequence.finish = "end"
             elif sequence.stream and sequence.stream.stopped is not None:
                 sequence.finish = "stop"
-            elif len(sequence.tokens) >= self._limits.tokens:
+            elif len(sequence.tokens) >= self._stopping.tokens:
                 sequence.finish = "length"
-            elif 0 < self._context < length and not self._limits.slide:
+            elif 0 < self._context < length and not self._stopping.slide:
                 sequence.finish = "context"
             if sequence.finish and sequence.stream:
                 self._tell(sequence, sequence.stream.finish())

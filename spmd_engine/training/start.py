@@ -153,8 +153,10 @@ def _make_run(workload: Workload, folder: Path, observers: Sequence[Observer], t
 
         sampling = SamplingOptions(sample=True, temperature=TEMPERATURE, seed=job.model.seed)
         ends = () if tokenizer.end is None else (tokenizer.end,)
-        limits = StoppingCriteria(job.sample, ends, slide=True)
-        (written,) = generate(engine, [tokenizer.encode(PROMPT)], sampling=sampling, limits=limits, tokenizer=tokenizer)
+        stopping = StoppingCriteria(job.sample, ends, slide=True)
+        (written,) = generate(
+            engine, [tokenizer.encode(PROMPT)], sampling=sampling, stopping=stopping, tokenizer=tokenizer
+        )
         return PROMPT + written.text
 
     trainer = make_trainer(workload)

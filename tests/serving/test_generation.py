@@ -33,7 +33,7 @@ def write(axes, sampling, which=range(5), **options):
                 tiny.make_engine(mesh),
                 [PROMPTS[number] for number in which],
                 sampling=sampling,
-                limits=StoppingCriteria(14, slide=True),  # beyond the context of 10
+                stopping=StoppingCriteria(14, slide=True),  # beyond the context of 10
                 log_probs=True,
                 **options,
             )
@@ -60,7 +60,7 @@ def write_llama(axes):
         with Mesh(**axes) as mesh:
             model = ModelConfig(name="llama", shape=LLAMA, dtype="float64", seed=3)
             engine = build_engine(model, mesh)
-            return generate(engine, PROMPTS, sampling=DRAWN, limits=StoppingCriteria(30), log_probs=True)
+            return generate(engine, PROMPTS, sampling=DRAWN, stopping=StoppingCriteria(30), log_probs=True)
 
     return run(program, tiny.ranks_of(axes))
 
@@ -93,7 +93,7 @@ def test_a_prompt_given_twice_is_drawn_twice():
 def test_greedy_tokens_are_the_likeliest_of_a_forward_of_the_whole_text():
     with Mesh() as mesh:
         engine = tiny.make_engine(mesh)
-        (text,) = generate(engine, [[3, 1]], limits=StoppingCriteria(8), log_probs=True)
+        (text,) = generate(engine, [[3, 1]], stopping=StoppingCriteria(8), log_probs=True)
         with engine.inference():
             scores = engine.forward(np.array([[3, 1, *text.tokens]]))[0]
     assert text.tokens == scores[1:-1].argmax(axis=1).tolist()
@@ -104,13 +104,13 @@ def test_greedy_tokens_are_the_likeliest_of_a_forward_of_the_whole_text():
 def test_texts_end_as_asked():
     with Mesh() as mesh:
         engine = tiny.make_engine(mesh)
-        (free,) = generate(engine, [[1, 2, 3]], limits=StoppingCriteria(7))
+        (free,) = generate(engine, [[1, 2, 3]], stopping=StoppingCriteria(7))
         assert (free.finish, len(free.tokens)) == ("length", 7)
         ends = (free.tokens[0],)
-        (ended, other) = generate(engine, [[1, 2, 3], [5]], limits=StoppingCriteria(4, ends=ends))
+        (ended, other) = generate(engine, [[1, 2, 3], [5]], stopping=StoppingCriteria(4, ends=ends))
         assert (ended.finish, ended.tokens) == ("end", free.tokens[:1])
         assert len(other.tokens) == 4 or other.finish == "end"
-        (full,) = generate(engine, [[1, 2, 3]], limits=StoppingCriteria(50))
+        (full,) = generate(engine, [[1, 2, 3]], stopping=StoppingCriteria(50))
         assert (full.finish, len(full.tokens)) == ("context", 8)  # seven fill the context, which foretells one more
 
 
@@ -125,11 +125,11 @@ def test_stop_strings_end_a_text_before_them_and_nothing_of_them_is_told():
     with Mesh() as mesh:
         engine, told = tiny.make_engine(mesh), []
         options = {"sampling": SamplingOptions(sample=True, seed=5), "tokenizer": Letters()}
-        (free,) = generate(engine, [[1, 2]], limits=StoppingCriteria(7), **options)
+        (free,) = generate(engine, [[1, 2]], stopping=StoppingCriteria(7), **options)
         stop = free.text[3:5]
-        limits = StoppingCriteria(7, stop=("zz", stop))
+        stopping = StoppingCriteria(7, stop=("zz", stop))
         (stopped,) = generate(
-            engine, [[1, 2]], limits=limits, on_text=lambda number, text: told.append(text), **options
+            engine, [[1, 2]], stopping=stopping, on_text=lambda number, text: told.append(text), **options
         )
     assert stopped.finish == "stop" and stopped.stop == stop
     assert stopped.text == "".join(told) == free.text[: free.text.index(stop)]
@@ -166,7 +166,7 @@ def test_ties_within_rounding_are_counted_in_float32():
             engine = tiny.make_engine(mesh, dtype=dtype)
             table = engine.parameters["embedding/table"]
             table[9] = table[7]  # equal scores for two tokens, always
-            return generate(engine, [[1, 2, 3]], limits=StoppingCriteria(5))[0]
+            return generate(engine, [[1, 2, 3]], stopping=StoppingCriteria(5))[0]
 
     for dtype in (np.float32, np.float64):
         (text,) = run(program, 1, args=(dtype,))

@@ -221,9 +221,9 @@ def test_a_trained_model_writes_its_documented_text(axes, tmp_path):
     def program():
         with Mesh(**axes) as mesh:
             engine, _ = open_pretrained(ModelConfig(name=str(folder)), mesh)
-            limits = StoppingCriteria(24)
+            stopping = StoppingCriteria(24)
             return generate(
-                engine, [prompt], sampling=SamplingOptions(), limits=limits, tokenizer=tokenizer, log_probs=True
+                engine, [prompt], sampling=SamplingOptions(), stopping=stopping, tokenizer=tokenizer, log_probs=True
             )
 
     for (found,) in run(program, tiny.ranks_of(axes)):
