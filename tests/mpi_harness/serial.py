@@ -19,15 +19,17 @@ class Serial(Worker):
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self, session):
-        """None yet: a file is collected when it is dealt out, and not by all processes before the first test."""
-        session.items = []
+        """Files alone: their tests are collected when they are dealt out, not by all processes before the first."""
+        self.files = {file.path: file for file in session.perform_collect(genitems=False)}
         return True
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session):
         for nodeids in self._dealt():
-            file = self.config.rootpath / nodeids[0].partition("::")[0]
-            found = {item.nodeid: item for item in session.perform_collect([str(file)])}
+            file = self.files[self.config.rootpath / nodeids[0].partition("::")[0]]
+            found = list(session.genitems(file))
+            self.config.hook.pytest_collection_modifyitems(session=session, config=self.config, items=found)
+            found = {item.nodeid: item for item in found}
             items = [found[nodeid] for nodeid in nodeids]
             # After a file's last test nothing stays set up: the next file may be of any folder.
             for item, following in zip(items, [*items[1:], None]):
