@@ -56,7 +56,7 @@ def read_header(path: str | Path, largest: int = LARGEST_HEADER) -> tuple[dict[s
                 raise CheckpointError(f"{path}: a header of {length} bytes in a file of {size}; fetch it again")
             described = json.loads(file.read(length))
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read as a safetensors file: {error}") from error
+        raise CheckpointError(f"{path} cannot be read as a safetensors file: its header: {error}") from error
     if not isinstance(described, dict):
         raise CheckpointError(f"{path}: its header is no JSON object; fetch it again")
     return described, 8 + length, size

@@ -45,7 +45,9 @@ def test_there_and_back(family, tmp_path):
     found, expected = load_file(out / "model.safetensors"), load_file(FOLDERS / family / "model.safetensors")
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        np.testing.assert_array_equal(found[name], tensor, err_msg=name)
+        # Gemma's norms multiply by 1 + w, which is what is kept here: w comes back as exactly as that has it.
+        offset = 1 if family.startswith("gemma") and "norm" in name else 0
+        np.testing.assert_array_equal(found[name] + np.float32(offset), tensor + np.float32(offset), err_msg=name)
     assert shape_at(out) == shape_at(FOLDERS / family)
 
 
