@@ -208,7 +208,7 @@ class Counting:
 
     def all_to_all(self, x, **options):
         result = self.group.all_to_all(x, **options)
-        self.pieces.append((x.nbytes, result.nbytes))
+        self.pieces.append((x.nbytes, result[0].nbytes))
         return result
 
 
