@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 RANKS  ?= 8
-JOBS   ?= 2
+JOBS   ?= 3
 ARGS   ?=
 
 VENV := .venv
@@ -24,7 +24,7 @@ help:  ## list the targets
 train: $(VENV)/installed-mpich  ## train a language model on 8 ranks, or RANKS=n
 	$(BIN)/mpiexec -n $(RANKS) $(BIN)/python -m spmd_engine train $(ARGS)
 
-test: $(VENV)/installed-mpich-test  ## run the tests, serial and MPI, 2 jobs at a time, or JOBS=n
+test: $(VENV)/installed-mpich-test  ## run the tests, serial and MPI, 3 jobs at a time, or JOBS=n
 	$(BIN)/python -m pytest --with-mpi --jobs $(JOBS) -m "not soak" --durations=25 $(ARGS)
 
 soak: $(VENV)/installed-mpich-test  ## run the tests that take minutes
