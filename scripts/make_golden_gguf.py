@@ -90,6 +90,21 @@ def neighbours(rows, heads):
     return rows.reshape(heads, 2, rows.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(rows.shape)
 
 
+def add_tensor(writer, tensor, whole, kind):
+    """Pack a tensor into the file; returns what a reader unpacks."""
+    packed = gguf.quantize(whole, kind)
+    writer.add_tensor(tensor, packed, raw_dtype=kind)
+    return gguf.dequantize(packed, kind).reshape(whole.shape)
+
+
+def finish(writer):
+    """Write the file, whose facts and tensors are all added."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def write(name, config):
     """One file, and what its model computes."""
     torch.manual_seed(3)
@@ -123,16 +138,11 @@ def write(name, config):
         heads = config.num_attention_heads if own == "attn_q" else config.num_key_value_heads
         whole = np.ascontiguousarray(neighbours(parameter.numpy(), heads) if turn else parameter.numpy())
         kind = TYPES.get(own, Type.F32)
-        packed = gguf.quantize(whole, kind)
-        writer.add_tensor(tensor, packed, raw_dtype=kind)
-        unpacked = gguf.dequantize(packed, kind).reshape(whole.shape)
+        unpacked = add_tensor(writer, tensor, whole, kind)
         if turn:  # the inverse
             unpacked = unpacked.reshape(heads, -1, 2, whole.shape[1]).swapaxes(1, 2).reshape(whole.shape)
         parameter.copy_(torch.from_numpy(np.ascontiguousarray(unpacked)))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return model
 
 
@@ -158,14 +168,9 @@ def write_gpt2():
         tensor = names.get_name(f"transformer.{name}", try_suffixes=(".weight", ".bias"))
         whole = np.ascontiguousarray((parameter.T if turned else parameter).numpy())
         kind = Type.Q8_0 if parameter.ndim > 1 and "wpe" not in name else Type.F32
-        packed = gguf.quantize(whole, kind)
-        writer.add_tensor(tensor, packed, raw_dtype=kind)
-        unpacked = torch.from_numpy(np.ascontiguousarray(gguf.dequantize(packed, kind).reshape(whole.shape)))
+        unpacked = torch.from_numpy(np.ascontiguousarray(add_tensor(writer, tensor, whole, kind)))
         parameter.copy_(unpacked.T if turned else unpacked)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return model
 
 

@@ -10,10 +10,10 @@ import click
 from rich.console import Console
 
 from spmd_engine.cli.analysis_text import describe
-from spmd_engine.cli.composition import composition_of, composition_options
+from spmd_engine.cli.composition import composition_of, composition_options, model_of
 from spmd_engine.cli.config_file import config_option
-from spmd_engine.cli.experts import mixture_of, mixture_options
-from spmd_engine.cli.options import image_shape, images_option
+from spmd_engine.cli.experts import mixture_options
+from spmd_engine.cli.options import images_option
 from spmd_engine.cli.show.as_text import print_picture
 from spmd_engine.cli.show.memory_of_step import draw_memory_of_step
 from spmd_engine.cli.show.options import mesh_option, model_option, output_option
@@ -23,7 +23,6 @@ from spmd_engine.comm.mesh_position import all_positions
 from spmd_engine.comm.world import launcher_rank
 from spmd_engine.engine.optimizers import SGD, AdamW
 from spmd_engine.errors import UsageError
-from spmd_engine.models.names import build_model
 from spmd_engine.planning import analyze as analyze_step
 
 OPTIMIZERS = {"adamw": AdamW, "sgd": lambda: SGD(momentum=0.9)}
@@ -73,14 +72,7 @@ def analyze(
     ranks = len(all_positions(axes))
     if rank is not None and rank >= ranks:
         raise UsageError(f"--rank {rank}: the mesh has ranks 0 to {ranks - 1}")
-    method = options["context_method"] or "ring"
-    built = build_model(
-        model,
-        context_method=method,
-        sample=image_shape(model, images),
-        recut_after=options["recut_after"],
-        mixture=mixture_of(options),
-    )
+    built = model_of(model, images, options)
     analysis = analyze_step(
         built,
         axes,

@@ -7,11 +7,14 @@ from typing import Any
 
 import click
 
+from spmd_engine.cli.experts import mixture_of
+from spmd_engine.cli.options import image_shape
 from spmd_engine.configuration import default_of
 from spmd_engine.engine.composition import PIPELINES, RECOMPUTE, Composition
 from spmd_engine.launchers import launcher_rank
 from spmd_engine.layers.names import CONTEXT_METHODS
 from spmd_engine.models import Model
+from spmd_engine.models.names import build_model
 
 _OPTIONS = [
     click.option(
@@ -98,6 +101,17 @@ def composition_of(options: Mapping[str, Any], axes: Mapping[str, int], model: M
     composition = Composition(mesh=axes, **{name: options[name] for name in COMPOSITION})
     print_notices(composition.check(axes, model))
     return composition
+
+
+def model_of(name: str, images: str | None, options: Mapping[str, Any]) -> Model:
+    """The model of this name that a command's options describe, of ``images`` as they say, and how it is computed."""
+    return build_model(
+        name,
+        context_method=options["context_method"] or "ring",
+        sample=image_shape(name, images),
+        recut_after=options["recut_after"],
+        mixture=mixture_of(options),
+    )
 
 
 def print_notices(notices: Sequence[str]) -> None:

@@ -114,8 +114,7 @@ class CollectiveSteps:
             copied(own.reshape(-1), flat[parts[self._rank]])
             yield from transport.all_gather(number, flat, parts)
             if axis:
-                blocks = [flat[part].reshape(each) for part, each in zip(parts, shapes, strict=True)]
-                _put(result, axis, lengths, blocks)
+                _put(result, axis, flat, parts, shapes)
             yield from transport.end()
         if not fits:
             raise UsageError(f"all_gather: out has shape {out.shape}, the result {shape}")
@@ -147,8 +146,7 @@ class CollectiveSteps:
             yield from transport.all_to_all(number, flat, parts, comes, places)
             copied(flat[parts[self._rank]], comes[places[self._rank]])
             if concat:
-                blocks = [comes[place].reshape(shape) for place, shape in zip(places, shapes, strict=True)]
-                _put(result, concat, lengths, blocks)
+                _put(result, concat, comes, places, shapes)
             yield from transport.end()
         if not fits:
             raise UsageError(f"all_to_all: out has shape {out.shape}, the result {shape}")
@@ -294,7 +292,10 @@ def _joined(own: Array, axis: int, lengths: Sequence[int]) -> tuple[int, ...]:
     return *own.shape[:axis], sum(lengths), *own.shape[axis + 1 :]
 
 
-def _put(result: Array, axis: int, lengths: Sequence[int], blocks: Sequence[Array]) -> None:
-    """Write ``blocks`` one after the other along ``axis``."""
-    for place, block in zip(spans(lengths), blocks, strict=True):
-        result[(slice(None),) * axis + (place,)] = block
+def _put(
+    result: Array, axis: int, flat: Array, parts: Sequence[slice], shapes: Sequence[Sequence[int]]
+) -> None:
+    """Write the blocks that lie in these ``parts`` of ``flat``, of these shapes, one after the other along ``axis``."""
+    places = spans([shape[axis] for shape in shapes])
+    for place, part, shape in zip(places, parts, shapes, strict=True):
+        result[(slice(None),) * axis + (place,)] = flat[part].reshape(shape)

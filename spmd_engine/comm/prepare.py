@@ -57,7 +57,7 @@ def all_reduce(calls: Calls, x: Array, op: str, label: str) -> PreparedCall:
         ("all_reduce", calls.axes, label),
         calls.steps.all_reduce,
         _reduced,
-        _all_reduced_by_library(calls.comm.library),
+        _by_library(calls.comm.library, _all_reduce),
         payload=own.nbytes,
         sent=own.nbytes - part + part * (calls.size - 1),
         shape=own.shape,
@@ -79,7 +79,7 @@ def reduce_scatter(
         ("reduce_scatter", calls.axes, label),
         calls.steps.reduce_scatter,
         lambda call, _, blocks, out: _reduced(call, _, [block[parts[calls.rank]] for block in blocks], out),
-        _reduced_by_library(calls.comm.library) if axis == 0 else None,
+        _by_library(calls.comm.library, _reduce_scatter) if axis == 0 else None,
         payload=own.nbytes,
         sent=own.nbytes - mine.nbytes,
         shape=mine.shape,
@@ -102,7 +102,7 @@ def all_gather(calls: Calls, x: Array, axis: int, sizes: tuple[int, ...] | None,
         ("all_gather", calls.axes, label),
         calls.steps.all_gather,
         lambda call, _, blocks, out: joined(blocks, axis, call.dtype, out),
-        _gathered_by_library(calls.comm.library) if axis == 0 else None,
+        _by_library(calls.comm.library, _gather) if axis == 0 else None,
         payload=x.nbytes,
         sent=x.nbytes * (calls.size - 1),
         shape=(x.shape[0] * calls.size, *x.shape[1:]) if axis == 0 else (),  # elsewhere, no out will do
@@ -143,7 +143,7 @@ def all_to_all(
         ("all_to_all", calls.axes, label),
         calls.steps.all_to_all,
         finish,
-        _exchanged_by_library(calls.comm.library) if axis == concat == 0 and splits is None else None,
+        _by_library(calls.comm.library, _exchange) if axis == concat == 0 and splits is None else None,
         payload=x.nbytes,
         sent=x.nbytes - x[parts[calls.rank]].nbytes,
         shape=tuple(shape) if concat == 0 else (),
@@ -154,50 +154,40 @@ def all_to_all(
     )
 
 
-# What the library does where all ranks call the same and wait for it; these make ``PreparedCall.by_library``.
+# What the library does where all ranks call the same and wait for it: each writes the result of ``x`` to ``result``.
+
+Move = Callable[["BlockingCollectives", PreparedCall, np.ndarray, np.ndarray], None]
 
 
-def _gathered_by_library(library: BlockingCollectives | None) -> Callable | None:
-    def all_gather(call: PreparedCall, x: np.ndarray, out: np.ndarray | None) -> np.ndarray:
+def _by_library(library: BlockingCollectives | None, move: Move) -> Callable | None:
+    """``PreparedCall.by_library``."""
+
+    def make(call: PreparedCall, x: np.ndarray, out: np.ndarray | None) -> np.ndarray:
         result = out if out is not None else np.empty(call.shape, call.dtype)
-        length, flat = x.size, result.reshape(-1)
-        parts = [slice(r * length, (r + 1) * length) for r in range(library.size)]
-        result[library.rank * len(x) : (library.rank + 1) * len(x)] = x
-        library.all_gather_now(flat, parts)
+        move(library, call, x, result)
         return result
 
-    return library and all_gather
+    return library and make
 
 
-def _exchanged_by_library(library: BlockingCollectives | None) -> Callable | None:
-    def all_to_all(call: PreparedCall, x: np.ndarray, out: np.ndarray | None) -> np.ndarray:
-        result = out if out is not None else np.empty(call.shape, call.dtype)
-        flat, parts = packed(np.ascontiguousarray(x), call.parts)
-        length = result.size // library.size
-        places = [slice(r * length, (r + 1) * length) for r in range(library.size)]
-        library.all_to_all_now(flat, parts, result.reshape(-1), places)
-        return result
-
-    return library and all_to_all
+def _gather(library: BlockingCollectives, call: PreparedCall, x: np.ndarray, result: np.ndarray) -> None:
+    result[library.rank * len(x) : (library.rank + 1) * len(x)] = x
+    library.all_gather_now(result.reshape(-1), spans([x.size] * library.size))
 
 
-def _reduced_by_library(library: BlockingCollectives | None) -> Callable | None:
-    def reduce_scatter(call: PreparedCall, x: np.ndarray, out: np.ndarray | None) -> np.ndarray:
-        result = out if out is not None else np.empty(call.shape, call.dtype)
-        flat, parts = packed(np.ascontiguousarray(x), call.parts)
-        library.reduce_scatter_now(flat, parts, result.reshape(-1), call.reduce)
-        return result
-
-    return library and reduce_scatter
+def _exchange(library: BlockingCollectives, call: PreparedCall, x: np.ndarray, result: np.ndarray) -> None:
+    flat, parts = packed(np.ascontiguousarray(x), call.parts)
+    places = spans([result.size // library.size] * library.size)
+    library.all_to_all_now(flat, parts, result.reshape(-1), places)
 
 
-def _all_reduced_by_library(library: BlockingCollectives | None) -> Callable | None:
-    def all_reduce(call: PreparedCall, x: np.ndarray, out: np.ndarray | None) -> np.ndarray:
-        result = out if out is not None else np.empty(call.shape, call.dtype)
-        library.all_reduce_now(np.ascontiguousarray(x).reshape(-1), result.reshape(-1), call.reduce)
-        return result
+def _reduce_scatter(library: BlockingCollectives, call: PreparedCall, x: np.ndarray, result: np.ndarray) -> None:
+    flat, parts = packed(np.ascontiguousarray(x), call.parts)
+    library.reduce_scatter_now(flat, parts, result.reshape(-1), call.reduce)
 
-    return library and all_reduce
+
+def _all_reduce(library: BlockingCollectives, call: PreparedCall, x: np.ndarray, result: np.ndarray) -> None:
+    library.all_reduce_now(np.ascontiguousarray(x).reshape(-1), result.reshape(-1), call.reduce)
 
 
 def check_out(operation: str, result: Array, out: Array | None) -> None:

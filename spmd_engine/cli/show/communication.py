@@ -7,17 +7,16 @@ from typing import Any
 
 import click
 
-from spmd_engine.cli.composition import composition_of, composition_options
+from spmd_engine.cli.composition import composition_of, composition_options, model_of
 from spmd_engine.cli.config_file import config_option
-from spmd_engine.cli.experts import mixture_of, mixture_options
-from spmd_engine.cli.options import image_shape, images_option
+from spmd_engine.cli.experts import mixture_options
+from spmd_engine.cli.options import images_option
 from spmd_engine.cli.show.options import mesh_option, model_option, output_option
 from spmd_engine.cli.show.output import present
 from spmd_engine.cli.show.picture import BLUE, GREEN, ORANGE, PALE, PURPLE, SKY, YELLOW, Cell, Picture, table, text
 from spmd_engine.comm.mesh import parse_axes
 from spmd_engine.comm.mesh_position import all_positions
 from spmd_engine.errors import UsageError
-from spmd_engine.models.names import build_model
 from spmd_engine.planning import analyze
 from spmd_engine.planning.step_analysis import Communication, RankStep
 
@@ -70,13 +69,7 @@ def communication(
     ranks = len(all_positions(axes))
     if rank >= ranks:
         raise UsageError(f"--rank {rank} with --mesh {mesh}: ranks are from 0 to {ranks - 1}")
-    built = build_model(
-        model,
-        context_method=options["context_method"] or "ring",
-        sample=image_shape(model, images),
-        recut_after=options["recut_after"],
-        mixture=mixture_of(options),
-    )
+    built = model_of(model, images, options)
     composition = composition_of(options, axes, built)
     sizes = {"batch_size": batch_size, "micro_batches": micro_batches}
     analysis = analyze(built, axes, composition, dtype=dtype, **sizes)

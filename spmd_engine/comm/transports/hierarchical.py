@@ -41,9 +41,8 @@ class Lanes:
         own = next(node for node in nodes if comm.rank in node)
         table.ranks = own
         self.local = MessagePart(comm, own)  #: the ranks of this node
-        self.lane = MessagePart(
-            comm, [node[self.local.rank] for node in nodes]
-        )  #: those of other nodes in this rank's place
+        #: those of other nodes in this rank's place
+        self.lane = MessagePart(comm, [node[self.local.rank] for node in nodes])
 
     def in_turn(self, number: int, steps: Steps) -> Steps:
         """The ``steps`` of call ``number``, once there is a slot for it."""
