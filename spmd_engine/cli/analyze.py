@@ -16,16 +16,20 @@ from spmd_engine.cli.experts import mixture_options
 from spmd_engine.cli.options import images_option
 from spmd_engine.cli.show.as_text import print_picture
 from spmd_engine.cli.show.memory_of_step import draw_memory_of_step
-from spmd_engine.cli.show.options import mesh_option, model_option, output_option
+from spmd_engine.cli.show.options import (
+    OPTIMIZERS,
+    dtype_option,
+    mesh_option,
+    model_option,
+    optimizer_option,
+    output_option,
+)
 from spmd_engine.cli.show.output import present
 from spmd_engine.comm.mesh import parse_axes
 from spmd_engine.comm.mesh_position import all_positions
 from spmd_engine.comm.world import launcher_rank
-from spmd_engine.engine.optimizers import SGD, AdamW
 from spmd_engine.errors import UsageError
 from spmd_engine.planning import analyze as analyze_step
-
-OPTIMIZERS = {"adamw": AdamW, "sgd": lambda: SGD(momentum=0.9)}
 
 
 @click.command(short_help="Compute, bytes and memory of a step, rank by rank, before one is started.")
@@ -36,8 +40,8 @@ OPTIMIZERS = {"adamw": AdamW, "sgd": lambda: SGD(momentum=0.9)}
 @click.option("--batch-size", type=click.IntRange(1), default=16, show_default=True, help="Samples, over all ranks.")
 @click.option("--micro-batches", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--sequence", type=click.IntRange(1), help="Length of samples. [default: the model's context]")
-@click.option("--dtype", type=click.Choice(["float32", "float64"]), default="float32", show_default=True)
-@click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), default="adamw", show_default=True)
+@dtype_option
+@optimizer_option
 @click.option("--rank", type=click.IntRange(0), help="Whose step is told. [default: the one that holds most]")
 @click.option("--json", "as_json", is_flag=True, help="Everything, of every class of ranks, as JSON.")
 @mixture_options

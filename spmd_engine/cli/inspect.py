@@ -12,23 +12,23 @@ from rich.table import Table
 
 from spmd_engine.checkpoints.pretrained_table import table
 from spmd_engine.checkpoints.weights import Pretrained
-from spmd_engine.cli.composition import composition_of, composition_options
+from spmd_engine.cli.composition import composition_of, composition_options, model_of
 from spmd_engine.cli.config_file import config_option
-from spmd_engine.cli.experts import mixture_of, mixture_options
-from spmd_engine.cli.options import image_shape, images_option, mesh_option
+from spmd_engine.cli.experts import mixture_options
+from spmd_engine.cli.options import images_option, mesh_option
 from spmd_engine.cli.show.bytes_per_rank import CLASSES, bytes_per_rank
 from spmd_engine.cli.show.experts import placement_text
+from spmd_engine.cli.show.options import dtype_option
 from spmd_engine.comm.mesh import parse_axes
 from spmd_engine.comm.mesh_position import MeshPosition, all_positions
 from spmd_engine.engine.assignment import PIPE, Assignment, assign, homes_of
+from spmd_engine.engine.composition import composed_layout
 from spmd_engine.launchers import launcher_rank
 from spmd_engine.layers import Parameter
-from spmd_engine.models import Model, layout_for
-from spmd_engine.models.names import MODELS, build_model
+from spmd_engine.models import Model
+from spmd_engine.models.names import MODELS
 from spmd_engine.models.shape_at import is_path
 from spmd_engine.sharding.layout import Layout
-
-_STATES = 2  # arrays of AdamW for each parameter
 
 
 @click.command(short_help="Show how a model is cut, and bytes per rank.")
@@ -36,7 +36,7 @@ _STATES = 2  # arrays of AdamW for each parameter
 @click.option("--model", default="gpt-nano", show_default=True, help=f"One of {', '.join(MODELS)}, or a path.")
 @images_option
 @mesh_option
-@click.option("--dtype", type=click.Choice(["float32", "float64"]), default="float32", show_default=True)
+@dtype_option
 @mixture_options
 @composition_options
 def inspect(model: str, images: str | None, mesh: str | None, dtype: str, **options: Any) -> None:
@@ -52,14 +52,10 @@ def inspect(model: str, images: str | None, mesh: str | None, dtype: str, **opti
     if launcher_rank() > 0:
         return
     axes = parse_axes(mesh) if mesh else {"data": 1}
-    built = build_model(
-        model, sample=image_shape(model, images), recut_after=options["recut_after"], mixture=mixture_of(options)
-    )
+    built = model_of(model, images, options)
     composition = composition_of(options, axes, built)
     places = all_positions(axes)
-    layout = layout_for(
-        built, places[0], sequence_parallel=composition.sequence_parallel, experts_over=composition.expert_axes
-    )
+    layout = composed_layout(built, places[0], composition)
     for name, layer in built.layers:
         layout.check(name, {"b", "s", *layer.sizes}, layer.may_cut, layer.across)
     itemsize = np.dtype(dtype).itemsize
@@ -85,7 +81,7 @@ def inspect(model: str, images: str | None, mesh: str | None, dtype: str, **opti
         where = f"stage {stage}: " if len(assignments) > 1 else ""
         here = _counted(len(assignment.uses), "layer"), _counted(len(list(assignment.members)), "parameter")
         console.print(f"{where}{here[0]} with {here[1]} -> {_counted(len(assignment.groups), 'group')}")
-    held = bytes_per_rank(built, places, storage, itemsize, _STATES, stages, layout=layout, chunks_per_stage=chunks)
+    held = bytes_per_rank(built, axes, composition, dtype=dtype)
     console.print()
     console.print(_summary(held))
 

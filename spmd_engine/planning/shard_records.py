@@ -17,9 +17,10 @@ def shards_of(engine: LayeredEngine, states: int) -> list[ModelShard]:
             users.setdefault(full, []).append(names[layer])
     records, itemsize = [], engine.dtype.itemsize
     for storage in engine.storages:
+        owned_rows = storage.group.rows(storage.interval)
         for member in storage.group.members:
             size = prod(member.shape) * itemsize
-            rows = _rows(storage.group.rows(storage.interval)[member.name], member)
+            rows = _rows(owned_rows[member.name], member)
             owned, stored = rows * itemsize, (rows * itemsize if storage.zero == 3 else size)
             summed = member.summed
             records.append(

@@ -1,11 +1,13 @@
 """The command line: on ranks of its own, in this process, and after a run of one step."""
 
+import json
 import shutil
+from pathlib import Path
 
 import pytest
 from threadpoolctl import threadpool_limits
 
-from command_line import ONE_THREAD, QUIET
+from command_line import ONE_THREAD, QUIET, TEXT
 from spmd_engine.cli import main
 
 
@@ -23,6 +25,22 @@ def ok(spmd):
         result = spmd(*args, **options)
         assert result.returncode == 0, result.stderr
         return result
+
+    return run
+
+
+@pytest.fixture
+def several(mpi_run, tmp_path):
+    """Commands one after the other on ranks that are started once: what each of them prints."""
+    program = Path(__file__).with_name("several_commands.py")
+
+    def run(ranks, *commands):
+        commands = [json.dumps([str(argument) for argument in command]) for command in commands]
+        result = mpi_run(ranks, program, *commands, env=ONE_THREAD, cwd=tmp_path)
+        assert result.returncode == 0, result.stderr
+        *texts, rest = result.stdout.split("-- the end of a command\n")
+        assert len(texts) == len(commands) and not rest
+        return texts
 
     return run
 
@@ -48,7 +66,7 @@ def here(tmp_path, monkeypatch, capsys):
 def one_step(tmp_path_factory):
     """A run of one step, to be copied."""
     folder = tmp_path_factory.mktemp("run") / "r"
-    options = ["--steps", "1", "--seed", "3", "--batch-size", "2", "--run", str(folder), *QUIET]
+    options = ["--steps", "1", "--seed", "3", "--batch-size", "2", "--run", str(folder), *QUIET, *TEXT]
     main(["train", *options])
     return folder
 

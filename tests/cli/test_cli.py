@@ -9,18 +9,13 @@ import pytest
 from safetensors.numpy import save_file
 
 import saved
-from command_line import QUIET, metrics
+from command_line import QUIET, TEXT, metrics
 from spmd_engine.cli import main
 from spmd_engine.training import Job
 
 STEPS = 3
 EXACT = ["--model", "gpt-nano", "--dtype", "float64", "--steps", str(STEPS), "--warmup", "2", "--dropout", "0.1"]
-EXACT += ["--grad-clip", "1", *QUIET]
-
-
-@pytest.fixture(scope="session")
-def one_rank(tmp_path_factory):
-    return tmp_path_factory.mktemp("exact")
+EXACT += ["--grad-clip", "1", *QUIET, *TEXT]
 
 
 #: Every option that says where and when, on few ranks, and each axis beside another; with more of either in SOAK.
@@ -28,9 +23,10 @@ COMPOSITIONS = [
     "model=2,data=2 --sequence-parallel",
     "context=2,data=2 --context-method ulysses --zero 3",
     "pipe=2,data=2 --schedule 1f1b --zero 1 --micro-batches 2",
-    "pipe=3 --schedule zero-bubble --micro-batches 4 --recompute block",
+    "pipe=4 --schedule zero-bubble --micro-batches 4 --recompute block",
 ]
 SOAK = [
+    "pipe=3 --schedule zero-bubble --micro-batches 4 --recompute block",
     "data=3 --zero 3",
     "pipe=2,context=2,model=2 --zero 3 --recompute block",
     "data=8",
@@ -47,27 +43,51 @@ SOAK = [
 ]
 
 
-@pytest.mark.parametrize("composition", [*COMPOSITIONS, *(pytest.param(c, marks=pytest.mark.soak) for c in SOAK)])
-def test_gpt_nano_trains_alike_however_it_is_composed(ok, here, one_rank, composition):
-    """Steps in float64, dropout and clipping on: losses to 1e-9, parameters to 1e-8 of one rank's."""
+def axes_of(composition):
+    return {axis: int(size) for axis, size in (part.split("=") for part in composition.split()[0].split(","))}
+
+
+def exact(composition):
+    """The command that trains so, and the one on one rank, each into a folder of its own."""
     mesh, *options = composition.split()
-    axes = {axis: int(size) for axis, size in (part.split("=") for part in mesh.split(","))}
-    ranks, replicas = prod(axes.values()), prod(axes.get(axis, 1) for axis in ("data", "replicate", "shard"))
-    exact = [*EXACT, "--batch-size", str(max(4, replicas))]  # a sample for each micro-batch, or for each replica
-    reference, folder = one_rank / f"data=1-{max(4, replicas)}", one_rank / composition.replace(" ", "")
-    if not (reference / "checkpoints").exists():
-        here("train", *exact, "--run", str(reference))
-    ok(ranks, "train", *exact, "--mesh", mesh, *options, "--run", folder)
+    axes = axes_of(composition)
+    replicas = prod(axes.get(axis, 1) for axis in ("data", "replicate", "shard"))
+    size = max(4, replicas)  # a sample for each micro-batch, or for each replica
+    common = ["train", *EXACT, "--batch-size", str(size)]
+    alone = [*common, "--run", f"data=1-{size}"]
+    return [*common, "--mesh", mesh, *options, "--run", composition.replace(" ", "")], alone
+
+
+def assert_alike(folder, reference):
     ours, theirs = ([m["loss"] for m in metrics(each)] for each in (folder, reference))
     assert len(ours) == STEPS
     np.testing.assert_allclose(ours, theirs, rtol=1e-9)
     expected, parameters = saved.parameters(reference), saved.parameters(folder)
     assert parameters.keys() == expected.keys()
     for name, parameter in parameters.items():
-        np.testing.assert_allclose(parameter, expected[name], rtol=0, atol=1e-8, err_msg=name)
+        np.testing.assert_allclose(parameter, expected[name], rtol=0, atol=1e-8, err_msg=f"{folder}: {name}")
 
 
-def test_train_resume_generate_infer(ok, here, tmp_path):
+def test_gpt_nano_trains_alike_however_it_is_composed(several, here, tmp_path):
+    """Steps in float64, dropout and clipping on: losses to 1e-9, parameters to 1e-8 of one rank's."""
+    commands, (alone, *others) = zip(*map(exact, COMPOSITIONS), strict=True)
+    assert all(other == alone for other in others) and {prod(axes_of(each).values()) for each in COMPOSITIONS} == {4}
+    here(*alone)
+    several(4, *commands)
+    for command in commands:
+        assert_alike(tmp_path / "runs" / command[-1], tmp_path / "runs" / alone[-1])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("composition", SOAK)
+def test_gpt_nano_trains_alike_on_more_ranks(ok, here, tmp_path, composition):
+    command, alone = exact(composition)
+    here(*alone)
+    ok(prod(axes_of(composition).values()), *command)
+    assert_alike(tmp_path / "runs" / command[-1], tmp_path / "runs" / alone[-1])
+
+
+def test_train_resume_generate_infer(ok, several, here, tmp_path):
     short = ["--batch-size", "2", *QUIET]
     here("train", "--steps", "4", "--seed", "3", "--warmup", "2", "--run", "whole", "--stop-at", "1", *short)
     ok(2, "train", "--steps", "2", "--seed", "3", "--warmup", "2", "--run", "parts", *short)
@@ -85,15 +105,13 @@ def test_train_resume_generate_infer(ok, here, tmp_path):
     }
     assert "validation loss" in result.stderr
 
-    command = ["generate", "--run", "runs/parts", "--prompt", "def f(", "--tokens", "8"]
-    texts = [here(*command)[1], ok(2, *command).stdout]
-    assert texts[0] == texts[1] and texts[0].startswith("def f(")
-
     tokens = np.random.default_rng(0).integers(0, 257, (3, 128))
     np.save(tmp_path / "x.npy", tokens)
-    command = ["infer", "--run", "runs/parts", "--input", "x.npy", "--batch-size", "2"]
-    assert here(*command, "--output", "a", "--mesh", "data=1")[0] == 0
-    ok(2, *command, "--output", "b", "--mesh", "model=2")
+    generate = ["generate", "--run", "runs/parts", "--prompt", "def f(", "--tokens", "8"]
+    infer = ["infer", "--run", "runs/parts", "--input", "x.npy", "--batch-size", "2"]
+    text, _ = several(2, generate, [*infer, "--output", "b", "--mesh", "model=2"])
+    assert text == here(*generate)[1] and text.startswith("def f(")
+    assert here(*infer, "--output", "a", "--mesh", "data=1")[0] == 0
     a, b = np.load(tmp_path / "a"), np.load(tmp_path / "b")
     assert a.shape == (3, 128, 257)
     np.testing.assert_allclose(a, b, atol=1e-4)
@@ -111,7 +129,7 @@ def test_resume_keeps_the_composition_that_fits_the_new_mesh(ok, here, tmp_path)
         return json.loads((tmp_path / "runs" / "r" / "config.json").read_text())["composition"]
 
     compose = ["--zero", "3", "--schedule", "interleaved", "--chunks", "3", "--group-cap", "100000"]
-    ok(2, "train", "--mesh", "pipe=2", *compose, "--steps", "1", "--batch-size", "2", "--run", "r", *QUIET)
+    ok(2, "train", "--mesh", "pipe=2", *compose, "--steps", "1", "--batch-size", "2", "--run", "r", *QUIET, *TEXT)
     result = ok(4, "train", "--mesh", "data=2,pipe=2", "--resume", "--run", "r", "--steps", "2", "--stages", "cost")
     kept = {"zero": 3, "schedule": "interleaved", "chunks": 3, "stages": "cost", "group_cap": 100000}
     assert kept.items() <= composition().items() and "note" not in result.stderr
@@ -245,20 +263,27 @@ def test_inspect_needs_no_ranks(here):
     assert f"{931872 * 4:,}" in here("inspect")[1]
 
 
-def test_prepare_train_score_and_write(ok, tmp_path):
+def test_prepare_train_score_and_write(several, here, tmp_path):
     """From files of text to text, by way of a file of tokens."""
     lines = "".join(json.dumps({"prompt": f"{n} + 1 =", "completion": f" {n + 1}"}) + "\n" for n in range(60))
     (tmp_path / "sums.jsonl").write_text(lines)
-    told = ok(2, "data", "prepare", "sums.jsonl", "--output", "sums.tokens").stdout
-    assert "60 documents" in told and told.count("vocabulary 257") == 1
-    ok(1, "data", "inspect", "sums.tokens", "--verify")
     short = ["--length", "32", "--batch-size", "4", "--warmup", "1", *QUIET]
-    ok(2, "train", "--data", "sums.tokens", "--steps", "2", "--run", "sums", *short)
-    scored = [json.loads(ok(n, "eval", "--run", "runs/sums", "--file", "sums.tokens", "--json").stdout) for n in (1, 2)]
-    np.testing.assert_allclose(scored[0]["log_probs"], scored[1]["log_probs"], atol=1e-4)
-    prompts = ["--prompt", "1 + 1 =", "--prompt", "22 + 1", "--tokens", "6", "--top-k", "9", "--json"]
-    written = [ok(*(n, "generate", "--run", "runs/sums", *prompts, "--mesh", f"model={n}")).stdout for n in (1, 2)]
-    first, second = ([json.loads(line) for line in text.splitlines()] for text in written)
+    scores = ["eval", "--run", "runs/sums", "--file", "sums.tokens", "--json"]
+    writes = ["generate", "--run", "runs/sums", "--prompt", "1 + 1 =", "--prompt", "22 + 1"]
+    writes += ["--tokens", "6", "--top-k", "9", "--json"]
+    told, _, *together = several(
+        2,
+        ["data", "prepare", "sums.jsonl", "--output", "sums.tokens"],
+        ["train", "--data", "sums.tokens", "--steps", "2", "--run", "sums", *short],
+        scores,
+        [*writes, "--mesh", "model=2"],
+    )
+    assert "60 documents" in told and told.count("vocabulary 257") == 1
+    assert here("data", "inspect", "sums.tokens", "--verify")[0] == 0
+    alone = [here(*scores)[1], here(*writes, "--mesh", "model=1")[1]]
+    scored = [json.loads(text)["log_probs"] for text in (alone[0], together[0])]
+    np.testing.assert_allclose(*scored, atol=1e-4)
+    first, second = ([json.loads(line) for line in text.splitlines()] for text in (alone[1], together[1]))
     assert [each["tokens"] for each in first] == [each["tokens"] for each in second]
     assert [len(each["tokens"]) for each in first] == [6, 6]
 
@@ -271,10 +296,10 @@ def test_help_tells_every_command(here):
         assert code == 0 and "--mesh" in output
 
 
-def test_a_run_broken_off_and_resumed_is_the_run_that_was_not(ok, here, tmp_path):
-    common = ["--steps", "4", "--batch-size", "2", "--dtype", "float64", "--warmup", "2", *QUIET]
+def test_a_run_broken_off_and_resumed_is_the_run_that_was_not(several, here, tmp_path):
+    common = ["--steps", "4", "--batch-size", "2", "--dtype", "float64", "--warmup", "2", *QUIET, *TEXT]
     here("train", *common, "--run", "whole")
-    ok(2, "train", *common, "--stop-at", "2", "--run", "parts")
-    ok(2, "train", "--resume", "--run", "parts", "--mesh", "model=2")
+    begins = ["train", *common, "--stop-at", "2", "--run", "parts"]
+    several(2, begins, ["train", "--resume", "--run", "parts", "--mesh", "model=2"])
     ours, theirs = ([m["loss"] for m in metrics(tmp_path / "runs" / name)] for name in ("parts", "whole"))
     np.testing.assert_allclose(ours, theirs, rtol=1e-11)

@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from command_line import QUIET
+from command_line import QUIET, TEXT
 
-SMALL = ["--model", "gpt-moe-nano", "--experts", "3", "--batch-size", "2", *QUIET]
+SMALL = ["--model", "gpt-moe-nano", "--experts", "3", "--batch-size", "2", *QUIET, *TEXT]
 
 
 def test_a_run_tells_of_its_experts_and_is_shown(here, tmp_path):
@@ -55,7 +55,7 @@ def test_ranks_of_mpi_train_alike(ok, tmp_path, mesh, ranks):
     how = ["--model", "gpt-moe-nano", "--experts", "10", "--dtype", "float64", "--steps", "3", "--batch-size", "4"]
     losses = []
     for number, (axes, run) in {1: ("data=1", "one"), ranks: (mesh, "all")}.items():
-        ok(number, "train", *how, *QUIET, "--mesh", axes, "--run", run)
+        ok(number, "train", *how, *QUIET, *TEXT, "--mesh", axes, "--run", run)
         lines = (tmp_path / "runs" / run / "metrics.jsonl").read_text().splitlines()
         losses.append([json.loads(line)["loss"] for line in lines])
     np.testing.assert_allclose(*losses, rtol=1e-9)

@@ -4,12 +4,13 @@ import pytest
 
 from spmd_engine import Mesh, run
 from spmd_engine.cli import main
-from spmd_engine.cli.show.bytes_per_rank import CLASSES, bytes_per_rank, whole_for_a_while
+from spmd_engine.cli.show.bytes_per_rank import CLASSES, bytes_per_rank
 from spmd_engine.cli.show.memory import draw_memory
-from spmd_engine.comm.mesh_position import all_positions
-from spmd_engine.engine.assignment import Storage
+from spmd_engine.engine import SGD
+from spmd_engine.engine.composition import Composition
 from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.models import build_model, gpt
+from spmd_engine.models import build_model, deep_mlp, gpt
+from spmd_engine.planning import analyze
 from tiny import SIZE
 
 FLOAT32, ADAMW = 4, 2
@@ -17,8 +18,8 @@ MODEL = build_model("gpt-nano")
 COUNT = MODEL.parameter_count
 
 
-def held(axes, zero, model=MODEL, itemsize=FLOAT32, states=ADAMW, **storage):
-    ranks = bytes_per_rank(model, all_positions(axes), Storage(zero, **storage), itemsize, states)
+def held(axes, zero, model=MODEL, dtype="float32", optimizer=None, **how):
+    ranks = bytes_per_rank(model, axes, Composition(zero=zero, **how), dtype=dtype, optimizer=optimizer)
     assert all(tuple(name for name, _ in rank) == CLASSES for rank in ranks)
     return [[count for _, count in rank] for rank in ranks]
 
@@ -58,7 +59,7 @@ def test_tensor_parallel_and_pipeline():
 
 
 def test_other_dtypes_and_optimizers():
-    assert held({"data": 2}, 0, itemsize=8, states=1)[1] == [8 * COUNT] * 3 + [0]
+    assert held({"data": 2}, 0, dtype="float64", optimizer=SGD(momentum=0.9))[1] == [8 * COUNT] * 3 + [0]
 
 
 MESHES = [{"data": 3}, {"data": 2, "model": 2}, {"pipe": 2, "data": 2}, {"shard": 2, "data": 2}]
@@ -67,31 +68,49 @@ MESHES = [{"data": 3}, {"data": 2, "model": 2}, {"pipe": 2, "data": 2}, {"shard"
 @pytest.mark.parametrize("axes", MESHES)
 @pytest.mark.parametrize("zero", [None, 0, 1, 2, 3])
 def test_what_is_drawn_is_what_an_engine_stores(axes, zero):
-    model, storage = gpt(SIZE), Storage(zero, threshold=500)
+    model, composition = gpt(SIZE), Composition(zero=zero, group_threshold=500)
 
     def program():
         with Mesh(**axes) as mesh:
+            storage = composition.storage
             engine = LayeredEngine(model, mesh, storage=storage)
             stored = sum(array.nbytes for array in engine.parameters.values())
             return stored, sum(array.nbytes for array in engine.owned.values()), storage.stage(mesh.axes)
 
-    places = all_positions(axes)
-    drawn = bytes_per_rank(model, places, storage, FLOAT32, ADAMW)
-    for ours, (stored, owned, stage) in zip(drawn, run(program, len(places)), strict=True):
+    drawn = bytes_per_rank(model, axes, composition)
+    for ours, (stored, owned, stage) in zip(drawn, run(program, len(drawn)), strict=True):
         assert dict(ours)["parameters"] == stored
         assert dict(ours)["optimizer state"] == ADAMW * (owned if stage else stored)
 
 
-def test_what_is_whole_for_a_while():
-    uses, sizes = [[0], [1], [2], [0]], [100, 1, 10]  # the first group is tied to the last layer
-    assert whole_for_a_while(uses, sizes, 1) == 0
-    # Gradients of group 0 from the last layer to the first; those of 2 and 1 on their way.
-    assert whole_for_a_while(uses, sizes, 2) == 100 + 1 + 10
-    # At layer 1: its parameters and, on their way, those of group 0; gradients of all three.
-    assert whole_for_a_while(uses, sizes, 3) == (1 + 100) + (100 + 1 + 10)
-    one_each = [[0], [1], [2], [3], [4]]
-    assert whole_for_a_while(one_each, [1, 10, 100, 1000, 10000], 2) == 11100  # never more than three groups
-    assert whole_for_a_while(one_each, [10000, 1000, 100, 10, 1], 3) == 10000 + 11100
+WEIGHTS, BIASES = 64 * 64 * FLOAT32, 64 * FLOAT32  # of deep_mlp: two of each are a layer, and each is a group
+LAYER = 2 * (WEIGHTS + BIASES)
+#: Gradients of a layer, and the last two groups of the one behind it, which are on their way to their owners.
+GRADIENTS = LAYER + WEIGHTS + BIASES
+
+
+@pytest.mark.parametrize(
+    ("axes", "zero", "whole"),
+    [
+        ({"data": 2}, 1, 0),
+        ({"data": 2}, 2, GRADIENTS),
+        ({"data": 2}, 3, GRADIENTS + LAYER + WEIGHTS),  # parameters of the layer, and the first group of the next one
+        ({"pipe": 3, "data": 2}, 3, GRADIENTS + LAYER + WEIGHTS),
+        ({"replicate": 2, "shard": 2}, None, GRADIENTS + LAYER + WEIGHTS),
+        ({"data": 1}, 3, 0),
+    ],
+    ids=str,
+)
+def test_what_is_whole_for_a_while(axes, zero, whole):
+    assert {rank[3] for rank in held(axes, zero, deep_mlp(18, 64), group_threshold=0)} == {whole}
+
+
+def test_what_is_whole_for_a_while_is_what_the_analysis_of_any_batch_says():
+    composition = Composition(zero=3, group_threshold=500)
+    analysis = analyze(MODEL, {"data": 3}, composition, batch_size=13, micro_batches=3)
+    for rank, mine in enumerate(held({"data": 3}, 3, group_threshold=500)):
+        moments = [each.bytes_by_kind for each in analysis.of_rank(rank).timeline]
+        assert mine[3] == max(each.get("gathered groups", 0) + each.get("whole gradients", 0) for each in moments)
 
 
 # --- drawn

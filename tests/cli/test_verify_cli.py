@@ -5,7 +5,7 @@ import sys
 import pytest
 
 import tiny
-from spmd_engine import Mesh
+from spmd_engine import Mesh, world
 from spmd_engine.cli import main
 from spmd_engine.engine import AdamW
 from spmd_engine.verify import Cause, mesh_of_one, verify
@@ -77,7 +77,7 @@ def verify_on(mpi_run, tmp_path):
 
 @pytest.fixture
 def verify_here(tmp_path, monkeypatch, capsys):
-    """The command on one rank, this process: its exit code, output and errors."""
+    """The command in this process, alone or as one rank of several: its exit code, output and errors."""
     (tmp_path / "mine.py").write_text(MINE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "mine", raising=False)
@@ -104,18 +104,24 @@ CONTEXT = ["--mesh", "context=2", "--zero", "3", "--context-method", "ulysses", 
 OWN = ["mine:make", "--mesh", "model=2", "--input-shape", "5,4"]
 
 
+def test_what_agrees_ends_with_code_0(verify_on):
+    result = verify_on(2, *OWN, *SHORT)
+    assert result.returncode == 0 and not result.stderr, result.stderr
+    assert_agrees(result.stdout)
+
+
 AGREEING = [
-    pytest.param(4, PIPELINE, id="pipe"),
-    pytest.param(2, OWN, id="own"),
-    pytest.param(2, CONTEXT, id="context", marks=pytest.mark.soak),
+    pytest.param(PIPELINE, id="pipe", marks=pytest.mark.mpi(ranks=4)),
+    pytest.param(CONTEXT, id="context", marks=[pytest.mark.mpi(ranks=2), pytest.mark.soak]),
 ]
 
 
-@pytest.mark.parametrize(("ranks", "args"), AGREEING)
-def test_what_agrees_ends_with_code_0(verify_on, ranks, args):
-    result = verify_on(ranks, *args, *SHORT)
-    assert result.returncode == 0 and not result.stderr, result.stderr
-    assert_agrees(result.stdout)
+@pytest.mark.parametrize("args", AGREEING)
+def test_what_agrees_on_all_ranks(verify_here, args):
+    code, out, err = verify_here(*args, *SHORT)
+    assert (code, err) == (0, "")
+    if world().rank == 0:
+        assert_agrees(out)
 
 
 @pytest.mark.parametrize(
@@ -138,11 +144,13 @@ def test_models_pages_and_engines_of_one_s_own(verify_here, args):
     assert [line[: len(compared[0])] for line in between if line] == ([] if "--model" in args else compared)
 
 
-def test_what_does_not_agree_is_explained_and_ends_with_code_1(verify_on):
-    result = verify_on(2, "mine:Forgetful(4, 6)", "--input-shape", "6,4")
-    assert result.returncode == 1 and not result.stderr, result.stderr
-    assert "step 1: gradient of layer_0/weights (layer layer_0) differs on ranks 0, 1" in result.stdout
-    assert result.stdout.count("summed over data it would be right: a reduction over data is missing") == 1
+@pytest.mark.mpi(ranks=2)
+def test_what_does_not_agree_is_explained_and_ends_with_code_1(verify_here):
+    code, out, err = verify_here("mine:Forgetful(4, 6)", "--input-shape", "6,4")
+    assert (code, err) == (1, "")
+    if world().rank == 0:
+        assert "step 1: gradient of layer_0/weights (layer layer_0) differs on ranks 0, 1" in out
+        assert out.count("summed over data it would be right: a reduction over data is missing") == 1
 
 
 def test_what_is_wrong_on_one_device_too_ends_with_code_1(verify_here):
@@ -153,9 +161,10 @@ def test_what_is_wrong_on_one_device_too_ends_with_code_1(verify_here):
     assert verify_here(*args, "--no-finite-differences")[0] == 0
 
 
-def test_rounding_is_no_agreement_where_none_is_tolerated(verify_on):
-    result = verify_on(2, "--tolerance", "1e-30", "--steps", "1", *SHORT)
-    assert result.returncode == 1 and "step 1: " in result.stdout
+@pytest.mark.mpi(ranks=2)
+def test_rounding_is_no_agreement_where_none_is_tolerated(verify_here):
+    code, out, _ = verify_here("--tolerance", "1e-30", "--steps", "1", *SHORT)
+    assert code == 1 and ("step 1: " in out or world().rank > 0)
 
 
 MISTAKES = {

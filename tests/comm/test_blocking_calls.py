@@ -24,7 +24,7 @@ from spmd_engine.comm.transports.shared_memory import SharedMemory
 from spmd_engine.errors import UsageError
 
 ROOM = 256  # bytes that come along with a call here: few, so that small arrays take the ways of large ones
-TIMES = 3  # that a call is made: what the others said is known only after the first
+TIMES = 2  # that a call is made: what the others said is known only after the first
 TIMEOUT = 20.0  # seconds, of what would else wait for ever
 FLOAT = np.dtype(np.float32)
 
@@ -165,7 +165,7 @@ def parts_that_are_even_on_some_ranks(dtype):
 def reductions(dtype):
     group, library = group_with_short_ways()
     n, rank = group.size, group.rank
-    for shape, op in itertools.product([(300,), (48, 7)], ["sum", "mean", "max"]):
+    for shape, op in [((300,), "sum"), ((48, 7), "mean"), ((300,), "max"), ((48, 7), "sum")]:
         arrays = [values(shape, dtype, r) for r in range(n)]
         whole = reduced(arrays, op)
         for out in outputs(group, whole):

@@ -263,6 +263,18 @@ def open_and_close(meshes, **axes):
                 assert mesh.all_reduce(np.array(i), over=over) == i * mesh.axis_size(over)
 
 
+@pytest.mark.mpi(ranks=2)
+def test_meshes_of_the_same_ranks_share_a_communicator():
+    """So there may be any number of them, though MPI libraries refuse some two thousand communicators."""
+    used = set()
+    for _ in range(50):
+        with Mesh(data=2, model=1) as mesh:
+            assert mesh.all_reduce(np.array(1), over="data") == 2
+            used.add(id(mesh.group("data").comm))
+    assert len(used) == 1
+
+
+@pytest.mark.soak
 @pytest.mark.mpi(ranks=2, timeout_s=200)
 def test_meshes_by_the_thousand():
     """MPI libraries refuse some two thousand communicators that are not given back."""

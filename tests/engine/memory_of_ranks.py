@@ -8,9 +8,9 @@ import numpy as np
 from spmd_engine import Mesh
 from spmd_engine.cli.bench.steps import held_bytes
 from spmd_engine.cli.show.bytes_per_rank import bytes_per_rank
-from spmd_engine.comm.mesh_position import all_positions
 from spmd_engine.engine import AdamW, LayeredEngine, Storage
 from spmd_engine.engine.batch import batch_of
+from spmd_engine.engine.composition import Composition
 from spmd_engine.models import deep_mlp
 from spmd_engine.training import Trainer
 
@@ -18,7 +18,7 @@ WIDTH, LAYERS, SAMPLES = 1024, 16, 8  # parameters by the megabyte, and hardly a
 
 
 def main():
-    storage = Storage(int(sys.argv[1]))
+    zero = int(sys.argv[1])
     x = np.random.default_rng(0).standard_normal((SAMPLES, WIDTH)).astype(np.float32)
     np.matmul(x, np.ones((WIDTH, WIDTH), np.float32))  # what BLAS allocates for itself
     with Mesh() as mesh:
@@ -26,14 +26,14 @@ def main():
         mesh.barrier()
         before = held_bytes()
         mesh.barrier()
-        engine = LayeredEngine(model, mesh, storage=storage)
+        engine = LayeredEngine(model, mesh, storage=Storage(zero))
         batch = batch_of(x, x, engine)
         trainer = Trainer(engine, AdamW(), lambda step: batch, lambda step: 1e-3)
         for _ in range(2):
             trainer.step()
         mesh.barrier()
         held = mesh.all_gather(np.array([held_bytes() - before]))
-        expected = bytes_per_rank(model, all_positions(dict(mesh.axes)), storage, 4, 2)
+        expected = bytes_per_rank(model, mesh.axes, Composition(zero=zero))
     if mesh.rank == 0:
         print(json.dumps({"held": held.tolist(), "expected": [sum(n for _, n in rank) for rank in expected]}))
 

@@ -94,7 +94,7 @@ def test_a_step_tells_the_accuracy_of_its_batch_before_the_update(axes):
         with alone.inference():
             right = (alone.forward(X[:13]).argmax(axis=1) == Y[:13])[MASK[:13]]
     make = partial(LayeredEngine, mlp(SIZES), dtype=np.float64, seed=1)
-    for report, calls in trained(lambda mesh, **options: make(mesh, **options), axes, **options):
+    for report, calls in trained(make, axes, **options):
         assert report.as_dict()["accuracy"] == right.mean() and 0 < right.mean() < 1
         assert calls == (0 if set(axes) == {"model"} or axes == {"data": 1} else 1 + ("data" in axes))  # the count
 

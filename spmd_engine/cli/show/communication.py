@@ -11,7 +11,7 @@ from spmd_engine.cli.composition import composition_of, composition_options, mod
 from spmd_engine.cli.config_file import config_option
 from spmd_engine.cli.experts import mixture_options
 from spmd_engine.cli.options import images_option
-from spmd_engine.cli.show.options import mesh_option, model_option, output_option
+from spmd_engine.cli.show.options import dtype_option, mesh_option, model_option, output_option
 from spmd_engine.cli.show.output import present
 from spmd_engine.cli.show.picture import BLUE, GREEN, ORANGE, PALE, PURPLE, SKY, YELLOW, Cell, Picture, table, text
 from spmd_engine.comm.mesh import parse_axes
@@ -40,7 +40,7 @@ MOST = 400  # transfers
 @click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Of the mesh.")
 @click.option("--batch-size", type=click.IntRange(1), default=16, show_default=True, help="Samples, over all ranks.")
 @click.option("--micro-batches", type=click.IntRange(1, 64), default=1, show_default=True, help="Of a step.")
-@click.option("--dtype", type=click.Choice(["float32", "float64"]), default="float32", show_default=True)
+@dtype_option
 @mixture_options
 @composition_options
 @output_option

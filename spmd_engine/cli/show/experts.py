@@ -15,9 +15,9 @@ from spmd_engine.cli.options import read_config, run_folder
 from spmd_engine.cli.show.options import model_option
 from spmd_engine.comm.mesh import parse_axes
 from spmd_engine.comm.mesh_position import MeshPosition, all_positions
-from spmd_engine.engine.composition import Composition
+from spmd_engine.engine.composition import Composition, composed_layout
 from spmd_engine.errors import UsageError
-from spmd_engine.models import Model, build_model, layout_for
+from spmd_engine.models import Model, build_model
 from spmd_engine.sharding.expert_table import routing_table
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.training.observers import MetricsFile
@@ -64,10 +64,10 @@ def experts(
         composition = composition if experts_over or mesh else job.composition
         loads = mean_loads(run_folder(run), steps)
     built = build_model(model, mixture=mixture)
-    composition.check(axes)
     places = all_positions(axes)
-    click.echo(f"{model}, mesh {places[0]}: inputs {_inputs(built, places[0], composition)}")
-    click.echo(placement_text(built, places, _layout(built, places[0], composition), loads, layer))
+    layout = composed_layout(built, places[0], composition)
+    click.echo(f"{model}, mesh {places[0]}: inputs {layout.spec(built.inputs)}")
+    click.echo(placement_text(built, places, layout, loads, layer))
 
 
 def placement_text(
@@ -117,14 +117,6 @@ def mean_loads(folder: Path, steps: int) -> dict[str, list[int]]:
         name.removesuffix(LOAD): [round(sum(of_expert) / len(told)) for of_expert in of_layer]
         for name, of_layer in by_name.items()
     }
-
-
-def _layout(model: Model, place: MeshPosition, composition: Composition) -> Layout:
-    return layout_for(model, place, experts_over=composition.expert_axes)
-
-
-def _inputs(model: Model, place: MeshPosition, composition: Composition) -> str:
-    return str(_layout(model, place, composition).spec(model.inputs))
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -7,23 +7,29 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import click
-import numpy as np
 
 from spmd_engine.cli.config_file import config_option
 from spmd_engine.cli.options import image_shape, images_option
 from spmd_engine.cli.show.bytes_per_rank import CLASSES, bytes_per_rank
-from spmd_engine.cli.show.options import mesh_option, model_option, output_option
+from spmd_engine.cli.show.options import (
+    OPTIMIZERS,
+    dtype_option,
+    mesh_option,
+    model_option,
+    optimizer_option,
+    output_option,
+)
 from spmd_engine.cli.show.output import present
 from spmd_engine.cli.show.picture import BLUE, GREEN, ORANGE, PURPLE, Cell, Picture, listed, table, text
 from spmd_engine.comm.mesh import parse_axes
-from spmd_engine.comm.mesh_position import all_positions
-from spmd_engine.engine.assignment import Storage
+from spmd_engine.comm.mesh_position import MeshPosition
+from spmd_engine.engine.composition import Composition
 from spmd_engine.models.images import ImageShape
 from spmd_engine.models.names import build_model
+from spmd_engine.planning.passes import PassCache
 from spmd_engine.units import readable_bytes
 
 FILLS = {"parameters": BLUE, "gradients": ORANGE, "optimizer state": GREEN, "largest groups": PURPLE}
-STATES = {"adamw": 2, "sgd": 1}  # arrays like a parameter that each optimizer keeps
 LONGEST_BAR = 72  # columns
 MOST_BARS = 12
 
@@ -36,8 +42,8 @@ Held = tuple[tuple[str, int], ...]  # classes with their bytes
 @images_option
 @mesh_option
 @click.option("--zero", type=click.IntRange(0, 3), help="One ZeRO stage, rank by rank. [default: all, side by side]")
-@click.option("--dtype", type=click.Choice(["float32", "float64"]), default="float32", show_default=True)
-@click.option("--optimizer", type=click.Choice(list(STATES)), default="adamw", show_default=True)
+@dtype_option
+@optimizer_option
 @output_option
 def memory(
     model: str, images: str | None, mesh: str, zero: int | None, dtype: str, optimizer: str, output: Path | None
@@ -66,22 +72,23 @@ def draw_memory(
     images: ImageShape | None = None,
 ) -> Picture:
     """A bar for each ZeRO stage, of the rank that holds most; with ``zero``, one for all ranks that hold the same."""
-    built, places = build_model(model, sample=images), all_positions(axes)
+    built = build_model(model, sample=images)
     stages = range(4) if zero is None else [zero]
-    itemsize, states = np.dtype(dtype).itemsize, STATES[optimizer]
-    held = {stage: bytes_per_rank(built, places, Storage(stage), itemsize, states) for stage in stages}
+    options = {"dtype": dtype, "optimizer": OPTIMIZERS[optimizer](), "cache": PassCache()}
+    held = {stage: bytes_per_rank(built, axes, Composition(zero=stage), **options) for stage in stages}
     if zero is None:
         bars = [(f"zero {stage}", max(ranks, key=_together)) for stage, ranks in held.items()]
         what = "the rank that holds most"
     else:
         bars = _by_holding(held[zero])
         what = f"each rank, zero {zero}"
-    notes = ["largest groups: whole for a while, at the worst moment of a backward. Activations are not counted."]
+    notes = ["largest groups: whole for a while, at the worst moment of a step. Activations are not counted."]
     if len(bars) > MOST_BARS:
         notes.insert(0, f"Drawn are the ranks that hold most and least; {len(bars) - 2} others hold something between.")
         bars.sort(key=lambda bar: -_together(bar[1]))
         bars = [bars[0], bars[-1]]
-    title = f"{model}, {built.parameter_count:,} parameters in {dtype}, {optimizer}, mesh {places[0]}: bytes on {what}"
+    count, mesh = f"{built.parameter_count:,}", MeshPosition(axes, {})
+    title = f"{model}, {count} parameters in {dtype}, {optimizer}, mesh {mesh}: bytes on {what}"
     return Picture(title, _bars(bars), _numbers(bars), notes)
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import click
 
+from spmd_engine.engine.optimizers import SGD, AdamW
 from spmd_engine.models.names import MODELS
+
+#: By name: what makes an optimizer whose state is counted.
+OPTIMIZERS = {"adamw": AdamW, "sgd": partial(SGD, momentum=0.9)}
 
 mesh_option = click.option(
     "--mesh",
@@ -26,3 +31,5 @@ output_option = click.option(
     metavar="FILE",
     help="Write the picture to FILE.svg, or FILE.png (needs Pillow), instead of printing it.",
 )
+dtype_option = click.option("--dtype", type=click.Choice(["float32", "float64"]), default="float32", show_default=True)
+optimizer_option = click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), default="adamw", show_default=True)

@@ -1,0 +1,17 @@
+"""Runs commands one after the other on the same ranks: what the fixture ``several`` starts.
+
+Each command is an argument: its own arguments in JSON. Rank 0 prints a line at the end of each. A command that fails
+ends the job, as it would have ended one of its own.
+"""
+
+import json
+import sys
+
+from spmd_engine.cli import main
+from spmd_engine.launchers import launcher_rank
+
+if __name__ == "__main__":
+    for arguments in map(json.loads, sys.argv[1:]):
+        main(arguments)
+        if launcher_rank() == 0:
+            print("-- the end of a command", flush=True)
