@@ -22,6 +22,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.layers.names import CONTEXT_METHODS
 from spmd_engine.models import DecoderShape, ImageShape, Mixture, Model, layout_for
 from spmd_engine.models.adapters import LoRAOptions, with_adapters
+from spmd_engine.models.layouts import note_of_shared_keys
 from spmd_engine.models.names import IMAGES, MODELS, build_model
 from spmd_engine.models.shape_at import is_path
 from spmd_engine.models.thin_cuts import note_of_thin_cut
@@ -157,8 +158,8 @@ class Composition(Configuration):
             divide(model, axes[PIPE] * chunks, self.division, chunks)
         notices = self._without_effect(axes, mesh)
         if model is not None:
-            thin = note_of_thin_cut(model, axes)
-            notices += [*self._about_experts(axes, model), *([thin] if thin else [])]
+            more = note_of_thin_cut(model, axes), note_of_shared_keys(model, axes)
+            notices += [*self._about_experts(axes, model), *filter(None, more)]
         return notices
 
     def _about_experts(self, axes: Mapping[str, int], model: Model) -> list[str]:

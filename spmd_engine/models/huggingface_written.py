@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import sqrt
 from typing import Any
 
 from spmd_engine.errors import UsageError
@@ -105,11 +106,12 @@ def _own_of(shape: DecoderShape, rope: dict[str, Any], width: int) -> dict[str, 
     if family.startswith("gemma"):
         said |= {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
     if family == "gemma3-text":
-        if scale <= 0:
-            raise UsageError(f"a {family} has no words for attention_scale {scale}: it is 1 / sqrt(something)")
+        divisor = round(scale**-2) if scale > 0 else 0
+        if not divisor or abs(scale * sqrt(divisor) - 1) > 1e-12:
+            raise UsageError(f"a {family} has no words for attention_scale {scale}: it is 1 / sqrt(whole number)")
         near = rope_of(shape.rotary_in_window or shape.rotary)
         said |= {
-            "query_pre_attn_scalar": round(scale**-2, 9),
+            "query_pre_attn_scalar": divisor,
             "rope_parameters": {"full_attention": rope, "sliding_attention": near},
             "rope_local_base_freq": near["rope_theta"],
         }

@@ -257,6 +257,7 @@ def test_a_config_written_is_the_one_that_was_read(family):
         ("gemma", {"embedding_scale": 1.0}, "a gemma has no words for embedding_scale 1.0"),
         ("gemma3", {"norms": "before"}, "a gemma3-text has no words for norms 'before'"),
         ("gemma3", {"attention_scale": 0.0}, "a gemma3-text has no words for attention_scale 0.0"),
+        ("gemma3", {"attention_scale": 0.3}, r"for attention_scale 0.3: it is 1 / sqrt\(whole number\)"),
         ("llama", {"query_key_norm": True}, "a llama has no words for query_key_norm True"),
         ("llama", {"bias": True, "output_bias": False}, "a llama has no words for output_bias False"),
         ("llama", {"mixture": Mixture()}, "a llama has no words for mixture"),
