@@ -30,8 +30,8 @@ def layout_for(
     """``Layout.for_mesh``, with ``model`` cutting what the model's attention has enough of; of images, ``OF_IMAGES``.
 
     It cuts key heads; where there are fewer than ranks, the queries that share one, if that leaves less to the
-    rank that has most, and no axis ``queries`` cuts them. Raises MeshError for an axis without a customary name, and for
-    one, or ``sequence_parallel``, that cuts what the model does not have.
+    rank that has most, and no axis ``queries`` cuts them. Raises MeshError for an axis without a customary name, and
+    for one, or ``sequence_parallel``, that cuts what the model does not have.
     """
     letters = model.inputs.split()
     of_images = {"h", "w"} <= set(letters)
