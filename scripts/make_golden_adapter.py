@@ -1,11 +1,13 @@
-"""Write `tests/golden/adapter/`: an adapter as PEFT writes it, of the tiny Llama of make_golden_decoders.py.
+"""Write `tests/golden/adapter/`: adapters as PEFT writes them, of the tiny models of make_golden_decoders.py.
 
     pip install torch==2.13.0 transformers==5.23.0 peft==0.21.2 numpy
-    python scripts/make_golden_adapter.py
+    python scripts/make_golden_adapter.py [FAMILY ...]
 
-`reference.npz` has `tokens`, and the `logits` of the model with the adapter, in float64 without transformers' casts.
+In each folder `reference.npz` has `tokens`, and the `logits` of the model with the adapter, in float64 without
+transformers' casts.
 """
 
+import sys
 from pathlib import Path
 
 import make_golden_decoders as decoders
@@ -15,29 +17,41 @@ import transformers
 from peft import LoraConfig, get_peft_model
 
 FOLDER = decoders.FOLDER.parent / "adapter"
+TARGETS = {
+    "llama": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"],
+    "gpt2": ["c_attn", "c_proj", "c_fc"],
+    "phi3": ["qkv_proj", "gate_up_proj", "o_proj"],
+    "qwen3_moe": ["q_proj", "k_proj", "v_proj", "o_proj"],
+}
 
 
-def main():
-    """The adapter and its logits."""
-    torch.set_num_threads(1)
+def make(family):
+    """The model of a family with an adapter, which is written."""
     torch.manual_seed(5)
-    base = transformers.AutoModelForCausalLM.from_pretrained(decoders.FOLDER / "llama", dtype=torch.float32)
-    base.config._attn_implementation = "eager"
-    targets = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
-    model = get_peft_model(base, LoraConfig(r=3, lora_alpha=5, target_modules=targets, use_rslora=True))
+    base = transformers.AutoModelForCausalLM.from_pretrained(decoders.FOLDER / family, dtype=torch.float32)
+    base.config._attn_implementation = base.config._experts_implementation = "eager"
+    model = get_peft_model(base, LoraConfig(r=3, lora_alpha=5, target_modules=TARGETS[family], use_rslora=True))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter += 0.3 * torch.randn_like(parameter)
-    model.save_pretrained(FOLDER)
-    Path(FOLDER, "README.md").unlink(missing_ok=True)
+    model.save_pretrained(FOLDER / family)
+    Path(FOLDER, family, "README.md").unlink(missing_ok=True)
+    return model
+
+
+def main():
+    """All adapters, or those that are named, and their logits."""
+    torch.set_num_threads(1)
+    made = {family: make(family) for family in sys.argv[1:] or TARGETS}
     decoders.without_casts()
-    model = model.double().eval()
-    decoders.frequencies(model.base_model.model)
-    tokens = torch.randint(23, (2, 40), generator=torch.Generator().manual_seed(6))
-    with torch.no_grad():
-        logits = model(tokens, use_cache=False).logits
-    np.savez_compressed(FOLDER / "reference.npz", tokens=tokens.numpy(), logits=logits.numpy())
+    for family, model in made.items():
+        model = model.double().eval()
+        decoders.frequencies(model.base_model.model)
+        tokens = torch.randint(23, (2, 40), generator=torch.Generator().manual_seed(6))
+        with torch.no_grad():
+            logits = model(tokens, use_cache=False).logits
+        np.savez_compressed(FOLDER / family / "reference.npz", tokens=tokens.numpy(), logits=logits.numpy())
 
 
 if __name__ == "__main__":

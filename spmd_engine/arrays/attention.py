@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.chunks import alike
-from spmd_engine.arrays.mask import hide
+from spmd_engine.arrays.mask import hide, unseen
 from spmd_engine.arrays.softmax import exponentiate, softmax_backward
 
 ROWS = 64  # queries of a block: fewer make thin matrix products, more compute scores that the mask hides
@@ -143,10 +143,10 @@ def _blocks(
             continue
         keys, mask = slice(begin, end), None
         if window is not None and positions[rows.stop - 1] - key_positions[begin] >= window:
-            mask = 0, _minus_infinity(_unseen(key_positions[keys], positions[rows], window), q)
+            mask = 0, _minus_infinity(unseen(key_positions[keys, None], positions[rows], window), q)
         elif seen_by_all < end:
             seen_by_all = max(begin, seen_by_all)
-            hidden = _unseen(key_positions[seen_by_all:end], positions[rows], window)
+            hidden = unseen(key_positions[seen_by_all:end, None], positions[rows], window)
             mask = seen_by_all - begin, _minus_infinity(hidden, q)
         for b in alike(range(batch), q):
             if apart is not None:
@@ -154,21 +154,13 @@ def _blocks(
                 keys = slice(max(begin, int(xp.searchsorted(of_keys, own[0]))), end)
                 if keys.start == keys.stop:  # another rank has all keys of these documents
                     continue
-                hidden = _unseen(key_positions[keys], positions[rows], window)
+                hidden = unseen(key_positions[keys, None], positions[rows], window)
                 hidden |= of_keys[keys, None] != own
                 mask = 0, _minus_infinity(hidden, q)
             for first in alike(range(0, heads, several), q, last=heads % several != 0):
                 some = slice(first, min(first + several, heads))
                 shape = some.stop - first, keys.stop - keys.start, (rows.stop - start) * prod(shared)
                 yield _Block(b, some, rows, keys, mask, [each[: prod(shape)].reshape(shape) for each in memory])
-
-
-def _unseen(key_positions: Array, positions: Array, window: int | None) -> Array:
-    """[t s]: whether the key is hidden from the query."""
-    hidden = key_positions[:, None] > positions
-    if window is not None:
-        hidden |= key_positions[:, None] <= positions - window
-    return hidden
 
 
 def _minus_infinity(hidden: Array, like: Array) -> Array:

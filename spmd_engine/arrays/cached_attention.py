@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import prod
 
 from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.mask import unseen
 
 HIDDEN = 1 << 60  #: the position of a column that holds none: after that of every query
 ELEMENTS = 1 << 20  # scores at a time, of as many queries as that allows
@@ -37,9 +38,7 @@ def attend_to_keys(
         shape = some.shape[:4]  # b h s r
         scores = xp.matmul(some.reshape(*shape[:2], -1, width) * width**-0.5, keys)
         if positions is not None:
-            hidden = key_positions[:, None] > positions[:, rows, None]
-            if window is not None:
-                hidden |= key_positions[:, None] <= positions[:, rows, None] - window
+            hidden = unseen(key_positions[:, None], positions[:, rows, None], window)
             seen = scores.reshape(*shape, -1)
             seen += xp.where(hidden, q.dtype.type(-xp.inf), q.dtype.type(0))[:, None, :, None]
         top = scores.max(axis=-1, keepdims=True)

@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 
 from spmd_engine.arrays.cuda_kernels import ELEMENTWISE, REDUCTIONS
 from spmd_engine.arrays.factors import adamw_factors
+from spmd_engine.arrays.pairs import halves, over_heads
 
 
 class CudaFunctions:
@@ -31,7 +32,22 @@ class CudaFunctions:
     def gelu(self, z, want_slope=True):
         return self._launch.gelu(z) if want_slope else (self._launch.gelu_value(z), None)
 
-    # Layer norm: a row's sums in one kernel, what is done with them in another.
+    def silu_gate(self, z, u, want_slopes=True):
+        if not want_slopes:
+            return self._launch.silu_gate_value(z, u), None
+        h, *slopes = self._launch.silu_gate(z, u)
+        return h, tuple(slopes)
+
+    # Rotary positions
+
+    def rotate(self, x, turn, neighbours, *, back=False):
+        y, width = self._xp.empty(x.shape, x.dtype), 2 * turn[0].shape[-1]
+        pair, turned = (halves(each[..., :width], neighbours) for each in (x, y))
+        self._launch.rotate(*pair, *(over_heads(each, x.ndim) for each in turn), -1 if back else 1, *turned)
+        y[..., width:] = x[..., width:]
+        return y
+
+    # Norms: a row's sums in one kernel, what is done with them in another.
 
     def layer_norm(self, x, scale, shift, epsilon):
         rows = x.reshape(-1, x.shape[-1])
@@ -54,6 +70,25 @@ class CudaFunctions:
         dscale, dshift = self._two(width, dy.dtype)
         self._launch.column_sums(dy.reshape(-1, width), normal.reshape(-1, width), dscale, dshift, axis=0)
         return dscale, dshift
+
+    def rms_norm(self, x, scale, epsilon):
+        rows = x.reshape(-1, x.shape[-1])
+        inverse = self._xp.empty(rows.shape[0], rows.dtype)
+        self._launch.root_mean_square(rows, epsilon, inverse, axis=1)
+        y, normal = self._launch.scale_rows(rows, inverse[:, None], scale)
+        return y.reshape(x.shape), normal.reshape(x.shape), inverse.reshape(x.shape[:-1])
+
+    def rms_norm_backward(self, dy, normal, inverse, scale):
+        width = dy.shape[-1]
+        rows, normal_rows, inverse_rows = dy.reshape(-1, width), normal.reshape(-1, width), inverse.reshape(-1, 1)
+        total, projection = self._two(rows.shape[0], rows.dtype)
+        self._launch.row_sums(rows, scale, normal_rows, total, projection, axis=1)
+        share = 1.0 / width if width else 0.0
+        dx = self._launch.scale_rows_backward(rows, normal_rows, inverse_rows, scale, projection[:, None], share)
+        return dx.reshape(dy.shape)
+
+    def rms_norm_backward_scale(self, dy, normal):
+        return self.layer_norm_backward_parameters(dy, normal)[0]
 
     def _two(self, length, dtype):
         return self._xp.empty(length, dtype), self._xp.empty(length, dtype)

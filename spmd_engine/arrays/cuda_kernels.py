@@ -43,7 +43,17 @@ _GELU_SLOPE = f"""
     slope = gate + (1 - gate) * value * (square * T({6.0 * GELU_C * GELU_A!r}) + T({2.0 * GELU_C!r}));
 """
 
-# --- layer norm
+_SILU = """
+    const T sigmoid = 1 / (1 + exp(-z));
+    const T silu = z * sigmoid;
+    h = silu * u;
+"""
+_SILU_SLOPES = """
+    of_gate = (sigmoid + silu * (1 - sigmoid)) * u;
+    of_value = silu;
+"""
+
+# --- norms
 
 _MOMENTS = """
     struct Moments {  // of some numbers: how many, their mean, and the sum of squares of what they differ from it
@@ -88,6 +98,24 @@ ELEMENTWISE = {
         "T dy, T normal, T inverse, T scale, T total, T projection, T share",
         "T dx",
         "dx = (dy * scale - share * total - normal * (share * projection)) * inverse",
+    ),
+    "silu_gate": Elementwise("T z, T u", "T h, T of_gate, T of_value", _SILU + _SILU_SLOPES),
+    "silu_gate_value": Elementwise("T z, T u", "T h", _SILU),
+    "rotate": Elementwise(
+        "T first, T second, T cosine, T sine, T way",
+        "T turned_first, T turned_second",
+        """
+        turned_first = first * cosine - second * (way * sine);
+        turned_second = second * cosine + first * (way * sine);
+        """,
+    ),
+    "scale_rows": Elementwise(
+        "T x, T inverse, T scale", "T y, T normal", "const T n = x * inverse; normal = n; y = n * scale"
+    ),
+    "scale_rows_backward": Elementwise(
+        "T dy, T normal, T inverse, T scale, T projection, T share",
+        "T dx",
+        "dx = (dy * scale - normal * (share * projection)) * inverse",
     ),
     "adamw": Elementwise(
         "T g, T fresh, T beta1, T weight, T beta2, T epsilon, T size, T kept",
@@ -136,6 +164,16 @@ REDUCTIONS = {
         identity="0, 0, 0",
         reduce_type="Moments",
         preamble=_MOMENTS,
+    ),
+    "root_mean_square": Reduction(
+        in_params="T x, T epsilon",
+        out_params="T inverse",
+        map_expr="Pair(x * x, 1)",
+        reduce_expr="a + b",
+        post_map_expr="inverse = 1 / sqrt(a.first / a.second + epsilon)",
+        identity="0, 0",
+        reduce_type="Pair",
+        preamble=_PAIR,
     ),
     "row_sums": Reduction(
         in_params="T dy, T scale, T normal",

@@ -6,6 +6,7 @@ import logging
 import os
 from importlib import import_module
 from importlib.util import find_spec
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 def fast_functions() -> FastFunctions | None:
     """The compiled functions, where Numba is installed and SPMD_FAST is not 0; else None, and NumPy does it."""
-    return compiled_functions(FastFunctions, "fast_kernels")
+    return compiled_functions(FastFunctions, "fast_kernels", "fast_decoders")
 
 
 def loops_are_there() -> bool:
@@ -54,8 +55,8 @@ def compiled_functions(kind: type, *modules: str) -> Any:
 class FastFunctions:
     """Each has the name, signature and result of its NumPy text, where both are documented."""
 
-    def __init__(self, loops) -> None:
-        self._loops = loops
+    def __init__(self, loops, of_decoders) -> None:
+        self._loops, self._decoders = loops, of_decoders
 
     def takes(self, x: np.ndarray) -> bool:
         """Float32 is what one trains in when speed counts; what is computed in float64 is computed by NumPy."""
@@ -68,9 +69,15 @@ class FastFunctions:
         for want_slope in (True, False):
             self.relu(z, want_slope)
             self.gelu(z, want_slope)
+            self.silu_gate(z, z, want_slope)
         self.layer_norm(z, row, row, 1.0)
         self.layer_norm_backward(z, z, rows, row)
         self.layer_norm_backward_parameters(z, z)
+        self.rms_norm(z, row, 1.0)
+        self.rms_norm_backward(z, z, rows, row)
+        self.rms_norm_backward_scale(z, z)
+        for neighbours in (True, False):
+            self.rotate(z[None], (z[:, :1], z[:, :1]), neighbours)
         self.adamw(*np.ones((4, 1), np.float32), step=1, rate=1.0, betas=(0.5, 0.5), epsilon=1.0, decay=0.0)
         for velocity in (None, z):
             self.momentum_sgd(z.copy(), z, velocity, rate=1.0, momentum=0.5, decay=0.0)
@@ -103,7 +110,30 @@ class FastFunctions:
         self._loops.gelu(flat, y, slope)
         return y.reshape(z.shape), slope.reshape(z.shape)
 
-    # Layer norm
+    def silu_gate(self, z, u, want_slopes=True):
+        gates, values = _contiguous(z).reshape(-1), _spread(u, z.shape).reshape(-1)
+        h = np.empty_like(gates)
+        if not want_slopes:
+            self._decoders.silu_gate_value(gates, values, h)
+            return h.reshape(z.shape), None
+        slopes = np.empty_like(gates), np.empty_like(gates)
+        self._decoders.silu_gate(gates, values, h, *slopes)
+        return h.reshape(z.shape), (slopes[0].reshape(z.shape), slopes[1].reshape(z.shape))
+
+    # Rotary positions
+
+    def rotate(self, x, turn, neighbours, *, back=False):
+        cosine, sine = turn
+        rows, pairs = x.shape[:2], cosine.shape[-1]
+        cosine = _spread(cosine, (*rows, pairs)).reshape(-1, pairs)
+        sine = _spread(-sine if back else sine, (*rows, pairs)).reshape(-1, pairs)
+        flat = _contiguous(x).reshape(len(cosine), prod(x.shape[2:-1]), x.shape[-1])
+        y = np.empty_like(flat)
+        loop = self._decoders.rotate_neighbours if neighbours else self._decoders.rotate_halves
+        loop(flat, cosine, sine, y)
+        return y.reshape(x.shape)
+
+    # Norms
 
     def layer_norm(self, x, scale, shift, epsilon):
         rows = _rows(x)
@@ -127,6 +157,28 @@ class FastFunctions:
             self._loops.layer_norm_backward_parameters(rows[part], normal_rows[part], *some)
             sums += some
         return sums[0], sums[1]
+
+    def rms_norm(self, x, scale, epsilon):
+        rows = _rows(x)
+        y, normal, inverse = np.empty_like(rows), np.empty_like(rows), np.empty_like(rows, shape=len(rows))
+        self._decoders.rms_norm(rows, _spread(scale, x.shape[-1:]), np.float32(epsilon), y, normal, inverse)
+        return y.reshape(x.shape), normal.reshape(x.shape), inverse.reshape(x.shape[:-1])
+
+    def rms_norm_backward(self, dy, normal, inverse, scale):
+        rows = _rows(dy)
+        dx = np.empty_like(rows)
+        normal, inverse = _rows(_spread(normal, dy.shape)), _spread(inverse, dy.shape[:-1]).reshape(-1)
+        self._decoders.rms_norm_backward(rows, normal, inverse, _spread(scale, dy.shape[-1:]), dx)
+        return dx.reshape(dy.shape)
+
+    def rms_norm_backward_scale(self, dy, normal):
+        rows, normal_rows = _rows(dy), _rows(_spread(normal, dy.shape))
+        dscale = np.zeros_like(dy, shape=dy.shape[-1])
+        for start in range(0, len(rows), _SUMMED):
+            part, some = slice(start, start + _SUMMED), np.zeros_like(dscale)
+            self._decoders.rms_norm_backward_scale(rows[part], normal_rows[part], some)
+            dscale += some
+        return dscale
 
     # Optimizers
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from spmd_engine.arrays.activations import gelu
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.chunks import chunks
+from spmd_engine.arrays.fused import fused
 
 
+@fused
 def silu_gate(z: Array, u: Array, want_slopes: bool = True) -> tuple[Array, tuple[Array, Array] | None]:
     """h = silu(z) · u with silu(z) = z sigmoid(z); and its slopes (dh/dz, dh/du), each shaped as z and u.
 

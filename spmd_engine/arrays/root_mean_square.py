@@ -2,8 +2,10 @@
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.chunks import chunks
+from spmd_engine.arrays.fused import fused
 
 
+@fused
 def rms_norm(x: Array, scale: Array, epsilon: float) -> tuple[Array, Array, Array]:
     """y[... d] = n · scale[d] with n = x / sqrt(mean(x²) + epsilon), and for the backward n and 1/sqrt(...).
 
@@ -27,6 +29,7 @@ def rms_norm(x: Array, scale: Array, epsilon: float) -> tuple[Array, Array, Arra
     return y.reshape(x.shape), normal.reshape(x.shape), inverse.reshape(x.shape[:-1])
 
 
+@fused
 def rms_norm_backward(dy: Array, normal: Array, inverse: Array, scale: Array) -> Array:
     """dx[... d] = (g - n mean(g n)) · inverse, with g = dy · scale and n the normalised x."""
     xp = backend_of(dy).xp
@@ -42,6 +45,7 @@ def rms_norm_backward(dy: Array, normal: Array, inverse: Array, scale: Array) ->
     return dx.reshape(dy.shape)
 
 
+@fused
 def rms_norm_backward_scale(dy: Array, normal: Array) -> Array:
     """dscale[d] = sum(dy · n) over every dimension but the last."""
     xp = backend_of(dy).xp

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.fused import fused
+from spmd_engine.arrays.pairs import halves, over_heads
 
 Turn = tuple[Array, Array]  #: cosines and sines, each [s n], or [b s n]: of n pairs at each position
 
@@ -17,6 +19,7 @@ def turn_at(positions: Array, frequencies: Array, like: Array) -> Turn:
     return xp.cos(angles).astype(like.dtype), xp.sin(angles).astype(like.dtype)
 
 
+@fused
 def rotate(x: Array, turn: Turn, neighbours: bool, *, back: bool = False) -> Array:
     """x[b s ... k] with its k/2 pairs turned; ``back``, by the opposite angles, which is also the backward.
 
@@ -26,9 +29,9 @@ def rotate(x: Array, turn: Turn, neighbours: bool, *, back: bool = False) -> Arr
     """
     y, width = backend_of(x).xp.empty(x.shape, x.dtype), 2 * turn[0].shape[-1]
     y[..., width:] = x[..., width:]
-    first, second = _halves(x[..., :width], neighbours)
-    turned_first, turned_second = _halves(y[..., :width], neighbours)
-    cosine, sine = (_over_heads(each, x.ndim) for each in turn)
+    first, second = halves(x[..., :width], neighbours)
+    turned_first, turned_second = halves(y[..., :width], neighbours)
+    cosine, sine = (over_heads(each, x.ndim) for each in turn)
     if back:
         sine = -sine
     xp = backend_of(x).xp
@@ -37,15 +40,3 @@ def rotate(x: Array, turn: Turn, neighbours: bool, *, back: bool = False) -> Arr
     xp.multiply(second, cosine, out=turned_second)
     turned_second += first * sine
     return y
-
-
-def _halves(x: Array, neighbours: bool) -> tuple[Array, Array]:
-    """Views of the first and the second of each pair."""
-    half = x.shape[-1] // 2
-    return (x[..., 0::2], x[..., 1::2]) if neighbours else (x[..., :half], x[..., half:])
-
-
-def _over_heads(table: Array, ndim: int) -> Array:
-    """[s n] or [b s n] as a factor of [b s ... n], an array of ``ndim`` dims."""
-    heads = (1,) * (ndim - 3)
-    return table.reshape(*table.shape[:-1], *heads, table.shape[-1])

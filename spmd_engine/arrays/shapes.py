@@ -75,7 +75,7 @@ class Shapes(Backend):
     functions = FUNCTIONS  #: of NumPy that know what to make of shapes
 
     def __init__(self) -> None:
-        self.kernels = FastFunctions(_Loops()) if loops_are_there() else None
+        self.kernels = FastFunctions(_Loops(), _Loops()) if loops_are_there() else None
 
     @cached_property
     def image_kernels(self) -> FastImages | None:  # type: ignore[override]

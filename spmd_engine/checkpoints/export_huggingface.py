@@ -98,14 +98,14 @@ def export_adapters(
 
     All else is as of ``export_huggingface``.
     """
-    model = with_adapters(decoder(shape), options)
+    model = with_adapters(decoder(shape), options, shape.family)
     tensors, kind = tensors_of(model, adapter_names(shape, options)), DTYPES[NAMES[dtype]]
     for each in tensors:
         each.file = WEIGHTS
     heads = {WEIGHTS: _header(tensors, kind, NAMES[dtype])}
 
     def describe(folder: Path) -> None:
-        write_json(folder / ADAPTER_CONFIG, config_of_options(options, base))
+        write_json(folder / ADAPTER_CONFIG, config_of_options(options, shape.family, base))
 
     _write(arrays, tensors, heads, kind, Path(folder), group, describe)
 

@@ -13,7 +13,8 @@ from spmd_engine.checkpoints.weights import Filled, fill
 from spmd_engine.errors import CheckpointError
 from spmd_engine.formats.huggingface import read_json
 from spmd_engine.formats.safetensors_file import read_safetensors
-from spmd_engine.models.adapters import LoRAOptions, adapter_names, options_of_config, product_of, with_adapters
+from spmd_engine.layers.low_rank import B, sides
+from spmd_engine.models.adapters import LoRAOptions, adapter_names, options_of_config, with_adapters
 from spmd_engine.models.decoder import DecoderShape, decoder
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -32,7 +33,7 @@ def read_adapters(folder: str | Path, shape: DecoderShape) -> Mapping[str, Fille
     options, path = adapter_options(folder), Path(folder) / WEIGHTS
     if not path.is_file():
         raise CheckpointError(f"{folder}: there is no {WEIGHTS}; pickled adapters are not read")
-    tensors, model = read_safetensors(path), with_adapters(decoder(shape), options)
+    tensors, model = read_safetensors(path), with_adapters(decoder(shape), options, shape.family)
     filled = fill(str(path), model, tensors, adapter_names(shape, options))
     if left := sorted(tensors.keys() - {each.tensor.name for each in filled.values()}):
         raise CheckpointError(f"{path}: nothing of a {shape.family} with these adapters is called {left[0]}")
@@ -46,11 +47,12 @@ class Merged(Mapping[str, Sliceable]):
         self._arrays, self._scale = arrays, options.scale
         names = {name for name, _ in adapter_names(shape, options)}
         dims = {name: parameter.dims for name, (parameter, _) in decoder(shape).parameters()}
-        self._products = {}
+        names_of_a, self._products = options.names_of_a(shape.family), {}
         for name in dims:
-            a, b, pattern = product_of(name, dims[name]) if len(dims[name]) > 1 else ("", "", "")
-            if a in names:
-                self._products[name] = a, b, pattern
+            if name + B in names:
+                layer, _, own = name.rpartition("/")
+                into, out = sides(dims[name])
+                self._products[name] = f"{layer}/{names_of_a[own]}", name + B, f"{into}q,q{out}->{into}{out}"
         self._left_out = names
 
     def __getitem__(self, name: str) -> Sliceable:

@@ -26,8 +26,8 @@ mesh_option = click.option(
     "--mesh",
     metavar="AXIS=SIZE,...",
     help="How ranks are arranged: 'data', 'replicate' and 'shard' cut the batch, 'expert' the batch and the experts, "
-    "'model' heads, hidden width and vocabulary or, of images, channels, 'context' the sequence, 'rows' and 'columns' "
-    "images, 'pipe' the layers. "
+    "'model' heads, hidden width and vocabulary or, of images, channels, 'queries' those that share a key head, and "
+    "the rest as 'model', 'context' the sequence, 'rows' and 'columns' images, 'pipe' the layers. "
     "[default: data=NUMBER OF RANKS]",
 )
 device_option = click.option("--device", default="cpu", show_default=True, help="cpu (NumPy) or cuda (CuPy).")

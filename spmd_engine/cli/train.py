@@ -13,7 +13,6 @@ from spmd_engine.cli.planned_job import AUTO, planned_here, planned_values
 from spmd_engine.cli.report import Reporter
 from spmd_engine.engine.composition import ModelConfig
 from spmd_engine.errors import UsageError
-from spmd_engine.models.adapters import TARGETS
 from spmd_engine.models.names import MODELS
 from spmd_engine.strategies import STRATEGIES
 from spmd_engine.training.augment import AUGMENT
@@ -78,7 +77,7 @@ of its composition the mesh cannot have is left out."""
 @click.option("--strategy", metavar="NAME", help=f"Train a page of strategies/ instead: {', '.join(STRATEGIES)}.")
 @click.option("--lora-rank", type=int, help="Freeze the model, train adapters of this rank. [default: trains all]")
 @click.option("--lora-alpha", type=float, help="Their factor is this / rank. [default: 16]")
-@click.option("--lora-targets", metavar="NAME,...", help=f"Weights that have them. [default: {','.join(TARGETS)}]")
+@click.option("--lora-targets", metavar="NAME,...", help="Weights that have them, as q_proj. [default: all]")
 @click.option("--adapter", metavar="FOLDER", help="Begin with adapters that PEFT wrote.")
 @expert_options
 @composition_options

@@ -22,8 +22,10 @@ from spmd_engine.errors import UsageError
 from spmd_engine.layers.names import CONTEXT_METHODS
 from spmd_engine.models import DecoderShape, ImageShape, Mixture, Model, layout_for
 from spmd_engine.models.adapters import LoRAOptions, with_adapters
+from spmd_engine.models.decoder import DECODERS
+from spmd_engine.models.layouts import note_of_shared_keys
 from spmd_engine.models.names import IMAGES, MODELS, build_model
-from spmd_engine.models.shape_at import is_path
+from spmd_engine.models.shape_at import is_path, shape_at
 from spmd_engine.models.thin_cuts import note_of_thin_cut
 from spmd_engine.sharding.groups import CAP, THRESHOLD
 from spmd_engine.sharding.layout import Layout
@@ -60,11 +62,14 @@ class ModelConfig(Configuration):
 
     def build(self, composition: Composition) -> Model:
         """The model, as this composition computes it."""
-        shape = ImageShape(**self.images) if self.images else None
+        image = ImageShape(**self.images) if self.images else None
         method = composition.context_method or "ring"
-        how = method, shape, composition.recut_after, self.mixture, self.shape, self.vocabulary
+        how = method, image, composition.recut_after, self.mixture, self.shape, self.vocabulary
         model = build_model(self.name, self.dropout, *how)
-        return model if self.lora is None else with_adapters(model, self.lora)
+        if self.lora is None:
+            return model
+        shape = self.shape or (shape_at(self.path) if self.path else DECODERS.get(self.name))
+        return with_adapters(model, self.lora, "gpt2" if shape is None else shape.family)
 
 
 def _check_images(name: str, images: Mapping[str, int]) -> None:
@@ -157,8 +162,8 @@ class Composition(Configuration):
             divide(model, axes[PIPE] * chunks, self.division, chunks)
         notices = self._without_effect(axes, mesh)
         if model is not None:
-            thin = note_of_thin_cut(model, axes)
-            notices += [*self._about_experts(axes, model), *([thin] if thin else [])]
+            more = note_of_thin_cut(model, axes), note_of_shared_keys(model, axes)
+            notices += [*self._about_experts(axes, model), *filter(None, more)]
         return notices
 
     def _about_experts(self, axes: Mapping[str, int], model: Model) -> list[str]:

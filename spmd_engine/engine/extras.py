@@ -13,7 +13,7 @@ from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.pending import Pending
 from spmd_engine.engine.assignment import PIPE
 from spmd_engine.layers.declarations import Buffer, SideOutput
-from spmd_engine.layers.layer import Extra, ForwardContext
+from spmd_engine.layers.layer import Extra, ForwardContext, Layer
 from spmd_engine.models.model import Model
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.sharding.shards import Shards
@@ -36,6 +36,8 @@ class Buffers:
         for number in layers:
             name, layer = model.layers[number]
             for own, buffer in layer.buffers.items():
+                if buffer.element is not None and not _is_here(buffer.element, name, layer, mesh, layout):
+                    continue
                 full, spec = f"{name}/{own}", layout.spec(buffer.dims)
                 whole = buffer.whole(layer.sizes)
                 self._described[full] = buffer
@@ -71,6 +73,12 @@ class Buffers:
                 array = self.arrays[name]
                 array[...] = reduce(self._described[name].fold, in_order, array)
         self._updates.clear()
+
+
+def _is_here(element: tuple[str, int], name: str, layer: Layer, mesh: Mesh, layout: Layout) -> bool:
+    """Whether the layout gives this element of a letter, such as an expert, to this rank."""
+    letter, number = element
+    return layout.parts(name, letter, layer.sizes[letter], mesh)[number] == mesh.index(layout.axes(letter))
 
 
 def _summed(updates: Mapping[str, Array], axes: tuple[str, ...], mesh: Mesh) -> dict[str, Array]:

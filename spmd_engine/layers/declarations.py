@@ -64,7 +64,8 @@ class Buffer:
     for every micro-batch, in their order, or, ``per_step``, once with the sum over all micro-batches. An update that
     is unreduced over the axes of the letters ``summed``, as they are cut ``where``, is first summed over them. A step
     that is skipped, a recomputation and an evaluation change nothing. A buffer is saved with the parameters; it has
-    no gradient and no weight decay, and is in parts only where its letters are cut.
+    no gradient and no weight decay, and is in parts only where its letters are cut. An ``element`` is as a
+    Parameter's.
     """
 
     dims: str
@@ -74,6 +75,7 @@ class Buffer:
     summed: str = ""
     where: str = "inside"
     shape: tuple[int, ...] | None = None  #: whole; None: as the layer's sizes say
+    element: tuple[str, int] | None = None
 
     def whole(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Its whole shape in a layer with these sizes."""

@@ -9,24 +9,27 @@ from typing import Any
 
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.errors import CheckpointError, UsageError
-from spmd_engine.layers.low_rank import A, B, LowRank, sides
+from spmd_engine.layers.low_rank import B, LowRank, name_of_a
 from spmd_engine.models.decoder import DecoderShape
 from spmd_engine.models.model import Model
 from spmd_engine.models.stored_names import Stored, stored_names
 
-#: What others call the weights that can have an adapter, and what they are called here.
-TARGETS = {
-    "q_proj": "query",
-    "k_proj": "key",
-    "v_proj": "value",
-    "o_proj": "output",
-    "gate_proj": "gate",
-    "up_proj": "up",
-    "down_proj": "down",
-}
+_ATTENTION = {"q_proj": (("query",),), "k_proj": (("key",),), "v_proj": (("value",),), "o_proj": (("output",),)}
+_OF_LLAMA = _ATTENTION | {"gate_proj": (("gate",),), "up_proj": (("up",),), "down_proj": (("down",),)}
+#: By family, what others call the modules that can have an adapter, and the weights here that such a module holds: in
+#: groups, which share the a of the module. Of models with experts only the attention has adapters.
+_TARGETS: Mapping[str, Mapping[str, tuple[tuple[str, ...], ...]]] = {
+    "gpt2": {"c_attn": (("query", "key", "value"),), "c_fc": (("w0",),), "c_proj": (("output",), ("w1",))},
+    "phi3": {
+        "qkv_proj": (("query", "key", "value"),), "o_proj": (("output",),), "gate_up_proj": (("gate", "up"),),
+        "down_proj": (("down",),),
+    },
+    "mixtral": _ATTENTION,
+    "qwen3-moe": _ATTENTION,
+}  # fmt: skip
 #: Fields of ``adapter_config.json`` that change what is computed, and their one value that is computed here.
 _REFUSED: Mapping[str, Any] = {
-    "bias": "none", "use_dora": False, "fan_in_fan_out": False, "modules_to_save": None, "layers_to_transform": None,
+    "bias": "none", "use_dora": False, "modules_to_save": None, "layers_to_transform": None,
     "rank_pattern": {}, "alpha_pattern": {}, "target_parameters": None, "lora_bias": False, "exclude_modules": None,
     "trainable_token_indices": None, "layer_replication": None, "use_qalora": False, "use_bdlora": None,
     "alora_invocation_tokens": None,
@@ -39,19 +42,26 @@ class LoRAOptions(Configuration):
 
     rank: int = setting(8, least=1)
     alpha: float = setting(16.0, least=0)
-    targets: str = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"  #: names, with commas
+    targets: str | None = None  #: names, with commas; None: all that the model has
     root: bool = False  #: whether the factor is alpha / sqrt(rank) instead (rsLoRA)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.names or (unknown := sorted(set(self.names) - set(TARGETS))):
-            said = unknown[0] if self.names else self.targets
-            raise UsageError(f"targets: {said!r} has no adapter here; those that can are {', '.join(TARGETS)}")
+    def modules(self, family: str) -> dict[str, tuple[tuple[str, ...], ...]]:
+        """The targets in a model of this family, and the groups of weights of each; raises UsageError for others."""
+        known = _TARGETS.get(family, _OF_LLAMA)
+        if self.targets is None:
+            return dict(known)
+        names = list(filter(None, (name.strip() for name in self.targets.split(","))))
+        if not names or (unknown := sorted(set(names) - set(known))):
+            said = unknown[0] if names else self.targets
+            raise UsageError(
+                f"targets: {said!r} of a {family} has no adapter here; those that can are {', '.join(known)}"
+            )
+        return {name: known[name] for name in names}
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The targets, one by one."""
-        return tuple(filter(None, (name.strip() for name in self.targets.split(","))))
+    def names_of_a(self, family: str) -> dict[str, str]:
+        """Of each weight that is adapted, without the layer's name, that of its a."""
+        groups = [group for groups in self.modules(family).values() for group in groups]
+        return {name: name_of_a(group) for group in groups for name in group}
 
     @property
     def scale(self) -> float:
@@ -59,32 +69,33 @@ class LoRAOptions(Configuration):
         return self.alpha / (sqrt(self.rank) if self.root else self.rank)
 
 
-def with_adapters(model: Model, options: LoRAOptions) -> Model:
-    """The model, all of it frozen, with adapters; raises UsageError for one that has experts, or is no Llama's kin."""
-    own = {TARGETS[name] for name in options.names}
+def with_adapters(model: Model, options: LoRAOptions, family: str) -> Model:
+    """The model, all of it frozen, with adapters; raises UsageError for one that has none of the targets."""
+    groups = [group for groups in options.modules(family).values() for group in groups]
     layers = []
     for name, layer in model.layers:
-        if any(parameter.element for parameter in layer.parameters.values()):
-            raise UsageError(f"{model.name}: LoRA freezes dense models; {name} has experts")
-        adapted = [each for each in layer.parameters if each in own]
+        adapted = [group for group in groups if set(group) <= set(layer.parameters)]
         layers.append((name, LowRank(layer, adapted, options.rank, options.scale)))
-    if not any(layer.parameters for _, layer in layers) or "positions" in dict(layers):
-        raise UsageError(f"{model.name}: LoRA is for Llama's kin, whose weights are {', '.join(TARGETS)}")
+    if not any(layer.parameters for _, layer in layers):
+        raise UsageError(f"{model.name} has no adapters: it has none of {', '.join(options.modules(family))}")
     return replace(model, layers=tuple(layers))
 
 
 def adapter_names(shape: DecoderShape, options: LoRAOptions) -> Iterator[tuple[str, tuple[Stored, ...]]]:
     """Where PEFT keeps a and b of every weight that is adapted."""
-    targets = {f"{name}.weight" for name in options.names}
+    modules, names_of_a, told = options.modules(shape.family), options.names_of_a(shape.family), set()
     for name, (stored, *_) in stored_names(shape):
-        folder, _, own = stored.tensor.removesuffix(".weight").rpartition(".")
-        if f"{own}.weight" not in targets:
+        layer, _, own = name.rpartition("/")
+        called, _, kind = stored.tensor.rpartition(".")
+        if kind != "weight" or called.rpartition(".")[2] not in modules:
             continue
-        out, into = stored.dims.split()  # as the weight is stored
-        module = f"base_model.model.{folder}.{own}"
+        out, into = stored.dims.split() if shape.family != "gpt2" else stored.dims.split()[::-1]
         of_a, of_b = (stored.pairs if "k" in letters else "" for letters in (into, out))
-        yield name + A, (Stored(f"{module}.lora_A.weight", f"q {into}", pairs=of_a),)
-        yield name + B, (Stored(f"{module}.lora_B.weight", f"{out} q", pairs=of_b),)
+        a, module = f"{layer}/{names_of_a[own]}", f"base_model.model.{called}"
+        if a not in told:
+            told.add(a)
+            yield a, (Stored(f"{module}.lora_A.weight", f"q {into}", pairs=of_a),)
+        yield name + B, (replace(stored, tensor=f"{module}.lora_B.weight", dims=f"{out} q", pairs=of_b),)
 
 
 def options_of_config(config: Mapping[str, Any], where: str) -> LoRAOptions:
@@ -96,19 +107,19 @@ def options_of_config(config: Mapping[str, Any], where: str) -> LoRAOptions:
             raise CheckpointError(f"{where}: {name} is {value!r}, a feature that is not known here")
     targets = config.get("target_modules")
     if targets == "all-linear":
-        targets = list(TARGETS)
-    if not isinstance(targets, list):
+        targets = None
+    elif not isinstance(targets, list) or not all(isinstance(each, str) for each in targets):
         raise CheckpointError(f"{where}: target_modules is {targets!r}; a list of names is read here")
     try:
-        ordered = [name for name in TARGETS if name in targets] + sorted(set(targets) - set(TARGETS))
-        return LoRAOptions(config["r"], float(config["lora_alpha"]), ",".join(ordered), bool(config.get("use_rslora")))
+        alpha, root = float(config["lora_alpha"]), bool(config.get("use_rslora"))
+        return LoRAOptions(config["r"], alpha, None if targets is None else ",".join(sorted(targets)), root)
     except KeyError as error:
         raise CheckpointError(f"{where}: the field {error} is missing") from error
-    except UsageError as error:
+    except (UsageError, TypeError, ValueError) as error:
         raise CheckpointError(f"{where}: {error}") from error
 
 
-def config_of_options(options: LoRAOptions, base: str | None) -> dict[str, Any]:
+def config_of_options(options: LoRAOptions, family: str, base: str | None) -> dict[str, Any]:
     """What ``adapter_config.json`` says of them; ``base`` is where the weights are that they adapt."""
     return {
         "peft_type": "LORA",
@@ -117,15 +128,9 @@ def config_of_options(options: LoRAOptions, base: str | None) -> dict[str, Any]:
         "r": options.rank,
         "lora_alpha": options.alpha,
         "lora_dropout": 0.0,
-        "target_modules": list(options.names),
+        "target_modules": list(options.modules(family)),
         "use_rslora": options.root,
         "bias": "none",
-        "fan_in_fan_out": False,
+        "fan_in_fan_out": family == "gpt2",  # whose weights are stored as inputs by outputs; a and b are not
         "inference_mode": True,
     }
-
-
-def product_of(name: str, dims: str) -> tuple[str, str, str]:
-    """The names of a and b of a weight, and the einsum that makes their product as the weight is."""
-    into, out = sides(dims)
-    return name + A, name + B, f"{into}q,q{out}->{into}{out}"

@@ -69,8 +69,7 @@ class DecoderShape(Configuration):
         if self.mixture is not None:
             self.mixture.is_routed(0, self.layers)  # raises if there are no such layers
         for what in ("windowed", "unturned"):
-            if max(block_numbers(getattr(self, what), what), default=0) >= self.layers:
-                raise UsageError(f"{what} {getattr(self, what)}: blocks are from 0 to {self.layers - 1}")
+            block_numbers(getattr(self, what), what, self.layers)
         if self.logits_divisor == 0:
             raise UsageError("logits_divisor is 0")
 
@@ -121,7 +120,8 @@ def decoder(shape: DecoderShape, name: str = "decoder", dropout: float = 0.0, co
         return Residual(RMSNorm(d, shape.epsilon), inner, dropout, after=after, scale=shape.residual_scale)
 
     for i in range(shape.layers):
-        of_block = rotary_in_window if shape.has_window(i) else rotary
+        windowed = shape.has_window(i)
+        of_block = rotary_in_window if windowed else rotary
         attention = Attention(
             d,
             shape.heads,
@@ -131,7 +131,7 @@ def decoder(shape: DecoderShape, name: str = "decoder", dropout: float = 0.0, co
             output_bias=shape.output_bias,
             rotary=of_block if shape.is_turned(i) else None,
             scale=shape.attention_scale,
-            window=shape.window if shape.has_window(i) else None,
+            window=shape.window if windowed else None,
             norm_epsilon=shape.epsilon if shape.query_key_norm else None,
             context=context,
             out_std=out_std,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import sqrt
 from typing import Any
 
 from spmd_engine.errors import CheckpointError, UsageError
@@ -11,6 +10,7 @@ from spmd_engine.layers.rotary import RotaryOptions
 from spmd_engine.layers.router_options import RouterOptions
 from spmd_engine.models.block_numbers import as_text
 from spmd_engine.models.decoder import FAMILIES, DecoderShape
+from spmd_engine.models.huggingface_families import always, says
 from spmd_engine.models.huggingface_fields import Fields
 from spmd_engine.models.huggingface_rope import rotary_of, rotary_of_config
 from spmd_engine.models.mixture import Mixture
@@ -53,7 +53,6 @@ def read_config(config: Mapping[str, Any], where: str) -> tuple[DecoderShape, li
 
 def _gpt2(config: Mapping[str, Any]) -> DecoderShape:
     width = config["n_embd"]
-    _refuse_layers(config, "scale_attn_by_inverse_layer_idx", "add_cross_attention")
     return DecoderShape(
         family="gpt2",
         layers=config["n_layer"],
@@ -67,20 +66,14 @@ def _gpt2(config: Mapping[str, Any]) -> DecoderShape:
     )
 
 
-def _refuse_layers(config: Mapping[str, Any], *names: str) -> None:
-    for name in names:
-        if config.get(name):
-            raise UsageError(f"{name} is {config[name]!r}, a feature that is not known here")
-
-
 def _llama(family: str, config: Mapping[str, Any]) -> DecoderShape:
-    heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
-    biased = bool(config.get("attention_bias"))
+    heads, layers, width = config["num_attention_heads"], config["num_hidden_layers"], config["hidden_size"]
+    biased = says(family, "bias") and bool(config.get("attention_bias"))
     usual_width = {"qwen3": 128, "qwen3-moe": 128, "gemma": 256, "gemma3-text": 256}.get(family)
     shape = DecoderShape(
         family=family,
         layers=layers,
-        width=config["hidden_size"],
+        width=width,
         heads=heads,
         key_value_heads=config.get("num_key_value_heads") or heads,
         head_width=config.get("head_dim") or usual_width,
@@ -89,10 +82,8 @@ def _llama(family: str, config: Mapping[str, Any]) -> DecoderShape:
         context=config.get("max_position_embeddings") or _LONGEST.get(family, 32768),
         epsilon=config.get("rms_norm_eps", 1e-5 if family in ("mixtral", "phi3") else 1e-6),
         tied=config.get("tie_word_embeddings", family in ("smollm3", "gemma", "gemma3-text")),
-        bias=biased or family == "qwen2",
-        output_bias=biased and family != "qwen2",
-        query_key_norm=family in ("qwen3", "qwen3-moe", "gemma3-text"),
         mixture=_mixture(family, config),
+        **{"bias": biased, "output_bias": biased, **always(family, width)},
     )
     own = _OWN.get(family)
     if own is not None:
@@ -109,10 +100,6 @@ def _rotary(family: str, config: Mapping[str, Any], shape: DecoderShape) -> Rota
     if found.part != 1 and family != "phi3":
         raise UsageError(f"partial_rotary_factor is {found.part}, a feature that is not known here of a {family}")
     return found
-
-
-def _phi3(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
-    return shape.changed(bias=False, output_bias=False)
 
 
 def _smollm3(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
@@ -138,7 +125,7 @@ def _gemma(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
     if act not in _GELU:
         raise UsageError(f"hidden_activation is {act!r}, a feature that is not known here of a {shape.family}")
     config.get("hidden_act")  # not looked at if both are there
-    return shape.changed(activation="gelu", embedding_scale=sqrt(shape.width))
+    return shape
 
 
 def _gemma3(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
@@ -148,7 +135,6 @@ def _gemma3(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
     everywhere = nested.get("full_attention") or old or {}
     near = nested.get(_WINDOW) or {}
     return shape.changed(
-        norms="both",
         attention_scale=float(config.get("query_pre_attn_scalar") or 256) ** -0.5,
         rotary=rotary_of(everywhere, config.get("rope_theta") or 1e6, config, shape.context),
         rotary_in_window=rotary_of(near, config.get("rope_local_base_freq") or 1e4, config, shape.context),
@@ -157,7 +143,6 @@ def _gemma3(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
 
 #: What families have beside a Llama.
 _OWN: Mapping[str, Callable[[Mapping[str, Any], DecoderShape], DecoderShape]] = {
-    "phi3": _phi3,
     "smollm3": _smollm3,
     "granite": _granite,
     "gemma": _gemma,
@@ -192,7 +177,7 @@ def _is_windowed(family: str, config: Mapping[str, Any], shape: DecoderShape, la
     if family in ("qwen2", "qwen3"):
         return layer >= config.get("max_window_layers", 28)
     if family == "smollm3":
-        return str(layer) in shape.unturned.split(",")
+        return not shape.is_turned(layer)
     if family == "gemma3-text":
         return bool((layer + 1) % (config.get("sliding_window_pattern") or 6))
     return True

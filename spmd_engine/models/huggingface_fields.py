@@ -85,10 +85,11 @@ class Fields(Mapping[str, Any]):
                 continue
             if name in REFUSED:
                 computed = REFUSED[name]
-                if value and value not in computed or value is False and computed == (True,):
-                    raise CheckpointError(f"{where}: {name} is {value!r}, a feature that is not known here")
-            elif value and _COMPUTES.search(name):
+                refused = value and value not in computed or value is False and computed == (True,)
+            else:
+                refused = value and _COMPUTES.search(name)
+            if refused:
                 raise CheckpointError(f"{where}: {name} is {value!r}, a feature that is not known here")
-            elif value:
+            if value and name not in REFUSED:
                 unknown.append(name)
         return unknown

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from math import sqrt
 from typing import Any
 
 from spmd_engine.errors import UsageError
+from spmd_engine.models.block_numbers import block_numbers
 from spmd_engine.models.decoder import DecoderShape
+from spmd_engine.models.huggingface_families import unsayable
 from spmd_engine.models.huggingface_rope import rope_of
 
 _ARCHITECTURES = {
@@ -47,14 +50,16 @@ def config_of_shape(shape: DecoderShape, dtype: str = "float32") -> dict[str, An
             "layer_norm_epsilon": shape.epsilon,
             "activation_function": "gelu_new",
         }
-    rope = rope_of(shape.rotary)
+    for name in unsayable(shape):
+        raise UsageError(f"a {family} has no words for {name} {getattr(shape, name)!r}")
+    rope, width = rope_of(shape.rotary), shape.head_width or shape.width // shape.heads
     return common | {
         "hidden_size": shape.width,
         "intermediate_size": shape.hidden,
         "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads,
         "num_key_value_heads": shape.key_value_heads or shape.heads,
-        "head_dim": shape.head_width or shape.width // shape.heads,
+        "head_dim": width,
         "max_position_embeddings": shape.context,
         "rms_norm_eps": shape.epsilon,
         "hidden_act": "silu",
@@ -64,7 +69,7 @@ def config_of_shape(shape: DecoderShape, dtype: str = "float32") -> dict[str, An
         "rope_scaling": None if rope["rope_type"] == "default" else rope,
         **_windows_of(shape),
         **_experts_of(shape),
-        **_own_of(shape, rope),
+        **_own_of(shape, rope, width),
     }
 
 
@@ -81,28 +86,15 @@ def _windows_of(shape: DecoderShape) -> dict[str, Any]:
     return said
 
 
-def _own_of(shape: DecoderShape, rope: dict[str, Any]) -> dict[str, Any]:
-    """What a family alone has words for; raises UsageError for what it has none for."""
+def _own_of(shape: DecoderShape, rope: dict[str, Any], width: int) -> dict[str, Any]:
+    """What a family alone has words for; ``width`` is that of a head."""
     family, said = shape.family, {}
-    usual = DecoderShape(family=family)
-    own = {
-        "granite": ("embedding_scale", "residual_scale", "attention_scale", "logits_divisor"),
-        "smollm3": ("unturned",),
-        "gemma": ("activation", "embedding_scale"),
-        "gemma3-text": ("activation", "embedding_scale", "attention_scale", "norms", "rotary_in_window"),
-    }.get(family, ())
-    for name in (
-        "embedding_scale", "residual_scale", "attention_scale", "logits_divisor", "unturned", "activation", "norms",
-        "rotary_in_window",
-    ):  # fmt: skip
-        if name not in own and getattr(shape, name) != getattr(usual, name):
-            raise UsageError(f"a {family} has no words for {name} {getattr(shape, name)!r}")
+    scale = width**-0.5 if shape.attention_scale is None else shape.attention_scale
     if family == "granite":
-        width = shape.head_width or shape.width // shape.heads
         said = {
             "embedding_multiplier": shape.embedding_scale,
             "residual_multiplier": shape.residual_scale,
-            "attention_multiplier": width**-0.5 if shape.attention_scale is None else shape.attention_scale,
+            "attention_multiplier": scale,
             "logits_scaling": shape.logits_divisor,
         }
     if family == "smollm3":
@@ -114,9 +106,12 @@ def _own_of(shape: DecoderShape, rope: dict[str, Any]) -> dict[str, Any]:
     if family.startswith("gemma"):
         said |= {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
     if family == "gemma3-text":
+        divisor = round(scale**-2) if scale > 0 else 0
+        if not divisor or abs(scale * sqrt(divisor) - 1) > 1e-12:
+            raise UsageError(f"a {family} has no words for attention_scale {scale}: it is 1 / sqrt(whole number)")
         near = rope_of(shape.rotary_in_window or shape.rotary)
         said |= {
-            "query_pre_attn_scalar": round((shape.attention_scale or (shape.head_width or 1) ** -0.5) ** -2, 9),
+            "query_pre_attn_scalar": divisor,
             "rope_parameters": {"full_attention": rope, "sliding_attention": near},
             "rope_local_base_freq": near["rope_theta"],
         }
@@ -142,5 +137,5 @@ def _experts_of(shape: DecoderShape) -> dict[str, Any]:
         "moe_intermediate_size": hidden,
         "norm_topk_prob": router.renormalise,
         "decoder_sparse_step": 1,
-        "mlp_only_layers": [int(block) for block in mixture.dense.split(",") if block],
+        "mlp_only_layers": list(block_numbers(mixture.dense, "dense")),
     }

@@ -30,8 +30,8 @@ def layout_for(
     """``Layout.for_mesh``, with ``model`` cutting what the model's attention has enough of; of images, ``OF_IMAGES``.
 
     It cuts key heads; where there are fewer than ranks, the queries that share one, if that leaves less to the
-    rank that has most. Raises MeshError for an axis without a customary name, and for one, or ``sequence_parallel``,
-    that cuts what the model does not have.
+    rank that has most, and no axis ``queries`` cuts them. Raises MeshError for an axis without a customary name, and
+    for one, or ``sequence_parallel``, that cuts what the model does not have.
     """
     letters = model.inputs.split()
     of_images = {"h", "w"} <= set(letters)
@@ -54,9 +54,13 @@ def layout_for(
                 f"mesh {mesh}: axis {axis!r} cuts images, but {model.name} takes [{model.inputs}]; give its ranks to "
                 "'data'"
             )
-    ranks = mesh.axes.get("model", 1)
-    attentions = [layer.sizes for _, layer in model.layers if "h" in layer.sizes]
-    queries_cut = bool(attentions) and all(_queries_divide_better(sizes, ranks) for sizes in attentions)
+    ranks, attentions = mesh.axes.get("model", 1), _attentions(model)
+    if mesh.axes.get("queries", 1) > 1 and not any("r" in sizes for sizes in attentions):
+        raise MeshError(
+            f"mesh {mesh}: axis 'queries' cuts those that share a key head, of which {model.name} has none; "
+            "give its ranks to 'model'"
+        )
+    queries_cut = "queries" not in mesh.axes and _queries_divide_better(attentions, ranks)
     return Layout.for_mesh(
         mesh,
         sequence_parallel=sequence_parallel,
@@ -82,7 +86,46 @@ def layout_of_images(model: Model, mesh: MeshPosition) -> Layout:
     return Layout(cuts, cuts)
 
 
-def _queries_divide_better(sizes: Mapping[str, int], ranks: int) -> bool:
-    """Whether the rank with most query heads has fewer if r is cut, and key heads do not suffice."""
-    key_heads, queries = sizes["h"], sizes.get("r", 1)
-    return key_heads < ranks and key_heads * -(-queries // ranks) < queries
+def with_queries_apart(model: Model, axes: Mapping[str, int]) -> dict[str, int]:
+    """The same ranks, those along ``model`` divided between the key heads and, on an axis ``queries``, the queries that
+    share one, if so a rank computes fewer key heads than with ``model`` alone, and no more queries."""
+    ranks, attentions = axes.get("model", 1), _attentions(model)
+    if "queries" in axes or not _queries_divide_better(attentions, ranks):
+        return dict(axes)
+    sizes = attentions[0]
+
+    def most(along_model: int) -> tuple[int, int]:
+        """Of the rank that has most: queries, and key heads."""
+        key_heads = -(-sizes["h"] // along_model)
+        return key_heads * -(-sizes["r"] // (ranks // along_model)), key_heads
+
+    best = min((each for each in range(1, ranks + 1) if ranks % each == 0), key=most)
+    if best == 1:
+        return dict(axes)
+    divided: dict[str, int] = {}
+    for axis, size in axes.items():
+        divided |= {"model": best, "queries": ranks // best} if axis == "model" else {axis: size}
+    return divided
+
+
+def note_of_shared_keys(model: Model, axes: Mapping[str, int]) -> str | None:
+    """What to say if ranks along ``model`` compute key heads that their queries do not read."""
+    better = with_queries_apart(model, axes)
+    if "queries" not in set(better) - set(axes):
+        return None
+    return (
+        f"every rank along model={axes['model']} computes all {_attentions(model)[0]['h']} key heads of {model.name}; "
+        f"with --mesh {MeshPosition(better, {})} it computes those that its queries read"
+    )
+
+
+def _attentions(model: Model) -> list[Mapping[str, int]]:
+    """The sizes of its attention layers."""
+    return [layer.sizes for _, layer in model.layers if "h" in layer.sizes]
+
+
+def _queries_divide_better(attentions: Sequence[Mapping[str, int]], ranks: int) -> bool:
+    """Whether in all of them the rank with most query heads has fewer if r is cut, and key heads do not suffice."""
+    return bool(attentions) and all(
+        sizes["h"] < ranks and sizes["h"] * -(-sizes.get("r", 1) // ranks) < sizes.get("r", 1) for sizes in attentions
+    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spmd_engine.configuration import Configuration, setting
-from spmd_engine.errors import UsageError
 from spmd_engine.layers.moe import MoE
 from spmd_engine.layers.router_options import RouterOptions
 from spmd_engine.models.block_numbers import block_numbers
@@ -28,10 +27,7 @@ class Mixture(Configuration):
 
     def is_routed(self, block: int, blocks: int) -> bool:
         """Whether block number ``block`` has experts; raises UsageError if ``dense`` names one that is not there."""
-        dense = block_numbers(self.dense, "dense")
-        if dense and max(dense) >= blocks:
-            raise UsageError(f"dense {self.dense}: blocks are from 0 to {blocks - 1}")
-        return block not in dense
+        return block not in block_numbers(self.dense, "dense", blocks)
 
     def layer(self, width: int, hidden: int, out_std: float, gated: bool = False) -> MoE:
         """The layer for a dense MLP of this hidden width: as many active multiplications, unless ``hidden`` is said.

@@ -15,6 +15,8 @@ from spmd_engine.comm.mesh_position import MeshPosition
 from spmd_engine.engine.composition import Composition
 from spmd_engine.errors import SpmdError
 from spmd_engine.models import Model, layout_for
+from spmd_engine.models.layouts import with_queries_apart
+from spmd_engine.sharding.layout import TENSOR
 
 LONG_CONTEXT = 8192  #: positions from which cutting the sequence is looked at, unless axes are named
 PIPE, BATCH = "pipe", ("data", "replicate", "shard", "expert")
@@ -125,6 +127,8 @@ def meshes(choices: SearchSpace) -> Iterator[dict[str, int]]:
     for ranks in sorted(set(choices.ranks)):
         for sizes in _factorings(ranks, [limits[axis] for axis in names]):
             axes = {axis: size for axis, size in zip(names, sizes, strict=True) if size > 1} or {"data": 1}
+            if choices.axes is None or "queries" in choices.axes:
+                axes = with_queries_apart(model, axes)
             for ordered in _orders(axes, choices.node_ranks):
                 if _can_be(model, ordered):
                     yield ordered
@@ -201,7 +205,7 @@ def _on(choices: SearchSpace, axes: Mapping[str, int], batch_size: int) -> Itera
             continue
         for schedule, chunks in _schedules(choices, pipe, m, len(model.layers)):
             for zero in zeros:
-                for sequence in parallel if tokens and axes.get("model", 1) > 1 else [False]:
+                for sequence in parallel if tokens and any(axes.get(axis, 1) > 1 for axis in TENSOR) else [False]:
                     for again in recompute:
                         yield Candidate(
                             tuple(axes.items()),

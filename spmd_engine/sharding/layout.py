@@ -15,17 +15,21 @@ from spmd_engine.sharding.notation import Spec, nested_span
 
 #: What each mesh axis, by its customary name, cuts: data parallel cuts the batch (``replicate`` and ``shard``
 #: say how parameters are stored meanwhile); expert parallel the experts and, outside the layers that have any, the
-#: batch; tensor parallel the heads, the hidden width and the vocabulary; a 2-D mesh of weights their rows and their
-#: columns; context parallel the sequence; a pipeline the list of layers, and so no letter.
+#: batch; tensor parallel the heads, the hidden width and the vocabulary, and, where key heads are fewer than ranks, the
+#: ``queries`` that share one, and the rest once more; a 2-D mesh of weights their rows and their columns; context
+#: parallel the sequence; a pipeline the list of layers, and so no letter.
 CUSTOMARY = {
     **dict.fromkeys(("data", "replicate", "shard"), "b"),
     "expert": "be",
     "model": "hfv",
+    "queries": "rfv",
     "row": "d",
     "col": "f",
     "context": "s",
     "pipe": "",
 }
+
+TENSOR = ("model", "queries")  #: axes of tensor parallelism, whose ranks have the same samples
 
 Axes = Mapping[str, tuple[str, ...]]
 
@@ -56,8 +60,8 @@ class Layout:
     ) -> Layout:
         """The customary layout of a mesh whose axes have customary names; raises MeshError for others.
 
-        ``sequence_parallel`` cuts the residual stream's s over ``model`` too. ``zigzag`` cuts the sequence
-        over ``context`` so that causal attention is as much work on every rank. ``queries_cut`` lets ``model``
+        ``sequence_parallel`` cuts the residual stream's s over ``model`` and ``queries``, too. ``zigzag`` cuts the
+        sequence over ``context`` so that causal attention is as much work on every rank. ``queries_cut`` lets ``model``
         cut the r queries that share a key head instead of the key heads: for models with too few of those.
         ``experts_over`` are the axes that cut the experts instead of ``expert``: of those that cut tokens.
         ``experts`` says, for some layers, in which part each expert is: see ``parts``.
@@ -82,8 +86,8 @@ class Layout:
                     )
             inside["e"] = tuple(experts_over)
         residual = dict(inside)
-        if sequence_parallel and "model" in mesh.axes:
-            residual["s"] = (*inside.get("s", ()), "model")
+        if sequence_parallel and (tensor := [axis for axis in mesh.axes if axis in TENSOR]):
+            residual["s"] = (*inside.get("s", ()), *tensor)
         return cls(inside, residual, "s" if zigzag else "", experts)
 
     def axes(self, letter: str, where: str = "inside") -> tuple[str, ...]:

@@ -12,7 +12,8 @@ from spmd_engine.errors import UsageError
 from spmd_engine.tokens.tokenizer import Tokenizer
 
 TOKENIZER, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
-AROUND = ("add_bos_token", "add_eos_token")  #: of tokenizer_config.json
+#: What tokenizer_config.json says of tokens before and after every text, and what it calls those.
+AROUND = {"add_bos_token": "bos_token", "add_eos_token": "eos_token"}
 
 
 class JsonTokenizer(Tokenizer):
@@ -56,7 +57,7 @@ class JsonTokenizer(Tokenizer):
     def _put_around(self, around: Mapping[str, bool]) -> None:
         """As transformers' tokenizers do where their configuration says so, in the place of what the file says."""
         found = []
-        for name, token in (("add_bos_token", "bos_token"), ("add_eos_token", "eos_token")):
+        for name, token in AROUND.items():
             text = self.special.get(token) if around.get(name) else None
             number = self._inner.token_to_id(text) if text is not None else None
             found.append([] if number is None else [(text, number)])

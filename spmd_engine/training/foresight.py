@@ -98,6 +98,7 @@ def foresight_of(workload: Workload, enforced: bool) -> FirstStepCheck | None:
             job.composition,
             batch_size=job.data.batch_size,
             micro_batches=job.data.micro_batches,
+            sequence=job.data.length,
             dtype=engine.dtype,
             layout=engine.layout,
             nodes=engine.mesh.nodes_by_rank,

@@ -9,7 +9,10 @@ from spmd_engine.arrays.activations import gelu, relu
 from spmd_engine.arrays.attention import causal_attention, causal_attention_backward
 from spmd_engine.arrays.backend import backend_of, unregister_backend
 from spmd_engine.arrays.cuda_functions import CudaFunctions
+from spmd_engine.arrays.gate import silu_gate
 from spmd_engine.arrays.normalization import layer_norm, layer_norm_backward, layer_norm_backward_parameters
+from spmd_engine.arrays.root_mean_square import rms_norm, rms_norm_backward, rms_norm_backward_scale
+from spmd_engine.arrays.rotary import rotate
 from spmd_engine.arrays.updates import adamw, momentum_sgd, sum_of_squares
 from spmd_engine.layers import cross_entropy
 
@@ -99,7 +102,46 @@ def test_activations_far_out(function, dtype, device):
     np.testing.assert_array_equal(device.to_host(slope)[[0, -2]], [0, 1])
 
 
-# --- layer norm
+def flat_silu_gate(z, u, want_slopes):
+    h, slopes = silu_gate(z, u, want_slopes)
+    return h, *(slopes or ())
+
+
+@both_dtypes
+@pytest.mark.parametrize("want_slopes", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gates(shape, want_slopes, dtype, device):
+    compare(device, flat_silu_gate, 3 * normals(*shape, dtype=dtype), normals(*shape, seed=1, dtype=dtype), want_slopes)
+
+
+@both_dtypes
+def test_gates_far_out(dtype, device):
+    far = np.array([-1e4, -100, -20, -0.0, 0.0, 1e-30, 20, 100, 1e4, np.nan], dtype)
+    h, *_ = compare(device, flat_silu_gate, far, np.ones(10, dtype), True)
+    np.testing.assert_array_equal(device.to_host(h)[[0, -2]], np.array([0, 1e4], dtype))
+
+
+# --- rotary positions
+
+
+@both_dtypes
+@pytest.mark.parametrize("neighbours", [True, False])
+@pytest.mark.parametrize("back", [True, False])
+@pytest.mark.parametrize(
+    "shape, of_batch, pairs", [((2, 5, 3, 8), False, 4), ((2, 5, 3, 2, 8), True, 4), ((1, 0, 3, 8), False, 4)]
+)
+def test_rotary_positions(shape, of_batch, pairs, neighbours, back, dtype, device):
+    angles = normals(*(shape[:2] if of_batch else shape[1:2]), pairs, seed=1, dtype=dtype)
+
+    def turned(x, cosines, sines):
+        return rotate(x, (cosines, sines), neighbours, back=back)
+
+    compare(device, turned, normals(*shape, dtype=dtype), np.cos(angles), np.sin(angles))
+    part = angles[..., :3]  # six numbers of eight are turned
+    compare(device, turned, normals(*shape, dtype=dtype), np.cos(part), np.sin(part))
+
+
+# --- norms
 
 
 @both_dtypes
@@ -124,6 +166,17 @@ def test_layer_norm_of_a_strided_array(device):
         [*results, dx], [*expected, layer_norm_backward(device.to_host(dy).T, *expected[1:], scale)]
     ):
         close(device.to_host(result), right, 1e-12)
+
+
+@both_dtypes
+@pytest.mark.parametrize("shape", [(4, 6), (2, 3, 33), (0, 6), (2, 0, 6), (5, 1), (1, 257), (70, 12)])
+def test_rms_norm(shape, dtype, device):
+    x, dy = 2 + 3 * normals(*shape, dtype=dtype), normals(*shape, seed=1, dtype=dtype)
+    scale = normals(shape[-1], seed=2, dtype=dtype)
+    _, normal, inverse = rms_norm(x, scale, 1e-5)
+    compare(device, rms_norm, x, scale, 1e-5)
+    compare(device, rms_norm_backward, dy, normal, inverse, scale)
+    compare(device, rms_norm_backward_scale, dy, normal)
 
 
 def test_layer_norm_far_from_zero(device):

@@ -27,8 +27,12 @@ from test_cuda_kernels import (  # noqa: F401 (they are run here again, on anoth
     test_cross_entropy,
     test_cross_entropy_of_masked_tokens_and_large_logits,
     test_cross_entropy_of_targets_that_are_another_rank_s,
+    test_gates,
+    test_gates_far_out,
     test_layer_norm,
     test_momentum_sgd,
+    test_rms_norm,
+    test_rotary_positions,
 )
 from test_cuda_launches import fused_functions
 
@@ -202,6 +206,11 @@ def misfits():
         "layer_norm": (x, row[:5], row, 1e-5),
         "layer_norm_backward": (x, x[:3], rows, row),
         "layer_norm_backward_parameters": (x, x[:3]),
+        "rms_norm": (x, row[:5], 1e-5),
+        "rms_norm_backward": (x, x[:3], rows, row),
+        "rms_norm_backward_scale": (x, x[:3]),
+        "silu_gate": (x, row[:5]),
+        "rotate": (block, (block[:, :3, :2], block[:, :, :2]), True),
         "softmax_backward": (block, other, block[:, :1]),
         "exponentiate": (x.copy(), rows[:3, None]),
         "scores_of_targets": (x, targets, rows),

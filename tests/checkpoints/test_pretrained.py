@@ -18,8 +18,10 @@ from spmd_engine.engine.composition import Composition, ModelConfig, build_engin
 from spmd_engine.errors import UsageError
 from spmd_engine.formats.safetensors_file import read_safetensors
 from spmd_engine.formats.tensor import PlainTensor
+from spmd_engine.layers import RotaryOptions
 from spmd_engine.models.huggingface_config import shape_of_config
 from spmd_engine.models.huggingface_written import config_of_shape
+from spmd_engine.models.mixture import Mixture
 from spmd_engine.models.shape_at import shape_at
 
 FOLDERS = Path(__file__).parents[1] / "golden" / "decoders"
@@ -246,3 +248,31 @@ def test_no_safetensors_file_at_all(folder, content):
 def test_a_config_written_is_the_one_that_was_read(family):
     shape = shape_at(FOLDERS / family)
     assert shape_of_config(config_of_shape(shape), "written") == shape
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "said"),
+    [
+        ("gemma", {"activation": "silu"}, "a gemma has no words for activation 'silu'"),
+        ("gemma", {"embedding_scale": 1.0}, "a gemma has no words for embedding_scale 1.0"),
+        ("gemma3", {"norms": "before"}, "a gemma3-text has no words for norms 'before'"),
+        ("gemma3", {"attention_scale": 0.0}, "a gemma3-text has no words for attention_scale 0.0"),
+        ("gemma3", {"attention_scale": 0.3}, r"for attention_scale 0.3: it is 1 / sqrt\(whole number\)"),
+        ("llama", {"query_key_norm": True}, "a llama has no words for query_key_norm True"),
+        ("llama", {"bias": True, "output_bias": False}, "a llama has no words for output_bias False"),
+        ("llama", {"mixture": Mixture()}, "a llama has no words for mixture"),
+        ("mixtral", {"mixture": None}, "a mixtral has no words for mixture None"),
+        ("llama", {"rotary": RotaryOptions(part=0.5)}, "a llama has no words for rotary"),
+    ],
+    ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
+)
+def test_what_a_config_cannot_say_is_not_left_out(family, values, said):
+    shape = shape_at(FOLDERS / family).changed(**values)
+    with pytest.raises(UsageError, match=said):
+        config_of_shape(shape)
+
+
+def test_a_head_s_width_that_follows_from_the_model_s_is_written():
+    shape = shape_at(FOLDERS / "gemma3").changed(width=36, heads=4, key_value_heads=2, head_width=None)
+    config = config_of_shape(shape.changed(attention_scale=None, embedding_scale=6.0))
+    assert (config["head_dim"], config["query_pre_attn_scalar"]) == (9, 9)

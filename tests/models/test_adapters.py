@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -18,17 +19,23 @@ from spmd_engine.engine import AdamW
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.composition import Composition, ModelConfig, build_engine
 from spmd_engine.errors import UsageError
-from spmd_engine.models import DecoderShape
+from spmd_engine.layers.router_options import RouterOptions
+from spmd_engine.models import DecoderShape, Mixture
 from spmd_engine.models.adapters import LoRAOptions
 
 SHAPE = DecoderShape(
     family="qwen3", layers=2, width=12, heads=6, key_value_heads=2, head_width=4, hidden=10, vocabulary=13,
     query_key_norm=True, context=16,
 )  # fmt: skip
+GPT2 = DecoderShape(family="gpt2", layers=2, width=12, heads=3, hidden=10, vocabulary=13, context=16)
+EXPERTS = DecoderShape(
+    family="qwen3-moe", layers=2, width=12, heads=6, key_value_heads=2, hidden=10, vocabulary=13, query_key_norm=True,
+    context=16, mixture=Mixture(experts=5, hidden=7, dense="1", router=RouterOptions(top_k=2)),
+)  # fmt: skip
 OPTIONS = LoRAOptions(rank=3, alpha=4.5)
 TOKENS = np.random.default_rng(0).integers(0, 13, (2, 4, 16))
 SIDES = {"query": ("d", "hrk"), "key": ("d", "hk"), "value": ("d", "hk"), "output": ("hrk", "d"),
-         "gate": ("d", "f"), "up": ("d", "f"), "down": ("f", "d")}  # fmt: skip
+         "gate": ("d", "f"), "up": ("d", "f"), "down": ("f", "d"), "w0": ("d", "f"), "w1": ("f", "d")}  # fmt: skip
 MESHES = [
     ({"data": 1}, {}),
     ({"model": 2}, {"sequence_parallel": True}),
@@ -46,7 +53,7 @@ def values(engine, names):
         for name in names
     }
     found["head/table"] = found["embedding/table"]  # tied
-    return found
+    return {name: each for name, each in found.items() if name in (*engine.names, *engine.buffer_names)}
 
 
 def engine_shape(engine, name):
@@ -54,12 +61,12 @@ def engine_shape(engine, name):
     return (described | {name: shape for name, (_, shape) in engine.model.buffers()})[name]
 
 
-def two_steps(axes, composition):
+def two_steps(axes, composition, shape=SHAPE):
     """Gradients of the first step, and losses and adapters after two; then the frozen weights."""
 
     def program():
         with Mesh(**axes) as mesh:
-            config = ModelConfig(name="adapted", shape=SHAPE, dtype="float64", lora=OPTIONS)
+            config = ModelConfig(name="adapted", shape=shape, dtype="float64", lora=OPTIONS)
             engine = build_engine(config, mesh, Composition(mesh=axes, **composition))
             assert all("_lora_" in name for name in engine.names)
             whole = values(engine, [*engine.names, *engine.buffer_names])
@@ -77,16 +84,26 @@ def two_steps(axes, composition):
     return run(program, tiny.ranks_of(axes))[0]
 
 
-@pytest.fixture(scope="module")
-def alone():
-    return two_steps({"data": 1}, {})
+@cache
+def alone(shape=SHAPE):
+    return two_steps({"data": 1}, {}, shape)
 
 
-@pytest.mark.parametrize(("axes", "composition"), MESHES[1:], ids=lambda each: str(each) if each else "")
-def test_every_mesh_computes_the_same(alone, axes, composition):
-    losses, gradients, adapters, frozen, whole = two_steps(axes, composition)
-    np.testing.assert_allclose(losses, alone[0], rtol=1e-12)
-    for found, expected in ((gradients, alone[1]), (adapters, alone[2])):
+@pytest.mark.parametrize(
+    ("axes", "composition", "shape"),
+    [
+        *((*each, SHAPE) for each in MESHES[1:]),
+        ({"model": 2, "data": 2}, {"zero": 3, "sequence_parallel": True}, GPT2),
+        ({"expert": 2, "model": 2}, {"zero": 1}, EXPERTS),
+        ({"pipe": 2, "expert": 3}, {"recompute": "block"}, EXPERTS),
+    ],
+    ids=lambda each: each.family if isinstance(each, DecoderShape) else str(each) if each else "",
+)
+def test_every_mesh_computes_the_same(axes, composition, shape):
+    losses, gradients, adapters, frozen, whole = two_steps(axes, composition, shape)
+    expected_losses, *found_alone, _, _ = alone(shape)
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-12)
+    for found, expected in zip((gradients, adapters), found_alone):
         assert found.keys() == expected.keys()
         for name in expected:
             np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=1e-10, err_msg=name)
@@ -94,61 +111,76 @@ def test_every_mesh_computes_the_same(alone, axes, composition):
         np.testing.assert_array_equal(frozen[name], whole[name])
 
 
-def test_gradients_are_those_of_all_weights_projected(alone):
-    """Of the merged model's gradient dw, da = scale dw bᵀ and db = scale aᵀ dw."""
-    _, gradients, _, _, whole = alone
-    engine = build_engine(ModelConfig(name="merged", shape=SHAPE, dtype="float64"), Mesh())
-    merged = dict(whole)
-    for name in engine.names:
-        own = name.rpartition("/")[2]
-        if own in SIDES:
-            into, out = SIDES[own]
-            product = np.einsum(f"{into}q,q{out}->{into}{out}", whole[name + "_lora_a"], whole[name + "_lora_b"])
-            merged[name] = whole[name] + 1.5 * product
+@pytest.mark.parametrize("shape", [SHAPE, GPT2, EXPERTS], ids=lambda shape: shape.family)
+def test_gradients_are_those_of_all_weights_projected(shape):
+    """Of the merged model's gradient dw, da = scale dw bᵀ, summed over those who share a, and db = scale aᵀ dw."""
+    _, gradients, _, _, whole = alone(shape)
+    engine = build_engine(ModelConfig(name="merged", shape=shape, dtype="float64"), Mesh())
+    merged, names_of_a = dict(whole), OPTIONS.names_of_a(shape.family)
+    adapted = [name for name in engine.names if f"{name}_lora_b" in whole]
+    letters = {"hrk": "hk", "hk": "hk"} if shape is GPT2 else {}
+    sides = {own: [letters.get(each, each) for each in pair] for own, pair in SIDES.items()}
+    for name in adapted:
+        layer, _, own = name.rpartition("/")
+        into, out = sides[own]
+        a, b = whole[f"{layer}/{names_of_a[own]}"], whole[name + "_lora_b"]
+        merged[name] = whole[name] + 1.5 * np.einsum(f"{into}q,q{out}->{into}{out}", a, b)
     engine.load_checkpoint(merged)
     engine.step(batch_of(*TOKENS, engine))
-    full = engine.named(engine.gradients)
-    compared = 0
-    for name in engine.names:
-        own = name.rpartition("/")[2]
-        if own not in SIDES:
-            continue
-        into, out = SIDES[own]
-        a, b, dw = whole[name + "_lora_a"], whole[name + "_lora_b"], full[name]
+    full, expected = engine.named(engine.gradients), {}
+    for name in adapted:
+        layer, _, own = name.rpartition("/")
+        (into, out), name_of_a = sides[own], f"{layer}/{names_of_a[own]}"
+        a, b, dw = whole[name_of_a], whole[name + "_lora_b"], full[name]
         da = 1.5 * np.einsum(f"{into}{out},q{out}->{into}q", dw, b)
-        db = 1.5 * np.einsum(f"{into}q,{into}{out}->q{out}", a, dw)
-        np.testing.assert_allclose(gradients[name + "_lora_a"], da, rtol=0, atol=1e-13)
-        np.testing.assert_allclose(gradients[name + "_lora_b"], db, rtol=0, atol=1e-13)
-        compared += 1
-    assert compared == 14
+        expected[name_of_a] = expected.get(name_of_a, 0) + da
+        expected[name + "_lora_b"] = 1.5 * np.einsum(f"{into}q,{into}{out}->q{out}", a, dw)
+    assert expected.keys() == gradients.keys()
+    assert len(expected) == {"qwen3": 28, "gpt2": 20, "qwen3-moe": 16}[shape.family]
+    for name, each in expected.items():
+        np.testing.assert_allclose(gradients[name], each, rtol=0, atol=1e-13, err_msg=name)
 
 
-def test_what_has_no_adapters_is_refused():
-    with pytest.raises(UsageError, match="'w0' has no adapter here; those that can are q_proj"):
-        LoRAOptions(targets="w0")
-    for name, said in (("mixtral-nano", "block0/moe has experts"), ("gpt-nano", "LoRA is for Llama's kin")):
-        with pytest.raises(UsageError, match=said):
-            ModelConfig(name, lora=OPTIONS).build(Composition())
+@pytest.mark.parametrize(
+    ("name", "targets", "said"),
+    [
+        ("llama-nano", "w0", "'w0' of a llama has no adapter here; those that can are q_proj"),
+        ("mixtral-nano", "q_proj,up_proj", "'up_proj' of a mixtral has no adapter here; those that can are q_proj, "),
+        ("gpt-nano", "q_proj", "'q_proj' of a gpt2 has no adapter here; those that can are c_attn, c_fc, c_proj"),
+        ("mlp", None, "mlp has no adapters"),
+    ],
+)
+def test_what_has_no_adapters_is_refused(name, targets, said):
+    with pytest.raises(UsageError, match=said):
+        ModelConfig(name, lora=LoRAOptions(targets=targets)).build(Composition())
 
 
 # --- PEFT's files
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "adapter"
-BASE = Path(__file__).parents[1] / "golden" / "decoders" / "llama"
+ADAPTERS = Path(__file__).parents[1] / "golden" / "adapter"
+BASES = Path(__file__).parents[1] / "golden" / "decoders"
+GOLDEN, BASE = ADAPTERS / "llama", BASES / "llama"
 
 
 @pytest.mark.parametrize(
-    ("axes", "composition"),
-    [({"data": 1}, {}), ({"model": 3}, {}), ({"pipe": 2, "data": 2}, {"zero": 3})],
+    ("family", "axes", "composition"),
+    [
+        ("llama", {"data": 1}, {}),
+        ("llama", {"pipe": 2, "data": 2}, {"zero": 3}),
+        ("gpt2", {"model": 2}, {}),
+        ("phi3", {"model": 3}, {}),
+        ("qwen3_moe", {"expert": 2, "model": 2}, {}),
+    ],
     ids=lambda each: str(each) if each else "",
 )
-def test_what_peft_wrote_and_what_is_written_for_it(axes, composition, tmp_path):
+def test_what_peft_wrote_and_what_is_written_for_it(family, axes, composition, tmp_path):
     """scripts/make_golden_adapter.py made the adapter, and the logits of the model with it."""
-    expected = dict(np.load(GOLDEN / "reference.npz"))
+    golden, base = ADAPTERS / family, BASES / family
+    expected = dict(np.load(golden / "reference.npz"))
 
     def program():
         with Mesh(**axes) as mesh:
-            config = with_shape(ModelConfig(str(BASE), dtype="float64", adapter=str(GOLDEN)), mesh.group())
+            config = with_shape(ModelConfig(str(base), dtype="float64", adapter=str(golden)), mesh.group())
             engine, _ = open_pretrained(config, mesh, Composition(mesh=axes, **composition))
             with engine.inference():
                 y = engine.forward(expected["tokens"][engine.batch_span(2)])
@@ -162,11 +194,11 @@ def test_what_peft_wrote_and_what_is_written_for_it(axes, composition, tmp_path)
     for logits in run(program, tiny.ranks_of(axes)):
         if logits is not None:
             np.testing.assert_allclose(logits, expected["logits"], rtol=0, atol=1e-10)
-    found, original = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "peft", GOLDEN))
+    found, original = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "peft", golden))
     assert found.keys() == original.keys()
     for name in original:
         np.testing.assert_array_equal(found[name], original[name], err_msg=name)
-    assert adapter_options(tmp_path / "peft") == adapter_options(GOLDEN)
+    assert adapter_options(tmp_path / "peft") == adapter_options(golden)
     engine, _ = open_pretrained(ModelConfig(str(tmp_path / "merged"), dtype="float64"), Mesh())
     with engine.inference():
         np.testing.assert_allclose(engine.forward(expected["tokens"]), expected["logits"], rtol=0, atol=1e-10)
@@ -177,8 +209,8 @@ def test_what_peft_wrote_and_what_is_written_for_it(axes, composition, tmp_path)
     [
         ({"peft_type": "IA3"}, "peft_type 'IA3' is not known here"),
         ({"use_dora": True}, "use_dora is True, a feature that is not known here"),
-        ({"target_modules": ["q_proj", "lm_head"]}, "'lm_head' has no adapter here"),
-        ({"r": 4}, r"lora_A.weight is \[3, 12\], but the model's configuration says \[4, 12\]"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "'lm_head' of a llama has no adapter here"),
+        ({"r": 4}, r"lora_A.weight is \[3, \d+\], but the model's configuration says \[4, "),
         ({"target_modules": ["q_proj"]}, "nothing of a llama with these adapters is called"),
     ],
     ids=str,

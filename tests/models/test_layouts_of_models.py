@@ -4,11 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from spmd_engine.comm.mesh_position import MeshPosition
 from spmd_engine.errors import MeshError, UsageError
 from spmd_engine.layers import LayerNorm, Residual
 from spmd_engine.layers.ring_attention import RingAttention
 from spmd_engine.models import GPTSize, Model, gpt, mlp
-from spmd_engine.models.layouts import layout_for
+from spmd_engine.models.layouts import layout_for, note_of_shared_keys, with_queries_apart
 from spmd_engine.sharding import Layout
 
 
@@ -37,6 +38,36 @@ def test_what_the_model_axis_cuts(heads, key_value_heads, ranks, letter):
     layout = layout_for(model_of(heads, key_value_heads), mesh_of(data=2, model=ranks))
     assert layout == Layout.for_mesh(mesh_of(data=2, model=ranks), queries_cut=letter == "r")
     assert layout.axes(letter) == layout.axes("f") == ("model",)
+
+
+@pytest.mark.parametrize(
+    "heads, key_value_heads, ranks, apart",
+    [
+        (6, None, 8, None),  # no queries share a head
+        (12, 4, 4, None),  # a key head for every rank
+        (12, 2, 4, (2, 2)),
+        (12, 2, 8, (2, 4)),
+        (12, 3, 6, (3, 2)),
+        (12, 3, 8, (4, 2)),
+        (12, 1, 2, None),  # every rank needs the only one
+    ],
+)
+def test_key_heads_that_no_query_reads_need_not_be_computed(heads, key_value_heads, ranks, apart):
+    model, axes = model_of(heads, key_value_heads), {"data": 2, "model": ranks, "pipe": 1}
+    found = with_queries_apart(model, axes)
+    if apart is None:
+        assert found == axes and note_of_shared_keys(model, axes) is None
+        return
+    assert list(found.items()) == [("data", 2), ("model", apart[0]), ("queries", apart[1]), ("pipe", 1)]
+    assert f"--mesh {MeshPosition(found, {})} it computes" in note_of_shared_keys(model, axes)
+    layout = layout_for(model, mesh_of(**found))
+    assert (layout.axes("h"), layout.axes("r")) == (("model",), ("queries",))
+    assert layout.axes("f") == layout.axes("v") == ("model", "queries")
+
+
+def test_queries_of_a_model_that_shares_no_keys_are_not_cut():
+    with pytest.raises(MeshError, match=r"axis 'queries' cuts those that share a key head, of which \w+ has none"):
+        layout_for(model_of(6), mesh_of(queries=2))
 
 
 def test_options_reach_the_layout():

@@ -61,7 +61,7 @@ def test_queries_may_be_cut_instead_of_key_heads():
 
 
 def test_an_axis_without_a_custom():
-    names = "data, replicate, shard, expert, model, row, col, context or pipe"
+    names = "data, replicate, shard, expert, model, queries, row, col, context or pipe"
     with pytest.raises(MeshError, match=f"no customary layout for axis 'rows'; name it {names}, or pass"):
         layout_of("data", "rows")
 

@@ -1,0 +1,140 @@
+"""Every family of models through every command, on 1, 2 and 4 ranks, and what is exported through transformers.
+
+    python scripts/check_families.py --peer-python PATH/TO/python        # one that has torch and transformers
+    python scripts/check_families.py --only gemma3,qwen3_moe --ranks 4
+
+The configurations are those of `tests/golden/decoders`, with 300 tokens and weights that are drawn here. Of each a
+folder is written, with a tokenizer, and then inspected, planned, trained for three steps, verified, asked for text, and
+the run exported. What transformers computes in float32 with that export must be what `infer` computes with the run, to
+1e-5 of the largest logit, beyond the windows and over more positions than 64.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+import numpy as np
+import tokenizers
+
+from spmd_engine import Mesh
+from spmd_engine.checkpoints.export_huggingface import export_huggingface
+from spmd_engine.checkpoints.read import Sliceable
+from spmd_engine.cli.bench.launch import mpiexec
+from spmd_engine.engine.composition import ModelConfig, build_engine
+from spmd_engine.models.huggingface_config import shape_of_config
+
+FOLDERS = Path(__file__).resolve().parent.parent / "tests" / "golden" / "decoders"
+FAMILIES = sorted(path.name for path in FOLDERS.iterdir())
+MESHES = {1: "data=1", 2: "model=2", 4: "pipe=2,model=2"}
+OF_EXPERTS = {1: "data=1", 2: "expert=2", 4: "expert=2,model=2"}
+VOCABULARY, LENGTH = 300, 72
+PEER = """
+import sys, numpy, torch, transformers
+torch.set_num_threads(1)
+for folder in sys.argv[2:]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = model(torch.from_numpy(numpy.load(sys.argv[1])), use_cache=False).logits
+    numpy.save(folder + "/logits.npy", logits.numpy())
+"""
+
+
+def write_model(family, folder):
+    """A folder with the configuration of that family, and drawn weights."""
+    config = json.loads((FOLDERS / family / "config.json").read_text()) | {"vocab_size": VOCABULARY}
+    shape = shape_of_config({name: each for name, each in config.items() if not name.endswith("_token_id")}, family)
+    random = np.random.default_rng(0)
+    with Mesh() as mesh:
+        engine = build_engine(ModelConfig(family, shape=shape), mesh)
+        arrays = {}
+        for name in engine.names:
+            drawn = random.standard_normal(engine.global_shape(name)) * 0.2
+            arrays[name] = (drawn + name.endswith(("scale", "_norm"))).astype(np.float32)
+    folder.mkdir()
+    tokenizer().save(str(folder / "tokenizer.json"))
+    export_huggingface({n: Sliceable(a.shape, a.dtype, a.__getitem__) for n, a in arrays.items()}, shape, folder)
+
+
+def tokenizer():
+    """Of bytes, and pairs of them that this file has often."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer, made.decoder = tokenizers.pre_tokenizers.ByteLevel(), tokenizers.decoders.ByteLevel()
+    letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=VOCABULARY, initial_alphabet=letters, show_progress=False)
+    made.train_from_iterator([Path(__file__).read_text()], trainer)
+    return made
+
+
+def call(here, ranks, *arguments):
+    """A command of the package on so many ranks."""
+    command = [sys.executable, "-m", "spmd_engine", *map(str, arguments)]
+    command = [*([mpiexec(), "-n", str(ranks)] if ranks > 1 else []), *command]
+    done = subprocess.run(
+        command, cwd=here, capture_output=True, text=True, check=False, timeout=600, env=os.environ | {"SPMD_FAST": "0"}
+    )
+    if done.returncode:
+        raise click.ClickException(f"{' '.join(map(str, arguments))} on {ranks} ranks:\n{done.stdout}{done.stderr}")
+
+
+def all_commands(here, family, ranks):
+    """What a user would do with such a folder; the last is the export."""
+    model, run, out = here / family, f"runs/{family}-{ranks}", here / f"{family}-{ranks}"
+    mesh = ("--mesh", (OF_EXPERTS if family in ("mixtral", "qwen3_moe") else MESHES)[ranks])
+    if ranks > 1:
+        call(here, 1, "inspect", "--model", model, *mesh)
+        call(here, 1, "plan", "--model", model, "--ranks", ranks, "--batch-size", 4, "--seconds", 1)
+    options = ("--batch-size", 4, "--length", LENGTH, "--data", here / "corpus.tokens", "--seed", 3)
+    call(here, ranks, "train", "--model", model, *mesh, *options, "--steps", 3, "--eval-samples", 4, "--run", run)
+    call(here, ranks, "verify", "--model", model, *mesh, "--batch-size", 4, "--steps", 1)
+    source = ("--model", model) if ranks == 2 else ("--run", run)
+    call(here, ranks, "generate", *source, *mesh, "--prompt", "abc", "--tokens", 5)
+    call(here, ranks, "infer", "--run", run, *mesh, "--input", here / "tokens.npy", "--output", f"{out}.npy")
+    call(here, ranks, "checkpoint", "export", run, out, "--format", "huggingface")
+    return out
+
+
+@click.command(help=__doc__.splitlines()[0])
+@click.option("--peer-python", help="A Python that has torch and transformers; without it, commands are tried alone.")
+@click.option("--only", default=",".join(FAMILIES), show_default=True, help="Families, with commas.")
+@click.option("--ranks", default="1,2,4", show_default=True)
+def main(peer_python, only, ranks):
+    failed = False
+    with tempfile.TemporaryDirectory() as temporary:
+        here = Path(temporary)
+        (here / "text.txt").write_text(Path(__file__).read_text() * 3)
+        tokens = np.random.default_rng(1).integers(0, VOCABULARY, (2, LENGTH))
+        np.save(here / "tokens.npy", tokens)
+        outs = []
+        for family in only.split(","):
+            write_model(family, here / family)
+            if not (here / "corpus.tokens").exists():
+                encoded = "--tokenizer", here / family, "--output", here / "corpus.tokens"
+                call(here, 1, "data", "prepare", here / "text.txt", *encoded)
+            for count in map(int, ranks.split(",")):
+                try:
+                    outs.append(all_commands(here, family, count))
+                except click.ClickException as error:
+                    failed = True
+                    print(f"{family}: {error.message}", flush=True)
+                else:
+                    print(f"{outs[-1].name}: all commands", flush=True)
+        if peer_python:
+            environment = {name: each for name, each in os.environ.items() if name != "PYTHONPATH"}
+            done = subprocess.run([peer_python, "-c", PEER, here / "tokens.npy", *outs], env=environment, check=False)
+            failed |= done.returncode != 0
+            for out in outs:
+                if not (out / "logits.npy").is_file():
+                    continue
+                expected, found = np.load(out / "logits.npy"), np.load(f"{out}.npy")
+                off = abs(found - expected).max() / abs(expected).max()
+                failed |= off > 1e-5
+                print(f"{out.name}: {off:.1e} off transformers" + (" TOO MUCH" if off > 1e-5 else ""))
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
