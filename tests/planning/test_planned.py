@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from spmd_engine.cli.plan.compare import _training
+from spmd_engine.cli.plan.compare import steps_of
 from spmd_engine.engine.composition import Composition, ModelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models.names import build_model
@@ -101,7 +101,7 @@ def test_what_follows_the_last_step_is_no_part_of_it():
     names = ["a forward", "a backward (weights)", "all_gather over data (parameters)"]
     step = [event(name, ts) for ts, name in enumerate(names)]
     after = [event("all_gather over data (metrics)", 3), event("a forward", 4), event("all_reduce over data (loss)", 5)]
-    assert _training({"traceEvents": [*step, *after]})["traceEvents"] == step
+    assert steps_of({"traceEvents": [*step, *after]})["traceEvents"] == step
 
 
 @pytest.mark.parametrize(
