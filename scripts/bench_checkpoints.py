@@ -24,6 +24,7 @@ from spmd_engine import Mesh
 from spmd_engine.checkpoints import CheckpointFolder, load_checkpoint, save_checkpoint
 from spmd_engine.comm.agreement import text_from_rank_zero
 from spmd_engine.comm.group import Group
+from spmd_engine.comm.mesh import parse_axes
 from spmd_engine.engine import AdamW, LayeredEngine
 from spmd_engine.engine.assignment import Storage
 from spmd_engine.models.names import build_model
@@ -66,7 +67,7 @@ def main() -> None:
     parser.add_argument("--zero", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=5)
     asked = parser.parse_args()
-    axes = {name: int(size) for name, size in (each.split("=") for each in asked.mesh.split(",") if each)}
+    axes = parse_axes(asked.mesh) if asked.mesh else {}
     with Mesh(**axes) as mesh:
         world = mesh.group()
         engine, optimizer = LayeredEngine(build_model(asked.model), mesh, storage=Storage(asked.zero)), AdamW()

@@ -13,12 +13,12 @@ import shutil
 import statistics
 import tempfile
 from collections.abc import Callable
-from time import perf_counter, process_time
 
-import numpy as np
+from bench_checkpoints import timed
 
 from spmd_engine import Mesh
 from spmd_engine.checkpoints import load_checkpoint, save_checkpoint
+from spmd_engine.comm.agreement import text_from_rank_zero
 from spmd_engine.engine import AdamW, LayeredEngine
 from spmd_engine.engine.assignment import Storage
 from spmd_engine.models.names import build_model
@@ -63,7 +63,7 @@ def through_rank_zero(engine: LayeredEngine, optimizer: AdamW, mesh: Mesh, zero:
 
 
 def through_checkpoint(engine: LayeredEngine, optimizer: AdamW, mesh: Mesh, zero: int) -> None:
-    folder = engine.group().broadcast(np.frombuffer(tempfile.mkdtemp().encode(), np.uint8)).tobytes().decode()
+    folder = text_from_rank_zero(engine.group(), tempfile.mkdtemp)
     save_checkpoint(folder, engine, optimizer)
     load_checkpoint(folder, Engine(engine.model, mesh, storage=Storage(zero)), AdamW())
     engine.group().barrier()
@@ -74,20 +74,13 @@ def through_checkpoint(engine: LayeredEngine, optimizer: AdamW, mesh: Mesh, zero
 HOWS = {"in memory": in_memory, "through rank 0": through_rank_zero, "through a checkpoint": through_checkpoint}
 
 
-def timed(how: Callable, way: tuple, model: str) -> tuple[float, float]:
+def moved(how: Callable, way: tuple, model: str) -> tuple[float, float]:
     """Wall seconds until all ranks are done, and CPU seconds of all of them."""
     axes, zero, others, new_zero = way
     with Mesh(**axes) as mesh, Mesh(**others) as other:
         engine, optimizer = Engine(build_model(model), mesh, storage=Storage(zero)), AdamW()
         optimizer.prepare(engine)
-        world = mesh.group()
-        world.barrier()
-        begun = perf_counter(), process_time()
-        how(engine, optimizer, other, new_zero)
-        mine = process_time() - begun[1]
-        world.barrier()
-        wall = perf_counter() - begun[0]
-        return wall, float(world.all_reduce(np.array(mine)))
+        return timed(mesh.group(), lambda: how(engine, optimizer, other, new_zero))
 
 
 def main() -> None:
@@ -101,7 +94,7 @@ def main() -> None:
     for name, way in WAYS.items():
         if asked.way not in (None, name):
             continue
-        rounds = [{how: timed(do, way, asked.model) for how, do in HOWS.items()} for _ in range(asked.rounds + 1)][1:]
+        rounds = [{how: moved(do, way, asked.model) for how, do in HOWS.items()} for _ in range(asked.rounds + 1)][1:]
         if rank == 0:
             print(name)
         for how in HOWS:

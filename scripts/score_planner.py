@@ -374,8 +374,6 @@ def score_h200(rows: Sequence[Row], _: argparse.Namespace) -> None:
     runs.sort(key=lambda each: each[0])
     few = max(4, len(runs) // 3)
     score_runs("steps", [run for _, run in runs[:few]], [run for _, run in runs[few:]])
-
-
     score_h200_memory(rows, sizes)
 
 

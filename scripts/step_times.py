@@ -25,9 +25,11 @@ from time import perf_counter
 import numpy as np
 
 from spmd_engine import Mesh
+from spmd_engine.cli.bench.launch import start_ranks
 from spmd_engine.comm.mesh import parse_axes
 from spmd_engine.engine import AdamW
 from spmd_engine.engine.composition import Composition, ModelConfig, build_engine
+from spmd_engine.errors import UsageError
 from spmd_engine.planning.foresight import look
 from spmd_engine.planning.machine_file import read_machine
 from spmd_engine.planning.samples import foretold_batch
@@ -107,12 +109,12 @@ def measure(name: str, seconds: float) -> float:
 def launched(name: str, seconds: float) -> float | None:
     """The same, in ranks of its own; None if they failed."""
     ranks = prod(parse_axes(named()[name][1]).values())
-    command = ["mpiexec", "-n", str(ranks), sys.executable, __file__, "--worker", name, "--seconds", str(seconds)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        print(f"{name}: failed: {(done.stderr.strip() or 'no word').splitlines()[-1]}", flush=True)
+    try:
+        said = start_ranks(ranks, [__file__, "--worker", name, "--seconds", str(seconds)])
+    except UsageError as error:
+        print(f"{name}: {error}", flush=True)
         return None
-    return float(json.loads(done.stdout.splitlines()[-1]))
+    return float(json.loads(said.splitlines()[-1]))
 
 
 def predicted(name: str, machine_file: Path) -> float:

@@ -10,13 +10,12 @@ and compared with the bytes that are foretold of its arrays plus what it had bef
 from __future__ import annotations
 
 import argparse
-import re
 import time
-from pathlib import Path
 
 import numpy as np
 
 from spmd_engine import Mesh
+from spmd_engine.cli.bench.steps import held_bytes
 from spmd_engine.comm.world import world
 from spmd_engine.engine import AdamW, LayeredEngine
 from spmd_engine.engine.composition import Composition, composed_layout
@@ -24,12 +23,6 @@ from spmd_engine.models import GPTSize, gpt
 from spmd_engine.planning import analyze
 from spmd_engine.planning.samples import foretold_batch
 from spmd_engine.training import Trainer
-
-
-def proportional_bytes() -> int:
-    """Memory of this process, of shared pages its part."""
-    text = Path("/proc/self/smaps_rollup").read_text()
-    return 1024 * int(re.search(r"^Pss:\s+(\d+) kB", text, re.MULTILINE)[1])
 
 
 def main() -> None:
@@ -50,7 +43,7 @@ def main() -> None:
             say(f"foretold: {max(peak) / 2**30:.2f} GiB of arrays a rank, {sum(peak) / 2**30:.2f} GiB in all;", end=" ")
             say(f"{foretold.bytes_sent:,} bytes sent in a step", flush=True)
         mesh.barrier()
-        base = proportional_bytes()
+        base = held_bytes()
         layout = composed_layout(model, mesh, composition)
         engine = LayeredEngine(model, mesh, layout, **composition.how_on(mesh.axes))
         batch = foretold_batch(model, engine, batch_size, 1, None, engine.dtype, real=True)
@@ -61,7 +54,7 @@ def main() -> None:
             trainer.step()
             seconds = time.perf_counter() - began
             sent = sum(entry.sent for entry in mesh.ledger.entries.values())
-            used = mesh.all_gather(np.array([[sent, base, proportional_bytes()]], np.int64))
+            used = mesh.all_gather(np.array([[sent, base, held_bytes()]], np.int64))
             say(f"step {step + 1}: {seconds:.1f} s, {int(used[:, 0].sum()):,} bytes sent, ", end="")
             before, now = (used[:, column].sum() / 2**30 for column in (1, 2))
             say(f"{now:.2f} GiB in all ({before:.2f} before the model)", flush=True)

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 from spmd_engine.errors import UsageError
 
@@ -71,7 +72,8 @@ class Meter:
         self.notes: dict[str, None] = {}  #: what was assumed about values, in order
         self.work = Work()
         self.times = 1  #: how often the work counts that is done now
-        self._young: dict[int, Memory] = {}
+        #: what the phase under way has taken; held by nobody here, or it would not be given back before its end
+        self._young: WeakValueDictionary[int, Memory] = WeakValueDictionary()
         self._turn = 0
         self._count = 0
         self._top = Held(0, {}, 0)

@@ -116,11 +116,24 @@ class _Loops:
         groups, _, inside = w.shape[:3]
         b, p, q, o = outputs
         meter().product(groups, b * p * q, o, inside, 4)
+        self._hold_block(x, outputs, rows, columns, limit)
 
     def correlate_weights(self, x, dy, dw, rows, columns, limit) -> None:
         groups, _, inside = dw.shape[:3]
         b, p, q, f = dy.shape
         meter().product(groups, inside, f // groups, b * p * q, 4)
+        self._hold_block(x, dy.shape, rows, columns, limit, beside=dw.shape[3])
+
+    def _hold_block(self, x, outputs, rows, columns, limit, beside=0) -> None:
+        """For a while hold what ``fast_convolution`` works on at a time: some images, padded, and an index or two for
+        each of their patches; where there are ``beside`` columns of another matrix, these."""
+        _, _, q, _ = outputs
+        width = (q - 1) * columns[1] + (columns[0] - 1) * columns[2] + 1
+        row = width * x.shape[3]
+        samples, lines = self._constants._block.py_func(outputs, rows[1] * row + q * beside, limit)
+        height = (lines - 1) * rows[1] + (rows[0] - 1) * rows[2] + 1
+        indices = 8 * samples * lines * (1 if beside else 2 * q)
+        meter().allocate(4 * samples * (height * row + lines * q * beside) + indices)
 
 
 def _counted(*args: Any) -> None:

@@ -68,8 +68,9 @@ def planned_here(job: Job, given: Mapping[str, Any]) -> Job:
 
 def _plan(job: Job, ranks: int, given: Mapping[str, Any]) -> dict[str, Any]:
     """On rank 0: the composition as JSON."""
+    from spmd_engine.planning.answer import Request
     from spmd_engine.planning.machines_here import default_machine
-    from spmd_engine.planning.planned import Request, plan
+    from spmd_engine.planning.planned import plan
     from spmd_engine.units import readable_bytes, readable_seconds
 
     names = ("zero", "sequence_parallel", "schedule", "chunks", "recompute")

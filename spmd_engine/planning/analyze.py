@@ -179,7 +179,7 @@ def _shared_between_stages(
     if axes.get(PIPE, 1) == 1 or not any(layer.tied for _, layer in model.layers):
         return []
     schedule = composition.schedule_on(axes)
-    plan = assign(
+    assignment = assign(
         model,
         MeshPosition(dict(axes), dict.fromkeys(axes, 0)),
         layout,
@@ -188,4 +188,4 @@ def _shared_between_stages(
         stages=composition.division,
         chunks_per_stage=schedule.chunks,
     )
-    return shared_parts(plan.groups, axes)
+    return shared_parts(assignment.groups, axes)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from spmd_engine.planning.estimate import Estimate
-from spmd_engine.planning.goals import Constraints, Limits
+from spmd_engine.planning.goals import LIMITS, Constraints, Limits
 from spmd_engine.planning.lattice import SearchSpace
 from spmd_engine.planning.search import Planner
 
@@ -29,7 +29,7 @@ class Conflict:
 
     constraints: Sequence[str]
     ways: Sequence[WayOut]  #: the nearest first
-    nearest: Estimate | None  #: what comes closest to all limits, keeping all else
+    nearest: Estimate | None = None  #: what comes closest to all limits, keeping all else
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,13 @@ def conflict_of(planner: Planner, question: Question, seconds: float = 20.0) -> 
             smallest = found
             break
     ways = sorted(_ways(planner, question, smallest, each), key=lambda way: _far(way, question))
-    least = planner.search(
-        question.choices, replace(question.constraints, limits=Limits()), "memory", seconds=each, front=False, keep=1
-    )
-    return Conflict(smallest, ways, least.best[0] if least.best else None)
+    return Conflict(smallest, ways)
+
+
+def closest(planner: Planner, question: Question, seconds: float = 20.0) -> Sequence[Estimate]:
+    """What needs least memory of all that keeps to what is fixed, whatever the limits."""
+    unlimited = replace(question.constraints, limits=Limits())
+    return planner.search(question.choices, unlimited, "memory", seconds=seconds / 12, front=False).best
 
 
 def _all_names(question: Question) -> list[str]:
@@ -92,13 +95,7 @@ def _with(question: Question, kept: Sequence[str]) -> tuple[SearchSpace, Constra
         least = min(choices.batch_sizes)
         smaller = [least // n for n in MORE if least // n]
         choices = replace(choices, batch_sizes=sorted({*choices.batch_sizes, *smaller, 1}))
-    limits = Limits(
-        **{
-            name: getattr(constraints.limits, name)
-            for name in ("memory", "latency", "bandwidth", "compute")
-            if name in kept
-        }
-    )
+    limits = Limits(**{name: getattr(constraints.limits, name) for name in LIMITS if name in kept})
     fixed = {name: wanted for name, wanted in constraints.fixed.items() if name in kept}
     return choices, Constraints(limits, fixed)
 
@@ -125,13 +122,14 @@ def _ways(planner: Planner, question: Question, conflict: Sequence[str], seconds
             if any_way.best:
                 found = planner.search(changed, constraints, goal, seconds=seconds, front=False, keep=1)
                 best = found.best[0] if found.best else any_way.best[0]
-                yield WayOut(name, _instead(name, best, question), best)
+                yield WayOut(name, instead(name, best, question), best)
                 break
 
 
-def _instead(name: str, plan: Estimate, question: Question) -> str:
+def instead(name: str, plan: Estimate, question: Question) -> str:
+    """What a plan that gives up a constraint needs of it, in the place of what was asked for, as people read it."""
     limits = question.constraints.limits
-    if name in ("memory", "latency", "bandwidth", "compute"):
+    if name in LIMITS:
         need = replace(limits, **{name: 1.0}).measured(plan)[name]
         return f"{name} {limits.said(name, need)} instead of {limits.said(name)}"
     if name == "ranks":
@@ -144,7 +142,7 @@ def _instead(name: str, plan: Estimate, question: Question) -> str:
 def _far(way: WayOut, question: Question) -> float:
     """How much is given up: the nearest way first."""
     limits, plan = question.constraints.limits, way.plan
-    if way.gives_up in ("memory", "latency", "bandwidth", "compute"):
+    if way.gives_up in LIMITS:
         need = replace(limits, **{way.gives_up: 1.0}).measured(plan)[way.gives_up]
         return need / getattr(limits, way.gives_up)
     if way.gives_up == "ranks":

@@ -272,10 +272,9 @@ class Estimator:
         """
         if len(self.on.summed) == 1:
             return 0.0
-        travel, zero, worst = self.busy.travel, self.candidate.zero, 0.0
+        zero, worst = self.candidate.zero, 0.0
         times = {0: (0, 0, 1), 1: (1, 1, 0), 2: (1, self.m, 0), 3: (2 * self.m, self.m, 0)}[zero]
-        if zero == 0:
-            travel = self.setting.busy(self.layers, self.on.summed, 0).travel
+        travel = self.setting.travel(self.layers, self.on.stored if zero else self.on.summed)
         for stage, layers in enumerate(of_stage):
             gather, scatter, reduce = (travel.of_layers(name, layers, self.layers.owners) for name in OPERATIONS)
             copies = self._copies(self.layers.elements_of(layers)) if zero else 0.0

@@ -9,11 +9,11 @@ from typing import Any
 
 from spmd_engine.engine.assignment import assign
 from spmd_engine.models import layout_for
+from spmd_engine.planning.answer import STATES, Request
 from spmd_engine.planning.estimate import Estimate
 from spmd_engine.planning.foresight import Foresight, look_at
 from spmd_engine.planning.lattice import Candidate
 from spmd_engine.planning.meetings import place_of
-from spmd_engine.planning.planned import STATES, Request
 from spmd_engine.planning.search import Planner
 from spmd_engine.sharding.groups import ParameterGroup
 from spmd_engine.units import readable_bytes, readable_seconds

@@ -13,10 +13,10 @@ from spmd_engine.layers.gradients import GradientSums
 from spmd_engine.layers.layer import Layer
 from spmd_engine.planning.passes import (
     DY,
+    LayerAlone,
     LayerCall,
     LayerPass,
     PassCache,
-    Sandbox,
     X,
     Y,
     stand_ins,
@@ -36,22 +36,22 @@ class ForetoldEngine(LayeredEngine):
 
 @dataclass
 class Passes:
-    """What the layers of one rank's step have in common: the recorder, and pieces that are known already."""
+    """What the layers of one rank's step have in common: the recorder, and passes that are known already."""
 
     recorder: Recorder
     cache: PassCache
-    scope: Hashable  #: of this rank: what pieces depend on, beside the layer and its inputs
+    scope: Hashable  #: of this rank: what passes depend on, beside the layer and its inputs
     choose: str
     kinds: Mapping[str, Hashable]  #: of each layer: equal for equal ones
 
     def find(self, call: LayerCall, names: tuple[str, ...], more: Hashable, gradients: Any = None) -> LayerPass:
-        """The piece that is the last of these calls."""
+        """The pass that is the last of these calls."""
         key = self.scope, call.key, names, more
         with self.cache.lock:
-            if key not in self.cache.pieces:
-                sandbox = Sandbox(call, self.choose)
-                self.cache.pieces[key] = sandbox.piece(*names, gradients=gradients)
-            return self.cache.pieces[key]
+            if key not in self.cache.passes:
+                alone = LayerAlone(call, self.choose)
+                self.cache.passes[key] = alone.run(*names, gradients=gradients)
+            return self.cache.passes[key]
 
 
 class _Kept:
@@ -64,11 +64,11 @@ class _Kept:
         self.memory: Any = None
         self.arrays: Mapping[str, Any] = {}
 
-    def take(self, piece: LayerPass, meter: Any, arrays: Mapping[str, Any]) -> None:
-        """From now on, keep what this piece leaves."""
+    def take(self, layer_pass: LayerPass, meter: Any, arrays: Mapping[str, Any]) -> None:
+        """From now on, keep what this pass leaves."""
         self.memory = None
-        self.memory = meter.allocate(piece.kept)
-        self.arrays = {name: arrays[name] for name in piece.keeps if name in arrays}
+        self.memory = meter.allocate(layer_pass.kept)
+        self.arrays = {name: arrays[name] for name in layer_pass.keeps if name in arrays}
 
 
 class _Arriving(Pending):
@@ -112,12 +112,12 @@ class RecordedLayer(Layer):
         label = sh.label if sh.label in sh.layout.experts else LABEL
         key = self._passes.kinds[self._name], label, shapes
         call = LayerCall(self._layer, key, Shards(sh.mesh, sh.layout, label), stand_ins(p), ctx, (x.shape, x.dtype))
-        piece = self._passes.find(call, ("forward",), None)
+        layer_pass = self._passes.find(call, ("forward",), None)
         kept = _Kept(call, ctx.micro_batch)
-        self._recorder.repeat(piece, [])
-        y = ShapedArray(*piece.result, x.memory) if piece.same else ShapedArray.new(*piece.result)
-        kept.take(piece, self._recorder.meter, {X: x, Y: y})
-        return y, kept, *piece.extra
+        self._recorder.repeat(layer_pass, [])
+        y = ShapedArray(*layer_pass.result, x.memory) if layer_pass.same else ShapedArray.new(*layer_pass.result)
+        kept.take(layer_pass, self._recorder.meter, {X: x, Y: y})
+        return y, kept, *layer_pass.extra
 
     def backward_input(self, sh, p, saved, dy, *side):
         if not isinstance(saved, _Kept):
@@ -128,14 +128,14 @@ class RecordedLayer(Layer):
         kept = saved
         with self._recorder.phase(self._at(BACKWARD_INPUT, kept.micro_batch)):
             kept.call.side, kept.names = side, ("forward", "backward")
-            piece = self._passes.find(kept.call, kept.names, _plain(side))
-            kept.under_way = self._recorder.repeat(piece, [])
-            kept.take(piece, self._recorder.meter, {**kept.arrays, DY: dy})
-            if piece.under_way:
+            layer_pass = self._passes.find(kept.call, kept.names, _plain(side))
+            kept.under_way = self._recorder.repeat(layer_pass, [])
+            kept.take(layer_pass, self._recorder.meter, {**kept.arrays, DY: dy})
+            if layer_pass.under_way:
                 return _Arriving(self, kept), kept
-            if piece.same:
-                return ShapedArray(*piece.result, dy.memory), kept
-            return None if piece.result is None else ShapedArray.new(*piece.result), kept
+            if layer_pass.same:
+                return ShapedArray(*layer_pass.result, dy.memory), kept
+            return None if layer_pass.result is None else ShapedArray.new(*layer_pass.result), kept
 
     def backward_weight(self, sh, rest, g):
         if not isinstance(rest, _Kept):
@@ -147,10 +147,10 @@ class RecordedLayer(Layer):
         with self._recorder.phase(self._at(BACKWARD_WEIGHTS, kept.micro_batch)):
             kept.names += ("weights",)
             sums = GradientSums(stand_ins(g._arrays), g._full_names, {g._full_names[own] for own in first})
-            piece = self._passes.find(kept.call, kept.names, (first, _plain(kept.call.side)), sums)
-            kept.under_way = self._recorder.repeat(piece, kept.under_way)
-            kept.take(piece, self._recorder.meter, {})
-        for own in piece.touched:
+            layer_pass = self._passes.find(kept.call, kept.names, (first, _plain(kept.call.side)), sums)
+            kept.under_way = self._recorder.repeat(layer_pass, kept.under_way)
+            kept.take(layer_pass, self._recorder.meter, {})
+        for own in layer_pass.touched:
             g._untouched.discard(g._full_names[own])
 
     def arrived(self, kept: _Kept) -> ShapedArray:
@@ -160,10 +160,10 @@ class RecordedLayer(Layer):
         if "weights" in kept.names:
             sums = GradientSums(_flat(kept.call.p))
         with self._recorder.phase(self._at(BACKWARD_INPUT, kept.micro_batch)):  # it may begin something else
-            piece = self._passes.find(kept.call, kept.names, _plain(kept.call.side), sums)
-            kept.under_way = self._recorder.repeat(piece, kept.under_way)
-            kept.take(piece, self._recorder.meter, kept.arrays)
-            return ShapedArray.new(*piece.result)
+            layer_pass = self._passes.find(kept.call, kept.names, _plain(kept.call.side), sums)
+            kept.under_way = self._recorder.repeat(layer_pass, kept.under_way)
+            kept.take(layer_pass, self._recorder.meter, kept.arrays)
+            return ShapedArray.new(*layer_pass.result)
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

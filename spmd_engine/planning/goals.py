@@ -81,6 +81,9 @@ class Limits:
         return f"{readable_bytes(shown)}/s" if name == "bandwidth" else readable_seconds(shown)
 
 
+LIMITS = tuple(each.name for each in fields(Limits))
+
+
 @dataclass(frozen=True)
 class Constraints:
     """Limits, and choices that are fixed."""
@@ -96,7 +99,7 @@ class Constraints:
     @property
     def names(self) -> Sequence[str]:
         """Of all constraints that there are."""
-        return [each.name for each in fields(Limits) if getattr(self.limits, each.name) is not None] + list(self.fixed)
+        return [name for name in LIMITS if getattr(self.limits, name) is not None] + list(self.fixed)
 
     def said(self, name: str) -> str:
         """A constraint as people read it."""

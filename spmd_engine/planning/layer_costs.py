@@ -36,10 +36,6 @@ class LayerCosts:
     def all_forward(self) -> float:
         return self.forward + self.inside_forward
 
-    @property
-    def backward(self) -> float:
-        return self.backward_input + self.backward_weights + self.inside_backward
-
 
 def between(a: LayerCosts, b: LayerCosts, share: float) -> LayerCosts:
     """On the line from ``a`` to ``b``, at this share of the way; beyond them too, but never below 0."""
@@ -63,13 +59,13 @@ class CutLayers:
 
     def __init__(self, model: Model, costs: Sequence[LayerCosts], recompute: str) -> None:
         self.costs = costs
-        self.segments = segments(model, range(len(costs)), Recompute(recompute))
+        repeated = [
+            each.layers for each in segments(model, range(len(costs)), Recompute(recompute)) if each.recomputed
+        ]
         again = np.zeros(len(costs), bool)
-        for segment in self.segments:
-            if segment.recomputed:
-                again[segment.layers.start : segment.layers.stop] = True
-        self.again = again
-        self.later_repeated = [layer for each in self.segments if each.recomputed for layer in each.layers[1:]]
+        for layers in repeated:
+            again[layers.start : layers.stop] = True
+        self.later_repeated = [layer for layers in repeated for layer in layers[1:]]
         self.forward = np.array([each.all_forward for each in costs])
         self.back = np.array([each.backward_input + each.inside_backward for each in costs]) + again * self.forward
         self.weights = np.array([each.backward_weights for each in costs])
@@ -84,25 +80,23 @@ class CutLayers:
         self.output = np.array([float(each.output) for each in costs])
         saved = np.array([float(each.saved) for each in costs])
         self.kept = np.where(again, 0.0, saved)
-        for segment in self.segments:
-            if segment.recomputed and segment.layers.start > 0:
-                self.kept[segment.layers.start] = costs[segment.layers.start - 1].output
+        for layers in repeated:
+            if layers.start > 0:
+                self.kept[layers.start] = costs[layers.start - 1].output
         self.all_kept = float(self.kept.sum())
         self.kept_before = np.cumsum(self.kept) - self.kept
         above = np.array([float(max(each.above_forward, each.above_backward)) for each in costs])
         self.running = self.kept_before + self.kept + above
-        for segment in self.segments:
-            if segment.recomputed:
-                part = slice(segment.layers.start, segment.layers.stop)
-                self.running[part] += np.cumsum(saved[part])
+        for layers in repeated:
+            part = slice(layers.start, layers.stop)
+            self.running[part] += np.cumsum(saved[part])
         self.elements = np.array([float(each.parameters) for each in costs])
         self.own_elements = float(sum(each.parameters - each.tied for each in costs))
         #: elements that are gathered at once for a layer: of its whole segment where that is repeated
         self.gathered = self.elements.copy()
-        for segment in self.segments:
-            if segment.recomputed:
-                part = slice(segment.layers.start, segment.layers.stop)
-                self.gathered[part] = self.elements[part].sum()
+        for layers in repeated:
+            part = slice(layers.start, layers.stop)
+            self.gathered[part] = self.elements[part].sum()
         numbers = {name: number for number, (name, _) in enumerate(model.layers)}
         #: layer with a tied parameter -> the layer that has it
         self.owners = {

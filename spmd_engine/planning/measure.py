@@ -38,14 +38,11 @@ def measure_machine(mesh: Mesh, seconds: float = 20.0) -> Machine | None:
     inside, between, pairs = _links(mesh)
     if mesh.rank:
         return None
-    nodes = [
+    nodes = tuple(
         _node(node, [r for r, other in enumerate(mesh.nodes_by_rank) if other == node], ranks, speeds, memory, inside)
         for node in dict.fromkeys(mesh.nodes_by_rank)
-    ]
-    kinds: list[NodeKind] = []
-    for node in nodes:
-        kinds.append(node)
-    return Machine("here", tuple(kinds), between or inside, pairs, source="measured by calibrate")
+    )
+    return Machine("here", nodes, between or inside, pairs, source="measured by calibrate")
 
 
 def _node(name, members, ranks, speeds, memory, inside) -> NodeKind:

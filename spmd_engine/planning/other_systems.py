@@ -158,11 +158,13 @@ def memory_of(
         batch_size=micro_batch * micro_batches * axes.get("data", 1),
         micro_batches=micro_batches,
     )
-    found, data = [], axes.get("data", 1)
+    data = axes.get("data", 1)
+    state = sum(size / (data if zero >= CUT_FROM.get(name, 4) else 1) for name, size in system.state.items())
+    whole = _whole(system, zero) if data > 1 else 0.0
+    found = []
     for kind in analysis.classes:
-        state = sum(size / (data if zero >= CUT_FROM.get(name, 4) else 1) for name, size in system.state.items())
-        gathered = _largest_block(kind.step) * _whole(system, zero) if data > 1 else 0.0
         kept, most = _activations(kind.step)
+        gathered = _largest_block(kind.step) * whole
         found.append(SystemMemory(round(state * _parameters(kind.step)), kept, most, round(gathered)))
     return found
 

@@ -49,10 +49,10 @@ class LayerPass:
 
 
 class PassCache:
-    """Pieces by all that they depend on: one cache may serve many analyses."""
+    """Passes by all that they depend on: one cache may serve many analyses."""
 
     def __init__(self) -> None:
-        self.pieces: dict[Hashable, LayerPass] = {}
+        self.passes: dict[Hashable, LayerPass] = {}
         self.lock = RLock()
         self._numbers: dict[Hashable, int] = {}
         self._kinds: dict[int, tuple[Layer, int]] = {}  # by the layer's id; with it, so that this stays its own
@@ -71,7 +71,7 @@ class PassCache:
 
 @dataclass
 class LayerCall:
-    """A layer and what it is called with, by which its pieces are found."""
+    """A layer and what it is called with, by which its passes are found."""
 
     layer: Layer
     key: Hashable
@@ -82,15 +82,15 @@ class LayerCall:
     side: tuple = ()
 
 
-class Sandbox:
-    """Runs one layer's calls apart from the step, from the forward on, as far as the piece that is wanted."""
+class LayerAlone:
+    """Runs one layer's calls apart from the step, from the forward on, as far as the call that is wanted."""
 
     def __init__(self, call: LayerCall, choose: str) -> None:
         self._call, self._recorder = call, Recorder(Meter(choose))
         self._recorder.own_class = call.sh.mesh.recorder.own_class
         self._mark: tuple[int, int, int] = (0, 0, 0)
 
-    def piece(self, *names: Any, gradients: GradientSums | None = None) -> LayerPass:
+    def run(self, *names: Any, gradients: GradientSums | None = None) -> LayerPass:
         """The last of these calls: "forward", "backward", then "wait" and "weights" in either order."""
         mesh, call = self._call.sh.mesh, self._call
         before, mesh.recorder = mesh.recorder, self._recorder
@@ -107,10 +107,10 @@ class Sandbox:
         given[Y], held = y, [saved]
         same, result = y.memory is given[X].memory, (y.shape, y.dtype)
         del y, saved
-        piece = self._end(held, given, result, tuple(extra), same)
+        found = self._end(held, given, result, tuple(extra), same)
         if names == ("forward",):
-            return piece
-        given = {name: given[name] for name in piece.keeps}  # nobody else has what the layer does not keep
+            return found
+        given = {name: given[name] for name in found.keeps}  # nobody else has what the layer does not keep
         given[DY] = _new(result)
         self._begin()
         dx, rest = call.layer.backward_input(call.sh, call.p, held.pop(), given[DY], *call.side)
@@ -119,9 +119,9 @@ class Sandbox:
         del rest
         shape = None if dx is None or under_way else (dx.shape, dx.dtype)
         same = shape is not None and dx.memory is given[DY].memory
-        piece = self._end(held, given, shape, (), same)
+        found = self._end(held, given, shape, (), same)
         del dx
-        piece.under_way = under_way
+        found.under_way = under_way
         for name in names[2:]:
             outgoing = [number for number, each in enumerate(recorder.communications) if each.ends is None]
             shape, touched = None, frozenset()
@@ -133,15 +133,15 @@ class Sandbox:
                 before = untouched(gradients)
                 call.layer.backward_weight(call.sh, held.pop(), gradients)
                 touched, held = before - untouched(gradients), []
-            piece = self._end(held, given, shape, (), False)
-            piece.touched = touched
+            found = self._end(held, given, shape, (), False)
+            found.touched = touched
             calls = recorder.communications
-            piece.ended = [
+            found.ended = [
                 (place, calls[number].ends - self._mark[0], calls[number].facts["received"])
                 for place, number in enumerate(outgoing)
                 if calls[number].ends is not None
             ]
-        return piece
+        return found
 
     def _begin(self) -> None:
         recorder = self._recorder
@@ -150,7 +150,7 @@ class Sandbox:
         self._mark = len(recorder.computations), len(recorder.communications), recorder.meter.total
 
     def _end(self, held: list, given: dict, result: tuple | None, extra: tuple, same: bool) -> LayerPass:
-        """The piece since the mark; ``held`` is what the layer keeps, ``given`` what goes in and comes out."""
+        """The pass since the mark; ``held`` is what the layer keeps, ``given`` what goes in and comes out."""
         recorder = self._recorder
         recorder.flush()
         first, calls, total = self._mark

@@ -276,12 +276,12 @@ def _groups(
 
     A group that several layers share counts for the first of them.
     """
-    plan = assign(model, place, layout, itemsize, storage=base.storage)
-    group_of = {name: group for group in plan.groups for name in group.spans}
+    assignment = assign(model, place, layout, itemsize, storage=base.storage)
+    group_of = {name: group for group in assignment.groups for name in group.spans}
     found, seen = {}, set()
     for number, (name, layer) in enumerate(model.layers):
         tied = set(layer.tied.values())
-        used = dict.fromkeys((group_of[full], full in tied) for full in plan.uses[number].values())
+        used = dict.fromkeys((group_of[full], full in tied) for full in assignment.uses[number].values())
         own = [group for group, is_tied in used if not is_tied and group not in seen]
         seen.update(own)
         found[name] = tuple(g.size for g in own), tuple(g.size for g, is_tied in used if is_tied)

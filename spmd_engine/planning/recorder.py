@@ -112,20 +112,20 @@ class Recorder:
         self.tops.append(total)
         self.computations.append(computation)
 
-    def repeat(self, piece: Any, under_way: list[_Call]) -> list[_Call]:
+    def repeat(self, layer_pass: Any, under_way: list[_Call]) -> list[_Call]:
         """Write down what was found of such a call before; ``under_way``: what the calls before it have begun.
 
         Returns what is under way afterwards.
         """
         first, now = self.place, self._now
-        for each, top in zip(piece.computations, piece.tops, strict=True):
+        for each, top in zip(layer_pass.computations, layer_pass.tops, strict=True):
             work = each.products, each.elements, each.calls, each.bytes_read, each.bytes_written
             self._write(self._computation(*work), top)
-        for place, ends, received in piece.ended:
+        for place, ends, received in layer_pass.ended:
             under_way[place].end(first + ends, received)
-        calls = [_Call.again(each, first, now.layer, self.own_class) for each in piece.communications]
+        calls = [_Call.again(each, first, now.layer, self.own_class) for each in layer_pass.communications]
         for number, call in enumerate(calls):
-            if number in piece.begun:
+            if number in layer_pass.begun:
                 call.ends = None
         self.communications += calls
         return [call for call in (*under_way, *calls) if call.ends is None]

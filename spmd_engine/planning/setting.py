@@ -60,8 +60,6 @@ class OnMesh:
 class Busy:
     """Seconds of each layer for a micro-batch, with what it waits for gathers and reductions: float64[layers]."""
 
-    travel: Travel
-    weights: np.ndarray  #: the weights' gradients
     work: np.ndarray  #: forward, what is repeated, and backward
     before: np.ndarray  #: float64[3, layers + 1]: forward, input's gradient (and repeats), weights of all layers before
     whole: float  #: of all layers
@@ -76,7 +74,7 @@ class Busy:
         work = kinds.sum(axis=0)
         before = np.concatenate([np.zeros((3, 1)), np.cumsum(kinds, axis=1)], axis=1)
         way = layers.way + float((forward - layers.forward).sum())
-        return cls(travel, layers.weights, work, before, float(work.sum()), way)
+        return cls(work, before, float(work.sum()), way)
 
 
 @dataclass(frozen=True)
@@ -114,8 +112,12 @@ class Setting:
 
     def busy(self, layers: CutLayers, ranks: tuple[int, ...], zero: int) -> Busy:
         """What layers take, their parameters stored over these ranks. ``layers`` must outlive the setting."""
-        travel = self.once(("travel", id(layers), ranks), lambda: self._travel(layers, ranks))
-        return self.once(("busy", id(layers), ranks, zero), lambda: Busy.of(layers, travel, zero))
+        return self.once(
+            ("busy", id(layers), ranks, zero), lambda: Busy.of(layers, self.travel(layers, ranks), zero)
+        )
 
-    def _travel(self, layers: CutLayers, ranks: tuple[int, ...]) -> Travel:
-        return Travel.of(layers, self.collectives, ranks, self.itemsize)
+    def travel(self, layers: CutLayers, ranks: tuple[int, ...]) -> Travel:
+        """What sending parameters and gradients of layers over these ranks takes; ``layers`` as of ``busy``."""
+        return self.once(
+            ("travel", id(layers), ranks), lambda: Travel.of(layers, self.collectives, ranks, self.itemsize)
+        )

@@ -75,8 +75,9 @@ class Travel:
         waited = self.own["reduce_scatter"] - self.last
         if zero < 3:
             return waited + np.maximum(work, self.last)
-        first, rest = self.first.copy(), self.all("all_gather") - self.first
+        gathers = self.all("all_gather")
+        first, rest = self.first.copy(), gathers - self.first
         for layer in layers.later_repeated:  # gathered with the segment's first layer, while that computes
             first[layer] = 0.0
-            rest[layer] = max(self.all("all_gather")[layer] - layers.forward[layer - 1], 0.0)
+            rest[layer] = max(gathers[layer] - layers.forward[layer - 1], 0.0)
         return rest + waited + np.maximum(work, first + self.last)

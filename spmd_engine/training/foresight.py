@@ -82,7 +82,7 @@ class FirstStepCheck:
         return {line: (entry.calls, entry.sent) for line, entry in self._mesh.ledger.entries.items()}
 
 
-def foresight_of(workload: Workload, enforced: bool) -> FirstStepCheck | None:
+def first_step_check(workload: Workload, enforced: bool) -> FirstStepCheck | None:
     """For the first step of a job; None for an engine of which no step can be foretold."""
     engine, job = workload.engine, workload.job
     if not isinstance(engine, LayeredEngine):

@@ -22,7 +22,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.strategies import default_axes, strategy_named
 from spmd_engine.tokens import ByteTokenizer, Tokenizer
 from spmd_engine.tokens.hugging_face import tokenizer_of
-from spmd_engine.training.foresight import foresight_of
+from spmd_engine.training.foresight import first_step_check
 from spmd_engine.training.job import CorpusFacts, Job
 from spmd_engine.training.observers import Observer
 from spmd_engine.training.prepared import PreparedData
@@ -78,7 +78,7 @@ def train(
         notices += _without_effect(workload)
         folder = Path(text_from_rank_zero(mesh.group(), lambda: _open_folder(job, run, resume)))
         made = _make_run(workload, folder, observers, trace)
-        made.trainer.foresight = foresight_of(workload, enforce)
+        made.trainer.foresight = first_step_check(workload, enforce)
         loaded: list[str] = []
         if resume:
             made.resume()

@@ -1,23 +1,26 @@
 """``plan`` in whole: what it answers keeps the limits, as the analyzed step has it and not only an estimate."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from spmd_engine.cli.plan.compare import _training
+from spmd_engine.cli.plan.compare import steps_of
 from spmd_engine.engine.composition import Composition, ModelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models.names import build_model
 from spmd_engine.planning import analyze
+from spmd_engine.planning.answer import Request
 from spmd_engine.planning.explain import explain
 from spmd_engine.planning.foresight import look_at
 from spmd_engine.planning.goals import Limits
 from spmd_engine.planning.lattice import Candidate
 from spmd_engine.planning.machine_file import read_machine
 from spmd_engine.planning.model_file import planned_model
-from spmd_engine.planning.planned import Request, plan
+from spmd_engine.planning.planned import plan
 from spmd_engine.planning.search import Planner
+from spmd_engine.units import readable_bytes
 
 
 def asked(memory=None):
@@ -27,6 +30,12 @@ def asked(memory=None):
 @pytest.fixture(scope="module")
 def freely():
     return plan(asked())
+
+
+@pytest.fixture(scope="module")
+def least():
+    """Bytes of the plan that needs least, looked at closely."""
+    return plan(replace(asked(), goal="memory")).foresight.analysis.peak_bytes
 
 
 @pytest.mark.parametrize("share", [0.93, 0.7])
@@ -73,6 +82,18 @@ def test_what_would_help_is_what_the_whole_step_needs():
     assert way.plan.memory == answer.conflict_foresight.analysis.peak_bytes
 
 
+def test_what_nothing_keeps_is_said_as_it_was_asked_for(least):
+    """Estimates must keep less than was asked for, as they err; nobody asked for that."""
+    answer = plan(asked(0.999 * least))
+    way = next(way for way in answer.conflict.ways if way.gives_up == "memory")
+    assert way.said == f"memory {readable_bytes(least)} instead of {readable_bytes(0.999 * least)}"
+
+
+def test_what_just_fits_is_found(least):
+    """Though its estimate is a little above what its step needs."""
+    assert plan(asked(least)).foresight.analysis.peak_bytes == least
+
+
 def test_what_follows_the_last_step_is_no_part_of_it():
     def event(name, ts):
         return {"ph": "X", "pid": 0, "name": name, "ts": ts, "dur": 1, "cat": "compute"}
@@ -80,7 +101,7 @@ def test_what_follows_the_last_step_is_no_part_of_it():
     names = ["a forward", "a backward (weights)", "all_gather over data (parameters)"]
     step = [event(name, ts) for ts, name in enumerate(names)]
     after = [event("all_gather over data (metrics)", 3), event("a forward", 4), event("all_reduce over data (loss)", 5)]
-    assert _training({"traceEvents": [*step, *after]})["traceEvents"] == step
+    assert steps_of({"traceEvents": [*step, *after]})["traceEvents"] == step
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from spmd_engine.engine.schedules import named
 from spmd_engine.engine.schedules.timeline import makespan, peak_activations, timeline
 from spmd_engine.models.names import build_model
-from spmd_engine.planning.conflict import Question, conflict_of
+from spmd_engine.planning.conflict import Question, closest, conflict_of
 from spmd_engine.planning.goals import GOALS, Constraints, Limits, least, value
 from spmd_engine.planning.lattice import SearchSpace, candidates
 from spmd_engine.planning.machine_file import read_machine
@@ -70,7 +70,7 @@ def test_where_nothing_fits_the_smallest_conflict_is_named(asked, everything):
     question = Question(choices, Constraints(Limits(memory=0.9 * smallest)), "latency", 8)
     conflict = conflict_of(planner, question)
     assert conflict.constraints[0] == "memory"
-    assert conflict.nearest.memory == pytest.approx(smallest)
+    assert closest(planner, question)[0].memory == pytest.approx(smallest)
     by_name = {way.gives_up: way for way in conflict.ways}
     assert by_name["memory"].plan.memory == pytest.approx(smallest)
     others = [way.plan for name, way in by_name.items() if name != "memory"]

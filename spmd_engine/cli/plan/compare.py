@@ -43,7 +43,7 @@ def compare_run(run: str, machine_name: str | None = None) -> Comparison:
     axes = dict(job.composition.mesh or {"data": ranks})
     if prod(axes.values()) != ranks:
         raise UsageError(f"{trace_file} has {ranks} ranks, and the run's mesh {axes} has {prod(axes.values())}")
-    trace = _training(trace)
+    trace = steps_of(trace)
     seconds = _seconds(metrics_file, trace, job.data.micro_batches)
     machine = default_machine(machine_name).with_ranks(ranks)
     optimizer = AdamW() if job.training.optimizer == "adamw" else SGD()
@@ -60,7 +60,7 @@ def compare_run(run: str, machine_name: str | None = None) -> Comparison:
     return compare(str(folder), trace, len(seconds), sum(seconds) / len(seconds), seen.prediction, machine)
 
 
-def _training(trace: Mapping[str, Any]) -> dict[str, Any]:
+def steps_of(trace: Mapping[str, Any]) -> dict[str, Any]:
     """The trace without what follows the last step: evaluations, which only go forward, and the end of the run."""
     last: dict[int, float] = {}
     for event in trace["traceEvents"]:

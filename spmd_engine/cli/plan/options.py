@@ -17,10 +17,10 @@ from spmd_engine.engine.stages import parse_division
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.names import CONTEXT_METHODS
 from spmd_engine.models.names import IMAGES
+from spmd_engine.planning.answer import Request
 from spmd_engine.planning.goals import Limits
 from spmd_engine.planning.machines_here import default_machine
 from spmd_engine.planning.model_file import planned_model
-from spmd_engine.planning.planned import Request
 from spmd_engine.training.job import OF_IMAGES, DataConfig
 from spmd_engine.units import bytes_of
 

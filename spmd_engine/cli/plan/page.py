@@ -10,12 +10,12 @@ from rich.table import Table
 
 from spmd_engine.cli.plan.picture import draw_step
 from spmd_engine.cli.show.as_text import print_picture
+from spmd_engine.planning.answer import Answer
 from spmd_engine.planning.compare import PARTS, Comparison
 from spmd_engine.planning.estimate import Estimate
 from spmd_engine.planning.explain import Explanation
 from spmd_engine.planning.foresight import Foresight
 from spmd_engine.planning.goals import Constraints
-from spmd_engine.planning.planned import Answer
 from spmd_engine.units import readable_bytes, readable_seconds
 
 

@@ -1,0 +1,209 @@
+"""What ``plan`` is asked, and what it answers: the plan, looked at closely, or why there is none; as data and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from spmd_engine.engine.composition import Composition, ModelConfig
+from spmd_engine.engine.optimizers import SGD, AdamW
+from spmd_engine.errors import UsageError
+from spmd_engine.models import Model
+from spmd_engine.models.names import MODELS
+from spmd_engine.planning.conflict import Conflict
+from spmd_engine.planning.estimate import Estimate
+from spmd_engine.planning.foresight import Foresight
+from spmd_engine.planning.goals import GOALS, Constraints, Limits
+from spmd_engine.planning.machine import Machine
+from spmd_engine.planning.plan_file import PlanFile
+from spmd_engine.planning.search import Certificate, Found
+from spmd_engine.units import readable_bytes
+
+STATES = {"adamw": 2, "sgd": 1}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked."""
+
+    model: Model
+    machine: Machine
+    ranks: Sequence[int]
+    batch_sizes: Sequence[int]
+    goal: str = "latency"
+    limits: Limits = Limits()
+    fixed: Mapping[str, Any] = field(default_factory=dict)  #: of ``lattice.FIXABLE``
+    axes: Sequence[str] | None = None
+    sequence: int | None = None
+    dtype: Any = np.float32
+    optimizer: str = "adamw"
+    base: Composition = Composition()  #: what of a composition is not searched
+    seconds: float = 20.0
+
+    def __post_init__(self) -> None:
+        if self.goal not in GOALS:
+            raise UsageError(f"goal {self.goal!r}: choose {', '.join(GOALS)}")
+        if self.optimizer not in STATES:
+            raise UsageError(f"optimizer {self.optimizer!r}: choose {', '.join(STATES)}")
+
+    @property
+    def analyzed(self) -> dict[str, Any]:
+        """Options of ``analyze``."""
+        optimizer = AdamW() if self.optimizer == "adamw" else SGD()
+        return {"dtype": self.dtype, "sequence": self.sequence, "optimizer": optimizer}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was found: the plan, looked at closely, or the conflict."""
+
+    request: Request
+    found: Found
+    plan: Estimate | None = None
+    foresight: Foresight | None = None  #: None if the plan is too large to be looked at in whole
+    reasons: Sequence[str] = ()
+    conflict: Conflict | None = None
+    conflict_foresight: Foresight | None = None  #: of what comes closest
+    took: float = 0.0  #: seconds
+    composition: Composition | None = None  #: of a plan that was given, not found
+    micro_batches: int = 1  #: of such a plan
+
+    @property
+    def why_not(self) -> str:
+        """Why nothing fits, in one line."""
+        conflict, constraints = self.conflict, Constraints(self.limits, self.request.fixed)
+        assert conflict is not None
+        said = [_said_constraint(name, constraints, self.request) for name in conflict.constraints]
+        text = (
+            f"nothing fits: {' and '.join(said)} cannot be kept together"
+            if len(said) > 1
+            else f"{said[0]} cannot be kept"
+        )
+        seen, nearest = self.conflict_foresight, conflict.nearest
+        if seen is not None:
+            text += (
+                f"; what comes closest ({nearest.candidate}) needs {readable_bytes(seen.analysis.peak_bytes)} on rank "
+                f"{seen.peak_rank} at {seen.peak_moment}"
+                if nearest is not None
+                else f"; rank {seen.peak_rank} needs {readable_bytes(seen.analysis.peak_bytes)} at {seen.peak_moment}"
+            )
+        if conflict.ways:
+            text += f". It would fit with {conflict.ways[0].said}"
+        return text
+
+    @property
+    def limits(self) -> Limits:
+        """With the machine's own."""
+        return within(self.request.limits, self.request.machine.with_ranks(max(self.request.ranks)))
+
+    def as_json(self) -> dict[str, Any]:
+        """What programs ask for."""
+        if self.conflict is not None:
+            return {
+                "fits": False,
+                "conflict": list(self.conflict.constraints),
+                "reason": self.why_not,
+                "ways": [
+                    {"gives_up": way.gives_up, "with": way.said, **_plain(way.plan)} for way in self.conflict.ways
+                ],
+                **({"nearest": self.conflict_foresight.as_json()} if self.conflict_foresight else {}),
+            }
+        seen = self.foresight
+        found = {
+            "fits": True,
+            "model": self.request.model.name,
+            "machine": self.request.machine.name,
+            "goal": self.request.goal,
+        }
+        if self.plan is not None:
+            found |= _plain(self.plan) | {
+                "composition": self.plan.candidate.composition(self.request.base).as_json(),
+                "micro_batches": self.plan.candidate.micro_batches,
+                "batch_size": self.plan.candidate.batch_size,
+                "reasons": list(self.reasons),
+                "front": [_plain(each) for each in self.found.front],
+                "certificate": {"gap": float(self.found.certificate.gap), **_numbers(self.found.certificate)},
+            }
+        elif self.composition is not None:
+            found |= {
+                "composition": self.composition.as_json(),
+                "micro_batches": self.micro_batches,
+                "batch_size": self.request.batch_sizes[0],
+            }
+        if seen is not None:
+            found |= seen.as_json()
+        return found
+
+
+def plan_file_of(answer: Answer, model: str) -> PlanFile:
+    """A plan that was found or looked at, to be run."""
+    seen, request = answer.foresight, answer.request
+    composition, micro_batches, batch_size = answer.composition, answer.micro_batches, request.batch_sizes[0]
+    ranks = max(request.ranks)
+    if answer.plan is not None:
+        candidate = answer.plan.candidate
+        composition, micro_batches = candidate.composition(request.base), candidate.micro_batches
+        batch_size, ranks = candidate.batch_size, candidate.ranks
+    assert composition is not None
+    if model not in MODELS:
+        raise UsageError(f"--output: {model} cannot be trained by name, so a plan for it is nothing to run")
+    return PlanFile(
+        ranks=ranks,
+        model=ModelConfig(name=model, dtype=str(np.dtype(request.dtype))),
+        batch_size=batch_size,
+        micro_batches=micro_batches,
+        composition=composition,
+        optimizer=request.optimizer,
+        machine=request.machine.name,
+        goal=request.goal,
+        seconds=float(seen.seconds if seen else answer.plan.seconds),
+        bytes_sent=int(seen.bytes_sent if seen else answer.plan.sent),
+        peak_bytes=int(seen.analysis.peak_bytes if seen else answer.plan.memory),
+    )
+
+
+def within(limits: Limits, machine: Machine) -> Limits:
+    """The limits, and the memory that ranks have."""
+    least = min(machine.memory_of(rank) for rank in _one_of_each(machine))
+    return replace(limits, memory=min(limits.memory or least, least))
+
+
+def _one_of_each(machine: Machine) -> list[int]:
+    ranks, at = [], 0
+    for node in machine.nodes:
+        ranks.append(at)
+        at += node.count * node.ranks
+    return ranks
+
+
+def _plain(estimate: Estimate) -> dict[str, Any]:
+    """An estimate as JSON has it."""
+    return {
+        "plan": str(estimate.candidate),
+        "seconds": float(estimate.seconds),
+        "bytes_sent": int(estimate.sent),
+        "peak_bytes": int(estimate.memory),
+        "seconds_by_part": {name: float(value) for name, value in estimate.parts.items()},
+        "bytes_by_kind": {name: int(value) for name, value in estimate.holds.items()},
+    }
+
+
+def _numbers(certificate: Certificate) -> dict[str, Any]:
+    return {
+        "best": float(certificate.best),
+        "bound": float(certificate.bound),
+        "candidates": certificate.candidates,
+        "excluded": certificate.excluded,
+        "estimated": certificate.estimated,
+    }
+
+
+def _said_constraint(name: str, constraints: Constraints, request: Request) -> str:
+    if name == "ranks":
+        return f"{max(request.ranks)} ranks"
+    if name == "batch_size":
+        return f"a batch of {min(request.batch_sizes)}"
+    return constraints.said(name)
