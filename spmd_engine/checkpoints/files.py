@@ -135,11 +135,16 @@ def read_block(
     if done < data.nbytes:
         raise CheckpointError(f"{path} is cut short: {name} should go on to byte {offset + data.nbytes}")
     if hashlib.sha256(data).hexdigest() != sha256:
-        raise CheckpointError(
-            f"{path} is damaged: {name} is not what was written (bytes {offset} to {offset + data.nbytes}; its "
-            "SHA-256 differs). Take this checkpoint from a copy, or remove its folder to go on from the one before"
-        )
+        raise damaged(path, name, offset, data.nbytes)
     return block
+
+
+def damaged(path: Path, name: str, offset: int, nbytes: int) -> CheckpointError:
+    """What is said of a block whose hash is not the one that was written."""
+    return CheckpointError(
+        f"{path} is damaged: {name} is not what was written (bytes {offset} to {offset + nbytes}; its "
+        "SHA-256 differs). Take this checkpoint from a copy, or remove its folder to go on from the one before"
+    )
 
 
 def block_name(name: str, piece: Rectangle, shape: Sequence[int]) -> str:

@@ -1,35 +1,35 @@
-"""Loading into arrays that are there: each block is read and hashed by one rank, which gives others what they want.
+"""Loading into arrays that are there: each rank reads what it wants of each block straight to where it belongs.
 
-Who reads a block wants some of it, and reads it straight to where it belongs if all of it belongs there in one run;
-what others want of it they get by a planned transfer. That is done for some arrays after the other, so that beside
-its own a rank holds little.
+Of those on a node who want some of a block, one reads all of it and checks its hash; the others read their part of the
+same file, through the cache that a node has for its files. A checkpoint's files are never written to again. So a node
+reads what its ranks want from the disk once, hashes it once, and nothing passes between ranks but that all is well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from collections import deque
+from collections.abc import Hashable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.checkpoints.dtypes import DTYPES
+from spmd_engine.checkpoints.headers import Headers
 from spmd_engine.checkpoints.manifest import StoredArray, StoredBlock
+from spmd_engine.checkpoints.parts import PartReader
 from spmd_engine.comm.agreement import on_all_ranks
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import CheckpointError
-from spmd_engine.sharding.placement import ArrayPlacement, Placement, Rectangles
+from spmd_engine.sharding.placement import ArrayPlacement, Rectangles
 from spmd_engine.sharding.rectangles import Rectangle, meetings
 from spmd_engine.sharding.routes import ranks_of_blocks
-from spmd_engine.sharding.transfer import plan_transfer
 
-AT_ONCE = 64 << 20  #: bytes a rank, about, that are read before others get theirs
+AT_ONCE = 64 << 20  #: bytes, about, that are read beside the arrays, where those cannot be read into
 READERS = 2  #: threads that read and hash for a rank
-
-#: Reads and checks one block, into an array if one is given: (name, array, block, out) -> its elements.
-Read = Callable[[str, StoredArray, StoredBlock, np.ndarray | None], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,6 @@ class Wanted:
         """The one that is stored."""
         return DTYPES[self.stored.dtype]
 
-    @cached_property
     def on_host(self) -> np.ndarray:
         """As ``here``, of the dtype that is stored: itself, if it can be read into."""
         x = self.here
@@ -54,66 +53,81 @@ class Wanted:
         return x if readable else np.empty(x.shape, self.dtype)
 
 
-def fill(group: Group, arrays: Sequence[Wanted], read: Read, nodes: Sequence[str]) -> None:
-    """Fill this rank's parts of ``arrays``, the same on all ranks. Collective.
+def fill(group: Group, arrays: Sequence[Wanted], folder: Path, headers: Headers, nodes: Sequence[Hashable]) -> None:
+    """Fill this rank's parts of ``arrays``, the same on all ranks, from the files in a checkpoint's folder. Collective.
 
     ``nodes``: of each rank, what tells its node from others. Raises CheckpointError on every rank if one could not
     read, or found damage in, what it was to read.
     """
-    loads = [0] * group.size  # bytes that each rank reads
-    with ThreadPoolExecutor(READERS, "reading") as readers:
-        for some in _batches(arrays, AT_ONCE * group.size):
-            dealt = {each.name: _dealt(each, loads) for each in some}
-            mine = [(each, block) for each in some for block in dealt[each.name][group.rank]]
-            places = [_place(each, block, group.rank) for each, block in mine]
-            reading = [
-                readers.submit(read, each.name, each.stored, block, place)
-                for (each, block), place in zip(mine, places, strict=True)
-            ]
-            on_all_ranks(group, lambda reading=reading: [each.result() for each in reading], CheckpointError)
-            found: dict[str, list[np.ndarray]] = {each.name: [] for each in some}
-            for (each, _), place in zip(mine, places, strict=True):
-                found[each.name].append(place)
-            source = Placement({each.name: _as_read(each, dealt[each.name]) for each in some})
-            target = Placement({each.name: replace(each.placed, dtype=each.dtype) for each in some})
-            out = {each.name: [] if each.here is None else [each.on_host] for each in some}
-            plan_transfer(source, target, nodes=nodes).execute(group, found, out=out, label="load")
-            for each in some:
-                if each.here is not None and each.on_host is not each.here:
-                    each.here[...] = backend_of(each.here).asarray(each.on_host)
+
+    def fill_here() -> None:
+        loads = {rank: 0 for rank, node in enumerate(nodes) if node == nodes[group.rank]}
+        with PartReader(folder, headers) as reader, ThreadPoolExecutor(READERS, "reading") as readers:
+            filling = _Filling(reader, readers)
+            try:
+                for each in arrays:
+                    filling.start(each, list(_mine(each, group.rank, loads)), group.rank)
+                filling.finish()
+            except CheckpointError:
+                readers.shutdown(cancel_futures=True)
+                raise
+
+    on_all_ranks(group, fill_here, CheckpointError)
 
 
-def _as_read(array: Wanted, dealt: Sequence[Sequence[StoredBlock]]) -> ArrayPlacement:
-    """Where the blocks of an array are when they have been read."""
-    held = tuple(tuple(block.rectangle for block in blocks) for blocks in dealt)
-    return ArrayPlacement(array.stored.shape, array.dtype, held, held)
+class _Filling:
+    """Arrays that are being read; beside those that cannot be read into, of which there are AT_ONCE at most."""
+
+    def __init__(self, reader: PartReader, readers: ThreadPoolExecutor) -> None:
+        self._reader, self._readers = reader, readers
+        self._beside = 0  # bytes
+        self._under_way: deque[tuple[Wanted, np.ndarray, list[Future]]] = deque()
+
+    def start(self, array: Wanted, blocks: Sequence[tuple[StoredBlock, bool]], rank: int) -> None:
+        """Begin to read this rank's parts of these blocks, all of those that it is said to check."""
+        if not blocks:
+            return
+        host, (held,) = array.on_host(), array.placed.held[rank]
+        reading = []
+        for block, checked in blocks:
+            part = block.rectangle & held
+            place = host[(..., *part.within(held).index)]
+            reading.append(
+                self._readers.submit(self._reader.read, array.name, array.stored, block, part, place, checked=checked)
+            )
+        self._under_way.append((array, host, reading))
+        self._beside += 0 if host is array.here else host.nbytes
+        while self._beside > AT_ONCE:
+            self._finish_first()
+
+    def finish(self) -> None:
+        """Wait until all are where they belong; raises what reading one of them raised."""
+        while self._under_way:
+            self._finish_first()
+
+    def _finish_first(self) -> None:
+        array, host, reading = self._under_way.popleft()
+        for each in reading:
+            each.result()
+        if host is not array.here:
+            array.here[...] = backend_of(array.here).asarray(host)
+            self._beside -= host.nbytes
 
 
-def _batches(arrays: Sequence[Wanted], most: int) -> Iterator[list[Wanted]]:
-    """Neighbours that together have about ``most`` bytes."""
-    batch: list[Wanted] = []
-    size = 0
-    for each in arrays:
-        batch.append(each)
-        size += each.stored.nbytes
-        if size >= most:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+def _mine(array: Wanted, rank: int, loads: dict[int, int]) -> Iterator[tuple[StoredBlock, bool]]:
+    """The blocks that a rank wants some of, and whether it is the one of its node that checks it.
 
-
-def _dealt(array: Wanted, loads: list[int]) -> list[list[StoredBlock]]:
-    """Which blocks each rank reads: of those who want some of one, it is who has least to read; ``loads`` grow."""
-    dealt: list[list[StoredBlock]] = [[] for _ in loads]
+    That is, of those who want some, who has least to check so far: ``loads``, bytes by rank, which grow.
+    """
     blocks = array.stored.blocks
     ranks = _wanting(tuple(each.rectangle for each in blocks), array.placed.held)
     for block, wanting in zip(blocks, ranks, strict=True):
-        if wanting:
-            reader = min(wanting, key=loads.__getitem__)
-            loads[reader] += block.rectangle.size * array.dtype.itemsize
-            dealt[reader].append(block)
-    return dealt
+        near = [each for each in wanting if each in loads]
+        if near:
+            checks = min(near, key=loads.__getitem__)
+            loads[checks] += block.rectangle.size * array.dtype.itemsize
+            if rank in near:
+                yield block, rank == checks
 
 
 @lru_cache(maxsize=256)
@@ -126,13 +140,3 @@ def _wanting(blocks: tuple[Rectangle, ...], held: tuple[Rectangles, ...]) -> lis
     return [
         sorted({rank for n, some in zip(sizes, ranks.values(), strict=True) if n for rank in some}) for sizes in shared
     ]
-
-
-def _place(array: Wanted, block: StoredBlock, rank: int) -> np.ndarray:
-    """Where this rank reads a block to: where it belongs, or new memory."""
-    (held,) = array.placed.held[rank]
-    if block.rectangle in held:
-        place = array.on_host[(..., *block.rectangle.within(held).index)]
-        if place.flags.c_contiguous:
-            return place
-    return np.empty(block.rectangle.shape, array.dtype)

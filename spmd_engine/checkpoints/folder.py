@@ -153,5 +153,3 @@ def _sync(folder: Path) -> None:
             raise
     finally:
         os.close(handle)
-
-

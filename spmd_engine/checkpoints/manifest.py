@@ -206,7 +206,10 @@ def _whole(content: Any) -> int:
 def _wholes(content: Any) -> tuple[int, ...]:
     if not isinstance(content, list) or len(content) > 32:
         raise ValueError(f"{content!r:.80} where a list of whole numbers should be")
-    return tuple(map(_whole, content))
+    for each in content:  # thousands of them: no call for each
+        if type(each) is not int or not 0 <= each < _LARGEST:
+            _whole(each)
+    return tuple(content)
 
 
 def _overlap(rectangles: Sequence[Rectangle]) -> tuple[Rectangle, Rectangle] | None:

@@ -45,7 +45,7 @@ class Checkpoint(Mapping):
             self._arrays, self.metadata = _plain_file(self.path)
         else:
             self.manifest = read_manifest(self.path)
-            self._headers = Headers(self.path, self.manifest.step)
+            self.headers = Headers(self.path, self.manifest.step)
             self._arrays = self.section(MODEL)
             self.metadata = {"step": self.manifest.step, **self.manifest.facts}
 
@@ -62,7 +62,7 @@ class Checkpoint(Mapping):
 
         Raises CheckpointError unless hash, header and values are sound.
         """
-        self._headers.check(name, array, block)
+        self.headers.check(name, array, block)
         said, shape, dtype = f"{name}{block.rectangle}", block.rectangle.shape, DTYPES[array.dtype]
         data = read_block(self.path / block.file, block.offset, shape, dtype, block.sha256, said, out)
         if not is_finite(data):
@@ -187,7 +187,7 @@ def load_checkpoint(
 
 
 def _fill(checkpoint: Checkpoint, engine: ShardedEngine, optimizer: Optimizer | None) -> None:
-    """Into the arrays that engine and optimizer have, each block read by one rank. Collective over the world."""
+    """Into the arrays that engine and optimizer have. Collective over the world."""
     assert checkpoint.manifest is not None
     sections, rank = checkpoint.manifest.sections, engine.group().rank
     stored, here = engine.placement(), {**engine.parameters, **engine.buffers}
@@ -205,7 +205,7 @@ def _fill(checkpoint: Checkpoint, engine: ShardedEngine, optimizer: Optimizer | 
                 if key not in known or known[key].shape != each.shape:
                     raise _other_optimizer(checkpoint, key)
                 wanted.append(Wanted(key, known[key], each, here[name] if each.held[rank] else None))
-    fill(engine.group(), wanted, checkpoint.read_block, engine.mesh.nodes_by_rank)
+    fill(engine.group(), wanted, checkpoint.path, checkpoint.headers, engine.mesh.nodes_by_rank)
     engine.filled()
 
 

@@ -1,5 +1,6 @@
-"""Loading into arrays that are there: each block is read by one rank, and what one finds damaged is told by all."""
+"""Loading into arrays that are there: one rank of a node hashes a block, and what it finds damaged is told by all."""
 
+from collections import Counter
 from threading import Lock
 
 import numpy as np
@@ -8,8 +9,9 @@ import pytest
 import saved
 import tiny
 from spmd_engine import Mesh, run
-from spmd_engine.checkpoints import Checkpoint, CheckpointFolder, fill, load_checkpoint, save_checkpoint
-from spmd_engine.checkpoints.read import read_block, read_manifest
+from spmd_engine.checkpoints import Checkpoint, CheckpointFolder, fill, load_checkpoint, parts, save_checkpoint
+from spmd_engine.checkpoints.parts import PartReader
+from spmd_engine.checkpoints.read import read_manifest
 from spmd_engine.engine import AdamW
 from spmd_engine.errors import CheckpointError
 
@@ -29,7 +31,7 @@ def save(folder, **axes):
     run(program, tiny.ranks_of(axes))
 
 
-def loaded(folder, into, zero=0, dtype=np.float64, **axes):
+def loaded(folder, into, zero=0, dtype=np.float64, nodes=None, **axes):
     """Load on another mesh, and save what is there then."""
 
     def program():
@@ -38,36 +40,45 @@ def loaded(folder, into, zero=0, dtype=np.float64, **axes):
             load_checkpoint(folder, engine, optimizer)
             save_checkpoint(into, engine, optimizer, step=1)
 
-    run(program, tiny.ranks_of(axes))
+    run(program, tiny.ranks_of(axes), nodes=nodes)
 
 
-@pytest.mark.parametrize("axes", [{"data": 4}, {"data": 2, "model": 2}, {"pipe": 2, "data": 2}], ids=str)
-@pytest.mark.parametrize("zero", [0, 3])
-def test_each_block_is_read_once_by_all_ranks_together(tmp_path, monkeypatch, axes, zero):
+@pytest.mark.parametrize(
+    "axes, zero, nodes",
+    [
+        ({"data": 4}, 0, ["here"] * 4),
+        ({"data": 4}, 0, ["left", "right"] * 2),
+        ({"data": 4}, 3, ["here"] * 4),
+        ({"data": 2, "model": 2}, 0, ["here"] * 4),
+        ({"data": 2, "model": 2}, 3, ["here"] * 4),
+        ({"pipe": 2, "data": 2}, 0, ["here"] * 4),
+    ],
+    ids=str,
+)
+def test_each_block_is_hashed_by_one_rank_of_a_node(tmp_path, monkeypatch, axes, zero, nodes):
     save(tmp_path / "a", data=3)
-    blocks = [
-        (CheckpointFolder(tmp_path / "a").newest() / block.file, block.offset)
-        for arrays in Checkpoint(tmp_path / "a").manifest.sections.values()
-        for array in arrays.values()
-        for block in array.blocks
-    ]
-    read, lock = [], Lock()
+    sections = Checkpoint(tmp_path / "a").manifest.sections.values()
+    arrays = [each for section in sections for each in section.items()]
+    blocks = [(name, block.rectangle) for name, array in arrays for block in array.blocks]
+    hashed, lock = Counter(), Lock()
 
-    def counted(path, offset, *others):
+    def counted(self, name, array, block, part, place, *, checked):
         with lock:
-            read.append((path, offset))
-        return read_block(path, offset, *others)
+            hashed[name, block.rectangle] += checked
+        read(self, name, array, block, part, place, checked=checked)
 
-    monkeypatch.setattr("spmd_engine.checkpoints.read.read_block", counted)
-    monkeypatch.setattr(fill, "AT_ONCE", 500)  # bytes: many batches
-    loaded(tmp_path / "a", tmp_path / "b", zero, **axes)
+    read = PartReader.read
+    monkeypatch.setattr(PartReader, "read", counted)
+    monkeypatch.setattr(parts, "IN_CACHE", 100)  # bytes: some rows of a block at a time
+    loaded(tmp_path / "a", tmp_path / "b", zero, nodes=nodes, **axes)
     monkeypatch.undo()
-    assert sorted(read) == sorted(blocks)
+    assert hashed == dict.fromkeys(blocks, len(set(nodes)))
     assert saved.everything(tmp_path / "b") == saved.everything(tmp_path / "a")
 
 
-def test_an_engine_of_another_dtype_gets_the_values_in_its_own(tmp_path):
+def test_an_engine_of_another_dtype_gets_the_values_in_its_own(tmp_path, monkeypatch):
     save(tmp_path / "a", data=2)
+    monkeypatch.setattr(fill, "AT_ONCE", 500)  # bytes: a few arrays at a time
     loaded(tmp_path / "a", tmp_path / "b", 0, np.float32, model=2)
     ours, theirs = saved.parameters(tmp_path / "b"), saved.parameters(tmp_path / "a")
     for name, array in theirs.items():

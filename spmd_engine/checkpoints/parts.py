@@ -1,0 +1,93 @@
+"""Parts of blocks, read from a checkpoint's files straight to where they belong, and hashed on the way if asked."""
+
+from __future__ import annotations
+
+import os
+from hashlib import sha256
+from math import prod
+from pathlib import Path
+from threading import Lock
+from typing import Self
+
+import numpy as np
+
+from spmd_engine.checkpoints.dtypes import DTYPES
+from spmd_engine.checkpoints.files import IN_CACHE, bytes_of, damaged, is_finite
+from spmd_engine.checkpoints.headers import Headers
+from spmd_engine.checkpoints.manifest import StoredArray, StoredBlock
+from spmd_engine.errors import CheckpointError
+from spmd_engine.sharding.rectangles import Rectangle
+
+
+class PartReader:
+    """Reads parts of the blocks in a folder's files, each of which it opens once. Any thread may; ``with`` closes."""
+
+    def __init__(self, folder: Path, headers: Headers) -> None:
+        self._folder, self._headers, self._opening = folder, headers, Lock()
+        self._descriptors: dict[str, int] = {}
+
+    def read(
+        self, name: str, array: StoredArray, block: StoredBlock, part: Rectangle, place: np.ndarray, *, checked: bool
+    ) -> None:
+        """Fill ``place``, of the shape of ``part`` and the dtype of ``array``, with that part of one of its blocks.
+
+        ``checked``: the file's header must say of the block what the manifest says, and all of it is read, some rows
+        at a time, which are hashed, and looked at, while the cache has them. Raises CheckpointError for what is not
+        what was written, and for values that are not finite. Neither part nor block is empty.
+        """
+        if checked:
+            self._headers.check(name, array, block)
+        name, dtype = f"{name}{block.rectangle}", DTYPES[array.dtype]
+        shape = block.rectangle.shape or (1,)
+        wanted, *across = part.within(block.rectangle).index or (slice(0, 1),)
+        rows = slice(0, shape[0]) if checked else wanted
+        place = place.reshape(part.shape or (1,))
+        is_straight = part.shape[1:] == shape[1:] and place.flags.c_contiguous
+        row = prod(shape[1:]) * dtype.itemsize
+        step = max(1, IN_CACHE // row) if checked or not is_straight else rows.stop - rows.start
+        digest, finite, spare = sha256(), True, None
+        for first in range(rows.start, rows.stop, step):
+            last = min(first + step, rows.stop)
+            begin, end = max(first, wanted.start), min(last, wanted.stop)  # what of these rows belongs here
+            if is_straight and (begin, end) == (first, last):
+                data = place[begin - wanted.start : end - wanted.start]
+            else:
+                spare = np.empty((step, *shape[1:]), dtype) if spare is None else spare
+                data = spare[: last - first]
+            self._fill(bytes_of(data), block, block.offset + first * row, name)
+            if checked:
+                digest.update(bytes_of(data))
+                finite = finite and is_finite(data)
+            if spare is not None and begin < end:
+                place[begin - wanted.start : end - wanted.start] = data[(slice(begin - first, end - first), *across)]
+        if checked and digest.hexdigest() != block.sha256:
+            raise damaged(self._folder / block.file, name, block.offset, shape[0] * row)
+        if not finite:
+            raise CheckpointError(f"{self._folder / block.file}: {name} has values that are not finite")
+
+    def _fill(self, data: memoryview, block: StoredBlock, offset: int, name: str) -> None:
+        """Read so many bytes of a block's file from there on."""
+        done = 0
+        try:
+            descriptor = self._descriptor(block.file)
+            while done < data.nbytes and (count := os.preadv(descriptor, [data[done:]], offset + done)):
+                done += count
+        except OSError as error:
+            raise CheckpointError(f"{self._folder / block.file} cannot be read: {error}") from error
+        if done < data.nbytes:
+            raise CheckpointError(
+                f"{self._folder / block.file} is cut short: {name} should go on to byte {offset + data.nbytes}"
+            )
+
+    def _descriptor(self, file: str) -> int:
+        with self._opening:
+            if file not in self._descriptors:
+                self._descriptors[file] = os.open(self._folder / file, os.O_RDONLY | os.O_CLOEXEC)
+            return self._descriptors[file]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
