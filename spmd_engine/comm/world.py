@@ -19,6 +19,7 @@ from spmd_engine.arrays.memory import keep_freed_memory
 from spmd_engine.comm.activity import SIZE, Activity, Memory
 from spmd_engine.comm.communicator import Communicator
 from spmd_engine.comm.group import Group
+from spmd_engine.comm.join import join_mpi
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.pending import Progress
 from spmd_engine.comm.records import Record
@@ -43,6 +44,7 @@ def world() -> Communicator:
 def _process_world() -> Communicator:
     keep_freed_memory()
     try:
+        join_mpi()
         from spmd_engine.comm.mpi import MPI, MPICommunicator
         from spmd_engine.comm.node import OwnMemory, mapped
     except (ImportError, RuntimeError) as error:

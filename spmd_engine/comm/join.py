@@ -1,0 +1,62 @@
+"""Joining MPI: where ranks wait for each other for the first time, before any of them can tell another that it ends."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+
+from spmd_engine.launchers import launcher_rank
+
+TOLD = 30.0  #: seconds of waiting after which it is told
+MOST = 600.0  #: seconds of waiting after which a rank ends its job
+
+_USUAL = {"initialize": True, "threads": True, "thread_level": "multiple", "finalize": None, "errors": "exception"}
+
+
+def join_mpi() -> None:
+    """Initialize MPI as mpi4py does when it is imported, but not in silence; nothing if somebody has done so.
+
+    A rank that ends before it has joined (a package is missing on its node, it is out of memory) has all others wait
+    inside of MPI_Init, and MPICH's launcher thinks nothing of it. mpi4py keeps Python's lock meanwhile, so that no
+    thread could tell; a call by ctypes does not.
+    """
+    import mpi4py
+
+    if "mpi4py.MPI" in sys.modules or any(getattr(mpi4py.rc, name) != value for name, value in _USUAL.items()):
+        return  # the program's own way
+    mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
+    from mpi4py import MPI
+
+    if MPI.Is_initialized():
+        return
+    joined = threading.Event()
+    threading.Thread(target=_watch, args=(joined,), name="joining", daemon=True).start()
+    try:
+        library, provided = ctypes.CDLL(MPI.__file__), ctypes.c_int()
+        error = library.MPI_Init_thread(None, None, MPI.THREAD_MULTIPLE, ctypes.byref(provided))
+    finally:
+        joined.set()
+    if error:
+        raise RuntimeError(f"MPI_Init_thread returned {error}")
+    for comm in MPI.COMM_WORLD, MPI.COMM_SELF:
+        comm.Set_errhandler(MPI.ERRORS_RETURN)  # of which mpi4py makes exceptions
+
+
+def _watch(joined: threading.Event) -> None:
+    """Say that others do not come, on one or two ranks: who does not come may be the first. Then end the process.
+
+    By a signal, since a launcher that does not mind a rank's exit code ends its job for that.
+    """
+    if joined.wait(TOLD):
+        return
+    if launcher_rank() < 2:
+        sys.stderr.write(
+            f"rank {launcher_rank()} has waited {TOLD:.0f} s for all ranks to join MPI. One has not come so far, or "
+            f"has ended before: see what it said. The job ends after {MOST:.0f} s\n"
+        )
+        sys.stderr.flush()
+    if not joined.wait(MOST - TOLD):
+        os.kill(os.getpid(), signal.SIGALRM)

@@ -1,0 +1,49 @@
+"""A rank that ends before it has joined MPI: the others tell of it, and the job ends."""
+
+import pytest
+
+from spmd_engine.runtime.mpi_job import find_mpiexec
+
+PROGRAM = """
+import sys
+from spmd_engine.comm import join
+from spmd_engine.comm.world import world
+from spmd_engine.launchers import launcher_rank
+
+join.TOLD, join.MOST = 0.5, 1.0
+if launcher_rank() != {missing}:
+    world()
+    print("joined")
+"""
+
+
+@pytest.mark.parametrize("missing", [0, 2])
+def test_a_rank_that_never_joins_does_not_hang_the_others_in_silence(mpi_run, tmp_path, missing):
+    (tmp_path / "program.py").write_text(PROGRAM.format(missing=missing))
+    result = mpi_run(3, "program.py", cwd=tmp_path, timeout=60)
+    assert result.returncode != 0 and "joined" not in result.stdout
+    told = [line for line in result.stderr.splitlines() if "for all ranks to join MPI" in line]
+    assert told or "--oversubscribe" in find_mpiexec()  # Open MPI's may find out by itself
+    assert set(told) <= {
+        f"rank {rank} has waited 0 s for all ranks to join MPI. One has not come so far, or has ended before: "
+        "see what it said. The job ends after 1 s"
+        for rank in {0, 1} - {missing}
+    }
+
+
+USUAL = """
+from spmd_engine.comm.world import world
+from mpi4py import MPI
+
+assert MPI.Query_thread() == MPI.THREAD_MULTIPLE and world().size == 2
+try:
+    MPI.COMM_WORLD.Send(b"", dest=7)
+except MPI.Exception:
+    print("an exception")
+"""
+
+
+def test_mpi_is_initialized_as_mpi4py_does_it(mpi_run, tmp_path):
+    (tmp_path / "program.py").write_text(USUAL)
+    result = mpi_run(2, "program.py", cwd=tmp_path, timeout=60)
+    assert (result.returncode, result.stdout, result.stderr) == (0, 2 * "an exception\n", "")
