@@ -53,7 +53,7 @@ def facts(engine, optimizer, losses):
     return numbers, arrays
 
 
-def train(axes, *, steps=3, micro_batches=2, between=lambda engine, optimizer: None, of=(), **options):
+def train(axes, *, steps=2, micro_batches=2, between=lambda engine, optimizer: None, of=(), **options):
     """What ``facts`` says after a few clipped steps and an evaluation; ``between`` is called after the first step."""
 
     def program():

@@ -13,7 +13,7 @@ from spmd_engine.sharding.groups import THRESHOLD
 from spmd_engine.training import Trainer
 
 SIZE = GPTSize(layers=2, width=12, heads=6, context=10, vocabulary=13)  # uneven on 4 ranks and on 8
-BATCH, STEPS = 9, 3
+BATCH, STEPS = 9, 2
 MESHES = [
     {"data": 1},
     {"data": 2},
