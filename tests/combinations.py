@@ -5,6 +5,7 @@ from math import prod
 
 import numpy as np
 
+import parts
 import tiny
 from spmd_engine import Mesh, run
 from spmd_engine.engine import AdamW
@@ -40,25 +41,17 @@ def train(engine, batches, *, optimizer=AdamW, steps=tiny.STEPS):
     """Losses and norms of clipped steps; final gradients and parameters that are here, each with where it lies."""
     trainer = Trainer(engine, optimizer(), batches, lambda step: 0.05, grad_clip=0.3)
     reports = list(trainer.run(steps))
-    gradients = engine.named(engine.gradients)
-    return (
-        [[report.loss, report.grad_norm] for report in reports],
-        {name: (engine.owned_index(name), gradient.copy()) for name, gradient in gradients.items()},
-        {name: (engine.index(name), parameter.copy()) for name, parameter in engine.parameters.items()},
-    )
+    numbers = [[report.loss, report.grad_norm] for report in reports]
+    return numbers, parts.updated(engine, engine.gradients), parts.stored(engine)
 
 
 def assert_same(results, expected):
     """Every rank's part is one device's, replicas included, and nothing is missing."""
     for numbers, *_ in results:
         np.testing.assert_allclose(numbers, expected[0], rtol=1e-9)
+    alone = len(results) == 1  # of an MPI job, each process sees its own part
     for kind in (1, 2):
-        for name, (_, whole) in expected[kind].items():
-            covered = np.zeros(whole.shape, bool)
-            for index, part in (result[kind][name] for result in results if name in result[kind]):
-                np.testing.assert_allclose(part, whole[index], rtol=0, atol=1e-8, err_msg=name)
-                covered[index] = True
-            assert covered.all() or len(results) == 1, name  # of an MPI job, each process sees its own part
+        parts.assert_parts([result[kind] for result in results], expected[kind], atol=1e-8, missing=alone)
 
 
 def train_gpt(axes, *, launch=run, micro_batches=2, optimizer=AdamW, steps=tiny.STEPS, **options):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from numerics import frozen, normals
+from parts import joined
 from spmd_engine import Mesh, run
 from spmd_engine.layers import (
     MLP,
@@ -167,15 +168,13 @@ class Local:
     g: dict
 
     def gradients(self, parameters):
-        """The whole gradients: reduced over the axes along which the parameters say they are unreduced."""
-        whole, mesh = {}, self.sh.mesh
+        """This rank's parts of the gradients: reduced over the axes along which parameters say they are unreduced."""
+        reduced, mesh = {}, self.sh.mesh
         for name, parameter in parameters.items():
             gradient = self.g[name] - 1.0
             axes = self.sh.axes(parameter.summed, parameter.where)
-            if axes:
-                gradient = mesh.all_reduce(gradient, over=axes)
-            whole[name] = self.sh.layout.spec(parameter.dims).gather(gradient, mesh)
-        return whole
+            reduced[name] = mesh.all_reduce(gradient, over=axes) if axes else gradient
+        return reduced
 
 
 def cut(problem, mesh, training=True, layout=None, **options):
@@ -200,31 +199,37 @@ def in_rank_order(sh, length):
 
 
 def solve(problem, axes, training=True, **options):
-    """Whole output, input gradient and parameter gradients, as each rank of the mesh sees them."""
+    """Whole output, input gradient and parameter gradients, out of the parts that the ranks of the mesh have."""
     layer = problem.layer
+    shapes = {f"d{name}": array.shape for name, array in problem.p.items()}
+    shapes |= {"y": problem.dy.shape, "dx": problem.x.shape}
+    dims = {"y": problem.outputs, "dx": problem.inputs}
+    dims |= {f"d{name}": (parameter.dims,) for name, parameter in layer.parameters.items()}
 
     def rank():
         mesh = Mesh(**axes)
         local = cut(problem, mesh, training, **options)
         sh, p = local.sh, tree(local.p)
-        by_position = np.argsort(in_rank_order(sh, problem.x.shape[1]))
         y, saved = layer.forward(sh, p, local.x, local.ctx)
-        results = {"y": sh.layout.spec(*problem.outputs).gather(y, mesh)[:, by_position]}
+        results = {"y": y}
         if training:
             dx, rest = layer.backward_input(sh, p, saved, local.dy)
             layer.backward_weight(sh, rest, GradientSums(local.g))
             dx = wait_for(dx)
             results |= {f"d{name}": gradient for name, gradient in local.gradients(layer.parameters).items()}
             if dx is not None:
-                results["dx"] = sh.layout.spec(*problem.inputs).gather(dx, mesh)[:, by_position]
-        return results
+                results["dx"] = dx
+        index = {name: sh.layout.spec(*dims[name]).block(shapes[name], mesh) for name in results}
+        return {name: (index[name], part) for name, part in results.items()}, in_rank_order(sh, problem.x.shape[1])
 
-    return run(rank, ranks=prod(axes.values()))
+    found = run(rank, ranks=prod(axes.values()))
+    whole = joined([parts for parts, _ in found], {name: shapes[name] for name in found[0][0]})
+    by_position = np.argsort(found[0][1])
+    return {name: array[:, by_position] if name in ("y", "dx") else array for name, array in whole.items()}
 
 
 def single(problem, training=True):
-    (results,) = solve(problem, {"data": 1}, training=training)
-    return results
+    return solve(problem, {"data": 1}, training=training)
 
 
 def assert_same(results, expected):

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+import parts
 from spmd_engine import Mesh, run
 from spmd_engine.engine import AdamW, LayeredEngine
 from spmd_engine.engine.assignment import Storage
@@ -12,7 +13,7 @@ from spmd_engine.sharding.groups import THRESHOLD
 from spmd_engine.training import Trainer
 
 SIZE = GPTSize(layers=2, width=12, heads=6, context=10, vocabulary=13)  # uneven on 4 ranks and on 8
-BATCH, STEPS = 9, 3
+BATCH, STEPS = 9, 2
 MESHES = [
     {"data": 1},
     {"data": 2},
@@ -68,7 +69,7 @@ def make_engine(
 
 
 def train(axes, *, optimizer=AdamW, micro_batches=2, **options):
-    """Losses, norms, gradients of the last step and final parameters, whole, after a few clipped steps."""
+    """Of each rank: losses and norms of a few clipped steps; its parts of the last gradients and of the parameters."""
 
     def program():
         with Mesh(**axes) as mesh:
@@ -81,8 +82,15 @@ def train(axes, *, optimizer=AdamW, micro_batches=2, **options):
                 grad_clip=0.3,
             )
             reports = list(trainer.run(STEPS))
-            gradients = {name: engine.gather_owned(name, engine.gradients) for name in engine.names}
-            parameters = {name: engine.gather(name) for name in engine.names}
-            return [r.loss for r in reports], [r.grad_norm for r in reports], gradients, parameters
+            numbers = [[report.loss, report.grad_norm] for report in reports]
+            return numbers, parts.updated(engine, engine.gradients), parts.stored(engine)
 
     return run(program, ranks_of(axes))
+
+
+def assert_same_training(found, expected, tolerance=1e-10):
+    """What ``train`` gives of all ranks, and of one device."""
+    for numbers, *_ in found:
+        np.testing.assert_allclose(numbers, expected[0], rtol=tolerance)
+    for kind in (1, 2):
+        parts.assert_parts([rank[kind] for rank in found], expected[kind], atol=tolerance)

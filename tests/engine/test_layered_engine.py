@@ -19,15 +19,6 @@ from spmd_engine.sharding import Layout
 train_once = cache(lambda **options: tiny.train({"data": 1}, **options)[0])
 
 
-def assert_equal_training(result, expected, tolerance=1e-10):
-    for ours, theirs in zip(result[:2], expected[:2], strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=tolerance)
-    for ours, theirs in zip(result[2:], expected[2:], strict=True):
-        assert list(ours) == list(theirs)
-        for name in ours:
-            np.testing.assert_allclose(ours[name], theirs[name], atol=tolerance, err_msg=name)
-
-
 WAYS = {
     "tied": {"dropout": 0.1},
     "untied": {"tied": False, "micro_batches": 1},
@@ -49,34 +40,32 @@ def pairs():
 
 @pytest.mark.parametrize("options, axes", list(pairs()))
 def test_every_mesh_trains_as_one_device_does(axes, options):
-    expected = train_once(**options)
-    for result in tiny.train(axes, **options):
-        assert_equal_training(result, expected)
+    tiny.assert_same_training(tiny.train(axes, **options), train_once(**options))
 
 
 @pytest.mark.parametrize("axes", [{"data": 3}, {"data": 2, "model": 4}], ids=tiny.mesh_id)
 def test_momentum_sgd_too(axes):
     options = {"optimizer": partial(SGD, momentum=0.9, weight_decay=0.1)}
-    for result in tiny.train(axes, **options):
-        assert_equal_training(result, train_once(**options))
+    tiny.assert_same_training(tiny.train(axes, **options), train_once(**options))
 
 
 @pytest.mark.parametrize("threshold", [0, 1 << 30], ids=["a group each", "one group"])
 def test_grouping_changes_nothing(threshold):
-    for result in tiny.train({"data": 2, "model": 2}, dropout=0.1, group_threshold=threshold):
-        assert_equal_training(result, train_once(dropout=0.1))
+    found = tiny.train({"data": 2, "model": 2}, dropout=0.1, group_threshold=threshold)
+    tiny.assert_same_training(found, train_once(dropout=0.1))
 
 
 def test_dense_gradients_do_not_depend_on_the_number_of_micro_batches():
-    one, three = (tiny.train({"data": 2}, micro_batches=m)[0] for m in (1, 3))
-    assert_equal_training(one, three)
+    one, three = (tiny.train({"data": 2}, micro_batches=m) for m in (1, 3))
+    tiny.assert_same_training(one, three[0])  # replicas: each has all of it
 
 
 def test_replicas_are_bit_identical():
     results = tiny.train({"data": 4, "model": 2}, dropout=0.1)
-    for result in results[1:]:
-        for name, parameter in result[3].items():
-            assert np.array_equal(parameter, results[0][3][name]), name
+    for rank, (_, _, parameters) in enumerate(results):
+        for name, (index, parameter) in parameters.items():
+            first, other = results[rank % 2][2][name]  # of data 0, at the same place of model
+            assert index == first and np.array_equal(parameter, other), name
 
 
 def test_masked_and_ragged_targets_count_globally():
@@ -201,8 +190,8 @@ def test_float_tokens_wrong_targets_and_long_sequences_are_refused():
 
 def test_any_order_of_micro_batches_gives_the_same():
     options = {"dropout": 0.1, "micro_batches": 3}
-    for result in tiny.train({"data": 2}, schedule=schedules.named("gpipe"), **options):
-        assert_equal_training(result, train_once(**options))
+    found = tiny.train({"data": 2}, schedule=schedules.named("gpipe"), **options)
+    tiny.assert_same_training(found, train_once(**options))
 
 
 class Unknown(schedules.Sequential):

@@ -54,27 +54,21 @@ def test_backward_by_finite_differences(name):
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_sharded_as_single(name, axes):
     problem = problem_of(name)
-    expected = single(problem)
-    for results in solve(problem, axes):
-        assert_same(results, expected)
+    assert_same(solve(problem, axes), single(problem))
 
 
 @every_layer
 @pytest.mark.parametrize("axes", [mesh for mesh in MESHES if "model" in mesh], ids=str)
 def test_sequence_parallel_as_single(name, axes):
     problem = problem_of(name)  # 7 positions do not divide; on 8 ranks the last has none
-    expected = single(problem)
-    for results in solve(problem, axes, sequence_parallel=True):
-        assert_same(results, expected)
+    assert_same(solve(problem, axes, sequence_parallel=True), single(problem))
 
 
 @every_layer
 @pytest.mark.parametrize("axes", [mesh for mesh in MESHES if "context" in mesh], ids=str)
 def test_a_sequence_dealt_evenly_as_single(name, axes):
     problem = problem_of(name)
-    expected = single(problem)
-    for results in solve(problem, axes, zigzag=True, sequence_parallel=True):
-        assert_same(results, expected)
+    assert_same(solve(problem, axes, zigzag=True, sequence_parallel=True), single(problem))
 
 
 @every_layer
@@ -83,8 +77,7 @@ def test_a_short_sequence_on_more_ranks(name, length):
     problem = problem_of(name, batch=1, length=length)
     expected = single(problem)
     for axes in {"data": 2, "model": 3}, {"context": 3, "model": 2}:
-        for results in solve(problem, axes, sequence_parallel=True):
-            assert_same(results, expected)
+        assert_same(solve(problem, axes, sequence_parallel=True), expected)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
@@ -95,8 +88,7 @@ def test_tokens_of_small_unsigned_numbers(dtype):
     problem = Problem(layer, tokens, normals(1, 5, WIDTH), p)
     expected = single(problem)
     np.testing.assert_array_equal(expected["y"], p["table"][tokens])
-    for results in solve(replace(problem, x=tokens.astype(dtype)), {"model": 4}):
-        assert_same(results, expected)
+    assert_same(solve(replace(problem, x=tokens.astype(dtype)), {"model": 4}), expected)
 
 
 # --- what is sent

@@ -18,13 +18,13 @@ PROMPT = [494, 160, 729, 633, 111]  # Alice was beginning to
 TEXT = " the\nQueen to the Queen, and she found it was saying to herself, and\nshe was so much a"
 MESHES = [
     ({"data": 1}, {}),
-    ({"model": 2}, {}),
+    pytest.param({"model": 2}, {}, marks=pytest.mark.soak),
     ({"model": 3}, {"sequence_parallel": True}),  # more ranks than key heads, and 341 does not divide
-    ({"model": 4}, {}),
-    ({"context": 2}, {"context_method": "ring"}),
+    pytest.param({"model": 4}, {}, marks=pytest.mark.soak),
+    pytest.param({"context": 2}, {"context_method": "ring"}, marks=pytest.mark.soak),
     ({"context": 3}, {"context_method": "gather"}),
     ({"context": 2, "model": 2}, {"context_method": "ulysses"}),
-    ({"pipe": 4}, {}),
+    pytest.param({"pipe": 4}, {}, marks=pytest.mark.soak),
     ({"pipe": 2, "model": 2}, {}),
     ({"shard": 3}, {}),
 ]

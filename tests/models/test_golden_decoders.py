@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import parts
 import tiny
 from spmd_engine import Mesh, run
 from spmd_engine.checkpoints.pretrained import load_pretrained
@@ -75,16 +76,19 @@ def test_logits_loss_and_gradients_in_float64(family, axes, composition):
             logits = engine.forward(whole.micro_batches[0].inputs)
         logits = None if logits is None else engine.join_outputs(logits)
         loss = engine.step(whole)
-        return logits, loss, {name: engine.gather_owned(name, engine.gradients) for name in engine.names}
+        shapes = {name: engine.global_shape(name) for name in engine.parameters}
+        return logits, loss, parts.updated(engine, engine.gradients), shapes
 
     names = dict(stored_names(shape_at(FOLDERS / family)))
     filled = Pretrained(FOLDERS / family).filled
-    for logits, loss, gradients in run(program, tiny.ranks_of(axes)):
+    ranks, shapes = run(program, tiny.ranks_of(axes)), {}
+    for logits, loss, _, here in ranks:
+        shapes |= here
         if logits is not None:
             np.testing.assert_allclose(logits, expected["logits64"], rtol=0, atol=1e-10)
         np.testing.assert_allclose(loss, expected["loss64"], rtol=1e-12)
-        for name, gradient in gradients.items():
-            in_its_place(expected, names[name], gradient, filled[name].view.dims, filled[name].view.sizes)
+    for name, gradient in parts.joined([gradients for _, _, gradients, _ in ranks], shapes).items():
+        in_its_place(expected, names[name], gradient, filled[name].view.dims, filled[name].view.sizes)
 
 
 @every_family

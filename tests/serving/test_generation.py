@@ -41,7 +41,14 @@ def write(axes, sampling, which=range(5), **options):
     return run(program, tiny.ranks_of(axes))
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, DRAWN, ALL], ids=["greedy", "drawn", "all"])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        pytest.param(GREEDY, id="greedy", marks=pytest.mark.soak),  # on meshes, a real model's text is
+        pytest.param(DRAWN, id="drawn"),
+        pytest.param(ALL, id="all"),
+    ],
+)
 def test_one_seed_is_one_text_on_every_mesh_and_rank(sampling):
     (expected,) = write({"data": 1}, sampling)
     assert [len(each.tokens) for each in expected] == [14] * 5
