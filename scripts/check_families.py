@@ -5,8 +5,8 @@
 
 The configurations are those of `tests/golden/decoders`, with 300 tokens and weights that are drawn here. Of each a
 folder is written, with a tokenizer, and then inspected, planned, trained for three steps, verified, asked for text, and
-the run exported. What transformers computes in float32 with that export must be what `infer` computes with the run, to
-1e-5 of the largest logit, beyond the windows and over more positions than 64.
+the run exported. What transformers computes in float32 with both must be what is computed here, of the run by `infer`,
+to 1e-5 of the largest logit, beyond the windows and over more positions than 64.
 """
 
 import json
@@ -43,8 +43,8 @@ for folder in sys.argv[2:]:
 """
 
 
-def write_model(family, folder):
-    """A folder with the configuration of that family, and drawn weights."""
+def write_model(family, folder, tokens):
+    """A folder with the configuration of that family, and drawn weights; beside it, their logits."""
     config = json.loads((FOLDERS / family / "config.json").read_text()) | {"vocab_size": VOCABULARY}
     shape = shape_of_config({name: each for name, each in config.items() if not name.endswith("_token_id")}, family)
     random = np.random.default_rng(0)
@@ -54,9 +54,14 @@ def write_model(family, folder):
         for name in engine.names:
             drawn = random.standard_normal(engine.global_shape(name)) * 0.2
             arrays[name] = (drawn + name.endswith(("scale", "_norm"))).astype(np.float32)
+        engine.load_checkpoint(arrays)
+        with engine.inference():
+            np.save(f"{folder}.npy", engine.forward(tokens))
     folder.mkdir()
     tokenizer().save(str(folder / "tokenizer.json"))
     export_huggingface({n: Sliceable(a.shape, a.dtype, a.__getitem__) for n, a in arrays.items()}, shape, folder)
+    config = json.loads((folder / "config.json").read_text()) | {"pad_token_id": None}  # some classes have one of 32000
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def tokenizer():
@@ -86,7 +91,7 @@ def all_commands(here, family, ranks):
     mesh = ("--mesh", (OF_EXPERTS if family in ("mixtral", "qwen3_moe") else MESHES)[ranks])
     if ranks > 1:
         call(here, 1, "inspect", "--model", model, *mesh)
-        call(here, 1, "plan", "--model", model, "--ranks", ranks, "--batch-size", 4, "--seconds", 1)
+        call(here, 1, "plan", "--model", model, "--ranks", ranks, "--batch-size", 4)
     options = ("--batch-size", 4, "--length", LENGTH, "--data", here / "corpus.tokens", "--seed", 3)
     call(here, ranks, "train", "--model", model, *mesh, *options, "--steps", 3, "--eval-samples", 4, "--run", run)
     call(here, ranks, "verify", "--model", model, *mesh, "--batch-size", 4, "--steps", 1)
@@ -100,7 +105,7 @@ def all_commands(here, family, ranks):
 @click.command(help=__doc__.splitlines()[0])
 @click.option("--peer-python", help="A Python that has torch and transformers; without it, commands are tried alone.")
 @click.option("--only", default=",".join(FAMILIES), show_default=True, help="Families, with commas.")
-@click.option("--ranks", default="1,2,4", show_default=True)
+@click.option("--ranks", default="1,2,4", show_default=True, help="Numbers of them; none: no commands are tried.")
 def main(peer_python, only, ranks):
     failed = False
     with tempfile.TemporaryDirectory() as temporary:
@@ -110,11 +115,12 @@ def main(peer_python, only, ranks):
         np.save(here / "tokens.npy", tokens)
         outs = []
         for family in only.split(","):
-            write_model(family, here / family)
+            write_model(family, here / family, tokens)
+            outs.append(here / family)
             if not (here / "corpus.tokens").exists():
                 encoded = "--tokenizer", here / family, "--output", here / "corpus.tokens"
                 call(here, 1, "data", "prepare", here / "text.txt", *encoded)
-            for count in map(int, ranks.split(",")):
+            for count in map(int, filter(None, ranks.split(","))):
                 try:
                     outs.append(all_commands(here, family, count))
                 except click.ClickException as error:

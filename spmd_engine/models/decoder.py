@@ -34,11 +34,11 @@ class DecoderShape(Configuration):
     """
 
     family: str = setting("llama", choices=FAMILIES)
-    layers: int = setting(8, least=1)
-    width: int = setting(96, least=1)  #: d
-    heads: int = setting(6, least=1)  #: of queries
+    layers: int = setting(8, least=1, most=10_000)
+    width: int = setting(96, least=1, most=1 << 24)  #: d
+    heads: int = setting(6, least=1, most=1 << 16)  #: of queries
     key_value_heads: int | None = setting(None, least=1)  #: of keys and values; None: as many
-    head_width: int | None = setting(None, least=1)  #: k; None: width / heads
+    head_width: int | None = setting(None, least=1, most=1 << 16)  #: k; None: width / heads
     hidden: int = setting(256, least=1)  #: f, of the dense perceptrons
     vocabulary: int = setting(BYTES, least=1)  #: v
     context: int = setting(128, least=1)  #: longest s

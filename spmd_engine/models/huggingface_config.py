@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from spmd_engine.errors import CheckpointError, UsageError
-from spmd_engine.layers.rotary import RotaryOptions
+from spmd_engine.layers.rotary import Rotary, RotaryOptions
 from spmd_engine.layers.router_options import RouterOptions
 from spmd_engine.models.block_numbers import as_text
 from spmd_engine.models.decoder import FAMILIES, DecoderShape
@@ -42,7 +42,10 @@ def read_config(config: Mapping[str, Any], where: str) -> tuple[DecoderShape, li
     family, fields = MODEL_TYPES[kind], Fields(config)
     try:
         shape = _gpt2(fields) if family == "gpt2" else _llama(family, fields)
-        return shape.changed(head_width=shape.head_width or shape.width // shape.heads), fields.check_rest(where)
+        shape = shape.changed(head_width=shape.head_width or shape.width // shape.heads)
+        for rotary in filter(None, (shape.rotary, shape.rotary_in_window)):
+            Rotary(shape.head_width, rotary)  # raises if the two do not go together
+        return shape, fields.check_rest(where)
     except CheckpointError:
         raise
     except KeyError as error:
@@ -82,9 +85,9 @@ def _llama(family: str, config: Mapping[str, Any]) -> DecoderShape:
         context=config.get("max_position_embeddings") or _LONGEST.get(family, 32768),
         epsilon=config.get("rms_norm_eps", 1e-5 if family in ("mixtral", "phi3") else 1e-6),
         tied=config.get("tie_word_embeddings", family in ("smollm3", "gemma", "gemma3-text")),
-        mixture=_mixture(family, config),
         **{"bias": biased, "output_bias": biased, **always(family, width)},
     )
+    shape = shape.changed(mixture=_mixture(family, config, shape.layers))
     own = _OWN.get(family)
     if own is not None:
         shape = own(config, shape)
@@ -188,7 +191,7 @@ def _one_a_layer(name: str, values: Sequence[Any], shape: DecoderShape) -> None:
         raise UsageError(f"{name} has {len(values)} values, but there are {shape.layers} layers")
 
 
-def _mixture(family: str, config: Mapping[str, Any]) -> Mixture | None:
+def _mixture(family: str, config: Mapping[str, Any], layers: int) -> Mixture | None:
     """The auxiliary loss is none of the model's: give ``--balance-loss`` when training from nothing."""
     if family == "mixtral":
         router = RouterOptions(top_k=config.get("num_experts_per_tok", 2))
@@ -199,7 +202,7 @@ def _mixture(family: str, config: Mapping[str, Any]) -> Mixture | None:
         top_k=config.get("num_experts_per_tok", 8), renormalise=bool(config.get("norm_topk_prob", False))
     )
     every, dense = config.get("decoder_sparse_step") or 1, set(config.get("mlp_only_layers") or ())
-    dense |= {layer for layer in range(config["num_hidden_layers"]) if (layer + 1) % every}
+    dense |= {layer for layer in range(layers) if (layer + 1) % every}
     return Mixture(
         experts=config.get("num_experts") or config.get("num_local_experts", 128),
         hidden=config.get("moe_intermediate_size", 768),

@@ -14,8 +14,8 @@ from spmd_engine.models.block_numbers import block_numbers
 class Mixture(Configuration):
     """What stands in the place of a block's MLP; ``router`` has all that is about choosing experts."""
 
-    experts: int = setting(8, least=1)  #: in each layer that has any
-    shared: int = setting(0, least=0)  #: further ones, of the same size, that every token goes through
+    experts: int = setting(8, least=1, most=1 << 16)  #: in each layer that has any
+    shared: int = setting(0, least=0, most=1 << 16)  #: further ones, of the same size, that every token goes through
     hidden: int | None = setting(None, least=1)  #: f of an expert; None: a token's experts together are a dense MLP
     dense: str = ""  #: blocks that keep their dense MLP, by number, as in "0,5"
     router: RouterOptions = RouterOptions(balance_loss=0.01, z_loss=0.001)
