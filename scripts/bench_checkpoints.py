@@ -2,9 +2,9 @@
 
     mpiexec -n 8 python scripts/bench_checkpoints.py --model gpt2 --mesh pipe=2,data=2,model=2
 
-A save takes turns with writing the same bytes, as ``dd`` would, with fsync, and with doing so and hashing them besides:
-on few cores that is what a checkpoint with hashes takes at least. A load takes turns with reading and hashing them once.
-Of each the time until all ranks are done, and the CPU seconds of all of them.
+A save takes turns with writing the same bytes, as ``dd`` would, with fsync, and with doing so and hashing them besides,
+which on few cores is what a checkpoint with hashes takes at least. A load takes turns with reading and hashing them
+once. Of each the time until all ranks are done, and the CPU seconds of all of them.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from spmd_engine.checkpoints.manifest import StoredArray, StoredBlock
 from spmd_engine.checkpoints.parts import PartReader
 from spmd_engine.comm.agreement import on_all_ranks
 from spmd_engine.comm.group import Group
-from spmd_engine.errors import CheckpointError, UsageError
+from spmd_engine.errors import CheckpointError
 from spmd_engine.sharding.placement import ArrayPlacement, Rectangles
 from spmd_engine.sharding.rectangles import Rectangle, meetings
 from spmd_engine.sharding.routes import ranks_of_blocks
@@ -72,10 +72,7 @@ def fill(group: Group, arrays: Sequence[Wanted], folder: Path, headers: Headers,
                 readers.shutdown(cancel_futures=True)
                 raise
 
-    try:
-        on_all_ranks(group, fill_here)
-    except UsageError as error:
-        raise CheckpointError(str(error)) from None
+    on_all_ranks(group, fill_here, CheckpointError)
 
 
 class _Filling:
