@@ -122,7 +122,8 @@ class LayeredEngine(StoredEngine):
 
         A rank that is not on the new mesh passes None for it. It gives the others what they lack; after that its
         engine is of no more use. ``options`` are those of the constructor that say how the model is computed:
-        ``storage``, ``schedule``, ``stages``, ``recompute``. Collective over the old mesh, which is not closed.
+        ``storage``, ``schedule``, ``stages``, ``recompute``. Collective over the old mesh, whose ledger counts what
+        is sent, and which is not closed.
         """
         move = StateMove(self, optimizer)
         if mesh is None:
