@@ -86,7 +86,7 @@ FAULTS = [
     *(
         Fault(f"{each.name} to {to}", code=(128 + each,), says=each.name, launch=to == "launch", signal=each, lost=0)
         for to in ("mpiexec", "launch")
-        for each in (signal.SIGINT, signal.SIGTERM)
+        for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     ),
 ]
 

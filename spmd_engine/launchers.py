@@ -8,6 +8,9 @@ import os
 #: batch scripts have, too.
 RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 
+#: Set for each rank by most of these: how many there are.
+SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+
 
 def is_launched() -> bool:
     """Whether a launcher of MPI programs started this process."""
@@ -16,4 +19,12 @@ def is_launched() -> bool:
 
 def launcher_rank() -> int:
     """The rank that the launcher gave this process, 0 without one."""
-    return next((int(os.environ[name]) for name in RANK_VARIABLES if os.environ.get(name, "").isdigit()), 0)
+    names = (*RANK_VARIABLES, *(("SLURM_PROCID",) if "SLURM_STEP_NUM_TASKS" in os.environ else ()))
+    return next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdigit()), 0)
+
+
+def launcher_size() -> int:
+    """How many processes were started with this one: by a launcher of MPI programs, or else by Slurm's srun."""
+    by_mpi = [os.environ[name] for name in SIZE_VARIABLES if os.environ.get(name, "").isdigit()]
+    by_srun = os.environ.get("SLURM_STEP_NUM_TASKS", "")  # also where its step is mpiexec's own, with a task a node
+    return int(next(iter(by_mpi), by_srun if by_srun.isdigit() else "1"))

@@ -1,4 +1,4 @@
-"""SIGINT (Ctrl-C) and SIGTERM: a flag while there is something to save first, otherwise an exception."""
+"""SIGINT (Ctrl-C), SIGTERM and SIGUSR1: a flag while there is something to save first, otherwise an exception."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import Any
 
 AGAIN = 1.0  #: seconds within which a second signal is the first one's echo: launchers and shells may both send it
 
-_ENDING = (signal.SIGINT, signal.SIGTERM)
+#: What ends a program. Batch systems send SIGTERM, or SIGUSR1, some time before they take the machine away.
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+REQUEUE = 75  #: exit code of a job that has saved and is to be queued again; EX_TEMPFAIL of sysexits.h
 
 
 class Interrupted(KeyboardInterrupt):
@@ -23,12 +25,12 @@ class Interrupted(KeyboardInterrupt):
 
 
 def exit_code(error: KeyboardInterrupt) -> int:
-    """That of a program which a signal ended, as shells count it: 130 for SIGINT, 143 for SIGTERM."""
+    """That of a program which a signal ended, as shells count it: 130 for SIGINT, 143 for SIGTERM, 138 for SIGUSR1."""
     return 128 + getattr(error, "number", signal.SIGINT)
 
 
 class Handlers:
-    """``with Handlers(handle): ...``: SIGINT and SIGTERM call ``handle(number, frame)`` meanwhile.
+    """``with Handlers(handle): ...``: the ENDING signals call ``handle(number, frame)`` meanwhile.
 
     A signal that is ignored, as shells have it for jobs in the background, stays so. Python gives signals to the main
     thread alone; on another, a virtual rank's, nothing changes.
@@ -40,7 +42,7 @@ class Handlers:
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
-            for number in _ENDING:
+            for number in ENDING:
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):  # None: not set by Python
                     self._previous[number] = signal.signal(number, self._handle)
 
@@ -50,7 +52,7 @@ class Handlers:
 
 
 def raise_interrupted() -> Handlers:
-    """Meanwhile SIGINT and SIGTERM raise Interrupted."""
+    """Meanwhile the ENDING signals raise Interrupted."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         raise Interrupted(number)
@@ -59,7 +61,7 @@ def raise_interrupted() -> Handlers:
 
 
 class StopFlag:
-    """While open, SIGINT and SIGTERM are only noted in ``received``, so that work in steps can end after one of them.
+    """While open, the ENDING signals are only noted in ``received``, so that work in steps can end after one of them.
 
     A second signal, unless it follows within AGAIN seconds, raises Interrupted at once. So does closing the flag, if
     a signal has come of which nobody took notice with ``take``.

@@ -68,7 +68,7 @@ def fill(group: Group, arrays: Sequence[Wanted], folder: Path, headers: Headers,
                 for each in arrays:
                     filling.start(each, list(_mine(each, group.rank, loads)), group.rank)
                 filling.finish()
-            except CheckpointError:
+            except BaseException:  # also Ctrl-C: what has not begun need not be read any more
                 readers.shutdown(cancel_futures=True)
                 raise
 

@@ -28,8 +28,8 @@ def launch(ranks: int, hosts: str, max_restarts: int, min_ranks: int | None, arg
 
     A restart waits until all ranks of the old job are gone, and removes what they left in /dev/shm. 'train' goes on
     with --resume once there is a checkpoint; a script of your own finds the number of restarts in SPMD_RESTARTS. Where
-    the job dies twice and has saved nothing between, it goes on with one rank less, if --min-ranks allows that. SIGINT
-    and SIGTERM are handed on to the ranks, which save and end; then, and after a mistake in the command (exit code 2),
-    nothing is started again. scripts/slurm.sh and scripts/pbs.sh are ready-made jobs for batch systems.
+    the job dies twice and has saved nothing between, it goes on with one rank less, if --min-ranks allows that.
+    SIGINT, SIGTERM and SIGUSR1 are handed on to the ranks, which save and end; then, and after a mistake in the command
+    (exit code 2), nothing is started again. scripts/slurm.sh and scripts/pbs.sh are ready-made jobs for batch systems.
     """
     sys.exit(Supervisor(ranks, arguments, max_restarts, min_ranks, hosts).run())

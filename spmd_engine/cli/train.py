@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from typing import Any
 
 import click
@@ -14,6 +16,7 @@ from spmd_engine.cli.report import Reporter
 from spmd_engine.engine.composition import ModelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models.names import MODELS
+from spmd_engine.signals import REQUEUE
 from spmd_engine.strategies import STRATEGIES
 from spmd_engine.training.augment import AUGMENT
 from spmd_engine.training.job import FIXED, DataConfig, Job, TrainingConfig
@@ -23,7 +26,7 @@ from spmd_engine.training.start import train as train_job
 from spmd_engine.training.workload import PAGE_MODEL
 
 #: Options that say what is done this time; a job knows nothing of them.
-OF_THIS_TIME = ("config", "run", "resume", "stop_at", "trace", "plan", "enforce")
+OF_THIS_TIME = ("config", "run", "resume", "stop_at", "trace", "plan", "enforce", "requeue")
 
 _ADAMW_OR_SGD = click.Choice(["adamw", "sgd"])
 _DTYPES = click.Choice(["float32", "float64"])
@@ -46,6 +49,7 @@ of its composition the mesh cannot have is left out."""
 @field_option(DataConfig, "micro_batches", help="Parts of a batch, one by one.")
 @field_option(TrainingConfig, "steps", help="Optimizer steps in all.")
 @click.option("--stop-at", type=int, help="Stop, to be resumed, after this step. [default: --steps]")
+@click.option("--requeue", is_flag=True, help=f"Saved for a signal, end with {REQUEUE}: batch scripts requeue then.")
 @field_option(TrainingConfig, "max_skipped", help="Steps in a row that may be skipped, as not finite.")
 @field_option(TrainingConfig, "check_replicas_every", help="Steps; 0: never.")
 @field_option(TrainingConfig, "save_every", help="Steps; 0: at the end.")
@@ -91,21 +95,26 @@ def train(context: click.Context, **options: Any) -> None:
     ranks gives the same losses, to rounding. Results go to runs/NAME: config.json, metrics.jsonl (an object a
     step) and a checkpoint, from which --resume goes on and 'generate' and 'infer' answer. --resume takes over
     the run's own options, those given here and --mesh excepted, and goes on exactly from its last save; with
-    more --steps, the learning rate follows its cosine over the new number. Ctrl-C or SIGTERM, to mpiexec or to
-    any rank, saves after the step that is under way; a second one ends it at once.
+    more --steps, the learning rate follows its cosine over the new number. Ctrl-C, SIGTERM or SIGUSR1, to mpiexec
+    or to any rank, saves after the step that is under way; a second one ends it at once.
     """
     if options["trace"] is not None and options["trace"] < 1:
         raise UsageError(f"--trace {options['trace']}: at least one step is traced")
-    train_job(
-        job_of(context),
-        options["run"],
-        resume=options["resume"],
-        given=options_given(context),
-        stop_at=options["stop_at"],
-        trace=options["trace"] or 0,
-        observers=[Reporter()],
-        enforce=options["enforce"],
-    )
+    try:
+        train_job(
+            job_of(context),
+            options["run"],
+            resume=options["resume"],
+            given=options_given(context),
+            stop_at=options["stop_at"],
+            trace=options["trace"] or 0,
+            observers=[Reporter()],
+            enforce=options["enforce"],
+        )
+    except SystemExit as stopped:  # by a signal, saved
+        if options["requeue"] and stopped.code != 128 + signal.SIGINT:
+            sys.exit(REQUEUE)
+        raise
 
 
 def job_of(context: click.Context) -> Job:

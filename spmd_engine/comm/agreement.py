@@ -33,7 +33,8 @@ def on_all_ranks(group: Group, do: Callable[[], T], error: type[UsageError] = Us
     failed = int(group.all_reduce(np.array(group.rank if message else group.size), "min", label="agreement"))
     if failed < group.size:
         said = group.broadcast(np.frombuffer(message, np.uint8), root=failed, label="agreement")
-        raise error(f"rank {failed} of {group.size}: {said.tobytes().decode()}")
+        who = f"rank {failed} of {group.size}: " if group.size > 1 else ""
+        raise error(f"{who}{said.tobytes().decode()}")
     return result  # type: ignore[return-value]
 
 

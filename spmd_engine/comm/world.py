@@ -26,7 +26,7 @@ from spmd_engine.comm.records import Record
 from spmd_engine.comm.threads import current_thread_communicator, solo
 from spmd_engine.comm.watchdog import Watchdog
 from spmd_engine.errors import RankAborted, SpmdError, UsageError
-from spmd_engine.launchers import is_launched, launcher_rank
+from spmd_engine.launchers import is_launched, launcher_rank, launcher_size
 from spmd_engine.signals import exit_code
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
@@ -53,8 +53,10 @@ def _process_world() -> Communicator:
                 f"started by an MPI launcher, but mpi4py cannot load an MPI library ({error}). Install one: "
                 "pip install 'spmd_engine[mpich]', or load your cluster's MPI module"
             ) from error
+        _check_alone()
         return solo()
     if MPI.COMM_WORLD.size == 1:
+        _check_alone()
         return solo()
     _end_all_ranks_on_error(MPI.COMM_WORLD)
     record = OwnMemory(SIZE)
@@ -68,6 +70,16 @@ def _process_world() -> Communicator:
     _watch(comm, dict(zip(ranks if len(records) == len(ranks) else [comm.rank], records, strict=True)))
     atexit.register(_leave, comm)
     return comm
+
+
+def _check_alone() -> None:
+    """Raise UsageError if this process, of which MPI says that it is alone, was started with others."""
+    if (size := launcher_size()) > 1:
+        raise UsageError(
+            f"started as one of {size} processes, but MPI sees this one alone: the launcher is not of this MPI "
+            "library, and each process would do all the work by itself. Start it by the mpiexec of this environment; "
+            "or by srun: 'srun --mpi=pmi2' with MPICH, or with an MPI that was built for it"
+        )
 
 
 def _watch(comm: Communicator, records: Mapping[int, Memory]) -> None:
@@ -121,6 +133,7 @@ def _end_all_ranks_on_error(comm) -> None:
     Of ranks that fail together (a mismatch is the same error everywhere) only the lowest speaks, so that
     there is one traceback.
     """
+
     def hook(kind, error, trace):
         if issubclass(kind, RankAborted):
             time.sleep(5)  # the rank that failed says why, and ends the job

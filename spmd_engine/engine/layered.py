@@ -115,15 +115,20 @@ class LayeredEngine(StoredEngine):
         return self._placed.extras.buffers.index.get(name)
 
     def reshard(
-        self, mesh: Mesh, layout: Layout | None = None, *, optimizer: Optimizer | None = None, **options: Any
+        self, mesh: Mesh | None, layout: Layout | None = None, *, optimizer: Optimizer | None = None, **options: Any
     ) -> None:
-        """Go on as this model on another mesh of the same ranks, in mid-training: with the same parameters, buffers
-        and, if the ``optimizer`` is given, its state.
+        """Go on as this model on another mesh of the same ranks, or of some of them, in mid-training: with the same
+        parameters, buffers and, if the ``optimizer`` is given, its state.
 
-        ``options`` are those of the constructor that say how the model is computed: ``storage``, ``schedule``,
-        ``stages``, ``recompute``. Collective over the world. The engine does not close its old mesh.
+        A rank that is not on the new mesh passes None for it. It gives the others what they lack; after that its
+        engine is of no more use. ``options`` are those of the constructor that say how the model is computed:
+        ``storage``, ``schedule``, ``stages``, ``recompute``. Collective over the old mesh, whose ledger counts what
+        is sent, and which is not closed.
         """
         move = StateMove(self, optimizer)
+        if mesh is None:
+            move.leave()
+            return
         layout = layout if layout is not None else layout_for(self.model, mesh)
         self._be(place(self.model, mesh, layout, dtype=self.dtype, backend=self.backend, **options))
         move.finish()

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.comm.group import Group
 from spmd_engine.engine.optimizers import Optimizer
-from spmd_engine.engine.stored import StoredEngine
+from spmd_engine.engine.stored import StoredEngine, ask_placements
 from spmd_engine.sharding.placement import Placement
 from spmd_engine.sharding.transfer import TransferPlan, plan_transfer
 
@@ -18,11 +17,12 @@ class StateMove:
     """What an engine, and its optimizer, have before they are placed anew: made before, ``finish`` is called after.
 
     Every element travels once to each rank that will hold it and has it not, as ``plan_transfer`` says; in pieces, so
-    that beside its old and new blocks no rank holds more than two of them. Both are collective over the world.
+    that beside its old and new blocks no rank holds more than two of them. Both are collective over the mesh before.
     """
 
     def __init__(self, engine: StoredEngine, optimizer: Optimizer | None = None) -> None:
         self._engine, self._optimizer = engine, optimizer
+        self._group, self._nodes = engine.group(), engine.mesh.nodes_by_rank
         self._stored, self._owned = engine.placement(), engine.placement(owned=True)
         self._arrays = {**engine.parameters, **engine.buffers}
         self._state = {}
@@ -31,22 +31,34 @@ class StateMove:
             self._state = {kind: engine.named(arrays) for kind, arrays in optimizer.state.items()}
 
     def finish(self) -> None:
-        """Fill the arrays that the engine has now."""
-        engine, world, nodes = self._engine, self._engine.group(), self._engine.mesh.nodes_by_rank
-        stored = plan_transfer(self._stored, engine.placement(), nodes=nodes)
-        _execute(stored, world, self._arrays, {**engine.parameters, **engine.buffers})
+        """Fill the arrays that the engine has now: on another mesh of all ranks, or of some of them."""
+        engine = self._engine
+        if engine.group().size == self._group.size:
+            stored, owned = engine.placement(), engine.placement(owned=True)
+        else:  # those who leave must know, too
+            told = ask_placements(self._group, engine)
+            stored, owned = told[False], told[True]
+        self._fill(stored, owned, {**engine.parameters, **engine.buffers})
+
+    def leave(self) -> None:
+        """What ``finish`` is for a rank that is not on the new mesh: others get what they lack of what it has."""
+        told = ask_placements(self._group, None)
+        self._fill(told[False], told[True], {})
+
+    def _fill(self, stored: Placement, owned: Placement, here: Arrays) -> None:
+        """Bring to ``here`` what is placed there, and to the optimizer's state what this rank owns now."""
+        self._execute(plan_transfer(self._stored, stored, nodes=self._nodes), self._arrays, here)
         if self._optimizer is None:
             return
         for kind in self._state:  # all of it comes: no need of zeros
-            made = {key: backend_of(array).xp.empty_like(array) for key, array in engine.owned.items()}
+            made = {key: backend_of(x).xp.empty_like(x) for key, x in self._engine.owned.items()} if here else {}
             self._optimizer.state[kind] = made
-        owned = plan_transfer(self._owned, engine.placement(owned=True), nodes=nodes)
+        plan = plan_transfer(self._owned, owned, nodes=self._nodes)
         for kind, arrays in self._optimizer.state.items():
-            _execute(owned, world, self._state[kind], engine.named(arrays))
+            self._execute(plan, self._state[kind], self._engine.named(arrays) if here else {})
 
+    def _execute(self, plan: TransferPlan, old: Arrays, new: Arrays) -> None:
+        def held(placement: Placement, arrays: Arrays) -> dict[str, list[Array]]:
+            return {name: [arrays[name]] if each.held[self._group.rank] else [] for name, each in placement.items()}
 
-def _execute(plan: TransferPlan, world: Group, old: Arrays, new: Arrays) -> None:
-    def held(placement: Placement, arrays: Arrays) -> dict[str, list[Array]]:
-        return {name: [arrays[name]] if each.held[world.rank] else [] for name, each in placement.items()}
-
-    plan.execute(world, held(plan.source, old), out=held(plan.target, new), label="reshard")
+        plan.execute(self._group, held(plan.source, old), out=held(plan.target, new), label="reshard")

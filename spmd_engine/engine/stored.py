@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
+from spmd_engine.comm.group import Group
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.parameter_store import Index, ParameterStore
 from spmd_engine.engine.storage import GroupStorage
@@ -54,15 +55,7 @@ class StoredEngine(ShardedEngine):
     def placement(self, owned: bool = False) -> Placement:
         """As ``ShardedEngine`` says; of a store, which does not change, ranks tell each other all, once."""
         if not self.store.placements:
-            both = {kind: self._held_here(kind == "owned") for kind in ("stored", "owned")}
-            told = ask_placement(
-                self.group(), {f"{kind} {n}": part for kind, here in both.items() for n, part in here.items()}
-            )
-            for kind in both:
-                of_kind = {
-                    name.removeprefix(f"{kind} "): each for name, each in told.items() if name.startswith(f"{kind} ")
-                }
-                self.store.placements[kind == "owned"] = Placement(of_kind)
+            self.store.placements |= ask_placements(self.group(), self)
         return self.store.placements[owned]
 
     @property
@@ -121,6 +114,18 @@ class StoredEngine(ShardedEngine):
 
     def _ask_shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: shape for name, (_, shape) in self.store.described.items()}  # every rank knows them
+
+
+def ask_placements(group: Group, engine: StoredEngine | None) -> dict[bool, Placement]:
+    """By whether ``owned``, which part of every array each rank of a group has; without an ``engine``, one has none."""
+    both = {kind: engine._held_here(kind == "owned") if engine else {} for kind in ("stored", "owned")}
+    told = ask_placement(group, {f"{kind} {n}": part for kind, here in both.items() for n, part in here.items()})
+
+    def of_kind(kind: str) -> Placement:
+        begins = f"{kind} "
+        return Placement({name.removeprefix(begins): each for name, each in told.items() if name.startswith(begins)})
+
+    return {kind == "owned": of_kind(kind) for kind in both}
 
 
 def check_shapes(params: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:

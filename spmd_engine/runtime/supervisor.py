@@ -13,11 +13,12 @@ from subprocess import TimeoutExpired
 from spmd_engine.checkpoints import CheckpointFolder
 from spmd_engine.errors import UsageError
 from spmd_engine.runtime.mpi_job import MPIJob, find_mpiexec, is_open_mpi
-from spmd_engine.signals import Handlers
+from spmd_engine.signals import ENDING, REQUEUE, Handlers
 from spmd_engine.training.start import run_folder
 
 USAGE_ERROR = 2  #: exit code of what would fail again in the same way
-SIGNALLED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  #: of a job that was asked to end, and has saved
+SIGNALLED = (*(128 + number for number in ENDING), REQUEUE)  #: of a job that was asked to end, and has saved
+KILLED = (signal.SIGKILL, 128 + signal.SIGKILL, -signal.SIGKILL)  #: of one whose rank was: launchers differ
 RESTARTS = "SPMD_RESTARTS"  #: environment variable: how often the job was started again
 
 
@@ -25,10 +26,11 @@ RESTARTS = "SPMD_RESTARTS"  #: environment variable: how often the job was start
 class Supervisor:
     """``mpiexec -n RANKS`` of a command of this program (``train ...``) or of a script, until it has ended well.
 
-    A job ends well with exit code 0, for a signal (130, 143), or for what was asked in a wrong way (2). After anything
-    else it is started again, up to ``max_restarts`` times, when all its ranks are gone: 'train' with --resume, once
-    there is a checkpoint; a script with the number of restarts in the environment (SPMD_RESTARTS). If it dies twice
-    and has saved nothing between, it goes on with one rank less, down to ``min_ranks``, on a mesh of its own choice.
+    A job ends well with exit code 0, for a signal (``SIGNALLED``), or for what was asked in a wrong way (2). After
+    anything else it is started again, up to ``max_restarts`` times, when all its ranks are gone: 'train' with --resume,
+    once there is a checkpoint; a script with the number of restarts in the environment (SPMD_RESTARTS). If it dies
+    twice and has saved nothing between, it goes on with one rank less, down to ``min_ranks``, on a mesh of its own
+    choice.
     """
 
     ranks: int
@@ -71,7 +73,7 @@ class Supervisor:
             if asked or code in (0, USAGE_ERROR, *SIGNALLED):
                 return code
             if restarts == self.max_restarts:
-                self.say(f"launch: exit code {code}, after {restarts} restart(s): no more")
+                self.say(f"launch: {_ended(code)}, after {restarts} restart(s): no more")
                 return code
             restarts += 1
             fruitless = 0 if self._saved() != saved else fruitless + 1
@@ -79,7 +81,7 @@ class Supervisor:
                 ranks, fruitless = ranks - 1, 0
             found = self._saved()
             goes_on = f"goes on from {found.name}" if found and self._is_training else "begins again"
-            self.say(f"launch: exit code {code}; {goes_on} on {ranks} ranks, restart {restarts} of {self.max_restarts}")
+            self.say(f"launch: {_ended(code)}; {goes_on} on {ranks} ranks, restart {restarts} of {self.max_restarts}")
 
     def command(self, ranks: int) -> list[str]:
         """What is started next on so many ranks: a run with a checkpoint goes on from it."""
@@ -125,6 +127,10 @@ class Supervisor:
         if asked and code not in (0, *SIGNALLED):
             code = 128 + asked[0]
         return (code if code >= 0 else 128 - code), bool(asked)
+
+
+def _ended(code: int) -> str:
+    return f"exit code {code}" + (" (a rank was killed: out of memory, perhaps)" if code in KILLED else "")
 
 
 def _without(arguments: Sequence[str], option: str) -> list[str]:

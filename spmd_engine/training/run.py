@@ -48,8 +48,8 @@ class Run:
     done, for a text that shows what was learnt; ``after_step`` with the number of each step, when its metrics are told
     and before anything is saved.
 
-    SIGINT or SIGTERM to any rank ends the run after the step that is under way: saved, told to the observers, and with
-    SystemExit, whose code is 128 + the signal's number, on every rank. A second signal ends the program at once.
+    SIGINT, SIGTERM or SIGUSR1 to any rank ends the run after the step that is under way: saved, told to the observers,
+    and with SystemExit, whose code is 128 + the signal's number, on every rank. A second one ends the program at once.
     """
 
     def __init__(

@@ -1,16 +1,20 @@
 """An engine that goes on, on another mesh: parameters, buffers and optimizer state move, and nothing else changes."""
 
+import tracemalloc
+from functools import partial
+
 import numpy as np
 import pytest
 from test_layer_contract import MICRO_BATCHES, text_model, tokens
 
 import tiny
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run, world
 from spmd_engine.engine import AdamW, LayeredEngine, schedules
 from spmd_engine.engine.assignment import Storage
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.recompute import Recompute
-from spmd_engine.sharding import Layout
+from spmd_engine.models import two_layers
+from spmd_engine.sharding import Layout, plan_transfer
 from spmd_engine.training import Trainer
 
 WAYS = [
@@ -79,3 +83,65 @@ def test_parts_that_become_whole_are_sent_once_to_each_rank():
     names = text_model().parameters()
     size = sum(int(np.prod(shape)) for _, (_, shape) in names) * 8
     assert sum(sent for _, _, sent in results) == 3 * size
+
+
+@pytest.mark.parametrize(
+    "members, after, how",
+    [([0, 1, 3], {"data": 3}, {"zero": 1}), ([2, 1], {"pipe": 2}, {}), ([3], {"data": 1}, {})],
+    ids=["three go on", "two, in another order", "one"],
+)
+@pytest.mark.parametrize("nodes", [None, ["a", "b", "a", "b"]], ids=["one node", "two nodes"])
+def test_some_of_the_ranks_go_on(members, after, how, nodes):
+    """From ZeRO-3 on four ranks: those that leave hand over what they alone have, and are done."""
+    ((expected, arrays, _),) = trained({"data": 1}, {})
+
+    def program():
+        with Mesh(data=4) as mesh:
+            engine = LayeredEngine(text_model(), mesh, dtype=np.float64, seed=5, storage=Storage(3))
+            optimizer = AdamW()
+            batches = lambda step: batch_of(*tokens(step), engine, MICRO_BATCHES, step)
+            trainer = Trainer(engine, optimizer, batches, lambda step: 0.05, grad_clip=0.3)
+            losses = [report.loss for report in trainer.run(2)]
+            if mesh.rank not in members:
+                engine.reshard(None, optimizer=optimizer)
+                return losses, {}
+            with Mesh(world().subset(members), **after) as other:
+                engine.reshard(other, optimizer=optimizer, **options(**how))
+                losses += [report.loss for report in trainer.run(4)]
+                found = {name: engine.gather(name) for name in engine.names}
+                found |= {name: engine.gather_buffer(name) for name in engine.buffer_names}
+                for kind, state in optimizer.state.items():
+                    found |= {f"{kind} of {name}": engine.gather_owned(name, state) for name in engine.names}
+                return losses, found
+
+    results = run(program, 4, nodes=nodes)
+    for rank, (losses, ours) in enumerate(results):
+        np.testing.assert_allclose(losses, expected if rank in members else expected[:2], rtol=1e-11)
+        assert not ours if rank not in members else ours.keys() == arrays.keys()
+        for name, array in ours.items():
+            np.testing.assert_allclose(array, arrays[name], rtol=0, atol=1e-10, err_msg=name)
+
+
+def test_no_rank_holds_more_than_its_own_and_two_pieces(monkeypatch):
+    """16 MB of parameters: beside the new blocks (those of the state are counted here) some pieces of 64 KiB."""
+    monkeypatch.setattr("spmd_engine.engine.move.plan_transfer", partial(plan_transfer, piece_bytes=1 << 16))
+    n, model = 4, two_layers(1024, 1024)
+
+    def program():
+        with Mesh(data=n) as mesh, Mesh(model=n) as other:
+            engine, optimizer = LayeredEngine(model, mesh, dtype=np.float64, storage=Storage(3)), AdamW()
+            optimizer.prepare(engine)
+            mesh.barrier()
+            if mesh.rank == 0:
+                tracemalloc.start()
+            mesh.barrier()
+            engine.reshard(other, optimizer=optimizer)
+            mesh.barrier()
+            return tracemalloc.get_traced_memory()[1]
+
+    try:
+        peak = max(run(program, n))
+    finally:
+        tracemalloc.stop()
+    parameters = sum(int(np.prod(shape)) for _, (_, shape) in model.parameters()) * 8
+    assert 2 * parameters <= peak <= 2 * parameters + (3 << 20)

@@ -124,12 +124,13 @@ def walk(kind, seed):
         for number in range(1, len(stops)):
             before = parts_here(engine, optimizer)
             other, layout, options = placed(number)
+            mesh.ledger.clear()
             engine.reshard(other, layout, optimizer=optimizer, **options)
             after = parts_here(engine, optimizer)
             for (what, name), (index, part) in after.items():
                 np.testing.assert_array_equal(part, whole[what][name][index], f"{what} of {name} on {other}")
             engine.placement(owned=True).checked()  # each element has one owner: nothing is missing
-            sent.append((lacking(before, after), other.ledger.total(label="reshard").sent))
+            sent.append((lacking(before, after), mesh.ledger.total(label="reshard").sent))
             mesh.close()
             mesh = other
         for name in engine.names:

@@ -129,7 +129,7 @@ def send(metrics, number):
 
 if launcher_rank() in {ranks}:
     threading.Thread(target=send, args=(Path("runs/r/metrics.jsonl"), signal.{signal}), daemon=True).start()
-main("train --model mlp --steps 1000000 --batch-size 8 --eval-samples 2 --run r".split())
+main("train --model mlp --steps 1000000 --batch-size 8 --eval-samples 2 --run r {option}".split())
 """
 
 
@@ -139,10 +139,13 @@ def own_lines(text):
 
 @needs_mpi
 @pytest.mark.parametrize(
-    "signal_name, ranks, code", [("SIGINT", "[1]", 130), ("SIGTERM", "[0, 1, 2]", 143)], ids=["one rank", "all ranks"]
+    "signal_name, ranks, option, code",
+    [("SIGINT", "[1]", "--requeue", 130), ("SIGTERM", "[0, 1, 2]", "", 143), ("SIGUSR1", "[2]", "--requeue", 75)],
+    ids=["SIGINT to one rank", "SIGTERM to all", "SIGUSR1, to be queued again"],
 )
-def test_training_saves_and_can_go_on(mpi_run, tmp_path, signal_name, ranks, code):
-    (tmp_path / "train.py").write_text(TRAIN.replace("{ranks}", ranks).replace("{signal}", signal_name))
+def test_training_saves_and_can_go_on(mpi_run, tmp_path, signal_name, ranks, option, code):
+    script = TRAIN.replace("{ranks}", ranks).replace("{signal}", signal_name).replace("{option}", option)
+    (tmp_path / "train.py").write_text(script)
     result = mpi_run(3, "train.py", cwd=tmp_path, timeout=200)
     assert result.returncode == code, result.stderr
     (line,) = own_lines(result.stderr)
@@ -159,7 +162,8 @@ def test_training_saves_and_can_go_on(mpi_run, tmp_path, signal_name, ranks, cod
 def test_ctrl_c_to_the_launcher_saves(tmp_path):
     if len(mpiexec()) > 1:
         pytest.skip("Open MPI's launcher forwards no signals")
-    (tmp_path / "train.py").write_text(TRAIN.replace("{ranks}", "[]").replace("{signal}", "SIGINT"))
+    script = TRAIN.replace("{ranks}", "[]").replace("{signal}", "SIGINT").replace("{option}", "")
+    (tmp_path / "train.py").write_text(script)
     errors, metrics = (tmp_path / "errors").open("w+"), tmp_path / "runs" / "r" / "metrics.jsonl"
     with Job(2, ["train.py"], cwd=tmp_path, stderr=errors, env={"PYTHONPATH": os.getcwd()}) as job:
         while not (metrics.exists() and metrics.stat().st_size) and job.process.poll() is None:

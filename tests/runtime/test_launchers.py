@@ -1,0 +1,42 @@
+"""What a process learns from its launcher's environment, and that it refuses to be one of many worlds of one."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from mpi_harness.launch import clean_environment
+from spmd_engine.launchers import RANK_VARIABLES, SIZE_VARIABLES, is_launched, launcher_rank, launcher_size
+
+BY = {
+    "nobody": ({}, (False, 0, 1)),
+    "MPICH's mpiexec": ({"PMI_RANK": "2", "PMI_SIZE": "4"}, (True, 2, 4)),
+    "Open MPI's mpiexec": ({"PMIX_RANK": "1", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "3"}, (True, 1, 3)),
+    "MVAPICH2's": ({"MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "2"}, (True, 0, 2)),
+    "srun --mpi=pmix": ({"PMIX_RANK": "5", "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8"}, (True, 5, 8)),
+    "srun --mpi=none": ({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4"}, (False, 3, 4)),
+    "a batch script of Slurm's": ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, (False, 0, 1)),
+    "mpiexec, on nodes by srun": (  # whose daemons, a task a node, hand on what srun told them
+        {"PMI_RANK": "6", "PMI_SIZE": "8", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"},
+        (True, 6, 8),
+    ),
+}
+
+
+@pytest.mark.parametrize("told, expected", BY.values(), ids=BY)
+def test_by_whom_it_was_started(monkeypatch, told, expected):
+    for name in {*RANK_VARIABLES, *SIZE_VARIABLES, *(name for name in os.environ if name.startswith("SLURM_"))}:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    assert (is_launched(), launcher_rank(), launcher_size()) == expected
+
+
+def test_one_of_several_processes_that_mpi_does_not_join_is_refused(tmp_path):
+    """As under ``srun --mpi=none``: four processes, each of which would train alone, into the same folder."""
+    environment = {**clean_environment(), "PYTHONPATH": os.getcwd(), "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"}
+    command = [sys.executable, "-m", "spmd_engine", "train", "--model", "mlp", "--steps", "1", "--run", "r"]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=100)
+    assert ended.returncode == 2 and not (tmp_path / "runs").exists()
+    assert ended.stderr.startswith("spmd_engine: started as one of 4 processes, but MPI sees this one alone")
