@@ -253,7 +253,7 @@ def test_prepare_train_score_and_write(ok, tmp_path):
     assert "60 documents" in told and told.count("vocabulary 257") == 1
     ok(1, "data", "inspect", "sums.tokens", "--verify")
     short = ["--length", "32", "--batch-size", "4", "--warmup", "1", *QUIET]
-    ok(2, "train", "--data", "sums.tokens", "--steps", "2", "--run", "sums", *short)
+    ok(2, "train", "--data", "sums.tokens", "--steps", "2", "--run", "sums", "--mesh", "model=2", *short)  # as foretold
     scored = [json.loads(ok(n, "eval", "--run", "runs/sums", "--file", "sums.tokens", "--json").stdout) for n in (1, 2)]
     np.testing.assert_allclose(scored[0]["log_probs"], scored[1]["log_probs"], atol=1e-4)
     prompts = ["--prompt", "1 + 1 =", "--prompt", "22 + 1", "--tokens", "6", "--top-k", "9", "--json"]
