@@ -36,7 +36,9 @@ PEER = """
 import sys, numpy, torch, transformers
 torch.set_num_threads(1)
 for folder in sys.argv[2:]:
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    config = transformers.AutoConfig.from_pretrained(folder)
+    config._experts_implementation = "eager"  # others want widths that are multiples of 16 bytes
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32).eval()
     with torch.no_grad():
         logits = model(torch.from_numpy(numpy.load(sys.argv[1])), use_cache=False).logits
     numpy.save(folder + "/logits.npy", logits.numpy())

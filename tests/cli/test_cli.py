@@ -274,7 +274,7 @@ def test_prepare_train_score_and_write(several, here, tmp_path):
     told, _, *together = several(
         2,
         ["data", "prepare", "sums.jsonl", "--output", "sums.tokens"],
-        ["train", "--data", "sums.tokens", "--steps", "2", "--run", "sums", *short],
+        ["train", "--data", "sums.tokens", "--steps", "2", "--run", "sums", "--mesh", "model=2", *short],  # as foretold
         scores,
         [*writes, "--mesh", "model=2"],
     )

@@ -7,6 +7,7 @@ import numpy as np
 from command_line import QUIET
 
 GOLDEN = Path(__file__).parents[1] / "golden"
+ADAPTER = GOLDEN / "adapter" / "llama"
 LLAMA = GOLDEN / "decoders" / "llama"
 
 
@@ -29,10 +30,10 @@ def test_inspect_says_what_goes_where(here):
 
 def test_adapters_out_and_in(here, tmp_path):
     """A checkpoint with adapters, exported for PEFT, answers as what was exported merged."""
-    known = np.load(GOLDEN / "adapter" / "reference.npz")
+    known = np.load(ADAPTER / "reference.npz")
     np.save(tmp_path / "x.npy", known["tokens"])
     code, _, error = here(
-        "infer", "--model", str(LLAMA), "--adapter", str(GOLDEN / "adapter"), "--input", "x.npy", "--output", "y.npy"
+        "infer", "--model", str(LLAMA), "--adapter", str(ADAPTER), "--input", "x.npy", "--output", "y.npy"
     )
     assert code == 0, error
     np.testing.assert_allclose(np.load(tmp_path / "y.npy"), known["logits"], rtol=0, atol=1e-5)
