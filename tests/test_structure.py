@@ -184,8 +184,8 @@ def test_classes_have_names_of_their_own():
     found = {}
     for file in FILES:
         for node in nodes_of(file):
-            if isinstance(node, ast.ClassDef) and not str(file).startswith("strategies/"):
-                found.setdefault(node.name, []).append(str(file))
+            if isinstance(node, ast.ClassDef) and not file.startswith("strategies/"):
+                found.setdefault(node.name, []).append(file)
     assert {name: files for name, files in found.items() if len(files) > 1} == {}
 
 

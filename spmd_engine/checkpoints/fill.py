@@ -8,7 +8,7 @@ its own a rank holds little.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -19,7 +19,7 @@ from spmd_engine.checkpoints.dtypes import DTYPES
 from spmd_engine.checkpoints.manifest import StoredArray, StoredBlock
 from spmd_engine.comm.agreement import on_all_ranks
 from spmd_engine.comm.group import Group
-from spmd_engine.errors import CheckpointError, UsageError
+from spmd_engine.errors import CheckpointError
 from spmd_engine.sharding.placement import ArrayPlacement, Placement, Rectangles
 from spmd_engine.sharding.rectangles import Rectangle, meetings
 from spmd_engine.sharding.routes import ranks_of_blocks
@@ -70,7 +70,7 @@ def fill(group: Group, arrays: Sequence[Wanted], read: Read, nodes: Sequence[str
                 readers.submit(read, each.name, each.stored, block, place)
                 for (each, block), place in zip(mine, places, strict=True)
             ]
-            _wait(group, reading)
+            on_all_ranks(group, lambda reading=reading: [each.result() for each in reading], CheckpointError)
             found: dict[str, list[np.ndarray]] = {each.name: [] for each in some}
             for (each, _), place in zip(mine, places, strict=True):
                 found[each.name].append(place)
@@ -81,14 +81,6 @@ def fill(group: Group, arrays: Sequence[Wanted], read: Read, nodes: Sequence[str
             for each in some:
                 if each.here is not None and each.on_host is not each.here:
                     each.here[...] = backend_of(each.here).asarray(each.on_host)
-
-
-def _wait(group: Group, reading: Sequence[Future]) -> None:
-    """Until all ranks have read; raises CheckpointError on all if one could not."""
-    try:
-        on_all_ranks(group, lambda: [each.result() for each in reading])
-    except UsageError as error:
-        raise CheckpointError(str(error)) from None
 
 
 def _as_read(array: Wanted, dealt: Sequence[Sequence[StoredBlock]]) -> ArrayPlacement:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from spmd_engine.checkpoints.dtypes import DTYPES
-from spmd_engine.checkpoints.files import BlockToWrite, block_name, header, read_block, write_blocks
+from spmd_engine.checkpoints.files import BlockToWrite, block_name, header, is_finite, read_block, write_blocks
 from spmd_engine.checkpoints.folder import CheckpointFolder, discard
 from spmd_engine.checkpoints.headers import read_file_header
 from spmd_engine.checkpoints.manifest import Arrays, StoredArray, StoredBlock
@@ -105,7 +105,7 @@ def problems(checkpoint: Checkpoint) -> Iterator[str]:
                 except CheckpointError as error:
                     yield str(error)
                     continue
-                if data.dtype.kind in "fcV" and not np.isfinite(data).all():
+                if not is_finite(data):
                     yield f"{section} {name}{block.rectangle}: values that are not finite"
     for file, blocks in said.items():
         try:

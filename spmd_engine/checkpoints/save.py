@@ -25,6 +25,7 @@ from spmd_engine.errors import CheckpointError, UsageError
 from spmd_engine.sharding.asking import ask_placement
 from spmd_engine.sharding.placement import ArrayPlacement, Placement
 from spmd_engine.sharding.rectangles import Rectangle
+from spmd_engine.sharding.routes import ranks_of_blocks
 
 BLOCK = 4 << 20  #: bytes; larger rectangles are several blocks, so that who needs a part reads little more than that
 KEEP = 2  #: complete checkpoints that stay
@@ -197,10 +198,7 @@ def deal(placement: Placement, loads: list[int], *, block_bytes: int = BLOCK) ->
 
 def _holders(array: ArrayPlacement) -> Iterator[tuple[Rectangle, list[int]]]:
     """Every owned rectangle with the ranks that hold the one it is in."""
-    ranks: dict[Rectangle, list[int]] = {}
-    for rank, held in enumerate(array.held):
-        for each in held:
-            ranks.setdefault(each, []).append(rank)
+    ranks = ranks_of_blocks(array.held)
     for owner, owned in enumerate(array.owned):
         for each in owned:
             if each.size:

@@ -64,7 +64,7 @@ def inspect(model: str, images: str | None, mesh: str | None, dtype: str, **opti
         layout.check(name, {"b", "s", *layer.sizes}, layer.may_cut, layer.across)
     itemsize = np.dtype(dtype).itemsize
     stages, storage, chunks = composition.division, composition.storage, composition.schedule_on(axes).chunks
-    plans = [
+    assignments = [
         assign(built, place, layout, itemsize, storage=storage, stages=stages, chunks_per_stage=chunks)
         for place in _one_a_stage(places)
     ]
@@ -77,14 +77,14 @@ def inspect(model: str, images: str | None, mesh: str | None, dtype: str, **opti
         for line in table(Pretrained(model), specs):
             console.print(line, soft_wrap=True, markup=False)
         console.print()
-    console.print(_parameters(built, places[0], layout, plans[0] if len(plans) > 1 else None))
+    console.print(_parameters(built, places[0], layout, assignments[0] if len(assignments) > 1 else None))
     console.print()
     if any("e" in layer.sizes for _, layer in built.layers):
         console.print(placement_text(built, places, layout).lstrip() + "\n", soft_wrap=True)
-    for stage, plan in enumerate(plans):
-        where = f"stage {stage}: " if len(plans) > 1 else ""
-        here = _counted(len(plan.uses), "layer"), _counted(len(list(plan.members)), "parameter")
-        console.print(f"{where}{here[0]} with {here[1]} -> {_counted(len(plan.groups), 'group')}")
+    for stage, assignment in enumerate(assignments):
+        where = f"stage {stage}: " if len(assignments) > 1 else ""
+        here = _counted(len(assignment.uses), "layer"), _counted(len(list(assignment.members)), "parameter")
+        console.print(f"{where}{here[0]} with {here[1]} -> {_counted(len(assignment.groups), 'group')}")
     held = bytes_per_rank(built, places, storage, itemsize, _STATES, stages, layout=layout, chunks_per_stage=chunks)
     console.print()
     console.print(_summary(held))
@@ -95,8 +95,8 @@ def _one_a_stage(places: Sequence[MeshPosition]) -> list[MeshPosition]:
     return [place for place in places if not any(n for axis, n in place.coordinates.items() if axis != PIPE)]
 
 
-def _parameters(model: Model, place: MeshPosition, layout: Layout, plan: Assignment | None) -> Table:
-    columns = ["parameter", "sharding", "whole shape", "on the first rank", *(["stages"] if plan else [])]
+def _parameters(model: Model, place: MeshPosition, layout: Layout, assignment: Assignment | None) -> Table:
+    columns = ["parameter", "sharding", "whole shape", "on the first rank", *(["stages"] if assignment else [])]
     table = Table(*columns, box=None, header_style="bold")
     homes = homes_of(model, layout, place)
     counts: dict[str, list[int]] = {}  # of experts, and of those that the first rank has
@@ -113,7 +113,7 @@ def _parameters(model: Model, place: MeshPosition, layout: Layout, plan: Assignm
             whole, here = (f"{count} of " for count in counts[_of_all(name, parameter)])
         spec = layout.spec(parameter.dims)
         block = spec.local_shape(shape, place)
-        stages = [",".join(map(str, plan.holders[name]))] if plan else []
+        stages = [",".join(map(str, assignment.holders[name]))] if assignment else []
         sizes = whole + "x".join(map(str, shape)), here + "x".join(map(str, block))
         table.add_row(_of_all(name, parameter), str(spec), *sizes, *stages)
     return table

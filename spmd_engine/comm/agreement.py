@@ -27,13 +27,13 @@ def on_rank_zero(group: Group, do: Callable[[], T], error: type[UsageError] = Us
     return result
 
 
-def on_all_ranks(group: Group, do: Callable[[], T]) -> T:
+def on_all_ranks(group: Group, do: Callable[[], T], error: type[UsageError] = UsageError) -> T:
     """``do()`` on every rank, where any may fail: the first one's error is raised on all, as in ``on_rank_zero``."""
     result, message = _attempt(do)
     failed = int(group.all_reduce(np.array(group.rank if message else group.size), "min", label="agreement"))
     if failed < group.size:
         said = group.broadcast(np.frombuffer(message, np.uint8), root=failed, label="agreement")
-        raise UsageError(f"rank {failed} of {group.size}: {said.tobytes().decode()}")
+        raise error(f"rank {failed} of {group.size}: {said.tobytes().decode()}")
     return result  # type: ignore[return-value]
 
 

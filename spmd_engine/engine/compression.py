@@ -131,12 +131,12 @@ class TopK(Compression):
         places = xp.concatenate([self._largest(span) for span in self._group.spans.values()])
         places = places.astype(np.uint32 if gradients.size < 1 << 32 else np.uint64)
         all_values = over.start_all_gather(self._left_out[places][None], label="gradients")
-        all_positions = over.start_all_gather(places[None], label="gradients")
+        all_places = over.start_all_gather(places[None], label="gradients")
         self._left_out[places] = 0
 
         def finish() -> Array:
             gradients[...] = 0
-            for values, where in zip(all_values.wait(), all_positions.wait(), strict=True):  # in rank order
+            for values, where in zip(all_values.wait(), all_places.wait(), strict=True):  # in rank order
                 gradients[where] += values
             return gradients
 

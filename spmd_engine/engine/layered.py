@@ -146,20 +146,20 @@ class LayeredEngine(StoredEngine):
                 self._load(self.parameters[name], params[name], self.index(name))
             if name in self.buffers:
                 self._load(self.buffers[name], params[name], self.buffer_index(name))
-        self._placed.extras.begin()
-        self._placed.unsharder.release()
+        self.filled()
 
     def _load(self, target: Array, source: Any, index: Index) -> None:
         """Copy a part of a whole array; what is large some rows at a time, if the array says that this is cheap."""
-        rows = index[0] if index else slice(0, 1)
-        step = rows.stop - rows.start
+        if not index:  # a number
+            target[...] = self.backend.asarray(source[()])
+            return
+        rows = index[0]
+        step = max(1, rows.stop - rows.start)
         if getattr(source, "rows_are_cheap", False) and target.nbytes > AT_A_TIME:
             step = max(1, AT_A_TIME * step // target.nbytes)
-        for first in range(rows.start, rows.stop, max(1, step)) if index else (0,):
+        for first in range(rows.start, rows.stop, step):
             some = slice(first, min(first + step, rows.stop))
-            part = source[(some, *index[1:])] if index else source[()]
-            here = slice(some.start - rows.start, some.stop - rows.start) if index else ...
-            target[here] = self.backend.asarray(part)
+            target[some.start - rows.start : some.stop - rows.start] = self.backend.asarray(source[(some, *index[1:])])
 
     is_filled_in_place = True
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
+from typing import Any
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.group import Group
@@ -13,29 +15,24 @@ from spmd_engine.sharding.halos import Reach, Reads, plan_halos
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.sharding.notation import nested_span
 from spmd_engine.sharding.recuts import Axes, plan_recut, recut_axes
-from spmd_engine.sharding.transfer import TransferPlan, UnderWay
+from spmd_engine.sharding.transfer import Blocks, TransferPlan, UnderWay
 
 Reading = tuple[int, Reads]  #: how long a letter is in all, and what outputs read of it
 
 
 class Transferred:
-    """An array that comes by a transfer which has begun. ``wait()`` returns it, and may be called again."""
+    """An array on its way: ``which`` finds it in what comes. ``wait()`` returns it, and may be called again."""
 
-    def __init__(self, transfer: UnderWay) -> None:
-        self._transfer = transfer
-
-    def wait(self) -> Array:
-        return self._transfer.wait()["x"][0]
-
-
-class Rows(Transferred):
-    """Rows that come by an all_to_all which has begun."""
-
-    def __init__(self, pending: Pending) -> None:
-        self._pending = pending
+    def __init__(self, under_way: UnderWay | Pending, which: Callable[[Any], Array]) -> None:
+        self._under_way, self._which = under_way, which
 
     def wait(self) -> Array:
-        return self._pending.wait()[0]
+        return self._which(self._under_way.wait())
+
+
+def _only_block(blocks: Blocks) -> Array:
+    """Of a transfer of one array ``x``, which each rank has one block of."""
+    return blocks["x"][0]
 
 
 class Shards:
@@ -154,12 +151,13 @@ class Shards:
 
     def start_all_to_all(
         self, x: Array, splits: Sequence[int], *, over: str, received: Sequence[int] | None = None
-    ) -> Array | Rows:
+    ) -> Array | Transferred:
         """The rows of ``all_to_all``, to be waited for later."""
         group = self.group_of(over)
         if group is None:
             return x
-        return Rows(group.start_all_to_all(x, splits=splits, received=received, label=self.label))
+        rows = group.start_all_to_all(x, splits=splits, received=received, label=self.label)
+        return Transferred(rows, itemgetter(0))
 
     def gather_rows(self, x: Array, *, over: str, where: str = "inside") -> Array:
         """The rows of ``x``, however many, of all ranks along the axes of these letters; in order if of one."""
@@ -223,7 +221,7 @@ class Shards:
     ) -> Array | Transferred:
         """As ``with_halo``, to be waited for later; ``x`` itself where nothing is to come."""
         plan, group = self._halo(x, dims, reads, where)
-        return x if plan is None else Transferred(plan.start(group, {"x": [x]}, label=self.label))
+        return x if plan is None else Transferred(plan.start(group, {"x": [x]}, label=self.label), _only_block)
 
     def add_halo(self, dx: Array, dims: str, reads: Mapping[str, Reading], where: str = "inside") -> Array:
         """The adjoint of ``with_halo``: from gradients of what outputs read, the sums of all at each rank's own part.
@@ -238,7 +236,9 @@ class Shards:
     ) -> Array | Transferred:
         """As ``add_halo``, to be waited for later; ``dx`` itself where nothing is to be sent."""
         plan, group = self._halo(dx, dims, reads, where)
-        return dx if plan is None else Transferred(plan.adjoint().start(group, {"x": [dx]}, label=self.label))
+        if plan is None:
+            return dx
+        return Transferred(plan.adjoint().start(group, {"x": [dx]}, label=self.label), _only_block)
 
     def _halo(
         self, x: Array, dims: str, reads: Mapping[str, Reading], where: str

@@ -131,6 +131,8 @@ def _check_images(where: str, x: Part, before: list[Part]) -> None:
     shape, dtype = tuple(x.shape), np.dtype(x.dtype)
     if len(shape) not in (3, 4) or 0 in shape:
         raise UsageError(f"{where}: images of shape {shape}; save some as [n h w], or [n h w c] with c the channels")
+    if len(shape) == 4 and shape[1] in (1, 3) and shape[2] == shape[3] > 4:
+        raise UsageError(f"{where}: images of shape {shape} have channels first; save x.transpose(0, 2, 3, 1)")
     check_pixels(where, dtype)
     if before and (before[0].shape[1:], np.dtype(before[0].dtype)) != (shape[1:], dtype):
         raise UsageError(

@@ -12,6 +12,7 @@ import numpy as np
 
 from spmd_engine.comm.agreement import on_all_ranks, on_rank_zero, text_from_rank_zero
 from spmd_engine.comm.group import Group
+from spmd_engine.errors import UsageError
 from spmd_engine.formats import ImageFiles, MappedArray
 from spmd_engine.models import ImageShape
 from spmd_engine.training.array_data import ArrayData
@@ -76,7 +77,7 @@ def load_images(group: Group, path: str | None) -> Images:
     no sense.
     """
     found = on_rank_zero(group, lambda: find_images(path))
-    said = json.loads(text_from_rank_zero(group, lambda: json.dumps(_described(found))))
+    said = json.loads(text_from_rank_zero(group, lambda: json.dumps(_described(found, path or "the digits"))))
     shared = []
     for number, described in enumerate(said["parts"]):
         array = found.parts[number] if found and not described else None
@@ -86,10 +87,11 @@ def load_images(group: Group, path: str | None) -> Images:
     return Images(on_all_ranks(group, lambda: ImageRows(shared)), y, held_out, said["files"], said["sha256"])
 
 
-def _described(found: ImageSource) -> dict[str, Any]:
+def _described(found: ImageSource, where: str) -> dict[str, Any]:
     """A source in JSON, without its arrays; all images are read once, for the digest."""
     parts = [None if isinstance(part, np.ndarray) else asdict(part) for part in found.parts]
-    return {"parts": parts, "files": found.files, "sha256": _digest(ImageRows(found.parts), found.y, found.held_out)}
+    sha256 = _digest(ImageRows(found.parts), found.y, found.held_out, where)
+    return {"parts": parts, "files": found.files, "sha256": sha256}
 
 
 def _part(described: dict[str, Any]) -> MappedArray | ImageFiles:
@@ -97,11 +99,15 @@ def _part(described: dict[str, Any]) -> MappedArray | ImageFiles:
     return (MappedArray if "offset" in values else ImageFiles)(**values)
 
 
-def _digest(x: ImageRows, y: np.ndarray, held_out: np.ndarray) -> str:
+def _digest(x: ImageRows, y: np.ndarray, held_out: np.ndarray, where: str) -> str:
+    """SHA-256 of them. Raises UsageError for an image with a number that is not finite."""
     digest = hashlib.sha256(f"{x.dtype.name}{x.shape}".encode())
     at_once = max(1, _MOST_BYTES // max(1, x.dtype.itemsize * int(np.prod(x.shape[1:]))))
     for first in range(0, len(x), at_once):
-        digest.update(x[first : first + at_once].astype(x.dtype.newbyteorder("="), copy=False).tobytes())
+        some = x[first : first + at_once]
+        if some.dtype.kind == "f" and not (finite := np.isfinite(some).all(axis=(1, 2, 3))).all():
+            raise UsageError(f"{where}: image {first + finite.argmin()}, counted from 0, has pixels that are not finite")
+        digest.update(some.astype(x.dtype.newbyteorder("="), copy=False).tobytes())
     digest.update(y.astype("<i8").tobytes() + held_out.astype("<i8").tobytes())
     return digest.hexdigest()
 

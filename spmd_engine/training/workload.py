@@ -80,9 +80,10 @@ def open_workload(job: Job, mesh: Mesh) -> Workload:
     Raises UsageError for what does not go together, for data that are not those of ``job.corpus``, and for batches
     too small to be cut over the ranks.
     """
-    if job.data.documents is not None and (job.model.name in IMAGES or job.strategy):
-        what = job.strategy or job.model.name
-        raise UsageError(f"--documents {job.data.documents}: {what} learns from no file of tokens; leave it out")
+    for option, value in ("documents", job.data.documents), ("length", job.data.length):
+        if value is not None and (job.model.name in IMAGES or job.strategy):
+            what = job.strategy or job.model.name
+            raise UsageError(f"--{option} {value}: {what} learns from no file of tokens; leave it out")
     if job.model.name in IMAGES and not job.strategy:
         workload = _of_images(job, mesh)
     elif job.data.augment != "none":
@@ -204,8 +205,8 @@ def _check_batch(job: Job, engine: ShardedEngine) -> None:
     if smallest < parts:
         raise UsageError(
             f"--batch-size {size} in {micro_batches} micro-batch(es) gives {smallest} "
-            f"sample(s) each, fewer than the {parts} ranks that it is cut over. Raise --batch-size to "
-            f"{parts * micro_batches} or more, or take a smaller data axis in --mesh"
+            f"sample(s) each, fewer than the {parts} rank(s) that it is cut over. Raise --batch-size to "
+            f"{parts * micro_batches} or more, or take fewer micro-batches, or a smaller data axis in --mesh"
         )
 
 

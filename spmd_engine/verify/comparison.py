@@ -40,9 +40,8 @@ class ComparedTensor:
 
     kind: str
     whole: Callable[[], Array | None]  #: one device's; asked on rank 0 alone
-    part: Callable[
-        [tuple[int, ...]], LocalPart | None
-    ]  #: of this rank, given the shape of the whole; None: it has none
+    #: of this rank, given the shape of the whole; None: it has none
+    part: Callable[[tuple[int, ...]], LocalPart | None]
     name: str = ""
     layer: str = ""
     micro_batch: int | None = None

@@ -158,7 +158,7 @@ class _ProbedLayer(Layer):
 
 
 def _beginnings(name: str) -> Iterator[str]:
-    """ "a/b" and "a" of "a/b/c": what may be the name of its layer."""
+    """Of "a/b/c": "a/b" and "a", what may be the name of its layer."""
     while name := name.rpartition("/")[0]:
         yield name
 

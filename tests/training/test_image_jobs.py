@@ -126,9 +126,10 @@ def test_text_is_not_shifted(tmp_path):
         train(Job.of(model="mlp", augment="shift"), tmp_path / "run")
 
 
-def test_images_are_no_documents(tmp_path):
-    with pytest.raises(UsageError, match="--documents apart: convnet learns from no file of tokens; leave it out"):
-        train(Job.of(model="convnet", documents="apart"), tmp_path / "run")
+@pytest.mark.parametrize("option, value", [("documents", "apart"), ("length", 5)])
+def test_images_are_no_documents(tmp_path, option, value):
+    with pytest.raises(UsageError, match=f"--{option} {value}: convnet learns from no file of tokens; leave it out"):
+        train(Job.of(**{"model": "convnet", option: value}), tmp_path / "run")
 
 
 def test_what_is_noted_is_of_the_data_s_sizes(tmp_path):

@@ -1,4 +1,4 @@
-"""What each rank would hold of a model's parameters, gradients and optimizer state, by the engine's own plan."""
+"""What each rank would hold of a model's parameters, gradients and optimizer state, by the engine's own assignment."""
 
 from __future__ import annotations
 
@@ -69,16 +69,16 @@ class _Share:
 def _share(
     model: Model, place: MeshPosition, layout: Layout, storage: Storage, itemsize: int, stages: Division, chunks: int
 ) -> _Share:
-    plan = assign(model, place, layout, itemsize, storage=storage, stages=stages, chunks_per_stage=chunks)
+    assignment = assign(model, place, layout, itemsize, storage=storage, stages=stages, chunks_per_stage=chunks)
     owned = []
-    for group in plan.groups:
+    for group in assignment.groups:
         intervals = group.intervals(place.axis_size(group.summed.cut))
         owned.append((group.summed.cut, [interval.stop - interval.start for interval in intervals]))
-    number = {member.name: i for i, group in enumerate(plan.groups) for member in group.members}
-    uses = [list(dict.fromkeys(number[full] for full in names.values())) for names in plan.uses.values()]
-    in_parts = [group.size if group.summed.cut else 0 for group in plan.groups]
+    number = {member.name: i for i, group in enumerate(assignment.groups) for member in group.members}
+    uses = [list(dict.fromkeys(number[full] for full in names.values())) for names in assignment.uses.values()]
+    in_parts = [group.size if group.summed.cut else 0 for group in assignment.groups]
     for_a_while = whole_for_a_while(uses, in_parts, storage.stage(place.axes))
-    return _Share(sum(group.size for group in plan.groups), owned, for_a_while)
+    return _Share(sum(group.size for group in assignment.groups), owned, for_a_while)
 
 
 def whole_for_a_while(uses: Sequence[Sequence[int]], sizes: Sequence[int], zero: int) -> int:

@@ -73,7 +73,7 @@ def communication(
     composition = composition_of(options, axes, built)
     sizes = {"batch_size": batch_size, "micro_batches": micro_batches}
     analysis = analyze(built, axes, composition, dtype=dtype, **sizes)
-    step = next(each.step for each in analysis.classes if rank in each.ranks)
+    step = analysis.of_rank(rank)
     title = f"{model}, mesh {mesh}: a step of rank {rank}"
     present(draw_communication(step, title, analysis.approximate), output)
 

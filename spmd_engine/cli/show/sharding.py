@@ -85,8 +85,8 @@ def parameter_sharding(
     if name not in parameters:
         close = [known for known in parameters if name.split("/")[-1] in known] or list(parameters)
         raise UsageError(f"{model} has no parameter {name!r}; it has, for example: {', '.join(close[:4])}")
-    plan = assign(built, places[0], layout, itemsize=4)
-    stages, home = plan.holders[name], plan.homes.get(name)
+    assignment = assign(built, places[0], layout, itemsize=4)
+    stages, home = assignment.holders[name], assignment.homes.get(name)
     parameter, shape = parameters[name]
     having = [place for place in places if place.coordinates.get(PIPE, 0) in stages and (not home or home.has(place))]
     return layout.spec(parameter.dims), shape, having

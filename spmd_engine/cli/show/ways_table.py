@@ -24,10 +24,9 @@ def ways_on_mesh(operation: str, axes: Mapping[str, int], nodes: int) -> list[st
     lines = []
     for names in [*([(name,) for name, size in axes.items() if size > 1]), *([tuple(axes)] if len(axes) > 1 else [])]:
         group = [hosts[place.index(None)] for place in places[0].peers(names)]
-        where = f"{len(group)} ranks on {len(set(group))} node{'s' if len(set(group)) > 1 else ''}"
-        lines.append(f"over {','.join(names)} ({where}):")
-        for waits in (True, False) if len(set(group)) == 1 else (True,):
-            label = {True: "waited for: ", False: "started:    "}[waits] if len(set(group)) == 1 else ""
+        count = len(set(group))
+        lines.append(f"over {','.join(names)} ({len(group)} ranks on {count} node{'s' if count > 1 else ''}):")
+        for label, waits in (("waited for: ", True), ("started:    ", False)) if count == 1 else (("", True),):
             lines.append(f"  {label}{'; '.join(ways_by_size(operation, group, waits, Tuning()))}")
     return lines
 
