@@ -31,6 +31,7 @@ MODELS = {  # 12 layers width² parameters, and the embedding's
 RANKS = [("1B", 1), ("1B", 4), ("1B", 8), ("10B", 16)]
 SMALL_LAYERS, SMALL_WIDTH, SMALL_RANKS = 1000, 64, 8
 THRESHOLDS = [0, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20]  #: bytes at which a parameter group is closed
+MEASURES = ("a step", "memory a rank", "sent by all", "calls a rank", "waits")
 
 
 def main() -> None:
@@ -44,9 +45,6 @@ def main() -> None:
     show(("model", "ranks", "plan", *MEASURES), billions(machine, bytes_of(asked.memory)))
     print(f"\n{SMALL_LAYERS:,} layers of width {SMALL_WIDTH}, ZeRO-3 on {SMALL_RANKS} ranks of {machine.name}\n")
     show(("groups of", *MEASURES), grouped(machine))
-
-
-MEASURES = ("a step", "memory a rank", "sent by all", "calls a rank", "waits")
 
 
 def measures(seen: Foresight) -> list[str]:
