@@ -19,6 +19,7 @@ from hashlib import sha256
 from itertools import product
 from pathlib import Path
 from statistics import mean, median
+from textwrap import fill
 
 from spmd_engine.errors import SpmdError
 from spmd_engine.models import GPTSize, gpt
@@ -52,7 +53,7 @@ def main() -> None:
             continue
         path = arguments.tables / name
         if path.is_file():
-            print(f"\n{name}", flush=True)
+            print(f"\n{name}\n{source_of(path)}", flush=True)
             score(read(path), arguments)
         else:
             print(f"\n{name}: not there")
@@ -62,6 +63,13 @@ def read(path: Path) -> list[Row]:
     """The rows of a table, without the line that names its source."""
     lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
     return list(csv.DictReader(lines))
+
+
+def source_of(path: Path) -> str:
+    """Where all rows of a table are from, as its first line says, in lines to print."""
+    first = path.read_text().partition("\n")[0]
+    said = first.removeprefix("#").strip() if first.startswith("#") else "source: not said"
+    return fill(said, 118, initial_indent="  ", subsequent_indent="  ")
 
 
 def share(row: Row) -> float:
@@ -241,9 +249,15 @@ def score_runs(
     return fitted
 
 
-def _mesh(pipe: int, data: int, model: int) -> tuple[tuple[str, int], ...]:
+def axes_of(*, pipe: int = 1, data: int = 1, model: int = 1) -> dict[str, int]:
+    """The mesh of a row: the axes that cut something."""
     axes = {"pipe": pipe, "data": data, "model": model}
-    return tuple((axis, size) for axis, size in axes.items() if size > 1) or (("data", 1),)
+    return {axis: size for axis, size in axes.items() if size > 1} or {"data": 1}
+
+
+def mesh_of(pipe: int, data: int, model: int) -> tuple[tuple[str, int], ...]:
+    """The same as a candidate has it."""
+    return tuple(axes_of(pipe=pipe, data=data, model=model).items())
 
 
 def score_vtrain(rows: Sequence[Row], arguments: argparse.Namespace) -> None:
@@ -254,7 +268,7 @@ def score_vtrain(rows: Sequence[Row], arguments: argparse.Namespace) -> None:
         batch, micro = int(row["global_batch"]), int(row["micro_batch"])
         size = GPTSize(int(row["layers"]), int(row["hidden"]), int(row["heads"]), int(row["sequence"]), 50257)
         candidate = Candidate(
-            _mesh(pp, dp, tp), batch, batch // (micro * dp), schedule="1f1b" if pp > 1 else None, recompute="block"
+            mesh_of(pp, dp, tp), batch, batch // (micro * dp), schedule="1f1b" if pp > 1 else None, recompute="block"
         )
         return Run(size, candidate, float(row["iteration_ms"]) * 1e-3, "a100")
 
@@ -288,7 +302,7 @@ def score_figures(rows: Sequence[Row]) -> None:
         size, chunks, stages = MODELS[row["model"]], int(row["virtual_chunks"]), int(row["pp"])
         if (size, mode) not in known:
             transformer = Transformer(size.layers, size.width, size.heads, size.context)
-            axes = {axis: n for axis, n in {"pipe": stages, "model": int(row["tp"])}.items() if n > 1}
+            axes = axes_of(pipe=stages, model=int(row["tp"]))
             recompute, parallel = modes[mode]
             known[size, mode] = memory_of(
                 megatron,
@@ -331,7 +345,7 @@ def score_iteration_times(rows: Sequence[Row]) -> None:
         full = row["mode"] == "full"
         chunks = int(row["virtual_chunks"]) if int(row["pp"]) > 1 else 1
         candidate = Candidate(
-            _mesh(int(row["pp"]), int(row["data_parallel"]), int(row["tp"])),
+            mesh_of(int(row["pp"]), int(row["data_parallel"]), int(row["tp"])),
             int(row["global_batch"]),
             int(row["global_batch"]) // int(row["micro_batch"]),
             sequence_parallel=not full,
@@ -363,7 +377,7 @@ def score_h200(rows: Sequence[Row], _: argparse.Namespace) -> None:
         accumulation = int(row["grad_accumulation"] or 1)
         size = GPTSize(layers, width, heads, int(row["sequence"]), 128256, hidden, key_value_heads=8, tied=False)
         candidate = Candidate(
-            _mesh(pp, data, tp),
+            mesh_of(pp, data, tp),
             int(row["micro_batch"]) * data * accumulation,
             accumulation,
             zero=3 if data > 1 else 0,
@@ -386,13 +400,13 @@ def score_h200_memory(rows: Sequence[Row], sizes: dict[str, tuple]) -> None:
         layers, width, heads, hidden = sizes[row["model"]]
         hidden = hidden or round(1.3 * 8 * width / 3)
         transformer = Transformer(layers, width, heads, int(row["sequence"]), 128256, hidden, key_value_heads=8)
-        axes = {"pipe": int(row["pp"]), "data": int(row["dp_fsdp"]), "model": int(row["tp"])}
+        stages_in_all = int(row["pp"])
         stages = memory_of(
             fsdp,
             transformer,
-            {axis: n for axis, n in axes.items() if n > 1} or {"data": 1},
+            axes_of(pipe=stages_in_all, data=int(row["dp_fsdp"]), model=int(row["tp"])),
             micro_batch=int(row["micro_batch"]),
-            micro_batches=min(int(row["grad_accumulation"] or 1), axes["pipe"] + 1),
+            micro_batches=min(int(row["grad_accumulation"] or 1), stages_in_all + 1),
             recompute="full",
             zero=3,
         )
@@ -439,11 +453,10 @@ def score_bloom_memory(rows: Sequence[Row], _: argparse.Namespace) -> None:
         tp, pp, dp = int(row["tp"]), int(row["pp"]), int(row["dp"])
         key = width, heads, layers, tp, pp, dp, row["micro_batch"], row["precision"], row["zero_stage"]
         if key not in known:
-            axes = {axis: n for axis, n in {"pipe": pp, "data": dp, "model": tp}.items() if n > 1}
             known[key] = memory_of(
                 wide if "fp32" in row["precision"] else plain,
                 Transformer(layers, width, heads, 2048, vocabulary),
-                axes or {"data": 1},
+                axes_of(pipe=pp, data=dp, model=tp),
                 micro_batch=int(row["micro_batch"]),
                 micro_batches=pp + 1,
                 recompute="full",
@@ -469,7 +482,7 @@ def score_tensor_parallel(rows: Sequence[Row], _: argparse.Namespace) -> None:
             continue
         tp, gpus = int(row["tp"]), int(row["gpus"])
         size = GPTSize(int(row["layers"]), int(row["hidden"]), int(row["heads"]), 1024, 51200)
-        candidate = Candidate(_mesh(1, gpus // tp, tp), int(row["global_batch"]), 1, recompute="block")
+        candidate = Candidate(mesh_of(1, gpus // tp, tp), int(row["global_batch"]), 1, recompute="block")
         run = Run(size, candidate, float(row["iteration_ms"]) * 1e-3, "a100")
         (few if gpus <= 8 else many).append(run)
     score_runs("steps on 128 to 1,024, fitted to 1 to 8", few, many)

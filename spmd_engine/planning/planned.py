@@ -13,6 +13,7 @@ from spmd_engine.planning.estimate import Estimate
 from spmd_engine.planning.foresight import Foresight, look, look_at
 from spmd_engine.planning.goals import LIMITS, Constraints, Limits, value
 from spmd_engine.planning.lattice import Candidate, SearchSpace
+from spmd_engine.planning.passes import PassCache
 from spmd_engine.planning.reasons import reasons
 from spmd_engine.planning.search import Certificate, Found, Planner
 
@@ -45,6 +46,7 @@ class _Looking:
     def __init__(self, request: Request) -> None:
         self.request = request
         self._known: dict[Candidate, Foresight | None] = {}
+        self._cache = PassCache()  # plans that are near each other have the same layers
 
     def at(self, estimate: Estimate) -> _Seen:
         """Its whole step, if that is small enough."""
@@ -52,8 +54,8 @@ class _Looking:
         if candidate not in self._known:
             foresight = None
             if self._is_small_enough(candidate):
-                machine = request.machine.with_ranks(candidate.ranks)
-                foresight = look_at(request.model, machine, candidate, request.base, **request.analyzed)
+                machine, options = request.machine.with_ranks(candidate.ranks), request.analyzed
+                foresight = look_at(request.model, machine, candidate, request.base, cache=self._cache, **options)
             self._known[candidate] = foresight
         return _Seen(estimate, self._known[candidate])
 

@@ -7,6 +7,7 @@ images) is on the small mesh that is analyzed; what only repeats them (data, pip
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 
 from spmd_engine.comm.mesh_position import MeshPosition
 from spmd_engine.engine.assignment import assign
-from spmd_engine.engine.composition import Composition
+from spmd_engine.engine.composition import Composition, composed_layout
 from spmd_engine.models import Model, layout_for
 from spmd_engine.planning.analyze import analyze
 from spmd_engine.planning.collective_time import CollectiveTimes
@@ -24,6 +25,7 @@ from spmd_engine.planning.lattice import BATCH, PIPE, Candidate
 from spmd_engine.planning.layer_costs import LayerCosts, between
 from spmd_engine.planning.machine import Machine
 from spmd_engine.planning.meetings import whole_bytes
+from spmd_engine.planning.passes import PassCache
 from spmd_engine.planning.step_analysis import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHTS,
@@ -60,6 +62,7 @@ class Profiles:
         self._listed: dict[tuple, tuple[list[LayerCosts], float]] = {}
         #: analyses by what is on the small mesh: they are the same on any machine
         self.raw: dict[tuple, StepAnalysis] = {}
+        self._cache = PassCache()
 
     def of(self, candidate: Candidate) -> list[LayerCosts]:
         """Of each layer of the model, as this candidate cuts it; named as the first that is like it."""
@@ -111,13 +114,14 @@ class Profiles:
                 sequence_parallel=candidate.sequence_parallel, context_method=candidate.context_method
             )
             self.raw[key] = analyze(
-                self.small,
+                with_even_vocabulary(self.small, inner, composition),
                 inner or {"data": 1},
                 composition,
                 batch_size=samples * prod(size for axis, size in inner.items() if axis in BATCH),
                 sequence=self.sequence,
                 dtype=self.dtype,
                 optimizer=self.optimizer,
+                cache=self._cache,
             )
         return self.raw[key]
 
@@ -201,6 +205,20 @@ def reduced(model: Model) -> tuple[Model, dict[str, str]]:
         else:
             like[name] = seen[key]
     return replace(model, layers=tuple(kept)), like
+
+
+def with_even_vocabulary(model: Model, axes: Mapping[str, int], composition: Composition) -> Model:
+    """The model with a vocabulary that the mesh cuts into equal parts, each as large as the largest of its own: ranks
+    that differ by a word are all looked at, ranks alike once."""
+    place = MeshPosition(dict(axes) or {"data": 1}, dict.fromkeys(axes or ["data"], 0))
+    parts = place.axis_size(composed_layout(model, place, composition).axes("v"))
+    even, layers = -(-model.vocabulary // parts) * parts, []
+    for name, layer in model.layers:
+        if even and layer.sizes.get("v") == model.vocabulary:
+            layer = copy(layer)
+            layer.sizes = {**layer.sizes, "v": even}
+        layers.append((name, layer))
+    return replace(model, layers=tuple(layers), vocabulary=even)
 
 
 def _memory(step: RankStep, names: Sequence[str]) -> dict[str, tuple[int, int, int]]:

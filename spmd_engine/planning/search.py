@@ -28,7 +28,7 @@ from spmd_engine.planning.setting import Setting
 
 KEPT = 5  #: plans that are shown
 PATIENCE = 3  #: times as long is searched on while nothing was found
-OF_FRONT = 1.0  #: seconds for what belongs to the front and was not looked at before
+OF_FRONT = 0.5  #: seconds for what belongs to the front and was not looked at before
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from spmd_engine.engine import AdamW
 from spmd_engine.engine.composition import Composition, ModelConfig
 from spmd_engine.models import gpt
 from spmd_engine.models.mlp import deep_mlp
+from spmd_engine.models.names import build_model
 from spmd_engine.planning import analyze
 from spmd_engine.planning.critical_path import critical_path
 from spmd_engine.training import Trainer
@@ -39,13 +40,21 @@ def test_recomputation_is_a_second_forward(recompute, forwards):
     assert again == (forwards - 1) * of_blocks["forward"]
 
 
-@pytest.mark.parametrize("recompute", ["none", "block"])
-def test_peak_memory_is_what_numpy_takes(recompute):
-    model, composition = deep_mlp(6, 256), Composition(recompute=recompute)
-    foretold = analyze(model, {"data": 1}, composition, batch_size=512, micro_batches=2).peak_bytes
+@pytest.mark.parametrize(
+    "model, recompute, dtype",
+    [
+        (deep_mlp(6, 256), "none", np.float32),
+        (deep_mlp(6, 256), "block", np.float32),
+        (build_model("resnet-nano"), "none", np.float64),  # blocks of many layers; no compiled loops of this dtype
+    ],
+    ids=["mlp", "recomputed", "resnet"],
+)
+def test_peak_memory_is_what_numpy_takes(model, recompute, dtype):
+    composition = Composition(recompute=recompute)
+    foretold = analyze(model, {"data": 1}, composition, batch_size=512, micro_batches=2, dtype=dtype).peak_bytes
     with Mesh() as mesh:
         tracemalloc.start()
-        engine = build(model, mesh, composition, np.float32)
+        engine = build(model, mesh, composition, dtype)
         batch = real_batch(model, engine, 512, 2)
         trainer = Trainer(engine, AdamW(), lambda step: batch, lambda step: 1e-3)
         trainer.step()

@@ -1,0 +1,100 @@
+"""Tables of docs/planning.md, from shapes alone: models of 1 and 10 billion parameters, and small layers in groups.
+
+    python scripts/planned_tables.py              # A100 nodes; a minute or so
+    python scripts/planned_tables.py --machine h100 --memory 40GB
+
+The first table has the quickest plan within the memory, and beside it ZeRO-3 over all ranks; the second 1,000 layers of
+a stack whose parameters are gathered in groups of various sizes. Every row is a whole step, analyzed and simulated.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+
+from spmd_engine.engine.composition import Composition
+from spmd_engine.models import GPTSize, Model, gpt
+from spmd_engine.models.mlp import deep_mlp
+from spmd_engine.planning.foresight import Foresight, look, look_at
+from spmd_engine.planning.goals import Constraints, Limits
+from spmd_engine.planning.lattice import SearchSpace
+from spmd_engine.planning.machine import Machine
+from spmd_engine.planning.machine_file import read_machine
+from spmd_engine.planning.search import Planner
+from spmd_engine.units import bytes_of, readable_bytes, readable_seconds
+
+BATCH, CONTEXT = 64, 1024
+MODELS = {  # 12 layers width² parameters, and the embedding's
+    "1B": gpt(GPTSize(80, 1024, 16, CONTEXT), "gpt-1b"),
+    "10B": gpt(GPTSize(48, 4096, 32, CONTEXT), "gpt-10b"),
+}
+RANKS = [("1B", 1), ("1B", 4), ("1B", 8), ("10B", 16)]
+SMALL_LAYERS, SMALL_WIDTH, SMALL_RANKS = 1000, 64, 8
+THRESHOLDS = [0, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20]  #: bytes at which a parameter group is closed
+MEASURES = ("a step", "memory a rank", "sent by all", "calls a rank", "waits")
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--machine", default="a100", help="A machine that comes with the package, or a file.")
+    parser.add_argument("--memory", default="40GB", help="That a rank may use.")
+    asked = parser.parse_args()
+    machine = read_machine(asked.machine)
+    print(f"{BATCH} samples of {CONTEXT} tokens a step, {machine.name}, {asked.memory} a rank\n")
+    show(("model", "ranks", "plan", *MEASURES), billions(machine, bytes_of(asked.memory)))
+    print(f"\n{SMALL_LAYERS:,} layers of width {SMALL_WIDTH}, ZeRO-3 on {SMALL_RANKS} ranks of {machine.name}\n")
+    show(("groups of", *MEASURES), grouped(machine))
+
+
+def measures(seen: Foresight) -> list[str]:
+    """What a step takes, as a table has it."""
+    analysis = seen.analysis
+    return [
+        readable_seconds(seen.seconds),
+        readable_bytes(analysis.peak_bytes),
+        readable_bytes(seen.bytes_sent),
+        f"{analysis.calls / analysis.ranks:,.0f}",
+        f"{seen.prediction.exposed / seen.prediction.seconds:.1%}",
+    ]
+
+
+def billions(machine: Machine, memory: float) -> Iterable[list[str]]:
+    """What is quickest for each model and number of ranks, and ZeRO-3."""
+    for name, ranks in RANKS:
+        model, nodes = MODELS[name], machine.with_ranks(ranks)
+        planner = Planner(model, nodes)
+        choices = SearchSpace(model, [ranks], [BATCH], machine.nodes[0].ranks)
+        found = planner.search(choices, Constraints(Limits(memory=memory)), front=False, keep=1)
+        if not found.best:
+            yield [name, str(ranks), "none fits"]
+        else:
+            best = found.best[0].candidate
+            yield [name, str(ranks), str(best), *measures(look_at(model, nodes, best, Composition()))]
+        if ranks > 1:
+            yield [name, str(ranks), f"data={ranks}; zero 3; recompute block", *measures(sharded(model, nodes, ranks))]
+
+
+def sharded(model: Model, machine: Machine, ranks: int) -> Foresight:
+    """Everything stored in parts, blocks recomputed, four samples a rank and micro-batch."""
+    return look(model, machine, {"data": ranks}, Composition(zero=3, recompute="block"), BATCH, BATCH // ranks // 4)
+
+
+def grouped(machine: Machine) -> Iterable[list[str]]:
+    """Small layers, by the bytes at which a group is closed."""
+    model = deep_mlp(SMALL_LAYERS, SMALL_WIDTH)
+    for threshold in THRESHOLDS:
+        composition = Composition(zero=3, group_threshold=threshold)
+        seen = look(model, machine.with_ranks(SMALL_RANKS), {"data": SMALL_RANKS}, composition, 64 * SMALL_RANKS, 1)
+        yield [readable_bytes(threshold) if threshold else "one array", *measures(seen)]
+
+
+def show(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A table as Markdown has it."""
+    print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
+    for row in rows:
+        print("| " + " | ".join([*row, *[""] * (len(columns) - len(row))]) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
