@@ -95,8 +95,9 @@ def main() -> int:
     if find_mpiexec() is None:
         print("no mpiexec: pip install -e '.[mpich]'", file=sys.stderr)
         return 2
-    # Open MPI's launcher hands on no signals: it ends the ranks, and nothing more is saved.
-    faults = [each for each in FAULTS if "to mpiexec" not in each.name or not is_open_mpi(find_mpiexec()[0])]
+    # Open MPI's launcher hands on SIGUSR1 alone: for others it ends the ranks, and nothing more is saved.
+    ends = ("SIGINT to mpiexec", "SIGTERM to mpiexec") if is_open_mpi(find_mpiexec()[0]) else ()
+    faults = [each for each in FAULTS if each.name not in ends]
     chosen = [each for each in faults if not sys.argv[1:] or any(word in each.name for word in sys.argv[1:])]
     wrong = 0
     with tempfile.TemporaryDirectory(prefix="spmd-faults-") as name:

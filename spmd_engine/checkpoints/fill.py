@@ -84,7 +84,7 @@ class _Filling:
         self._under_way: deque[tuple[Wanted, np.ndarray, list[Future]]] = deque()
 
     def start(self, array: Wanted, blocks: Sequence[tuple[StoredBlock, bool]], rank: int) -> None:
-        """Begin to read this rank's parts of these blocks, all of those that it is said to check."""
+        """Begin to read this rank's parts of these blocks, and all of those of which it is said to check them."""
         if not blocks:
             return
         host, (held,) = array.on_host(), array.placed.held[rank]

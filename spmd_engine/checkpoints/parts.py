@@ -49,17 +49,17 @@ class PartReader:
         for first in range(rows.start, rows.stop, step):
             last = min(first + step, rows.stop)
             begin, end = max(first, wanted.start), min(last, wanted.stop)  # what of these rows belongs here
-            if is_straight and (begin, end) == (first, last):
-                data = place[begin - wanted.start : end - wanted.start]
-            else:
+            here = place[begin - wanted.start : end - wanted.start] if begin < end else None
+            into = here if is_straight and (begin, end) == (first, last) else None
+            if into is None:
                 spare = np.empty((step, *shape[1:]), dtype) if spare is None else spare
-                data = spare[: last - first]
-            self._fill(bytes_of(data), block, block.offset + first * row, name)
+                into = spare[: last - first]
+            self._fill(bytes_of(into), block, block.offset + first * row, name)
             if checked:
-                digest.update(bytes_of(data))
-                finite = finite and is_finite(data)
-            if spare is not None and begin < end:
-                place[begin - wanted.start : end - wanted.start] = data[(slice(begin - first, end - first), *across)]
+                digest.update(bytes_of(into))
+                finite = finite and is_finite(into)
+            if here is not None and into is not here:
+                here[...] = into[(slice(begin - first, end - first), *across)]
         if checked and digest.hexdigest() != block.sha256:
             raise damaged(self._folder / block.file, name, block.offset, shape[0] * row)
         if not finite:
