@@ -106,7 +106,8 @@ def _digest(x: ImageRows, y: np.ndarray, held_out: np.ndarray, where: str) -> st
     for first in range(0, len(x), at_once):
         some = x[first : first + at_once]
         if some.dtype.kind == "f" and not (finite := np.isfinite(some).all(axis=(1, 2, 3))).all():
-            raise UsageError(f"{where}: image {first + finite.argmin()}, counted from 0, has pixels that are not finite")
+            image = first + finite.argmin()
+            raise UsageError(f"{where}: image {image}, counted from 0, has pixels that are not finite")
         digest.update(some.astype(x.dtype.newbyteorder("="), copy=False).tobytes())
     digest.update(y.astype("<i8").tobytes() + held_out.astype("<i8").tobytes())
     return digest.hexdigest()
