@@ -14,18 +14,22 @@ DTYPES = [np.dtype(each) for each in (*NUMPY_DTYPES, ml_dtypes.bfloat16)]
 INLINE = 4096  # bytes; larger arrays take another path through the engine
 
 
-def everywhere(*virtual, soak=()):
+def everywhere(*virtual, soak=(), mpi=(2, 3, 4)):
     """Run a test with ``ranks`` virtual ranks (these numbers), and under MPI with ``ranks`` None."""
-    return pytest.mark.parametrize("ranks", numbers_of_ranks(*virtual, soak=soak))
+    return pytest.mark.parametrize("ranks", numbers_of_ranks(*virtual, soak=soak, mpi=mpi))
 
 
-def numbers_of_ranks(*virtual, soak=()):
-    """Parameters: these numbers, and those in ``soak``, which take long; and None under MPI, on 2, 3 and 4 ranks."""
+def numbers_of_ranks(*virtual, soak=(), mpi=(2, 3, 4)):
+    """Parameters: these numbers, and those in ``soak``, which take long; and None under MPI, on 2, 3 and 4 ranks.
+
+    Of the latter, numbers that are not in ``mpi`` are in ``soak``, too.
+    """
     threads = [pytest.param(n, id=f"threads-{n}") for n in virtual]
     threads += [pytest.param(n, id=f"threads-{n}", marks=pytest.mark.soak) for n in soak]
-    mpi = [pytest.param(None, id=f"mpi-{n}", marks=pytest.mark.mpi(ranks=n)) for n in (2, 3)]
-    mpi += [pytest.param(None, id="mpi-4", marks=pytest.mark.mpi(min_size=4))]
-    return threads + mpi
+    later = {n: [] if n in mpi else [pytest.mark.soak] for n in (2, 3, 4)}
+    processes = [pytest.param(None, id=f"mpi-{n}", marks=[pytest.mark.mpi(ranks=n), *later[n]]) for n in (2, 3)]
+    processes += [pytest.param(None, id="mpi-4", marks=[pytest.mark.mpi(min_size=4), *later[4]])]
+    return threads + processes
 
 
 def on_ranks(program, ranks, *args):

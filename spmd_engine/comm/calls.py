@@ -47,7 +47,7 @@ class Calls:
         self.rank, self.size = comm.rank, comm.size
         self._table, self._lanes = comm.table, comm.lanes
         self._slots = comm.lanes.table if comm.lanes else comm.table  #: the table whose slots calls take in turn
-        self._spins = self._table is not None and comm.spin_tests > 0
+        self._spins = self._table is not None and comm.spin_tests > 0 and comm.size > 1  # one alone meets nobody
         #: bytes of data that a signature brings along
         self._room = comm.table.room if comm.table else comm.tuning.with_agreement // comm.size
         self.steps = CollectiveSteps(comm, axes, check, deterministic)

@@ -346,3 +346,21 @@ def test_no_two_ranks_go_different_ways(ranks, monkeypatch):
     ways = [{each.get(number, Counted) for each in taken.values()} for number in numbers]
     assert {len(each) for each in ways} == {1}
     assert set.union(*ways) == {Counted, SharedMemory, Messages}
+
+
+@pytest.mark.parametrize("ranks", numbers_of_ranks(2, mpi=(2,)))
+def test_a_rank_alone_has_its_own_array_however_often(ranks):
+    """An axis of size 1, on ranks that have a core each."""
+
+    def program():
+        comm = world().subset([world().rank])
+        comm.spin_tests = 3_000
+        group, x = Group(comm, "alone", Ledger(), timeout=TIMEOUT), np.arange(5.0)
+        for _ in range(4):
+            results = group.all_reduce(x), group.all_gather(x), group.reduce_scatter(x), group.all_to_all(x)
+            for result in (*results, group.broadcast(x)):
+                assert_same(result, x)
+            group.barrier()
+        return group.ledger.total().calls
+
+    assert set(on_ranks(program, ranks)) == {0}

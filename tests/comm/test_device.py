@@ -82,7 +82,7 @@ def assert_synchronized(events):
         settled = event == "synchronize" or (settled and event == "start")
 
 
-@everywhere(2, 3)
+@everywhere(2, 3, mpi=(3,))  # a device's arrays go the ways of all others
 @SIZES
 @each_call
 def test_staged_through_the_host(name, size, device, ranks):
@@ -102,7 +102,7 @@ def test_staged_through_the_host(name, size, device, ranks):
     on_ranks(program, ranks)
 
 
-@everywhere(2, 3)
+@everywhere(2, 3, mpi=(3,))
 @SIZES
 @each_call
 def test_handed_over_as_it_is(name, size, device, ranks):
@@ -123,7 +123,7 @@ def test_handed_over_as_it_is(name, size, device, ranks):
     on_ranks(program, ranks)
 
 
-@everywhere(2, 3)
+@everywhere(2, 3, mpi=(3,))
 @SIZES
 @pytest.mark.parametrize("aware", [False, True])
 def test_broadcast(aware, size, device, ranks):
@@ -147,7 +147,7 @@ def test_broadcast(aware, size, device, ranks):
     on_ranks(program, ranks)
 
 
-@everywhere(2, 3)
+@everywhere(2, 3, mpi=(3,))
 @SIZES
 @pytest.mark.parametrize("aware", [False, True])
 def test_send_and_receive(aware, size, device, ranks):
