@@ -15,7 +15,7 @@ from spmd_engine.training import Job
 
 STEPS = 3
 EXACT = ["--model", "gpt-nano", "--dtype", "float64", "--steps", str(STEPS), "--warmup", "2", "--dropout", "0.1"]
-EXACT += ["--grad-clip", "1", *QUIET, *TEXT]
+EXACT += ["--grad-clip", "1", "--length", "32", *QUIET, *TEXT]
 
 
 #: Every option that says where and when, on few ranks, and each axis beside another; with more of either in SOAK.
@@ -88,7 +88,7 @@ def test_gpt_nano_trains_alike_on_more_ranks(ok, here, tmp_path, composition):
 
 
 def test_train_resume_generate_infer(ok, several, here, tmp_path):
-    short = ["--batch-size", "2", *QUIET]
+    short = ["--batch-size", "2", "--length", "32", *QUIET]
     here("train", "--steps", "4", "--seed", "3", "--warmup", "2", "--run", "whole", "--stop-at", "1", *short)
     ok(2, "train", "--steps", "2", "--seed", "3", "--warmup", "2", "--run", "parts", *short)
     runs = tmp_path / "runs"
@@ -129,7 +129,8 @@ def test_resume_keeps_the_composition_that_fits_the_new_mesh(ok, here, tmp_path)
         return json.loads((tmp_path / "runs" / "r" / "config.json").read_text())["composition"]
 
     compose = ["--zero", "3", "--schedule", "interleaved", "--chunks", "3", "--group-cap", "100000"]
-    ok(2, "train", "--mesh", "pipe=2", *compose, "--steps", "1", "--batch-size", "2", "--run", "r", *QUIET, *TEXT)
+    short = ["--steps", "1", "--batch-size", "2", "--length", "32", *QUIET, *TEXT]
+    ok(2, "train", "--mesh", "pipe=2", *compose, "--run", "r", *short)
     result = ok(4, "train", "--mesh", "data=2,pipe=2", "--resume", "--run", "r", "--steps", "2", "--stages", "cost")
     kept = {"zero": 3, "schedule": "interleaved", "chunks": 3, "stages": "cost", "group_cap": 100000}
     assert kept.items() <= composition().items() and "note" not in result.stderr
@@ -297,7 +298,8 @@ def test_help_tells_every_command(here):
 
 
 def test_a_run_broken_off_and_resumed_is_the_run_that_was_not(several, here, tmp_path):
-    common = ["--steps", "4", "--batch-size", "2", "--dtype", "float64", "--warmup", "2", *QUIET, *TEXT]
+    common = ["--steps", "4", "--batch-size", "2", "--length", "32", "--dtype", "float64", "--warmup", "2"]
+    common += [*QUIET, *TEXT]
     here("train", *common, "--run", "whole")
     begins = ["train", *common, "--stop-at", "2", "--run", "parts"]
     several(2, begins, ["train", "--resume", "--run", "parts", "--mesh", "model=2"])

@@ -311,11 +311,14 @@ OTHER_DTYPES = [np.dtype(ml_dtypes.bfloat16), np.dtype(">f4")]  # reduced in ano
 
 
 def programs_and_dtypes():
-    """Every program on all numbers of ranks, and each dtype on them by threads or MPI in turn; else ``soak``."""
+    """Every program on 2 ranks under MPI, and in turn on 3 or 4, and on 2, 3 or 5 by threads; each dtype on all of
+    these by threads or MPI in turn; else ``soak``."""
     for way in numbers_of_ranks(2, 3, 5, soak=[8]):  # 5: as many rounds as 8 has, and no power of two
-        for program in PROGRAMS:
+        for i, program in enumerate(PROGRAMS):
+            turn = ["mpi-2", f"mpi-{3 + i % 2}", f"threads-{(2, 3, 5)[i % 3]}"]
+            marks = [*way.marks, *([] if way.id in turn else [pytest.mark.soak])]
             name = f"{program.__name__}-{FLOAT}-{way.id}"
-            yield pytest.param(program, FLOAT, *way.values, marks=way.marks, id=name)
+            yield pytest.param(program, FLOAT, *way.values, marks=marks, id=name)
     ways = numbers_of_ranks(2, 3, 5, soak=[8])
     for (i, dtype), way in itertools.product(enumerate(OTHER_DTYPES), ways):
         turn = [["threads-2", "mpi-3", "threads-5"], ["mpi-2", "threads-3", "mpi-4"]][i]

@@ -144,16 +144,17 @@ each_program = pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: 
 
 
 def programs_and_dtypes():
-    """Every pair on one virtual rank and on 3 or 5 in turn, and under MPI on 2, 3 or 4 in turn.
+    """Every pair on one virtual rank, and in turn on 3 or 5, or under MPI on 2, 3 or 4.
 
     So each of these numbers meets every program and every dtype; below, in one dtype, also every program. The other
     triples, and those with 8 virtual ranks (below again), are in ``soak``.
     """
+    turns = ["threads-3", "threads-5", *MPI_SIZES]
     chosen = []
     for (i, program), (j, dtype) in itertools.product(enumerate(PROGRAMS), enumerate(DTYPES)):
         for ranks in numbers_of_ranks(1, 3, 5, soak=[8]):
-            turn = ("threads-1", ("threads-3", "threads-5")[(i + j) % 2], MPI_SIZES[(i + j) % 3])
-            marks = [*ranks.marks, *([] if ranks.id in turn else [pytest.mark.soak])]
+            now = ranks.id in ("threads-1", turns[(i + j) % 5])
+            marks = [*ranks.marks, *([] if now else [pytest.mark.soak])]
             name = f"{program.__name__}-{dtype}-{ranks.id}"
             chosen.append(pytest.param(program, dtype, *ranks.values, marks=marks, id=name))
     return chosen
