@@ -165,7 +165,7 @@ def test_collective(program, dtype, ranks):
     on_ranks(program, ranks, dtype, True)
 
 
-@everywhere(1, 3, 8)
+@everywhere(1, 3, soak=[8], mpi=(2, 4))
 @each_program
 def test_collective_without_checks(program, ranks):
     on_ranks(program, ranks, np.dtype(np.float32), False)

@@ -9,6 +9,7 @@ import pytest
 from spmd_engine.cli.plan.compare import steps_of
 from spmd_engine.engine.composition import Composition, ModelConfig
 from spmd_engine.errors import UsageError
+from spmd_engine.models import GPT_SIZES, gpt
 from spmd_engine.models.names import build_model
 from spmd_engine.planning import analyze
 from spmd_engine.planning.answer import Request
@@ -22,9 +23,11 @@ from spmd_engine.planning.planned import plan
 from spmd_engine.planning.search import Planner
 from spmd_engine.units import readable_bytes
 
+SMALL = gpt(replace(GPT_SIZES["gpt-nano"], layers=3), "small")
+
 
 def asked(memory=None):
-    return Request(build_model("gpt-nano"), read_machine("a100"), [2], [8], limits=Limits(memory=memory))
+    return Request(SMALL, read_machine("a100"), [2], [8], limits=Limits(memory=memory))
 
 
 @pytest.fixture(scope="module")
