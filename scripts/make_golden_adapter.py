@@ -35,6 +35,7 @@ def make(family):
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter += 0.3 * torch.randn_like(parameter)
+    model.peft_config["default"].base_model_name_or_path = f"../decoders/{family}"  # no folder of this machine
     model.save_pretrained(FOLDER / family)
     Path(FOLDER, family, "README.md").unlink(missing_ok=True)
     return model
