@@ -14,6 +14,7 @@ TOLD = 30.0  #: seconds of waiting after which it is told
 MOST = 600.0  #: seconds of waiting after which a rank ends its job
 
 _USUAL = {"initialize": True, "threads": True, "thread_level": "multiple", "finalize": None, "errors": "exception"}
+_NOT_YET = False, True  # rc.initialize and rc.finalize of one who is about to join, or was interrupted in it
 
 
 def join_mpi() -> None:
@@ -25,12 +26,11 @@ def join_mpi() -> None:
     """
     import mpi4py
 
-    if "mpi4py.MPI" in sys.modules or any(getattr(mpi4py.rc, name) != value for name, value in _USUAL.items()):
-        return  # the program's own way
-    mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
-    from mpi4py import MPI
+    if "mpi4py.MPI" not in sys.modules and all(getattr(mpi4py.rc, name) == _USUAL[name] for name in _USUAL):
+        mpi4py.rc.initialize, mpi4py.rc.finalize = _NOT_YET
+    from mpi4py import MPI  # which initializes MPI, if the program has it so
 
-    if MPI.Is_initialized():
+    if MPI.Is_initialized() or (mpi4py.rc.initialize, mpi4py.rc.finalize) != _NOT_YET:
         return
     joined = threading.Event()
     threading.Thread(target=_watch, args=(joined,), name="joining", daemon=True).start()

@@ -169,6 +169,7 @@ def end_at_once(message: str, code: int) -> None:
         # they never come, the alarm ends this process, and the launcher then the job.
         signal.alarm(JOIN)
         with suppress(ImportError, RuntimeError):
+            join_mpi()
             from mpi4py import MPI
 
             comm = MPI.COMM_WORLD if not MPI.Is_finalized() else None

@@ -47,3 +47,28 @@ def test_mpi_is_initialized_as_mpi4py_does_it(mpi_run, tmp_path):
     (tmp_path / "program.py").write_text(USUAL)
     result = mpi_run(2, "program.py", cwd=tmp_path, timeout=60)
     assert (result.returncode, result.stdout, result.stderr) == (0, 2 * "an exception\n", "")
+
+
+INTERRUPTED = """
+from spmd_engine.comm import join
+from spmd_engine.comm.world import end_at_once
+
+
+def interrupted(*_, **__):
+    raise KeyboardInterrupt
+
+
+thread, join.threading.Thread = join.threading.Thread, interrupted
+try:
+    join.join_mpi()
+except KeyboardInterrupt:
+    join.threading.Thread = thread
+    end_at_once("interrupted", 130)
+"""
+
+
+def test_who_is_interrupted_while_joining_ends_in_one_line(mpi_run, tmp_path):
+    (tmp_path / "program.py").write_text(INTERRUPTED)
+    result = mpi_run(2, "program.py", cwd=tmp_path, timeout=60)
+    lines = [line for line in result.stderr.splitlines() if "interrupted" in line]
+    assert result.returncode != 0 and lines == ["interrupted"] and "MPI_Comm" not in result.stderr
