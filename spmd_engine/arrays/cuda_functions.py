@@ -57,13 +57,8 @@ class CudaFunctions:
         return y.reshape(x.shape), normal.reshape(x.shape), inverse.reshape(x.shape[:-1])
 
     def layer_norm_backward(self, dy, normal, inverse, scale):
-        width = dy.shape[-1]
-        rows, normal_rows, inverse_rows = dy.reshape(-1, width), normal.reshape(-1, width), inverse.reshape(-1, 1)
-        total, projection = self._two(rows.shape[0], rows.dtype)
-        self._launch.row_sums(rows, scale, normal_rows, total, projection, axis=1)
-        total, projection, share = total[:, None], projection[:, None], 1.0 / width if width else 0.0
-        dx = self._launch.normalize_backward(rows, normal_rows, inverse_rows, scale, total, projection, share)
-        return dx.reshape(dy.shape)
+        by_rows, total, projection, share = self._sums_of_rows(dy, normal, inverse, scale)
+        return self._launch.normalize_backward(*by_rows, scale, total, projection, share).reshape(dy.shape)
 
     def layer_norm_backward_parameters(self, dy, normal):
         width = dy.shape[-1]
@@ -79,16 +74,20 @@ class CudaFunctions:
         return y.reshape(x.shape), normal.reshape(x.shape), inverse.reshape(x.shape[:-1])
 
     def rms_norm_backward(self, dy, normal, inverse, scale):
+        by_rows, _, projection, share = self._sums_of_rows(dy, normal, inverse, scale)
+        return self._launch.scale_rows_backward(*by_rows, scale, projection, share).reshape(dy.shape)
+
+    def rms_norm_backward_scale(self, dy, normal):
+        return self.layer_norm_backward_parameters(dy, normal)[0]
+
+    def _sums_of_rows(self, dy, normal, inverse, scale):
+        """dy, normal and inverse as rows; of each row the sums of g = dy · scale and of g · normal; and 1/d."""
         width = dy.shape[-1]
         rows, normal_rows, inverse_rows = dy.reshape(-1, width), normal.reshape(-1, width), inverse.reshape(-1, 1)
         total, projection = self._two(rows.shape[0], rows.dtype)
         self._launch.row_sums(rows, scale, normal_rows, total, projection, axis=1)
         share = 1.0 / width if width else 0.0
-        dx = self._launch.scale_rows_backward(rows, normal_rows, inverse_rows, scale, projection[:, None], share)
-        return dx.reshape(dy.shape)
-
-    def rms_norm_backward_scale(self, dy, normal):
-        return self.layer_norm_backward_parameters(dy, normal)[0]
+        return (rows, normal_rows, inverse_rows), total[:, None], projection[:, None], share
 
     def _two(self, length, dtype):
         return self._xp.empty(length, dtype), self._xp.empty(length, dtype)

@@ -143,19 +143,10 @@ class FastFunctions:
         return y.reshape(x.shape), normal.reshape(x.shape), inverse.reshape(x.shape[:-1])
 
     def layer_norm_backward(self, dy, normal, inverse, scale):
-        rows = _rows(dy)
-        dx = np.empty_like(rows)
-        normal, inverse = _rows(_spread(normal, dy.shape)), _spread(inverse, dy.shape[:-1]).reshape(-1)
-        self._loops.layer_norm_backward(rows, normal, inverse, _spread(scale, dy.shape[-1:]), dx)
-        return dx.reshape(dy.shape)
+        return _norm_backward(self._loops.layer_norm_backward, dy, normal, inverse, scale)
 
     def layer_norm_backward_parameters(self, dy, normal):
-        rows, normal_rows = _rows(dy), _rows(_spread(normal, dy.shape))
-        sums = np.zeros_like(dy, shape=(2, dy.shape[-1]))
-        for start in range(0, len(rows), _SUMMED):
-            part, some = slice(start, start + _SUMMED), np.zeros_like(sums)
-            self._loops.layer_norm_backward_parameters(rows[part], normal_rows[part], *some)
-            sums += some
+        sums = _sums_over_rows(self._loops.layer_norm_backward_parameters, 2, dy, normal)
         return sums[0], sums[1]
 
     def rms_norm(self, x, scale, epsilon):
@@ -165,20 +156,10 @@ class FastFunctions:
         return y.reshape(x.shape), normal.reshape(x.shape), inverse.reshape(x.shape[:-1])
 
     def rms_norm_backward(self, dy, normal, inverse, scale):
-        rows = _rows(dy)
-        dx = np.empty_like(rows)
-        normal, inverse = _rows(_spread(normal, dy.shape)), _spread(inverse, dy.shape[:-1]).reshape(-1)
-        self._decoders.rms_norm_backward(rows, normal, inverse, _spread(scale, dy.shape[-1:]), dx)
-        return dx.reshape(dy.shape)
+        return _norm_backward(self._decoders.rms_norm_backward, dy, normal, inverse, scale)
 
     def rms_norm_backward_scale(self, dy, normal):
-        rows, normal_rows = _rows(dy), _rows(_spread(normal, dy.shape))
-        dscale = np.zeros_like(dy, shape=dy.shape[-1])
-        for start in range(0, len(rows), _SUMMED):
-            part, some = slice(start, start + _SUMMED), np.zeros_like(dscale)
-            self._decoders.rms_norm_backward_scale(rows[part], normal_rows[part], some)
-            dscale += some
-        return dscale
+        return _sums_over_rows(self._decoders.rms_norm_backward_scale, 1, dy, normal)[0]
 
     # Optimizers
 
@@ -226,6 +207,25 @@ def _spread(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 def _of_columns(x: np.ndarray, scores: np.ndarray) -> np.ndarray:
     """x[h 1 s] of scores[h t s], as [h s]."""
     return _spread(x, (len(scores), 1, scores.shape[2]))[:, 0]
+
+
+def _norm_backward(loop, dy: np.ndarray, normal: np.ndarray, inverse: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    rows = _rows(dy)
+    dx = np.empty_like(rows)
+    normal, inverse = _rows(_spread(normal, dy.shape)), _spread(inverse, dy.shape[:-1]).reshape(-1)
+    loop(rows, normal, inverse, _spread(scale, dy.shape[-1:]), dx)
+    return dx.reshape(dy.shape)
+
+
+def _sums_over_rows(loop, count: int, dy: np.ndarray, normal: np.ndarray) -> np.ndarray:
+    """[count d]: so many sums over rows, to which the loop adds those of some rows."""
+    rows, normal_rows = _rows(dy), _rows(_spread(normal, dy.shape))
+    sums = np.zeros_like(dy, shape=(count, dy.shape[-1]))
+    for start in range(0, len(rows), _SUMMED):
+        part, some = slice(start, start + _SUMMED), np.zeros_like(sums)
+        loop(rows[part], normal_rows[part], *some)
+        sums += some
+    return sums
 
 
 def _flat(x: np.ndarray) -> np.ndarray:

@@ -126,17 +126,21 @@ def read_block(
     data = memoryview(block.reshape(-1).view(np.uint8))
     try:
         with path.open("rb", buffering=0) as file:
-            file.seek(offset)
-            done = 0
-            while done < data.nbytes and (count := file.readinto(data[done:])):
-                done += count
+            read_into(data, file.fileno(), offset, path, name)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if done < data.nbytes:
-        raise CheckpointError(f"{path} is cut short: {name} should go on to byte {offset + data.nbytes}")
     if hashlib.sha256(data).hexdigest() != sha256:
         raise damaged(path, name, offset, data.nbytes)
     return block
+
+
+def read_into(data: memoryview, descriptor: int, offset: int, path: Path, name: str) -> None:
+    """Fill ``data`` from an open file, from this byte on. Raises OSError; CheckpointError if the file ends before."""
+    done = 0
+    while done < data.nbytes and (count := os.preadv(descriptor, [data[done:]], offset + done)):
+        done += count
+    if done < data.nbytes:
+        raise CheckpointError(f"{path} is cut short: {name} should go on to byte {offset + data.nbytes}")
 
 
 def damaged(path: Path, name: str, offset: int, nbytes: int) -> CheckpointError:

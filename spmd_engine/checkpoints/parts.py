@@ -12,7 +12,7 @@ from typing import Self
 import numpy as np
 
 from spmd_engine.checkpoints.dtypes import DTYPES
-from spmd_engine.checkpoints.files import IN_CACHE, bytes_of, damaged, is_finite
+from spmd_engine.checkpoints.files import IN_CACHE, bytes_of, damaged, is_finite, read_into
 from spmd_engine.checkpoints.headers import Headers
 from spmd_engine.checkpoints.manifest import StoredArray, StoredBlock
 from spmd_engine.errors import CheckpointError
@@ -67,17 +67,11 @@ class PartReader:
 
     def _fill(self, data: memoryview, block: StoredBlock, offset: int, name: str) -> None:
         """Read so many bytes of a block's file from there on."""
-        done = 0
+        path = self._folder / block.file
         try:
-            descriptor = self._descriptor(block.file)
-            while done < data.nbytes and (count := os.preadv(descriptor, [data[done:]], offset + done)):
-                done += count
+            read_into(data, self._descriptor(block.file), offset, path, name)
         except OSError as error:
-            raise CheckpointError(f"{self._folder / block.file} cannot be read: {error}") from error
-        if done < data.nbytes:
-            raise CheckpointError(
-                f"{self._folder / block.file} is cut short: {name} should go on to byte {offset + data.nbytes}"
-            )
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
 
     def _descriptor(self, file: str) -> int:
         with self._opening:

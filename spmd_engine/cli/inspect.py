@@ -21,8 +21,8 @@ from spmd_engine.cli.show.experts import placement_text
 from spmd_engine.cli.show.options import dtype_option
 from spmd_engine.comm.mesh import parse_axes
 from spmd_engine.comm.mesh_position import MeshPosition, all_positions
-from spmd_engine.engine.assignment import PIPE, Assignment, assign, homes_of
-from spmd_engine.engine.composition import composed_layout
+from spmd_engine.engine.assignment import PIPE, Assignment, homes_of
+from spmd_engine.engine.composition import composed_assignment, composed_layout
 from spmd_engine.launchers import launcher_rank
 from spmd_engine.layers import Parameter
 from spmd_engine.models import Model
@@ -59,10 +59,8 @@ def inspect(model: str, images: str | None, mesh: str | None, dtype: str, **opti
     for name, layer in built.layers:
         layout.check(name, {"b", "s", *layer.sizes}, layer.may_cut, layer.across)
     itemsize = np.dtype(dtype).itemsize
-    stages, storage, chunks = composition.division, composition.storage, composition.schedule_on(axes).chunks
     assignments = [
-        assign(built, place, layout, itemsize, storage=storage, stages=stages, chunks_per_stage=chunks)
-        for place in _one_a_stage(places)
+        composed_assignment(built, place, layout, itemsize, composition) for place in _one_a_stage(places)
     ]
     console = Console(highlight=False, width=None)
     console.print(f"{model}: {built.parameter_count:,} parameters, {dtype}")

@@ -13,7 +13,7 @@ from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.mesh_position import MeshPosition
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.engine import schedules
-from spmd_engine.engine.assignment import PIPE, Storage
+from spmd_engine.engine.assignment import PIPE, Assignment, Storage, assign
 from spmd_engine.engine.compression import compression
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.recompute import Recompute
@@ -257,4 +257,19 @@ def composed_layout(model: Model, place: MeshPosition, composition: Composition)
         # but under ulysses, where all ranks have the whole sequence
         zigzag="context" in place.axes and composition.context_method != "ulysses",
         experts_over=composition.expert_axes,
+    )
+
+
+def composed_assignment(
+    model: Model, place: MeshPosition, layout: Layout, itemsize: int, composition: Composition
+) -> Assignment:
+    """The share of the rank at ``place``, as the composition stores parameters and divides layers among stages."""
+    return assign(
+        model,
+        place,
+        layout,
+        itemsize,
+        storage=composition.storage,
+        stages=composition.division,
+        chunks_per_stage=composition.schedule_on(place.axes).chunks,
     )

@@ -15,6 +15,7 @@ from spmd_engine.engine.assignment import PIPE
 from spmd_engine.layers.declarations import Buffer, SideOutput
 from spmd_engine.layers.layer import Extra, ForwardContext, Layer
 from spmd_engine.models.model import Model
+from spmd_engine.sharding.groups import Home
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.sharding.shards import Shards
 
@@ -78,7 +79,7 @@ class Buffers:
 def _is_here(element: tuple[str, int], name: str, layer: Layer, mesh: Mesh, layout: Layout) -> bool:
     """Whether the layout gives this element of a letter, such as an expert, to this rank."""
     letter, number = element
-    return layout.parts(name, letter, layer.sizes[letter], mesh)[number] == mesh.index(layout.axes(letter))
+    return Home(layout.axes(letter), layout.parts(name, letter, layer.sizes[letter], mesh)[number]).has(mesh)
 
 
 def _summed(updates: Mapping[str, Array], axes: tuple[str, ...], mesh: Mesh) -> dict[str, Array]:

@@ -58,10 +58,13 @@ class LoRAOptions(Configuration):
             )
         return {name: known[name] for name in names}
 
+    def groups(self, family: str) -> list[tuple[str, ...]]:
+        """The weights that are adapted, without the layer's name: those that share an a together."""
+        return [group for groups in self.modules(family).values() for group in groups]
+
     def names_of_a(self, family: str) -> dict[str, str]:
-        """Of each weight that is adapted, without the layer's name, that of its a."""
-        groups = [group for groups in self.modules(family).values() for group in groups]
-        return {name: name_of_a(group) for group in groups for name in group}
+        """Of each of these weights, the name of its a."""
+        return {name: name_of_a(group) for group in self.groups(family) for name in group}
 
     @property
     def scale(self) -> float:
@@ -71,8 +74,7 @@ class LoRAOptions(Configuration):
 
 def with_adapters(model: Model, options: LoRAOptions, family: str) -> Model:
     """The model, all of it frozen, with adapters; raises UsageError for one that has none of the targets."""
-    groups = [group for groups in options.modules(family).values() for group in groups]
-    layers = []
+    groups, layers = options.groups(family), []
     for name, layer in model.layers:
         adapted = [group for group in groups if set(group) <= set(layer.parameters)]
         layers.append((name, LowRank(layer, adapted, options.rank, options.scale)))

@@ -16,8 +16,8 @@ from spmd_engine.arrays.meter import Meter, metered
 from spmd_engine.arrays.shapes import Shapes, on_shapes
 from spmd_engine.comm.mesh_position import MeshPosition
 from spmd_engine.comm.spans import span
-from spmd_engine.engine.assignment import PIPE, assign
-from spmd_engine.engine.composition import Composition, ModelConfig, composed_layout
+from spmd_engine.engine.assignment import PIPE
+from spmd_engine.engine.composition import Composition, ModelConfig, composed_assignment, composed_layout
 from spmd_engine.engine.optimizers import AdamW, Optimizer
 from spmd_engine.layers.layer import Layer
 from spmd_engine.models.model import Model
@@ -178,14 +178,5 @@ def _shared_between_stages(
     """Parts, of different sizes, of parameters that several stages hold: those of tied ones."""
     if axes.get(PIPE, 1) == 1 or not any(layer.tied for _, layer in model.layers):
         return []
-    schedule = composition.schedule_on(axes)
-    assignment = assign(
-        model,
-        MeshPosition(dict(axes), dict.fromkeys(axes, 0)),
-        layout,
-        itemsize,
-        storage=composition.storage,
-        stages=composition.division,
-        chunks_per_stage=schedule.chunks,
-    )
-    return shared_parts(assignment.groups, axes)
+    first = MeshPosition(dict(axes), dict.fromkeys(axes, 0))
+    return shared_parts(composed_assignment(model, first, layout, itemsize, composition).groups, axes)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from spmd_engine.engine.assignment import assign
+from spmd_engine.engine.composition import composed_assignment
 from spmd_engine.models import layout_for
 from spmd_engine.planning.answer import STATES, Request
 from spmd_engine.planning.estimate import Estimate
@@ -195,16 +195,7 @@ class _Explainer:
         place = place_of(0, self.base.mesh)
         layout = layout_for(self.model, place, sequence_parallel=self.base.sequence_parallel)
         composition = self.base.composition(self.request.base)
-        schedule = composition.schedule_on(self.base.mesh)
-        return assign(
-            self.model,
-            place,
-            layout,
-            self.planner.itemsize,
-            storage=composition.storage,
-            stages=composition.division,
-            chunks_per_stage=schedule.chunks,
-        ).groups
+        return composed_assignment(self.model, place, layout, self.planner.itemsize, composition).groups
 
     def _largest_group(self) -> Explanation:
         groups = sorted(self._groups(), key=lambda group: -group.size)[:5]

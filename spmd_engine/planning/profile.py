@@ -24,7 +24,7 @@ from spmd_engine.planning.compute_time import ComputeTimes
 from spmd_engine.planning.lattice import BATCH, PIPE, Candidate
 from spmd_engine.planning.layer_costs import LayerCosts, between
 from spmd_engine.planning.machine import Machine
-from spmd_engine.planning.meetings import whole_bytes
+from spmd_engine.planning.meetings import place_of, whole_bytes
 from spmd_engine.planning.passes import PassCache
 from spmd_engine.planning.step_analysis import (
     BACKWARD_INPUT,
@@ -113,9 +113,10 @@ class Profiles:
             composition = Composition(
                 sequence_parallel=candidate.sequence_parallel, context_method=candidate.context_method
             )
+            axes = inner or {"data": 1}
             self.raw[key] = analyze(
-                with_even_vocabulary(self.small, inner, composition),
-                inner or {"data": 1},
+                with_even_vocabulary(self.small, axes, composition),
+                axes,
                 composition,
                 batch_size=samples * prod(size for axis, size in inner.items() if axis in BATCH),
                 sequence=self.sequence,
@@ -210,7 +211,7 @@ def reduced(model: Model) -> tuple[Model, dict[str, str]]:
 def with_even_vocabulary(model: Model, axes: Mapping[str, int], composition: Composition) -> Model:
     """The model with a vocabulary that the mesh cuts into equal parts, each as large as the largest of its own: ranks
     that differ by a word are all looked at, ranks alike once."""
-    place = MeshPosition(dict(axes) or {"data": 1}, dict.fromkeys(axes or ["data"], 0))
+    place = place_of(0, axes)
     parts = place.axis_size(composed_layout(model, place, composition).axes("v"))
     even, layers = -(-model.vocabulary // parts) * parts, []
     for name, layer in model.layers:

@@ -1,6 +1,6 @@
 """An engine that goes on, on another mesh: parameters, buffers and optimizer state move, and nothing else changes."""
 
-import tracemalloc
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -16,6 +16,7 @@ from spmd_engine.engine.recompute import Recompute
 from spmd_engine.models import two_layers
 from spmd_engine.sharding import Layout, plan_transfer
 from spmd_engine.training import Trainer
+from traced_memory import peak_of
 
 WAYS = [
     ({"data": 4}, {}, {"model": 4}, {}),
@@ -127,21 +128,13 @@ def test_no_rank_holds_more_than_its_own_and_two_pieces(monkeypatch):
     monkeypatch.setattr("spmd_engine.engine.move.plan_transfer", partial(plan_transfer, piece_bytes=1 << 16))
     n, model = 4, two_layers(1024, 1024)
 
+    @contextmanager
     def program():
         with Mesh(data=n) as mesh, Mesh(model=n) as other:
             engine, optimizer = LayeredEngine(model, mesh, dtype=np.float64, storage=Storage(3)), AdamW()
             optimizer.prepare(engine)
-            mesh.barrier()
-            if mesh.rank == 0:
-                tracemalloc.start()
-            mesh.barrier()
-            engine.reshard(other, optimizer=optimizer)
-            mesh.barrier()
-            return tracemalloc.get_traced_memory()[1]
+            yield mesh, lambda: engine.reshard(other, optimizer=optimizer)
 
-    try:
-        peak = max(run(program, n))
-    finally:
-        tracemalloc.stop()
+    peak = peak_of(program, n)
     parameters = sum(int(np.prod(shape)) for _, (_, shape) in model.parameters()) * 8
     assert 2 * parameters <= peak <= 2 * parameters + (3 << 20)

@@ -1,6 +1,6 @@
 """The exchange between two placements: what arrives, its bytes, its memory, and the adjoint that adds."""
 
-import tracemalloc
+from contextlib import contextmanager
 
 import ml_dtypes
 import numpy as np
@@ -17,6 +17,7 @@ from spmd_engine.sharding import Layout
 from spmd_engine.sharding.placement import ArrayPlacement, Placement
 from spmd_engine.sharding.rectangles import Rectangle
 from spmd_engine.sharding.transfer import plan_transfer
+from traced_memory import peak_of
 
 RANKS = [1, 2, 3, 6, *(pytest.param(n, marks=pytest.mark.soak) for n in (4, 8))]
 SHAPE = (11, 6)
@@ -242,21 +243,13 @@ def test_memory_beside_the_blocks_is_bounded(adjoint):
     plan = plan_transfer(Placement({"x": source}), Placement({"x": target}), piece_bytes=most)
     operation = plan.adjoint() if adjoint else plan
 
+    @contextmanager
     def program():
         with Mesh() as mesh:
             x = np.ones(operation.source["x"].held[mesh.rank][0].shape)
-            mesh.barrier()
-            if mesh.rank == 0:
-                tracemalloc.start()
-            mesh.barrier()
-            operation.execute(mesh.group(), {"x": [x]})
-            mesh.barrier()
-            return tracemalloc.get_traced_memory()[1]
+            yield mesh, lambda: operation.execute(mesh.group(), {"x": [x]})
 
-    try:
-        peak = max(run(program, n))
-    finally:
-        tracemalloc.stop()
+    peak = peak_of(program, n)
     assert peak <= 8 * np.prod(shape) + n * 8 * most
 
 

@@ -10,8 +10,8 @@ from math import prod
 import numpy as np
 
 from spmd_engine.comm.mesh_position import MeshPosition, all_positions
-from spmd_engine.engine.assignment import PIPE, assign
-from spmd_engine.engine.composition import Composition, composed_layout
+from spmd_engine.engine.assignment import PIPE
+from spmd_engine.engine.composition import Composition, composed_assignment, composed_layout
 from spmd_engine.engine.optimizers import AdamW, Optimizer
 from spmd_engine.models import Model
 from spmd_engine.planning import analyze
@@ -76,15 +76,7 @@ class _Share:
 
 
 def _share(model: Model, place: MeshPosition, layout: Layout, itemsize: int, composition: Composition) -> _Share:
-    assignment = assign(
-        model,
-        place,
-        layout,
-        itemsize,
-        storage=composition.storage,
-        stages=composition.division,
-        chunks_per_stage=composition.schedule_on(place.axes).chunks,
-    )
+    assignment = composed_assignment(model, place, layout, itemsize, composition)
     owned = []
     for group in assignment.groups:
         intervals = group.intervals(place.axis_size(group.summed.cut))
