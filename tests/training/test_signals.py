@@ -18,14 +18,7 @@ from spmd_engine.signals import Interrupted, StopFlag, raise_interrupted
 from spmd_engine.training import Trainer
 
 needs_mpi = pytest.mark.skipif(mpiexec() is None, reason="needs an MPI library and its mpiexec")
-
-
-@pytest.fixture(autouse=True)
-def heard():
-    """A job in the background starts with SIGINT ignored, and so does its Python: the tests here want to hear it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+pytestmark = pytest.mark.usefixtures("sigint_is_heard")
 
 
 def send(number=signal.SIGINT):
