@@ -5,6 +5,9 @@ RANKS  ?= 8
 JOBS   ?= 3
 ARGS   ?=
 
+# Hypothesis' own plugin for pytest takes time of each of thousands of tests, and tells nothing that a failure does not.
+HARNESS := --with-mpi --jobs $(JOBS) -p no:hypothesispytest
+
 VENV := .venv
 BIN  := $(VENV)/bin
 
@@ -25,10 +28,10 @@ train: $(VENV)/installed-mpich  ## train a language model on 8 ranks, or RANKS=n
 	$(BIN)/mpiexec -n $(RANKS) $(BIN)/python -m spmd_engine train $(ARGS)
 
 test: $(VENV)/installed-mpich-test  ## run the tests, serial and MPI, 3 jobs at a time, or JOBS=n
-	$(BIN)/python -m pytest --with-mpi --jobs $(JOBS) -m "not soak" --durations=25 $(ARGS)
+	$(BIN)/python -m pytest $(HARNESS) -m "not soak" --durations=25 $(ARGS)
 
 soak: $(VENV)/installed-mpich-test  ## run the tests that take minutes
-	$(BIN)/python -m pytest --with-mpi --jobs $(JOBS) -m soak --durations=25 $(ARGS)
+	$(BIN)/python -m pytest $(HARNESS) -m soak --durations=25 $(ARGS)
 
 lint: $(VENV)/installed-mpich-test  ## check the code with ruff
 	$(BIN)/python -m ruff check .

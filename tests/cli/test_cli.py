@@ -13,8 +13,8 @@ from command_line import QUIET, TEXT, metrics
 from spmd_engine.cli import main
 from spmd_engine.training import Job
 
-STEPS = 3
-EXACT = ["--model", "gpt-nano", "--dtype", "float64", "--steps", str(STEPS), "--warmup", "2", "--dropout", "0.1"]
+STEPS = 2
+EXACT = ["--model", "gpt-nano", "--dtype", "float64", "--steps", str(STEPS), "--warmup", "1", "--dropout", "0.1"]
 EXACT += ["--grad-clip", "1", "--length", "32", *QUIET, *TEXT]
 
 

@@ -24,6 +24,7 @@ from spmd_engine.comm.transports.shared_memory import SharedMemory
 from spmd_engine.errors import UsageError
 
 ROOM = 256  # bytes that come along with a call here: few, so that small arrays take the ways of large ones
+SPINS = 100  # tests for what is awaited before a rank gives way: few, as there are more ranks than cores
 TIMES = 2  # that a call is made: what the others said is known only after the first
 TIMEOUT = 20.0  # seconds, of what would else wait for ever
 FLOAT = np.dtype(np.float32)
@@ -83,7 +84,7 @@ def group_with_short_ways():
     """A group of all ranks, each of which acts as if it had a core; and its library."""
     everyone = range(world().size)
     comm = world().subset(everyone)
-    comm.spin_tests, comm.table.room, comm.library = 3_000, ROOM, Counted(world().subset(everyone))
+    comm.spin_tests, comm.table.room, comm.library = SPINS, ROOM, Counted(world().subset(everyone))
     return Group(comm, "all", Ledger(), timeout=TIMEOUT), comm.library
 
 
@@ -357,7 +358,7 @@ def test_a_rank_alone_has_its_own_array_however_often(ranks):
 
     def program():
         comm = world().subset([world().rank])
-        comm.spin_tests = 3_000
+        comm.spin_tests = SPINS
         group, x = Group(comm, "alone", Ledger(), timeout=TIMEOUT), np.arange(5.0)
         for _ in range(4):
             results = group.all_reduce(x), group.all_gather(x), group.reduce_scatter(x), group.all_to_all(x)

@@ -80,7 +80,7 @@ def reduce_scatter(dtype, check):
 def all_to_all(dtype, check):
     group, form = Mesh(check=check).group(), itertools.cycle(FORMS)
     for shape in SHAPES[1:-1]:
-        for axis, onto in itertools.product(axes_of(shape), [None, 0, -1]):
+        for axis, onto in cut_and_joined(len(shape)):
             joined = axis if onto is None else onto
             shapes = [list(shape) for _ in range(group.size)]
             for r, each in enumerate(shapes):
@@ -102,6 +102,11 @@ def all_to_all(dtype, check):
                     started = group.start_all_to_all(arrays[group.rank], axis, onto, splits=mine, out=out).wait()
                     assert (started if mine is None else started[0]) is out
                     assert_same(out, result, "out", shapes, axis, onto, mine)
+
+
+def cut_and_joined(ndim):
+    """Axes to cut and to join along: every pair that differs, and each way of counting an axis once more."""
+    return [*itertools.product(range(ndim), [None, 0, -1] if ndim > 1 else [None]), (-1, 0)]
 
 
 def even(arrays, axis):

@@ -52,11 +52,17 @@ def assert_came(result, *parts, axis=0):
         assert found.shape == joined.shape and (found == joined).all()
 
 
-def exchanges(dtype):
+def lengths_and_times(every):
+    """Few rows and many, even and uneven, again and again; two of the four only twice unless ``every`` is asked for."""
+    for i, lengths in enumerate(itertools.product((4, 4000), (0, 1))):
+        yield from itertools.product([lengths], range(TIMES if every or i in (0, 3) else 2))
+
+
+def exchanges(dtype, every=False):
     """All that hands data on, of even shards and uneven ones, that go with a header, by memory, or by messages."""
     group = Mesh(timeout=60).group()
     n, rank = group.size, group.rank
-    for length, uneven, time in itertools.product((4, 4000), (0, 1), range(TIMES)):
+    for (length, uneven), time in lengths_and_times(every):
         arrays = [numbered((length + uneven * r, 3), dtype, time + r) for r in range(n)]
         lengths = [len(x) for x in arrays]
         mine, out = arrays[rank], np.empty((sum(lengths), 3), dtype)
@@ -99,16 +105,19 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def kinds_and_ranks():
-    """Each kind on one virtual rank, in turn on 2 or 3, and under MPI on 2, 3 or 4; the other pairs in ``soak``."""
+    """Each kind on one virtual rank, in turn on 2 or 3, and under MPI on 2, 3 or 4; the other pairs in ``soak``.
+
+    And whether every length is handed on as often as any.
+    """
     for (i, kind), ranks in itertools.product(enumerate(KINDS), numbers_of_ranks(1, 2, 3)):
         later = ranks.id not in ("threads-1", f"threads-{2 + i % 2}", f"mpi-{2 + i % 3}")
         marks = [*ranks.marks, *([pytest.mark.soak] if later else [])]
-        yield pytest.param(kind, *ranks.values, marks=marks, id=f"{kind}-{ranks.id}")
+        yield pytest.param(kind, *ranks.values, later, marks=marks, id=f"{kind}-{ranks.id}")
 
 
-@pytest.mark.parametrize("kind, ranks", list(kinds_and_ranks()))
-def test_exchanges(kind, ranks):
-    on_ranks(exchanges, ranks, KINDS[kind]) if ranks != 1 else run(alone, 1, args=(KINDS[kind],))
+@pytest.mark.parametrize("kind, ranks, every", list(kinds_and_ranks()))
+def test_exchanges(kind, ranks, every):
+    on_ranks(exchanges, ranks, KINDS[kind], every) if ranks != 1 else run(alone, 1, args=(KINDS[kind],))
 
 
 def alone(dtype):
@@ -119,14 +128,15 @@ def alone(dtype):
 
 
 def kinds_and_nodes():
-    """Each kind on one of two placements in turn; the other pairs in ``soak``."""
+    """Each kind on one of two placements in turn; the other pairs, and every length as often, in ``soak``."""
     for (i, kind), (j, nodes) in itertools.product(enumerate(KINDS), enumerate(["aabb", "abcd"])):
-        yield pytest.param(kind, nodes, id=f"{kind}-{nodes}", marks=() if (i + j) % 2 else pytest.mark.soak)
+        later = (i + j) % 2 == 0
+        yield pytest.param(kind, nodes, later, id=f"{kind}-{nodes}", marks=pytest.mark.soak if later else ())
 
 
-@pytest.mark.parametrize("kind, nodes", list(kinds_and_nodes()))
-def test_exchanges_between_nodes(kind, nodes):
-    run(exchanges, 4, args=(KINDS[kind],), nodes=list(nodes))
+@pytest.mark.parametrize("kind, nodes, every", list(kinds_and_nodes()))
+def test_exchanges_between_nodes(kind, nodes, every):
+    run(exchanges, 4, args=(KINDS[kind], every), nodes=list(nodes))
 
 
 @everywhere(1, 3, mpi=(3,))

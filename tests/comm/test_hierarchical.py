@@ -108,7 +108,7 @@ def test_reduce_scatter(dtype, hosts, memory):
         for shape in shapes(dtype):
             for axis in range(len(shape)):
                 last = [0] * (ranks - 1) + [shape[axis]]
-                for sizes, op in itertools.product([None, last], [next(ops), next(ops)]):
+                for sizes, op in (None, next(ops)), (last, next(ops)):
                     total = total_of(shape, dtype, op, hosts)
                     parts = np.array_split(total, np.cumsum(sizes)[:-1] if sizes else ranks, axis)
                     x = next(form)(values(shape, dtype, group.rank))

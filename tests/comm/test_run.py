@@ -116,6 +116,7 @@ def test_an_error_of_one_run_is_none_of_the_next():
     assert run(lambda: float(Mesh().all_reduce(np.ones(()))), 2) == [2.0, 2.0]
 
 
+@pytest.mark.usefixtures("sigint_is_heard")
 def test_an_interrupt_ends_ranks_that_wait():
     """Ctrl-C in a notebook, whose main thread waits for the ranks."""
 
@@ -126,13 +127,8 @@ def test_an_interrupt_ends_ranks_that_wait():
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         mesh.receive(1 - mesh.rank)  # that never comes
 
-    # A job in the background starts with the signal ignored, and so would this test's Python.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            run(program, 2)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with pytest.raises(KeyboardInterrupt):
+        run(program, 2)
     deadline = time.monotonic() + 1
     while ranks_that_run() and time.monotonic() < deadline:
         time.sleep(0.01)

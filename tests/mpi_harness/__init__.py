@@ -15,6 +15,7 @@ skips the parent: it runs the tests that fit on 4 ranks (ranks.py). In every cas
   nothing moves any more ends it after `timeout_s` with the stack of every rank: a failure, never a hang;
 * under the parent the rest of the tests then go on in a new job, so that one failure costs only itself.
 
+SPMD_TEST_GRACE is what the other ranks get to finish a test that raised on one of them, in seconds (3).
 SPMD_TEST_TIMEOUT is the limit in seconds of MPI tests that name none (60). Serial ones have that of pytest-timeout
 (setup.cfg) and, in a process of their own, ten times SPMD_TEST_TIMEOUT if that should not help.
 """

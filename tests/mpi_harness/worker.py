@@ -2,9 +2,12 @@
 
 import faulthandler
 import json
+import math
 import os
+import time
 
 START_S = 180  # from the launch to the first test
+LATE_S = 1  # a limit may end so much later: setting one starts a thread, and there are three for each small test
 
 
 class Worker:
@@ -14,24 +17,28 @@ class Worker:
         self.config, self.rank, self.folder = config, rank, folder
         # A copy of stderr, as pytest captures the real one. Under a parent every process has its own file.
         self.stderr = open(folder / f"stderr{rank}", "w") if folder else os.fdopen(os.dup(2), "w")
+        self.events = open(folder / "events.jsonl", "a", buffering=1) if folder and rank == 0 else None
+        self.outcomes = open(folder / f"rank{rank}.jsonl", "a", buffering=1) if folder else None
+        self.limit_s, self.limited_at = None, -math.inf
         self._limit(START_S)
 
     def _limit(self, seconds):
         """Unless called again in time, print where this process hangs and end it, and so the job. A thread of
         the interpreter's does it, so that a C function which never returns is no escape."""
-        faulthandler.dump_traceback_later(seconds, exit=True, file=self.stderr)
+        late, now = min(LATE_S, seconds / 4), time.monotonic()
+        if seconds != self.limit_s or now > self.limited_at + late:
+            faulthandler.dump_traceback_later(seconds + late, exit=True, file=self.stderr)
+            self.limit_s, self.limited_at = seconds, now
 
     def _note(self, own):
         """Every rank's own outcomes: all there is of a phase that the job does not survive."""
-        if self.folder:
-            with open(self.folder / f"rank{self.rank}.jsonl", "a") as file:
-                file.write(json.dumps(own) + "\n")
+        if self.outcomes:
+            self.outcomes.write(json.dumps(own) + "\n")
 
     def _tell(self, event, content):
         """What happens to the tests, as it happens."""
-        if self.folder and self.rank == 0:
-            with open(self.folder / "events.jsonl", "a") as file:
-                file.write(json.dumps([event, content], default=str) + "\n")
+        if self.events:
+            self.events.write(json.dumps([event, content], default=str) + "\n")
 
     def _tell_report(self, report):
         to_serializable = self.config.hook.pytest_report_to_serializable

@@ -118,6 +118,7 @@ def test_other_data_cannot_go_on_with_a_run(tmp_path):
         trained(tmp_path, {"data": 2}, 2, resume=True, data=ArrayData(X, Y + 1, validation=0.2, seed=2))
 
 
+@pytest.mark.usefixtures("sigint_is_heard")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_saved_with_the_code_of_shells_and_it_goes_on_exactly(tmp_path, number):
     class Sender(Observer):
@@ -128,12 +129,9 @@ def test_a_signal_ends_it_saved_with_the_code_of_shells_and_it_goes_on_exactly(t
         def stopped(self, step, number):
             self.stopped = step, number
 
-    before, observer = signal.signal(signal.SIGINT, signal.default_int_handler), Sender()
-    try:
-        with Mesh() as mesh, pytest.raises(SystemExit) as ended:
-            make_run(tmp_path / "parts", mesh, observers=[observer]).train(9)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    observer = Sender()
+    with Mesh() as mesh, pytest.raises(SystemExit) as ended:
+        make_run(tmp_path / "parts", mesh, observers=[observer]).train(9)
     assert ended.value.code == 128 + number and observer.stopped == (3, number)
     with Mesh() as mesh:
         again = make_run(tmp_path / "parts", mesh)
