@@ -14,9 +14,9 @@ import saved
 import tiny
 from spmd_engine import ArrayData, Job, Mesh, Run, run, train
 from spmd_engine.checkpoints import Checkpoint, CheckpointFolder
-from spmd_engine.checkpoints.files import write_blocks
 from spmd_engine.checkpoints.folder import replace_file
 from spmd_engine.checkpoints.lock import RunLock
+from spmd_engine.checkpoints.write import write_files
 from spmd_engine.engine import AdamW
 from spmd_engine.errors import UsageError
 from spmd_engine.strategies import DataParallel
@@ -200,10 +200,10 @@ def test_a_run_may_go_on_unsaved_but_not_end_so(tmp_path, monkeypatch, backgroun
     def write(*args):
         if disk.full:
             raise OSError(28, "No space left on device")
-        return write_blocks(*args)
+        return write_files(*args)
 
     told, disk = [], SimpleNamespace(full=False)
-    monkeypatch.setattr("spmd_engine.checkpoints.save.write_blocks", write)
+    monkeypatch.setattr("spmd_engine.checkpoints.save.write_files", write)
     options = {"save_every": 2, "background": background, "observers": [Told()]}
     trained(tmp_path / "goes on", {"data": 2}, 6, go_on_unsaved=True, **options)
     assert told[0] == 2 and "step 4 could not be saved (rank 0: " in told[1] and told[2] == 6
