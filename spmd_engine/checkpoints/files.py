@@ -13,7 +13,7 @@ from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.errors import CheckpointError
 from spmd_engine.sharding.rectangles import Rectangle
 
-IN_CACHE = 1 << 18  #: bytes that are hashed, and then looked at while they are in the processor's cache
+IN_CACHE = 1 << 20  #: bytes that are hashed, and then looked at while they are in the processor's cache
 
 
 def read_block(
@@ -33,21 +33,27 @@ def read_block(
     data = memoryview(block.reshape(-1).view(np.uint8))
     try:
         with path.open("rb", buffering=0) as file:
-            read_into(data, file.fileno(), offset, path, name)
+            is_whole = read_into(data, file.fileno(), offset)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not is_whole:
+        raise cut_short(path, name, offset + data.nbytes)
     if hashlib.sha256(data).hexdigest() != sha256:
         raise damaged(path, name, offset, data.nbytes)
     return block
 
 
-def read_into(data: memoryview, descriptor: int, offset: int, path: Path, name: str) -> None:
-    """Fill ``data`` from an open file, from this byte on. Raises OSError; CheckpointError if the file ends before."""
+def read_into(data: memoryview, descriptor: int, offset: int) -> bool:
+    """Fill ``data`` from an open file, from this byte on; whether there was enough. Raises OSError."""
     done = 0
     while done < data.nbytes and (count := os.preadv(descriptor, [data[done:]], offset + done)):
         done += count
-    if done < data.nbytes:
-        raise CheckpointError(f"{path} is cut short: {name} should go on to byte {offset + data.nbytes}")
+    return done == data.nbytes
+
+
+def cut_short(path: Path, name: str, end: int) -> CheckpointError:
+    """What is said of a block whose file ends before it does."""
+    return CheckpointError(f"{path} is cut short: {name} should go on to byte {end}")
 
 
 def damaged(path: Path, name: str, offset: int, nbytes: int) -> CheckpointError:
