@@ -280,6 +280,31 @@ def test_metrics_beyond_the_checkpoint_are_taken_back(tmp_path):
     assert MetricsFile.NAME in os.listdir(tmp_path)
 
 
+def test_metrics_that_are_rubbish_in_part_are_taken_up_without_it(tmp_path):
+    trained(tmp_path, {"data": 1}, 2)
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'\x85\xff\x00\n{"loss": 0}\n[1]\n7\n{"step": "2"}\n' + b"[" * 100_000 + b"\n")
+    trained(tmp_path, {"data": 1}, 3, resume=True)
+    assert [each["step"] for each in metrics(tmp_path)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", ".lock"])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_where_one_should_be_is_refused_at_once(tmp_path, name, make):
+    trained(tmp_path, {"data": 1}, 1)
+    (tmp_path / name).unlink()
+    make(tmp_path / name)
+    with pytest.raises(UsageError, match=f"{name} is no file: move it away"):
+        trained(tmp_path, {"data": 1}, 2, resume=True)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_a_configuration_that_is_no_file_is_refused_before_anything_is_trained(tmp_path, make):
+    make(tmp_path / "config.json")
+    with pytest.raises(UsageError, match=r"config\.json is no file: move it away"):
+        read_run(tmp_path)
+
+
 # --- jobs
 
 
