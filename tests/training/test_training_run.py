@@ -298,6 +298,18 @@ def test_what_is_no_file_where_one_should_be_is_refused_at_once(tmp_path, name, 
         trained(tmp_path, {"data": 1}, 2, resume=True)
 
 
+def test_a_run_that_could_save_nothing_is_refused_before_it_trains(tmp_path, monkeypatch):
+    def mkdir(path, *args, real=os.mkdir):
+        if "unfinished-" in str(path):
+            raise PermissionError(13, "Permission denied", str(path))
+        real(path, *args)
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    with pytest.raises(UsageError, match="Permission denied: .*checkpoints/unfinished-"):
+        trained(tmp_path, {"data": 2}, 4, observers=[MetricsFile()])
+    assert not (tmp_path / MetricsFile.NAME).exists()
+
+
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
 def test_a_configuration_that_is_no_file_is_refused_before_anything_is_trained(tmp_path, make):
     make(tmp_path / "config.json")
@@ -306,6 +318,15 @@ def test_a_configuration_that_is_no_file_is_refused_before_anything_is_trained(t
 
 
 # --- jobs
+
+
+def test_a_configuration_that_is_damaged_says_where_the_same_is(tmp_path):
+    train(Job.of(model="mlp", steps=1, batch_size=4, eval_samples=2), tmp_path)
+    (tmp_path / "config.json").write_text("")
+    with pytest.raises(UsageError, match=r"cannot be read as JSON.*\. Move it away, and the job is taken from .*step-0"):
+        read_run(tmp_path)
+    (tmp_path / "config.json").unlink()
+    assert read_run(tmp_path).steps == 1
 
 
 def test_a_job_trains_in_a_notebook_s_ranks_too(tmp_path):
