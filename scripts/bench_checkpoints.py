@@ -2,9 +2,10 @@
 
     mpiexec -n 8 python scripts/bench_checkpoints.py --model gpt2 --mesh pipe=2,data=2,model=2
 
-A save takes turns with writing the same bytes, as ``dd`` would, with fsync, and with doing so and hashing them besides,
-which on few cores is what a checkpoint with hashes takes at least. A load takes turns with reading and hashing them
-once. Of each the time until all ranks are done, and the CPU seconds of all of them.
+A save takes turns with ``dd``, which writes as many bytes, from one process, with fsync; with all ranks' writing their
+share of them in the same way; and with hashing them besides. A load takes turns with reading and hashing them once, on
+all ranks; both from the disk (what the system's cache has of the files is dropped before), and again from the cache.
+Of each the time until all ranks are done, and the CPU seconds of all of them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import hashlib
 import os
 import shutil
 import statistics
+import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +33,9 @@ from spmd_engine.engine.assignment import Storage
 from spmd_engine.models.names import build_model
 
 AT_ONCE = 4 << 20  # bytes
-NAMES = ("save", "write and fsync", "write, hash, fsync", "load", "read and hash")
+NAMES = ("save", "dd", "write and fsync", "write, hash, fsync", "load", "read and hash", "load, cached")
+NAMES += ("read and hash, cached",)
+COMPARED = ((0, 1), (0, 2), (0, 3), (4, 5), (6, 7))
 
 
 def timed(world: Group, do: Callable[[], object]) -> tuple[float, float]:
@@ -53,6 +57,22 @@ def write(path: Path, size: int, *, hashed: bool) -> None:
                 digest.update(part)
             file.write(part)
         os.fsync(file.fileno())
+
+
+def dd(world: Group, path: Path, size: int) -> None:
+    """On rank 0 alone; CPU seconds of other processes are not counted."""
+    if world.rank == 0:
+        blocks = -(-size // AT_ONCE)
+        command = ["dd", "if=/dev/zero", f"of={path}", f"bs={AT_ONCE}", f"count={blocks}", "conv=fsync"]
+        subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+
+
+def drop(world: Group, paths: list[Path]) -> None:
+    """Have the system forget what it keeps of these files."""
+    for path in paths:
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    world.barrier()
 
 
 def read_and_hash(paths: list[Path]) -> None:
@@ -77,16 +97,21 @@ def main() -> None:
         engine, optimizer = LayeredEngine(build_model(asked.model), mesh, storage=Storage(asked.zero)), AdamW()
         optimizer.prepare(engine)
         folder = Path(text_from_rank_zero(world, lambda: tempfile.mkdtemp(dir=".", prefix="bench-checkpoints-")))
+        plain, whole = folder / f"plain-{world.rank}", folder / "plain"
         rounds = []
         for step in range(asked.rounds + 1):
-            saved = timed(world, lambda: save_checkpoint(folder, engine, optimizer, step=step, keep=1))  # noqa: B023
+            times = [timed(world, lambda: save_checkpoint(folder, engine, optimizer, step=step, keep=1))]  # noqa: B023
             mine = list(CheckpointFolder(folder).newest().glob(f"*-{world.rank:05d}.safetensors"))
             size = sum(path.stat().st_size for path in mine)
-            plain = folder / f"plain-{world.rank}"
-            written, hashed = (timed(world, lambda: write(plain, size, hashed=h)) for h in (False, True))  # noqa: B023
-            loaded = timed(world, lambda: load_checkpoint(folder, engine, optimizer))
-            rounds.append((saved, written, hashed, loaded, timed(world, lambda: read_and_hash(mine))))  # noqa: B023
-        total = int(world.all_reduce(np.array(size)))
+            total = int(world.all_reduce(np.array(size)))
+            times.append(timed(world, lambda: dd(world, whole, total)))  # noqa: B023
+            times += [timed(world, lambda: write(plain, size, hashed=hashed)) for hashed in (False, True)]  # noqa: B023
+            for is_cached in (False, True):
+                for do in (lambda: load_checkpoint(folder, engine, optimizer), lambda: read_and_hash(mine)):  # noqa: B023
+                    if not is_cached:
+                        drop(world, mine)
+                    times.append(timed(world, do))
+            rounds.append(times)
         world.barrier()
         if world.rank:
             return
@@ -95,8 +120,8 @@ def main() -> None:
     print(f"{asked.model} with AdamW, {total / 1e6:.0f} MB, {world.size} ranks, mesh {axes or 'data'}")
     for what, name in enumerate(NAMES):
         wall, cpu = (statistics.median(found[:, what, kind]) for kind in (0, 1))
-        print(f"  {name:18} {wall * 1e3:8.0f} ms, CPU {cpu * 1e3:8.0f} ms")
-    for one, other in ((0, 1), (0, 2), (3, 4)):
+        print(f"  {name:21} {wall * 1e3:8.0f} ms, CPU {cpu * 1e3:8.0f} ms")
+    for one, other in COMPARED:
         ratios = [found[:, one, kind] / found[:, other, kind] for kind in (0, 1)]
         told = [f"{statistics.median(each):.2f}x ({each.min():.2f}-{each.max():.2f})" for each in ratios]
         print(f"  {NAMES[one]} / {NAMES[other]}: {', CPU '.join(told)}")

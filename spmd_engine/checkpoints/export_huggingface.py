@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 
 from spmd_engine.checkpoints.dtypes import DTYPES
-from spmd_engine.checkpoints.files import header
 from spmd_engine.checkpoints.peft import CONFIG as ADAPTER_CONFIG
 from spmd_engine.checkpoints.peft import WEIGHTS
 from spmd_engine.checkpoints.read import Sliceable
 from spmd_engine.checkpoints.stored_view import StoredView
+from spmd_engine.checkpoints.write import header
 from spmd_engine.comm.agreement import on_all_ranks, on_rank_zero
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import CheckpointError

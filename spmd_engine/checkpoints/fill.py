@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +30,7 @@ from spmd_engine.sharding.routes import ranks_of_blocks
 
 AT_ONCE = 64 << 20  #: bytes, about, that are read beside the arrays, where those cannot be read into
 READERS = 2  #: threads that read and hash for a rank
+SMALL = 1 << 16  #: bytes: handing less to a thread takes longer than reading it
 
 
 @dataclass(frozen=True)
@@ -92,9 +93,11 @@ class _Filling:
         for block, checked in blocks:
             part = block.rectangle & held
             place = host[(..., *part.within(held).index)]
-            reading.append(
-                self._readers.submit(self._reader.read, array.name, array.stored, block, part, place, checked=checked)
-            )
+            read = partial(self._reader.read, array.name, array.stored, block, part, place, checked=checked)
+            if block.rectangle.size * host.itemsize < SMALL:
+                read()
+            else:
+                reading.append(self._readers.submit(read))
         self._under_way.append((array, host, reading))
         self._beside += 0 if host is array.here else host.nbytes
         while self._beside > AT_ONCE:

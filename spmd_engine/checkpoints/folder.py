@@ -32,12 +32,18 @@ class CheckpointFolder:
         self.path = Path(run) / CHECKPOINTS
 
     def complete(self) -> list[Path]:
-        """The folders of complete checkpoints, those of earlier steps first."""
+        """The folders of complete checkpoints, those of earlier steps first.
+
+        Raises CheckpointError where one may not be looked into: it might be the newest.
+        """
         found = []
-        for each in self.path.iterdir() if os.path.isdir(self.path) else ():
-            matched = _COMPLETE.fullmatch(each.name)
-            if matched and (each / MANIFEST).is_file():
-                found.append((int(matched[1]), int(matched[2] or 0), each))
+        try:
+            for each in self.path.iterdir() if os.path.isdir(self.path) else ():
+                matched = _COMPLETE.fullmatch(each.name)
+                if matched and (each / MANIFEST).is_file():
+                    found.append((int(matched[1]), int(matched[2] or 0), each))
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error}") from error
         return [path for _, _, path in sorted(found)]
 
     def newest(self) -> Path | None:
@@ -68,6 +74,14 @@ class CheckpointFolder:
         self._remove_all_but(keep)
         return complete
 
+    def prepare(self) -> None:
+        """Remove what saves have left that broke off, and see that one can begin. Nobody else may be saving here.
+
+        Raises OSError where nothing could be saved: better told before training than after it.
+        """
+        self.sweep()
+        self.begin().rmdir()
+
     def sweep(self) -> None:
         """Remove what saves have left that broke off. Nobody else may be saving here."""
         for each in list(self.path.iterdir()) if self.path.is_dir() else ():
@@ -94,11 +108,18 @@ class CheckpointFolder:
             os.replace(link, latest)
 
     def _remove_all_but(self, keep: int) -> None:
-        for each in self.complete()[: -max(1, keep)]:
+        for each in self._old(keep):
             removed = self.path / f"removed-{uuid.uuid4().hex}"
             with suppress(OSError):  # a full disk, or another who looks into it, is no reason to fail now
                 os.rename(each, removed)
                 discard(removed)
+
+    def _old(self, keep: int) -> list[Path]:
+        """All complete checkpoints but the last so many; none where that cannot be told: the new one is there."""
+        try:
+            return self.complete()[: -max(1, keep)]
+        except CheckpointError:
+            return []
 
 
 def step_in_name(folder: Path) -> int | None:

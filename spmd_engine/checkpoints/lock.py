@@ -24,6 +24,10 @@ class RunLock:
 
     def __enter__(self) -> Self:
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        if self._path.exists() and not self._path.is_file():
+            raise UsageError(
+                f"{self._path} is no file: move it away; a run locks it, so that no other one writes there"
+            )
         handle = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import combinations
 from math import prod
 from operator import gt
@@ -55,19 +56,9 @@ class StoredArray:
 
     def check(self, name: str) -> None:
         """Raise CheckpointError unless every element is in one block, and in one only."""
-        whole, total = Rectangle.whole(self.shape), 0
-        if [block.rectangle for block in self.blocks] == [whole]:
-            return
-        for block in self.blocks:
-            start, stop = block.rectangle.start, block.rectangle.stop
-            if len(start) != len(self.shape) or any(map(gt, start, stop)) or any(map(gt, stop, self.shape)):
-                raise CheckpointError(f"{name}{list(self.shape)}: a block {block.rectangle} is no part of it")
-            total += block.rectangle.size
-        twice = _overlap([block.rectangle for block in self.blocks if block.rectangle.size])
-        if twice:
-            raise CheckpointError(f"{name}{list(self.shape)}: {twice[0]} and {twice[1]} overlap; each element is once")
-        if total != whole.size:
-            raise CheckpointError(f"{name}{list(self.shape)}: its blocks hold {total} of {whole.size} elements")
+        wrong = _wrong_with(self.shape, tuple(block.rectangle for block in self.blocks))
+        if wrong:
+            raise CheckpointError(f"{name}{list(self.shape)}: {wrong}")
 
 
 Arrays = Mapping[str, StoredArray]
@@ -210,6 +201,23 @@ def _wholes(content: Any) -> tuple[int, ...]:
         if type(each) is not int or not 0 <= each < _LARGEST:
             _whole(each)
     return tuple(content)
+
+
+@lru_cache(maxsize=1024)
+def _wrong_with(shape: tuple[int, ...], blocks: tuple[Rectangle, ...]) -> str:
+    """Why these blocks do not have each element of an array once; empty if they do. Layers of a kind are alike."""
+    whole, total = Rectangle.whole(shape), 0
+    if blocks == (whole,):
+        return ""
+    for block in blocks:
+        is_part = len(block.start) == len(shape) and not any(map(gt, block.start, block.stop))
+        if not is_part or any(map(gt, block.stop, shape)):
+            return f"a block {block} is no part of it"
+        total += block.size
+    twice = _overlap([block for block in blocks if block.size])
+    if twice:
+        return f"{twice[0]} and {twice[1]} overlap; each element is once"
+    return "" if total == whole.size else f"its blocks hold {total} of {whole.size} elements"
 
 
 def _overlap(rectangles: Sequence[Rectangle]) -> tuple[Rectangle, Rectangle] | None:

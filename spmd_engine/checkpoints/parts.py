@@ -12,7 +12,7 @@ from typing import Self
 import numpy as np
 
 from spmd_engine.checkpoints.dtypes import DTYPES
-from spmd_engine.checkpoints.files import IN_CACHE, bytes_of, damaged, is_finite, read_into
+from spmd_engine.checkpoints.files import IN_CACHE, bytes_of, cut_short, damaged, is_finite, read_into
 from spmd_engine.checkpoints.headers import Headers
 from spmd_engine.checkpoints.manifest import StoredArray, StoredBlock
 from spmd_engine.errors import CheckpointError
@@ -67,11 +67,12 @@ class PartReader:
 
     def _fill(self, data: memoryview, block: StoredBlock, offset: int, name: str) -> None:
         """Read so many bytes of a block's file from there on."""
-        path = self._folder / block.file
         try:
-            read_into(data, self._descriptor(block.file), offset, path, name)
+            if read_into(data, self._descriptor(block.file), offset):
+                return
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
+            raise CheckpointError(f"{self._folder / block.file} cannot be read: {error}") from error
+        raise cut_short(self._folder / block.file, name, offset + data.nbytes)
 
     def _descriptor(self, file: str) -> int:
         with self._opening:

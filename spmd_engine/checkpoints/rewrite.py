@@ -10,12 +10,13 @@ from pathlib import Path
 import numpy as np
 
 from spmd_engine.checkpoints.dtypes import DTYPES
-from spmd_engine.checkpoints.files import BlockToWrite, block_name, header, is_finite, read_block, write_blocks
+from spmd_engine.checkpoints.files import block_name, is_finite, read_block
 from spmd_engine.checkpoints.folder import CheckpointFolder, discard
 from spmd_engine.checkpoints.headers import read_file_header
 from spmd_engine.checkpoints.manifest import Arrays, StoredArray, StoredBlock
 from spmd_engine.checkpoints.read import Checkpoint, Sliceable
 from spmd_engine.checkpoints.save import deal, file_name, stored_arrays
+from spmd_engine.checkpoints.write import BlockToWrite, header, write_files
 from spmd_engine.comm.agreement import on_rank_zero
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import CheckpointError
@@ -78,12 +79,15 @@ def reshard_checkpoint(checkpoint: Checkpoint, folder: str | os.PathLike, files:
     try:
         for section, arrays in checkpoint.manifest.sections.items():
             placement, readable = _whole_on_all(arrays, files), checkpoint.section(section)
-            pieces, written = deal(placement, loads), []
-            for number, own in enumerate(pieces):
-                parts = [_source(name, readable[name], piece) for name, piece in own]
-                path = unfinished / file_name(section, number)
-                written.append(write_blocks(path, parts, {"step": str(checkpoint.manifest.step)}) if own else [])
-            sections[section] = stored_arrays(section, placement, pieces, written)
+            pieces = deal(placement, loads)
+            parts = {
+                unfinished / file_name(section, number): [_source(name, readable[name], piece) for name, piece in own]
+                for number, own in enumerate(pieces)
+                if own
+            }
+            written = iter(write_files(parts, {"step": str(checkpoint.manifest.step)}))
+            by_file = [next(written) if own else [] for own in pieces]
+            sections[section] = stored_arrays(section, placement, pieces, by_file)
         manifest = replace(checkpoint.manifest, sections=sections)
         return into.commit(unfinished, manifest.step, manifest.text(), keep=1 << 30)
     except BaseException:

@@ -15,9 +15,10 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.checkpoints.dtypes import dtype_name
-from spmd_engine.checkpoints.files import BlockToWrite, Written, block_name, write_blocks
+from spmd_engine.checkpoints.files import block_name
 from spmd_engine.checkpoints.folder import CheckpointFolder, discard
 from spmd_engine.checkpoints.manifest import MODEL, OPTIMIZER, RESIDUES, Arrays, Manifest, StoredArray, StoredBlock
+from spmd_engine.checkpoints.write import BlockToWrite, Written, write_files
 from spmd_engine.comm.agreement import gather_json, on_rank_zero, text_from_rank_zero
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.optimizers import Optimizer
@@ -136,10 +137,9 @@ class Save:
 
     def _write(self, blocks: Mapping[str, Sequence[BlockToWrite]]) -> None:
         try:
-            for section, own in blocks.items():
-                if own:
-                    path = self._into / file_name(section, self._group.rank)
-                    self._written[section] = write_blocks(path, own, {"step": str(self.step)})
+            own = {section: some for section, some in blocks.items() if some}
+            files = {self._into / file_name(section, self._group.rank): some for section, some in own.items()}
+            self._written = dict(zip(own, write_files(files, {"step": str(self.step)}), strict=True))
         except (OSError, UsageError) as error:
             self._error = str(error) or repr(error)
         except Exception as error:  # noqa: BLE001 (of a thread: told to all ranks by finish)

@@ -133,7 +133,7 @@ def _busy(state: State, by_rank: Mapping[int, State]) -> str:
     own = [line for line in lines if not line.startswith(_STANDARD) or "site-packages" in line]  # not threading.py, say
     at = f", at {(own or lines)[-1].rpartition('/')[2]}" if lines else ""
     at += f" {state.stack_seconds:.0f} s ago" if at and state.stack_seconds > 1.5 else ""
-    return f"{'; '.join(told) or 'waits for nobody'}{_phase(state)}{at}{_condition(state)}"
+    return f"{'; '.join(told) or 'waiting for nobody'}{_phase(state)}{at}{_condition(state)}"
 
 
 def _phase(state: State) -> str:

@@ -47,13 +47,15 @@ class StateMove:
 
     def _fill(self, stored: Placement, owned: Placement, here: Arrays) -> None:
         """Bring to ``here`` what is placed there, and to the optimizer's state what this rank owns now."""
-        self._execute(plan_transfer(self._stored, stored, nodes=self._nodes), self._arrays, here)
+        plan = plan_transfer(self._stored, stored, nodes=self._nodes)
+        self._execute(plan, self._arrays, here)
         if self._optimizer is None:
             return
         for kind in self._state:  # all of it comes: no need of zeros
             made = {key: backend_of(x).xp.empty_like(x) for key, x in self._engine.owned.items()} if here else {}
             self._optimizer.state[kind] = made
-        plan = plan_transfer(self._owned, owned, nodes=self._nodes)
+        if self._owned is not self._stored or owned is not stored:
+            plan = plan_transfer(self._owned, owned, nodes=self._nodes)
         for kind, arrays in self._optimizer.state.items():
             self._execute(plan, self._state[kind], self._engine.named(arrays) if here else {})
 

@@ -63,6 +63,7 @@ class ParameterStore:
         )
         self.placements: dict[bool, Placement] = {}  #: by whether of what ranks own, or store; once told
         self._cut = {member.name: member.summed.cut for member in assignment.members}
+        self._blocks: dict[tuple[str, tuple[int, ...]], Index] = {}  # of what has these letters and this whole shape
 
     @property
     def shardings(self) -> dict[str, str]:
@@ -80,10 +81,18 @@ class ParameterStore:
         rows = (self._owned_rows if owned else self._stored_rows).get(name)
         if rows is None:
             return None
-        block = self.sharding(name).block(self.described[name][1], self._mesh)
+        block = self._block(name)
         if not block:  # a number has no rows: it is here, or it is not
             return () if rows.stop > rows.start else None
         return (slice(block[0].start + rows.start, block[0].start + rows.stop), *block[1:])
+
+    def _block(self, name: str) -> Index:
+        """Which part of a whole parameter layers use here; layers of a kind have the same."""
+        parameter, shape = self.described[name]
+        kind = parameter.dims, shape
+        if kind not in self._blocks:
+            self._blocks[kind] = self.sharding(name).block(shape, self._mesh)
+        return self._blocks[kind]
 
     def decays(self, segment: str) -> bool:
         """Whether weight decay applies to a segment."""

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
+from spmd_engine.comm.agreement import gather_json
 from spmd_engine.comm.group import Group
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.parameter_store import Index, ParameterStore
 from spmd_engine.engine.storage import GroupStorage
 from spmd_engine.errors import UsageError
-from spmd_engine.sharding.asking import ask_placement
+from spmd_engine.sharding.asking import placement_said, say
 from spmd_engine.sharding.notation import Spec
 from spmd_engine.sharding.placement import Placement
 
@@ -117,15 +118,18 @@ class StoredEngine(ShardedEngine):
 
 
 def ask_placements(group: Group, engine: StoredEngine | None) -> dict[bool, Placement]:
-    """By whether ``owned``, which part of every array each rank of a group has; without an ``engine``, one has none."""
-    both = {kind: engine._held_here(kind == "owned") if engine else {} for kind in ("stored", "owned")}
-    told = ask_placement(group, {f"{kind} {n}": part for kind, here in both.items() for n, part in here.items()})
+    """By whether ``owned``, which part of every array each rank of a group has; without an ``engine``, one has none.
 
-    def of_kind(kind: str) -> Placement:
-        begins = f"{kind} "
-        return Placement({name.removeprefix(begins): each for name, each in told.items() if name.startswith(begins)})
-
-    return {kind == "owned": of_kind(kind) for kind in both}
+    Where all own just what they store, the two are one object.
+    """
+    stored, owned = (engine._held_here(kind) if engine else {} for kind in (False, True))
+    mine = {"stored": say(stored), "owned": say(owned) if owned != stored else None}
+    everyone = gather_json(group, mine, "placement")
+    of_stored = placement_said([said["stored"] for said in everyone])
+    if all(said["owned"] is None for said in everyone):
+        return {False: of_stored, True: of_stored}
+    of_owned = placement_said([said["stored"] if said["owned"] is None else said["owned"] for said in everyone])
+    return {False: of_stored, True: of_owned}
 
 
 def check_shapes(params: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -24,8 +25,16 @@ def ask_placement(
     One all_gather. An array is as large as the rectangles reach; whether they cover it, ``check`` and
     ``plan_transfer`` tell. The first who holds an element owns it.
     """
-    mine = {name: (describe(dtype), part.start, part.stop) for name, (dtype, part) in held.items()}
-    everyone = gather_json(group, mine, label)
+    return placement_said(gather_json(group, say(held), label))
+
+
+def say(held: Mapping[str, tuple[np.dtype, Rectangle]]) -> dict[str, Any]:
+    """What a rank says, in JSON, of the rectangles that it holds."""
+    return {name: (describe(dtype), part.start, part.stop) for name, (dtype, part) in held.items()}
+
+
+def placement_said(everyone: Sequence[Mapping[str, Any]]) -> Placement:
+    """The placement by what each rank said."""
     names = dict.fromkeys(name for said in everyone for name in said)
     return Placement({name: _placed(tuple(_hashable(said.get(name)) for said in everyone)) for name in names})
 

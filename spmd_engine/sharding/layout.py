@@ -46,6 +46,7 @@ class Layout:
     residual: Axes = field(default_factory=dict)
     zigzag: str = ""  #: letters of which each rank has an early and a late part: see ``positions_by_rank``
     experts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  #: layer -> the part each is in: see ``parts``
+    _specs: dict[tuple[str, str], Spec] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def for_mesh(
@@ -178,7 +179,10 @@ class Layout:
 
     def spec(self, dims: str, where: str = "inside") -> Spec:
         """``spec("d f")`` is ``"d f/model"`` where the layout cuts f over model."""
-        try:
-            return Spec(tuple((letter, self.axes(letter, where)) for letter in dims.split())).checked()
-        except NotationError as error:
-            raise NotationError(f"{error} (dims {dims!r} {where} a layer)") from None
+        if (dims, where) not in self._specs:  # layers of a kind ask for the same
+            try:
+                cut = Spec(tuple((letter, self.axes(letter, where)) for letter in dims.split())).checked()
+            except NotationError as error:
+                raise NotationError(f"{error} (dims {dims!r} {where} a layer)") from None
+            self._specs[dims, where] = cut
+        return self._specs[dims, where]

@@ -69,8 +69,7 @@ class Rectangle:
 
     def within(self, outer: Rectangle) -> Rectangle:
         """The same elements, counted from where ``outer`` begins: where they are in a block that is ``outer``."""
-        start, stop = (tuple(a - b for a, b in zip(ends, outer.start, strict=True)) for ends in (self.start, self.stop))
-        return Rectangle(start, stop)
+        return Rectangle(tuple(map(sub, self.start, outer.start)), tuple(map(sub, self.stop, outer.start)))
 
     def elements(self, first: int, last: int) -> Iterator[Rectangle]:
         """Its elements ``first`` up to, and without, ``last``, counted row by row, as rectangles in that order."""

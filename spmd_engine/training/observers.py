@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from spmd_engine.errors import UsageError
 from spmd_engine.training.trainer import StepReport
 
 if TYPE_CHECKING:
@@ -87,12 +88,18 @@ class MetricsFile(Observer):
 
 
 def _lines_up_to(path: Path, step: int) -> list[str]:
-    """The lines of the first steps: without what a run that was broken off wrote beyond its checkpoint."""
+    """The lines of the first steps: without what a run that was broken off wrote beyond its checkpoint, and rubbish.
+
+    Raises UsageError for a pipe, a folder and the like, of which the first might be read for ever.
+    """
+    if path.exists() and not path.is_file():
+        raise UsageError(f"{path} is no file: move it away; what a run says of its steps is written there")
     kept = []
-    for line in path.read_text().splitlines() if step and path.exists() else ():
+    for line in path.read_text(errors="replace").split("\n") if step and path.exists() else ():
         try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
-        except ValueError:  # the last line of a run that was killed
+            said = json.loads(line)
+        except (ValueError, RecursionError):  # the last line of a run that was killed
             continue
+        if isinstance(said, dict) and isinstance(said.get("step"), int) and said["step"] <= step:
+            kept.append(line)
     return kept

@@ -228,7 +228,7 @@ class Run:
 
         def take() -> None:
             lock.__enter__()
-            CheckpointFolder(self.folder).sweep()
+            CheckpointFolder(self.folder).prepare()
 
         try:
             on_rank_zero(self.engine.group(), take)

@@ -216,10 +216,19 @@ def read_run(run: str | Path) -> Job:
 
     def read() -> Job:
         newest = CheckpointFolder(path.parent).newest()
+        if path.exists() and not path.is_file():
+            raise UsageError(f"{path} is no file: move it away, and the job is taken from the newest checkpoint")
         if not os.path.isfile(path) and newest is None:
             raise UsageError(f"{path}: no such run; --run wants the folder that 'train' wrote, as in runs/gpt-nano-1")
         kept = read_manifest(newest).config if newest and not os.path.isfile(path) else None
-        return Job.read(path) if kept is None else Job.from_json(kept, f"{newest}")
+        if kept is not None:
+            return Job.from_json(kept, f"{newest}")
+        try:
+            return Job.read(path)
+        except UsageError as error:
+            if newest is None:
+                raise
+            raise UsageError(f"{error}. Move it away, and the job is taken from {newest}") from error
 
     return _from_rank_zero(read)
 

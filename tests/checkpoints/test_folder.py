@@ -29,6 +29,34 @@ def save(folder, ranks, step, keep=2):
     run(program, ranks)
 
 
+def not_to_be_looked_into(monkeypatch, name):
+    """As for a user who may not: root may look into any folder."""
+
+    def is_file(self, real=Path.is_file):
+        if self.parent.name == name:
+            raise PermissionError(13, "Permission denied", str(self))
+        return real(self)
+
+    monkeypatch.setattr(Path, "is_file", is_file)
+
+
+def test_a_newest_checkpoint_that_may_not_be_looked_into_is_an_error_and_not_the_one_before(tmp_path, monkeypatch):
+    for step in (1, 2):
+        save(tmp_path, 1, step)
+    not_to_be_looked_into(monkeypatch, "step-00000002")
+    with pytest.raises(CheckpointError, match=r"checkpoints cannot be read: .*Permission denied: .*step-00000002"):
+        find_checkpoint(tmp_path)
+
+
+def test_an_old_checkpoint_that_may_not_be_looked_into_fails_no_save(tmp_path, monkeypatch):
+    for step in (1, 2):
+        save(tmp_path, 1, step)
+    not_to_be_looked_into(monkeypatch, "step-00000001")
+    save(tmp_path, 1, 3)
+    monkeypatch.undo()
+    assert Checkpoint(tmp_path).metadata["step"] == 3
+
+
 def killed_save(folder, ranks, at):
     """Save step 2 in a process that is killed at its call number ``at``; False if it got to its end before."""
     pid = os.fork()

@@ -1,10 +1,11 @@
 """SIGKILL at every point of a save, whichever rank comes to it: the last checkpoint, or the new one, is there whole.
 
 Ranks are threads of a process of its own, which dies when the victim has done so many things to the file system:
-opened, written, flushed, seen onto the disk, made, renamed, linked or removed.
+opened, written, flushed, cut to its size, seen onto the disk, made, renamed, linked or removed.
 """
 
 import os
+import re
 import signal
 import threading
 from itertools import count
@@ -23,7 +24,7 @@ from spmd_engine.strategies import DataParallel
 from spmd_engine.training import Trainer
 
 RANKS = 3
-OF_THE_SYSTEM = ("fsync", "rename", "replace", "mkdir", "symlink", "unlink", "rmdir")
+OF_THE_SYSTEM = ("pwrite", "ftruncate", "fsync", "rename", "replace", "mkdir", "symlink", "unlink", "rmdir")
 
 
 def trained(folder, steps, background=False, keep=1):
@@ -85,15 +86,19 @@ def killed(folder, victim, at, background):
     try:
         points, writers = count(), {}
 
-        def tick():
+        def tick(descriptor=None):
             comm = current_thread_communicator()
-            rank = comm.rank if comm else writers.get(threading.get_ident())
+            path = os.readlink(f"/proc/self/fd/{descriptor}") if type(descriptor) is int else ""
+            if written := re.search(r"-(\d{5})\.safetensors$", path):  # by whichever thread of its rank
+                rank = int(written[1])
+            else:
+                rank = comm.rank if comm else writers.get(threading.get_ident())
             if rank == victim and next(points) >= at:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         def counted(real):
             def call(*args, **kwargs):
-                tick()
+                tick(*args[:1])
                 return real(*args, **kwargs)
 
             return call
@@ -102,6 +107,11 @@ def killed(folder, victim, at, background):
             writers[threading.get_ident()] = self._group.rank
             real(self, blocks)
 
+        def made(path, flags, *args, real=os.open, **kwargs):
+            if flags & os.O_CREAT:
+                tick()
+            return real(path, flags, *args, **kwargs)
+
         def opened(self, mode="r", *args, real=Path.open, **kwargs):
             tick()
             file = real(self, mode, *args, **kwargs)
@@ -109,7 +119,7 @@ def killed(folder, victim, at, background):
 
         for name in OF_THE_SYSTEM:
             setattr(os, name, counted(getattr(os, name)))
-        Save._write, Path.open = write, opened
+        Save._write, Path.open, os.open = write, opened, made
         trained(folder, 2, background)
         os._exit(0)
     finally:

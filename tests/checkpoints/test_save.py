@@ -12,9 +12,10 @@ import saved
 import tiny
 from spmd_engine import Mesh, run
 from spmd_engine.checkpoints import Checkpoint, CheckpointFolder, Save, load_checkpoint, save_checkpoint
-from spmd_engine.checkpoints.files import BlockToWrite, read_block, write_blocks
+from spmd_engine.checkpoints.files import read_block
 from spmd_engine.checkpoints.manifest import Manifest
 from spmd_engine.checkpoints.save import deal
+from spmd_engine.checkpoints.write import BlockToWrite, write_files
 from spmd_engine.engine import AdamW
 from spmd_engine.errors import CheckpointError
 from spmd_engine.sharding.placement import ArrayPlacement, Placement
@@ -115,7 +116,7 @@ def test_blocks_come_back_as_they_were_also_those_that_are_not_contiguous(tmp_pa
     x = np.arange(48).reshape(6, 8).astype(dtype)
     views = {"whole": x, "columns": x[:, ::2], "turned": x.T, "back": x[::-1], "number": x[1, 1], "none": x[:0]}
     sources = [BlockToWrite(name, view.shape, view.dtype, lambda view=view: view) for name, view in views.items()]
-    written = write_blocks(tmp_path / "x.safetensors", sources, {})
+    (written,) = write_files({tmp_path / "x.safetensors": sources}, {})
     little = np.dtype(dtype).newbyteorder("<")
     for (name, view), each in zip(views.items(), written, strict=True):
         block = read_block(tmp_path / "x.safetensors", each.offset, view.shape, little, each.sha256, name)
@@ -128,7 +129,7 @@ def test_blocks_come_back_as_they_were_also_those_that_are_not_contiguous(tmp_pa
 def test_a_dtype_without_a_name_is_refused(tmp_path):
     x = np.zeros(3, np.complex128)
     with pytest.raises(CheckpointError, match="w is of dtype complex128, which safetensors files do not know"):
-        write_blocks(tmp_path / "x.safetensors", [BlockToWrite("w", x.shape, x.dtype, lambda: x)], {})
+        write_files({tmp_path / "x.safetensors": [BlockToWrite("w", x.shape, x.dtype, lambda: x)]}, {})
 
 
 def test_only_the_blocks_that_are_needed_are_read(tmp_path, monkeypatch):
@@ -170,14 +171,14 @@ def test_what_is_not_finite_is_not_saved_and_what_was_there_stays(tmp_path):
 @pytest.mark.parametrize("background", [False, True])
 def test_a_rank_that_cannot_write_fails_the_save_on_all(tmp_path, monkeypatch, victim, background):
     save(tmp_path, {"data": 3})
-    real = write_blocks
+    real = write_files
 
-    def write(path, *args):
-        if f"optimizer-{victim:05d}" in path.name:
+    def write(files, *args):
+        if any(f"optimizer-{victim:05d}" in path.name for path in files):
             raise OSError(28, "No space left on device")
-        return real(path, *args)
+        return real(files, *args)
 
-    monkeypatch.setattr("spmd_engine.checkpoints.save.write_blocks", write)
+    monkeypatch.setattr("spmd_engine.checkpoints.save.write_files", write)
 
     def program():
         with Mesh(data=3) as mesh:
@@ -191,8 +192,8 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all(tmp_path, monkeypatch, v
 
 
 def test_a_background_save_sees_no_later_step(tmp_path, monkeypatch):
-    go, real = threading.Event(), write_blocks
-    monkeypatch.setattr("spmd_engine.checkpoints.save.write_blocks", lambda *args: go.wait(30) and real(*args))
+    go, real = threading.Event(), write_files
+    monkeypatch.setattr("spmd_engine.checkpoints.save.write_files", lambda *args: go.wait(30) and real(*args))
 
     def program():
         with Mesh(data=2) as mesh:

@@ -14,9 +14,9 @@ import saved
 import tiny
 from spmd_engine import ArrayData, Job, Mesh, Run, run, train
 from spmd_engine.checkpoints import Checkpoint, CheckpointFolder
-from spmd_engine.checkpoints.files import write_blocks
 from spmd_engine.checkpoints.folder import replace_file
 from spmd_engine.checkpoints.lock import RunLock
+from spmd_engine.checkpoints.write import write_files
 from spmd_engine.engine import AdamW
 from spmd_engine.errors import UsageError
 from spmd_engine.strategies import DataParallel
@@ -198,10 +198,10 @@ def test_a_run_may_go_on_unsaved_but_not_end_so(tmp_path, monkeypatch, backgroun
     def write(*args):
         if disk.full:
             raise OSError(28, "No space left on device")
-        return write_blocks(*args)
+        return write_files(*args)
 
     told, disk = [], SimpleNamespace(full=False)
-    monkeypatch.setattr("spmd_engine.checkpoints.save.write_blocks", write)
+    monkeypatch.setattr("spmd_engine.checkpoints.save.write_files", write)
     options = {"save_every": 2, "background": background, "observers": [Told()]}
     trained(tmp_path / "goes on", {"data": 2}, 6, go_on_unsaved=True, **options)
     assert told[0] == 2 and "step 4 could not be saved (rank 0: " in told[1] and told[2] == 6
@@ -278,7 +278,54 @@ def test_metrics_beyond_the_checkpoint_are_taken_back(tmp_path):
     assert MetricsFile.NAME in os.listdir(tmp_path)
 
 
+def test_metrics_that_are_rubbish_in_part_are_taken_up_without_it(tmp_path):
+    trained(tmp_path, {"data": 1}, 2)
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'\x85\xff\x00\n{"loss": 0}\n[1]\n7\n{"step": "2"}\n' + b"[" * 100_000 + b"\n")
+    trained(tmp_path, {"data": 1}, 3, resume=True)
+    assert [each["step"] for each in metrics(tmp_path)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", ".lock"])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_where_one_should_be_is_refused_at_once(tmp_path, name, make):
+    trained(tmp_path, {"data": 1}, 1)
+    (tmp_path / name).unlink()
+    make(tmp_path / name)
+    with pytest.raises(UsageError, match=f"{name} is no file: move it away"):
+        trained(tmp_path, {"data": 1}, 2, resume=True)
+
+
+def test_a_run_that_could_save_nothing_is_refused_before_it_trains(tmp_path, monkeypatch):
+    def mkdir(path, *args, real=os.mkdir):
+        if "unfinished-" in str(path):
+            raise PermissionError(13, "Permission denied", str(path))
+        real(path, *args)
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    with pytest.raises(UsageError, match="Permission denied: .*checkpoints/unfinished-"):
+        trained(tmp_path, {"data": 2}, 4, observers=[MetricsFile()])
+    assert not (tmp_path / MetricsFile.NAME).exists()
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_a_configuration_that_is_no_file_is_refused_before_anything_is_trained(tmp_path, make):
+    make(tmp_path / "config.json")
+    with pytest.raises(UsageError, match=r"config\.json is no file: move it away"):
+        read_run(tmp_path)
+
+
 # --- jobs
+
+
+def test_a_configuration_that_is_damaged_says_where_the_same_is(tmp_path):
+    job = Job.of(model="mlp", steps=1, batch_size=4, eval_samples=2)
+    train(job, tmp_path)
+    (tmp_path / "config.json").write_text("")
+    with pytest.raises(UsageError, match=r"as JSON: .*\. Move it away, and the job is taken from .*step-0"):
+        read_run(tmp_path)
+    (tmp_path / "config.json").unlink()
+    assert read_run(tmp_path).model == job.model
 
 
 def test_a_job_trains_in_a_notebook_s_ranks_too(tmp_path):
