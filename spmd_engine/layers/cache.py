@@ -149,10 +149,17 @@ class Cache:
 
 
 def cached_attention(
-    sh: Shards, cache: Cache, q: Array, k: Array, v: Array, positions: Array, window: int | None = None
+    sh: Shards,
+    cache: Cache,
+    q: Array,
+    k: Array,
+    v: Array,
+    positions: Array,
+    window: int | None = None,
+    cap: float | None = None,
 ) -> Array:
     """Causal attention of q[b s h k], at positions[b s], to all keys of the cached sequences, these k and v included;
-    with a ``window``, to those of so many positions, up to the query's own.
+    with a ``window``, to those of so many positions, up to the query's own; with a ``cap`` of scores.
 
     Where s is cut, each rank has its columns of the cache. Queries are gathered, every rank attends with all of them
     to the keys that it has, and the parts, weighted by their sums of exponentials, are added up: with one new token,
@@ -163,16 +170,16 @@ def cached_attention(
     keys, values = cache.append(sh.label, k, v)
     if begins_here and q.shape[1] > 1:  # nothing was here before: what is hidden comes after what is not
         columns = backend_of(q).xp.arange(q.shape[1])
-        return causal_attention(q, keys, values, columns, columns, window=window)[0]
+        return causal_attention(q, keys, values, columns, columns, window=window, cap=cap)[0]
     if group is None:
         if cache.whole and q.shape[1] == 1:  # columns are in the order of positions: the last ones are the window
             recent = slice(0 if window is None else max(0, keys.shape[1] - window), None)
-            return attend_to_keys(q, keys[:, recent], values[:, recent], None, cache.places[:, recent])[0]
-        return attend_to_keys(q, keys, values, positions, cache.places, window)[0]
+            return attend_to_keys(q, keys[:, recent], values[:, recent], None, cache.places[:, recent], cap=cap)[0]
+        return attend_to_keys(q, keys, values, positions, cache.places, window, cap)[0]
     sizes = group.all_gather(backend_of(q).xp.asarray([q.shape[1]]), label=sh.label).tolist()
     q = group.all_gather(q, 1, sizes=sizes, label=sh.label)
     positions = group.all_gather(positions, 1, sizes=sizes, label=sh.label)
-    mixed, log_sums = attend_to_keys(q, keys, values, positions, cache.places, window)
+    mixed, log_sums = attend_to_keys(q, keys, values, positions, cache.places, window, cap)
     top = group.all_reduce(log_sums, "max", label=sh.label)
     mixed = group.all_reduce(merge_parts(mixed, log_sums, top), label=sh.label)
     mixed[..., :-1] /= mixed[..., -1:]
