@@ -31,6 +31,7 @@ FOLDERS = Path(__file__).resolve().parent.parent / "tests" / "golden" / "decoder
 FAMILIES = sorted(path.name for path in FOLDERS.iterdir())
 MESHES = {1: "data=1", 2: "model=2", 4: "pipe=2,model=2"}
 OF_EXPERTS = {1: "data=1", 2: "expert=2", 4: "expert=2,model=2"}
+EXPERTS = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 VOCABULARY, LENGTH = 300, 72
 PEER = """
 import sys, numpy, torch, transformers
@@ -90,7 +91,7 @@ def call(here, ranks, *arguments):
 def all_commands(here, family, ranks):
     """What a user would do with such a folder; the last is the export."""
     model, run, out = here / family, f"runs/{family}-{ranks}", here / f"{family}-{ranks}"
-    mesh = ("--mesh", (OF_EXPERTS if family in ("mixtral", "qwen3_moe") else MESHES)[ranks])
+    mesh = ("--mesh", (OF_EXPERTS if family in EXPERTS else MESHES)[ranks])
     if ranks > 1:
         call(here, 1, "inspect", "--model", model, *mesh)
         call(here, 1, "plan", "--model", model, "--ranks", ranks, "--batch-size", 4)

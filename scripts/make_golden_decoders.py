@@ -38,6 +38,7 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 96,
 }
+OF_HEADS = {name: each for name, each in SIZES.items() if name != "num_key_value_heads"} | {"hidden_size": 24}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -75,6 +76,36 @@ MODELS = {
         query_pre_attn_scalar=30, rope_parameters={
             "full_attention": {"rope_type": "linear", "rope_theta": 900.0, "factor": 2.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}}),
+    "llama_biased": transformers.LlamaConfig(
+        **SIZES, head_dim=4, mlp_bias=True, hidden_act="gelu", tie_word_embeddings=True,
+        rope_parameters={"rope_type": "linear", "rope_theta": 90.0, "factor": 2.0}),
+    "gemma2": transformers.Gemma2Config(
+        **SIZES, head_dim=4, pad_token_id=None, sliding_window=9, query_pre_attn_scalar=30, attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0),
+    "olmo2": transformers.Olmo2Config(**SIZES, pad_token_id=None),
+    "olmo3": transformers.Olmo3Config(
+        **SIZES, pad_token_id=None, sliding_window=9, layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={
+            "full_attention": {"rope_type": "yarn", "rope_theta": 300.0, "factor": 3.0,
+                               "original_max_position_embeddings": 32},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}),
+    "olmoe": transformers.OlmoeConfig(**SIZES, num_experts=5, num_experts_per_tok=2, pad_token_id=None),
+    "qwen2_moe": transformers.Qwen2MoeConfig(
+        **SIZES, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=7, shared_expert_intermediate_size=14,
+        decoder_sparse_step=2),
+    "gpt_neo": transformers.GPTNeoConfig(
+        vocab_size=23, hidden_size=12, num_layers=2, num_heads=3, max_position_embeddings=96, intermediate_size=20,
+        attention_types=[[["global", "local"], 1]], window_size=9),
+    "gpt_neox": transformers.GPTNeoXConfig(
+        **OF_HEADS, rope_parameters={"rope_type": "default", "rope_theta": 90.0, "partial_rotary_factor": 0.5}),
+    "opt": transformers.OPTConfig(
+        vocab_size=23, hidden_size=12, ffn_dim=14, num_hidden_layers=2, num_attention_heads=3,
+        max_position_embeddings=96, pad_token_id=None),
+    "phi": transformers.PhiConfig(**OF_HEADS, num_key_value_heads=2),
+    "stablelm": transformers.StableLmConfig(
+        **OF_HEADS | {"num_key_value_heads": 2}, use_qkv_bias=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 90.0, "partial_rotary_factor": 0.5}),
+    "starcoder2": transformers.Starcoder2Config(**SIZES, sliding_window=10),
 }  # fmt: skip
 
 
@@ -98,8 +129,15 @@ def without_casts():
         scaling = getattr(self, own + "attention_scaling")
         return both.cos() * scaling, both.sin() * scaling
 
+    def attention_of_gpt_neo(self, query, key, value, attention_mask=None):
+        scores, seen = query @ key.transpose(-1, -2), self.bias[:, :, : query.size(-2), : key.size(-2)]
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        return weights @ value, weights
+
+    transformers.models.gpt_neo.modeling_gpt_neo.GPTNeoSelfAttention._attn = attention_of_gpt_neo
     for family in (
         "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "phi3", "smollm3", "granite", "gemma", "gemma3",
+        "gemma2", "olmo2", "olmo3", "olmoe", "qwen2_moe", "gpt_neox", "phi", "stablelm", "starcoder2",
     ):  # fmt: skip
         module = getattr(transformers.models, family)
         module = getattr(module, f"modeling_{family}")
@@ -143,7 +181,8 @@ def frequencies(model):
 def make(family, config):
     """One family's folder and the model, with what it computes as it is."""
     torch.manual_seed(1)
-    config.initializer_range = 0.1 if family == "phi3" else 0.3  # which is wider
+    wide = getattr(config, "hidden_size", 12) > 12
+    config.initializer_range = config.init_std = 0.1 if wide else 0.3
     config._attn_implementation = config._experts_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():

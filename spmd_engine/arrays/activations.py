@@ -1,8 +1,10 @@
 """Activations: each returns its value and, for the backward, its slope dy/dz; dz = dy * slope."""
 
+from math import pi, sqrt
+
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.chunks import chunks
-from spmd_engine.arrays.factors import GELU_A, GELU_C
+from spmd_engine.arrays.factors import ERFC, GELU_A, GELU_C
 from spmd_engine.arrays.fused import fused
 
 
@@ -45,3 +47,38 @@ def gelu(z: Array, want_slope: bool = True) -> tuple[Array, Array | None]:
                 rest *= square
                 rest += gate
     return y.reshape(z.shape), slope.reshape(z.shape) if want_slope else None
+
+
+def gelu_erf(z: Array, want_slope: bool = True) -> tuple[Array, Array | None]:
+    """z · Φ(z), with Φ the normal distribution, and its slope Φ(z) + z φ(z): GELU itself, not its tanh form."""
+    xp = backend_of(z).xp
+    flat = z.reshape(-1)
+    y = xp.empty_like(flat)
+    slope = xp.empty_like(flat) if want_slope else None
+    for part in chunks(flat):
+        x = flat[part]
+        bell = xp.exp(-0.5 * x * x)
+        tail = _tail(xp.abs(x)) * bell
+        below = xp.where(x < 0, tail, 1.0 - tail)
+        xp.multiply(x, below, out=y[part])
+        if slope is not None:
+            bell *= 1.0 / sqrt(2.0 * pi)
+            bell *= x
+            xp.add(below, bell, out=slope[part])
+    return y.reshape(z.shape), None if slope is None else slope.reshape(z.shape)
+
+
+def _tail(x: Array) -> Array:
+    """What of the normal distribution is beyond x >= 0, over exp(-x²/2): t/2 exp(g(t)), t = 2 / (2 + x / sqrt(2)).
+
+    g, of which the Chebyshev coefficients are ``ERFC``, is summed by Clenshaw's recurrence; terms are left out that are
+    nothing in this dtype. The form is that of Press et al., "Numerical Recipes" (2007), section 6.2.2.
+    """
+    xp = backend_of(x).xp
+    smallest = float(xp.finfo(x.dtype).eps) / 8
+    count = max(number for number, each in enumerate(ERFC) if abs(each) > smallest)
+    t = 2.0 / (2.0 + x * sqrt(0.5))
+    twice, last, before = 4.0 * t - 2.0, xp.zeros_like(x), xp.zeros_like(x)
+    for coefficient in ERFC[count:0:-1]:
+        last, before = twice * last - before + coefficient, last
+    return 0.5 * t * xp.exp(0.5 * twice * last - before + ERFC[0])

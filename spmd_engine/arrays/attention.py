@@ -14,6 +14,7 @@ from typing import NamedTuple
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.chunks import alike
 from spmd_engine.arrays.mask import hide, unseen
+from spmd_engine.arrays.soft_cap import soft_cap, soft_cap_slope
 from spmd_engine.arrays.softmax import exponentiate, softmax_backward
 
 ROWS = 64  # queries of a block: fewer make thin matrix products, more compute scores that the mask hides
@@ -32,6 +33,7 @@ def causal_attention(
     key_positions: Array,
     apart: Apart | None = None,
     window: int | None = None,
+    cap: float | None = None,
 ) -> tuple[Array, Array]:
     """y[b s h k] = softmax(q . k / sqrt(k)) . v over keys at or before each query's position.
 
@@ -39,7 +41,7 @@ def causal_attention(
     see one key at least, unless documents are kept ``apart``, or a ``window`` is given, so many positions up to the
     query's own, beyond which it sees nothing: a query that sees none then has y = 0. Also returns log_sums[b h s],
     which the backward needs; of that query, -inf. Where r queries share a key head, q and y are [b s h r k] and
-    log_sums [b h r s].
+    log_sums [b h r s]. With a ``cap``, it is the softmax of cap · tanh(scores / cap).
     """
     xp = backend_of(q).xp
     y = xp.empty(q.shape, q.dtype)
@@ -52,6 +54,8 @@ def causal_attention(
     for b, heads, rows, keys, mask, (scores,) in _blocks(q, positions, key_positions, apart, window, 1):
         k_block, v_block = (x[b, keys, heads].transpose(1, 0, 2) for x in (k, v))
         xp.matmul(k_block, (_by_head(q[b, rows, heads]) * scale).transpose(0, 2, 1), out=scores)
+        if cap is not None:
+            soft_cap(scores, cap)
         hide(scores, mask)
         top = scores.max(axis=1)
         if may_see_none:
@@ -67,7 +71,7 @@ def causal_attention(
     return y, log_sums
 
 
-def causal_attention_backward(dy, q, k, v, y, log_sums, positions, key_positions, apart=None, window=None):
+def causal_attention_backward(dy, q, k, v, y, log_sums, positions, key_positions, apart=None, window=None, cap=None):
     """dq, dk[b t h k], dv[b t h k] of ``causal_attention`` for the output's gradient dy, shaped as q and y.
 
     With the log_sums and the output over more keys than are given, these are the parts of the gradients that
@@ -82,10 +86,16 @@ def causal_attention_backward(dy, q, k, v, y, log_sums, positions, key_positions
         k_block, v_block = (x[b, keys, heads].transpose(1, 0, 2) for x in (k, v))
         dy_block, q_block = _by_head(dy[b, rows, heads]), _by_head(q[b, rows, heads]) * scale
         xp.matmul(k_block, q_block.transpose(0, 2, 1), out=p)
+        slope = None
+        if cap is not None:
+            soft_cap(p, cap)
+            slope = soft_cap_slope(p, cap)
         exponentiate(p, log_sums[b, heads, ..., rows].reshape(len(p), 1, -1), mask)
         dv[b, keys, heads] += xp.matmul(p, dy_block).transpose(1, 0, 2)
         xp.matmul(v_block, dy_block.transpose(0, 2, 1), out=ds)
         softmax_backward(ds, p, projection[b, heads, ..., rows].reshape(len(p), 1, -1))
+        if slope is not None:
+            ds *= slope
         dk[b, keys, heads] += xp.matmul(ds, q_block).transpose(1, 0, 2)
         dq_block = xp.matmul(ds.transpose(0, 2, 1), k_block)
         dq_block *= scale

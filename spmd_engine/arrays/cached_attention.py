@@ -6,20 +6,27 @@ from math import prod
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.mask import unseen
+from spmd_engine.arrays.soft_cap import soft_cap
 
 HIDDEN = 1 << 60  #: the position of a column that holds none: after that of every query
 ELEMENTS = 1 << 20  # scores at a time, of as many queries as that allows
 
 
 def attend_to_keys(
-    q: Array, k: Array, v: Array, positions: Array | None, key_positions: Array, window: int | None = None
+    q: Array,
+    k: Array,
+    v: Array,
+    positions: Array | None,
+    key_positions: Array,
+    window: int | None = None,
+    cap: float | None = None,
 ) -> tuple[Array, Array]:
     """y[b s h k] = softmax(q . k / sqrt(k)) . v over the keys of each sequence at or before the query's position.
 
     q[b s h k] at positions[b s] (None: every query sees all keys), k and v[b t h k] at key_positions[b t], in any
     order; with a ``window``, over those of so many positions, up to the query's own. Also returns log_sums[b s h], the
     logarithms of the sums of exponentials: a query that sees no key has y = 0 and -inf. Where r queries share a key
-    head, q and y are [b s h r k] and log_sums [b s h r].
+    head, q and y are [b s h r k] and log_sums [b s h r]. With a ``cap``, it is the softmax of cap · tanh(scores / cap).
     """
     xp = backend_of(q).xp
     y = xp.empty(q.shape, q.dtype)
@@ -30,13 +37,15 @@ def attend_to_keys(
     heads, width, wide = q.shape[2], q.shape[-1], prod(q.shape[3:-1])
     keys, values = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
     if positions is None and q.shape[1] == 1:
-        return _of_one(q, keys, values, log_sums)
+        return _of_one(q, keys, values, log_sums, cap)
     step = max(1, ELEMENTS // max(1, len(q) * heads * wide * k.shape[1]))
     for first in range(0, q.shape[1], step):
         rows = slice(first, first + step)
         some = q[:, rows].reshape(len(q), -1, heads, wide, width).transpose(0, 2, 1, 3, 4)
         shape = some.shape[:4]  # b h s r
         scores = xp.matmul(some.reshape(*shape[:2], -1, width) * width**-0.5, keys)
+        if cap is not None:
+            soft_cap(scores, cap)
         if positions is not None:
             hidden = unseen(key_positions[:, None], positions[:, rows, None], window)
             seen = scores.reshape(*shape, -1)
@@ -55,11 +64,13 @@ def attend_to_keys(
     return y, log_sums
 
 
-def _of_one(q: Array, keys: Array, values: Array, log_sums: Array) -> tuple[Array, Array]:
+def _of_one(q: Array, keys: Array, values: Array, log_sums: Array, cap: float | None) -> tuple[Array, Array]:
     """The same of one query for each sequence, that sees all keys[b h k t]: with as few calls as can be."""
     xp = backend_of(q).xp
     scores = xp.matmul(q.reshape(len(q), keys.shape[1], -1, q.shape[-1]), keys)
     scores *= q.shape[-1] ** -0.5
+    if cap is not None:
+        soft_cap(scores, cap)
     top = scores.max(axis=-1, keepdims=True)
     scores -= top
     xp.exp(scores, out=scores)

@@ -1,11 +1,15 @@
-"""The gate of a gated perceptron: SiLU, or GELU, of one projection times the other."""
+"""The gate of a gated perceptron: SiLU, or another activation, of one projection times the other."""
 
 from __future__ import annotations
 
-from spmd_engine.arrays.activations import gelu
+from collections.abc import Callable
+
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.chunks import chunks
 from spmd_engine.arrays.fused import fused
+
+Activation = Callable[..., tuple[Array, Array | None]]  #: of z: its value and, if wanted, its slope
+Gate = Callable[..., tuple[Array, tuple[Array, Array] | None]]  #: of z and u: h and, if wanted, its slopes
 
 
 @fused
@@ -38,11 +42,11 @@ def silu_gate(z: Array, u: Array, want_slopes: bool = True) -> tuple[Array, tupl
     return h.reshape(z.shape), shaped
 
 
-def gelu_gate(z: Array, u: Array, want_slopes: bool = True) -> tuple[Array, tuple[Array, Array] | None]:
-    """h = gelu(z) · u, with GPT-2's GELU, and its slopes (dh/dz, dh/du), each shaped as z and u."""
-    value, slope = gelu(z, want_slope=want_slopes)
-    h = value * u
-    if slope is None:
-        return h, None
-    slope *= u
-    return h, (slope, value)
+def gate_of(activation: Activation) -> Gate:
+    """h = activation(z) · u and its slopes (dh/dz, dh/du), each shaped as z and u."""
+
+    def gate(z: Array, u: Array, want_slopes: bool = True) -> tuple[Array, tuple[Array, Array] | None]:
+        value, slope = activation(z, want_slope=want_slopes)
+        return value * u, None if slope is None else (slope * u, value)
+
+    return gate

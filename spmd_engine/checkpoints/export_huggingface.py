@@ -26,7 +26,8 @@ from spmd_engine.models.adapters import LoRAOptions, adapter_names, config_of_op
 from spmd_engine.models.decoder import DecoderShape, decoder
 from spmd_engine.models.huggingface_written import config_of_shape
 from spmd_engine.models.model import Model
-from spmd_engine.models.stored_names import Names, stored_names
+from spmd_engine.models.stored import Names
+from spmd_engine.models.stored_names import stored_names
 
 LARGEST_FILE = 5_000_000_000  #: bytes of tensors in a file, as transformers has it; one that is larger has its own
 BLOCK = 1 << 22  #: bytes that a rank holds at a time

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spmd_engine.models.stored_names import Stored
+from spmd_engine.models.stored import Stored
 
 CHUNK = 1 << 17  #: elements that are widened at a time
 

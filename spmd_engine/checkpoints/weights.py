@@ -21,7 +21,8 @@ from spmd_engine.models.gguf_names import IGNORED as OF_GGUF
 from spmd_engine.models.gguf_names import gguf_names, shape_of_gguf
 from spmd_engine.models.model import Model
 from spmd_engine.models.shape_at import shape_at
-from spmd_engine.models.stored_names import IGNORED, Names, stored_names
+from spmd_engine.models.stored import Names
+from spmd_engine.models.stored_names import HEADS, IGNORED, stored_names
 
 COMPARED = 1 << 22  #: elements at a time
 
@@ -158,7 +159,7 @@ def _check_used(
             )
     copy, left = None, []
     for name in sorted(tensors.keys() - used.keys()):
-        if name == "lm_head.weight" and shape.tied and tensors[name].shape == (shape.vocabulary, shape.width):
+        if name in HEADS and shape.tied and tensors[name].shape == (shape.vocabulary, shape.width):
             copy = tensors[name]
         elif not name.endswith((*IGNORED, *OF_GGUF)):
             left.append(name)

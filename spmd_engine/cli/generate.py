@@ -14,7 +14,6 @@ import click
 from spmd_engine.cli.options import check_option, device_option, mesh_option, open_mesh
 from spmd_engine.cli.text_model import TextModel, open_text_model, text_model_options
 from spmd_engine.comm.agreement import text_from_rank_zero
-from spmd_engine.comm.mesh import Mesh
 from spmd_engine.errors import UsageError
 from spmd_engine.serving import Completion, StoppingCriteria
 from spmd_engine.serving import generate as generate_texts
@@ -89,7 +88,7 @@ def generate(run, model, adapter, dtype, mesh, device, check, **options: Any) ->
             tokenizer=served.tokenizer,
             log_probs=options["log_probs"],
             batch_size=options["batch_size"],
-            on_text=printing.as_it_comes(opened),
+            on_text=printing.as_it_comes(),
         )
         if opened.rank == 0:
             printing.finish(written)
@@ -137,22 +136,28 @@ class _Printing:
 
     def __init__(self, prompts: Sequence[str], as_json: bool) -> None:
         self._prompts, self._as_json = prompts, as_json
-        self._streams = len(prompts) == 1 and not as_json
+        self._streams, self._begun = len(prompts) == 1 and not as_json, False
 
-    def as_it_comes(self, mesh: Mesh) -> OnText | None:
+    def as_it_comes(self) -> OnText | None:
         if not self._streams:
             return None
-        if mesh.rank == 0:
-            click.echo(self._prompts[0], nl=False)
 
         def tell(number: int, text: str) -> None:
+            self._begin()
             click.echo(text, nl=False)
             sys.stdout.flush()
 
         return tell
 
+    def _begin(self) -> None:
+        """With the prompt, which has been found to be one that can be continued."""
+        if not self._begun:
+            click.echo(self._prompts[0], nl=False)
+        self._begun = True
+
     def finish(self, written: Sequence[Completion]) -> None:
         if self._streams:
+            self._begin()
             click.echo()
             return
         for number, (prompt, each) in enumerate(zip(self._prompts, written, strict=True)):

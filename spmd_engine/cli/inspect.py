@@ -57,7 +57,8 @@ def inspect(model: str, images: str | None, mesh: str | None, dtype: str, **opti
     places = all_positions(axes)
     layout = composed_layout(built, places[0], composition)
     for name, layer in built.layers:
-        layout.check(name, {"b", "s", *layer.sizes}, layer.may_cut, layer.across)
+        for part in layer.side_by_side:
+            layout.check(name, {"b", "s", *part.sizes}, part.may_cut, part.across)
     itemsize = np.dtype(dtype).itemsize
     assignments = [
         composed_assignment(built, place, layout, itemsize, composition) for place in _one_a_stage(places)

@@ -105,7 +105,9 @@ def _check_layout(name: str, layer: Layer, layout: Layout) -> None:
     letters = {*stream, *layer.inputs.dims.split(), *layer.outputs.dims.split(), *layer.sizes}
     if "b" not in layer.inputs.dims + layer.outputs.dims:  # its samples have another letter
         letters.discard("b")
-    layout.check(name, letters, layer.may_cut, layer.across, "".join(stream))
+    for part in layer.side_by_side:
+        others = letters if part is layer else letters & {*stream, *part.sizes}
+        layout.check(name, others, part.may_cut, part.across, "".join(stream))
 
 
 def _positions(layout: Layout, mesh: Mesh, backend: Backend, length: int) -> tuple[Any, Any]:

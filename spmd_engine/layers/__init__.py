@@ -2,6 +2,7 @@
 
 from spmd_engine.layers.attention import Attention
 from spmd_engine.layers.batch_norm import BatchNorm
+from spmd_engine.layers.branch import Branch
 from spmd_engine.layers.chain import Chain
 from spmd_engine.layers.context import ContextMethod
 from spmd_engine.layers.convolution import Conv2d
@@ -23,7 +24,7 @@ from spmd_engine.layers.norm import LayerNorm, RMSNorm
 from spmd_engine.layers.pooling import AveragePool, GlobalPool, MaxPool
 from spmd_engine.layers.recut import Gather, Recut
 from spmd_engine.layers.relu import ReLU
-from spmd_engine.layers.residual import Residual
+from spmd_engine.layers.residual import Parallel, Residual
 from spmd_engine.layers.residual_block import ResidualBlock
 from spmd_engine.layers.ring_attention import RingAttention
 from spmd_engine.layers.rotary import Rotary, RotaryOptions
@@ -37,6 +38,7 @@ __all__ = [
     "Attention",
     "AveragePool",
     "BatchNorm",
+    "Branch",
     "Buffer",
     "Chain",
     "ContextMethod",
@@ -57,6 +59,7 @@ __all__ = [
     "MLP",
     "MaxPool",
     "MoE",
+    "Parallel",
     "Parameter",
     "Positions",
     "RMSNorm",

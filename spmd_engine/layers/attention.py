@@ -31,9 +31,10 @@ class Attention(Layer):
     which are unreduced over r: for x as those of the queries are, for the weights as over b and s.
 
     Heads are width / heads wide, or ``head_width``. Without ``bias`` q, k and v have none, without ``output_bias`` y
-    has none. With ``rotary`` or ``norm_epsilon`` queries and keys are turned by their positions, or normalised head by
-    head before: see ``QueriesAndKeys``. Scores are multiplied by ``scale`` in the place of 1 / sqrt(k), if it is given.
-    With a ``window``, a query sees so many positions alone, up to its own.
+    has none. With ``rotary`` or ``norm_epsilon`` queries and keys are turned by their positions, or normalised before,
+    head by head or, ``norm_together``, all heads of a token: see ``QueriesAndKeys``. Scores are multiplied by ``scale``
+    in the place of 1 / sqrt(k), if it is given, and then, with a ``cap``, are cap · tanh(scores / cap). With a
+    ``window``, a query sees so many positions alone, up to its own.
     """
 
     attends = True
@@ -49,8 +50,10 @@ class Attention(Layer):
         output_bias: bool = True,
         rotary: Rotary | None = None,
         norm_epsilon: float | None = None,
+        norm_together: bool = False,
         scale: float | None = None,
         window: int | None = None,
+        cap: float | None = None,
         context: ContextMethod | None = None,
         std: float = 0.02,
         out_std: float = 0.02,
@@ -60,7 +63,7 @@ class Attention(Layer):
             raise UsageError(
                 f"attention: {heads} heads must divide the width {width}, and {shared} key heads the {heads}"
             )
-        self.context, self.window = context or GatherKeys(), window
+        self.context, self.window, self.cap = context or GatherKeys(), window, cap
         self.sizes = {"d": width, "h": shared, "k": head_width or width // heads}
         if shared < heads:
             self.sizes["r"] = heads // shared
@@ -68,7 +71,7 @@ class Attention(Layer):
         self.may_cut = "bs" + self.across
         self.heads = {"query": self.across, "key": "h", "value": "h"}  # letters of each projection's heads
         factor = 1.0 if scale is None else scale * sqrt(self.sizes["k"])
-        self.ready = QueriesAndKeys(self.across, rotary, norm_epsilon, factor)
+        self.ready = QueriesAndKeys(self.heads, self.sizes, rotary, norm_epsilon, norm_together, factor)
         weights, biases = {}, {}
         for name, heads_of in self.heads.items():
             summed = "bs" + self.across.removeprefix(heads_of)  # r over keys and values: queries that share them
@@ -90,11 +93,11 @@ class Attention(Layer):
     def forward(self, sh, p, x, ctx):
         x = sh.all_gather(x, "b s d", "s", across=self.across)
         q, k, v = (self._project(p, name, x) for name in PROJECTIONS)
-        q, k, made_ready = self.ready.forward(p, q, k, ctx.positions)
+        q, k, made_ready = self.ready.forward(sh, p, q, k, ctx.positions)
         if ctx.cache is not None:
-            mixed, attended = cached_attention(sh, ctx.cache, q, k, v, ctx.positions, self.window), None
+            mixed, attended = cached_attention(sh, ctx.cache, q, k, v, ctx.positions, self.window, self.cap), None
         else:
-            mixed, attended = self.context.forward(sh, q, k, v, ctx, self.window)
+            mixed, attended = self.context.forward(sh, q, k, v, ctx, self.window, self.cap)
         y = einsum(f"bs{self.across}k,{self.across}kd->bsd", mixed, p["output"])
         y = sh.reduce_scatter(y, "b s d", over=self.across, onto="s")
         if "output_bias" in self.parameters:
@@ -114,7 +117,7 @@ class Attention(Layer):
         dy_whole = sh.all_gather(dy, "b s d", "s", across=self.across)
         dmixed = einsum(f"bsd,{self.across}kd->bs{self.across}k", dy_whole, p["output"])
         gradients = dict(zip(PROJECTIONS, self.context.backward(sh, attended, dmixed), strict=True))
-        of_scales = self.ready.backward(p, made_ready, gradients)
+        of_scales = self.ready.backward(sh, p, made_ready, gradients)
         parts = (einsum(f"bs{h}k,d{h}k->bsd", gradients[name], p[name]) for name, h in self.heads.items())
         dx = reduce(iadd, parts)
         dx = sh.start_reduce_scatter(dx, "b s d", over=self.across, onto="s")

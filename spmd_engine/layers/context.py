@@ -19,12 +19,19 @@ class ContextMethod(ABC):
     """Causal attention of q[b s h k] to k[b s h k] and v[b s h k], each rank having its positions of s.
 
     Where r queries share a key head, q is [b s h r k]. With a ``window``, a query sees so many positions alone, up to
-    its own. Where s is whole on every rank, all methods are the kernel itself. They keep nothing: one object may
-    serve all layers.
+    its own; with a ``cap``, scores are cap · tanh(scores / cap). Where s is whole on every rank, all methods are the
+    kernel itself. They keep nothing: one object may serve all layers.
     """
 
     def forward(
-        self, sh: Shards, q: Array, k: Array, v: Array, ctx: ForwardContext, window: int | None = None
+        self,
+        sh: Shards,
+        q: Array,
+        k: Array,
+        v: Array,
+        ctx: ForwardContext,
+        window: int | None = None,
+        cap: float | None = None,
     ) -> tuple[Array, Any]:
         """The mixed values, shaped as q, and what the backward needs. Collective over the axes that cut s.
 
@@ -32,10 +39,10 @@ class ContextMethod(ABC):
         """
         if not sh.is_cut("s"):
             apart = None if ctx.documents is None else (ctx.documents.numbers, ctx.documents.numbers)
-            seen = ctx.positions, ctx.positions, apart, window
+            seen = ctx.positions, ctx.positions, apart, window, cap
             mixed, log_sums = causal_attention(q, k, v, *seen)
             return mixed, (None, (q, k, v, mixed, log_sums, *seen))
-        cut = CutSequence.of(sh, ctx, q, window)
+        cut = CutSequence.of(sh, ctx, q, window, cap)
         mixed, saved = self.attend(cut, q, k, v)
         return mixed, (cut, saved)
 
@@ -65,9 +72,12 @@ class CutSequence:
     consecutive: bool  #: whether those of all ranks, in rank order, ascend
     documents: Documents | None = None  #: of which queries see only keys of their own
     window: int | None = None  #: how many positions a query sees, up to its own; None: all
+    cap: float | None = None  #: of scores; None: there is none
 
     @classmethod
-    def of(cls, sh: Shards, ctx: ForwardContext, q: Array, window: int | None = None) -> CutSequence:
+    def of(
+        cls, sh: Shards, ctx: ForwardContext, q: Array, window: int | None = None, cap: float | None = None
+    ) -> CutSequence:
         rank_positions = sh.layout.positions_by_rank(ctx.length, sh.mesh)
         group = sh.group_of("s")
         if len(rank_positions[group.rank]) != q.shape[1]:
@@ -76,7 +86,7 @@ class CutSequence:
                 f"rank has {len(rank_positions[group.rank])} positions, but its queries are {q.shape[1]}"
             )
         consecutive = "s" not in sh.layout.zigzag
-        return cls(group, sh.label, rank_positions, consecutive, ctx.documents, window)
+        return cls(group, sh.label, rank_positions, consecutive, ctx.documents, window, cap)
 
     @property
     def lengths(self) -> list[int]:

@@ -53,10 +53,13 @@ class Embedding(Layer):
 
 
 class Positions(Layer):
-    """y[b s d] = dropout(x[b s d] + table[p d] at p = the position of s in its sample)"""
+    """y[b s d] = dropout(x[b s d] + table[p d] at p = the position of s in its sample)
 
-    def __init__(self, context: int, width: int, *, dropout: float = 0.0, std: float = 0.02):
-        self.sizes = {"p": context, "d": width}
+    With ``unused`` rows, which nobody looks up, before that of the first position.
+    """
+
+    def __init__(self, context: int, width: int, *, unused: int = 0, dropout: float = 0.0, std: float = 0.02):
+        self.sizes, self.unused = {"p": unused + context, "d": width}, unused
         self.dropout = Dropout(dropout)
         self.parameters = {"table": Parameter("p d", std=std, where="residual")}
 
@@ -67,6 +70,8 @@ class Positions(Layer):
         positions = ctx.residual_positions
         if ctx.documents is not None:
             positions = ctx.documents.learned(positions)
+        if self.unused:
+            positions = positions + self.unused
         y, mask = self.dropout.forward(sh, x + p["table"][positions], ctx)
         return y, (positions, mask)
 

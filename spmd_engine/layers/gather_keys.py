@@ -21,12 +21,13 @@ class GatherKeys(ContextMethod):
     def attend(self, cut, q, k, v):
         packed = cut.group.all_gather(_pack(k, v), sizes=cut.lengths, label=cut.label)
         k, v = _unpack(cut.ascending(packed, axis=0))
-        mixed, log_sums = causal_attention(q, k, v, cut.positions(q), cut.all_positions(q), cut.apart(), cut.window)
+        seen = cut.positions(q), cut.all_positions(q), cut.apart(), cut.window, cut.cap
+        mixed, log_sums = causal_attention(q, k, v, *seen)
         return mixed, (q, k, v, mixed, log_sums)
 
     def attend_backward(self, cut, saved, dmixed):
         q, k, v, mixed, log_sums = saved
-        seen = cut.positions(q), cut.all_positions(q), cut.apart(), cut.window
+        seen = cut.positions(q), cut.all_positions(q), cut.apart(), cut.window, cut.cap
         dq, dk, dv = causal_attention_backward(dmixed, q, k, v, mixed, log_sums, *seen)
         packed = cut.by_rank(_pack(dk, dv), axis=0)
         return dq, *_unpack(cut.group.reduce_scatter(packed, sizes=cut.lengths, label=cut.label))

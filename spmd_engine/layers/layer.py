@@ -73,6 +73,11 @@ class Layer(ABC):
     across = ""  #: the letter over whose axes it gathers from, and reduces onto, the residual stream
     attends = False  #: whether queries meet keys in it: what ``--recompute attention`` repeats
 
+    @property
+    def side_by_side(self) -> tuple[Layer, ...]:
+        """What it consists of, if a layout's axes may cut other letters in each: itself, as a rule."""
+        return (self,)
+
     def cost(self, length: int) -> float:
         """Multiplications of a forward, for each token of a sequence of this length: by what work is balanced."""
         dims = (parameter.dims.split() for parameter in self.parameters.values())

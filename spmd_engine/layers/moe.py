@@ -12,6 +12,7 @@ from spmd_engine.layers.later import then, wait_for
 from spmd_engine.layers.layer import Layer
 from spmd_engine.layers.router import Router
 from spmd_engine.layers.router_options import RouterOptions
+from spmd_engine.layers.shared_experts import SharedExperts
 
 
 class MoE(Layer):
@@ -26,7 +27,8 @@ class MoE(Layer):
     in it, and so it stays: one reduction of dx serves experts and router, and the router's gradient is summed over f
     as well. Auxiliary losses, which are whole on every rank along f, count on the first of these.
 
-    Experts are ``Perceptron``s with that ``activation`` or, ``gated``, ``GatedPerceptron``s.
+    Experts are ``Perceptron``s with that ``activation`` or, ``gated``, ``GatedPerceptron``s. With a ``shared_gate``,
+    what the shared ones make is weighted by a sigmoid: see ``SharedExperts``.
     """
 
     may_cut, across = "bsfe", "f"
@@ -39,6 +41,7 @@ class MoE(Layer):
         router: RouterOptions | None = None,
         *,
         shared: int = 0,
+        shared_gate: bool = False,
         activation: str = "gelu",
         gated: bool = False,
         std: float = 0.02,
@@ -47,17 +50,15 @@ class MoE(Layer):
         self.router = Router(width, experts, router or RouterOptions(), std)
         self.sizes = {"d": width, "f": hidden, "e": experts, "E": experts}
         self.perceptron = GatedPerceptron(std, out_std) if gated else Perceptron(activation, std, out_std)
-        self.shared = shared
-        self.parameters = dict(self.router.parameters)
-        for number in range(shared):
-            self.parameters |= {f"shared{number}/{own}": each for own, each in self.perceptron.parameters.items()}
+        self.shared = SharedExperts(self.perceptron, shared, shared_gate, std)
+        self.parameters = {**self.router.parameters, **self.shared.parameters}
         for number in range(experts):
             for own, each in self.perceptron.parameters.items():
                 self.parameters[f"expert{number}/{own}"] = replace(each, element=("e", number))
         self.buffers, self.side_outputs = self.router.buffers, self.router.side_outputs
 
     def cost(self, length):
-        active = (self.router.options.top_k + self.shared) * len(self.perceptron.parameters)
+        active = (self.router.options.top_k + self.shared.many) * len(self.perceptron.parameters)
         return float(self.sizes["d"] * (active * self.sizes["f"] + self.sizes["E"]))
 
     def forward(self, sh, p, x, ctx):
@@ -67,7 +68,7 @@ class MoE(Layer):
         routed = self.router.forward(sh, p, x, shape[0], ctx)
         dispatch = Dispatch(sh, routed.experts, self.sizes["e"])
         rows = dispatch.start(x[dispatch.tokens])
-        y, of_shared = self._through_shared(sh, p, x, keep)  # while tokens travel
+        y, of_shared = self.shared.forward(p, x, self._hidden(sh), keep)  # while tokens travel
         rows, of_experts = self.perceptron.forward(
             [(p[f"expert{number}"], own) for number, own in zip(dispatch.here, dispatch.rows, strict=True)],
             wait_for(rows),
@@ -85,7 +86,7 @@ class MoE(Layer):
         dy = sh.all_gather(dy, "b s d", "s", across="f").reshape(-1, shape[2])
         drows, dweights = dispatch.gradients(dy, rows, routed.choices.weights)
         drows = dispatch.start(drows)
-        dx, rest_of_shared = self._back_through_shared(p, of_shared, dy)  # while gradients travel
+        dx, rest_of_shared = self.shared.backward_input(p, of_shared, dy)  # while gradients travel
         dlogits = self.router.backward(sh, routed, dweights, *side or [{}])
         dx = _sum(einsum("tE,dE->td", dlogits, p["router"]), dx)
         experts = [(p[f"expert{number}"], own) for number, own in zip(dispatch.here, dispatch.rows, strict=True)]
@@ -103,27 +104,7 @@ class MoE(Layer):
         g.einsum("router", "td,tE->dE", x, dlogits)
         here = zip(dispatch.here, dispatch.rows, strict=True)
         self.perceptron.backward_weight(rest, [(g[f"expert{number}"], own) for number, own in here])
-        whole = slice(0, len(x))
-        for number, each in enumerate(rest_of_shared):
-            self.perceptron.backward_weight(each, [(g[f"shared{number}"], whole)])
-
-    def _through_shared(self, sh, p, x, keep):
-        """What all shared experts make of x[t d], unreduced over f, and what the backward needs of each; None: there
-        are none."""
-        y, saved = None, []
-        for number in range(self.shared):
-            own, of_own = self.perceptron.forward([(p[f"shared{number}"], slice(0, len(x)))], x, self._hidden(sh), keep)
-            y = _sum(own, y)
-            saved.append(of_own)
-        return y, saved
-
-    def _back_through_shared(self, p, saved, dy):
-        dx, rests = None, []
-        for number, of_own in enumerate(saved):
-            own, rest = self.perceptron.backward_input([(p[f"shared{number}"], slice(0, len(dy)))], of_own, dy)
-            dx = _sum(own, dx)
-            rests.append(rest)
-        return dx, rests
+        self.shared.backward_weight(rest_of_shared, g)
 
     def _hidden(self, sh):
         """How much of f is here."""

@@ -32,13 +32,12 @@ class RingAttention(ContextMethod):
     def attend(self, cut, q, k, v):
         own = backend_of(k).xp.stack((k, v))
         positions = cut.positions(q)
-        mixed, log_sums = causal_attention(
-            q, k, v, positions, positions, cut.apart(owner=cut.group.rank), cut.window
-        )  # of its own block every query sees something: itself
+        seen = positions, positions, cut.apart(owner=cut.group.rank), cut.window, cut.cap
+        mixed, log_sums = causal_attention(q, k, v, *seen)  # of its own block every query sees something: itself
         for owner, block in _passing(cut, own):
             rows = _rows_that_see(cut, owner)
             if rows is not None and owner != cut.group.rank:
-                seen = positions[rows], cut.positions(q, owner), cut.apart(rows, owner), cut.window
+                seen = positions[rows], cut.positions(q, owner), cut.apart(rows, owner), cut.window, cut.cap
                 part = causal_attention(q[:, rows], *block, *seen)
                 _merge(mixed[:, rows], log_sums[..., rows], *part)
         return mixed, (q, own, mixed, log_sums)
@@ -52,7 +51,7 @@ class RingAttention(ContextMethod):
             rows, parts = _rows_that_see(cut, owner), ()
             if rows is not None:
                 queries, output = (dmixed[:, rows], q[:, rows]), (mixed[:, rows], log_sums[..., rows])
-                seen = positions[rows], cut.positions(q, owner), cut.apart(rows, owner), cut.window
+                seen = positions[rows], cut.positions(q, owner), cut.apart(rows, owner), cut.window, cut.cap
                 dq_part, *parts = causal_attention_backward(*queries, *block, *output, *seen)
                 dq[:, rows] += dq_part
             if arriving:  # nobody has added to a rank's own block yet

@@ -24,7 +24,7 @@ class Ulysses(ContextMethod):
     def attend(self, cut, q, k, v):
         q, k, v = _heads_for_positions(cut, q, k, v)
         positions = cut.all_positions(q)
-        mixed, log_sums = causal_attention(q, k, v, positions, positions, _apart(cut), cut.window)
+        mixed, log_sums = causal_attention(q, k, v, positions, positions, _apart(cut), cut.window, cut.cap)
         (own,) = _positions_for_heads(cut, mixed)
         return own, (q, k, v, mixed, log_sums)
 
@@ -32,7 +32,7 @@ class Ulysses(ContextMethod):
         q, k, v, mixed, log_sums = saved
         (dmixed,) = _heads_for_positions(cut, dmixed)
         positions = cut.all_positions(q)
-        seen = positions, positions, _apart(cut), cut.window
+        seen = positions, positions, _apart(cut), cut.window, cut.cap
         gradients = causal_attention_backward(dmixed, q, k, v, mixed, log_sums, *seen)
         return _positions_for_heads(cut, *gradients)
 

@@ -9,12 +9,15 @@ from typing import Any
 
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.errors import CheckpointError, UsageError
+from spmd_engine.layers import Layer, Parallel
 from spmd_engine.layers.low_rank import B, LowRank, name_of_a
 from spmd_engine.models.decoder import DecoderShape
 from spmd_engine.models.model import Model
-from spmd_engine.models.stored_names import Stored, stored_names
+from spmd_engine.models.stored import Stored
+from spmd_engine.models.stored_names import stored_names
 
-_ATTENTION = {"q_proj": (("query",),), "k_proj": (("key",),), "v_proj": (("value",),), "o_proj": (("output",),)}
+_THREE = {"q_proj": (("query",),), "k_proj": (("key",),), "v_proj": (("value",),)}
+_ATTENTION = _THREE | {"o_proj": (("output",),)}
 _OF_LLAMA = _ATTENTION | {"gate_proj": (("gate",),), "up_proj": (("up",),), "down_proj": (("down",),)}
 #: By family, what others call the modules that can have an adapter, and the weights here that such a module holds: in
 #: groups, which share the a of the module. Of models with experts only the attention has adapters.
@@ -24,8 +27,15 @@ _TARGETS: Mapping[str, Mapping[str, tuple[tuple[str, ...], ...]]] = {
         "qkv_proj": (("query", "key", "value"),), "o_proj": (("output",),), "gate_up_proj": (("gate", "up"),),
         "down_proj": (("down",),),
     },
-    "mixtral": _ATTENTION,
-    "qwen3-moe": _ATTENTION,
+    **dict.fromkeys(("mixtral", "qwen2-moe", "qwen3-moe", "olmoe"), _ATTENTION),
+    "gpt-neo": _THREE | {"out_proj": (("output",),), "c_fc": (("w0",),), "c_proj": (("w1",),)},
+    "gpt-neox": {
+        "query_key_value": (("query", "key", "value"),), "dense": (("output",),), "dense_h_to_4h": (("w0",),),
+        "dense_4h_to_h": (("w1",),),
+    },
+    "opt": _THREE | {"out_proj": (("output",),), "fc1": (("w0",),), "fc2": (("w1",),)},
+    "phi": _THREE | {"dense": (("output",),), "fc1": (("w0",),), "fc2": (("w1",),)},
+    "starcoder2": _ATTENTION | {"c_fc": (("w0",),), "c_proj": (("w1",),)},
 }  # fmt: skip
 #: Fields of ``adapter_config.json`` that change what is computed, and their one value that is computed here.
 _REFUSED: Mapping[str, Any] = {
@@ -74,10 +84,15 @@ class LoRAOptions(Configuration):
 
 def with_adapters(model: Model, options: LoRAOptions, family: str) -> Model:
     """The model, all of it frozen, with adapters; raises UsageError for one that has none of the targets."""
-    groups, layers = options.groups(family), []
-    for name, layer in model.layers:
+    groups = options.groups(family)
+
+    def frozen(layer: Layer) -> Layer:
+        if isinstance(layer, Parallel):
+            return layer.changed(frozen)
         adapted = [group for group in groups if set(group) <= set(layer.parameters)]
-        layers.append((name, LowRank(layer, adapted, options.rank, options.scale)))
+        return LowRank(layer, adapted, options.rank, options.scale)
+
+    layers = [(name, frozen(layer)) for name, layer in model.layers]
     if not any(layer.parameters for _, layer in layers):
         raise UsageError(f"{model.name} has no adapters: it has none of {', '.join(options.modules(family))}")
     return replace(model, layers=tuple(layers))

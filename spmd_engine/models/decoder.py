@@ -1,15 +1,31 @@
-"""Decoders of the families that people have weights of: Llama and its kin, with or without experts, and GPT-2."""
+"""Decoders of the families that people have weights of: Llama and its kin, with or without experts, GPT-2 and its."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import sqrt
 
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.errors import UsageError
-from spmd_engine.layers import Attention, Embedding, GatedMLP, Head, Residual, RMSNorm, Rotary, RotaryOptions
+from spmd_engine.layers import (
+    MLP,
+    Attention,
+    Branch,
+    Embedding,
+    GatedMLP,
+    Head,
+    LayerNorm,
+    Parallel,
+    Positions,
+    Residual,
+    RMSNorm,
+    Rotary,
+    RotaryOptions,
+)
 from spmd_engine.layers.gated_mlp import GATES
 from spmd_engine.layers.layer import Layer
+from spmd_engine.layers.mlp import ACTIVATIONS
 from spmd_engine.layers.names import context_method as method_called
 from spmd_engine.layers.router_options import RouterOptions
 from spmd_engine.models.block_numbers import block_numbers
@@ -18,8 +34,9 @@ from spmd_engine.models.mixture import Mixture
 from spmd_engine.models.model import Model
 
 FAMILIES = (
-    "gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3-moe", "phi3", "smollm3", "granite", "gemma",
-    "gemma3-text",
+    "gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "phi3", "smollm3",
+    "granite", "gemma", "gemma2", "gemma3-text", "olmo2", "olmo3", "gpt-neo", "gpt-neox", "opt", "phi", "stablelm",
+    "starcoder2",
 )  # fmt: skip
 
 
@@ -27,9 +44,8 @@ FAMILIES = (
 class DecoderShape(Configuration):
     """All that decides what a decoder computes, but its parameters. Raises UsageError for what does not go together.
 
-    A family says what else is in the layers: ``gpt2`` has learned positions, layer norm, GELU and biases everywhere,
-    and looks at none of ``rotary`` to ``mixture``; the others have RMSNorm, rotary positions and gated perceptrons.
-    Beyond that a family is only how the weights are called in files: what it computes is in the other fields. Blocks
+    ``gpt2`` has learned positions, layer norm, GELU and biases everywhere, whatever the fields from ``rotary`` on say.
+    Of the others a family is only how the weights are called in files: what it computes is in the other fields. Blocks
     are named by their numbers, as in "0,5".
     """
 
@@ -47,18 +63,29 @@ class DecoderShape(Configuration):
     rotary: RotaryOptions = RotaryOptions()
     bias: bool = False  #: whether queries, keys and values have biases
     output_bias: bool = False  #: whether the attention's output has one
-    query_key_norm: bool = False  #: whether queries and keys are normalised, head by head
+    query_key_norm: bool = False  #: whether queries and keys are normalised
+    norm_together: bool = False  #: these two over all heads of a token, not head by head
     mixture: Mixture | None = None  #: experts in the place of dense perceptrons; None: there are none
     window: int | None = setting(None, least=1)  #: positions that a query sees, up to its own; None: all before it
     windowed: str = ""  #: blocks for which the window is, if not for all
     rotary_in_window: RotaryOptions | None = None  #: of those blocks; None: as of the others
     unturned: str = ""  #: blocks without rotary positions
-    norms: str = setting("before", choices=("before", "both"))  #: before a branch, or before and after it
-    activation: str = setting("silu", choices=tuple(GATES))  #: of the gate of dense perceptrons
+    learned: bool = False  #: whether positions are learned and added to the embedding, in the place of rotary ones
+    unused_positions: int = setting(0, least=0)  #: rows of their table before that of the first
+    norm: str = setting("rms", choices=("rms", "layer"))  #: RMSNorm, or LayerNorm with a shift
+    norms: str = setting("before", choices=("before", "after", "both"))  #: where a branch has one
+    #: Whether attention and perceptron see the same input, side by side, and if so how many norms are before them.
+    parallel: str = setting("none", choices=("none", "one-norm", "two-norms"))
+    gated: bool = True  #: whether dense perceptrons have a gate: three products, not two
+    activation: str = setting("silu", choices=tuple(GATES))  #: of dense perceptrons, or of their gate
+    perceptron_bias: bool = False  #: whether they have biases
     embedding_scale: float = 1.0  #: factor of what is looked up in the embedding
     residual_scale: float = 1.0  #: factor of what every branch adds
     attention_scale: float | None = None  #: factor of queries times keys; None: 1 / sqrt(k)
+    attention_cap: float | None = None  #: scores are cap · tanh(scores / cap); None: there is no cap
     logits_divisor: float = 1.0  #: by what logits are divided
+    logits_cap: float | None = None  #: they are cap · tanh(logits / cap); None: there is no cap
+    head_bias: bool = False  #: whether logits have one
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,6 +99,15 @@ class DecoderShape(Configuration):
             block_numbers(getattr(self, what), what, self.layers)
         if self.logits_divisor == 0:
             raise UsageError("logits_divisor is 0")
+        for what in ("attention_cap", "logits_cap"):
+            if (cap := getattr(self, what)) is not None and cap <= 0:
+                raise UsageError(f"{what} is {cap}: it must be positive, or None for no cap")
+        if not self.gated and self.activation not in ACTIVATIONS:
+            raise UsageError(f"a perceptron without a gate has no activation {self.activation!r} here")
+        if self.parallel != "none" and (self.mixture is not None or self.norms != "before"):
+            raise UsageError("parallel branches have norms before them, and no experts")
+        if self.mixture is not None and (self.activation != "silu" or not self.gated or self.perceptron_bias):
+            raise UsageError("experts are gated perceptrons with silu here, without biases; so are those beside them")
 
     def has_window(self, block: int) -> bool:
         """Whether queries of this block see the window alone."""
@@ -80,7 +116,7 @@ class DecoderShape(Configuration):
 
     def is_turned(self, block: int) -> bool:
         """Whether this block has rotary positions."""
-        return block not in block_numbers(self.unturned, "unturned")
+        return not self.learned and block not in block_numbers(self.unturned, "unturned")
 
 
 NANO = {"layers": 8, "width": 96, "heads": 6, "key_value_heads": 2}
@@ -101,7 +137,7 @@ DECODERS = {
 
 
 def decoder(shape: DecoderShape, name: str = "decoder", dropout: float = 0.0, context_method: str = "gather") -> Model:
-    """Tokens[b s] to logits[b s v]. ``dropout`` applies to every residual branch.
+    """Tokens[b s] to logits[b s v]. ``dropout`` applies to every residual branch, and to learned positions.
 
     Initial weights are normal with deviation 0.02, those that end a branch with 0.02 / sqrt(2 layers). How queries
     meet keys where a layout cuts s is the ``context_method``: gather, ring or ulysses.
@@ -110,14 +146,30 @@ def decoder(shape: DecoderShape, name: str = "decoder", dropout: float = 0.0, co
         return gpt(_as_gpt(shape), name, dropout, context_method)
     d, v = shape.width, shape.vocabulary
     layers: list[tuple[str, Layer]] = [("embedding", Embedding(v, d, scale=shape.embedding_scale))]
-    out_std, width = 0.02 / sqrt(2 * shape.layers), shape.head_width or d // shape.heads
-    rotary = Rotary(width, shape.rotary)
+    if shape.learned:
+        layers.append(("positions", Positions(shape.context, d, unused=shape.unused_positions, dropout=dropout)))
+    layers.extend(_blocks(shape, dropout, context_method))
+    layers.append(("norm", _norm(shape)))
+    tied, scale = "embedding/table" if shape.tied else None, 1 / shape.logits_divisor
+    layers.append(("head", Head(v, d, tied=tied, bias=shape.head_bias, scale=scale, cap=shape.logits_cap)))
+    return Model(name, tuple(layers), "b s", "b s v", "b s", token_loss(v), shape.context, v)
+
+
+def _norm(shape: DecoderShape) -> Layer:
+    return (RMSNorm if shape.norm == "rms" else LayerNorm)(shape.width, shape.epsilon)
+
+
+def _blocks(shape: DecoderShape, dropout: float, context_method: str) -> Iterator[tuple[str, Layer]]:
+    """The layers of all blocks."""
+    d, out_std, width = shape.width, 0.02 / sqrt(2 * shape.layers), shape.head_width or shape.width // shape.heads
+    rotary = None if shape.learned else Rotary(width, shape.rotary)
     rotary_in_window = Rotary(width, shape.rotary_in_window) if shape.rotary_in_window else rotary
     context = method_called(context_method)
 
-    def branch(inner: Layer) -> Residual:
-        after = RMSNorm(d, shape.epsilon) if shape.norms == "both" else None
-        return Residual(RMSNorm(d, shape.epsilon), inner, dropout, after=after, scale=shape.residual_scale)
+    def residual(inner: Layer) -> Residual:
+        before = _norm(shape) if shape.norms != "after" else None
+        after = _norm(shape) if shape.norms != "before" else None
+        return Residual(before, inner, dropout, after=after, scale=shape.residual_scale)
 
     for i in range(shape.layers):
         windowed = shape.has_window(i)
@@ -131,22 +183,33 @@ def decoder(shape: DecoderShape, name: str = "decoder", dropout: float = 0.0, co
             output_bias=shape.output_bias,
             rotary=of_block if shape.is_turned(i) else None,
             scale=shape.attention_scale,
+            cap=shape.attention_cap,
             window=shape.window if windowed else None,
             norm_epsilon=shape.epsilon if shape.query_key_norm else None,
+            norm_together=shape.norm_together,
             context=context,
             out_std=out_std,
         )
-        layers.append((f"block{i}/attention", branch(attention)))
-        inner: Layer
+        if shape.parallel != "none":
+            yield f"block{i}/parallel", _side_by_side(shape, attention, _perceptron(shape, out_std), dropout)
+            continue
+        yield f"block{i}/attention", residual(attention)
         if shape.mixture is not None and shape.mixture.is_routed(i, shape.layers):
-            kind, inner = "moe", shape.mixture.layer(d, shape.hidden, out_std, gated=True)
+            yield f"block{i}/moe", residual(shape.mixture.layer(d, shape.hidden, out_std, gated=True))
         else:
-            kind, inner = "mlp", GatedMLP(d, shape.hidden, activation=shape.activation, out_std=out_std)
-        layers.append((f"block{i}/{kind}", branch(inner)))
-    layers.append(("norm", RMSNorm(d, shape.epsilon)))
-    tied = "embedding/table" if shape.tied else None
-    layers.append(("head", Head(v, d, tied=tied, scale=1 / shape.logits_divisor)))
-    return Model(name, tuple(layers), "b s", "b s v", "b s", token_loss(v), shape.context, v)
+            yield f"block{i}/mlp", residual(_perceptron(shape, out_std))
+
+
+def _perceptron(shape: DecoderShape, out_std: float) -> Layer:
+    kind = GatedMLP if shape.gated else MLP
+    return kind(shape.width, shape.hidden, activation=shape.activation, bias=shape.perceptron_bias, out_std=out_std)
+
+
+def _side_by_side(shape: DecoderShape, attention: Layer, mlp: Layer, dropout: float) -> Parallel:
+    if shape.parallel == "one-norm":
+        return Parallel(("attention", attention), ("mlp", mlp), norm=_norm(shape), dropout=dropout)
+    own = Branch(_norm(shape), attention), Branch(_norm(shape), mlp)
+    return Parallel(("attention", own[0]), ("mlp", own[1]), dropout=dropout)
 
 
 def _as_gpt(shape: DecoderShape) -> GPTSize:

@@ -12,7 +12,7 @@ from spmd_engine.layers.rotary import RotaryOptions
 from spmd_engine.layers.router_options import RouterOptions
 from spmd_engine.models.decoder import DecoderShape
 from spmd_engine.models.mixture import Mixture
-from spmd_engine.models.stored_names import Names, Stored
+from spmd_engine.models.stored import Names, Stored
 
 _FAMILIES = {"gpt2": "gpt2", "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3-moe"}
 IGNORED = ("rope_freqs.weight",)  #: says what the shape's rotary options say

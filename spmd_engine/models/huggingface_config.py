@@ -10,16 +10,23 @@ from spmd_engine.layers.rotary import Rotary, RotaryOptions
 from spmd_engine.layers.router_options import RouterOptions
 from spmd_engine.models.block_numbers import as_text
 from spmd_engine.models.decoder import FAMILIES, DecoderShape
-from spmd_engine.models.huggingface_families import always, says
+from spmd_engine.models.huggingface_families import activation_said, always, says
 from spmd_engine.models.huggingface_fields import Fields
+from spmd_engine.models.huggingface_layer_norms import LAYER_NORMS, shape_with_layer_norms
 from spmd_engine.models.huggingface_rope import rotary_of, rotary_of_config
 from spmd_engine.models.mixture import Mixture
 
 MODEL_TYPES = {family.replace("-", "_"): family for family in FAMILIES}
-_LONGEST = {"llama": 2048, "granite": 2048, "phi3": 4096, "gemma": 8192} | dict.fromkeys(
-    ("mistral", "mixtral", "gemma3-text"), 131072
+_LONGEST = (
+    dict.fromkeys(("llama", "granite", "olmo2", "olmo3"), 2048)
+    | {"phi3": 4096, "olmoe": 4096, "gemma": 8192, "gemma2": 8192}
+    | dict.fromkeys(("mistral", "mixtral", "gemma3-text"), 131072)
 )  # positions where a config does not say; of others 32768
 _THETA = {"mixtral": 1e6, "smollm3": 2e6}  # where a config does not say; of others 10000
+_EPSILON = dict.fromkeys(("mixtral", "phi3", "olmo2", "olmo3", "olmoe"), 1e-5)  # of others 1e-6
+_HEAD_WIDTH = dict.fromkeys(("qwen3", "qwen3-moe"), 128) | dict.fromkeys(("gemma", "gemma2", "gemma3-text"), 256)
+_TIED = ("smollm3", "gemma", "gemma2", "gemma3-text")
+_NO_WINDOW = ("llama", "granite", "gemma", "olmo2", "olmoe")  # one in their config is refused with the rest
 _GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu")  # of gemma's first configs the last meant the others
 _WINDOW = "sliding_attention"
 
@@ -41,7 +48,10 @@ def read_config(config: Mapping[str, Any], where: str) -> tuple[DecoderShape, li
         raise CheckpointError(f"{where}: model_type {kind!r} is not known here; known are {', '.join(MODEL_TYPES)}")
     family, fields = MODEL_TYPES[kind], Fields(config)
     try:
-        shape = _gpt2(fields) if family == "gpt2" else _llama(family, fields)
+        if family in LAYER_NORMS:
+            shape = shape_with_layer_norms(family, fields)
+        else:
+            shape = _gpt2(fields) if family == "gpt2" else _llama(family, fields)
         shape = shape.changed(head_width=shape.head_width or shape.width // shape.heads)
         for rotary in filter(None, (shape.rotary, shape.rotary_in_window)):
             Rotary(shape.head_width, rotary)  # raises if the two do not go together
@@ -71,27 +81,34 @@ def _gpt2(config: Mapping[str, Any]) -> DecoderShape:
 
 def _llama(family: str, config: Mapping[str, Any]) -> DecoderShape:
     heads, layers, width = config["num_attention_heads"], config["num_hidden_layers"], config["hidden_size"]
-    biased = says(family, "bias") and bool(config.get("attention_bias"))
-    usual_width = {"qwen3": 128, "qwen3-moe": 128, "gemma": 256, "gemma3-text": 256}.get(family)
+    values: dict[str, Any] = {"bias": False, "output_bias": False, **always(family, width)}
+    if family == "qwen2-moe":
+        values["bias"] = config.get("qkv_bias", True)
+    elif says(family, "bias"):
+        values["bias"] = values["output_bias"] = bool(config.get("attention_bias"))
+    if says(family, "perceptron_bias"):
+        values["perceptron_bias"] = bool(config.get("mlp_bias"))
+    if says(family, "activation"):
+        values["activation"] = activation_said(config.get("hidden_act", "silu"))
     shape = DecoderShape(
         family=family,
         layers=layers,
         width=width,
         heads=heads,
         key_value_heads=config.get("num_key_value_heads") or heads,
-        head_width=config.get("head_dim") or usual_width,
+        head_width=config.get("head_dim") or _HEAD_WIDTH.get(family),
         hidden=config["intermediate_size"],
         vocabulary=config["vocab_size"],
         context=config.get("max_position_embeddings") or _LONGEST.get(family, 32768),
-        epsilon=config.get("rms_norm_eps", 1e-5 if family in ("mixtral", "phi3") else 1e-6),
-        tied=config.get("tie_word_embeddings", family in ("smollm3", "gemma", "gemma3-text")),
-        **{"bias": biased, "output_bias": biased, **always(family, width)},
+        epsilon=config.get("rms_norm_eps", _EPSILON.get(family, 1e-6)),
+        tied=config.get("tie_word_embeddings", family in _TIED),
+        **values,
     )
     shape = shape.changed(mixture=_mixture(family, config, shape.layers))
     own = _OWN.get(family)
     if own is not None:
         shape = own(config, shape)
-    if family != "gemma3-text":  # which has two kinds of them
+    if family not in ("gemma3-text", "olmo3"):  # which have two kinds of them
         shape = shape.changed(rotary=_rotary(family, config, shape))
     if shape.rotary.scaling == "divided":  # longer sequences have other divisors
         shape = shape.changed(context=min(shape.context, shape.rotary.original_context))
@@ -99,7 +116,8 @@ def _llama(family: str, config: Mapping[str, Any]) -> DecoderShape:
 
 
 def _rotary(family: str, config: Mapping[str, Any], shape: DecoderShape) -> RotaryOptions:
-    found = rotary_of_config(config, _THETA.get(family, 10_000.0), shape.context, renamed=family == "phi3")
+    part = config.get("partial_rotary_factor") if family == "phi3" else None
+    found = rotary_of_config(config, _THETA.get(family, 10_000.0), shape.context, part=part, renamed=family == "phi3")
     if found.part != 1 and family != "phi3":
         raise UsageError(f"partial_rotary_factor is {found.part}, a feature that is not known here of a {family}")
     return found
@@ -131,17 +149,39 @@ def _gemma(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
     return shape
 
 
+def _gemma2(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
+    return _gemma(config, shape).changed(
+        attention_scale=float(config.get("query_pre_attn_scalar") or 256) ** -0.5,
+        attention_cap=config.get("attn_logit_softcapping", 50.0),
+        logits_cap=config.get("final_logit_softcapping", 30.0),
+    )
+
+
 def _gemma3(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
-    shape = _gemma(config, shape)
-    said, old = config.get("rope_parameters") or {}, config.get("rope_scaling")
-    nested = {name: each for name, each in said.items() if isinstance(each, Mapping)}
-    everywhere = nested.get("full_attention") or old or {}
-    near = nested.get(_WINDOW) or {}
-    return shape.changed(
+    everywhere, near = _two_kinds(config)
+    return _gemma(config, shape).changed(
         attention_scale=float(config.get("query_pre_attn_scalar") or 256) ** -0.5,
         rotary=rotary_of(everywhere, config.get("rope_theta") or 1e6, config, shape.context),
         rotary_in_window=rotary_of(near, config.get("rope_local_base_freq") or 1e4, config, shape.context),
     )
+
+
+def _olmo3(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
+    everywhere, near = _two_kinds(config)
+    theta = config.get("rope_theta") or 5e5
+    return shape.changed(
+        rotary=rotary_of(everywhere, theta, config, shape.context),
+        rotary_in_window=rotary_of(near, theta, config, shape.context),
+    )
+
+
+def _two_kinds(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """What is said of rotary positions of layers without a window, and with one."""
+    said, old = config.get("rope_parameters") or {}, config.get("rope_scaling")
+    nested = {name: each for name, each in said.items() if isinstance(each, Mapping)}
+    if odd := sorted(said.keys() - nested.keys()):
+        raise UsageError(f"rope_parameters has {odd[0]!r}, where it has an object each of two kinds of layers")
+    return nested.get("full_attention") or old or {}, nested.get(_WINDOW) or {}
 
 
 #: What families have beside a Llama.
@@ -149,17 +189,17 @@ _OWN: Mapping[str, Callable[[Mapping[str, Any], DecoderShape], DecoderShape]] = 
     "smollm3": _smollm3,
     "granite": _granite,
     "gemma": _gemma,
+    "gemma2": _gemma2,
     "gemma3-text": _gemma3,
+    "olmo3": _olmo3,
 }
 
 
 def _with_window(family: str, config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
     """With the blocks that see a window alone, if there are any: as each family says it."""
     types = config.get("layer_types")
-    if family in ("llama", "granite", "gemma"):  # a window in their config is refused with the rest
-        window = None
-    else:
-        window = config.get("sliding_window", 4096 if family in ("mistral", "gemma3-text") else None)
+    usual = 4096 if family in ("mistral", "gemma2", "gemma3-text", "olmo3") else None
+    window = None if family in _NO_WINDOW else config.get("sliding_window", usual)
     if family.startswith("qwen") or family == "smollm3":
         window = window if config.get("use_sliding_window") else None
     if types is None:
@@ -179,8 +219,14 @@ def _with_window(family: str, config: Mapping[str, Any], shape: DecoderShape) ->
 def _is_windowed(family: str, config: Mapping[str, Any], shape: DecoderShape, layer: int) -> bool:
     if family in ("qwen2", "qwen3"):
         return layer >= config.get("max_window_layers", 28)
+    if family == "qwen2-moe":
+        return layer % 2 == 0 and layer < config.get("max_window_layers", 28)
     if family == "smollm3":
         return not shape.is_turned(layer)
+    if family == "gemma2":
+        return layer % 2 == 0
+    if family == "olmo3":
+        return bool((layer + 1) % 4)
     if family == "gemma3-text":
         return bool((layer + 1) % (config.get("sliding_window_pattern") or 6))
     return True
@@ -191,21 +237,32 @@ def _one_a_layer(name: str, values: Sequence[Any], shape: DecoderShape) -> None:
         raise UsageError(f"{name} has {len(values)} values, but there are {shape.layers} layers")
 
 
+#: Experts a token, experts, and f of each, where a config does not say.
+_USUAL_EXPERTS = {"qwen2-moe": (4, 60, 1408), "qwen3-moe": (8, 128, 768), "olmoe": (8, 64, 2048)}
+
+
 def _mixture(family: str, config: Mapping[str, Any], layers: int) -> Mixture | None:
     """The auxiliary loss is none of the model's: give ``--balance-loss`` when training from nothing."""
     if family == "mixtral":
         router = RouterOptions(top_k=config.get("num_experts_per_tok", 2))
         return Mixture(experts=config.get("num_local_experts", 8), hidden=config["intermediate_size"], router=router)
-    if family != "qwen3-moe":
+    if family not in ("qwen2-moe", "qwen3-moe", "olmoe"):
         return None
+    top_k, experts, hidden = _USUAL_EXPERTS[family]
     router = RouterOptions(
-        top_k=config.get("num_experts_per_tok", 8), renormalise=bool(config.get("norm_topk_prob", False))
+        top_k=config.get("num_experts_per_tok", top_k), renormalise=bool(config.get("norm_topk_prob", False))
     )
+    experts = config.get("num_experts") or config.get("num_local_experts", experts)
+    if family == "olmoe":
+        return Mixture(experts=experts, hidden=config["intermediate_size"], router=router)
     every, dense = config.get("decoder_sparse_step") or 1, set(config.get("mlp_only_layers") or ())
     dense |= {layer for layer in range(layers) if (layer + 1) % every}
+    hidden = config.get("moe_intermediate_size", hidden)
+    shared, left = 0, 0
+    if family == "qwen2-moe":
+        shared, left = divmod(config.get("shared_expert_intermediate_size", 5632), hidden)
+    if left:
+        raise UsageError(f"shared_expert_intermediate_size is no multiple of moe_intermediate_size, {hidden}")
     return Mixture(
-        experts=config.get("num_experts") or config.get("num_local_experts", 128),
-        hidden=config.get("moe_intermediate_size", 768),
-        dense=as_text(dense),
-        router=router,
+        experts=experts, hidden=hidden, dense=as_text(dense), router=router, shared=shared, shared_gate=shared > 0
     )

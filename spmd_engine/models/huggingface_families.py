@@ -6,21 +6,45 @@ from collections.abc import Iterator
 from math import sqrt
 from typing import Any
 
+from spmd_engine.errors import UsageError
 from spmd_engine.models.decoder import DecoderShape
 
+_EXPERTS = ("mixtral", "qwen2-moe", "qwen3-moe", "olmoe")
+_GEMMAS = ("gemma", "gemma2", "gemma3-text")
+_OLMOS = ("olmo2", "olmo3")
 #: Fields of a DecoderShape of which not every config speaks, and the families of which one does.
 _SAID_BY = {
-    "bias": ("llama", "qwen3", "qwen3-moe", "smollm3", "granite", "gemma", "gemma3-text"),
+    "bias": (
+        "llama", "qwen2-moe", "qwen3", "qwen3-moe", "smollm3", "granite", *_GEMMAS, *_OLMOS, "olmoe", "gpt-neox",
+        "stablelm", "starcoder2",
+    ),
     "query_key_norm": (),
+    "norm_together": (),
+    "learned": (),
+    "unused_positions": (),
+    "norm": (),
     "norms": (),
-    "activation": (),
+    "parallel": ("gpt-neox", "stablelm"),
+    "gated": (),
+    "activation": (
+        "llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "granite", *_OLMOS, "gpt-neo", "gpt-neox", "opt",
+        "phi", "stablelm", "starcoder2",
+    ),
+    "perceptron_bias": ("llama", "granite", "starcoder2"),
     "unturned": ("smollm3",),
-    "rotary_in_window": ("gemma3-text",),
+    "rotary_in_window": ("gemma3-text", "olmo3"),
     "embedding_scale": ("granite",),
     "residual_scale": ("granite",),
-    "attention_scale": ("granite", "gemma3-text"),
+    "attention_scale": ("granite", "gemma2", "gemma3-text"),
+    "attention_cap": ("gemma2",),
     "logits_divisor": ("granite",),
-}
+    "logits_cap": ("gemma2",),
+    "head_bias": (),
+}  # fmt: skip
+#: Activations as configs call them, and here; the first of those that mean the same is what is written.
+_ACTIVATIONS = {
+    "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu", "gelu": "gelu-erf", "relu": "relu"
+}  # fmt: skip
 
 
 def says(family: str, name: str) -> bool:
@@ -28,29 +52,63 @@ def says(family: str, name: str) -> bool:
     return name not in _SAID_BY or family in _SAID_BY[name]
 
 
+def activation_said(name: Any) -> str:
+    """What an activation is called here; raises UsageError for one that is not known."""
+    if name not in _ACTIVATIONS:
+        raise UsageError(f"the activation {name!r} is not known here; known are {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
+def words_for_activation(activation: str) -> str:
+    """The inverse."""
+    return next(said for said, own in _ACTIVATIONS.items() if own == activation)
+
+
 def always(family: str, width: int) -> dict[str, Any]:
-    """What is not as by default in all models of a family of this width, though no config says it: fields by name."""
+    """What is not as by default in all models of a family of this width, where its config is silent: fields by name."""
     found: dict[str, Any] = {}
-    if family == "qwen2":
+    if family in ("qwen2", "qwen2-moe", "phi", "opt"):
         found["bias"] = True
-    if family in ("qwen3", "qwen3-moe", "gemma3-text"):
+    if family in ("gpt-neo", "phi", "opt"):
+        found["output_bias"] = True
+    if family in ("qwen3", "qwen3-moe", "gemma3-text", *_OLMOS, "olmoe"):
         found["query_key_norm"] = True
-    if family in ("gemma", "gemma3-text"):
+    if family in (*_OLMOS, "olmoe"):
+        found["norm_together"] = True
+    if family in _OLMOS:
+        found["norms"] = "after"
+    if family in _GEMMAS:
         found |= {"activation": "gelu", "embedding_scale": sqrt(width)}
-    if family == "gemma3-text":
+    if family in ("gemma2", "gemma3-text"):
         found["norms"] = "both"
+    if family in ("gpt-neo", "gpt-neox", "opt", "phi", "starcoder2", "stablelm"):
+        found["norm"] = "layer"
+    if family in ("gpt-neo", "gpt-neox", "opt", "phi", "starcoder2"):
+        found |= {"gated": False, "activation": "gelu", "perceptron_bias": True}
+    if family in ("gpt-neo", "opt"):
+        found["learned"] = True
+    if family == "gpt-neo":
+        found["attention_scale"] = 1.0
+    if family == "opt":
+        found["unused_positions"] = 2
+    if family == "phi":
+        found |= {"parallel": "one-norm", "head_bias": True}
     return found
 
 
 def unsayable(shape: DecoderShape) -> Iterator[str]:
     """Fields that are not as in all models of the family, though its config cannot say so."""
-    usual = DecoderShape(family=shape.family).changed(**always(shape.family, shape.width))
+    family = shape.family
+    usual = DecoderShape(family=family).changed(**always(family, shape.width))
     for name in _SAID_BY:
-        if not says(shape.family, name) and getattr(shape, name) != getattr(usual, name):
+        if not says(family, name) and getattr(shape, name) != getattr(usual, name):
             yield name
-    if shape.output_bias != (shape.bias and says(shape.family, "bias")):  # one word is for both
+    one_word = says(family, "bias") and family not in ("qwen2-moe", "stablelm")  # for this and for all biases
+    if shape.output_bias != (usual.output_bias or shape.bias and one_word):
         yield "output_bias"
-    if shape.rotary.part != 1 and shape.family != "phi3":
+    if family == "starcoder2" and shape.perceptron_bias != shape.bias:
+        yield "perceptron_bias"
+    if shape.rotary.part != 1 and family not in ("phi3", "phi", "gpt-neox", "stablelm"):
         yield "rotary"
-    if (shape.mixture is not None) != (shape.family in ("mixtral", "qwen3-moe")):
+    if (shape.mixture is not None) != (family in _EXPERTS):
         yield "mixture"

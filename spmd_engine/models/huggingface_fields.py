@@ -30,7 +30,9 @@ HARMLESS = frozenset((
     "exponential_decay_length_penalty", "finetuning_task", "id2label", "label2id", "num_labels", "prefix",
     "problem_type", "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
     "summary_use_proj", "task_specific_params", "tf_legacy_loss", "pruned_heads", "tie_encoder_decoder",
-    "cross_attention_hidden_size",
+    "cross_attention_hidden_size", "dropout", "layerdrop", "classifier_dropout", "resid_dropout", "embed_dropout",
+    "residual_dropout", "embedding_dropout", "activation_dropout", "init_std", "attention_softmax_in_fp32",
+    "scale_attention_softmax_in_fp32", "mlp_type",
 ))  # fmt: skip
 
 #: Fields that change what is computed, and their one value that is computed here (None, 0, false and "" aside); of
@@ -39,6 +41,10 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
     "mlp_bias": (),
+    "clip_qkv": (),
+    "do_layer_norm_before": (True,),
+    "layer_norm_elementwise_affine": (True,),
+    "enable_bias": (True,),
     "partial_rotary_factor": (1.0,),
     "use_sliding_window": (),
     "sliding_window": (),

@@ -29,20 +29,20 @@ _ALSO = {"su": "longrope", "none": "default", None: "default"}
 
 
 def rotary_of_config(
-    config: Mapping[str, Any], usual_theta: float, context: int, *, renamed: bool = False
+    config: Mapping[str, Any], usual_theta: float, context: int, *, part: float | None = None, renamed: bool = False
 ) -> RotaryOptions:
     """Of a model whose rotary positions are the same in all layers; ``context`` is what the config calls so.
 
-    ``renamed`` says that it is Phi-3, which once called ``longrope`` yarn, and may say beside them how much of a head
-    is turned. Raises UsageError for what is not known here, and if old fields and new ones differ.
+    ``part`` is how much of a head is turned where they do not say it; ``renamed`` that it is Phi-3, which once called
+    ``longrope`` yarn. Raises UsageError for what is not known here, and if old fields and new ones differ.
     """
     old, new = config.get("rope_scaling"), config.get("rope_parameters")
     theta, found = config.get("rope_theta") or usual_theta, []
     for said in [each for each in (old, new) if each] or [{}]:
-        if renamed:
-            kind = said.get("rope_type") or said.get("type")
-            said = {"partial_rotary_factor": config.get("partial_rotary_factor"), **said}
-            said["rope_type"] = "longrope" if kind == "yarn" else kind
+        if said.get("partial_rotary_factor") is None:
+            said = {**said, "partial_rotary_factor": part}
+        if renamed and (said.get("rope_type") or said.get("type")) == "yarn":
+            said = {**said, "rope_type": "longrope"}
         found.append(rotary_of(said, theta, config, context))
     if found[0] != found[-1]:
         raise UsageError(f"rope_scaling {old} and rope_parameters {new} differ; leave the wrong one out")
@@ -89,9 +89,7 @@ def rotary_of(said: Mapping[str, Any], theta: float, config: Mapping[str, Any], 
     if magnitude is None:
         magnitude = sqrt(1 + log(factor) / log(learnt)) if factor > 1 else 1.0
     divisors = ",".join(repr(float(each)) for each in said["short_factor"])
-    return plain.changed(
-        scaling="divided", divisors=divisors, original_context=learnt, magnitude=float(magnitude)
-    )
+    return plain.changed(scaling="divided", divisors=divisors, original_context=learnt, magnitude=float(magnitude))
 
 
 def _magnitude_of_yarn(said: Mapping[str, Any], factor: float) -> float:

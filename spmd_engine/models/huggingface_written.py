@@ -8,7 +8,8 @@ from typing import Any
 from spmd_engine.errors import UsageError
 from spmd_engine.models.block_numbers import block_numbers
 from spmd_engine.models.decoder import DecoderShape
-from spmd_engine.models.huggingface_families import unsayable
+from spmd_engine.models.huggingface_families import says, unsayable, words_for_activation
+from spmd_engine.models.huggingface_layer_norms import LAYER_NORMS, words_with_layer_norms
 from spmd_engine.models.huggingface_rope import rope_of
 
 _ARCHITECTURES = {
@@ -23,8 +24,20 @@ _ARCHITECTURES = {
     "smollm3": "SmolLM3ForCausalLM",
     "granite": "GraniteForCausalLM",
     "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
     "gemma3-text": "Gemma3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "qwen2-moe": "Qwen2MoeForCausalLM",
+    "gpt-neo": "GPTNeoForCausalLM",
+    "gpt-neox": "GPTNeoXForCausalLM",
+    "opt": "OPTForCausalLM",
+    "phi": "PhiForCausalLM",
+    "stablelm": "StableLmForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
 }
+_NO_WINDOW = ("llama", "granite", "gemma", "olmo2", "olmoe")
 
 
 def config_of_shape(shape: DecoderShape, dtype: str = "float32") -> dict[str, Any]:
@@ -52,6 +65,8 @@ def config_of_shape(shape: DecoderShape, dtype: str = "float32") -> dict[str, An
         }
     for name in unsayable(shape):
         raise UsageError(f"a {family} has no words for {name} {getattr(shape, name)!r}")
+    if family in LAYER_NORMS:
+        return common | words_with_layer_norms(shape)
     rope, width = rope_of(shape.rotary), shape.head_width or shape.width // shape.heads
     return common | {
         "hidden_size": shape.width,
@@ -62,7 +77,7 @@ def config_of_shape(shape: DecoderShape, dtype: str = "float32") -> dict[str, An
         "head_dim": width,
         "max_position_embeddings": shape.context,
         "rms_norm_eps": shape.epsilon,
-        "hidden_act": "silu",
+        "hidden_act": words_for_activation(shape.activation),
         "attention_bias": shape.output_bias,
         "rope_parameters": rope,
         "rope_theta": rope["rope_theta"],
@@ -77,11 +92,11 @@ def _windows_of(shape: DecoderShape) -> dict[str, Any]:
     """Which blocks see a window alone."""
     windowed = [shape.has_window(layer) for layer in range(shape.layers)]
     said: dict[str, Any] = {"sliding_window": shape.window}
-    if shape.family in ("qwen2", "qwen3", "qwen3-moe", "smollm3"):
+    if shape.family in ("qwen2", "qwen2-moe", "qwen3", "qwen3-moe", "smollm3"):
         said["use_sliding_window"] = shape.window is not None
-    if shape.family in ("qwen2", "qwen3", "smollm3", "gemma3-text"):
+    if shape.family in ("qwen2", "qwen2-moe", "qwen3", "smollm3", "gemma2", "gemma3-text", "olmo3"):
         said["layer_types"] = ["sliding_attention" if each else "full_attention" for each in windowed]
-    elif any(windowed) and not all(windowed) or shape.window and shape.family in ("llama", "granite", "gemma"):
+    elif any(windowed) and not all(windowed) or shape.window and shape.family in _NO_WINDOW:
         raise UsageError(f"a {shape.family} has no words for the window of blocks {shape.windowed or 'of all layers'}")
     return said
 
@@ -103,18 +118,24 @@ def _own_of(shape: DecoderShape, rope: dict[str, Any], width: int) -> dict[str, 
         said |= {"partial_rotary_factor": shape.rotary.part}
         if shape.rotary.scaling == "divided":
             said["original_max_position_embeddings"] = shape.rotary.original_context
+    if says(family, "perceptron_bias"):
+        said["mlp_bias"] = shape.perceptron_bias
+    if family == "qwen2-moe":
+        said["qkv_bias"] = shape.bias
     if family.startswith("gemma"):
-        said |= {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
-    if family == "gemma3-text":
+        said["hidden_activation"] = words_for_activation(shape.activation)
+    if family == "gemma2":
+        said |= {"attn_logit_softcapping": shape.attention_cap, "final_logit_softcapping": shape.logits_cap}
+    if family in ("gemma2", "gemma3-text"):
         divisor = round(scale**-2) if scale > 0 else 0
         if not divisor or abs(scale * sqrt(divisor) - 1) > 1e-12:
             raise UsageError(f"a {family} has no words for attention_scale {scale}: it is 1 / sqrt(whole number)")
+        said["query_pre_attn_scalar"] = divisor
+    if family in ("gemma3-text", "olmo3"):
         near = rope_of(shape.rotary_in_window or shape.rotary)
-        said |= {
-            "query_pre_attn_scalar": divisor,
-            "rope_parameters": {"full_attention": rope, "sliding_attention": near},
-            "rope_local_base_freq": near["rope_theta"],
-        }
+        said["rope_parameters"] = {"full_attention": rope, "sliding_attention": near}
+        if family == "gemma3-text":
+            said["rope_local_base_freq"] = near["rope_theta"]
     return said
 
 
@@ -123,14 +144,18 @@ def _experts_of(shape: DecoderShape) -> dict[str, Any]:
     if mixture is None:
         return {}
     router, hidden = mixture.router, mixture.hidden or max(1, shape.hidden // mixture.router.top_k)
-    if mixture.shared or router.score != "softmax" or router.groups > 1 or router.scale != 1:
+    of_qwen2 = shape.family == "qwen2-moe"
+    shared = mixture.shared and not (of_qwen2 and mixture.shared_gate)
+    if shared or router.score != "softmax" or router.groups > 1 or router.scale != 1:
         raise UsageError(f"the format has no words for these experts of a {shape.family}: {mixture}")
-    if shape.family == "mixtral":
-        if mixture.dense or not router.renormalise:
+    if shape.family in ("mixtral", "olmoe"):
+        if mixture.dense or shape.family == "mixtral" and not router.renormalise:
             raise UsageError("a mixtral has experts in all layers, whose weights sum to 1; export it as a qwen3-moe")
-        return {
-            "num_local_experts": mixture.experts, "num_experts_per_tok": router.top_k, "intermediate_size": hidden
-        }  # fmt: skip
+        said = {"num_experts_per_tok": router.top_k, "intermediate_size": hidden}
+        if shape.family == "mixtral":
+            return said | {"num_local_experts": mixture.experts}
+        return said | {"num_experts": mixture.experts, "norm_topk_prob": router.renormalise}
+    own = {"shared_expert_intermediate_size": mixture.shared * hidden} if of_qwen2 else {}
     return {
         "num_experts": mixture.experts,
         "num_experts_per_tok": router.top_k,
@@ -138,4 +163,5 @@ def _experts_of(shape: DecoderShape) -> dict[str, Any]:
         "norm_topk_prob": router.renormalise,
         "decoder_sparse_step": 1,
         "mlp_only_layers": list(block_numbers(mixture.dense, "dense")),
+        **own,
     }

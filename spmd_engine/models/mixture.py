@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spmd_engine.configuration import Configuration, setting
+from spmd_engine.errors import UsageError
 from spmd_engine.layers.moe import MoE
 from spmd_engine.layers.router_options import RouterOptions
 from spmd_engine.models.block_numbers import block_numbers
@@ -16,6 +17,7 @@ class Mixture(Configuration):
 
     experts: int = setting(8, least=1, most=1 << 16)  #: in each layer that has any
     shared: int = setting(0, least=0, most=1 << 16)  #: further ones, of the same size, that every token goes through
+    shared_gate: bool = False  #: whether what these make is weighted by a sigmoid of its own
     hidden: int | None = setting(None, least=1)  #: f of an expert; None: a token's experts together are a dense MLP
     dense: str = ""  #: blocks that keep their dense MLP, by number, as in "0,5"
     router: RouterOptions = RouterOptions(balance_loss=0.01, z_loss=0.001)
@@ -24,6 +26,8 @@ class Mixture(Configuration):
         super().__post_init__()
         self.router.check(self.experts)
         block_numbers(self.dense, "dense")
+        if self.shared_gate and not self.shared:
+            raise UsageError("shared_gate weighs what shared experts make, but shared is 0")
 
     def is_routed(self, block: int, blocks: int) -> bool:
         """Whether block number ``block`` has experts; raises UsageError if ``dense`` names one that is not there."""
@@ -35,4 +39,5 @@ class Mixture(Configuration):
         ``gated`` says of which kind the experts are, as of the MLP."""
         active = self.router.top_k + self.shared
         own = self.hidden or max(1, hidden // active)
-        return MoE(width, own, self.experts, self.router, shared=self.shared, gated=gated, out_std=out_std)
+        options = {"shared": self.shared, "shared_gate": self.shared_gate, "gated": gated}
+        return MoE(width, own, self.experts, self.router, out_std=out_std, **options)

@@ -1,42 +1,25 @@
-"""Where each parameter of a decoder stands in files of Hugging Face's format: names and dims, as data.
-
-A tensor's dims are written as words of the parameter's letters: a query's weights d h r k are stored as ``"hrk d"``,
-two dims, of which the first runs over h, r and k. A letter that the parameter has not stands for several parameters
-in one tensor, and ``at`` says which of them this is: of GPT-2's ``"d nhk"`` the query is n = 0 of 3.
-"""
+"""Where each parameter of a decoder stands in files of Hugging Face's format: names and dims, as data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from spmd_engine.models.decoder import DecoderShape
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A parameter in a tensor."""
-
-    tensor: str
-    dims: str
-    at: Mapping[str, tuple[int, int]] = field(default_factory=dict)  #: letter -> number of this parameter, of how many
-    #: How rotary positions pair the numbers of k in the file, if otherwise than here: see ``RotaryOptions.pairs``.
-    pairs: str = ""
-    rows: tuple[int, int, int] | None = None  #: these of its rows: first, end, of how many; None: all
-    less: float = 0.0  #: what is stored is so much less
-
-
-#: A parameter's full name, and the ways in which it may be stored, the first of which is how it is written.
-Names = Iterator[tuple[str, tuple[Stored, ...]]]
+from spmd_engine.models.huggingface_layer_norms import LAYER_NORMS
+from spmd_engine.models.stored import Names, Stored
+from spmd_engine.models.stored_layer_norms import names_with_layer_norms
 
 #: Endings of the names of what is no parameter, but may be stored.
-IGNORED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+IGNORED = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
+#: Names of the head's table: where it is tied, a copy may be stored.
+HEADS = ("lm_head.weight", "embed_out.weight")
 _ATTENTION = {"query": "q", "key": "k", "value": "v"}
 
 
 def stored_names(shape: DecoderShape) -> Names:
     """All parameters of a decoder, in its order."""
+    if shape.family in LAYER_NORMS:
+        return names_with_layer_norms(shape)
     return _of_gpt2(shape) if shape.family == "gpt2" else _of_llama(shape)
 
 
@@ -72,9 +55,9 @@ def _of_llama(shape: DecoderShape) -> Names:
     queries = "hr" if shape.heads > (shape.key_value_heads or shape.heads) else "h"
     neighbours, fused = shape.rotary.pairs == "neighbours", shape.family == "phi3"
     less = 1.0 if shape.family.startswith("gemma") else 0.0  # of scales
-    inner, after_attention, after_mlp = "post_attention_layernorm", "", ""
-    if shape.norms == "both":
-        inner, after_attention, after_mlp = "pre_feedforward_layernorm", inner, "post_feedforward_layernorm"
+    before_mlp, after_attention, after_mlp = "post_attention_layernorm", "", ""
+    if shape.norms != "before":
+        before_mlp, after_attention, after_mlp = "pre_feedforward_layernorm", before_mlp, "post_feedforward_layernorm"
 
     def at(name: str, dims: str, turned: bool = False, **options: Any) -> tuple[Stored, ...]:
         pairs = "halves" if turned else ""
@@ -83,7 +66,8 @@ def _of_llama(shape: DecoderShape) -> Names:
     yield "embedding/table", at("embed_tokens.weight", "v d")
     for i in range(shape.layers):
         block, attention = f"block{i}/attention", f"layers.{i}.self_attn"
-        yield f"{block}/norm/scale", at(f"layers.{i}.input_layernorm.weight", "d", less=less)
+        if shape.norms != "after":
+            yield f"{block}/norm/scale", at(f"layers.{i}.input_layernorm.weight", "d", less=less)
         for name, short in _ATTENTION.items():
             heads, turned = queries if name == "query" else "h", neighbours and name != "value"
             if fused:
@@ -93,8 +77,9 @@ def _of_llama(shape: DecoderShape) -> Names:
             if shape.bias:
                 yield f"{block}/{name}_bias", at(f"{attention}.{short}_proj.bias", f"{heads}k", turned)
         if shape.query_key_norm:
-            yield f"{block}/query_norm", at(f"{attention}.q_norm.weight", "k", neighbours, less=less)
-            yield f"{block}/key_norm", at(f"{attention}.k_norm.weight", "k", neighbours, less=less)
+            of_query, of_key = (f"{queries}k", "hk") if shape.norm_together else ("k", "k")
+            yield f"{block}/query_norm", at(f"{attention}.q_norm.weight", of_query, neighbours, less=less)
+            yield f"{block}/key_norm", at(f"{attention}.k_norm.weight", of_key, neighbours, less=less)
         yield f"{block}/output", at(f"{attention}.o_proj.weight", f"d {queries}k")
         if shape.output_bias:
             yield f"{block}/output_bias", at(f"{attention}.o_proj.bias", "d")
@@ -102,7 +87,8 @@ def _of_llama(shape: DecoderShape) -> Names:
             yield f"{block}/norm_after/scale", at(f"layers.{i}.{after_attention}.weight", "d", less=less)
         routed = shape.mixture is not None and shape.mixture.is_routed(i, shape.layers)
         kind = "moe" if routed else "mlp"
-        yield f"block{i}/{kind}/norm/scale", at(f"layers.{i}.{inner}.weight", "d", less=less)
+        if shape.norms != "after":
+            yield f"block{i}/{kind}/norm/scale", at(f"layers.{i}.{before_mlp}.weight", "d", less=less)
         if routed:
             yield from _of_experts(shape, i)
             continue
@@ -112,6 +98,9 @@ def _of_llama(shape: DecoderShape) -> Names:
             else:
                 yield f"block{i}/mlp/{name}", at(f"layers.{i}.mlp.{name}_proj.weight", "f d")
         yield f"block{i}/mlp/down", at(f"layers.{i}.mlp.down_proj.weight", "d f")
+        if shape.perceptron_bias:
+            for name, dims in (("gate", "f"), ("up", "f"), ("down", "d")):
+                yield f"block{i}/mlp/{name}_bias", at(f"layers.{i}.mlp.{name}_proj.bias", dims)
         if after_mlp:
             yield f"block{i}/{kind}/norm_after/scale", at(f"layers.{i}.{after_mlp}.weight", "d", less=less)
     yield "norm/scale", at("norm.weight", "d", less=less)
@@ -143,3 +132,10 @@ def _of_experts(shape: DecoderShape, i: int) -> Names:
             yield f"{own}/expert{e}/{name}", (Stored(f"{each}.experts.{e}.{called[name]}.weight", "f d"), together)
         together = Stored(f"{folder}.experts.down_proj", "e d f", {"e": (e, experts)})
         yield f"{own}/expert{e}/down", (Stored(f"{each}.experts.{e}.{called['down']}.weight", "d f"), together)
+    for number in range(shape.mixture.shared):
+        at, module = {"n": (number, shape.mixture.shared)}, f"{folder}.shared_expert"
+        for name in ("gate", "up"):
+            yield f"{own}/shared{number}/{name}", (Stored(f"{module}.{name}_proj.weight", "nf d", at),)
+        yield f"{own}/shared{number}/down", (Stored(f"{module}.down_proj.weight", "d nf", at),)
+    if shape.mixture.shared_gate:
+        yield f"{own}/shared_gate", (Stored(f"{folder}.shared_expert_gate.weight", "n d", {"n": (0, 1)}),)

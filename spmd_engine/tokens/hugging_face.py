@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd_engine.errors import UsageError
+from spmd_engine.tokens.byte_level import CLASSES, MERGES, VOCABULARY, byte_level_json, remedy
 from spmd_engine.tokens.tokenizer import Tokenizer
 
 TOKENIZER, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
@@ -99,26 +100,23 @@ def tokenizers_library() -> Any:
 
 def read_tokenizer(path: str | Path) -> JsonTokenizer:
     """The tokenizer of a model's folder, or of one ``tokenizer.json``, with what is in ``tokenizer_config.json`` and
-    ``chat_template.jinja`` beside it. Raises UsageError for files that are missing or damaged."""
+    ``chat_template.jinja`` beside it; of GPT-2's class without one, that of ``vocab.json`` and ``merges.txt``. Raises
+    UsageError for files that are missing or damaged."""
     path = Path(path)
     file = path / TOKENIZER if path.is_dir() else path
-    if not file.is_file():
-        raise UsageError(f"{file}: no such file; a model's folder has its tokenizer there")
-    found = {TOKENIZER: _text(file)}
-    for name in (CONFIG, TEMPLATE):
-        if file.with_name(name).is_file():
-            found[name] = _text(file.with_name(name))
-    return tokenizer_of(found, str(file))
+    found = {name: _text(file.with_name(name)) for name in (CONFIG, TEMPLATE) if file.with_name(name).is_file()}
+    if file.is_file():
+        return tokenizer_of(found | {TOKENIZER: _text(file)}, str(file))
+    parts, config = [file.with_name(name) for name in (VOCABULARY, MERGES)], _config(found, str(file))
+    if config.get("tokenizer_class") not in CLASSES or not all(part.is_file() for part in parts):
+        raise UsageError(f"{file}: no such file; a model's folder has its tokenizer there{remedy(file.parent)}")
+    text = byte_level_json(*map(_text, parts), config, tokenizers_library(), str(file.parent))
+    return tokenizer_of(found | {TOKENIZER: text}, str(file.parent))
 
 
 def tokenizer_of(files: Mapping[str, str], where: str) -> JsonTokenizer:
     """The tokenizer of such files, texts by name. Raises UsageError, naming ``where``, if they are damaged."""
-    try:
-        config = json.loads(files.get(CONFIG, "{}"))
-        if not isinstance(config, Mapping):
-            raise ValueError("it must hold an object, {...}")
-    except ValueError as error:
-        raise UsageError(f"{where}: {CONFIG} beside it cannot be read: {error}; get the file anew") from None
+    config = _config(files, where)
     chat = files.get(TEMPLATE, config.get("chat_template"))
     if isinstance(chat, list):  # several by name, of which one is the usual
         named = {each.get("name"): each.get("template") for each in chat if isinstance(each, Mapping)}
@@ -128,6 +126,16 @@ def tokenizer_of(files: Mapping[str, str], where: str) -> JsonTokenizer:
     return JsonTokenizer(
         files[TOKENIZER], where, end=special.get("eos_token"), chat_template=chat, special=special, around=around
     )
+
+
+def _config(files: Mapping[str, str], where: str) -> Mapping[str, Any]:
+    try:
+        config = json.loads(files.get(CONFIG, "{}"))
+        if not isinstance(config, Mapping):
+            raise ValueError("it must hold an object, {...}")
+    except ValueError as error:
+        raise UsageError(f"{where}: {CONFIG} beside it cannot be read: {error}; get the file anew") from None
+    return config
 
 
 def _content(value: Any) -> str:

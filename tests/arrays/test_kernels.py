@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from numerics import assert_gradient, frozen, normals
-from spmd_engine.arrays.activations import gelu, relu
+from spmd_engine.arrays.activations import gelu, gelu_erf, relu
 from spmd_engine.arrays.chunks import CACHE_ELEMENTS, chunks
 from spmd_engine.arrays.normalization import layer_norm, layer_norm_backward, layer_norm_backward_parameters
 from spmd_engine.arrays.scatter import add_rows, count_each
+from spmd_engine.arrays.soft_cap import soft_cap, soft_cap_slope
 from spmd_engine.arrays.updates import adamw, momentum_sgd, sum_of_squares
 
 LONG = 2 * CACHE_ELEMENTS + 77  # more than two chunks, and no whole number of them
@@ -48,6 +49,25 @@ def test_gelu(shape):
     differences = (plain_gelu(z + 1e-5) - plain_gelu(z - 1e-5)) / 2e-5
     np.testing.assert_allclose(slope, differences, atol=1e-9)
     assert slope.shape == z.shape
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(np.float64, 1e-15), (np.float32, 2e-7)])
+def test_gelu_of_the_normal_distribution(dtype, tolerance):
+    z = frozen(np.concatenate((np.linspace(-9, 9, 2001), [-40, -1e-9, 0, 1e-9, 40])).astype(dtype))
+    y, slope = gelu_erf(z)
+    below = np.array([math.erfc(-each / math.sqrt(2)) / 2 for each in z.tolist()])
+    np.testing.assert_allclose(y, z * below, rtol=tolerance, atol=tolerance)
+    bell = np.exp(-(z.astype(float) ** 2) / 2) / math.sqrt(2 * math.pi)
+    np.testing.assert_allclose(slope, below + z * bell, rtol=0, atol=tolerance)
+    assert y.dtype == slope.dtype == dtype
+
+
+def test_soft_cap():
+    x = 3 * normals(50)
+    y = x.copy()
+    soft_cap(y, 2.0)
+    np.testing.assert_allclose(y, 2 * np.tanh(x / 2), rtol=1e-14)
+    np.testing.assert_allclose(soft_cap_slope(y, 2.0), np.cosh(x / 2) ** -2, rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

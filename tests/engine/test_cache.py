@@ -9,7 +9,8 @@ from spmd_engine.engine import LayeredEngine
 from spmd_engine.engine.growth import grow
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.cache import Cache
-from spmd_engine.models import GPTSize, gpt
+from spmd_engine.models import DecoderShape, GPTSize, gpt
+from spmd_engine.models.decoder import decoder
 from spmd_engine.sharding import Layout
 from spmd_engine.sharding.shards import Shards
 from spmd_engine.verify import mesh_of_one
@@ -88,6 +89,53 @@ def test_sequences_are_reordered_repeated_dropped_and_cut_short():
     for row, (of, scores) in enumerate(zip([2, 0, 2], y)):
         alone = whole(np.concatenate([TOKENS[of, :3], TOKENS[row, 5:6]])[None])
         np.testing.assert_allclose(scores[0], alone[0, -1], rtol=0, atol=1e-12)
+
+
+WINDOWED = DecoderShape(
+    layers=2, width=8, heads=2, hidden=10, vocabulary=13, context=40, window=4, windowed="1", query_key_norm=True
+)
+LONG = np.random.default_rng(1).integers(0, 13, (3, 40))
+
+
+def windowed_on(mesh):
+    return LayeredEngine(decoder(WINDOWED), mesh, Layout.for_mesh(mesh), dtype=np.float64, seed=5)
+
+
+@pytest.mark.parametrize("axes", [ONE, {"context": 3}, {"model": 2, "data": 2}], ids=tiny.mesh_id)
+def test_keys_beyond_a_window_are_dropped(axes):
+    """A prompt of 11, then one token after the other: of the layer with a window few columns stay, of the other all."""
+
+    def program():
+        with Mesh(**axes) as mesh:
+            engine, cache, parts = windowed_on(mesh), Cache(), []
+            tokens = LONG[engine.batch_span(3)]
+            with engine.inference():
+                for begin, end in [(0, 11), *((n, n + 1) for n in range(11, 40))]:
+                    parts.append(engine.join_outputs(engine.forward(tokens[:, begin:end], cache=cache)))
+            return np.concatenate(parts, axis=1), [cache.columns(window).used for window in (None, 4)]
+
+    engine = windowed_on(mesh_of_one())
+    with engine.inference():
+        expected = engine.forward(LONG)
+    for found, (without, within) in run(program, tiny.ranks_of(axes)):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+        assert within <= 9 and without == (40 if "context" not in axes else without)
+
+
+def test_sequences_with_a_window_are_joined_dropped_and_read_anew():
+    engine, caches = windowed_on(mesh_of_one()), [Cache(), Cache()]
+    with engine.inference():
+        for row, cache in enumerate(caches):  # of other lengths: 21 and 17
+            for begin in range(0, 21 - 4 * row):
+                engine.forward(LONG[row : row + 1, begin : begin + 1], cache=cache)
+        cache = Cache.joined(caches)
+        with pytest.raises(UsageError, match=r"cannot be cut to 9 positions: of its first \d+, beyond a window of 4"):
+            cache.truncate([9, 17])
+        cache.truncate([0, 17])
+        cache.select([1, 0])
+        y = engine.forward(LONG[[1, 2], 17:20], cache=cache)
+        alone = [engine.forward(LONG[1:2, :20])[0, 17:], engine.forward(LONG[2:3, 17:20])[0]]
+    np.testing.assert_allclose(y, alone, rtol=0, atol=1e-12)
 
 
 def test_what_a_cache_cannot_do_is_refused():

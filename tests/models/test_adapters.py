@@ -32,6 +32,10 @@ EXPERTS = DecoderShape(
     family="qwen3-moe", layers=2, width=12, heads=6, key_value_heads=2, hidden=10, vocabulary=13, query_key_norm=True,
     context=16, mixture=Mixture(experts=5, hidden=7, dense="1", router=RouterOptions(top_k=2)),
 )  # fmt: skip
+NEOX = DecoderShape(
+    family="gpt-neox", layers=2, width=12, heads=3, hidden=10, vocabulary=13, context=16, norm="layer", bias=True,
+    output_bias=True, parallel="two-norms", gated=False, activation="gelu-erf", perceptron_bias=True,
+)  # fmt: skip
 OPTIONS = LoRAOptions(rank=3, alpha=4.5)
 TOKENS = np.random.default_rng(0).integers(0, 13, (2, 4, 16))
 SIDES = {"query": ("d", "hrk"), "key": ("d", "hk"), "value": ("d", "hk"), "output": ("hrk", "d"),
@@ -94,6 +98,7 @@ def alone(shape=SHAPE):
     [
         *((*each, SHAPE) for each in MESHES[1:]),
         ({"model": 2, "data": 2}, {"zero": 3, "sequence_parallel": True}, GPT2),
+        ({"pipe": 2, "model": 2}, {"zero": 2}, NEOX),
         ({"expert": 2, "model": 2}, {"zero": 1}, EXPERTS),
         ({"pipe": 2, "expert": 3}, {"recompute": "block"}, EXPERTS),
     ],
@@ -111,14 +116,14 @@ def test_every_mesh_computes_the_same(axes, composition, shape):
         np.testing.assert_array_equal(frozen[name], whole[name])
 
 
-@pytest.mark.parametrize("shape", [SHAPE, GPT2, EXPERTS], ids=lambda shape: shape.family)
+@pytest.mark.parametrize("shape", [SHAPE, GPT2, NEOX, EXPERTS], ids=lambda shape: shape.family)
 def test_gradients_are_those_of_all_weights_projected(shape):
     """Of the merged model's gradient dw, da = scale dw bᵀ, summed over those who share a, and db = scale aᵀ dw."""
     _, gradients, _, _, whole = alone(shape)
     engine = build_engine(ModelConfig(name="merged", shape=shape, dtype="float64"), Mesh())
     merged, names_of_a = dict(whole), OPTIONS.names_of_a(shape.family)
     adapted = [name for name in engine.names if f"{name}_lora_b" in whole]
-    letters = {"hrk": "hk", "hk": "hk"} if shape is GPT2 else {}
+    letters = {"hrk": "hk", "hk": "hk"} if shape in (GPT2, NEOX) else {}
     sides = {own: [letters.get(each, each) for each in pair] for own, pair in SIDES.items()}
     for name in adapted:
         layer, _, own = name.rpartition("/")
@@ -136,7 +141,7 @@ def test_gradients_are_those_of_all_weights_projected(shape):
         expected[name_of_a] = expected.get(name_of_a, 0) + da
         expected[name + "_lora_b"] = 1.5 * np.einsum(f"{into}q,{into}{out}->q{out}", a, dw)
     assert expected.keys() == gradients.keys()
-    assert len(expected) == {"qwen3": 28, "gpt2": 20, "qwen3-moe": 16}[shape.family]
+    assert len(expected) == {"qwen3": 28, "gpt2": 20, "gpt-neox": 20, "qwen3-moe": 16}[shape.family]
     for name, each in expected.items():
         np.testing.assert_allclose(gradients[name], each, rtol=0, atol=1e-13, err_msg=name)
 
@@ -169,6 +174,7 @@ GOLDEN, BASE = ADAPTERS / "llama", BASES / "llama"
         ("llama", {"pipe": 2, "data": 2}, {"zero": 3}),
         ("gpt2", {"model": 2}, {}),
         ("phi3", {"model": 3}, {}),
+        ("gpt_neox", {"model": 3}, {}),
         ("qwen3_moe", {"expert": 2, "model": 2}, {}),
     ],
     ids=lambda each: str(each) if each else "",

@@ -27,12 +27,13 @@ MESHES = [
     ({"expert": 2, "context": 2}, {"context_method": "ulysses", "zero": 2}),
     ({"data": 2, "model": 2, "queries": 2}, {"sequence_parallel": True, "zero": 2}),  # three of these share a key head
 ]
+WITHOUT_SHARED_KEYS = ("gpt2", "gpt_neo", "gpt_neox", "opt")
 #: Every family alone and on one other mesh, each mesh with a family; the rest takes long.
 CASES = [
     pytest.param(family, *case, id=f"{family}-{number}", marks=[] if number in (0, 1 + of % 5) else pytest.mark.soak)
     for of, family in enumerate(FAMILIES)
     for number, case in enumerate(MESHES)
-    if family != "gpt2" or "queries" not in case[0]
+    if family not in WITHOUT_SHARED_KEYS or "queries" not in case[0]
 ]
 every_family = pytest.mark.parametrize("family", FAMILIES)
 

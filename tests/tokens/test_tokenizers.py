@@ -97,6 +97,22 @@ def test_damaged_files_are_told(byte_level, tmp_path, name, content, message):
         read_tokenizer(tmp_path)
 
 
+def test_gpt2_s_two_files_are_the_same_tokenizer(byte_level, tmp_path):
+    """As older folders have them, and as transformers reads them: with what belongs before every text."""
+    config = {"tokenizer_class": "GPT2Tokenizer", "bos_token": "<|end|>", "eos_token": "<|end|>", "add_bos_token": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    library.Tokenizer.from_file(str(byte_level / "tokenizer.json")).model.save(str(tmp_path))
+    tokenizer, expected = read_tokenizer(tmp_path), read_tokenizer(byte_level)
+    text = TEXT + " the<|end|>cat"
+    assert tokenizer.encode(text) == [0, *expected.encode(text)] and tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b c\n")
+    with pytest.raises(UsageError, match="vocab.json and merges.txt make no tokenizer"):
+        read_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": "CodeGenTokenizer"}))
+    with pytest.raises(UsageError, match="vocab.json is there instead: AutoTokenizer.from_pretrained"):
+        read_tokenizer(tmp_path)
+
+
 def test_a_folder_without_one_is_told(tmp_path):
     with pytest.raises(UsageError, match="no such file; a model's folder has its tokenizer there"):
         read_tokenizer(tmp_path)

@@ -1,0 +1,98 @@
+"""Where decoders with layer norms have their parameters in files of Hugging Face's format: modules' names, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from spmd_engine.models.decoder import DecoderShape
+from spmd_engine.models.stored import Names, Stored
+
+_ATTENTION = {name: f"self_attn.{name[0]}_proj" for name in ("query", "key", "value")}
+#: Of each family: what all names begin with, which may be missing, modules outside of blocks, what a block is called,
+#: and the modules in it. Where queries, keys and values are in one module, each head has its three side by side.
+_MODULES: Mapping[str, Mapping[str, str]] = {
+    "gpt-neo": {
+        "": "transformer.", "embedding": "wte", "positions": "wpe", "norm": "ln_f", "block": "h.",
+        "attention/norm": "ln_1", "query": "attn.attention.q_proj", "key": "attn.attention.k_proj",
+        "value": "attn.attention.v_proj", "output": "attn.attention.out_proj", "mlp/norm": "ln_2",
+        "w0": "mlp.c_fc", "w1": "mlp.c_proj",
+    },
+    "gpt-neox": {
+        "": "gpt_neox.", "embedding": "embed_in", "norm": "final_layer_norm", "head": "embed_out", "block": "layers.",
+        "attention/norm": "input_layernorm", "all": "attention.query_key_value", "output": "attention.dense",
+        "mlp/norm": "post_attention_layernorm", "w0": "mlp.dense_h_to_4h", "w1": "mlp.dense_4h_to_h",
+    },
+    "opt": _ATTENTION | {
+        "": "model.", "embedding": "decoder.embed_tokens", "positions": "decoder.embed_positions",
+        "norm": "decoder.final_layer_norm", "block": "decoder.layers.", "attention/norm": "self_attn_layer_norm",
+        "output": "self_attn.out_proj", "mlp/norm": "final_layer_norm", "w0": "fc1", "w1": "fc2",
+    },
+    "phi": _ATTENTION | {
+        "": "model.", "embedding": "embed_tokens", "norm": "final_layernorm", "block": "layers.",
+        "norm_of_block": "input_layernorm", "output": "self_attn.dense", "w0": "mlp.fc1", "w1": "mlp.fc2",
+    },
+    "stablelm": _ATTENTION | {
+        "": "model.", "embedding": "embed_tokens", "norm": "norm", "block": "layers.",
+        "norm_of_block": "input_layernorm", "attention/norm": "input_layernorm", "output": "self_attn.o_proj",
+        "mlp/norm": "post_attention_layernorm", "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj",
+    },
+    "starcoder2": _ATTENTION | {
+        "": "model.", "embedding": "embed_tokens", "norm": "norm", "block": "layers.",
+        "attention/norm": "input_layernorm", "output": "self_attn.o_proj", "mlp/norm": "post_attention_layernorm",
+        "w0": "mlp.c_fc", "w1": "mlp.c_proj",
+    },
+}  # fmt: skip
+#: Of perceptrons: dims as stored, and of their biases what they are called here.
+_DIMS = {"w0": "f d", "w1": "d f", "gate": "f d", "up": "f d", "down": "d f"}
+_BIASES = {"w0": "b0", "w1": "b1"}
+
+
+def names_with_layer_norms(shape: DecoderShape) -> Names:
+    """All parameters of a decoder of these families, in its order."""
+    modules = _MODULES[shape.family]
+
+    def at(module: str, dims: str, kind: str = "weight", **options: Any) -> tuple[Stored, ...]:
+        tensor = f"{module}.{kind}"
+        return Stored(modules[""] + tensor, dims, **options), Stored(tensor, dims, **options)
+
+    def norm(own: str, module: str) -> Names:
+        yield f"{own}/scale", at(module, "d")
+        yield f"{own}/shift", at(module, "d", "bias")
+
+    yield "embedding/table", at(modules["embedding"], "v d")
+    if shape.learned:
+        yield "positions/table", at(modules["positions"], "p d")
+    for i in range(shape.layers):
+        block, own = f"{modules['block']}{i}.", f"block{i}" if shape.parallel == "none" else f"block{i}/parallel"
+        if shape.parallel == "one-norm":
+            yield from norm(f"{own}/norm", block + modules["norm_of_block"])
+        else:
+            yield from norm(f"{own}/attention/norm", block + modules["attention/norm"])
+        for name, dims, module, options in _projections(shape, modules):
+            yield f"{own}/attention/{name}", at(block + module, dims, **options)
+            if shape.output_bias if name == "output" else shape.bias:
+                yield f"{own}/attention/{name}_bias", at(block + module, dims.split()[0], "bias", **options)
+        if shape.parallel != "one-norm":
+            yield from norm(f"{own}/mlp/norm", block + modules["mlp/norm"])
+        for name in ("gate", "up", "down") if shape.gated else ("w0", "w1"):
+            yield f"{own}/mlp/{name}", at(block + modules[name], _DIMS[name])
+            if shape.perceptron_bias:
+                yield f"{own}/mlp/{_BIASES[name]}", at(block + modules[name], _DIMS[name][0], "bias")
+    yield from norm("norm", modules["norm"])
+    if not shape.tied:
+        heads = dict.fromkeys((modules.get("head", "lm_head"), "lm_head"))
+        yield "head/table", tuple(Stored(f"{head}.weight", "v d") for head in heads)
+    if shape.head_bias:
+        yield "head/bias", (Stored("lm_head.bias", "v"),)
+
+
+def _projections(shape: DecoderShape, modules: Mapping[str, str]) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
+    """Of the attention's: name, dims, module, and which part of its tensor it is."""
+    queries = "hr" if shape.heads > (shape.key_value_heads or shape.heads) else "h"
+    for number, name in enumerate(("query", "key", "value")):
+        if "all" in modules:
+            yield name, "hnk d", modules["all"], {"at": {"n": (number, 3)}}
+        else:
+            yield name, f"{queries if name == 'query' else 'h'}k d", modules[name], {}
+    yield "output", f"d {queries}k", modules["output"], {}
