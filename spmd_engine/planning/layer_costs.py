@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 import numpy as np
 
 from spmd_engine.engine.recompute import Recompute, segments
+from spmd_engine.engine.reducer import IN_FLIGHT
 from spmd_engine.models import Model
 
 
@@ -59,9 +61,7 @@ class CutLayers:
 
     def __init__(self, model: Model, costs: Sequence[LayerCosts], recompute: str) -> None:
         self.costs = costs
-        repeated = [
-            each.layers for each in segments(model, range(len(costs)), Recompute(recompute)) if each.recomputed
-        ]
+        repeated = [each.layers for each in segments(model, range(len(costs)), Recompute(recompute)) if each.recomputed]
         again = np.zeros(len(costs), bool)
         for layers in repeated:
             again[layers.start : layers.stop] = True
@@ -97,6 +97,9 @@ class CutLayers:
         for layers in repeated:
             part = slice(layers.start, layers.stop)
             self.gathered[part] = self.elements[part].sum()
+        #: elements of each layer's group that is gathered first, and of those whose gradients leave last
+        self.first_group = np.array([float(max(each.groups[:1], default=0)) for each in costs])
+        self.last_groups = np.array([float(sum(each.groups[-IN_FLIGHT:])) for each in costs])
         numbers = {name: number for number, (name, _) in enumerate(model.layers)}
         #: layer with a tied parameter -> the layer that has it
         self.owners = {
@@ -108,8 +111,9 @@ class CutLayers:
     def __len__(self) -> int:
         return len(self.costs)
 
-    def elements_of(self, layers: Sequence[int]) -> float:
-        """Parameters of some layers on one rank: what is tied counts once."""
-        here = set(layers)
-        twice = sum(self.costs[layer].tied for layer, owner in self.owners.items() if {layer, owner} <= here)
-        return float(self.elements[list(layers)].sum()) - twice
+    @cached_property
+    def different(self) -> tuple[list[LayerCosts], list[int]]:
+        """The costs that differ, and for each layer which of them are its own: most layers of a model are alike."""
+        numbers: dict[int, int] = {}
+        at = [numbers.setdefault(id(each), len(numbers)) for each in self.costs]
+        return [self.costs[at.index(number)] for number in range(len(numbers))], at

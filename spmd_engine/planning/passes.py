@@ -7,7 +7,7 @@ for its backward nothing is there but its memory.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from threading import RLock
@@ -234,22 +234,30 @@ def _kept(held: list, given: Mapping[str, Any]) -> tuple[int, frozenset[str]]:
     return sum(memory.bytes for key, memory in memories.items() if key not in names), keeps
 
 
+#: What has no memory of the layer's, and is not looked into.
+_OPAQUE = (str, int, float, type, np.ndarray, Shards, Mesh, Group, Layer, Meter)
+
+
 def _collect(x: Any, memories: dict[int, Any], seen: set[int]) -> None:
     """All memories that are reached from an object, through what it consists of."""
     if isinstance(x, ShapedArray):
         if x.memory is not None:
             memories[id(x.memory)] = x.memory
         return
-    if x is None or id(x) in seen or isinstance(x, (str, int, float, type, np.ndarray, Shards, Mesh, Group, Layer)):
+    if x is None or isinstance(x, _OPAQUE) or id(x) in seen:
         return
     seen.add(id(x))
-    if isinstance(x, Mapping):
-        parts = list(x.values())
-    elif isinstance(x, (tuple, list, set, frozenset)):
-        parts = list(x)
-    else:
-        slots = (name for kind in type(x).__mro__ for name in getattr(kind, "__slots__", ()))
-        parts = [*getattr(x, "__dict__", {}).values(), *(getattr(x, name, None) for name in slots)]
-        parts += [cell.cell_contents for cell in getattr(x, "__closure__", None) or ()]
-    for part in parts:
+    for part in _parts(x):
         _collect(part, memories, seen)
+
+
+def _parts(x: Any) -> Iterable[Any]:
+    if isinstance(x, (tuple, list, set, frozenset)):
+        return x
+    if isinstance(x, Mapping):
+        return x.values()
+    if isinstance(x, Recorder):
+        return x.sending  # all else are records
+    slots = (name for kind in type(x).__mro__ for name in getattr(kind, "__slots__", ()))
+    parts = [*getattr(x, "__dict__", {}).values(), *(getattr(x, name, None) for name in slots)]
+    return parts + [cell.cell_contents for cell in getattr(x, "__closure__", None) or ()]

@@ -24,7 +24,7 @@ from spmd_engine.planning.lattice import Candidate, SearchSpace, candidates
 from spmd_engine.planning.layer_costs import CutLayers
 from spmd_engine.planning.machine import Machine
 from spmd_engine.planning.profile import Profiles
-from spmd_engine.planning.setting import Setting
+from spmd_engine.planning.setting import Cut, Setting
 
 KEPT = 5  #: plans that are shown
 PATIENCE = 3  #: times as long is searched on while nothing was found
@@ -77,22 +77,26 @@ class Planner:
         self.profiles = Profiles(model, machine, dtype, sequence, optimizer, base)
         self._layers: dict[tuple[int, str], CutLayers] = {}
         self._setting = Setting(model, machine, self.itemsize, states)
-        self._impossible: set[tuple] = set()
+        self._cut: dict[tuple, Cut | None] = {}  # None where the model cannot be cut so
 
     def estimator(self, candidate: Candidate) -> Estimator | None:
         """What estimates a candidate; None if the model cannot be cut so."""
-        key = candidate.axes, candidate.samples, candidate.sequence_parallel
-        if key in self._impossible:
-            return None
+        each = candidate.batch_size // candidate.micro_batches
+        key = candidate.axes, each, candidate.sequence_parallel, candidate.recompute, candidate.zero
+        if key not in self._cut:
+            self._cut[key] = self._find_cut(candidate)
+        cut = self._cut[key]
+        return Estimator(self._setting, candidate, cut) if cut is not None else None
+
+    def _find_cut(self, candidate: Candidate) -> Cut | None:
         try:
-            costs = self.profiles.of(candidate)
+            costs, update = self.profiles.of(candidate)
         except SpmdError:
-            self._impossible.add(key)
             return None
-        layers = id(costs), candidate.recompute
-        if layers not in self._layers:
-            self._layers[layers] = CutLayers(self.model, costs, candidate.recompute)
-        return Estimator(self._setting, candidate, self._layers[layers], self.profiles.update(candidate))
+        key = id(costs), candidate.recompute
+        if key not in self._layers:
+            self._layers[key] = CutLayers(self.model, costs, candidate.recompute)
+        return self._setting.cut(candidate.axes, candidate.zero, self._layers[key], update)
 
     def search(
         self,
