@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, log2
 
-from spmd_engine.planning.group_links import GroupLinks, GroupRanks
+from spmd_engine.planning.group_links import GroupLinks
+from spmd_engine.planning.hashed import HashedOnce
 from spmd_engine.planning.machine import Link, Machine
 from spmd_engine.planning.network import Network
 
@@ -48,17 +49,17 @@ class CollectiveTimes:
     def __init__(self, machine: Machine) -> None:
         self.machine, self.network = machine, Network(machine)
         self._known: dict[tuple, Duration] = {}
-        self._links: dict[GroupRanks, GroupLinks] = {}
+        self._links: dict[HashedOnce, GroupLinks] = {}
 
     def of(self, operation: str, ranks: Sequence[int], size: float) -> Duration:
         """Of an operation over these ranks; ``size`` is S, the bytes of the whole array (of a send, its bytes)."""
-        ranks = ranks if isinstance(ranks, GroupRanks) else GroupRanks(ranks)
+        ranks = ranks if isinstance(ranks, HashedOnce) else HashedOnce(ranks)
         key = operation, ranks, size
         if key not in self._known:
             self._known[key] = self._of(operation, self.links(ranks), size)
         return self._known[key]
 
-    def links(self, ranks: GroupRanks) -> GroupLinks:
+    def links(self, ranks: HashedOnce) -> GroupLinks:
         """What connects these ranks."""
         if ranks not in self._links:
             self._links[ranks] = GroupLinks(self.machine, self.network, ranks)

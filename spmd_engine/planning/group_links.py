@@ -12,17 +12,6 @@ from spmd_engine.planning.machine import Link, Machine
 from spmd_engine.planning.network import Network
 
 
-class GroupRanks(tuple):
-    """The ranks of a group, in order. They are hashed once: groups are large, and are asked for often."""
-
-    @cached_property
-    def _hash(self) -> int:
-        return tuple.__hash__(self)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-
 class GroupLinks:
     """The links of one group, while all groups like it (the same axes, other coordinates) do the same."""
 
@@ -43,7 +32,7 @@ class GroupLinks:
         return self.machine.node_numbers[np.asarray(self.ranks)]
 
     def _neighbours(self) -> Iterator[tuple[int, int]]:
-        """GroupRanks that follow each other in the ring; of pairs that only differ in where they are, one."""
+        """HashedOnce that follow each other in the ring; of pairs that only differ in where they are, one."""
         ring = zip(self.ranks, (*self.ranks[1:], self.ranks[0]), strict=True)
         if self.machine.pairs:
             yield from ((a, b) for a, b in ring if a != b)

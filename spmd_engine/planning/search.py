@@ -21,14 +21,14 @@ from spmd_engine.models import Model
 from spmd_engine.planning.estimate import Bound, Estimate, Estimator
 from spmd_engine.planning.goals import Constraints, least, value
 from spmd_engine.planning.lattice import Candidate, SearchSpace, candidates
-from spmd_engine.planning.layer_costs import CutLayers
+from spmd_engine.planning.layer_costs import CutLayers, repeated_layers
 from spmd_engine.planning.machine import Machine
 from spmd_engine.planning.profile import Profiles
 from spmd_engine.planning.setting import Cut, Setting
 
 KEPT = 5  #: plans that are shown
 PATIENCE = 3  #: times as long is searched on while nothing was found
-OF_FRONT = 0.5  #: seconds for what belongs to the front and was not looked at before
+OF_FRONT = 0.2  #: seconds for what belongs to the front and was not looked at before
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,11 @@ class Planner:
             return None
         key = id(costs), candidate.recompute
         if key not in self._layers:
-            self._layers[key] = CutLayers(self.model, costs, candidate.recompute)
+            self._layers[key] = CutLayers(self.model, costs, self._repeated(candidate.recompute))
         return self._setting.cut(candidate.axes, candidate.zero, self._layers[key], update)
+
+    def _repeated(self, recompute: str) -> list[range]:
+        return self._setting.once(("repeated", recompute), lambda: repeated_layers(self.model, recompute))
 
     def search(
         self,

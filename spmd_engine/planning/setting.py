@@ -12,7 +12,7 @@ import numpy as np
 from spmd_engine.engine import schedules
 from spmd_engine.models import Model
 from spmd_engine.planning.collective_time import CollectiveTimes
-from spmd_engine.planning.group_links import GroupRanks
+from spmd_engine.planning.hashed import HashedOnce
 from spmd_engine.planning.lattice import BATCH, PIPE, Candidate
 from spmd_engine.planning.layer_costs import CutLayers
 from spmd_engine.planning.machine import Machine
@@ -26,9 +26,9 @@ class OnMesh:
 
     ranks: int
     pipe: int
-    summed: GroupRanks  #: the ranks over which gradients are summed, with the first of them
-    stored: GroupRanks  #: of these, those over which ZeRO stores in parts
-    copies: GroupRanks  #: the ranks that store the same part
+    summed: HashedOnce  #: the ranks over which gradients are summed, with the first of them
+    stored: HashedOnce  #: of these, those over which ZeRO stores in parts
+    copies: HashedOnce  #: the ranks that store the same part
     next_stage: int  #: how far away the next stage's rank is
 
     @property
@@ -44,12 +44,12 @@ class OnMesh:
             strides[axis] = stride
             stride *= size
 
-        def along(names: Collection[str]) -> GroupRanks:
+        def along(names: Collection[str]) -> HashedOnce:
             ranks = np.zeros(1, int)
             for axis, size in axes:
                 if axis in names:
                     ranks = (ranks[:, None] + strides[axis] * np.arange(size)).reshape(-1)
-            return GroupRanks(ranks.tolist())
+            return HashedOnce(ranks.tolist())
 
         summed = (*BATCH, "context")
         stored = [axis for axis in summed if axis != "replicate"]
@@ -129,13 +129,12 @@ class Setting:
         """Layers on this mesh; they must outlive the setting."""
         on = self.on(axes)
         works = self.once(("works", on.summed), lambda: self.collectives.of("all_reduce", on.summed, 1.0).works)
-        waits = zero if on.cut > 1 and not works else 0
+        waits = zero if on.cut > 1 and not works and zero > 1 else 0  # below, nothing travels in a micro-batch
         key = "busy", id(layers), on.stored if waits else (), waits
         busy = self.once(key, lambda: Busy.of(layers, self.travel(layers, on.stored), waits))
         return Cut(layers, update, on, works, busy)
 
-    def travel(self, layers: CutLayers, ranks: GroupRanks) -> Travel:
-        """What sending parameters and gradients of layers over these ranks takes; ``layers`` as of ``cut``."""
-        return self.once(
-            ("travel", id(layers), ranks), lambda: Travel.of(layers, self.collectives, ranks, self.itemsize)
-        )
+    def travel(self, layers: CutLayers, ranks: HashedOnce) -> Travel:
+        """What sending parameters and gradients of layers over these ranks takes."""
+        key = "travel", layers.groups, ranks
+        return self.once(key, lambda: Travel.of(layers, self.collectives, ranks, self.itemsize))
