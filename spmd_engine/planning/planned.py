@@ -118,7 +118,10 @@ def plan(request: Request) -> Answer:
     seen = looking.at_each(closest(planner, question, request.seconds))
     if any(not limits.broken(each.foreseen) for each in seen):  # whose estimates are above what their steps need
         return _answer(looking, planner, limits, replace(found, best=[]), seen, began)
-    conflict = conflict_of(planner, question, request.seconds)
+    if found.certificate.complete:
+        conflict = conflict_of(planner, question, request.seconds)
+    else:  # nothing is known of what was not looked at
+        conflict = Conflict(question.constraints.names, [], decided=False)
     asked = replace(question, constraints=Constraints(limits, request.fixed))
     ways = [_as_it_will_be(way, looking, asked, seen) for way in conflict.ways]
     nearest = min(seen, key=lambda each: value("memory", each.foreseen), default=None)
@@ -146,9 +149,10 @@ def _answer(
     fitting = sorted((each for each in seen if not limits.broken(each.foreseen)), key=as_wanted)
     chosen = looking.at(fitting[0].estimate)
     certificate = found.certificate
-    if not found.best:  # by their estimates nothing fits, and so nothing is better
+    if not found.best:  # by their estimates nothing that was looked at fits, and so nothing of it is better
         reached = value(request.goal, chosen.estimate)[0]
-        certificate = replace(certificate, best=reached, bound=reached)
+        bound = reached if certificate.complete else min(reached, certificate.bound)
+        certificate = replace(certificate, best=reached, bound=bound)
     others = [each for each in sorted(seen, key=as_wanted) if each is not fitting[0]]
     best = [each.foreseen for each in (chosen, *others)]
     return Answer(

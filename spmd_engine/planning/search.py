@@ -112,7 +112,8 @@ class Planner:
         keep: int = KEPT,
         first: bool = False,
     ) -> Found:
-        """The best plans for a goal, ``keep`` of them, within about so many seconds of processor time.
+        """The best plans for a goal, ``keep`` of them, within about so many seconds of processor time; where that is
+        gone before anything was found, as many as ``keep`` are estimated all the same.
 
         ``first``: any will do.
         """
@@ -137,11 +138,12 @@ class Planner:
         broken: dict[frozenset[str], Estimate] = {}
         complete = True
         left = None  # the least bound of what was not looked at
+        patience = max(deadline, process_time()) + PATIENCE * seconds
         for at_least, _, candidate, _ in entries:
             if first and best or len(best) == keep and at_least >= value(goal, best[-1]):
                 left = at_least
                 break
-            if process_time() > deadline and (best or process_time() > deadline + PATIENCE * seconds):
+            if process_time() > (deadline if best else patience) and len(known) >= keep:
                 left, complete = at_least, False
                 break
             estimate = known[candidate] = self._estimate(candidate, limits.memory)
