@@ -224,8 +224,10 @@ def _phantom(sizes: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def _is_basic(index: Any) -> bool:
-    parts = index if isinstance(index, tuple) else (index,)
-    return not any(isinstance(part, (np.ndarray, list, ShapedArray)) and np.ndim(part) for part in parts)
+    for part in index if isinstance(index, tuple) else (index,):
+        if type(part) is not slice and isinstance(part, (np.ndarray, list, ShapedArray)) and np.ndim(part):
+            return False
+    return True
 
 
 def _part(like: np.ndarray, index: Any) -> np.ndarray:

@@ -65,7 +65,7 @@ def analyze(
     layout = layout if layout is not None else composed_layout(built, place, composition)
     sizes = {part.stop - part.start for part in (span(batch_size, micro_batches, m) for m in range(micro_batches))}
     shared = [] if every else _shared_between_stages(built, layout, composition, axes, dtype.itemsize)
-    classes = every_rank(axes) if every else classes_of(built, layout, axes, sizes, shared)
+    classes = every_rank(axes) if every else classes_of(built, layout, axes, sizes, shared, sequence)
     ranks = ForetoldRanks(axes, classes, MeetingPoint(), nodes or ["here"] * prod(axes.values()))
     found = members(classes)
     uniform = not every and len(found) == axes.get(PIPE, 1)  # else ranks that differ meet inside of layers

@@ -76,12 +76,19 @@ class Answer:
         """Why nothing fits, in one line."""
         conflict, constraints = self.conflict, Constraints(self.limits, self.request.fixed)
         assert conflict is not None
+        looked = self.found.certificate
         said = [_said_constraint(name, constraints, self.request) for name in conflict.constraints]
         text = (
             f"nothing fits: {' and '.join(said)} cannot be kept together"
             if len(said) > 1
             else f"{said[0]} cannot be kept"
         )
+        if not conflict.decided:
+            text = (
+                f"time ran out (--seconds {self.request.seconds:g}): of {looked.candidates:,} candidates "
+                f"{looked.excluded:,} break a constraint by their bounds, {looked.estimated:,} were estimated, and "
+                f"none of these keeps {' and '.join(said)}; whether another does is not known"
+            )
         seen, nearest = self.conflict_foresight, conflict.nearest
         if seen is not None:
             text += (
@@ -103,7 +110,7 @@ class Answer:
         """What programs ask for."""
         if self.conflict is not None:
             return {
-                "fits": False,
+                "fits": False if self.conflict.decided else None,
                 "conflict": list(self.conflict.constraints),
                 "reason": self.why_not,
                 "ways": [
@@ -198,6 +205,7 @@ def _numbers(certificate: Certificate) -> dict[str, Any]:
         "candidates": certificate.candidates,
         "excluded": certificate.excluded,
         "estimated": certificate.estimated,
+        "complete": certificate.complete,
     }
 
 

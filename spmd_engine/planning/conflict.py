@@ -25,11 +25,13 @@ class WayOut:
 
 @dataclass(frozen=True)
 class Conflict:
-    """Constraints of which any can be kept without the others, but not all together."""
+    """Constraints of which any can be kept without the others, but not all together; or, if it is not ``decided``,
+    those that nothing was found to keep before the time ran out."""
 
     constraints: Sequence[str]
     ways: Sequence[WayOut]  #: the nearest first
     nearest: Estimate | None = None  #: what comes closest to all limits, keeping all else
+    decided: bool = True
 
 
 @dataclass(frozen=True)

@@ -7,20 +7,17 @@ compares candidates by; of those it proposes, the whole step is analyzed and sim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 
-from spmd_engine.engine.reducer import IN_FLIGHT
 from spmd_engine.planning.collective_time import Duration
 from spmd_engine.planning.lattice import Candidate
-from spmd_engine.planning.layer_costs import CutLayers
 from spmd_engine.planning.pipeline_time import Slots
-from spmd_engine.planning.setting import Setting
+from spmd_engine.planning.setting import Cut, Setting
 from spmd_engine.planning.stage_division import best_division
-from spmd_engine.planning.travel import OPERATIONS
+from spmd_engine.planning.stage_sums import StageSums
 
 LONG = 2048  #: forwards of all stages beyond which a schedule is executed for fewer micro-batches, and continued
 
@@ -56,19 +53,11 @@ class Bound:
 class Estimator:
     """Estimates a candidate, given its layers' costs."""
 
-    def __init__(self, setting: Setting, candidate: Candidate, layers: CutLayers, update: float) -> None:
-        """``update``: seconds of the optimizer for each element."""
-        self.setting, self.candidate, self.layers, self.costs = setting, candidate, layers, layers.costs
-        self.on, self.m, self.update = setting.on(candidate.axes), candidate.micro_batches, update
+    def __init__(self, setting: Setting, candidate: Candidate, cut: Cut) -> None:
+        self.setting, self.candidate, self.m = setting, candidate, candidate.micro_batches
+        self.layers, self.costs, self.on, self.busy = cut.layers, cut.layers.costs, cut.on, cut.busy
+        self.works, self.update = cut.works, cut.update
         self.pipe, self.itemsize = self.on.pipe, setting.itemsize
-        zero = candidate.zero if self.on.cut > 1 and not self._works else 0
-        self.busy = setting.busy(layers, self.on.stored, zero)
-
-    @cached_property
-    def _works(self) -> bool:
-        """Whether ranks that sum gradients move the bytes with their own cores."""
-        setting, ranks = self.setting, self.on.summed
-        return setting.once(("works", ranks), lambda: setting.collectives.of("all_reduce", ranks, 1.0).works)
 
     # --- bounds
 
@@ -89,7 +78,7 @@ class Estimator:
             seconds = way / (1 - (1 - share) ** p) if share > 1e-9 else seconds
         seconds = max(seconds, self._crowded(work / p))
         if p == 1:
-            seconds += self._exposed([range(len(layers))], [tuple(self.busy.before[:, -1].tolist())])
+            seconds += self._exposed(self._undivided, self.busy.before[:, -1:])
         elements = layers.own_elements / p
         return Bound(seconds + self._update(elements), elements * self._stored_each() + layers.all_kept / p)
 
@@ -109,6 +98,11 @@ class Estimator:
             self.setting.states * (1.0 if zero < 1 else part),
         ]
         return self.itemsize * sum(whole)
+
+    @property
+    def _undivided(self) -> StageSums:
+        """All layers on every rank."""
+        return self.setting.once(("undivided", id(self.layers)), lambda: StageSums(self.layers, (0,), 1))
 
     # --- stages
 
@@ -157,8 +151,8 @@ class Estimator:
 
     # --- memory
 
-    def _stored(self, elements: float) -> dict[str, float]:
-        """Bytes between steps of so many parameters on a stage."""
+    def _stored(self, elements: np.ndarray) -> dict[str, np.ndarray]:
+        """Bytes between steps of so many parameters on each stage."""
         zero, n = self.candidate.zero, self.on.cut
         size, part = elements * self.itemsize, elements * self.itemsize / n
         return {
@@ -167,41 +161,26 @@ class Estimator:
             "optimizer state": self.setting.states * (part if zero >= 1 else size),
         }
 
-    def _held(self, stage: int, chunks: Sequence[range], slots: Slots | None, elements: float) -> dict[str, float]:
-        """Bytes on a rank of a stage at its worst moment, by what they are for."""
-        held, layers = self._stored(elements), self.layers
-        mine = range(stage, len(chunks), self.pipe)
-        parts = {chunk: slice(chunks[chunk].start, chunks[chunk].stop) for chunk in mine}
+    def _held(self, division: StageSums, slots: Slots | None) -> dict[str, np.ndarray]:
+        """Bytes on a rank of each stage at its worst moment, by what they are for."""
+        held = self._stored(division.elements)
         if self.on.cut > 1 and self.candidate.zero >= 2:
-            whole = [self._whole(part) for part in parts.values()]
             if self.candidate.zero >= 3:
-                held["gathered groups"] = float(max(gathered for gathered, _ in whole))
-            held["whole gradients"] = float(max(gradients for _, gradients in whole))
-        of_chunk = {chunk: float(layers.kept[part].sum()) for chunk, part in parts.items()}
-        flying = self._in_flight(stage, of_chunk, slots)
+                held["gathered groups"] = division.gathered * self.itemsize
+            held["whole gradients"] = division.whole_gradients * self.itemsize
         # while a layer runs backward, what the layers behind it kept is gone
-        worst = max(layers.running[p].max() - layers.kept_before[p.start] - of_chunk[c] for c, p in parts.items())
-        held["activations"] = flying + min(worst, 0.0)
-        held["temporaries"] = max(worst, 0.0)
+        held["activations"] = self._in_flight(division, slots) + np.minimum(division.running, 0.0)
+        held["temporaries"] = np.maximum(division.running, 0.0)
         return held
 
-    def _whole(self, part: slice) -> tuple[float, float]:
-        """Bytes at the most, in a chunk, of what ZeRO-3 has gathered (a layer, and a group of the one that comes next),
-        and of whole gradients under ZeRO-2 and 3 (a layer's, and those on their way of the one before it)."""
-        groups = [(), *(cost.groups for cost in self.costs[part]), ()]
-        first = [max(each[:1], default=0) for each in groups]
-        leaving = [sum(each[-IN_FLIGHT:]) for each in groups]
-        coming = np.maximum(first[:-2], first[2:])
-        gathered = (self.layers.gathered[part] + coming).max() * self.itemsize
-        return gathered, (self.layers.elements[part] + leaving[2:]).max() * self.itemsize
-
-    def _in_flight(self, stage: int, of_chunk: dict[int, float], slots: Slots | None) -> float:
-        """Bytes of activations that a stage keeps at most."""
+    def _in_flight(self, division: StageSums, slots: Slots | None) -> np.ndarray:
+        """Bytes of activations that each stage keeps at most."""
         if slots is None:
-            return sum(of_chunk.values())
+            return division.kept
         if self.candidate.schedule == "gpipe":
-            return self.m * sum(of_chunk.values())
-        return slots.most_held(stage, of_chunk)
+            return self.m * division.by_stage(division.kept)
+        of_chunk = division.kept.tolist()
+        return np.array([slots.most_held(stage, of_chunk) for stage in range(self.pipe)])
 
     # --- the whole
 
@@ -210,22 +189,19 @@ class Estimator:
         starts = self.divide(limit)
         if starts is None:
             return None
-        chunks = [range(a, b) for a, b in zip(starts, (*starts[1:], len(self.costs)), strict=True)]
-        edges = [*starts, len(self.costs)]
-        chunk_costs = list(zip(*np.diff(self.busy.before[:, edges], axis=1).tolist(), strict=True))
-        slots, seconds = self._run(chunk_costs)
-        stages = range(self.pipe)
-        of_stage = [[layer for chunk in chunks[s :: self.pipe] for layer in chunk] for s in stages]
-        elements = [self.layers.elements_of(layers) for layers in of_stage]
-        busy = [self.m * sum(sum(costs) for costs in chunk_costs[s :: self.pipe]) for s in stages]
-        mean = sum(busy) / len(busy)
+        division = StageSums(self.layers, starts, self.pipe)
+        costs = np.diff(self.busy.before[:, division.edges], axis=1)
+        slots, seconds = self._run(costs)
+        busy = self.m * division.by_stage(costs.sum(axis=0))
+        mean, most = float(busy.mean()), float(busy.max())
         idle = max(seconds - mean, 0.0)
         seconds = max(seconds, self._crowded(mean))
-        exposed = self._exposed(of_stage, chunk_costs)
-        update = self._update(max(elements))
+        exposed = self._exposed(division, costs)
+        update = self._update(float(division.elements.max()))
         total = seconds + exposed + update
-        held = [self._held(stage, chunks, slots, elements[stage]) for stage in stages]
-        stage = max(stages, key=lambda s: sum(held[s].values()))
+        held = self._held(division, slots)
+        stage = int(np.argmax(sum(held.values())))
+        holds = {name: float(each[stage]) for name, each in held.items()}
         hops = 2 * sum(self.costs[first - 1].output for first in starts if first)
         inside_sent = self.m * (self.layers.sent + hops) * self.candidate.ranks / self.pipe
         inner = self.m * self.layers.inside / self.pipe
@@ -241,79 +217,79 @@ class Estimator:
         return Estimate(
             candidate=replace(self.candidate, stages=starts if self.pipe > 1 else None),
             seconds=total,
-            memory=sum(held[stage].values()),
-            sent=inside_sent + sum(map(self._sent, of_stage)),
-            work=max(busy) + update,
-            imbalance=max(busy) / mean if any(busy) else 1.0,
+            memory=sum(holds.values()),
+            sent=inside_sent + self._sent(division),
+            work=most + update,
+            imbalance=most / mean if most else 1.0,
             parts={name: max(value, 0.0) for name, value in parts.items()},
-            holds=held[stage],
+            holds=holds,
             stage=stage,
         )
 
-    def _run(self, chunk_costs: Sequence[tuple[float, float, float]]) -> tuple[Slots | None, float]:
-        """The schedule's slots and their length; of a long one, as it goes on once it is under way."""
+    def _run(self, costs: np.ndarray) -> tuple[Slots | None, float]:
+        """The schedule's slots and their length with these costs, seconds[3, chunks]; of a long one, as it goes on
+        once it is under way."""
         if self.pipe == 1:
-            return None, self.m * sum(chunk_costs[0])
+            return None, self.m * float(costs.sum())
         duration = self._between(float(self.layers.output[:-1].max(initial=0)))
         transfer = 0.0 if duration.works else duration.seconds
-        few = 2 * self.pipe
-        if self.m * len(chunk_costs) <= LONG or self.m <= few + self.pipe:
+        few, of_chunks = 2 * self.pipe, costs.T.tolist()
+        if self.m * len(of_chunks) <= LONG or self.m <= few + self.pipe:
             slots = self.setting.slots(self.candidate, self.m)
-            return slots, slots.seconds(chunk_costs, transfer)
+            return slots, slots.seconds(of_chunks, transfer)
         slots, more = self.setting.slots(self.candidate, few), self.setting.slots(self.candidate, few + self.pipe)
-        seconds = slots.seconds(chunk_costs, transfer)
-        each = (more.seconds(chunk_costs, transfer) - seconds) / self.pipe
+        seconds = slots.seconds(of_chunks, transfer)
+        each = (more.seconds(of_chunks, transfer) - seconds) / self.pipe
         return slots, seconds + (self.m - few) * each
 
-    def _exposed(self, of_stage: Sequence[Sequence[int]], chunk_costs: Sequence[tuple]) -> float:
+    def _exposed(self, division: StageSums, costs: np.ndarray) -> float:
         """Seconds that gradients and updated parameters travel, hidden by nothing, of the stage with most of them.
 
         What travels in every micro-batch is in ``Busy``, unless ranks' own cores move the bytes.
         """
         if len(self.on.summed) == 1:
             return 0.0
-        zero, worst = self.candidate.zero, 0.0
+        zero = self.candidate.zero
         times = {0: (0, 0, 1), 1: (1, 1, 0), 2: (1, self.m, 0), 3: (2 * self.m, self.m, 0)}[zero]
         travel = self.setting.travel(self.layers, self.on.stored if zero else self.on.summed)
-        for stage, layers in enumerate(of_stage):
-            gather, scatter, reduce = (travel.of_layers(name, layers, self.layers.owners) for name in OPERATIONS)
-            copies = self._copies(self.layers.elements_of(layers)) if zero else 0.0
-            if self._works:
-                seconds = times[0] * gather + times[1] * scatter + times[2] * reduce + copies
-            elif zero < 2:
-                last = sum(inputs + weights for _, inputs, weights in chunk_costs[stage :: self.pipe])
-                hidden = last * (1 - 1 / max(len(layers), 1))
-                seconds = max(scatter * times[1] + reduce * times[2] - hidden, 0.0) + gather * times[0] + copies
-            else:
-                seconds = float(travel.last[layers[0]]) + (gather if zero == 2 else 0.0) + copies
-            worst = max(worst, seconds)
-        return self._crowded(worst) if self._works else worst
+        gather, scatter, reduce = division.travel(travel)
+        if self.works:
+            seconds = times[0] * gather + times[1] * scatter + times[2] * reduce
+        elif zero < 2:
+            last = division.by_stage(costs[1] + costs[2])
+            hidden = last * (1 - 1 / division.counts)
+            seconds = np.maximum(scatter * times[1] + reduce * times[2] - hidden, 0.0) + gather * times[0]
+        else:
+            seconds = travel.last[division.starts[: self.pipe]] + (gather if zero == 2 else 0.0)
+        worst = float((seconds + self._copies(division.elements)).max())
+        return self._crowded(worst) if self.works else worst
 
-    def _copies(self, elements: float) -> float:
+    def _copies(self, elements: np.ndarray) -> np.ndarray | float:
         """Seconds in which those that store the same part sum it."""
-        if len(self.on.copies) == 1:
+        if len(self.on.copies) == 1 or not self.candidate.zero:
             return 0.0
-        part = elements * self.itemsize / self.on.cut
-        return self.setting.collectives.of("all_reduce", self.on.copies, part).seconds
+        parts = elements * self.itemsize / self.on.cut
+        collectives, copies = self.setting.collectives, self.on.copies
+        return np.array([collectives.of("all_reduce", copies, part).seconds for part in parts.tolist()])
 
-    def _sent(self, layers: Sequence[int]) -> float:
-        """Bytes that the ranks of a stage with these layers send of its parameters and their gradients."""
+    def _sent(self, division: StageSums) -> float:
+        """Bytes that all ranks send of parameters and their gradients."""
         on, zero, m = self.on, self.candidate.zero, self.m
-        ranks, among = self.candidate.ranks / self.pipe, set(layers)
-        size = self.layers.elements_of(layers) * self.itemsize
-        tied = [self.costs[layer].tied * self.itemsize for layer in self.layers.owners if layer in among]
-        apart = [layer for layer, owner in self.layers.owners.items() if layer in among and owner not in among]
-        shared = 2.0 * self.itemsize * sum(self.costs[layer].tied for layer in apart)  # by both stages, of each rank
+        ranks = self.candidate.ranks / self.pipe
+        size = division.elements * self.itemsize
+        shared = 2.0 * self.itemsize * division.apart  # by both stages, of each rank
         if zero == 0:
             n = len(on.summed)
-            return (2 * size * (n - 1) / n + shared) * ranks
+            return float((2 * size * (n - 1) / n + shared).sum()) * ranks
         n, copies = on.cut, len(on.copies)
         gathered = size
         if zero == 3:
-            last = self.costs[-1].parameters * (len(self.costs) - 1 in among)  # still here when its backward begins
-            gathered = m * (2 * size + 2 * sum(tied) - last * self.itemsize)
+            gathered = m * 2 * (size + division.tied * self.itemsize)
+            last = (len(division.starts) - 1) % self.pipe  # whose last layer is still here when its backward begins
+            gathered[last] -= m * self.costs[-1].parameters * self.itemsize
         reduced = size * (1 if zero == 1 else m)
-        return ((gathered + reduced) * (n - 1) + 2 * size * (copies - 1) / copies + shared) * ranks / n
+        sent = (gathered + reduced) * (n - 1) + 2 * size * (copies - 1) / copies + shared
+        return float(sent.sum()) * ranks / n
 
     def _update(self, elements: float) -> float:
         parts = self.on.cut if self.candidate.zero else 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from spmd_engine.arrays.shaped import ShapedArray
@@ -43,14 +43,18 @@ class Passes:
     scope: Hashable  #: of this rank: what passes depend on, beside the layer and its inputs
     choose: str
     kinds: Mapping[str, Hashable]  #: of each layer: equal for equal ones
+    _begun: dict[Hashable, LayerAlone] = field(default_factory=dict)  #: layers by the calls that were run of them
 
-    def find(self, call: LayerCall, names: tuple[str, ...], more: Hashable, gradients: Any = None) -> LayerPass:
-        """The pass that is the last of these calls."""
-        key = self.scope, call.key, names, more
+    def find(self, call: LayerCall, names: tuple[str, ...], more: Hashable = None, gradients: Any = None) -> LayerPass:
+        """The pass that is the last of these calls; ``more``: what it depends on besides."""
+        side = _plain(call.side)
+        key = self.scope, call.key, names, side, more
         with self.cache.lock:
             if key not in self.cache.passes:
-                alone = LayerAlone(call, self.choose)
-                self.cache.passes[key] = alone.run(*names, gradients=gradients)
+                before = call.key, names[:-1], side if len(names) > 2 else ()  # the forward knows of no gradients
+                alone = self._begun.pop(before, None) or LayerAlone(call, self.choose)
+                self.cache.passes[key] = alone.run(names, call.side, gradients)
+                self._begun[call.key, names, side] = alone
             return self.cache.passes[key]
 
 
@@ -112,7 +116,7 @@ class RecordedLayer(Layer):
         label = sh.label if sh.label in sh.layout.experts else LABEL
         key = self._passes.kinds[self._name], label, shapes
         call = LayerCall(self._layer, key, Shards(sh.mesh, sh.layout, label), stand_ins(p), ctx, (x.shape, x.dtype))
-        layer_pass = self._passes.find(call, ("forward",), None)
+        layer_pass = self._passes.find(call, ("forward",))
         kept = _Kept(call, ctx.micro_batch)
         self._recorder.repeat(layer_pass, [])
         y = ShapedArray(*layer_pass.result, x.memory) if layer_pass.same else ShapedArray.new(*layer_pass.result)
@@ -128,7 +132,7 @@ class RecordedLayer(Layer):
         kept = saved
         with self._recorder.phase(self._at(BACKWARD_INPUT, kept.micro_batch)):
             kept.call.side, kept.names = side, ("forward", "backward")
-            layer_pass = self._passes.find(kept.call, kept.names, _plain(side))
+            layer_pass = self._passes.find(kept.call, kept.names)
             kept.under_way = self._recorder.repeat(layer_pass, [])
             kept.take(layer_pass, self._recorder.meter, {**kept.arrays, DY: dy})
             if layer_pass.under_way:
@@ -147,7 +151,7 @@ class RecordedLayer(Layer):
         with self._recorder.phase(self._at(BACKWARD_WEIGHTS, kept.micro_batch)):
             kept.names += ("weights",)
             sums = GradientSums(stand_ins(g._arrays), g._full_names, {g._full_names[own] for own in first})
-            layer_pass = self._passes.find(kept.call, kept.names, (first, _plain(kept.call.side)), sums)
+            layer_pass = self._passes.find(kept.call, kept.names, first, sums)
             kept.under_way = self._recorder.repeat(layer_pass, kept.under_way)
             kept.take(layer_pass, self._recorder.meter, {})
         for own in layer_pass.touched:
@@ -160,7 +164,7 @@ class RecordedLayer(Layer):
         if "weights" in kept.names:
             sums = GradientSums(_flat(kept.call.p))
         with self._recorder.phase(self._at(BACKWARD_INPUT, kept.micro_batch)):  # it may begin something else
-            layer_pass = self._passes.find(kept.call, kept.names, _plain(kept.call.side), sums)
+            layer_pass = self._passes.find(kept.call, kept.names, None, sums)
             kept.under_way = self._recorder.repeat(layer_pass, kept.under_way)
             kept.take(layer_pass, self._recorder.meter, kept.arrays)
             return ShapedArray.new(*layer_pass.result)

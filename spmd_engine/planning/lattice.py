@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 
 from spmd_engine.comm.mesh_position import MeshPosition
@@ -41,20 +42,20 @@ class Candidate:
     def mesh(self) -> dict[str, int]:
         return dict(self.axes)
 
-    @property
+    @cached_property
     def ranks(self) -> int:
         return prod(size for _, size in self.axes)
 
-    @property
+    @cached_property
     def pipe(self) -> int:
         return next((size for axis, size in self.axes if axis == PIPE), 1)
 
-    @property
+    @cached_property
     def batch_ranks(self) -> int:
         """Over how many ranks a micro-batch's samples are cut."""
         return prod(size for axis, size in self.axes if axis in BATCH)
 
-    @property
+    @cached_property
     def samples(self) -> int:
         """Samples of a micro-batch on the rank that has most."""
         return -(-(self.batch_size // self.micro_batches) // self.batch_ranks)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 import numpy as np
 
 from spmd_engine.engine.recompute import Recompute, segments
+from spmd_engine.engine.reducer import IN_FLIGHT
 from spmd_engine.models import Model
+from spmd_engine.planning.hashed import HashedOnce
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,12 @@ def between(a: LayerCosts, b: LayerCosts, share: float) -> LayerCosts:
     return replace(a, **values)
 
 
+def repeated_layers(model: Model, recompute: str) -> list[range]:
+    """The layers of each part of a model that is recomputed."""
+    parts = segments(model, range(len(model.layers)), Recompute(recompute))
+    return [each.layers for each in parts if each.recomputed]
+
+
 class CutLayers:
     """All layers of a model, cut in one way and with one choice of what is recomputed: arrays float64[layers].
 
@@ -57,46 +66,48 @@ class CutLayers:
     kept before it in the same chunk, from ``kept_before`` on; ``elements`` parameters.
     """
 
-    def __init__(self, model: Model, costs: Sequence[LayerCosts], recompute: str) -> None:
+    def __init__(self, model: Model, costs: Sequence[LayerCosts], repeated: Sequence[range]) -> None:
+        """``repeated``: the layers of each part that is recomputed (``repeated_layers``)."""
         self.costs = costs
-        repeated = [
-            each.layers for each in segments(model, range(len(costs)), Recompute(recompute)) if each.recomputed
-        ]
         again = np.zeros(len(costs), bool)
         for layers in repeated:
             again[layers.start : layers.stop] = True
         self.later_repeated = [layer for layers in repeated for layer in layers[1:]]
-        self.forward = np.array([each.all_forward for each in costs])
-        self.back = np.array([each.backward_input + each.inside_backward for each in costs]) + again * self.forward
-        self.weights = np.array([each.backward_weights for each in costs])
+        self.forward = self._of(lambda each: each.all_forward)
+        inputs, inside = self._of(lambda each: each.backward_input), self._of(lambda each: each.inside_backward)
+        self.back = inputs + inside + again * self.forward
+        self.weights = self._of(lambda each: each.backward_weights)
         self.work = self.forward + self.back + self.weights
         self.whole = float(self.work.sum())
         #: of a micro-batch's way forth and back: without the weights' gradients, and what is repeated
-        self.way = float(self.forward.sum()) + sum(each.backward_input for each in costs)
+        self.way = float(self.forward.sum() + inputs.sum())
         #: of the work, seconds of communication inside layers; and bytes that a rank with all layers sends there
-        pairs = list(zip(costs, again.tolist(), strict=True))
-        self.inside = sum(each.inside_forward * (1 + twice) + each.inside_backward for each, twice in pairs)
-        self.sent = sum(each.sent_forward * (1 + twice) + each.sent_backward for each, twice in pairs)
-        self.output = np.array([float(each.output) for each in costs])
-        saved = np.array([float(each.saved) for each in costs])
+        self.inside = float((self._of(lambda each: each.inside_forward) * (1 + again) + inside).sum())
+        sent = self._of(lambda each: each.sent_forward), self._of(lambda each: each.sent_backward)
+        self.sent = float((sent[0] * (1 + again) + sent[1]).sum())
+        self.output = self._of(lambda each: each.output)
+        saved = self._of(lambda each: each.saved)
         self.kept = np.where(again, 0.0, saved)
         for layers in repeated:
             if layers.start > 0:
                 self.kept[layers.start] = costs[layers.start - 1].output
         self.all_kept = float(self.kept.sum())
         self.kept_before = np.cumsum(self.kept) - self.kept
-        above = np.array([float(max(each.above_forward, each.above_backward)) for each in costs])
+        above = self._of(lambda each: max(each.above_forward, each.above_backward))
         self.running = self.kept_before + self.kept + above
         for layers in repeated:
             part = slice(layers.start, layers.stop)
             self.running[part] += np.cumsum(saved[part])
-        self.elements = np.array([float(each.parameters) for each in costs])
-        self.own_elements = float(sum(each.parameters - each.tied for each in costs))
+        self.elements = self._of(lambda each: each.parameters)
+        self.own_elements = float(self.elements.sum() - self._of(lambda each: each.tied).sum())
         #: elements that are gathered at once for a layer: of its whole segment where that is repeated
         self.gathered = self.elements.copy()
         for layers in repeated:
             part = slice(layers.start, layers.stop)
             self.gathered[part] = self.elements[part].sum()
+        #: elements of each layer's group that is gathered first, and of those whose gradients leave last
+        self.first_group = self._of(lambda each: max(each.groups[:1], default=0))
+        self.last_groups = self._of(lambda each: sum(each.groups[-IN_FLIGHT:]))
         numbers = {name: number for number, (name, _) in enumerate(model.layers)}
         #: layer with a tied parameter -> the layer that has it
         self.owners = {
@@ -108,8 +119,20 @@ class CutLayers:
     def __len__(self) -> int:
         return len(self.costs)
 
-    def elements_of(self, layers: Sequence[int]) -> float:
-        """Parameters of some layers on one rank: what is tied counts once."""
-        here = set(layers)
-        twice = sum(self.costs[layer].tied for layer, owner in self.owners.items() if {layer, owner} <= here)
-        return float(self.elements[list(layers)].sum()) - twice
+    def _of(self, number: Callable[[LayerCosts], float]) -> np.ndarray:
+        """A number of each layer: float64[layers]."""
+        different, at = self.different
+        return np.array([float(number(each)) for each in different])[at]
+
+    @cached_property
+    def groups(self) -> HashedOnce:
+        """All that sending parameters and gradients depends on: the layers' parameter groups."""
+        different, at = self.different
+        return HashedOnce((tuple((each.groups, each.tied_groups) for each in different), tuple(at)))
+
+    @cached_property
+    def different(self) -> tuple[list[LayerCosts], list[int]]:
+        """The costs that differ, and for each layer which of them are its own: most layers of a model are alike."""
+        numbers: dict[int, int] = {}
+        at = [numbers.setdefault(id(each), len(numbers)) for each in self.costs]
+        return [self.costs[at.index(number)] for number in range(len(numbers))], at

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from math import exp, log
 
+import numpy as np
+
 from spmd_engine.errors import UsageError
 
 KINDS = ("cloud", "edge", "browser")
@@ -126,7 +128,12 @@ class Machine:
                 yield from [(number, node)] * node.ranks
                 number += 1
 
-    @property
+    @cached_property
+    def node_numbers(self) -> np.ndarray:
+        """For every rank: the number of its node."""
+        return np.array([number for number, _ in self.places])
+
+    @cached_property
     def ranks(self) -> int:
         return sum(node.count * node.ranks for node in self.nodes)
 

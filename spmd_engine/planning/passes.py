@@ -7,7 +7,7 @@ for its backward nothing is there but its memory.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from threading import RLock
@@ -83,64 +83,85 @@ class LayerCall:
 
 
 class LayerAlone:
-    """Runs one layer's calls apart from the step, from the forward on, as far as the call that is wanted."""
+    """Runs one layer's calls apart from the step, each from where the one before it left off."""
 
     def __init__(self, call: LayerCall, choose: str) -> None:
         self._call, self._recorder = call, Recorder(Meter(choose))
         self._recorder.own_class = call.sh.mesh.recorder.own_class
         self._mark: tuple[int, int, int] = (0, 0, 0)
+        self.done: tuple[str, ...] = ()  #: calls that were run
+        self._found: LayerPass | None = None  #: the last of them
+        self._given: dict[str, Any] = {}  #: what went in and came out
+        self._held: list = []  #: what the layer keeps for its next call
 
-    def run(self, *names: Any, gradients: GradientSums | None = None) -> LayerPass:
-        """The last of these calls: "forward", "backward", then "wait" and "weights" in either order."""
-        mesh, call = self._call.sh.mesh, self._call
+    def run(self, names: Sequence[str], side: tuple = (), gradients: GradientSums | None = None) -> LayerPass:
+        """The last of these calls, of which those that are ``done`` are the first: "forward", "backward" with these
+        gradients of ``side`` outputs, then "wait" and "weights" in either order."""
+        mesh = self._call.sh.mesh
         before, mesh.recorder = mesh.recorder, self._recorder
         try:
             with metered(self._recorder.meter):
-                return self._run(call, names, gradients)
+                for name in names[len(self.done) :]:
+                    self._found = self._next(name, side, gradients)
+                    self.done = (*self.done, name)
         finally:
             mesh.recorder = before
+        return self._found
 
-    def _run(self, call: LayerCall, names: tuple, gradients: GradientSums | None) -> LayerPass:
-        recorder, given = self._recorder, {X: _new(call.x)}
+    def _next(self, name: str, side: tuple, gradients: GradientSums | None) -> LayerPass:
+        match name:
+            case "forward":
+                return self._forward()
+            case "backward":
+                return self._backward(side)
+        outgoing = [number for number, each in enumerate(self._recorder.communications) if each.ends is None]
+        found = self._wait() if name == "wait" else self._weights(gradients)
+        calls = self._recorder.communications
+        found.ended = [
+            (place, calls[number].ends - self._mark[0], calls[number].facts["received"])
+            for place, number in enumerate(outgoing)
+            if calls[number].ends is not None
+        ]
+        return found
+
+    def _forward(self) -> LayerPass:
+        call, self._given = self._call, {X: _new(self._call.x)}
+        given = self._given
         self._begin()
         y, saved, *extra = call.layer.forward(call.sh, call.p, given[X], call.ctx)
-        given[Y], held = y, [saved]
+        given[Y], self._held = y, [saved]
         same, result = y.memory is given[X].memory, (y.shape, y.dtype)
         del y, saved
-        found = self._end(held, given, result, tuple(extra), same)
-        if names == ("forward",):
-            return found
-        given = {name: given[name] for name in found.keeps}  # nobody else has what the layer does not keep
-        given[DY] = _new(result)
+        return self._end(result, tuple(extra), same)
+
+    def _backward(self, side: tuple) -> LayerPass:
+        call, before = self._call, self._found
+        self._given = {name: self._given[name] for name in before.keeps}  # nobody else has what the layer does not keep
+        given = self._given
+        given[DY] = _new(before.result)
         self._begin()
-        dx, rest = call.layer.backward_input(call.sh, call.p, held.pop(), given[DY], *call.side)
+        dx, rest = call.layer.backward_input(call.sh, call.p, self._held.pop(), given[DY], *side)
         under_way = dx is not None and not isinstance(dx, ShapedArray)
-        held, given["dx"] = [rest], dx
+        self._held, given["dx"] = [rest], dx
         del rest
         shape = None if dx is None or under_way else (dx.shape, dx.dtype)
         same = shape is not None and dx.memory is given[DY].memory
-        found = self._end(held, given, shape, (), same)
-        del dx
+        found = self._end(shape, (), same)
         found.under_way = under_way
-        for name in names[2:]:
-            outgoing = [number for number, each in enumerate(recorder.communications) if each.ends is None]
-            shape, touched = None, frozenset()
-            self._begin()
-            if name == "wait":
-                given["dx"] = wait_for(given["dx"])
-                shape = given["dx"].shape, given["dx"].dtype
-            else:
-                before = untouched(gradients)
-                call.layer.backward_weight(call.sh, held.pop(), gradients)
-                touched, held = before - untouched(gradients), []
-            found = self._end(held, given, shape, (), False)
-            found.touched = touched
-            calls = recorder.communications
-            found.ended = [
-                (place, calls[number].ends - self._mark[0], calls[number].facts["received"])
-                for place, number in enumerate(outgoing)
-                if calls[number].ends is not None
-            ]
+        return found
+
+    def _wait(self) -> LayerPass:
+        self._begin()
+        dx = self._given["dx"] = wait_for(self._given["dx"])
+        return self._end((dx.shape, dx.dtype))
+
+    def _weights(self, gradients: GradientSums) -> LayerPass:
+        call, before = self._call, untouched(gradients)
+        self._begin()
+        call.layer.backward_weight(call.sh, self._held.pop(), gradients)
+        self._held = []
+        found = self._end(None)
+        found.touched = before - untouched(gradients)
         return found
 
     def _begin(self) -> None:
@@ -149,14 +170,14 @@ class LayerAlone:
         recorder.meter.take_top()
         self._mark = len(recorder.computations), len(recorder.communications), recorder.meter.total
 
-    def _end(self, held: list, given: dict, result: tuple | None, extra: tuple, same: bool) -> LayerPass:
-        """The pass since the mark; ``held`` is what the layer keeps, ``given`` what goes in and comes out."""
+    def _end(self, result: tuple | None, extra: tuple = (), same: bool = False) -> LayerPass:
+        """The pass since the mark."""
         recorder = self._recorder
         recorder.flush()
         first, calls, total = self._mark
         made = recorder.communications[calls:]
         last = len(recorder.computations)
-        kept, keeps = _kept(held, given)
+        kept, keeps = _kept(self._held, self._given)
         return LayerPass(
             recorder.computations[first:],
             [max(0, top - total) for top in recorder.tops[first:]],
@@ -213,22 +234,30 @@ def _kept(held: list, given: Mapping[str, Any]) -> tuple[int, frozenset[str]]:
     return sum(memory.bytes for key, memory in memories.items() if key not in names), keeps
 
 
+#: What has no memory of the layer's, and is not looked into.
+_OPAQUE = (str, int, float, type, np.ndarray, Shards, Mesh, Group, Layer, Meter)
+
+
 def _collect(x: Any, memories: dict[int, Any], seen: set[int]) -> None:
     """All memories that are reached from an object, through what it consists of."""
     if isinstance(x, ShapedArray):
         if x.memory is not None:
             memories[id(x.memory)] = x.memory
         return
-    if x is None or id(x) in seen or isinstance(x, (str, int, float, type, np.ndarray, Shards, Mesh, Group, Layer)):
+    if x is None or isinstance(x, _OPAQUE) or id(x) in seen:
         return
     seen.add(id(x))
-    if isinstance(x, Mapping):
-        parts = list(x.values())
-    elif isinstance(x, (tuple, list, set, frozenset)):
-        parts = list(x)
-    else:
-        slots = (name for kind in type(x).__mro__ for name in getattr(kind, "__slots__", ()))
-        parts = [*getattr(x, "__dict__", {}).values(), *(getattr(x, name, None) for name in slots)]
-        parts += [cell.cell_contents for cell in getattr(x, "__closure__", None) or ()]
-    for part in parts:
+    for part in _parts(x):
         _collect(part, memories, seen)
+
+
+def _parts(x: Any) -> Iterable[Any]:
+    if isinstance(x, (tuple, list, set, frozenset)):
+        return x
+    if isinstance(x, Mapping):
+        return x.values()
+    if isinstance(x, Recorder):
+        return x.sending  # all else are records
+    slots = (name for kind in type(x).__mro__ for name in getattr(kind, "__slots__", ()))
+    parts = [*getattr(x, "__dict__", {}).values(), *(getattr(x, name, None) for name in slots)]
+    return parts + [cell.cell_contents for cell in getattr(x, "__closure__", None) or ()]

@@ -7,6 +7,8 @@ which is found once for a schedule, stages and micro-batches. A stage is not hel
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
+from itertools import accumulate
 
 from spmd_engine.engine.schedules.instructions import Backward, BackwardInput, BackwardWeight, Compute, Forward
 from spmd_engine.engine.schedules.schedule import Schedule
@@ -67,13 +69,17 @@ class Slots:
             handed.append(end)
         return max(clock)
 
-    def most_held(self, stage: int, of_chunk: dict[int, float]) -> float:
+    @cached_property
+    def most(self) -> list[int]:
+        """How many micro-batches each stage holds at most, each from its forward to its backward, where stages have
+        one chunk."""
+        return [max(accumulate(sign for _, sign in held)) for held in self.held]
+
+    def most_held(self, stage: int, of_chunk: Sequence[float]) -> float:
         """The most that a stage holds, of a micro-batch's bytes in each chunk from its forward to its backward."""
-        now = most = 0.0
-        for chunk, sign in self.held[stage]:
-            now += sign * of_chunk[chunk]
-            most = max(most, now)
-        return most
+        if self.chunks == self.stages:
+            return self.most[stage] * of_chunk[stage]
+        return max(accumulate(sign * of_chunk[chunk] for chunk, sign in self.held[stage]))
 
 
 def _changes(order: Sequence[Compute]) -> list[tuple[int, int]]:

@@ -14,6 +14,7 @@ from spmd_engine.planning.foresight import Foresight, look, look_at
 from spmd_engine.planning.goals import LIMITS, Constraints, Limits, value
 from spmd_engine.planning.lattice import Candidate, SearchSpace
 from spmd_engine.planning.passes import PassCache
+from spmd_engine.planning.profile import with_even_vocabulary
 from spmd_engine.planning.reasons import reasons
 from spmd_engine.planning.search import Certificate, Found, Planner
 
@@ -43,21 +44,29 @@ class _Seen:
 class _Looking:
     """Looks at estimated plans closely, at each once."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, cache: PassCache) -> None:
         self.request = request
-        self._known: dict[Candidate, Foresight | None] = {}
-        self._cache = PassCache()  # plans that are near each other have the same layers
+        self._known: dict[tuple[Candidate, bool], Foresight | None] = {}
+        self._cache = cache  # plans that are near each other have the same layers
 
-    def at(self, estimate: Estimate) -> _Seen:
-        """Its whole step, if that is small enough."""
+    def at(self, estimate: Estimate, *, even: bool = False) -> _Seen:
+        """Its whole step, if that is small enough.
+
+        ``even``: with a vocabulary that the mesh cuts evenly, whose largest part is none the larger. Then ranks are
+        alike, and the step is found many times sooner.
+        """
         request, candidate = self.request, estimate.candidate
-        if candidate not in self._known:
+        model = request.model
+        if even:
+            model = with_even_vocabulary(model, candidate.mesh, candidate.composition(request.base))
+        key = candidate, model.vocabulary != request.model.vocabulary
+        if key not in self._known:
             foresight = None
             if self._is_small_enough(candidate):
                 machine, options = request.machine.with_ranks(candidate.ranks), request.analyzed
-                foresight = look_at(request.model, machine, candidate, request.base, cache=self._cache, **options)
-            self._known[candidate] = foresight
-        return _Seen(estimate, self._known[candidate])
+                foresight = look_at(model, machine, candidate, request.base, cache=self._cache, **options)
+            self._known[key] = foresight
+        return _Seen(estimate, self._known[key])
 
     def at_each(self, estimates: Sequence[Estimate]) -> list[_Seen]:
         """As many as there is time for, the first anyway."""
@@ -65,7 +74,7 @@ class _Looking:
         for each in estimates:
             if seen and process_time() > deadline:
                 break
-            seen.append(self.at(each))
+            seen.append(self.at(each, even=True))
         return seen
 
     def _is_small_enough(self, candidate: Candidate) -> bool:
@@ -95,7 +104,7 @@ def plan(request: Request) -> Answer:
         optimizer=request.analyzed["optimizer"],
         base=request.base,
     )
-    looking, held = _Looking(request), limits
+    looking, held = _Looking(request, planner.profiles.cache), limits
     for _ in range(TIGHTENED):
         found = planner.search(choices, Constraints(held, request.fixed), request.goal, seconds=request.seconds)
         if not found.best:
@@ -103,17 +112,21 @@ def plan(request: Request) -> Answer:
             break
         seen = looking.at_each(found.best)
         if any(not limits.broken(each.foreseen) for each in seen):
-            return _answer(request, planner, limits, found, seen, began)
+            return _answer(looking, planner, limits, found, seen, began)
         held = _tightened(held, limits, seen)
     question = Question(choices, Constraints(held, request.fixed), request.goal, most_ranks)
     seen = looking.at_each(closest(planner, question, request.seconds))
     if any(not limits.broken(each.foreseen) for each in seen):  # whose estimates are above what their steps need
-        return _answer(request, planner, limits, replace(found, best=[]), seen, began)
-    conflict = conflict_of(planner, question, request.seconds)
+        return _answer(looking, planner, limits, replace(found, best=[]), seen, began)
+    if found.certificate.complete:
+        conflict = conflict_of(planner, question, request.seconds)
+    else:  # nothing is known of what was not looked at
+        conflict = Conflict(question.constraints.names, [], decided=False)
     asked = replace(question, constraints=Constraints(limits, request.fixed))
     ways = [_as_it_will_be(way, looking, asked, seen) for way in conflict.ways]
     nearest = min(seen, key=lambda each: value("memory", each.foreseen), default=None)
     if nearest is not None:
+        nearest = looking.at(nearest.estimate)
         conflict = replace(conflict, nearest=nearest.foreseen)
     return Answer(
         request,
@@ -125,19 +138,23 @@ def plan(request: Request) -> Answer:
 
 
 def _answer(
-    request: Request, planner: Planner, limits: Limits, found: Found, seen: Sequence[_Seen], began: float
+    looking: _Looking, planner: Planner, limits: Limits, found: Found, seen: Sequence[_Seen], began: float
 ) -> Answer:
     """The best of those that were looked at and keep the limits."""
+    request = looking.request
 
     def as_wanted(each: _Seen) -> tuple[float, ...]:
         return value(request.goal, each.foreseen)
 
-    chosen = min((each for each in seen if not limits.broken(each.foreseen)), key=as_wanted)
+    fitting = sorted((each for each in seen if not limits.broken(each.foreseen)), key=as_wanted)
+    chosen = looking.at(fitting[0].estimate)
     certificate = found.certificate
-    if not found.best:  # by their estimates nothing fits, and so nothing is better
+    if not found.best:  # by their estimates nothing that was looked at fits, and so nothing of it is better
         reached = value(request.goal, chosen.estimate)[0]
-        certificate = replace(certificate, best=reached, bound=reached)
-    best = [each.foreseen for each in sorted(seen, key=as_wanted)]
+        bound = reached if certificate.complete else min(reached, certificate.bound)
+        certificate = replace(certificate, best=reached, bound=bound)
+    others = [each for each in sorted(seen, key=as_wanted) if each is not fitting[0]]
+    best = [each.foreseen for each in (chosen, *others)]
     return Answer(
         request,
         replace(found, best=best, certificate=certificate),
@@ -217,7 +234,7 @@ def _as_it_will_be(way: WayOut, looking: _Looking, asked: Question, seen: Sequen
     name, limits = way.gives_up, asked.constraints.limits
     if name not in LIMITS:
         return way
-    plans = [looking.at(way.plan).foreseen, *(each.foreseen for each in seen)]
+    plans = [looking.at(way.plan, even=True).foreseen, *(each.foreseen for each in seen)]
     others_kept = [each for each in plans if limits.broken(each) <= {name}]
     plan = min(others_kept or plans[:1], key=lambda each: limits.measured(each)[name])
     return WayOut(name, instead(name, plan, asked), plan)

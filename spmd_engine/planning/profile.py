@@ -62,17 +62,11 @@ class Profiles:
         self._listed: dict[tuple, tuple[list[LayerCosts], float]] = {}
         #: analyses by what is on the small mesh: they are the same on any machine
         self.raw: dict[tuple, StepAnalysis] = {}
-        self._cache = PassCache()
+        self.cache = PassCache()  #: of passes through layers: other analyses of the model may share it
 
-    def of(self, candidate: Candidate) -> list[LayerCosts]:
-        """Of each layer of the model, as this candidate cuts it; named as the first that is like it."""
-        return self._found(candidate)[0]
-
-    def update(self, candidate: Candidate) -> float:
-        """Seconds of the optimizer, and of the gradient's norm, for each element that a rank updates."""
-        return self._found(candidate)[1]
-
-    def _found(self, candidate: Candidate) -> tuple[list[LayerCosts], float]:
+    def of(self, candidate: Candidate) -> tuple[list[LayerCosts], float]:
+        """Of each layer of the model, as this candidate cuts it; named as the first that is like it. And the seconds
+        of the optimizer, and of the gradient's norm, for each element that a rank updates."""
         outer = (PIPE, "replicate", "shard") if self._images else (PIPE, "data", "replicate", "shard")
         inner = {axis: size for axis, size in candidate.axes if axis not in outer and size > 1}
         full = tuple(inner.items()), candidate.sequence_parallel, candidate.context_method, candidate.samples
@@ -122,7 +116,7 @@ class Profiles:
                 sequence=self.sequence,
                 dtype=self.dtype,
                 optimizer=self.optimizer,
-                cache=self._cache,
+                cache=self.cache,
             )
         return self.raw[key]
 

@@ -20,15 +20,21 @@ UNLIKE = "sehwn"
 
 
 def classes_of(
-    model: Model, layout: Layout, axes: Mapping[str, int], samples: Iterable[int], shared: Iterable[Shared] = ()
+    model: Model,
+    layout: Layout,
+    axes: Mapping[str, int],
+    samples: Iterable[int],
+    shared: Iterable[Shared] = (),
+    sequence: int | None = None,
 ) -> np.ndarray:
     """The number of each rank's class, by coordinates: ranks along an axis are alike where all their blocks are.
 
-    ``samples``: the sizes of micro-batches. Which part of an array a rank stores makes no difference, but for those of
-    the ``shared`` parameters that are not of one size: ranks of several stages sum their parts.
+    ``samples``: the sizes of micro-batches; ``sequence``: the length of samples, None: the model's own. Which part of
+    an array a rank stores makes no difference, but for those of the ``shared`` parameters that are not of one size:
+    ranks of several stages sum their parts.
     """
     images = {"h", "w"} <= set(model.inputs.split())
-    lengths: dict[str, set[int]] = {"b": set(samples)}
+    lengths: dict[str, set[int]] = {"b": set(samples), "s": {sequence or model.context or 1}}
     for _, layer in model.layers:
         for letter, size in layer.sizes.items():
             lengths.setdefault(letter, set()).add(size)

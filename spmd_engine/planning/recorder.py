@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmd_engine.arrays.meter import TEMPORARIES, Meter
-from spmd_engine.planning.step_analysis import FORWARD, OTHER, Communication, Computation, Moment, Peak, Product
+from spmd_engine.planning.step_analysis import (
+    FORWARD,
+    OTHER,
+    Communication,
+    Computation,
+    Moment,
+    Peak,
+    Product,
+    Products,
+)
 
 LABEL = "the layer"  #: in the place of a layer's name, where what is written down may be any layer's
 _FACTS = ("operation", "axes", "label", "ranks", "place", "payload", "sent", "peer", "channel", "received")
@@ -87,7 +96,7 @@ class Recorder:
         if self.meter.work.calls == 0:
             return
         work = self.meter.take_work()
-        products = tuple(
+        products = Products(
             Product(m, n, k, batch, size, calls) for (batch, m, n, k, size), calls in work.products.items()
         )
         self._write(self._computation(products, work.elements, work.calls, work.read, work.written))

@@ -21,14 +21,14 @@ from spmd_engine.models import Model
 from spmd_engine.planning.estimate import Bound, Estimate, Estimator
 from spmd_engine.planning.goals import Constraints, least, value
 from spmd_engine.planning.lattice import Candidate, SearchSpace, candidates
-from spmd_engine.planning.layer_costs import CutLayers
+from spmd_engine.planning.layer_costs import CutLayers, repeated_layers
 from spmd_engine.planning.machine import Machine
 from spmd_engine.planning.profile import Profiles
-from spmd_engine.planning.setting import Setting
+from spmd_engine.planning.setting import Cut, Setting
 
 KEPT = 5  #: plans that are shown
 PATIENCE = 3  #: times as long is searched on while nothing was found
-OF_FRONT = 0.5  #: seconds for what belongs to the front and was not looked at before
+OF_FRONT = 0.2  #: seconds for what belongs to the front and was not looked at before
 
 
 @dataclass(frozen=True)
@@ -77,22 +77,29 @@ class Planner:
         self.profiles = Profiles(model, machine, dtype, sequence, optimizer, base)
         self._layers: dict[tuple[int, str], CutLayers] = {}
         self._setting = Setting(model, machine, self.itemsize, states)
-        self._impossible: set[tuple] = set()
+        self._cut: dict[tuple, Cut | None] = {}  # None where the model cannot be cut so
 
     def estimator(self, candidate: Candidate) -> Estimator | None:
         """What estimates a candidate; None if the model cannot be cut so."""
-        key = candidate.axes, candidate.samples, candidate.sequence_parallel
-        if key in self._impossible:
-            return None
+        each = candidate.batch_size // candidate.micro_batches
+        key = candidate.axes, each, candidate.sequence_parallel, candidate.recompute, candidate.zero
+        if key not in self._cut:
+            self._cut[key] = self._find_cut(candidate)
+        cut = self._cut[key]
+        return Estimator(self._setting, candidate, cut) if cut is not None else None
+
+    def _find_cut(self, candidate: Candidate) -> Cut | None:
         try:
-            costs = self.profiles.of(candidate)
+            costs, update = self.profiles.of(candidate)
         except SpmdError:
-            self._impossible.add(key)
             return None
-        layers = id(costs), candidate.recompute
-        if layers not in self._layers:
-            self._layers[layers] = CutLayers(self.model, costs, candidate.recompute)
-        return Estimator(self._setting, candidate, self._layers[layers], self.profiles.update(candidate))
+        key = id(costs), candidate.recompute
+        if key not in self._layers:
+            self._layers[key] = CutLayers(self.model, costs, self._repeated(candidate.recompute))
+        return self._setting.cut(candidate.axes, candidate.zero, self._layers[key], update)
+
+    def _repeated(self, recompute: str) -> list[range]:
+        return self._setting.once(("repeated", recompute), lambda: repeated_layers(self.model, recompute))
 
     def search(
         self,
@@ -105,7 +112,8 @@ class Planner:
         keep: int = KEPT,
         first: bool = False,
     ) -> Found:
-        """The best plans for a goal, ``keep`` of them, within about so many seconds of processor time.
+        """The best plans for a goal, ``keep`` of them, within about so many seconds of processor time; where that is
+        gone before anything was found, as many as ``keep`` are estimated all the same.
 
         ``first``: any will do.
         """
@@ -130,11 +138,12 @@ class Planner:
         broken: dict[frozenset[str], Estimate] = {}
         complete = True
         left = None  # the least bound of what was not looked at
+        patience = max(deadline, process_time()) + PATIENCE * seconds
         for at_least, _, candidate, _ in entries:
             if first and best or len(best) == keep and at_least >= value(goal, best[-1]):
                 left = at_least
                 break
-            if process_time() > deadline and (best or process_time() > deadline + PATIENCE * seconds):
+            if process_time() > (deadline if best else patience) and len(known) >= keep:
                 left, complete = at_least, False
                 break
             estimate = known[candidate] = self._estimate(candidate, limits.memory)

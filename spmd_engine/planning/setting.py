@@ -12,6 +12,7 @@ import numpy as np
 from spmd_engine.engine import schedules
 from spmd_engine.models import Model
 from spmd_engine.planning.collective_time import CollectiveTimes
+from spmd_engine.planning.hashed import HashedOnce
 from spmd_engine.planning.lattice import BATCH, PIPE, Candidate
 from spmd_engine.planning.layer_costs import CutLayers
 from spmd_engine.planning.machine import Machine
@@ -25,9 +26,9 @@ class OnMesh:
 
     ranks: int
     pipe: int
-    summed: tuple[int, ...]  #: the ranks over which gradients are summed, with the first of them
-    stored: tuple[int, ...]  #: of these, those over which ZeRO stores in parts
-    copies: tuple[int, ...]  #: the ranks that store the same part
+    summed: HashedOnce  #: the ranks over which gradients are summed, with the first of them
+    stored: HashedOnce  #: of these, those over which ZeRO stores in parts
+    copies: HashedOnce  #: the ranks that store the same part
     next_stage: int  #: how far away the next stage's rank is
 
     @property
@@ -43,12 +44,12 @@ class OnMesh:
             strides[axis] = stride
             stride *= size
 
-        def along(names: Collection[str]) -> tuple[int, ...]:
-            ranks = [0]
+        def along(names: Collection[str]) -> HashedOnce:
+            ranks = np.zeros(1, int)
             for axis, size in axes:
                 if axis in names:
-                    ranks = [rank + strides[axis] * k for rank in ranks for k in range(size)]
-            return tuple(ranks)
+                    ranks = (ranks[:, None] + strides[axis] * np.arange(size)).reshape(-1)
+            return HashedOnce(ranks.tolist())
 
         summed = (*BATCH, "context")
         stored = [axis for axis in summed if axis != "replicate"]
@@ -68,13 +69,27 @@ class Busy:
     @classmethod
     def of(cls, layers: CutLayers, travel: Travel, zero: int) -> Busy:
         """With this stage of ZeRO; 0 stands for all where the ranks' own cores move the bytes."""
-        forward = travel.forward(layers.forward, zero)
-        back = travel.backward(layers.back + layers.weights, layers, zero) - layers.weights
+        forward, back = layers.forward, layers.back
+        if zero:
+            forward = travel.forward(forward, zero)
+            back = travel.backward(back + layers.weights, layers, zero) - layers.weights
         kinds = np.array([forward, back, layers.weights])
         work = kinds.sum(axis=0)
         before = np.concatenate([np.zeros((3, 1)), np.cumsum(kinds, axis=1)], axis=1)
         way = layers.way + float((forward - layers.forward).sum())
         return cls(work, before, float(work.sum()), way)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Layers as a mesh cuts them and a stage of ZeRO stores them: what candidates have in common that differ in their
+    micro-batches' number, or their schedule."""
+
+    layers: CutLayers
+    update: float  #: seconds of the optimizer for each element
+    on: OnMesh
+    works: bool  #: whether ranks that sum gradients move the bytes with their own cores
+    busy: Busy
 
 
 @dataclass(frozen=True)
@@ -110,14 +125,16 @@ class Setting:
 
         return self.once(("slots", name, chunks, pipe, micro_batches), find)
 
-    def busy(self, layers: CutLayers, ranks: tuple[int, ...], zero: int) -> Busy:
-        """What layers take, their parameters stored over these ranks. ``layers`` must outlive the setting."""
-        return self.once(
-            ("busy", id(layers), ranks, zero), lambda: Busy.of(layers, self.travel(layers, ranks), zero)
-        )
+    def cut(self, axes: tuple[tuple[str, int], ...], zero: int, layers: CutLayers, update: float) -> Cut:
+        """Layers on this mesh; they must outlive the setting."""
+        on = self.on(axes)
+        works = self.once(("works", on.summed), lambda: self.collectives.of("all_reduce", on.summed, 1.0).works)
+        waits = zero if on.cut > 1 and not works and zero > 1 else 0  # below, nothing travels in a micro-batch
+        key = "busy", id(layers), on.stored if waits else (), waits
+        busy = self.once(key, lambda: Busy.of(layers, self.travel(layers, on.stored), waits))
+        return Cut(layers, update, on, works, busy)
 
-    def travel(self, layers: CutLayers, ranks: tuple[int, ...]) -> Travel:
-        """What sending parameters and gradients of layers over these ranks takes; ``layers`` as of ``busy``."""
-        return self.once(
-            ("travel", id(layers), ranks), lambda: Travel.of(layers, self.collectives, ranks, self.itemsize)
-        )
+    def travel(self, layers: CutLayers, ranks: HashedOnce) -> Travel:
+        """What sending parameters and gradients of layers over these ranks takes."""
+        key = "travel", layers.groups, ranks
+        return self.once(key, lambda: Travel.of(layers, self.collectives, ranks, self.itemsize))

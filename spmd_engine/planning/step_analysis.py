@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from math import prod
 from typing import Any
+
+from spmd_engine.planning.hashed import HashedOnce
 
 FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHTS, RECOMPUTED = (
     "forward",
@@ -49,6 +52,14 @@ class Product:
         return 2 * self.m * self.n * self.k * self.batch * self.calls
 
 
+class Products(HashedOnce):
+    """The products of a computation: many computations share them."""
+
+    @cached_property
+    def flops(self) -> int:
+        return sum(product.flops for product in self)
+
+
 @dataclass(frozen=True)
 class Computation:
     """What a rank computes without a pause: of one layer, one phase and one micro-batch, between two communications.
@@ -61,7 +72,7 @@ class Computation:
     phase: str
     micro_batch: int | None = None
     chunk: int | None = None  #: of a pipeline
-    products: tuple[Product, ...] = ()
+    products: Products = Products()
     elements: int = 0  #: of elementwise work: results' elements, each counted for each operation
     calls: int = 0  #: of array operations, products among them
     bytes_read: int = 0
@@ -70,7 +81,7 @@ class Computation:
     @property
     def flops(self) -> int:
         """Of matrix products alone."""
-        return sum(product.flops for product in self.products)
+        return self.products.flops
 
 
 @dataclass(frozen=True)
@@ -164,7 +175,7 @@ class RankStep:
     saved: Mapping[str, int] = field(default_factory=dict)  #: bytes that a layer's forward leaves, output included
     temporaries: Mapping[str, int] = field(default_factory=dict)  #: bytes at their peak, by a computation's name
 
-    @property
+    @cached_property
     def flops(self) -> int:
         return sum(computation.flops for computation in self.computations)
 

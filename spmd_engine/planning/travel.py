@@ -35,32 +35,22 @@ class Travel:
     @classmethod
     def of(cls, layers: CutLayers, collectives: CollectiveTimes, ranks: Sequence[int], itemsize: int) -> Travel:
         """Of layers whose parameters are stored over these ranks."""
+        different, at = layers.different
 
-        known: dict[tuple, float] = {}  # most layers are alike
+        def seconds(operation: str, groups: Sequence[Sequence[int]]) -> np.ndarray:
+            each = [sum(collectives.of(operation, ranks, size * itemsize).seconds for size in some) for some in groups]
+            return np.array(each)[at]
 
-        def seconds(operation: str, groups: tuple[int, ...]) -> float:
-            if (operation, groups) not in known:
-                each = (collectives.of(operation, ranks, size * itemsize).seconds for size in groups)
-                known[operation, groups] = sum(each)
-            return known[operation, groups]
-
-        costs = layers.costs
         return cls(
-            {name: np.array([seconds(name, each.groups) for each in costs]) for name in OPERATIONS},
-            {name: np.array([seconds(name, each.tied_groups) for each in costs]) for name in OPERATIONS},
-            np.array([seconds("all_gather", (*each.groups, *each.tied_groups)[:1]) for each in costs]),
-            np.array([seconds("reduce_scatter", each.groups[-IN_FLIGHT:]) for each in costs]),
+            {name: seconds(name, [each.groups for each in different]) for name in OPERATIONS},
+            {name: seconds(name, [each.tied_groups for each in different]) for name in OPERATIONS},
+            seconds("all_gather", [(*each.groups, *each.tied_groups)[:1] for each in different]),
+            seconds("reduce_scatter", [each.groups[-IN_FLIGHT:] for each in different]),
         )
 
     def all(self, operation: str) -> np.ndarray:
         """Of all groups that a layer uses."""
         return self.own[operation] + self.tied[operation]
-
-    def of_layers(self, operation: str, here: Sequence[int], owners: dict[int, int]) -> float:
-        """Of all groups of some layers, each once: ``owners`` says which layer has what another's are tied to."""
-        among = set(here)
-        strangers = [layer for layer, owner in owners.items() if layer in among and owner not in among]
-        return float(self.own[operation][list(here)].sum() + self.tied[operation][strangers].sum())
 
     def forward(self, work: np.ndarray, zero: int) -> np.ndarray:
         """Seconds of each layer's forward, which alone takes ``work``."""

@@ -31,6 +31,14 @@ def test_flops_of_linear_layers_are_three_times_two_for_each_weight_and_sample()
     assert analysis.of_rank(0).flops * 2 == analysis.flops
 
 
+def test_ranks_with_unlike_parts_of_a_sequence_are_told_apart():
+    sizes = {"sequence": 7, **SIZES}  # over three ranks: 3, 2 and 2 positions
+    parallel = Composition(sequence_parallel=True)
+    found, every = (analyze(GPT, {"model": 3}, parallel, every=each, **sizes) for each in (False, True))
+    assert found.totals() == every.totals()
+    assert found.peak_bytes_by_rank() == every.peak_bytes_by_rank()
+
+
 @pytest.mark.parametrize("recompute, forwards", [("none", 1), ("block", 2)])
 def test_recomputation_is_a_second_forward(recompute, forwards):
     plain = analyze(GPT, {"data": 1}, **SIZES).of_rank(0)

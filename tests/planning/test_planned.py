@@ -92,6 +92,12 @@ def test_what_nothing_keeps_is_said_as_it_was_asked_for(least):
     assert way.said == f"memory {readable_bytes(least)} instead of {readable_bytes(0.999 * least)}"
 
 
+def test_a_search_that_was_cut_short_does_not_say_that_nothing_fits(least):
+    answer = plan(replace(asked(0.999 * least), seconds=0.0))
+    assert answer.as_json()["fits"] is None
+    assert answer.why_not.startswith("time ran out (--seconds 0): of ") and "is not known" in answer.why_not
+
+
 def test_what_just_fits_is_found(least):
     """Though its estimate is a little above what its step needs."""
     assert plan(asked(least)).foresight.analysis.peak_bytes == least

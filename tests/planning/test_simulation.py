@@ -11,6 +11,7 @@ from spmd_engine.planning.step_analysis import (
     Computation,
     Peak,
     Product,
+    Products,
     RankClass,
     RankStep,
     StepAnalysis,
@@ -38,7 +39,7 @@ def machine(cores=None, copy="false"):
 
 
 def work(name, milliseconds):
-    return Computation(name, name, FORWARD, products=(Product(500 * milliseconds, 10, 100),), calls=1)
+    return Computation(name, name, FORWARD, products=Products([Product(500 * milliseconds, 10, 100)]), calls=1)
 
 
 def all_reduce(place, size, begins, ends, label=""):

@@ -114,7 +114,7 @@ def _print_conflict(console: Console, answer: Answer) -> None:
     conflict, request = answer.conflict, answer.request
     assert conflict is not None
     constraints = Constraints(answer.limits, request.fixed)
-    console.print("Nothing fits.\n")
+    console.print("Nothing fits.\n" if conflict.decided else "Time ran out before anything that fits was found.\n")
     if answer.conflict_foresight is not None:
         console.print(f"closest: {conflict.nearest.candidate if conflict.nearest else 'the composition that is given'}")
         _print_foresight(console, answer.conflict_foresight, request.batch_sizes[0])
@@ -157,6 +157,8 @@ def _print_certificate(console: Console, answer: Answer) -> None:
         f"break a constraint by their bounds and {found.estimated:,} were estimated; "
     )
     proven = "none of the others can be better" if found.gap < 1e-9 else f"another may be better by {found.gap:.1%}"
+    if not found.complete:
+        text += f"then time ran out (--seconds {answer.request.seconds:g}), and of the rest only bounds are known: "
     console.print(f"\n{text}{proven}, by these estimates. Planned in {readable_seconds(answer.took)}.")
 
 
