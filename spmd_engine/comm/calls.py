@@ -11,7 +11,6 @@ import numpy as np
 
 from spmd_engine.arrays.backend import CPU, Array, Backend
 from spmd_engine.comm import dtypes, rendezvous, signature
-from spmd_engine.comm.activity import Line
 from spmd_engine.comm.collective_steps import CollectiveSteps
 from spmd_engine.comm.communicator import Communicator
 from spmd_engine.comm.ledger import Ledger
@@ -21,6 +20,7 @@ from spmd_engine.comm.signature import NumberedCall, Signature, Signatures
 from spmd_engine.comm.slot_table import LEFT
 from spmd_engine.comm.ways import blocking_at_most, inline_at_most
 from spmd_engine.errors import SpmdError, UsageError
+from spmd_engine.watchdog.activity import Line
 
 KEPT = 512  # prepared calls that are kept at most
 

@@ -9,13 +9,17 @@ for ever.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
 from threading import RLock
 from time import perf_counter
+from types import FrameType
 from typing import Any, Protocol
 
-from spmd_engine.comm.activity import Activity, Line
 from spmd_engine.errors import CommunicationTimeout, MismatchError, SpmdError
+from spmd_engine.watchdog.activity import Activity, Line
 
 TIMEOUT = 1800.0  #: seconds a rank waits for others, unless it is told another number
 
@@ -23,6 +27,8 @@ LOOK_AFTER = 0.5  #: seconds without progress after which a rank looks whether t
 SAY_AFTER = 0.5  #: seconds of waiting after which a rank publishes for whom; then after twice as long, and so on
 APART_AFTER = 10.0  #: seconds without progress after which ranks that all have ended, but never meet, are a mismatch
 MESSAGES_AFTER = 2.0  #: as many for messages, which may be on their way from a rank that has ended
+
+_PACKAGE = str(Path(__file__).parent) + os.sep
 
 Steps = Generator[list | Callable[[], bool], None, Any]  # yields what to wait for, returns the operation's result
 
@@ -282,7 +288,7 @@ class Progress:
                     self._forget_if_over(wanted)
                 look_after = waited + LOOK_AFTER  # now those were asked who may have ended
             if waited > say_after:
-                self.activity.waits_long(wanted.describe(), wanted.missing())
+                self.activity.waits_long(wanted.describe(), wanted.missing(), _calling_line())
                 say_after = 2 * waited
 
     def _advance(self, pending: Pending) -> bool:
@@ -293,3 +299,11 @@ class Progress:
     def _forget_if_over(self, pending: Pending) -> None:
         if (pending.done or pending.error) and pending in self._pending:
             self._pending.remove(pending)
+
+
+def _calling_line() -> str:
+    """The innermost line of this thread that is not communication's own."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else ""

@@ -24,8 +24,8 @@ from spmd_engine.comm.pending import TIMEOUT, Progress
 from spmd_engine.comm.slot_table import SlotTable, size_of_table
 from spmd_engine.comm.transports.hierarchical import Lanes, even_nodes
 from spmd_engine.comm.transports.turns import Turns
-from spmd_engine.comm.watchdog import watch_threads
 from spmd_engine.errors import RankAborted, UsageError
+from spmd_engine.watchdog.watchdog import watch_threads
 
 _current = threading.local()
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0  # memory that is not used is not counted

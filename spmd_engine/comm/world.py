@@ -16,18 +16,18 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from spmd_engine.arrays.memory import keep_freed_memory
-from spmd_engine.comm.activity import SIZE, Activity, Memory
 from spmd_engine.comm.communicator import Communicator
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.join import join_mpi
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.pending import Progress
-from spmd_engine.comm.records import Record
 from spmd_engine.comm.threads import current_thread_communicator, solo
-from spmd_engine.comm.watchdog import Watchdog
 from spmd_engine.errors import RankAborted, SpmdError, UsageError
 from spmd_engine.launchers import is_launched, launcher_rank, launcher_size
 from spmd_engine.signals import exit_code
+from spmd_engine.watchdog.activity import SIZE, Activity, Memory
+from spmd_engine.watchdog.records import Record
+from spmd_engine.watchdog.watchdog import Watchdog
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 JOIN = 10  #: seconds within which other ranks should come, too, when one joins MPI only to leave
@@ -84,7 +84,7 @@ def _check_alone() -> None:
 
 def _watch(comm: Communicator, records: Mapping[int, Memory]) -> None:
     """Start a watchdog, which sees these ranks' records, and asks others for theirs."""
-    from spmd_engine.comm.elsewhere import MPI, OtherNodes
+    from spmd_engine.watchdog.other_nodes import MPI, OtherNodes
 
     several = len(records) < comm.size and MPI.Query_thread() == MPI.THREAD_MULTIPLE
     seen = [Record(rank, memory) for rank, memory in records.items()]
