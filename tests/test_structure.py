@@ -16,6 +16,7 @@ FLOORS = [
     {"errors", "importing", "launchers", "signals"},
     {"configuration", "units"},
     {"arrays", "formats", "tokens", "watchdog"},
+    {"node"},
     {"comm"},
     {"sharding"},
     {"layers"},

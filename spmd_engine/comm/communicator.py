@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
-from spmd_engine.comm.arena import Neighbours
 from spmd_engine.comm.pending import TIMEOUT, Progress
 from spmd_engine.comm.slot_table import SlotTable
 from spmd_engine.comm.transports.turns import Turns
 from spmd_engine.comm.tuning import Tuning
+from spmd_engine.node.arena import Neighbours
 from spmd_engine.watchdog.activity import Line
 
 if TYPE_CHECKING:

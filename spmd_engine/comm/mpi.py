@@ -17,15 +17,15 @@ from spmd_engine.comm.communicator import Communicator
 from spmd_engine.comm.communicator_cache import CommunicatorCache
 from spmd_engine.comm.condition import Requests
 from spmd_engine.comm.dissemination import disseminate, words_of
-from spmd_engine.comm.node import Node, open_node
 from spmd_engine.comm.pending import TIMEOUT, Pending, Progress, RanksEnded, Steps
 from spmd_engine.comm.progress_thread import ProgressThread
-from spmd_engine.comm.slot_table import SlotTable, room_for_table, size_of_table
+from spmd_engine.comm.slot_table import SlotTable, room_for_table, size_of_table, table_on
 from spmd_engine.comm.transports.hierarchical import Lanes, even_nodes
 from spmd_engine.comm.transports.messages import MessagePart
 from spmd_engine.comm.transports.mpi import BlockingCollectives, NonblockingCollectives
 from spmd_engine.comm.transports.turns import Turns
 from spmd_engine.errors import MeshError
+from spmd_engine.node.node import Node, open_node
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class MPICommunicator(Communicator):
         """Share memory with this node's ranks, of all ranks' ``hosts``; for the world, once. ``tell``: see ``node``."""
         self.hosts = list(hosts)
         ranks = [rank for rank, host in enumerate(hosts) if host == self.node]
-        node = open_node(self.rank, ranks, tell)
+        node = open_node(self.rank, ranks, size_of_table(len(ranks)), tell)
         self._live_on(node, oversubscribed=len(ranks) > cores)
         if len(ranks) < self.size:
             if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
@@ -87,9 +87,9 @@ class MPICommunicator(Communicator):
             self.collectives = NonblockingCollectives(self._comm.Dup(), self.turns, self.tuning)
             shared = tell("yes" if node is not None else "no")
             if "no" not in shared and (nodes := even_nodes(hosts)):
-                self._go_by_nodes(nodes, node.table(ranks, ranks.index(self.rank), calls=self.calls))
+                self._go_by_nodes(nodes, table_on(node, ranks, ranks.index(self.rank), calls=self.calls))
         elif node is not None:
-            self.table = node.table(ranks, self.rank, calls=self.calls)
+            self.table = table_on(node, ranks, self.rank, calls=self.calls)
 
     def _go_by_nodes(self, nodes: Sequence[Sequence[int]], table: SlotTable) -> None:
         self.lanes = Lanes(self, nodes, table)
@@ -134,7 +134,7 @@ class MPICommunicator(Communicator):
         table = None
         if nodes is not None:
             own = next(node for node in nodes if made.rank in node)
-            table = self._node.table([members[rank] for rank in own], own.index(made.rank), offset)
+            table = table_on(self._node, [members[rank] for rank in own], own.index(made.rank), offset)
         if nodes is not None and len(nodes) == 1:
             made.table = table
         else:

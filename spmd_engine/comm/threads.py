@@ -15,9 +15,7 @@ from threadpoolctl import threadpool_limits
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.memory import address_of
-from spmd_engine.comm.arena import Neighbours, bound
 from spmd_engine.comm.communicator import Communicator
-from spmd_engine.comm.cross_memory import CrossMemory
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.pending import TIMEOUT, Progress
@@ -25,6 +23,8 @@ from spmd_engine.comm.slot_table import SlotTable, size_of_table
 from spmd_engine.comm.transports.hierarchical import Lanes, even_nodes
 from spmd_engine.comm.transports.turns import Turns
 from spmd_engine.errors import RankAborted, UsageError
+from spmd_engine.node.arena import Neighbours, bound
+from spmd_engine.node.cross_memory import CrossMemory
 from spmd_engine.watchdog.watchdog import watch_threads
 
 _current = threading.local()

@@ -46,7 +46,7 @@ def _process_world() -> Communicator:
     try:
         join_mpi()
         from spmd_engine.comm.mpi import MPI, MPICommunicator
-        from spmd_engine.comm.node import OwnMemory, mapped
+        from spmd_engine.node.node import OwnMemory, mapped
     except (ImportError, RuntimeError) as error:
         if is_launched():
             raise UsageError(
