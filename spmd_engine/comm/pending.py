@@ -16,10 +16,13 @@ from pathlib import Path
 from threading import RLock
 from time import perf_counter
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from spmd_engine.errors import CommunicationTimeout, MismatchError, SpmdError
 from spmd_engine.watchdog.activity import Activity, Line
+
+if TYPE_CHECKING:
+    from spmd_engine.comm.communicator import Communicator
 
 TIMEOUT = 1800.0  #: seconds a rank waits for others, unless it is told another number
 
@@ -41,31 +44,6 @@ class RanksEnded(Exception):
         self.ranks = list(ranks)
 
 
-class Waiting(Protocol):
-    """What those who wait need of a communicator; see there."""
-
-    rank: int
-    size: int
-    spin_tests: int
-    progress: Progress
-    line: Line
-
-    def done(self, requests: list) -> bool:
-        """Whether all requests have completed."""
-
-    def activity(self, idle: int) -> int:
-        """A number that changes when something may have come."""
-
-    def pause(self, idle: int, activity: int, messages: bool = True) -> None:
-        """Leave the processor to others for a moment."""
-
-    def announce_end(self) -> None:
-        """Let others know that this rank's program has ended."""
-
-    def ended(self, suspects: Sequence[int]) -> list[int]:
-        """Those of these ranks whose programs are known to have ended."""
-
-
 class Pending:
     """A started operation. ``wait()`` returns its result, and may be called again."""
 
@@ -74,7 +52,7 @@ class Pending:
         *("until_the_end", "done", "result", "error"),
     )
 
-    def __init__(self, communicator: Waiting | None, steps: Steps | None, timeout: float | None = None) -> None:
+    def __init__(self, communicator: Communicator | None, steps: Steps | None, timeout: float | None = None) -> None:
         self._communicator = communicator
         self._steps = steps
         self._awaited: list | Callable[[], bool] = []
