@@ -15,9 +15,11 @@ from spmd_engine.comm.collective_steps import CollectiveSteps
 from spmd_engine.comm.communicator import Communicator
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.pending import TIMEOUT, Pending, Steps
+from spmd_engine.comm.prepare import PREPARE, check_out
 from spmd_engine.comm.prepared_call import PreparedCall
 from spmd_engine.comm.signature import NumberedCall, Signature, Signatures
 from spmd_engine.comm.slot_table import LEFT
+from spmd_engine.comm.staging import copied
 from spmd_engine.comm.ways import blocking_at_most, inline_at_most
 from spmd_engine.errors import SpmdError, UsageError
 from spmd_engine.watchdog.activity import Line
@@ -54,9 +56,57 @@ class Calls:
         self._prepared: dict[tuple, PreparedCall] = {}
         self._waiting: dict[tuple, PreparedCall] = {}  #: the same for ranks that wait in the call
 
+    # --- the two ways to make a call: to wait for it, and to begin it
+
+    def _call(
+        self, operation: str, x: Array | None, arguments: tuple = (), out: Any = None, label: str = ""
+    ) -> Any:
+        """The result of the next call, for which this rank waits; ``arguments``: as ``prepare`` has them."""
+        call = self._waiting.get(_key(operation, x, arguments, label))
+        if call is not None and call.at_once and call.suits(out):
+            return self._at_once(call, x, out)
+        try:
+            call, x = self._find(operation, x, arguments, out, label)
+        except UsageError as error:
+            return self._refuse(operation, label, error).wait()
+        return self._wait_for(call, x, out) if self.size > 1 else self._alone(call, x, out)
+
+    def _begin(
+        self, operation: str, x: Array | None, arguments: tuple = (), out: Any = None, label: str = ""
+    ) -> Pending:
+        """The same, under way."""
+        try:
+            call, x = self._find(operation, x, arguments, out, label)
+        except UsageError as error:
+            return self._refuse(operation, label, error)
+        return self._start(call, x, out) if self.size > 1 else Pending.completed(self._alone(call, x, out))
+
+    def _find(
+        self, operation: str, x: Array | None, arguments: tuple, out: Any, label: str
+    ) -> tuple[PreparedCall, Array | None]:
+        """The call prepared for such an array, and the array as it takes it. Raises UsageError if it cannot be made."""
+        key = _key(operation, x, arguments, label)
+        call = self._prepared.get(key) or self.keep(key, PREPARE[operation](self, x, *arguments, label), x)
+        if x is not None and x.dtype != call.dtype:
+            x = x.astype(call.dtype)
+        if out is not None:
+            check_out(call, x, out, self.size)
+        return call, x
+
+    def _alone(self, call: PreparedCall, x: Array | None, out: Any) -> Any:
+        """What a call of a single rank returns."""
+        if x is None:
+            return None
+        result = copied(x, out) if out is not None and not isinstance(out, Backend) else x.copy()
+        return (result, [x.shape[call.signature.concat_axis]]) if call.tells else result
+
     # --- to prepare
 
-    def _keep(self, key: tuple, call: PreparedCall, x: Array | None = None) -> PreparedCall:
+    def kept(self, key: tuple) -> PreparedCall | None:
+        """The call that is kept by this ``key``."""
+        return self._prepared.get(key)
+
+    def keep(self, key: tuple, call: PreparedCall, x: Array | None = None) -> PreparedCall:
         """Keep ``call`` for the next one that is described by ``key``, of an array like ``x``."""
         if len(self._prepared) >= KEPT:
             self._prepared.clear()
@@ -114,10 +164,6 @@ class Calls:
         return call
 
     # --- to make
-
-    def _make(self, call: PreparedCall, x: Array | None, out: Any, waits: bool) -> Any:
-        """The next call: its result if this rank ``waits``, else a Pending."""
-        return self._wait_for(call, x, out) if waits else self._start(call, x, out)
 
     def _start(self, call: PreparedCall, x: Array | None, out: Any = None) -> Pending:
         """Start the next call; write to the ledger when it ends."""
@@ -188,6 +234,13 @@ class Calls:
     def _is_ordinary(self, x: Array | Backend | None) -> bool:
         """Whether it is memory of this process alone: what ranks share is faster read where it is, if it is large."""
         return x is None or x is CPU or (type(x) is np.ndarray and self._table.neighbours.offset(x) is None)
+
+
+def _key(operation: str, x: Array | None, arguments: tuple, label: str) -> tuple:
+    """By which a call is found again."""
+    if x is None:
+        return operation, arguments, label
+    return operation, type(x), x.dtype, x.shape, arguments, label
 
 
 class Operation(Pending):

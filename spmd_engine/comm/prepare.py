@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.comm.calls import Calls
 from spmd_engine.comm.prepared_call import PreparedCall
 from spmd_engine.comm.reducing import reducer, reducible
 from spmd_engine.comm.signature import Signature, Signatures
@@ -17,12 +16,13 @@ from spmd_engine.comm.staging import is_reachable, packed
 from spmd_engine.errors import UsageError
 
 if TYPE_CHECKING:
+    from spmd_engine.comm.calls import Calls
     from spmd_engine.comm.transports.mpi import BlockingCollectives
 
 Found = Signatures | None  # what ``PreparedCall.finish`` is given
 
 
-def barrier(calls: Calls, label: str) -> PreparedCall:
+def barrier(calls: Calls, x: None, label: str) -> PreparedCall:
     """Of ``Group.barrier``."""
     where = "barrier", calls.axes, label
     return PreparedCall(Signature("barrier"), where, calls.steps.meet_only, lambda *_: None)
@@ -30,6 +30,10 @@ def barrier(calls: Calls, label: str) -> PreparedCall:
 
 def broadcast(calls: Calls, mine: Array | None, root: int, label: str) -> PreparedCall:
     """Of ``Group.broadcast``; ``mine``: the root's array, None elsewhere."""
+    if not 0 <= root < calls.size:
+        raise UsageError(f"broadcast over {calls.axes!r}: root {root} is not one of {calls.size} ranks")
+    if calls.rank == root and mine is None:
+        raise UsageError(f"broadcast over {calls.axes!r}: the root must give an array")
 
     def sent(result: Array) -> int:  # the root hands out the parts, then everyone passes its part on
         own = span(result.size, calls.size, calls.rank)
@@ -190,16 +194,35 @@ def _all_reduce(library: BlockingCollectives, call: PreparedCall, x: np.ndarray,
     library.all_reduce_now(np.ascontiguousarray(x).reshape(-1), result.reshape(-1), call.reduce)
 
 
-def check_out(operation: str, result: Array, out: Array | None) -> None:
-    """Raise UsageError unless ``out`` (None: there is none) can receive an array like ``result``."""
-    if out is not None and (out.shape != result.shape or out.dtype != result.dtype or not takes_results(out)):
-        wanted, given = (f"{a.dtype}{list(a.shape)}" for a in (result, out))
+PREPARE = {
+    "barrier": barrier,
+    "broadcast": broadcast,
+    "all_reduce": all_reduce,
+    "reduce_scatter": reduce_scatter,
+    "all_gather": all_gather,
+    "all_to_all": all_to_all,
+}
+
+
+def check_out(call: PreparedCall, x: Array, out: Any, ranks: int) -> None:
+    """Raise UsageError unless ``out`` can receive the result of a call of ``x``."""
+    operation, told = call.signature.operation, call.signature
+    if operation == "broadcast":  # it only says where the result is wanted
+        return
+    fits = out.dtype == call.dtype and out.flags.c_contiguous
+    fits = fits and getattr(out.flags, "writeable", True)  # CuPy's arrays always are
+    if operation in ("all_gather", "all_to_all"):
+        if not fits or told.concat_axis or (operation == "all_gather" and told.axis):
+            how = "axis 0" if operation == "all_gather" else "what comes be joined along axis 0"
+            raise UsageError(f"{operation}: out must be a contiguous, writable array of {call.dtype}, and {how}")
+        if operation == "all_to_all" and isinstance(x, np.ndarray) and np.may_share_memory(x, out):
+            raise UsageError("all_to_all: out must not share memory with what is sent")
+        if ranks > 1:  # how long the result is follows from all ranks' arrays
+            return
+    shape = x.shape if ranks == 1 else call.shape
+    if out.shape != shape or not fits:
+        wanted, given = f"{call.dtype}{list(shape)}", f"{out.dtype}{list(out.shape)}"
         raise UsageError(f"{operation}: out must be contiguous, writable {wanted}, is {given}")
-
-
-def takes_results(out: Array) -> bool:
-    """Whether ``out`` is contiguous and can be written to."""
-    return out.flags.c_contiguous and getattr(out.flags, "writeable", True)  # CuPy's arrays always are
 
 
 def _reduced(call: PreparedCall, _: Found, blocks: Sequence[np.ndarray], out: np.ndarray | None) -> np.ndarray:

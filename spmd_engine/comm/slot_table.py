@@ -196,8 +196,8 @@ class SlotTable:
         """
         rank, slot, word = self.rank, number % SLOTS, number * _STEPS + CALLED
         signature, words, digests, waker = expected.by_rank[rank], self._phases[slot], self._digests[slot], self._waker
-        free = partial(self.is_free, number, signature.inline)
-        if not free() and not progress.spin(free, spin_tests):
+        inline = signature.inline
+        if not self.is_free(number, inline) and not progress.spin(partial(self.is_free, number, inline), spin_tests):
             return None
         blocks = expected.inline.get(slot) or self._lay_out(slot, expected)
         if digests[rank] != signature.digest:
