@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.comm.pending import Steps
 from spmd_engine.comm.prepared_call import PreparedCall
 from spmd_engine.comm.reducing import reducer, reducible
 from spmd_engine.comm.signature import Signature, Signatures
@@ -158,9 +159,9 @@ def all_to_all(
     )
 
 
-# What the library does where all ranks call the same and wait for it: each writes the result of ``x`` to ``result``.
+# What the library does where all ranks call the same and wait for it: each brings the result of ``x`` to ``result``.
 
-Move = Callable[["BlockingCollectives", PreparedCall, np.ndarray, np.ndarray], None]
+Move = Callable[["BlockingCollectives", PreparedCall, np.ndarray, np.ndarray], Steps]
 
 
 def _by_library(library: BlockingCollectives | None, move: Move) -> Callable | None:
@@ -168,30 +169,33 @@ def _by_library(library: BlockingCollectives | None, move: Move) -> Callable | N
 
     def make(call: PreparedCall, x: np.ndarray, out: np.ndarray | None) -> np.ndarray:
         result = out if out is not None else np.empty(call.shape, call.dtype)
-        move(library, call, x, result)
+        for _ in move(library, call, x, result):
+            pass  # nothing is waited for but in the library
         return result
 
     return library and make
 
 
-def _gather(library: BlockingCollectives, call: PreparedCall, x: np.ndarray, result: np.ndarray) -> None:
+def _gather(library: BlockingCollectives, call: PreparedCall, x: np.ndarray, result: np.ndarray) -> Steps:
     result[library.rank * len(x) : (library.rank + 1) * len(x)] = x
-    library.all_gather_now(result.reshape(-1), spans([x.size] * library.size))
+    return library.all_gather(0, result.reshape(-1), spans([x.size] * library.size))
 
 
-def _exchange(library: BlockingCollectives, call: PreparedCall, x: np.ndarray, result: np.ndarray) -> None:
+def _exchange(library: BlockingCollectives, call: PreparedCall, x: np.ndarray, result: np.ndarray) -> Steps:
     flat, parts = packed(np.ascontiguousarray(x), call.parts)
-    places = spans([result.size // library.size] * library.size)
-    library.all_to_all_now(flat, parts, result.reshape(-1), places)
+    comes, places = result.reshape(-1), spans([result.size // library.size] * library.size)
+    comes[places[library.rank]] = flat[parts[library.rank]]
+    return library.all_to_all(0, flat, parts, comes, places)
 
 
-def _reduce_scatter(library: BlockingCollectives, call: PreparedCall, x: np.ndarray, result: np.ndarray) -> None:
+def _reduce_scatter(library: BlockingCollectives, call: PreparedCall, x: np.ndarray, result: np.ndarray) -> Steps:
     flat, parts = packed(np.ascontiguousarray(x), call.parts)
-    library.reduce_scatter_now(flat, parts, result.reshape(-1), call.reduce)
+    return library.reduce_scatter(0, flat, parts, result.reshape(-1), call.signature.reduction)
 
 
-def _all_reduce(library: BlockingCollectives, call: PreparedCall, x: np.ndarray, result: np.ndarray) -> None:
-    library.all_reduce_now(np.ascontiguousarray(x).reshape(-1), result.reshape(-1), call.reduce)
+def _all_reduce(library: BlockingCollectives, call: PreparedCall, x: np.ndarray, result: np.ndarray) -> Steps:
+    flat = np.ascontiguousarray(x).reshape(-1)
+    return library.all_reduce(0, flat, result.reshape(-1), call.signature.reduction)
 
 
 PREPARE = {
