@@ -50,7 +50,7 @@ class Agreement:
             rendezvous.check(met, signature, self._axes, self._check)
             call.expect(found)
         root = found.by_rank[signature.root] if signature.operation == "broadcast" else None
-        inline = met.inline if root is None else root.inline > 0
+        inline = found.at_once if root is None else root.inline > 0
         rows = met.blocks if inline and signature.operation != "barrier" else None
         host = inline or found.wait or met.shown
         return Agreed(True, found.same, True, host, call.payload, rows, root, met)

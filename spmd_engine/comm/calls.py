@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -14,15 +13,15 @@ from spmd_engine.comm import dtypes, rendezvous, signature
 from spmd_engine.comm.collective_steps import CollectiveSteps
 from spmd_engine.comm.communicator import Communicator
 from spmd_engine.comm.ledger import Ledger
-from spmd_engine.comm.pending import TIMEOUT, Pending, Steps
+from spmd_engine.comm.operation import Operation
+from spmd_engine.comm.pending import TIMEOUT, Pending
 from spmd_engine.comm.prepare import PREPARE, check_out
 from spmd_engine.comm.prepared_call import PreparedCall
-from spmd_engine.comm.signature import NumberedCall, Signature, Signatures
+from spmd_engine.comm.signature import Signature, Signatures
 from spmd_engine.comm.slot_table import LEFT
 from spmd_engine.comm.staging import copied
 from spmd_engine.comm.ways import blocking_at_most, inline_at_most
 from spmd_engine.errors import SpmdError, UsageError
-from spmd_engine.watchdog.activity import Line
 
 KEPT = 512  # prepared calls that are kept at most
 
@@ -48,7 +47,7 @@ class Calls:
         self.comm, self.axes, self.ledger, self.check, self.timeout = comm, axes, ledger, check, timeout
         self.rank, self.size = comm.rank, comm.size
         self._table, self._lanes = comm.table, comm.lanes
-        self._slots = comm.lanes.table if comm.lanes else comm.table  #: the table whose slots calls take in turn
+        self.slots = comm.lanes.table if comm.lanes else comm.table  #: the table whose slots calls take in turn
         self._spins = self._table is not None and comm.spin_tests > 0 and comm.size > 1  # one alone meets nobody
         #: bytes of data that a signature brings along
         self._room = comm.table.room if comm.table else comm.tuning.with_agreement // comm.size
@@ -202,7 +201,7 @@ class Calls:
         if operation is not None:
             operation.on_wait(perf_counter() - began)
             return progress.begin(operation).wait()
-        self._record(call, result, perf_counter() - began)
+        call.record(self.ledger, result, perf_counter() - began)
         return result
 
     def _at_once(self, call: PreparedCall, x: np.ndarray | None, out: np.ndarray | None) -> Array:
@@ -223,13 +222,8 @@ class Calls:
                     result = call.finish(call, None if expected.same else expected, blocks, out)
             finally:
                 table.leave_at_once(number)
-        sent = call.sent if type(call.sent) is int else call.sent(result)
-        self.ledger.record(call.where, call.payload, sent, perf_counter() - began)
+        call.record(self.ledger, result, perf_counter() - began)
         return result
-
-    def _record(self, call: PreparedCall, result: Any, seconds: float | None) -> None:
-        sent = call.sent if type(call.sent) is int else call.sent(result)
-        self.ledger.record(call.where, call.payload, sent, seconds)
 
     def _is_ordinary(self, x: Array | Backend | None) -> bool:
         """Whether it is memory of this process alone: what ranks share is faster read where it is, if it is large."""
@@ -241,40 +235,3 @@ def _key(operation: str, x: Array | None, arguments: tuple, label: str) -> tuple
     if x is None:
         return operation, arguments, label
     return operation, type(x), x.dtype, x.shape, arguments, label
-
-
-class Operation(Pending):
-    """A call of a group under way; it waits for what is ``awaited``."""
-
-    __slots__ = ("_calls", "_call", "_number")
-
-    def __init__(
-        self, calls: Calls, call: PreparedCall, number: int, steps: Steps, awaited: list | Callable[[], bool] = ()
-    ) -> None:
-        super().__init__(calls.comm, steps, calls.timeout)
-        if awaited:
-            self._awaited = awaited
-        self._calls, self._call, self._number = calls, call, number
-        calls.ledger.open(*call.where)  # now: others may be reading the ledger when this ends
-
-    def describe(self) -> str:
-        operation, axes, label = self._call.where
-        what = str(NumberedCall(self._number, self._call.signature)) if self._number else operation
-        calls = self._calls
-        return f"{what} over {axes!r}{f' ({label})' if label else ''}, group rank {calls.rank} of {calls.size}"
-
-    def call(self) -> tuple[Line, int, int]:
-        call, comm = self._call, self._calls.comm
-        return comm.line, self._number, call.text or comm.progress.activity.called(*call.where)
-
-    def on_result(self) -> None:
-        self._calls._record(self._call, self.result, None)
-
-    def on_end(self) -> None:
-        if self._number:
-            self._calls.comm.turns.over(self._number)
-            if self._calls._slots is not None:
-                self._calls._slots.say(self._number, LEFT)
-
-    def on_wait(self, seconds: float) -> None:
-        self._calls.ledger.record_wait(*self._call.where, seconds)

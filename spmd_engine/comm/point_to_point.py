@@ -6,8 +6,9 @@ import numpy as np
 
 from spmd_engine.arrays.backend import CPU, Array, Backend, backend_of
 from spmd_engine.comm import signature
-from spmd_engine.comm.calls import Calls, Operation
+from spmd_engine.comm.calls import Calls
 from spmd_engine.comm.condition import Requests
+from spmd_engine.comm.operation import Operation
 from spmd_engine.comm.pending import Pending, Steps
 from spmd_engine.comm.prepared_call import PreparedCall
 from spmd_engine.comm.rendezvous import INLINE, bytes_of, text_of

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
+from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.pending import Steps
 from spmd_engine.comm.reducing import Reducer
 from spmd_engine.comm.signature import Signature, Signatures
@@ -46,6 +47,11 @@ class PreparedCall:
         self.expected = found
         self.at_once = self.is_small and found.at_once
         self.library_at_once = self.by_library is not None and found.wait and found.same
+
+    def record(self, ledger: Ledger, result: Any, seconds: float | None = None) -> None:
+        """Enter one such call, with this ``result``, in the ledger; ``seconds``: of the one wait for it."""
+        sent = self.sent if type(self.sent) is int else self.sent(result)
+        ledger.record(self.where, self.payload, sent, seconds)
 
     def suits(self, out: Array | None) -> bool:
         """Whether ``out`` can receive the result at once."""

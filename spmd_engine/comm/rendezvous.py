@@ -40,11 +40,6 @@ class Rendezvous:
         return True
 
     @property
-    def inline(self) -> bool:
-        """Whether all data came with the signatures."""
-        return self.signatures.at_once
-
-    @property
     def results_shown(self) -> bool:
         """Whether all have shown where their results are to come."""
         return all(self.table.shows_result(self.number, rank) for rank in range(self.table.size))
