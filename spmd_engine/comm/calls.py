@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd_engine.arrays.backend import CPU, Array, Backend
+from spmd_engine.arrays.backend import Array, Backend
 from spmd_engine.comm import dtypes, rendezvous, signature
 from spmd_engine.comm.collective_steps import CollectiveSteps
 from spmd_engine.comm.communicator import Communicator
@@ -53,7 +53,6 @@ class Calls:
         self._room = comm.table.room if comm.table else comm.tuning.with_agreement // comm.size
         self.steps = CollectiveSteps(comm, axes, check, deterministic)
         self._prepared: dict[tuple, PreparedCall] = {}
-        self._waiting: dict[tuple, PreparedCall] = {}  #: the same for ranks that wait in the call
 
     # --- the two ways to make a call: to wait for it, and to begin it
 
@@ -61,11 +60,12 @@ class Calls:
         self, operation: str, x: Array | None, arguments: tuple = (), out: Any = None, label: str = ""
     ) -> Any:
         """The result of the next call, for which this rank waits; ``arguments``: as ``prepare`` has them."""
-        call = self._waiting.get(_key(operation, x, arguments, label))
+        key = _key(operation, x, arguments, label)
+        call = self._prepared.get(key)
         if call is not None and call.at_once and call.suits(out):
             return self._at_once(call, x, out)
         try:
-            call, x = self._find(operation, x, arguments, out, label)
+            call, x = self._find(key, x, arguments, out)
         except UsageError as error:
             return self._refuse(operation, label, error).wait()
         return self._wait_for(call, x, out) if self.size > 1 else self._alone(call, x, out)
@@ -75,17 +75,16 @@ class Calls:
     ) -> Pending:
         """The same, under way."""
         try:
-            call, x = self._find(operation, x, arguments, out, label)
+            call, x = self._find(_key(operation, x, arguments, label), x, arguments, out)
         except UsageError as error:
             return self._refuse(operation, label, error)
         return self._start(call, x, out) if self.size > 1 else Pending.completed(self._alone(call, x, out))
 
     def _find(
-        self, operation: str, x: Array | None, arguments: tuple, out: Any, label: str
+        self, key: tuple, x: Array | None, arguments: tuple, out: Any
     ) -> tuple[PreparedCall, Array | None]:
         """The call prepared for such an array, and the array as it takes it. Raises UsageError if it cannot be made."""
-        key = _key(operation, x, arguments, label)
-        call = self._prepared.get(key) or self.keep(key, PREPARE[operation](self, x, *arguments, label), x)
+        call = self._prepared.get(key) or self.keep(key, PREPARE[key[0]](self, x, *arguments, key[-1]), x)
         if x is not None and x.dtype != call.dtype:
             x = x.astype(call.dtype)
         if out is not None:
@@ -109,7 +108,6 @@ class Calls:
         """Keep ``call`` for the next one that is described by ``key``, of an array like ``x``."""
         if len(self._prepared) >= KEPT:
             self._prepared.clear()
-            self._waiting.clear()
         call.text = self.comm.progress.activity.called(*call.where)
         self._prepared[key] = call
         if self._table is None:
@@ -117,7 +115,7 @@ class Calls:
             return call
         call.expected = Signatures([call.signature] * self.size)
         if self._spins and call.finish is not None and (x is None or (type(x) is np.ndarray and x.dtype == call.dtype)):
-            self._waiting[key] = call.waiting = self._offering(call, x)
+            call.waiting = self._offering(call, x)
         return call
 
     def _offering(self, call: PreparedCall, x: Array | None) -> PreparedCall:
@@ -225,13 +223,13 @@ class Calls:
         call.record(self.ledger, result, perf_counter() - began)
         return result
 
-    def _is_ordinary(self, x: Array | Backend | None) -> bool:
+    def _is_ordinary(self, x: Array | None) -> bool:
         """Whether it is memory of this process alone: what ranks share is faster read where it is, if it is large."""
-        return x is None or x is CPU or (type(x) is np.ndarray and self._table.neighbours.offset(x) is None)
+        return x is None or (type(x) is np.ndarray and self._table.neighbours.offset(x) is None)
 
 
 def _key(operation: str, x: Array | None, arguments: tuple, label: str) -> tuple:
-    """By which a call is found again."""
+    """By what a call is found again: first the operation, and the label last."""
     if x is None:
         return operation, arguments, label
     return operation, type(x), x.dtype, x.shape, arguments, label
