@@ -10,6 +10,7 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array, Backend
 from spmd_engine.comm import dtypes, rendezvous, signature
+from spmd_engine.comm.by_library import make_by_library
 from spmd_engine.comm.collective_steps import CollectiveSteps
 from spmd_engine.comm.communicator import Communicator
 from spmd_engine.comm.ledger import Ledger
@@ -47,7 +48,6 @@ class Calls:
         self.comm, self.axes, self.ledger, self.check, self.timeout = comm, axes, ledger, check, timeout
         self.rank, self.size = comm.rank, comm.size
         self._table, self._lanes = comm.table, comm.lanes
-        self.slots = comm.lanes.table if comm.lanes else comm.table  #: the table whose slots calls take in turn
         self._spins = self._table is not None and comm.spin_tests > 0 and comm.size > 1  # one alone meets nobody
         #: bytes of data that a signature brings along
         self._room = comm.table.room if comm.table else comm.tuning.with_agreement // comm.size
@@ -215,7 +215,7 @@ class Calls:
                 return progress.begin(Operation(self, call, number, steps)).wait()
             try:
                 if expected.wait:
-                    result = call.by_library(call, x, out)
+                    result = make_by_library(comm.library, call, x, out)
                 else:
                     result = call.finish(call, None if expected.same else expected, blocks, out)
             finally:

@@ -29,9 +29,9 @@ class CollectiveSteps:
     """Of one group: each is a generator (see ``pending``), of a prepared call, its number, its array and ``out``."""
 
     def __init__(self, comm: Communicator, axes: str, check: bool, deterministic: bool) -> None:
-        self._comm, self._axes, self._lanes, self._one_node = comm, axes, comm.lanes, comm.table
+        self._comm, self._axes, self._lanes = comm, axes, comm.lanes
         self._agreement = Agreement(comm, axes, check)
-        self._table = comm.lanes.table if comm.lanes else comm.table  #: of this node, if all its ranks are the group's
+        self._node_table, self._one_node = comm.node_table, comm.table is not None
         self._library, self._lane_library = comm.collectives, comm.lane_collectives
         if deterministic:
             self._library = self._library and self._library.in_rank_order()
@@ -50,7 +50,7 @@ class CollectiveSteps:
             own = own.copy()
         shown = result = None
         if self._shows(call, own, own.nbytes):
-            shown, result = readable_with_result(self._table, own, target)
+            shown, result = readable_with_result(self._node_table, own, target)
         agreed = yield from self._agreement.reach(call, number, own, shown, result)
         if agreed.rows is not None:
             result = call.finish(call, None, agreed.rows, target)
@@ -69,7 +69,7 @@ class CollectiveSteps:
         if target is not None and not keeps_apart(target, own, call.parts[self._rank]):
             own = own.copy()
         flat, parts = (own, None) if call.signature.inline else packed(own, call.parts)
-        shown = readable(self._table, flat, self._comm.tuning) if self._shows(call, own, own.nbytes) else None
+        shown = readable(self._node_table, flat, self._comm.tuning) if self._shows(call, own, own.nbytes) else None
         agreed = yield from self._agreement.reach(call, number, own, shown)
         if agreed.rows is not None:
             result = call.finish(call, None, agreed.rows, target)
@@ -89,7 +89,7 @@ class CollectiveSteps:
         target = out if out is not None and is_reachable(self._comm, out) else None
         shown = result = None
         if self._one_node and self._shows(call, own, own.nbytes):
-            shown = readable(self._table, own, self._comm.tuning)
+            shown = readable(self._node_table, own, self._comm.tuning)
             if target is not None and shown is own and np.may_share_memory(own, target):
                 shown = own.copy() if not self._is_in_place(own, target, lengths) else own
         elif axis == 0 and self._shows(call, own, prod(own.shape[1:]) * own.itemsize * sum(lengths)):
@@ -123,7 +123,7 @@ class CollectiveSteps:
         concat, backend, shown = call.signature.concat_axis, backend_of(own), None
         flat, parts = (own, None) if call.signature.inline else packed(own, call.parts)
         if self._one_node and self._shows(call, own, own.nbytes):
-            shown = readable(self._table, flat, self._comm.tuning)
+            shown = readable(self._node_table, flat, self._comm.tuning)
         agreed = yield from self._agreement.reach(call, number, own, shown)
         shapes = yield from self._shapes_that_come(call, number, agreed, own)
         lengths = [shape[concat] for shape in shapes]
@@ -157,7 +157,7 @@ class CollectiveSteps:
         """
         shown, home = None, home or CPU
         if self._one_node and mine is not None and self._shows(call, mine, mine.nbytes):
-            shown = readable(self._table, mine, self._comm.tuning)
+            shown = readable(self._node_table, mine, self._comm.tuning)
         agreed = yield from self._agreement.reach(call, number, mine, shown)
         root = call.signature.root
         if agreed.rows is not None:
@@ -174,7 +174,7 @@ class CollectiveSteps:
     def _lengths(self, call: PreparedCall, number: int, agreed: Agreed, own: int) -> Steps:
         """How long each rank's array is along the axis that is gathered."""
         axis = call.signature.axis
-        if self._one_node is not None:
+        if self._one_node:
             lengths = [each.shape[axis] for each in agreed.met.signatures.by_rank]
         elif agreed.alike:
             lengths = [own] * self._size
@@ -187,7 +187,7 @@ class CollectiveSteps:
 
     def _shapes_that_come(self, call: PreparedCall, number: int, agreed: Agreed, own: Array) -> Steps:
         """The shapes of what each rank has for this one."""
-        if self._one_node is not None:
+        if self._one_node:
             shapes = [each.shape_for(self._rank, self._size) for each in agreed.met.signatures.by_rank]
             self._check_sizes(call, [shape[call.signature.concat_axis] for shape in shapes])
             return shapes
@@ -228,10 +228,10 @@ class CollectiveSteps:
 
     def _shows(self, call: PreparedCall, own: Array, size: int) -> bool:
         """Whether this rank offers the others of its node to read its data: arrays of ``size`` bytes."""
-        if self._table is None or not isinstance(own, np.ndarray) or call.signature.waits:
+        if self._node_table is None or not isinstance(own, np.ndarray) or call.signature.waits:
             return False
         inline = call.signature.inline if self._one_node else call.terms.inline
-        return not inline and (self._one_node is not None or size >= self._comm.tuning.hierarchical)
+        return not inline and (self._one_node or size >= self._comm.tuning.hierarchical)
 
     def _transport(self, call: PreparedCall, number: int, agreed: Agreed, size: int) -> Transport | Hierarchical:
         """What moves the data of a call on which all have agreed: ``size`` bytes, of all ranks or of each."""
@@ -241,7 +241,7 @@ class CollectiveSteps:
             size,
             self._size,
             call.signature.axis,
-            one_node=self._one_node is not None,
+            one_node=self._one_node,
             by_nodes=self._lanes is not None,
             library=self._library is not None,
             lengths_known=agreed.alike or agreed.sizes_known,

@@ -46,6 +46,11 @@ class Communicator(ABC):
     lane_collectives: NonblockingCollectives | None = None  #: the same for this rank's lane
     library: BlockingCollectives | None = None  #: MPI's, if all have a core each
 
+    @property
+    def node_table(self) -> SlotTable | None:
+        """The table of those of its ranks that are on this node, if there is one; calls take its slots in turn."""
+        return self.lanes.table if self.lanes else self.table
+
     def next_call(self, text: int = 0) -> int:
         """The number of the call that begins now; ``text``: the number of what it is, see ``Activity.called``."""
         self.calls = number = self.calls + 1

@@ -184,10 +184,9 @@ class MPICommunicator(Communicator):
     def close(self) -> None:
         """Give back all that this communicator holds."""
         self.progress.activity.close(self.line)
-        for table in (self.table, self.lanes and self.lanes.table):
-            if table is not None:
-                with self.progress.lock:
-                    self.neighbours.retire(table)
+        if self.node_table is not None:
+            with self.progress.lock:
+                self.neighbours.retire(self.node_table)
         if not MPI.Is_finalized():
             for comm in (self._comm, self._lane_comm):
                 if comm is not None:

@@ -44,9 +44,11 @@ class Operation(Pending):
 
     def on_end(self) -> None:
         if self._number:
-            self._calls.comm.turns.over(self._number)
-            if self._calls.slots is not None:
-                self._calls.slots.say(self._number, LEFT)
+            comm = self._calls.comm
+            comm.turns.over(self._number)
+            table = comm.node_table
+            if table is not None:
+                table.say(self._number, LEFT)
 
     def on_wait(self, seconds: float) -> None:
         self._calls.ledger.record_wait(*self._call.where, seconds)

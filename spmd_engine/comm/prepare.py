@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.comm.pending import Steps
+from spmd_engine.comm.by_library import move_all_gather, move_all_reduce, move_all_to_all, move_reduce_scatter
 from spmd_engine.comm.prepared_call import PreparedCall
 from spmd_engine.comm.reducing import reducer, reducible
 from spmd_engine.comm.signature import Signature, Signatures
 from spmd_engine.comm.spans import joined, span, spans
-from spmd_engine.comm.staging import is_reachable, packed
+from spmd_engine.comm.staging import is_reachable
 from spmd_engine.errors import UsageError
 
 if TYPE_CHECKING:
     from spmd_engine.comm.calls import Calls
-    from spmd_engine.comm.transports.mpi import BlockingCollectives
 
 Found = Signatures | None  # what ``PreparedCall.finish`` is given
 
@@ -62,7 +61,7 @@ def all_reduce(calls: Calls, x: Array, op: str, label: str) -> PreparedCall:
         ("all_reduce", calls.axes, label),
         calls.steps.all_reduce,
         _reduced,
-        _by_library(calls.comm.library, _all_reduce),
+        move_all_reduce,
         payload=own.nbytes,
         sent=own.nbytes - part + part * (calls.size - 1),
         shape=own.shape,
@@ -84,7 +83,7 @@ def reduce_scatter(
         ("reduce_scatter", calls.axes, label),
         calls.steps.reduce_scatter,
         lambda call, _, blocks, out: _reduced(call, _, [block[parts[calls.rank]] for block in blocks], out),
-        _by_library(calls.comm.library, _reduce_scatter) if axis == 0 else None,
+        move_reduce_scatter if axis == 0 else None,
         payload=own.nbytes,
         sent=own.nbytes - mine.nbytes,
         shape=mine.shape,
@@ -107,7 +106,7 @@ def all_gather(calls: Calls, x: Array, axis: int, sizes: tuple[int, ...] | None,
         ("all_gather", calls.axes, label),
         calls.steps.all_gather,
         lambda call, _, blocks, out: joined(blocks, axis, call.dtype, out),
-        _by_library(calls.comm.library, _gather) if axis == 0 else None,
+        move_all_gather if axis == 0 else None,
         payload=x.nbytes,
         sent=x.nbytes * (calls.size - 1),
         shape=(x.shape[0] * calls.size, *x.shape[1:]) if axis == 0 else (),  # elsewhere, no out will do
@@ -148,7 +147,7 @@ def all_to_all(
         ("all_to_all", calls.axes, label),
         calls.steps.all_to_all,
         finish,
-        _by_library(calls.comm.library, _exchange) if axis == concat == 0 and splits is None else None,
+        move_all_to_all if axis == concat == 0 and splits is None else None,
         payload=x.nbytes,
         sent=x.nbytes - x[parts[calls.rank]].nbytes,
         shape=tuple(shape) if concat == 0 else (),
@@ -157,45 +156,6 @@ def all_to_all(
         sizes=received,
         tells=splits is not None,
     )
-
-
-# What the library does where all ranks call the same and wait for it: each brings the result of ``x`` to ``result``.
-
-Move = Callable[["BlockingCollectives", PreparedCall, np.ndarray, np.ndarray], Steps]
-
-
-def _by_library(library: BlockingCollectives | None, move: Move) -> Callable | None:
-    """``PreparedCall.by_library``."""
-
-    def make(call: PreparedCall, x: np.ndarray, out: np.ndarray | None) -> np.ndarray:
-        result = out if out is not None else np.empty(call.shape, call.dtype)
-        for _ in move(library, call, x, result):
-            pass  # nothing is waited for but in the library
-        return result
-
-    return library and make
-
-
-def _gather(library: BlockingCollectives, call: PreparedCall, x: np.ndarray, result: np.ndarray) -> Steps:
-    result[library.rank * len(x) : (library.rank + 1) * len(x)] = x
-    return library.all_gather(0, result.reshape(-1), spans([x.size] * library.size))
-
-
-def _exchange(library: BlockingCollectives, call: PreparedCall, x: np.ndarray, result: np.ndarray) -> Steps:
-    flat, parts = packed(np.ascontiguousarray(x), call.parts)
-    comes, places = result.reshape(-1), spans([result.size // library.size] * library.size)
-    comes[places[library.rank]] = flat[parts[library.rank]]
-    return library.all_to_all(0, flat, parts, comes, places)
-
-
-def _reduce_scatter(library: BlockingCollectives, call: PreparedCall, x: np.ndarray, result: np.ndarray) -> Steps:
-    flat, parts = packed(np.ascontiguousarray(x), call.parts)
-    return library.reduce_scatter(0, flat, parts, result.reshape(-1), call.signature.reduction)
-
-
-def _all_reduce(library: BlockingCollectives, call: PreparedCall, x: np.ndarray, result: np.ndarray) -> Steps:
-    flat = np.ascontiguousarray(x).reshape(-1)
-    return library.all_reduce(0, flat, result.reshape(-1), call.signature.reduction)
 
 
 PREPARE = {

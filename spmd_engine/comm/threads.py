@@ -246,9 +246,8 @@ class ThreadCommunicator(Communicator):
 
     def free(self) -> None:
         self.progress.activity.close(self.line)
-        for table in (self.table, self.lanes and self.lanes.table):
-            if table is not None:
-                self.neighbours.retire(table)
+        if self.node_table is not None:
+            self.neighbours.retire(self.node_table)
 
     def announce_end(self) -> None:
         self._fabric.ended.add(self._me)
