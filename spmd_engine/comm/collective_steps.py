@@ -83,10 +83,9 @@ class CollectiveSteps:
         return _brought(home(result), out)
 
     def all_gather(self, call: PreparedCall, number: int, x: Array, out: Array | None) -> Steps:
-        own, home = ready(self._comm, x)
+        own, target, home = self._ready(x, out)
         axis, backend = call.signature.axis, backend_of(own)
         lengths = call.sizes if call.sizes is not None else [own.shape[axis]] * self._size  # as one may expect
-        target = out if out is not None and is_reachable(self._comm, out) else None
         shown = result = None
         if self._one_node and self._shows(call, own, own.nbytes):
             shown = readable(self._node_table, own, self._comm.tuning)
@@ -156,6 +155,7 @@ class CollectiveSteps:
         ``home``: in whose memory the result is wanted; None: in the host's.
         """
         shown, home = None, home or CPU
+        mine = ready(self._comm, mine)[0] if mine is not None else None
         if self._one_node and mine is not None and self._shows(call, mine, mine.nbytes):
             shown = readable(self._node_table, mine, self._comm.tuning)
         agreed = yield from self._agreement.reach(call, number, mine, shown)
