@@ -17,10 +17,10 @@ from math import prod
 import numpy as np
 
 from spmd_engine import Mesh
-from spmd_engine.comm.arena import HEAD, Arena
 from spmd_engine.comm.mesh import parse_axes
 from spmd_engine.engine import AdamW
 from spmd_engine.engine.composition import Composition, ModelConfig, build_engine
+from spmd_engine.node.arena import HEAD, Arena
 from spmd_engine.planning import analyze
 from spmd_engine.planning.samples import foretold_batch
 from spmd_engine.training import Trainer

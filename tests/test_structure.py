@@ -15,7 +15,8 @@ FILES = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.rglob("*.py")
 FLOORS = [
     {"errors", "importing", "launchers", "signals"},
     {"configuration", "units"},
-    {"arrays", "formats", "tokens"},
+    {"arrays", "formats", "tokens", "watchdog"},
+    {"node"},
     {"comm"},
     {"sharding"},
     {"layers"},

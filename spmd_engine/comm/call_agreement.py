@@ -34,7 +34,7 @@ class Agreement:
         shown: np.ndarray | None = None,
         result: np.ndarray | None = None,
     ) -> Steps:
-        """All ranks agree on the call; returns the Rendezvous of this rank's node, if it had one, and an Agreed.
+        """All ranks agree on the call; returns an Agreed.
 
         Small ``x`` come along; ``shown`` and ``result``: see ``rendezvous.meet``. Raises, on all ranks, what is wrong
         if they do not agree.
@@ -50,10 +50,10 @@ class Agreement:
             rendezvous.check(met, signature, self._axes, self._check)
             call.expect(found)
         root = found.by_rank[signature.root] if signature.operation == "broadcast" else None
-        inline = met.inline if root is None else root.inline > 0
+        inline = found.at_once if root is None else root.inline > 0
         rows = met.blocks if inline and signature.operation != "barrier" else None
         host = inline or found.wait or met.shown
-        return met, Agreed(True, found.same, True, host, call.payload, rows, root)
+        return Agreed(True, found.same, True, host, call.payload, rows, root, met)
 
     def _between_nodes(
         self, call: PreparedCall, number: int, x: Array | None, shown: np.ndarray | None, result: np.ndarray | None
@@ -66,11 +66,11 @@ class Agreement:
         elif terms.inline and terms.shape is not None:
             row = x.tobytes()
         if self._lanes is None:
-            met, words = None, words_of(terms.sizes)
-            agreed = yield from disseminate(self._comm, words, row, tag(number, AGREEMENT), copies=broadcasts)
+            words, own_tag = words_of(terms.sizes), tag(number, AGREEMENT)
+            agreed = yield from disseminate(self._comm, words, row, own_tag, copies=broadcasts)
         else:
             shown = x if terms.inline else shown
-            met, agreed = yield from self._by_nodes(call, number, shown, result, broadcasts)
+            agreed = yield from self._by_nodes(call, number, shown, result, broadcasts)
         if not agreed.same or call.signature.operation == "refuse":
             text = x if call.signature.shape is None else None
             told = call.signature if text is not None else replace(call.signature, inline=0)
@@ -83,7 +83,7 @@ class Agreement:
         elif rows is not None:
             inline = agreed.alike and agreed.host and terms.inline
             rows = _arrays(rows, x.shape, x.dtype) if inline else None
-        return met, agreed._replace(rows=rows, root=root)
+        return agreed._replace(rows=rows, root=root)
 
     def _by_nodes(
         self, call: PreparedCall, number: int, shown: np.ndarray | None, result: np.ndarray | None, broadcasts: bool
@@ -115,7 +115,7 @@ class Agreement:
                 for i, rank in enumerate(node):
                     by_rank[rank] = each[i * length : (i + 1) * length]
             agreed = agreed._replace(rows=by_rank)
-        return met, agreed
+        return agreed._replace(met=met)
 
 
 def _arrays(rows: Sequence, shape: Sequence[int], dtype: np.dtype) -> list[np.ndarray]:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
-from spmd_engine.arrays.backend import CPU, Array, Backend
+from spmd_engine.arrays.backend import Array, Backend
 from spmd_engine.comm import dtypes, rendezvous, signature
-from spmd_engine.comm.activity import Line
+from spmd_engine.comm.by_library import make_by_library
 from spmd_engine.comm.collective_steps import CollectiveSteps
 from spmd_engine.comm.communicator import Communicator
 from spmd_engine.comm.ledger import Ledger
-from spmd_engine.comm.pending import TIMEOUT, Pending, Steps
+from spmd_engine.comm.operation import Operation
+from spmd_engine.comm.pending import TIMEOUT, Pending
+from spmd_engine.comm.prepare import PREPARE, check_out
 from spmd_engine.comm.prepared_call import PreparedCall
-from spmd_engine.comm.signature import NumberedCall, Signature, Signatures
+from spmd_engine.comm.signature import Signature, Signatures
 from spmd_engine.comm.slot_table import LEFT
+from spmd_engine.comm.staging import copied
 from spmd_engine.comm.ways import blocking_at_most, inline_at_most
 from spmd_engine.errors import SpmdError, UsageError
 
@@ -46,21 +48,66 @@ class Calls:
         self.comm, self.axes, self.ledger, self.check, self.timeout = comm, axes, ledger, check, timeout
         self.rank, self.size = comm.rank, comm.size
         self._table, self._lanes = comm.table, comm.lanes
-        self._slots = comm.lanes.table if comm.lanes else comm.table  #: the table whose slots calls take in turn
         self._spins = self._table is not None and comm.spin_tests > 0 and comm.size > 1  # one alone meets nobody
         #: bytes of data that a signature brings along
         self._room = comm.table.room if comm.table else comm.tuning.with_agreement // comm.size
         self.steps = CollectiveSteps(comm, axes, check, deterministic)
         self._prepared: dict[tuple, PreparedCall] = {}
-        self._waiting: dict[tuple, PreparedCall] = {}  #: the same for ranks that wait in the call
+
+    # --- the two ways to make a call: to wait for it, and to begin it
+
+    def _call(
+        self, operation: str, x: Array | None, arguments: tuple = (), out: Any = None, label: str = ""
+    ) -> Any:
+        """The result of the next call, for which this rank waits; ``arguments``: as ``prepare`` has them."""
+        key = _key(operation, x, arguments, label)
+        call = self._prepared.get(key)
+        if call is not None and call.at_once and call.suits(out):
+            return self._at_once(call, x, out)
+        try:
+            call, x = self._find(key, x, arguments, out)
+        except UsageError as error:
+            return self._refuse(operation, label, error).wait()
+        return self._wait_for(call, x, out) if self.size > 1 else self._alone(call, x, out)
+
+    def _begin(
+        self, operation: str, x: Array | None, arguments: tuple = (), out: Any = None, label: str = ""
+    ) -> Pending:
+        """The same, under way."""
+        try:
+            call, x = self._find(_key(operation, x, arguments, label), x, arguments, out)
+        except UsageError as error:
+            return self._refuse(operation, label, error)
+        return self._start(call, x, out) if self.size > 1 else Pending.completed(self._alone(call, x, out))
+
+    def _find(
+        self, key: tuple, x: Array | None, arguments: tuple, out: Any
+    ) -> tuple[PreparedCall, Array | None]:
+        """The call prepared for such an array, and the array as it takes it. Raises UsageError if it cannot be made."""
+        call = self._prepared.get(key) or self.keep(key, PREPARE[key[0]](self, x, *arguments, key[-1]), x)
+        if x is not None and x.dtype != call.dtype:
+            x = x.astype(call.dtype)
+        if out is not None:
+            check_out(call, x, out, self.size)
+        return call, x
+
+    def _alone(self, call: PreparedCall, x: Array | None, out: Any) -> Any:
+        """What a call of a single rank returns."""
+        if x is None:
+            return None
+        result = copied(x, out) if out is not None and not isinstance(out, Backend) else x.copy()
+        return (result, [x.shape[call.signature.concat_axis]]) if call.tells else result
 
     # --- to prepare
 
-    def _keep(self, key: tuple, call: PreparedCall, x: Array | None = None) -> PreparedCall:
+    def kept(self, key: tuple) -> PreparedCall | None:
+        """The call that is kept by this ``key``."""
+        return self._prepared.get(key)
+
+    def keep(self, key: tuple, call: PreparedCall, x: Array | None = None) -> PreparedCall:
         """Keep ``call`` for the next one that is described by ``key``, of an array like ``x``."""
         if len(self._prepared) >= KEPT:
             self._prepared.clear()
-            self._waiting.clear()
         call.text = self.comm.progress.activity.called(*call.where)
         self._prepared[key] = call
         if self._table is None:
@@ -68,7 +115,7 @@ class Calls:
             return call
         call.expected = Signatures([call.signature] * self.size)
         if self._spins and call.finish is not None and (x is None or (type(x) is np.ndarray and x.dtype == call.dtype)):
-            self._waiting[key] = call.waiting = self._offering(call, x)
+            call.waiting = self._offering(call, x)
         return call
 
     def _offering(self, call: PreparedCall, x: Array | None) -> PreparedCall:
@@ -115,10 +162,6 @@ class Calls:
 
     # --- to make
 
-    def _make(self, call: PreparedCall, x: Array | None, out: Any, waits: bool) -> Any:
-        """The next call: its result if this rank ``waits``, else a Pending."""
-        return self._wait_for(call, x, out) if waits else self._start(call, x, out)
-
     def _start(self, call: PreparedCall, x: Array | None, out: Any = None) -> Pending:
         """Start the next call; write to the ledger when it ends."""
         number, began = self.comm.next_call(call.text), perf_counter()
@@ -156,7 +199,7 @@ class Calls:
         if operation is not None:
             operation.on_wait(perf_counter() - began)
             return progress.begin(operation).wait()
-        self._record(call, result, perf_counter() - began)
+        call.record(self.ledger, result, perf_counter() - began)
         return result
 
     def _at_once(self, call: PreparedCall, x: np.ndarray | None, out: np.ndarray | None) -> Array:
@@ -172,56 +215,21 @@ class Calls:
                 return progress.begin(Operation(self, call, number, steps)).wait()
             try:
                 if expected.wait:
-                    result = call.by_library(call, x, out)
+                    result = make_by_library(comm.library, call, x, out)
                 else:
                     result = call.finish(call, None if expected.same else expected, blocks, out)
             finally:
                 table.leave_at_once(number)
-        sent = call.sent if type(call.sent) is int else call.sent(result)
-        self.ledger.record(call.where, call.payload, sent, perf_counter() - began)
+        call.record(self.ledger, result, perf_counter() - began)
         return result
 
-    def _record(self, call: PreparedCall, result: Any, seconds: float | None) -> None:
-        sent = call.sent if type(call.sent) is int else call.sent(result)
-        self.ledger.record(call.where, call.payload, sent, seconds)
-
-    def _is_ordinary(self, x: Array | Backend | None) -> bool:
+    def _is_ordinary(self, x: Array | None) -> bool:
         """Whether it is memory of this process alone: what ranks share is faster read where it is, if it is large."""
-        return x is None or x is CPU or (type(x) is np.ndarray and self._table.neighbours.offset(x) is None)
+        return x is None or (type(x) is np.ndarray and self._table.neighbours.offset(x) is None)
 
 
-class Operation(Pending):
-    """A call of a group under way; it waits for what is ``awaited``."""
-
-    __slots__ = ("_calls", "_call", "_number")
-
-    def __init__(
-        self, calls: Calls, call: PreparedCall, number: int, steps: Steps, awaited: list | Callable[[], bool] = ()
-    ) -> None:
-        super().__init__(calls.comm, steps, calls.timeout)
-        if awaited:
-            self._awaited = awaited
-        self._calls, self._call, self._number = calls, call, number
-        calls.ledger.open(*call.where)  # now: others may be reading the ledger when this ends
-
-    def describe(self) -> str:
-        operation, axes, label = self._call.where
-        what = str(NumberedCall(self._number, self._call.signature)) if self._number else operation
-        calls = self._calls
-        return f"{what} over {axes!r}{f' ({label})' if label else ''}, group rank {calls.rank} of {calls.size}"
-
-    def call(self) -> tuple[Line, int, int]:
-        call, comm = self._call, self._calls.comm
-        return comm.line, self._number, call.text or comm.progress.activity.called(*call.where)
-
-    def on_result(self) -> None:
-        self._calls._record(self._call, self.result, None)
-
-    def on_end(self) -> None:
-        if self._number:
-            self._calls.comm.turns.over(self._number)
-            if self._calls._slots is not None:
-                self._calls._slots.say(self._number, LEFT)
-
-    def on_wait(self, seconds: float) -> None:
-        self._calls.ledger.record_wait(*self._call.where, seconds)
+def _key(operation: str, x: Array | None, arguments: tuple, label: str) -> tuple:
+    """By what a call is found again: first the operation, and the label last."""
+    if x is None:
+        return operation, arguments, label
+    return operation, type(x), x.dtype, x.shape, arguments, label

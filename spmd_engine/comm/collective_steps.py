@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 
 import numpy as np
@@ -29,9 +29,9 @@ class CollectiveSteps:
     """Of one group: each is a generator (see ``pending``), of a prepared call, its number, its array and ``out``."""
 
     def __init__(self, comm: Communicator, axes: str, check: bool, deterministic: bool) -> None:
-        self._comm, self._axes, self._lanes, self._one_node = comm, axes, comm.lanes, comm.table
+        self._comm, self._axes, self._lanes = comm, axes, comm.lanes
         self._agreement = Agreement(comm, axes, check)
-        self._table = comm.lanes.table if comm.lanes else comm.table  #: of this node, if all its ranks are the group's
+        self._node_table, self._one_node = comm.node_table, comm.table is not None
         self._library, self._lane_library = comm.collectives, comm.lane_collectives
         if deterministic:
             self._library = self._library and self._library.in_rank_order()
@@ -45,60 +45,57 @@ class CollectiveSteps:
 
     def all_reduce(self, call: PreparedCall, number: int, x: Array, out: Array | None) -> Steps:
         """See ``Group``; so are the others."""
-        own, home = ready(self._comm, x)
-        target = out if out is not None and is_reachable(self._comm, out) else None
+        own, target, home = self._ready(x, out)
         if target is not None and not keeps_apart(target, own, (...,)):
             own = own.copy()
         shown = result = None
         if self._shows(call, own, own.nbytes):
-            shown, result = readable_with_result(self._table, own, target)
-        met, agreed = yield from self._agreement.reach(call, number, own, shown, result)
+            shown, result = readable_with_result(self._node_table, own, target)
+        agreed = yield from self._agreement.reach(call, number, own, shown, result)
         if agreed.rows is not None:
             result = call.finish(call, None, agreed.rows, target)
         else:
             if result is None:
                 result = target if target is not None else backend_of(own).empty(own.shape, own.dtype)
             source = own if shown is None else shown
-            transport = self._transport(call, number, met, agreed, own.nbytes)
+            transport = self._transport(call, number, agreed, own.nbytes)
             yield from transport.all_reduce(number, source.reshape(-1), result.reshape(-1), call.signature.reduction)
             yield from transport.end()
             result = copied(result, target) if target is not None else result
-        return home(result) if out is None else copied(home(result), out)
+        return _brought(home(result), out)
 
     def reduce_scatter(self, call: PreparedCall, number: int, x: Array, out: Array | None) -> Steps:
-        own, home = ready(self._comm, x)
-        target = out if out is not None and is_reachable(self._comm, out) else None
+        own, target, home = self._ready(x, out)
         if target is not None and not keeps_apart(target, own, call.parts[self._rank]):
             own = own.copy()
         flat, parts = (own, None) if call.signature.inline else packed(own, call.parts)
-        shown = readable(self._table, flat, self._comm.tuning) if self._shows(call, own, own.nbytes) else None
-        met, agreed = yield from self._agreement.reach(call, number, own, shown)
+        shown = readable(self._node_table, flat, self._comm.tuning) if self._shows(call, own, own.nbytes) else None
+        agreed = yield from self._agreement.reach(call, number, own, shown)
         if agreed.rows is not None:
             result = call.finish(call, None, agreed.rows, target)
         else:
             if parts is None:
                 flat, parts = packed(own, call.parts)
             result = target if target is not None else backend_of(own).empty(call.shape, own.dtype)
-            transport = self._transport(call, number, met, agreed, own.nbytes)
+            transport = self._transport(call, number, agreed, own.nbytes)
             yield from transport.reduce_scatter(number, flat, parts, result.reshape(-1), call.signature.reduction)
             yield from transport.end()
-        return home(result) if out is None else copied(home(result), out)
+        return _brought(home(result), out)
 
     def all_gather(self, call: PreparedCall, number: int, x: Array, out: Array | None) -> Steps:
-        own, home = ready(self._comm, x)
+        own, target, home = self._ready(x, out)
         axis, backend = call.signature.axis, backend_of(own)
         lengths = call.sizes if call.sizes is not None else [own.shape[axis]] * self._size  # as one may expect
-        target = out if out is not None and is_reachable(self._comm, out) else None
         shown = result = None
         if self._one_node and self._shows(call, own, own.nbytes):
-            shown = readable(self._table, own, self._comm.tuning)
+            shown = readable(self._node_table, own, self._comm.tuning)
             if target is not None and shown is own and np.may_share_memory(own, target):
                 shown = own.copy() if not self._is_in_place(own, target, lengths) else own
         elif axis == 0 and self._shows(call, own, prod(own.shape[1:]) * own.itemsize * sum(lengths)):
             result = self._space(own, axis, lengths, target)
             copied(own, result[spans(lengths)[self._rank]])
-        met, agreed = yield from self._agreement.reach(call, number, own, shown, result)
-        lengths = yield from self._lengths(call, number, met, agreed, own.shape[axis])
+        agreed = yield from self._agreement.reach(call, number, own, shown, result)
+        lengths = yield from self._lengths(call, number, agreed, own.shape[axis])
         shape = _joined(own, axis, lengths)
         fits = out is None or out.shape == shape  # if not, this rank is still to give the others what is theirs
         if agreed.rows is not None:
@@ -106,7 +103,7 @@ class CollectiveSteps:
         else:
             if result is None or result.shape != shape:
                 result = self._space(own, axis, lengths, target if fits else None)
-            transport = self._transport(call, number, met, agreed, result.nbytes)
+            transport = self._transport(call, number, agreed, result.nbytes)
             in_order = result if axis == 0 else backend.empty((result.size,), own.dtype)
             shapes = [(*own.shape[:axis], length, *own.shape[axis + 1 :]) for length in lengths]
             parts = spans([prod(each) for each in shapes])
@@ -118,28 +115,27 @@ class CollectiveSteps:
             yield from transport.end()
         if not fits:
             raise UsageError(f"all_gather: out has shape {out.shape}, the result {shape}")
-        result = home(result)
-        return result if out is None or result is out else copied(result, out)
+        return _brought(home(result), out)
 
     def all_to_all(self, call: PreparedCall, number: int, x: Array, out: Array | None) -> Steps:
         own, home = ready(self._comm, x)
         concat, backend, shown = call.signature.concat_axis, backend_of(own), None
         flat, parts = (own, None) if call.signature.inline else packed(own, call.parts)
         if self._one_node and self._shows(call, own, own.nbytes):
-            shown = readable(self._table, flat, self._comm.tuning)
-        met, agreed = yield from self._agreement.reach(call, number, own, shown)
-        shapes = yield from self._shapes_that_come(call, number, met, agreed, own)
+            shown = readable(self._node_table, flat, self._comm.tuning)
+        agreed = yield from self._agreement.reach(call, number, own, shown)
+        shapes = yield from self._shapes_that_come(call, number, agreed, own)
         lengths = [shape[concat] for shape in shapes]
         shape = *shapes[0][:concat], sum(lengths), *shapes[0][concat + 1 :]
         fits = out is None or out.shape == shape  # if not, this rank is still to give the others what is theirs
         target = out if fits and out is not None and is_reachable(self._comm, out) else None
         if agreed.rows is not None:
-            result = call.finish(call, met and met.signatures, agreed.rows, target)
+            result = call.finish(call, agreed.met and agreed.met.signatures, agreed.rows, target)
             result = result[0] if call.tells else result
         else:
             if parts is None:
                 flat, parts = packed(own, call.parts)
-            transport = self._transport(call, number, met, agreed, agreed.most)
+            transport = self._transport(call, number, agreed, agreed.most)
             result = target if target is not None else backend.empty(shape, own.dtype)
             comes = result.reshape(-1) if concat == 0 else backend.empty((result.size,), own.dtype)
             places = spans([prod(shape) for shape in shapes])
@@ -150,33 +146,36 @@ class CollectiveSteps:
             yield from transport.end()
         if not fits:
             raise UsageError(f"all_to_all: out has shape {out.shape}, the result {shape}")
-        result = home(result)
-        result = result if out is None or result is out else copied(result, out)
+        result = _brought(home(result), out)
         return (result, lengths) if call.tells else result
 
-    def broadcast(self, call: PreparedCall, number: int, mine: Array | None, home: Backend) -> Steps:
-        """The description of the root's array, and the array itself if it is small, come with the agreement."""
-        shown = None
+    def broadcast(self, call: PreparedCall, number: int, mine: Array | None, home: Backend | None) -> Steps:
+        """The description of the root's array, and the array itself if it is small, come with the agreement.
+
+        ``home``: in whose memory the result is wanted; None: in the host's.
+        """
+        shown, home = None, home or CPU
+        mine = ready(self._comm, mine)[0] if mine is not None else None
         if self._one_node and mine is not None and self._shows(call, mine, mine.nbytes):
-            shown = readable(self._table, mine, self._comm.tuning)
-        met, agreed = yield from self._agreement.reach(call, number, mine, shown)
+            shown = readable(self._node_table, mine, self._comm.tuning)
+        agreed = yield from self._agreement.reach(call, number, mine, shown)
         root = call.signature.root
         if agreed.rows is not None:
             return home.asarray(agreed.rows[root].copy())
         where = home if self._comm.device_aware and not agreed.host else CPU
         data = mine.copy() if mine is not None else where.empty(*agreed.root.array_type)
-        transport = self._transport(call, number, met, agreed, data.nbytes)
+        transport = self._transport(call, number, agreed, data.nbytes)
         yield from transport.broadcast(number, data.reshape(-1), root)
         yield from transport.end()
         return home.asarray(data)
 
     # --- what comes from whom
 
-    def _lengths(self, call: PreparedCall, number: int, met: Rendezvous | None, agreed: Agreed, own: int) -> Steps:
+    def _lengths(self, call: PreparedCall, number: int, agreed: Agreed, own: int) -> Steps:
         """How long each rank's array is along the axis that is gathered."""
         axis = call.signature.axis
-        if self._one_node is not None:
-            lengths = [each.shape[axis] for each in met.signatures.by_rank]
+        if self._one_node:
+            lengths = [each.shape[axis] for each in agreed.met.signatures.by_rank]
         elif agreed.alike:
             lengths = [own] * self._size
         elif agreed.sizes_known:
@@ -186,12 +185,10 @@ class CollectiveSteps:
         self._check_sizes(call, lengths)
         return lengths
 
-    def _shapes_that_come(
-        self, call: PreparedCall, number: int, met: Rendezvous | None, agreed: Agreed, own: Array
-    ) -> Steps:
+    def _shapes_that_come(self, call: PreparedCall, number: int, agreed: Agreed, own: Array) -> Steps:
         """The shapes of what each rank has for this one."""
-        if self._one_node is not None:
-            shapes = [each.shape_for(self._rank, self._size) for each in met.signatures.by_rank]
+        if self._one_node:
+            shapes = [each.shape_for(self._rank, self._size) for each in agreed.met.signatures.by_rank]
             self._check_sizes(call, [shape[call.signature.concat_axis] for shape in shapes])
             return shapes
         axis, concat = call.signature.axis, call.signature.concat_axis
@@ -224,24 +221,27 @@ class CollectiveSteps:
 
     # --- to move data
 
+    def _ready(self, x: Array, out: Array | None) -> tuple[Array, Array | None, Callable[[Array], Array]]:
+        """``x`` and ``out`` as transports use them (None: they cannot), and what brings a result to ``x``'s device."""
+        own, home = ready(self._comm, x)
+        return own, out if out is not None and is_reachable(self._comm, out) else None, home
+
     def _shows(self, call: PreparedCall, own: Array, size: int) -> bool:
         """Whether this rank offers the others of its node to read its data: arrays of ``size`` bytes."""
-        if self._table is None or not isinstance(own, np.ndarray) or call.signature.waits:
+        if self._node_table is None or not isinstance(own, np.ndarray) or call.signature.waits:
             return False
         inline = call.signature.inline if self._one_node else call.terms.inline
-        return not inline and (self._one_node is not None or size >= self._comm.tuning.hierarchical)
+        return not inline and (self._one_node or size >= self._comm.tuning.hierarchical)
 
-    def _transport(
-        self, call: PreparedCall, number: int, met: Rendezvous | None, agreed: Agreed, size: int
-    ) -> Transport:
+    def _transport(self, call: PreparedCall, number: int, agreed: Agreed, size: int) -> Transport | Hierarchical:
         """What moves the data of a call on which all have agreed: ``size`` bytes, of all ranks or of each."""
-        comm, tuning = self._comm, self._comm.tuning
+        comm, tuning, met = self._comm, self._comm.tuning, agreed.met
         facts = Facts(
             call.signature.operation,
             size,
             self._size,
             call.signature.axis,
-            one_node=self._one_node is not None,
+            one_node=self._one_node,
             by_nodes=self._lanes is not None,
             library=self._library is not None,
             lengths_known=agreed.alike or agreed.sizes_known,
@@ -286,6 +286,11 @@ class CollectiveSteps:
         """Whether ``own`` is this rank's part of ``out``."""
         part = out[spans(lengths)[self._rank]] if out.shape[0] == sum(lengths) else out[:0]
         return part.size > 0 and address_of(part) == address_of(own)
+
+
+def _brought(result: Array, out: Array | None) -> Array:
+    """The result, in ``out`` if there is one."""
+    return result if out is None else copied(result, out)
 
 
 def _joined(own: Array, axis: int, lengths: Sequence[int]) -> tuple[int, ...]:

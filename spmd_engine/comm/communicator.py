@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
-from spmd_engine.comm.activity import Line
-from spmd_engine.comm.arena import Neighbours
 from spmd_engine.comm.pending import TIMEOUT, Progress
 from spmd_engine.comm.slot_table import SlotTable
 from spmd_engine.comm.transports.turns import Turns
 from spmd_engine.comm.tuning import Tuning
+from spmd_engine.node.arena import Neighbours
+from spmd_engine.watchdog.activity import Line
 
 if TYPE_CHECKING:
     from spmd_engine.comm.transports.hierarchical import Lanes
@@ -45,6 +45,11 @@ class Communicator(ABC):
     collectives: NonblockingCollectives | None = None  #: the MPI library's, of these ranks, for calls between nodes
     lane_collectives: NonblockingCollectives | None = None  #: the same for this rank's lane
     library: BlockingCollectives | None = None  #: MPI's, if all have a core each
+
+    @property
+    def node_table(self) -> SlotTable | None:
+        """The table of those of its ranks that are on this node, if there is one; calls take its slots in turn."""
+        return self.lanes.table if self.lanes else self.table
 
     def next_call(self, text: int = 0) -> int:
         """The number of the call that begins now; ``text``: the number of what it is, see ``Activity.called``."""

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-
-class Testing(Protocol):
-    """What can say whether messages have come: a communicator."""
-
-    def done(self, requests: list) -> bool:
-        """Whether all requests have completed."""
+if TYPE_CHECKING:
+    from spmd_engine.comm.communicator import Communicator
 
 
 class Requests(list):
@@ -25,7 +21,7 @@ class Requests(list):
         self._peers += [rank] * len(requests)
         return self
 
-    def waits_for(self, rank: int, communicator: Testing) -> bool:
+    def waits_for(self, rank: int, communicator: Communicator) -> bool:
         """Whether a message from or to ``rank`` is not complete."""
         own = [request for request, peer in zip(self, self._peers, strict=True) if peer == rank]
         return not communicator.done(own)
@@ -34,7 +30,7 @@ class Requests(list):
 class LibraryRequest(list):
     """The request of a library's collective, which begins when all ranks have agreed to it: nobody is missing."""
 
-    def waits_for(self, rank: int, communicator: Testing) -> bool:
+    def waits_for(self, rank: int, communicator: Communicator) -> bool:
         """Whether ``rank`` might not come."""
         return False
 
@@ -50,6 +46,6 @@ class Condition:
     def __call__(self) -> bool:
         return self._is_so()
 
-    def waits_for(self, rank: int, _: Testing) -> bool:
+    def waits_for(self, rank: int, _: Communicator) -> bool:
         """Whether ``rank`` has not begun: one that has goes on even while its program ends."""
         return not self._has_begun(rank)

@@ -12,7 +12,7 @@ and would not tell the others why.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from spmd_engine.comm.condition import Requests
 from spmd_engine.comm.pending import RanksEnded, Steps
 from spmd_engine.comm.signature import Signature
 from spmd_engine.comm.transports.messages import Ranks
+
+if TYPE_CHECKING:
+    from spmd_engine.comm.rendezvous import Rendezvous
 
 _SAME, _ALIKE, _SIZES, _HOST, _MOST, _ENDED = 0, 2, 4, 6, 7, 8  # where in the words; three with their negatives
 _LENGTH = 8  # bytes that say how long a row of ``copies`` is
@@ -36,6 +39,7 @@ class Agreed(NamedTuple):
     most: int  #: bytes of the largest array of any rank
     rows: list | None  #: everyone's row, in rank order, if they were small and all are alike
     root: Signature | None = None  #: of a broadcast
+    met: Rendezvous | None = None  #: what this rank's node knows besides, if its ranks met
 
 
 def words_of(terms: Sequence[int]) -> np.ndarray:
@@ -53,7 +57,8 @@ def disseminate(
     ``ended``: this rank cannot take part, since those have ended for whom it waited; it says so to those that wait for
     it, so that the same RanksEnded is raised on all.
     """
-    rows, n, room = [row], ranks.size, words.nbytes + max(ranks.tuning.with_agreement, _LEAST)
+    rows, n = [row], ranks.size
+    room = words.nbytes + max(ranks.tuning.with_agreement, _LEAST, n * len(row))
     distances = [1 << i for i in range((n - 1).bit_length())]
     for distance in distances:
         if ended is not None:

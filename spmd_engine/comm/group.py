@@ -12,14 +12,11 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.arrays.backend import CPU, Array, Backend, backend_of
-from spmd_engine.comm import dtypes, prepare
 from spmd_engine.comm.calls import Calls
 from spmd_engine.comm.pending import Pending
 from spmd_engine.comm.point_to_point import PointToPoint
-from spmd_engine.comm.prepare import check_out, takes_results
 from spmd_engine.comm.rendezvous import bytes_of
-from spmd_engine.comm.staging import copied, ready
-from spmd_engine.errors import UsageError
+from spmd_engine.comm.staging import ready
 
 
 class Group(Calls):
@@ -37,17 +34,10 @@ class Group(Calls):
 
     def barrier(self) -> None:
         """Return once every rank of the group has come here."""
-        call = self._waiting.get(("barrier", ""))
-        if call is not None and call.at_once:
-            self._at_once(call, None, None)
-        else:
-            self.start_barrier().wait()
+        self._call("barrier", None)
 
     def start_barrier(self, label: str = "") -> Pending:
-        if self.size == 1:
-            return Pending.completed(None)
-        key = "barrier", label
-        return self._start(self._prepared.get(key) or self._keep(key, prepare.barrier(self, label)), None)
+        return self._begin("barrier", None, label=label)
 
     def leave(self, reason: str = "") -> None:
         """Say that this rank's program ends. If another rank is in a collective, both get a MismatchError.
@@ -67,31 +57,14 @@ class Group(Calls):
     def broadcast(self, x: Array | None, root: int = 0, *, label: str = "") -> Array:
         """The root's ``x`` on every rank; what the others give is not looked at, and may be None."""
         if x is None or type(x) is np.ndarray:
-            mine = x if self.rank == root else None
-            call = self._waiting.get(_broadcast_key(mine, root, label))
-            if call is not None and call.at_once:
-                return self._at_once(call, mine, CPU)
-        return self._broadcast(x, root, label, waits=True)
+            return self._call("broadcast", x if self.rank == root else None, (root,), label=label)
+        return self.start_broadcast(x, root, label=label).wait()
 
     def start_broadcast(self, x: Array | None, root: int = 0, *, label: str = "") -> Pending:
-        return self._broadcast(x, root, label, waits=False)
-
-    def _broadcast(self, x: Array | None, root: int, label: str, waits: bool) -> Any:
-        """The result if this rank ``waits``, else a Pending; so are the others."""
-        try:
-            if not 0 <= root < self.size:
-                raise UsageError(f"broadcast over {self.axes!r}: root {root} is not one of {self.size} ranks")
-            if self.rank == root and x is None:
-                raise UsageError(f"broadcast over {self.axes!r}: the root must give an array")
-            if self.size == 1:
-                dtypes.describe(x.dtype)  # what several ranks would refuse
-                return self._alone(np.array(x, copy=True) if isinstance(x, np.ndarray) else x.copy(), waits)
-            mine = ready(self.comm, x)[0] if self.rank == root else None
-            key = _broadcast_key(mine, root, label)
-            call = self._prepared.get(key) or self._keep(key, prepare.broadcast(self, mine, root, label), mine)
-        except UsageError as error:
-            return self._refused("broadcast", label, error, waits)
-        return self._make(call, mine, backend_of(x) if x is not None else CPU, waits)
+        mine = x if self.rank == root else None
+        if mine is not None and self.size > 1:
+            mine = ready(self.comm, mine)[0]
+        return self._begin("broadcast", mine, (root,), backend_of(x) if x is not None else None, label)
 
     def all_gather(
         self,
@@ -107,10 +80,7 @@ class Group(Calls):
         ``sizes`` (each rank's length along ``axis``) spares ranks of several nodes the exchange of lengths. ``out``,
         contiguous, with axis 0, receives the result; ``x`` may be this rank's part of it.
         """
-        call = self._waiting.get(("all_gather", type(x), x.dtype, x.shape, axis, ints(sizes), label))
-        if call is not None and call.at_once and call.suits(out):
-            return self._at_once(call, x, out)
-        return self._all_gather(x, axis, sizes, out, label, waits=True)
+        return self._call("all_gather", x, (axis, ints(sizes)), out, label)
 
     def start_all_gather(
         self,
@@ -121,23 +91,7 @@ class Group(Calls):
         out: Array | None = None,
         label: str = "",
     ) -> Pending:
-        return self._all_gather(x, axis, sizes, out, label, waits=False)
-
-    def _all_gather(
-        self, x: Array, axis: int, sizes: Sequence[int] | None, out: Array | None, label: str, waits: bool
-    ) -> Any:
-        sizes = ints(sizes)
-        key = "all_gather", type(x), x.dtype, x.shape, axis, sizes, label
-        try:
-            call = self._prepared.get(key) or self._keep(key, prepare.all_gather(self, x, axis, sizes, label), x)
-            if out is not None and (call.signature.axis or out.dtype != x.dtype or not takes_results(out)):
-                raise UsageError(f"all_gather: out must be a contiguous, writable array of {x.dtype}, and axis 0")
-        except UsageError as error:
-            return self._refused("all_gather", label, error, waits)
-        if self.size == 1:
-            check_out("all_gather", x, out)
-            return self._alone(x.copy() if out is None else copied(x, out), waits)
-        return self._make(call, x, out, waits)
+        return self._begin("all_gather", x, (axis, ints(sizes)), out, label)
 
     def all_reduce(self, x: Array, op: str = "sum", *, out: Array | None = None, label: str = "") -> Array:
         """The sum, mean, max, min or prod over ranks, element by element, in a fixed order: equal on all ranks.
@@ -145,27 +99,12 @@ class Group(Calls):
         ``out`` (contiguous, may be ``x`` itself) receives the result. bool is counted as int64; the mean of
         integers is float64; float16 and bfloat16 are accumulated in float32.
         """
-        call = self._waiting.get(("all_reduce", type(x), x.dtype, x.shape, op, label))
-        if call is not None and call.at_once and (out is None or call.suits(out)):
-            return self._at_once(call, x, out)
-        return self._all_reduce(x, op, out, label, waits=True)
+        return self._call("all_reduce", x, (op,), out, label)
 
     def start_all_reduce(
         self, x: Array, op: str = "sum", *, out: Array | None = None, label: str = ""
     ) -> Pending:
-        return self._all_reduce(x, op, out, label, waits=False)
-
-    def _all_reduce(self, x: Array, op: str, out: Array | None, label: str, waits: bool) -> Any:
-        key = "all_reduce", type(x), x.dtype, x.shape, op, label
-        try:
-            call = self._prepared.get(key) or self._keep(key, prepare.all_reduce(self, x, op, label), x)
-            x = x if x.dtype == call.dtype else x.astype(call.dtype)
-            check_out("all_reduce", x, out)
-        except UsageError as error:
-            return self._refused("all_reduce", label, error, waits)
-        if self.size == 1:
-            return self._alone(x.copy() if out is None else copied(x, out), waits)
-        return self._make(call, x, out, waits)
+        return self._begin("all_reduce", x, (op,), out, label)
 
     def reduce_scatter(
         self,
@@ -182,10 +121,7 @@ class Group(Calls):
         The parts are even, the first ranks getting one more where they cannot be, or as ``sizes`` says. ``out``
         (contiguous; may be this rank's part of ``x``) receives the result.
         """
-        call = self._waiting.get(("reduce_scatter", type(x), x.dtype, x.shape, axis, op, ints(sizes), label))
-        if call is not None and call.at_once and call.suits(out):
-            return self._at_once(call, x, out)
-        return self._reduce_scatter(x, axis, op, sizes, out, label, waits=True)
+        return self._call("reduce_scatter", x, (axis, op, ints(sizes)), out, label)
 
     def start_reduce_scatter(
         self,
@@ -197,30 +133,7 @@ class Group(Calls):
         out: Array | None = None,
         label: str = "",
     ) -> Pending:
-        return self._reduce_scatter(x, axis, op, sizes, out, label, waits=False)
-
-    def _reduce_scatter(
-        self,
-        x: Array,
-        axis: int,
-        op: str,
-        sizes: Sequence[int] | None,
-        out: Array | None,
-        label: str,
-        waits: bool,
-    ) -> Any:
-        sizes = ints(sizes)
-        key = "reduce_scatter", type(x), x.dtype, x.shape, axis, op, sizes, label
-        try:
-            call = self._prepared.get(key)
-            call = call or self._keep(key, prepare.reduce_scatter(self, x, axis, op, sizes, label), x)
-            x = x if x.dtype == call.dtype else x.astype(call.dtype)
-            check_out("reduce_scatter", x[call.parts[self.rank]], out)
-        except UsageError as error:
-            return self._refused("reduce_scatter", label, error, waits)
-        if self.size == 1:
-            return self._alone(x.copy() if out is None else copied(x, out), waits)
-        return self._make(call, x, out, waits)
+        return self._begin("reduce_scatter", x, (axis, op, ints(sizes)), out, label)
 
     def all_to_all(
         self,
@@ -240,11 +153,7 @@ class Group(Calls):
         way back. Who knows these says them, and ranks of several nodes, if all do, need not ask: they must be right.
         ``out``, contiguous, with ``concat_axis`` 0, receives y.
         """
-        key = "all_to_all", type(x), x.dtype, x.shape, axis, concat_axis, ints(splits), ints(received), label
-        call = self._waiting.get(key)
-        if call is not None and call.at_once and call.suits(out):
-            return self._at_once(call, x, out)
-        return self._all_to_all(x, axis, concat_axis, splits, received, out, label, waits=True)
+        return self._call("all_to_all", x, (axis, concat_axis, ints(splits), ints(received)), out, label)
 
     def start_all_to_all(
         self,
@@ -257,37 +166,7 @@ class Group(Calls):
         out: Array | None = None,
         label: str = "",
     ) -> Pending:
-        return self._all_to_all(x, axis, concat_axis, splits, received, out, label, waits=False)
-
-    def _all_to_all(
-        self,
-        x: Array,
-        axis: int,
-        concat_axis: int | None,
-        splits: Sequence[int] | None,
-        received: Sequence[int] | None,
-        out: Array | None,
-        label: str,
-        waits: bool,
-    ) -> Any:
-        splits, received = ints(splits), ints(received)
-        key = "all_to_all", type(x), x.dtype, x.shape, axis, concat_axis, splits, received, label
-        try:
-            call = self._prepared.get(key) or self._keep(
-                key, prepare.all_to_all(self, x, axis, concat_axis, splits, received, label), x
-            )
-            if out is not None and (call.signature.concat_axis or out.dtype != x.dtype or not takes_results(out)):
-                kind = f"a contiguous, writable array of {x.dtype}"
-                raise UsageError(f"all_to_all: out must be {kind}, and what comes be joined along axis 0")
-            if out is not None and isinstance(x, np.ndarray) and np.may_share_memory(x, out):
-                raise UsageError("all_to_all: out must not share memory with what is sent")
-        except UsageError as error:
-            return self._refused("all_to_all", label, error, waits)
-        if self.size == 1:
-            check_out("all_to_all", x, out)
-            y = x.copy() if out is None else copied(x, out)
-            return self._alone(y if splits is None else (y, list(splits)), waits)
-        return self._make(call, x, out, waits)
+        return self._begin("all_to_all", x, (axis, concat_axis, ints(splits), ints(received)), out, label)
 
     # --- between two ranks
 
@@ -309,22 +188,7 @@ class Group(Calls):
     ) -> Pending:
         return self._point_to_point.start_receive(source, like, channel, label)
 
-    # --- ends of all
-
-    def _alone(self, result: Array, waits: bool) -> Any:
-        return result if waits else Pending.completed(result)
-
-    def _refused(self, operation: str, label: str, error: UsageError, waits: bool) -> Any:
-        pending = self._refuse(operation, label, error)
-        return pending.wait() if waits else pending
-
 
 def ints(sizes: Sequence[int] | None) -> tuple[int, ...] | None:
     """Sizes as a signature carries them."""
     return None if sizes is None else tuple(map(int, sizes))
-
-
-def _broadcast_key(mine: Array | None, root: int, label: str) -> tuple:
-    if mine is None:
-        return "broadcast", None, root, label
-    return "broadcast", type(mine), mine.dtype, mine.shape, root, label

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
-from spmd_engine.comm.activity import Activity
 from spmd_engine.comm.communicator import Communicator
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
@@ -17,6 +16,7 @@ from spmd_engine.comm.mesh_position import MeshPosition, Over
 from spmd_engine.comm.pending import TIMEOUT, Pending
 from spmd_engine.comm.world import world
 from spmd_engine.errors import MeshError, UsageError, WrongNumberOfRanks
+from spmd_engine.watchdog.activity import Activity
 
 
 class Collectives:

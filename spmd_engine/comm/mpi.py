@@ -15,22 +15,21 @@ from mpi4py import MPI
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.comm.communicator import Communicator
 from spmd_engine.comm.communicator_cache import CommunicatorCache
-from spmd_engine.comm.condition import Requests
 from spmd_engine.comm.dissemination import disseminate, words_of
-from spmd_engine.comm.node import Node, open_node
-from spmd_engine.comm.pending import TIMEOUT, Pending, Progress, RanksEnded, Steps
+from spmd_engine.comm.pending import TIMEOUT, Pending, Progress, Steps
 from spmd_engine.comm.progress_thread import ProgressThread
-from spmd_engine.comm.slot_table import SlotTable, room_for_table, size_of_table
+from spmd_engine.comm.slot_table import SlotTable, room_for_table, size_of_table, table_on
 from spmd_engine.comm.transports.hierarchical import Lanes, even_nodes
 from spmd_engine.comm.transports.messages import MessagePart
 from spmd_engine.comm.transports.mpi import BlockingCollectives, NonblockingCollectives
 from spmd_engine.comm.transports.turns import Turns
 from spmd_engine.errors import MeshError
+from spmd_engine.node.node import Node, open_node
 
 logger = logging.getLogger(__name__)
 
 PIECE = 1 << 30  # bytes a message: some MPI libraries refuse counts of 2^31 and more
-_TABLE, _END, _ASK, _FOUNDING = 32766, 32765, 32764, 32763  # tags that no other message has
+_END, _ASK, _FOUNDING = 32766, 32765, 32764  # tags that no other message has
 _SPIN_TESTS = 1000  # look again this often before giving way at all, some 200 microseconds
 _YIELDS = 100  # give way this often before sleeping: a peer that is nearly there needs no sleep
 _OVERSUBSCRIBED = 5  # and this often where ranks wait for a core
@@ -75,7 +74,7 @@ class MPICommunicator(Communicator):
         """Share memory with this node's ranks, of all ranks' ``hosts``; for the world, once. ``tell``: see ``node``."""
         self.hosts = list(hosts)
         ranks = [rank for rank, host in enumerate(hosts) if host == self.node]
-        node = open_node(self.rank, ranks, tell)
+        node = open_node(self.rank, ranks, size_of_table(len(ranks)), tell)
         self._live_on(node, oversubscribed=len(ranks) > cores)
         if len(ranks) < self.size:
             if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
@@ -87,9 +86,9 @@ class MPICommunicator(Communicator):
             self.collectives = NonblockingCollectives(self._comm.Dup(), self.turns, self.tuning)
             shared = tell("yes" if node is not None else "no")
             if "no" not in shared and (nodes := even_nodes(hosts)):
-                self._go_by_nodes(nodes, node.table(ranks, ranks.index(self.rank), calls=self.calls))
+                self._go_by_nodes(nodes, table_on(node, ranks, ranks.index(self.rank), calls=self.calls))
         elif node is not None:
-            self.table = node.table(ranks, self.rank, calls=self.calls)
+            self.table = table_on(node, ranks, self.rank, calls=self.calls)
 
     def _go_by_nodes(self, nodes: Sequence[Sequence[int]], table: SlotTable) -> None:
         self.lanes = Lanes(self, nodes, table)
@@ -114,16 +113,12 @@ class MPICommunicator(Communicator):
         members = [self._members[rank] for rank in ranks]
         cache = self._world._cache
         made = cache.get(members)
-        everyone_has, offset, nodes = self._found(ranks, made is not None, timeout)
+        founding = _Founding(self, self._agree(ranks, made is not None), timeout, ranks)
+        everyone_has, offset, nodes = self.progress.begin(founding).wait()
         if not everyone_has:
             made = self._make(ranks, members, offset, nodes)
         cache.use(made, members)
         return made
-
-    def _found(
-        self, ranks: Sequence[int], has: bool, timeout: float | None
-    ) -> tuple[bool, int, list[list[int]] | None]:
-        return self.progress.begin(_Founding(self, self._agree(ranks, has), timeout, ranks)).wait()
 
     def _make(
         self, ranks: Sequence[int], members: Sequence[int], offset: int, nodes: list[list[int]] | None
@@ -134,7 +129,7 @@ class MPICommunicator(Communicator):
         table = None
         if nodes is not None:
             own = next(node for node in nodes if made.rank in node)
-            table = self._node.table([members[rank] for rank in own], own.index(made.rank), offset)
+            table = table_on(self._node, [members[rank] for rank in own], own.index(made.rank), offset)
         if nodes is not None and len(nodes) == 1:
             made.table = table
         else:
@@ -165,34 +160,23 @@ class MPICommunicator(Communicator):
         where the first of this node's ranks has made room for a table, and the ranks by nodes, counted in
         ``ranks``; None for these if tables cannot be had on all nodes, or would be of no use.
         """
-        agreed = yield from disseminate(MessagePart(self, ranks), words_of((int(has), 0, -1, 1, 0)), b"", _FOUNDING)
-        if agreed.same and has:
-            return True, -1, None
         hosts = [self.hosts[rank] for rank in ranks]
         nodes = [list(range(len(ranks)))] if len(set(hosts)) == 1 else even_nodes(hosts)
-        near = [rank for rank, host in zip(ranks, hosts, strict=True) if host == self.node]
-        offset, ended = np.full(1, -1, np.int64), None
-        if nodes is not None and self._node is not None:
-            requests = Requests()
-            if self.rank == near[0]:
-                room = room_for_table(self.neighbours, len(near))
-                offset[0] = -1 if room is None else room
-                for rank in near[1:]:
-                    requests.add(rank, self.start_send(offset, rank, _TABLE))
-            else:
-                requests.add(near[0], self.start_receive(offset, near[0], _TABLE))
-            try:
-                yield requests
-            except RanksEnded as error:
-                ended = error
-        here = int(offset[0])
-        words = words_of((int(here >= 0), 0, -1, 1, 0))
-        agreed = yield from disseminate(MessagePart(self, ranks), words, b"", _FOUNDING, ended=ended)
-        if nodes is not None and not (agreed.same and here >= 0):
-            nodes = None
-            if here >= 0 and self.rank == near[0]:
-                self.neighbours.own.release(here, size_of_table(len(near)))
-        return False, here, nodes
+        near = [i for i, host in enumerate(hosts) if host == self.node]
+        room, here = None, ranks[near[0]] == self.rank
+        if here and nodes is not None and self._node is not None:
+            room = room_for_table(self.neighbours, len(near))
+        words = words_of((0, 0, 0 if has else -1, 1, 0))
+        row = (-1 if room is None else room).to_bytes(8, "little", signed=True)
+        fits = False
+        try:
+            agreed = yield from disseminate(MessagePart(self, ranks), words, row, _FOUNDING)
+            offsets = [int.from_bytes(each, "little", signed=True) for each in agreed.rows]
+            fits = not agreed.sizes_known and nodes is not None and all(offsets[node[0]] >= 0 for node in nodes)
+        finally:
+            if room is not None and not fits:
+                self.neighbours.own.release(room, size_of_table(len(near)))
+        return agreed.sizes_known, offsets[near[0]], nodes if fits else None
 
     def free(self) -> None:
         self._world._cache.leave(self._members)
@@ -200,10 +184,9 @@ class MPICommunicator(Communicator):
     def close(self) -> None:
         """Give back all that this communicator holds."""
         self.progress.activity.close(self.line)
-        for table in (self.table, self.lanes and self.lanes.table):
-            if table is not None:
-                with self.progress.lock:
-                    self.neighbours.retire(table)
+        if self.node_table is not None:
+            with self.progress.lock:
+                self.neighbours.retire(self.node_table)
         if not MPI.Is_finalized():
             for comm in (self._comm, self._lane_comm):
                 if comm is not None:

@@ -9,13 +9,20 @@ for ever.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
 from threading import RLock
 from time import perf_counter
-from typing import Any, Protocol
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
-from spmd_engine.comm.activity import Activity, Line
 from spmd_engine.errors import CommunicationTimeout, MismatchError, SpmdError
+from spmd_engine.watchdog.activity import Activity, Line
+
+if TYPE_CHECKING:
+    from spmd_engine.comm.communicator import Communicator
 
 TIMEOUT = 1800.0  #: seconds a rank waits for others, unless it is told another number
 
@@ -23,6 +30,8 @@ LOOK_AFTER = 0.5  #: seconds without progress after which a rank looks whether t
 SAY_AFTER = 0.5  #: seconds of waiting after which a rank publishes for whom; then after twice as long, and so on
 APART_AFTER = 10.0  #: seconds without progress after which ranks that all have ended, but never meet, are a mismatch
 MESSAGES_AFTER = 2.0  #: as many for messages, which may be on their way from a rank that has ended
+
+_PACKAGE = str(Path(__file__).parent) + os.sep
 
 Steps = Generator[list | Callable[[], bool], None, Any]  # yields what to wait for, returns the operation's result
 
@@ -35,31 +44,6 @@ class RanksEnded(Exception):
         self.ranks = list(ranks)
 
 
-class Waiting(Protocol):
-    """What those who wait need of a communicator; see there."""
-
-    rank: int
-    size: int
-    spin_tests: int
-    progress: Progress
-    line: Line
-
-    def done(self, requests: list) -> bool:
-        """Whether all requests have completed."""
-
-    def activity(self, idle: int) -> int:
-        """A number that changes when something may have come."""
-
-    def pause(self, idle: int, activity: int, messages: bool = True) -> None:
-        """Leave the processor to others for a moment."""
-
-    def announce_end(self) -> None:
-        """Let others know that this rank's program has ended."""
-
-    def ended(self, suspects: Sequence[int]) -> list[int]:
-        """Those of these ranks whose programs are known to have ended."""
-
-
 class Pending:
     """A started operation. ``wait()`` returns its result, and may be called again."""
 
@@ -68,7 +52,7 @@ class Pending:
         *("until_the_end", "done", "result", "error"),
     )
 
-    def __init__(self, communicator: Waiting | None, steps: Steps | None, timeout: float | None = None) -> None:
+    def __init__(self, communicator: Communicator | None, steps: Steps | None, timeout: float | None = None) -> None:
         self._communicator = communicator
         self._steps = steps
         self._awaited: list | Callable[[], bool] = []
@@ -282,7 +266,7 @@ class Progress:
                     self._forget_if_over(wanted)
                 look_after = waited + LOOK_AFTER  # now those were asked who may have ended
             if waited > say_after:
-                self.activity.waits_long(wanted.describe(), wanted.missing())
+                self.activity.waits_long(wanted.describe(), wanted.missing(), _calling_line())
                 say_after = 2 * waited
 
     def _advance(self, pending: Pending) -> bool:
@@ -293,3 +277,11 @@ class Progress:
     def _forget_if_over(self, pending: Pending) -> None:
         if (pending.done or pending.error) and pending in self._pending:
             self._pending.remove(pending)
+
+
+def _calling_line() -> str:
+    """The innermost line of this thread that is not communication's own."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else ""

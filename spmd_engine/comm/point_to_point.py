@@ -6,8 +6,9 @@ import numpy as np
 
 from spmd_engine.arrays.backend import CPU, Array, Backend, backend_of
 from spmd_engine.comm import signature
-from spmd_engine.comm.calls import KEPT, Calls, Operation
+from spmd_engine.comm.calls import Calls
 from spmd_engine.comm.condition import Requests
+from spmd_engine.comm.operation import Operation
 from spmd_engine.comm.pending import Pending, Steps
 from spmd_engine.comm.prepared_call import PreparedCall
 from spmd_engine.comm.rendezvous import INLINE, bytes_of, text_of
@@ -25,7 +26,6 @@ class PointToPoint:
 
     def __init__(self, calls: Calls) -> None:
         self._calls, self._comm, self._axes = calls, calls.comm, calls.axes
-        self._prepared: dict[tuple, PreparedCall] = {}
 
     def start_send(self, to: int, x: Array, channel: int | None, label: str) -> Pending:
         """See ``Group``. What cannot be described is refused here, and there as well."""
@@ -33,7 +33,7 @@ class PointToPoint:
         own, _ = ready(self._comm, x)
         tag = self._tag("to", to, channel)
         key = "send", own.dtype, own.shape, label
-        call = self._prepared.get(key)
+        call = self._calls.kept(key)
         if call is None:
             where = "send", self._axes, label
             try:
@@ -42,7 +42,7 @@ class PointToPoint:
                 text = bytes_of(str(error))
                 call = PreparedCall(Signature("refuse", inline=text.size), where, self._refuse)
                 return self._begin(call, self._refuse(call, text, to, tag))
-            call = self._keep(key, PreparedCall(told, where, self._send, payload=own.nbytes, sent=own.nbytes))
+            call = self._calls.keep(key, PreparedCall(told, where, self._send, payload=own.nbytes, sent=own.nbytes))
         return self._begin(call, self._send(call, own, to, tag))
 
     def start_receive(self, source: int, like: Backend, channel: int | None, label: str) -> Pending:
@@ -50,9 +50,9 @@ class PointToPoint:
         self.check_peer("receive", source)
         tag = self._tag("from", source, channel)
         key = "receive", label
-        call = self._prepared.get(key)
+        call = self._calls.kept(key)
         if call is None:  # what comes is known when it comes
-            call = self._keep(key, PreparedCall(Signature("send"), ("receive", self._axes, label), self._receive))
+            call = self._calls.keep(key, PreparedCall(Signature("send"), ("receive", self._axes, label), self._receive))
         return self._begin(call, self._receive(source, like, tag))
 
     def check_peer(self, operation: str, rank: int) -> None:
@@ -62,13 +62,6 @@ class PointToPoint:
             raise UsageError(f"{operation} over {self._axes!r}: rank {rank} is not one of {size} ranks")
         if rank == self._comm.rank and size == 1:
             raise UsageError(f"{operation} over {self._axes!r}: a group of one rank has nobody to talk to")
-
-    def _keep(self, key: tuple, call: PreparedCall) -> PreparedCall:
-        if len(self._prepared) >= KEPT:
-            self._prepared.clear()
-        call.text = self._comm.progress.activity.called(*call.where)
-        self._prepared[key] = call
-        return call
 
     def _begin(self, call: PreparedCall, steps: Steps) -> Pending:
         return self._comm.progress.begin(Operation(self._calls, call, 0, steps))

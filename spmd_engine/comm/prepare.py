@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.comm.calls import Calls
+from spmd_engine.comm.by_library import move_all_gather, move_all_reduce, move_all_to_all, move_reduce_scatter
 from spmd_engine.comm.prepared_call import PreparedCall
 from spmd_engine.comm.reducing import reducer, reducible
 from spmd_engine.comm.signature import Signature, Signatures
 from spmd_engine.comm.spans import joined, span, spans
-from spmd_engine.comm.staging import is_reachable, packed
+from spmd_engine.comm.staging import is_reachable
 from spmd_engine.errors import UsageError
 
 if TYPE_CHECKING:
-    from spmd_engine.comm.transports.mpi import BlockingCollectives
+    from spmd_engine.comm.calls import Calls
 
 Found = Signatures | None  # what ``PreparedCall.finish`` is given
 
 
-def barrier(calls: Calls, label: str) -> PreparedCall:
+def barrier(calls: Calls, x: None, label: str) -> PreparedCall:
     """Of ``Group.barrier``."""
     where = "barrier", calls.axes, label
     return PreparedCall(Signature("barrier"), where, calls.steps.meet_only, lambda *_: None)
@@ -30,6 +30,10 @@ def barrier(calls: Calls, label: str) -> PreparedCall:
 
 def broadcast(calls: Calls, mine: Array | None, root: int, label: str) -> PreparedCall:
     """Of ``Group.broadcast``; ``mine``: the root's array, None elsewhere."""
+    if not 0 <= root < calls.size:
+        raise UsageError(f"broadcast over {calls.axes!r}: root {root} is not one of {calls.size} ranks")
+    if calls.rank == root and mine is None:
+        raise UsageError(f"broadcast over {calls.axes!r}: the root must give an array")
 
     def sent(result: Array) -> int:  # the root hands out the parts, then everyone passes its part on
         own = span(result.size, calls.size, calls.rank)
@@ -57,7 +61,7 @@ def all_reduce(calls: Calls, x: Array, op: str, label: str) -> PreparedCall:
         ("all_reduce", calls.axes, label),
         calls.steps.all_reduce,
         _reduced,
-        _by_library(calls.comm.library, _all_reduce),
+        move_all_reduce,
         payload=own.nbytes,
         sent=own.nbytes - part + part * (calls.size - 1),
         shape=own.shape,
@@ -79,7 +83,7 @@ def reduce_scatter(
         ("reduce_scatter", calls.axes, label),
         calls.steps.reduce_scatter,
         lambda call, _, blocks, out: _reduced(call, _, [block[parts[calls.rank]] for block in blocks], out),
-        _by_library(calls.comm.library, _reduce_scatter) if axis == 0 else None,
+        move_reduce_scatter if axis == 0 else None,
         payload=own.nbytes,
         sent=own.nbytes - mine.nbytes,
         shape=mine.shape,
@@ -102,7 +106,7 @@ def all_gather(calls: Calls, x: Array, axis: int, sizes: tuple[int, ...] | None,
         ("all_gather", calls.axes, label),
         calls.steps.all_gather,
         lambda call, _, blocks, out: joined(blocks, axis, call.dtype, out),
-        _by_library(calls.comm.library, _gather) if axis == 0 else None,
+        move_all_gather if axis == 0 else None,
         payload=x.nbytes,
         sent=x.nbytes * (calls.size - 1),
         shape=(x.shape[0] * calls.size, *x.shape[1:]) if axis == 0 else (),  # elsewhere, no out will do
@@ -143,7 +147,7 @@ def all_to_all(
         ("all_to_all", calls.axes, label),
         calls.steps.all_to_all,
         finish,
-        _by_library(calls.comm.library, _exchange) if axis == concat == 0 and splits is None else None,
+        move_all_to_all if axis == concat == 0 and splits is None else None,
         payload=x.nbytes,
         sent=x.nbytes - x[parts[calls.rank]].nbytes,
         shape=tuple(shape) if concat == 0 else (),
@@ -154,52 +158,35 @@ def all_to_all(
     )
 
 
-# What the library does where all ranks call the same and wait for it: each writes the result of ``x`` to ``result``.
-
-Move = Callable[["BlockingCollectives", PreparedCall, np.ndarray, np.ndarray], None]
-
-
-def _by_library(library: BlockingCollectives | None, move: Move) -> Callable | None:
-    """``PreparedCall.by_library``."""
-
-    def make(call: PreparedCall, x: np.ndarray, out: np.ndarray | None) -> np.ndarray:
-        result = out if out is not None else np.empty(call.shape, call.dtype)
-        move(library, call, x, result)
-        return result
-
-    return library and make
+PREPARE = {
+    "barrier": barrier,
+    "broadcast": broadcast,
+    "all_reduce": all_reduce,
+    "reduce_scatter": reduce_scatter,
+    "all_gather": all_gather,
+    "all_to_all": all_to_all,
+}
 
 
-def _gather(library: BlockingCollectives, call: PreparedCall, x: np.ndarray, result: np.ndarray) -> None:
-    result[library.rank * len(x) : (library.rank + 1) * len(x)] = x
-    library.all_gather_now(result.reshape(-1), spans([x.size] * library.size))
-
-
-def _exchange(library: BlockingCollectives, call: PreparedCall, x: np.ndarray, result: np.ndarray) -> None:
-    flat, parts = packed(np.ascontiguousarray(x), call.parts)
-    places = spans([result.size // library.size] * library.size)
-    library.all_to_all_now(flat, parts, result.reshape(-1), places)
-
-
-def _reduce_scatter(library: BlockingCollectives, call: PreparedCall, x: np.ndarray, result: np.ndarray) -> None:
-    flat, parts = packed(np.ascontiguousarray(x), call.parts)
-    library.reduce_scatter_now(flat, parts, result.reshape(-1), call.reduce)
-
-
-def _all_reduce(library: BlockingCollectives, call: PreparedCall, x: np.ndarray, result: np.ndarray) -> None:
-    library.all_reduce_now(np.ascontiguousarray(x).reshape(-1), result.reshape(-1), call.reduce)
-
-
-def check_out(operation: str, result: Array, out: Array | None) -> None:
-    """Raise UsageError unless ``out`` (None: there is none) can receive an array like ``result``."""
-    if out is not None and (out.shape != result.shape or out.dtype != result.dtype or not takes_results(out)):
-        wanted, given = (f"{a.dtype}{list(a.shape)}" for a in (result, out))
+def check_out(call: PreparedCall, x: Array, out: Any, ranks: int) -> None:
+    """Raise UsageError unless ``out`` can receive the result of a call of ``x``."""
+    operation, told = call.signature.operation, call.signature
+    if operation == "broadcast":  # it only says where the result is wanted
+        return
+    fits = out.dtype == call.dtype and out.flags.c_contiguous
+    fits = fits and getattr(out.flags, "writeable", True)  # CuPy's arrays always are
+    if operation in ("all_gather", "all_to_all"):
+        if not fits or told.concat_axis or (operation == "all_gather" and told.axis):
+            how = "axis 0" if operation == "all_gather" else "what comes be joined along axis 0"
+            raise UsageError(f"{operation}: out must be a contiguous, writable array of {call.dtype}, and {how}")
+        if operation == "all_to_all" and isinstance(x, np.ndarray) and np.may_share_memory(x, out):
+            raise UsageError("all_to_all: out must not share memory with what is sent")
+        if ranks > 1:  # how long the result is follows from all ranks' arrays
+            return
+    shape = x.shape if ranks == 1 else call.shape
+    if out.shape != shape or not fits:
+        wanted, given = f"{call.dtype}{list(shape)}", f"{out.dtype}{list(out.shape)}"
         raise UsageError(f"{operation}: out must be contiguous, writable {wanted}, is {given}")
-
-
-def takes_results(out: Array) -> bool:
-    """Whether ``out`` is contiguous and can be written to."""
-    return out.flags.c_contiguous and getattr(out.flags, "writeable", True)  # CuPy's arrays always are
 
 
 def _reduced(call: PreparedCall, _: Found, blocks: Sequence[np.ndarray], out: np.ndarray | None) -> np.ndarray:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
+from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.pending import Steps
 from spmd_engine.comm.reducing import Reducer
 from spmd_engine.comm.signature import Signature, Signatures
@@ -23,8 +24,8 @@ class PreparedCall:
     steps: Callable[[PreparedCall, int, Array | None, Any], Steps]  # of this, number, array and out: the whole of it
     #: Of this, everyone's signatures (None: all have this one's) and inline arrays, and out: the result.
     finish: Callable[..., Array | None] | None = None
-    #: Of this, array and out: the result, where all wait, and the MPI library moves the data; None: not so simple.
-    by_library: Callable[..., Array] | None = None
+    #: Of the library, this, array and result: brings it there, where all call the same; see ``by_library``.
+    move: Callable[..., Steps] | None = None
     payload: int = 0  # bytes
     sent: int | Callable[[Array], int] = 0  # bytes; a function of the result, where that must be known
     shape: tuple[int, ...] = ()  # of the result, if all ranks call the same
@@ -45,7 +46,12 @@ class PreparedCall:
         """The next such call will probably find these on the table."""
         self.expected = found
         self.at_once = self.is_small and found.at_once
-        self.library_at_once = self.by_library is not None and found.wait and found.same
+        self.library_at_once = self.move is not None and found.wait and found.same
+
+    def record(self, ledger: Ledger, result: Any, seconds: float | None = None) -> None:
+        """Enter one such call, with this ``result``, in the ledger; ``seconds``: of the one wait for it."""
+        sent = self.sent if type(self.sent) is int else self.sent(result)
+        ledger.record(self.where, self.payload, sent, seconds)
 
     def suits(self, out: Array | None) -> bool:
         """Whether ``out`` can receive the result at once."""

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from spmd_engine.comm import signature
-from spmd_engine.comm.cross_memory import Block
 from spmd_engine.comm.pending import Steps
 from spmd_engine.comm.signature import NumberedCall, Signature, Signatures
 from spmd_engine.comm.slot_table import CALLED, LEFT, SlotTable
 from spmd_engine.comm.transports.messages import EXPLANATION, Ranks, exchange, tag
 from spmd_engine.errors import RankAborted
+from spmd_engine.node.cross_memory import Block
 
 INLINE = 4096  # bytes that travel with a signature's message
 
@@ -38,11 +38,6 @@ class Rendezvous:
             if block is None and each.shape is not None:
                 return False
         return True
-
-    @property
-    def inline(self) -> bool:
-        """Whether all data came with the signatures."""
-        return self.signatures.at_once
 
     @property
     def results_shown(self) -> bool:

@@ -18,11 +18,12 @@ from typing import Protocol
 import numpy as np
 
 from spmd_engine.arrays.memory import address_of
-from spmd_engine.comm.arena import ALIGNMENT, Neighbours
 from spmd_engine.comm.condition import Condition
-from spmd_engine.comm.cross_memory import Block, RemoteArray
 from spmd_engine.comm.pending import Progress
 from spmd_engine.comm.signature import Signature, Signatures, room
+from spmd_engine.node.arena import ALIGNMENT, HEAD, Neighbours
+from spmd_engine.node.cross_memory import Block, RemoteArray
+from spmd_engine.node.node import Node
 
 SLOTS = 8  # calls of a group that can be under way at once; more wait for their turn
 SMALL = 1 << 12  # bytes of data that lie in an entry
@@ -69,6 +70,16 @@ def room_for_table(neighbours: Neighbours, ranks: int) -> int | None:
 def size_of_table(ranks: int) -> int:
     """Bytes of a table for that many ranks."""
     return _words(ranks) + SLOTS * ranks * _entry(ranks) + STAGING * ranks * room_of(ranks)
+
+
+def table_on(
+    node: Node, members: Sequence[int], rank: int, offset: int = HEAD, calls: int = 0
+) -> SlotTable:
+    """The table of ``members``, of which this is number ``rank``: at ``offset`` in the arena of the first of them."""
+    local, neighbours = [node.ranks.index(member) for member in members], node.neighbours
+    memory = memoryview(neighbours.memories[local[0]])[offset : offset + size_of_table(len(local))]
+    home = offset if rank == 0 else None
+    return SlotTable(memory, rank, local, neighbours, node.futexes, calls=calls, home=home)
 
 
 class SlotTable:
@@ -185,8 +196,8 @@ class SlotTable:
         """
         rank, slot, word = self.rank, number % SLOTS, number * _STEPS + CALLED
         signature, words, digests, waker = expected.by_rank[rank], self._phases[slot], self._digests[slot], self._waker
-        free = partial(self.is_free, number, signature.inline)
-        if not free() and not progress.spin(free, spin_tests):
+        inline = signature.inline
+        if not self.is_free(number, inline) and not progress.spin(partial(self.is_free, number, inline), spin_tests):
             return None
         blocks = expected.inline.get(slot) or self._lay_out(slot, expected)
         if digests[rank] != signature.digest:

@@ -15,17 +15,17 @@ from threadpoolctl import threadpool_limits
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.memory import address_of
-from spmd_engine.comm.arena import Neighbours, bound
 from spmd_engine.comm.communicator import Communicator
-from spmd_engine.comm.cross_memory import CrossMemory
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.pending import TIMEOUT, Progress
 from spmd_engine.comm.slot_table import SlotTable, size_of_table
 from spmd_engine.comm.transports.hierarchical import Lanes, even_nodes
 from spmd_engine.comm.transports.turns import Turns
-from spmd_engine.comm.watchdog import watch_threads
 from spmd_engine.errors import RankAborted, UsageError
+from spmd_engine.node.arena import Neighbours, bound
+from spmd_engine.node.cross_memory import CrossMemory
+from spmd_engine.watchdog.watchdog import watch_threads
 
 _current = threading.local()
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0  # memory that is not used is not counted
@@ -246,9 +246,8 @@ class ThreadCommunicator(Communicator):
 
     def free(self) -> None:
         self.progress.activity.close(self.line)
-        for table in (self.table, self.lanes and self.lanes.table):
-            if table is not None:
-                self.neighbours.retire(table)
+        if self.node_table is not None:
+            self.neighbours.retire(self.node_table)
 
     def announce_end(self) -> None:
         self._fabric.ended.add(self._me)

@@ -8,26 +8,27 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import lru_cache, partial
+from typing import Any
 
-import numpy as np
 from threadpoolctl import threadpool_limits
 
 from spmd_engine.arrays.memory import keep_freed_memory
-from spmd_engine.comm.activity import SIZE, Activity, Memory
+from spmd_engine.comm.agreement import gather_json
 from spmd_engine.comm.communicator import Communicator
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.join import join_mpi
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.pending import Progress
-from spmd_engine.comm.records import Record
 from spmd_engine.comm.threads import current_thread_communicator, solo
-from spmd_engine.comm.watchdog import Watchdog
 from spmd_engine.errors import RankAborted, SpmdError, UsageError
 from spmd_engine.launchers import is_launched, launcher_rank, launcher_size
 from spmd_engine.signals import exit_code
+from spmd_engine.watchdog.activity import SIZE, Activity, Memory
+from spmd_engine.watchdog.records import Record
+from spmd_engine.watchdog.watchdog import Watchdog
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 JOIN = 10  #: seconds within which other ranks should come, too, when one joins MPI only to leave
@@ -46,7 +47,7 @@ def _process_world() -> Communicator:
     try:
         join_mpi()
         from spmd_engine.comm.mpi import MPI, MPICommunicator
-        from spmd_engine.comm.node import OwnMemory, mapped
+        from spmd_engine.node.node import OwnMemory, mapped
     except (ImportError, RuntimeError) as error:
         if is_launched():
             raise UsageError(
@@ -61,11 +62,12 @@ def _process_world() -> Communicator:
     _end_all_ranks_on_error(MPI.COMM_WORLD)
     record = OwnMemory(SIZE)
     comm = MPICommunicator(MPI.COMM_WORLD, Progress(Activity(record.map())))
-    hosts, cores, told = _hosts_and_cores(comm, record.told)
+    tell = partial(gather_json, Group(comm, "world", Ledger()), label="joining")
+    hosts, cores, told = _hosts_and_cores(comm, record.told, tell)
     ranks = [rank for rank, host in enumerate(hosts) if host == comm.node]
     records = mapped(told) or [comm.progress.activity.memory]
     _share_cores(cores // len(ranks))
-    comm.open_node(hosts, cores, partial(gather_texts, comm))
+    comm.open_node(hosts, cores, tell)
     record.close()  # all have opened it: they met since
     _watch(comm, dict(zip(ranks if len(records) == len(ranks) else [comm.rank], records, strict=True)))
     atexit.register(_leave, comm)
@@ -84,7 +86,7 @@ def _check_alone() -> None:
 
 def _watch(comm: Communicator, records: Mapping[int, Memory]) -> None:
     """Start a watchdog, which sees these ranks' records, and asks others for theirs."""
-    from spmd_engine.comm.elsewhere import MPI, OtherNodes
+    from spmd_engine.watchdog.other_nodes import MPI, OtherNodes
 
     several = len(records) < comm.size and MPI.Query_thread() == MPI.THREAD_MULTIPLE
     seen = [Record(rank, memory) for rank, memory in records.items()]
@@ -105,20 +107,13 @@ def _leave(comm: Communicator) -> None:
     signal.alarm(FINALIZE)
 
 
-def gather_texts(comm: Communicator, text: str) -> list[str]:
-    """Each rank's ``text``, in rank order."""
-    own = np.frombuffer(text.encode() + b"\0", np.uint8)
-    everyones = Group(comm, "world", Ledger()).all_gather(own)
-    return everyones.tobytes().decode().split("\0")[:-1]
-
-
-def _hosts_and_cores(comm: Communicator, record: str) -> tuple[list[str], int, list[str]]:
+def _hosts_and_cores(
+    comm: Communicator, record: str, tell: Callable[[Any], list[Any]]
+) -> tuple[list[str], int, list[str]]:
     """The host of each rank; how many cores the ranks of this one have between them; and where their records are."""
-    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-    texts = [text.split("|") for text in gather_texts(comm, f"{comm.node}|{cores}|{record}")]
-    here = [(cores_of, where) for host, cores_of, where in texts if host == comm.node]
-    shared = {core for cores_of, _ in here for core in cores_of.split(",")}
-    return [host for host, _, _ in texts], len(shared), [where for _, where in here]
+    everyone = tell([comm.node, sorted(os.sched_getaffinity(0)), record])
+    here = [(cores, where) for host, cores, where in everyone if host == comm.node]
+    return [host for host, _, _ in everyone], len({core for cores, _ in here for core in cores}), [w for _, w in here]
 
 
 def _share_cores(threads: int) -> None:

@@ -38,7 +38,7 @@ class ForetoldRanks:
 class _Nobody:
     """A communicator that only says which rank this is."""
 
-    device_aware, table, lanes, library, neighbours, spin_tests = True, None, None, None, None, 0
+    device_aware, table, lanes, node_table, library, neighbours, spin_tests = True, None, None, None, None, None, 0
     collectives, lane_collectives, turns, tuning = None, None, None, Tuning()
     progress = Progress()  # of all alike: nothing is ever under way, and nobody reads what they do
 

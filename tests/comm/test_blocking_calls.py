@@ -51,33 +51,24 @@ class Counted(BlockingCollectives):
             comm.progress = Progress()  # the library knows nothing of what else this rank has under way
             self._group = Group(comm, "library", Ledger(), timeout=TIMEOUT)
 
-    def all_gather_now(self, x, parts):
+    def all_gather(self, number, x, parts, *, last=True):
         self.calls += 1
         if self._group is None:
-            super().all_gather_now(x, parts)
-        else:
-            x[...] = self._group.all_gather(x[parts[self.rank]].copy())
+            return super().all_gather(number, x, parts)
+        x[...] = self._group.all_gather(x[parts[self.rank]].copy())
+        return iter(())
 
-    def all_to_all_now(self, x, parts, out, out_parts):
+    def all_to_all(self, number, x, parts, out, out_parts, *, last=True):
         self.calls += 1
         if self._group is None:
-            super().all_to_all_now(x, parts, out, out_parts)
-            return
-        splits = [part.stop - part.start for part in parts]
-        came, received = self._group.all_to_all(np.concatenate([x[part] for part in parts]), splits=splits)
-        assert received == [part.stop - part.start for part in out_parts]
-        for part, block in zip(out_parts, np.split(came, np.cumsum(received)[:-1]), strict=True):
-            out[part] = block
-
-    def reduce_scatter_now(self, x, parts, out, reduce):
-        if self._group is None:
-            self.calls += 1
-            super().reduce_scatter_now(x, parts, out, reduce)
-            return
-        blocks = np.empty((self.size, out.size), out.dtype)
-        places = [slice(r * out.size, (r + 1) * out.size) for r in range(self.size)]
-        self.all_to_all_now(x, parts, blocks.reshape(-1), places)
-        reduce(out, list(blocks))
+            return super().all_to_all(number, x, parts, out, out_parts)
+        splits = [part.stop - part.start if r != self.rank else 0 for r, part in enumerate(parts)]
+        given = [x[part] for r, part in enumerate(parts) if r != self.rank]
+        came, received = self._group.all_to_all(np.concatenate(given), splits=splits)
+        for r, block in enumerate(np.split(came, np.cumsum(received)[:-1])):
+            if r != self.rank:
+                out[out_parts[r]] = block
+        return iter(())
 
 
 def group_with_short_ways():

@@ -41,6 +41,24 @@ def test_out_may_overlap_the_input(size, shift):
     run(program, 4)
 
 
+@everywhere(2)
+@pytest.mark.parametrize("starts", [False, True], ids=["waits", "starts"])
+def test_a_root_s_array_need_not_be_contiguous(starts, ranks):
+    """Neither one that travels with the call, nor one that the others read where it lies."""
+
+    def program():
+        group = Mesh().group()
+        for rows in 10, 100_000:
+            whole = values((rows, 6), np.dtype(float), 0)
+            for x in whole[:, ::2], whole.T:
+                given = x if group.rank == 1 else None
+                for _ in range(2):
+                    got = group.start_broadcast(given, 1).wait() if starts else group.broadcast(given, 1)
+                    assert_same(got, x)
+
+    on_ranks(program, ranks)
+
+
 @pytest.mark.parametrize("out", [np.empty(3), np.empty((2, 2)), np.empty(2, int), np.empty(4)[::2]])
 def test_out_must_fit(out):
     with pytest.raises(UsageError, match="out must be contiguous"):

@@ -8,12 +8,12 @@ import pytest
 from on_ranks import DTYPES, OPS, assert_alike, assert_same, everywhere, on_ranks, reduced, values
 from spmd_engine import Mesh, run, world
 from spmd_engine.comm import slot_table, threads
-from spmd_engine.comm.arena import ALIGNMENT, HEAD
 from spmd_engine.comm.communicator import Communicator
-from spmd_engine.comm.cross_memory import CrossMemory
 from spmd_engine.comm.transports import shared_memory
 from spmd_engine.comm.tuning import Tuning
 from spmd_engine.errors import MismatchError
+from spmd_engine.node.arena import ALIGNMENT, HEAD
+from spmd_engine.node.cross_memory import CrossMemory
 
 # --- collectives, by every way that data can take
 

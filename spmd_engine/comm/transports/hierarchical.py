@@ -18,7 +18,7 @@ from spmd_engine.comm.reducing import accumulated_in
 from spmd_engine.comm.slot_table import SlotTable
 from spmd_engine.comm.spans import spans
 from spmd_engine.comm.transports.messages import MessagePart, Ranks
-from spmd_engine.comm.transports.transport import Parts, Transport
+from spmd_engine.comm.transports.transport import GatherAndReduce, Parts, Transport
 
 
 def even_nodes(hosts: Sequence[Hashable]) -> list[list[int]] | None:
@@ -51,8 +51,10 @@ class Lanes:
         return (yield from steps)
 
 
-class Hierarchical(Transport):
-    """See ``Transport``: of two others, among ranks of this node (``local``) and of this rank's lane (``lane``).
+class Hierarchical(GatherAndReduce):
+    """See there: by two transports, among ranks of this node (``local``) and of this rank's lane (``lane``).
+
+    Only what is gathered or reduced goes so (see ``ways``): an all_to_all saves nothing by nodes.
 
     Where ``local`` is shared memory, arrays have been shown there as ``transports.shared_memory`` has them; a rank
     writes to no part of its memory but its lane's until all have read there what they need.
@@ -63,21 +65,16 @@ class Hierarchical(Transport):
         self._lanes, self._local, self._lane = lanes, local, lane
 
     def all_gather(self, number: int, x: Array, parts: Parts, *, last: bool = True) -> Steps:
-        """See ``Transport``: the lane's parts, then those of the others of the node from them."""
+        """See ``GatherAndReduce``: the lane's parts, then those of the others of the node from them."""
         yield from self._lane.all_gather(number, x, [parts[r] for r in self._lanes.lane.members])
         for node in self._lanes.nodes:
             yield from self._local.all_gather(number, x, [parts[r] for r in node])
 
-    def all_to_all(
-        self, number: int, x: Array, parts: Parts, out: Array, out_parts: Parts, *, last: bool = True
-    ) -> Steps:
-        raise NotImplementedError("an all_to_all saves nothing by nodes")
-
     def reduce_scatter(
         self, number: int, x: Array, parts: Parts, out: Array, reduction: str, *, last: bool = True
     ) -> Steps:
-        """See ``Transport``. 16-bit floats pass between nodes in the float32 that they are accumulated in, so that they
-        are rounded once."""
+        """See ``GatherAndReduce``. 16-bit floats pass between nodes in the float32 that they are accumulated in: so
+        they are rounded once."""
         lanes, backend, between = self._lanes, backend_of(x), "sum" if reduction == "mean" else reduction
         wide, members = accumulated_in(out.dtype), lanes.lane.members
         places = spans([parts[r].stop - parts[r].start for r in members])

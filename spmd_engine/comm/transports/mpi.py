@@ -17,8 +17,7 @@ from mpi4py import MPI
 from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.condition import LibraryRequest
 from spmd_engine.comm.pending import Steps
-from spmd_engine.comm.reducing import Reducer, accumulated_in, reducer
-from spmd_engine.comm.spans import span
+from spmd_engine.comm.reducing import accumulated_in
 from spmd_engine.comm.transports.transport import Parts, Transport
 from spmd_engine.comm.transports.turns import Turns
 from spmd_engine.comm.tuning import Tuning
@@ -79,62 +78,24 @@ class NonblockingCollectives(Transport):
 
 
 class BlockingCollectives(Transport):
-    """See ``Transport``: for ranks of one node that all wait in the call, and have a core each. Sums are in rank order.
-
-    The methods of ``..._now`` names are the same without steps, for calls that are done at once.
-    """
+    """See ``Transport``: for ranks of one node that all wait in the call, and have a core each. Nothing is yielded."""
 
     def __init__(self, comm: MPI.Comm, tuning: Tuning) -> None:
         self.rank, self.size, self.tuning, self._comm = comm.rank, comm.size, tuning, comm
 
     def all_gather(self, number: int, x: Array, parts: Parts, *, last: bool = True) -> Steps:
-        self.all_gather_now(x, parts)
-        yield from ()
-
-    def all_to_all(
-        self, number: int, x: Array, parts: Parts, out: Array, out_parts: Parts, *, last: bool = True
-    ) -> Steps:
-        self.all_to_all_now(x, parts, out, out_parts)
-        yield from ()
-
-    def reduce_scatter(
-        self, number: int, x: Array, parts: Parts, out: Array, reduction: str, *, last: bool = True
-    ) -> Steps:
-        self.reduce_scatter_now(x, parts, out, reducer(reduction, x.dtype, np))
-        yield from ()
-
-    def all_reduce(self, number: int, x: Array, out: Array, reduction: str) -> Steps:
-        self.all_reduce_now(x, out, reducer(reduction, x.dtype, np))
-        yield from ()
-
-    def all_gather_now(self, x: Array, parts: Parts) -> None:
-        """Fill flat ``x``, of which this rank's part is there; all ranks know the same parts."""
         lengths = {part.stop - part.start for part in parts}
         if len(lengths) == 1:
             self._comm.Allgather(MPI.IN_PLACE, [x.view(np.uint8), lengths.pop() * x.itemsize, MPI.BYTE])
         else:
             self._comm.Allgatherv(MPI.IN_PLACE, _in_bytes(x, parts))
+        yield from ()
 
-    def all_to_all_now(self, x: Array, parts: Parts, out: Array, out_parts: Parts) -> None:
-        """Part r of flat ``x`` to rank r, and part r of flat ``out`` from there; this rank's own is copied, too.
-
-        (With a part for this rank itself, MPICH's takes twice the time.)
-        """
+    def all_to_all(
+        self, number: int, x: Array, parts: Parts, out: Array, out_parts: Parts, *, last: bool = True
+    ) -> Steps:
         self._comm.Alltoallv(_in_bytes(x, parts, self.rank), _in_bytes(out, out_parts, self.rank))
-        out[out_parts[self.rank]] = x[parts[self.rank]]
-
-    def reduce_scatter_now(self, x: Array, parts: Parts, out: Array, reduce: Reducer) -> None:
-        """Flat ``out`` = the reduction of everyone's part of flat ``x``, which it may overlap."""
-        blocks = np.empty((self.size, out.size), out.dtype)
-        places = [slice(r * out.size, (r + 1) * out.size) for r in range(self.size)]
-        self.all_to_all_now(x, parts, blocks.reshape(-1), places)
-        reduce(out, list(blocks))
-
-    def all_reduce_now(self, x: Array, out: Array, reduce: Reducer) -> None:
-        """Flat ``out`` = the reduction of everyone's flat ``x``, which it may be."""
-        parts = [span(x.size, self.size, r) for r in range(self.size)]
-        self.reduce_scatter_now(x, parts, out[parts[self.rank]], reduce)
-        self.all_gather_now(out, parts)
+        yield from ()
 
 
 def _in_bytes(x: np.ndarray, parts: Parts, but: int | None = None) -> list:

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from spmd_engine.arrays.memory import address_of
-from spmd_engine.comm.cross_memory import Block, RemoteArray, fill, flat, here
 from spmd_engine.comm.pending import Steps
 from spmd_engine.comm.reducing import Reducer, reducer
 from spmd_engine.comm.rendezvous import Rendezvous
@@ -19,6 +18,7 @@ from spmd_engine.comm.slot_table import REDUCED, SlotTable
 from spmd_engine.comm.spans import span
 from spmd_engine.comm.transports.transport import Parts, Transport
 from spmd_engine.comm.tuning import Tuning
+from spmd_engine.node.cross_memory import Block, RemoteArray, fill, flat, here
 
 CACHE = 1 << 19  # bytes of all ranks' blocks together that are worked on at a time: they stay in the second-level cache
 LINE = 64  # bytes that ranks do not share, as they would have to pass them to and fro

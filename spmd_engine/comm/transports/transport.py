@@ -14,7 +14,7 @@ from spmd_engine.comm.tuning import Tuning
 Parts = Sequence[slice]  #: of a flat array, by rank
 
 
-class Transport(ABC):
+class GatherAndReduce(ABC):
     """Moves data among some ranks, this one being number ``rank`` of ``size``; all have agreed on the call.
 
     Arrays are flat and contiguous, and parts of them are slices by rank. Every method is a generator (see
@@ -28,6 +28,32 @@ class Transport(ABC):
     @abstractmethod
     def all_gather(self, number: int, x: Array, parts: Parts, *, last: bool = True) -> Steps:
         """Fill each other rank's part of ``x`` with what that rank has there."""
+
+    @abstractmethod
+    def reduce_scatter(
+        self, number: int, x: Array, parts: Parts, out: Array, reduction: str, *, last: bool = True
+    ) -> Steps:
+        """``out`` = the reduction over ranks of everyone's part ``rank`` of ``x``, in an order fixed by the transport.
+
+        ``out`` may be this rank's part of ``x``, or of the dtype in which ``x`` is accumulated.
+        """
+
+    def all_reduce(self, number: int, x: Array, out: Array, reduction: str) -> Steps:
+        """``out`` = the reduction of ``x`` over ranks. ``out`` may be ``x``.
+
+        It is a reduce_scatter, then an all_gather of the same parts: whoever calls these gets the same bits.
+        """
+        parts = [span(x.size, self.size, r) for r in range(self.size)]
+        yield from self.reduce_scatter(number, x, parts, out[parts[self.rank]], reduction, last=False)
+        yield from self.all_gather(number, out, parts)
+
+    def end(self) -> Steps:
+        """Go on when the others need this rank's memory no more: after the last of a call."""
+        yield from ()
+
+
+class Transport(GatherAndReduce):
+    """All operations, of which a transport must have two; it may have quicker ways of its own for the others."""
 
     @abstractmethod
     def all_to_all(
@@ -52,11 +78,7 @@ class Transport(ABC):
     def reduce_scatter(
         self, number: int, x: Array, parts: Parts, out: Array, reduction: str, *, last: bool = True
     ) -> Steps:
-        """``out`` = the reduction over ranks, in rank order, of everyone's part ``rank`` of ``x``.
-
-        In rounds, so that not all of everyone's parts need be here at once. ``out`` may be this rank's part of ``x``,
-        or of the dtype in which ``x`` is accumulated.
-        """
+        """In rank order, and in rounds, so that not all of everyone's parts need be here at once."""
         step = self._elements_a_round(x.itemsize)
         space = backend_of(out).empty((self.size * min(step, out.size),), x.dtype)
         rounds = max(1, -(-max(part.stop - part.start for part in parts) // step))
@@ -70,19 +92,6 @@ class Transport(ABC):
                 blocks = [space[place] for place in places]
                 blocks[self.rank] = x[pieces[self.rank]]
                 reduce_into(ours, blocks, reduction)
-
-    def all_reduce(self, number: int, x: Array, out: Array, reduction: str) -> Steps:
-        """``out`` = the reduction of ``x`` over ranks. ``out`` may be ``x``.
-
-        It is a reduce_scatter, then an all_gather of the same parts: whoever calls these gets the same bits.
-        """
-        parts = [span(x.size, self.size, r) for r in range(self.size)]
-        yield from self.reduce_scatter(number, x, parts, out[parts[self.rank]], reduction, last=False)
-        yield from self.all_gather(number, out, parts)
-
-    def end(self) -> Steps:
-        """Go on when the others need this rank's memory no more: after the last of a call."""
-        yield from ()
 
     def _elements_a_round(self, itemsize: int) -> int:
         return max(1, min(self.tuning.piece, self.tuning.largest_count // self.size) // itemsize)

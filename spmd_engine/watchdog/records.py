@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from zlib import crc32
 
-from spmd_engine.comm.activity import (
+from spmd_engine.watchdog.activity import (
     BEAT,
     LINE,
     LINE_WORDS,

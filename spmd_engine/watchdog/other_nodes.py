@@ -9,8 +9,8 @@ from dataclasses import asdict
 
 from mpi4py import MPI
 
-from spmd_engine.comm.records import CallRecord, State, WaitRecord
-from spmd_engine.comm.watchdog import FRESH
+from spmd_engine.watchdog.records import CallRecord, State, WaitRecord
+from spmd_engine.watchdog.watchdog import FRESH
 
 
 class OtherNodes:

@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from spmd_engine.comm.activity import ranges
-from spmd_engine.comm.records import CallRecord, State
+from spmd_engine.watchdog.activity import ranges
+from spmd_engine.watchdog.records import CallRecord, State
 
 _STANDARD = sysconfig.get_path("stdlib")
 HELD = 5.0  #: seconds without a sign of life from a process that runs, after which this is told

@@ -16,9 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from spmd_engine.comm.activity import Activity, frames_of_others, stack_of, stacks_here
-from spmd_engine.comm.hang_report import Hang, look_at
-from spmd_engine.comm.records import Record, State
+from spmd_engine.watchdog.activity import Activity, frames_of_others, stack_of, stacks_here
+from spmd_engine.watchdog.hang_report import Hang, look_at
+from spmd_engine.watchdog.records import Record, State
 
 PERIOD = 0.5  # seconds between looks
 FRESH = 10.0  # seconds after which what nodes have told each other is asked for anew

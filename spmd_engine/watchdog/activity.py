@@ -27,7 +27,6 @@ LINES, MOST_LINES, LINE_WORDS = 16, 128, 4  # of words: where lines begin; a lin
 TEXTS = WORDS + 8 * (LINES + MOST_LINES * LINE_WORDS)
 NOTE, STACK = 24 << 10, 32 << 10  # where there is room for what a wait tells, and for stacks
 _LONGEST = 2000  # bytes of a text
-_PACKAGE = str(Path(__file__).parent) + os.sep
 
 Memory = memoryview | bytearray  # or anything else that can be written to and sliced
 
@@ -114,9 +113,9 @@ class Activity:
             words[PATIENCE] = int(1e9 * min(WARN_AFTER, (timeout or 2 * WARN_AFTER) / 2))
         words[SINCE] = time.monotonic_ns()  # last: now it waits
 
-    def waits_long(self, what: str, missing: Sequence[int]) -> None:
-        """Say more of this wait: for what, and for which ranks of the world."""
-        told = {"since": self._words[SINCE], "what": what, "missing": list(missing)[:512], "at": _caller()}
+    def waits_long(self, what: str, missing: Sequence[int], at: str) -> None:
+        """Say more of this wait: for what, for which ranks of the world, and from which line it was called."""
+        told = {"since": self._words[SINCE], "what": what, "missing": list(missing)[:512], "at": at}
         _write(self.memory, NOTE, STACK, told)
         if self.on_long_wait:
             self.on_long_wait()
@@ -154,14 +153,6 @@ def _write(memory: memoryview, begin: int, end: int, content: object) -> None:
     memory[begin : begin + 8] = bytes(8)
     memory[begin + 8 : begin + 8 + len(data)] = data
     memory[begin : begin + 8] = len(data).to_bytes(4, "little") + crc32(data).to_bytes(4, "little")
-
-
-def _caller() -> str:
-    """The innermost line of this thread that is not communication's own."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else ""
 
 
 def stack_of(frame: FrameType | None) -> str:

@@ -17,10 +17,9 @@ from contextlib import suppress
 import numpy as np
 
 from spmd_engine.arrays.memory import address_of
-from spmd_engine.comm.arena import HEAD, Neighbours, bound
-from spmd_engine.comm.cross_memory import CrossMemory
-from spmd_engine.comm.futex import Futexes
-from spmd_engine.comm.slot_table import SlotTable, size_of_table
+from spmd_engine.node.arena import HEAD, Neighbours, bound
+from spmd_engine.node.cross_memory import CrossMemory
+from spmd_engine.node.futex import Futexes
 
 _TOKEN = 16  # bytes at the beginning of an arena, by which the others know that it is the right one
 _FUTEXES = 64  # where the words of the ranks' futexes begin, in the arena of the node's first rank
@@ -31,26 +30,22 @@ logger = logging.getLogger(__name__)
 
 
 class Node:
-    """What a rank shares with the others of its node: memory, the futexes, and the table of all its ranks.
+    """What a rank shares with the others of its node: memory, and the futexes.
 
-    ``ranks`` are the node's by their ranks in the world.
+    ``ranks`` are the node's by their ranks in the world. ``kept`` bytes of the first one's arena, from HEAD on, are
+    theirs to use in common from the beginning.
     """
 
-    def __init__(self, memories: Sequence, ranks: Sequence[int], rank: int, cross_memory: CrossMemory | None) -> None:
+    def __init__(
+        self, memories: Sequence, ranks: Sequence[int], rank: int, cross_memory: CrossMemory | None, kept: int
+    ) -> None:
         self.ranks = list(ranks)
         local_rank = self.ranks.index(rank)
         self.neighbours = Neighbours(memories, local_rank, cross_memory)
         self.futexes = Futexes(memoryview(memories[0])[_FUTEXES : _FUTEXES + 4 * len(ranks)], local_rank)
         self._ended = memoryview(memories[0])[_ENDS : _ENDS + len(ranks)]
         if local_rank == 0:
-            self.neighbours.own.allocate(size_of_table(len(ranks)))  # the first block: everyone knows where it is
-
-    def table(self, members: Sequence[int], rank: int, offset: int = HEAD, calls: int = 0) -> SlotTable:
-        """The table of ``members`` (ranks in the world), which lies in the arena of the first of them."""
-        local = [self.ranks.index(member) for member in members]
-        memory = memoryview(self.neighbours.memories[local[0]])[offset : offset + size_of_table(len(local))]
-        home = offset if rank == 0 else None
-        return SlotTable(memory, rank, local, self.neighbours, self.futexes, calls=calls, home=home)
+            self.neighbours.own.allocate(kept)  # the first block: everyone knows where it is
 
     def announce_end(self) -> None:
         self._ended[self.neighbours.local_rank] = 1
@@ -60,13 +55,13 @@ class Node:
         return [rank for rank, ended in zip(self.ranks, self._ended, strict=True) if ended]
 
 
-def open_node(rank: int, ranks: Sequence[int], tell: Callable[[str], list[str]]) -> Node | None:
+def open_node(rank: int, ranks: Sequence[int], kept: int, tell: Callable[[str], list[str]]) -> Node | None:
     """Map the memory of all ``ranks`` of this node, of which this is ``rank``; or None. All of the world come here.
 
-    ``tell`` tells all ranks of the world a text, and returns theirs.
+    ``kept``: see ``Node``. ``tell`` tells all ranks of the world a text, and returns theirs.
     """
     size = bound(len(ranks)) if 1 < len(ranks) <= _MOST else 0
-    if size < HEAD + size_of_table(len(ranks)):
+    if size < HEAD + kept:
         size = 0
     wanted = size > 0
     own = OwnMemory(size if os.environ.get("SPMD_ARENA", "memfd") == "memfd" else 0)
@@ -80,7 +75,7 @@ def open_node(rank: int, ranks: Sequence[int], tell: Callable[[str], list[str]])
         cross_memory = None
     if wanted and not fine and rank == ranks[0]:
         logger.warning("ranks of this node cannot open each other's memory (memfd): they use messages instead")
-    return Node(memories, ranks, rank, cross_memory) if wanted and fine and memories else None
+    return Node(memories, ranks, rank, cross_memory, kept) if wanted and fine and memories else None
 
 
 class OwnMemory:

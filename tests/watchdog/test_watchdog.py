@@ -1,6 +1,7 @@
 """Who waits too long is told for whom, by one list for all ranks, and the job ends."""
 
 import logging
+import re
 import time
 
 import numpy as np
@@ -8,10 +9,10 @@ import pytest
 
 from mpi_harness.launch import mpiexec
 from spmd_engine import Mesh, run
-from spmd_engine.comm.activity import SIZE, Activity
-from spmd_engine.comm.hang_report import look_at
-from spmd_engine.comm.records import CallRecord, Record, State, WaitRecord
 from spmd_engine.errors import CommunicationTimeout
+from spmd_engine.watchdog.activity import SIZE, Activity
+from spmd_engine.watchdog.hang_report import look_at
+from spmd_engine.watchdog.records import CallRecord, Record, State, WaitRecord
 
 ALL = (0, 1, 2, 3)
 
@@ -89,11 +90,11 @@ def test_a_record_says_what_its_rank_does():
         assert record.state().phase == "evaluating, step 0"
     with activity.phase("step", 12):
         activity.waits(line, 7, text, timeout=1e-6)
-        activity.waits_long("a sum", [1, 9])
+        activity.waits_long("a sum", [1, 9], "mine.py:7")
         said = record.state()
         assert said.phase == "step 12" and record.is_overdue
         assert (said.wait.what, said.wait.missing, said.wait.call.number) == ("a sum", (1, 9), 7)
-        assert said.wait.at.startswith("test_watchdog.py:")
+        assert said.wait.at == "mine.py:7"
     activity.goes_on()
     activity.waits(line, 8, text, timeout=None)
     said = record.state()
@@ -147,6 +148,7 @@ def test_virtual_ranks_that_hang_are_told_of(how, caplog):
         run(stuck_at, 4, args=(how,))
     told = [each.getMessage() for each in caplog.records if "waited for" in each.getMessage()]
     assert len(told) == 1 and HOW[how] in told[0]
+    assert re.search(r"since \d+ s, at test_watchdog\.py:\d+", told[0])  # the line that called, none of comm's own
     assert HOW[how] in str(caught.value)
 
 
