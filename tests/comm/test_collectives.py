@@ -105,8 +105,8 @@ def all_to_all(dtype, check):
 
 
 def cut_and_joined(ndim):
-    """Axes to cut and to join along: every pair that differs, and each way of counting an axis once more."""
-    return [*itertools.product(range(ndim), [None, 0, -1] if ndim > 1 else [None]), (-1, 0)]
+    """Axes to cut and to join along: of one dimension there are no two; axes counted from the end, once more."""
+    return [*itertools.product(range(ndim), [None, 0, -1] if ndim > 1 else [None]), (-1, 0), (-1, None)]
 
 
 def even(arrays, axis):

@@ -2,6 +2,7 @@
 
 import pickle
 from dataclasses import replace
+from functools import cache
 from math import prod
 
 import numpy as np
@@ -50,25 +51,30 @@ def test_backward_by_finite_differences(name):
 
 # --- many ranks compute what one does
 
+
+@cache
+def alone(name):
+    """What a layer of ``LAYERS`` computes on one device."""
+    return single(problem_of(name))
+
+
 @every_layer
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_sharded_as_single(name, axes):
-    problem = problem_of(name)
-    assert_same(solve(problem, axes), single(problem))
+    assert_same(solve(problem_of(name), axes), alone(name))
 
 
 @every_layer
 @pytest.mark.parametrize("axes", [mesh for mesh in MESHES if "model" in mesh], ids=str)
 def test_sequence_parallel_as_single(name, axes):
-    problem = problem_of(name)  # 7 positions do not divide; on 8 ranks the last has none
-    assert_same(solve(problem, axes, sequence_parallel=True), single(problem))
+    # 7 positions do not divide; on 8 ranks the last has none
+    assert_same(solve(problem_of(name), axes, sequence_parallel=True), alone(name))
 
 
 @every_layer
 @pytest.mark.parametrize("axes", [mesh for mesh in MESHES if "context" in mesh], ids=str)
 def test_a_sequence_dealt_evenly_as_single(name, axes):
-    problem = problem_of(name)
-    assert_same(solve(problem, axes, zigzag=True, sequence_parallel=True), single(problem))
+    assert_same(solve(problem_of(name), axes, zigzag=True, sequence_parallel=True), alone(name))
 
 
 @every_layer

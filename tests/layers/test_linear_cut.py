@@ -1,5 +1,6 @@
 """Dense layers, their letters cut in every way, on virtual ranks: as one device, and what is sent and kept."""
 
+import itertools
 import pickle
 
 import numpy as np
@@ -37,15 +38,19 @@ def cut_id(cut):
 
 
 every_cut = pytest.mark.parametrize("cut", CUTS, ids=cut_id)
-every_whole = pytest.mark.parametrize("whole", WHOLE, ids=lambda names: "+".join(names) or "as cut")
 
 
 # --- many ranks compute what one does, and replicas the same bits
 
 
-@every_cut
-@every_whole
-@pytest.mark.parametrize("activation", [None, "gelu"])
+def cuts_and_activations():
+    """Every cut with each of WHOLE, and in turn without an activation or with one; the other triples in ``soak``."""
+    for (i, cut), (j, whole), (k, activation) in itertools.product(*map(enumerate, (CUTS, WHOLE, (None, "gelu")))):
+        name = f"{activation}-{'+'.join(whole) or 'as cut'}-{cut_id(cut)}"
+        yield pytest.param(cut, whole, activation, id=name, marks=pytest.mark.soak if (i + j + k) % 2 else ())
+
+
+@pytest.mark.parametrize("cut, whole, activation", list(cuts_and_activations()))
 def test_any_cut_as_one_device(cut, whole, activation):
     problem = problem_of(linear(activation=activation))
     (expected,) = on_mesh(problem, ONE)

@@ -15,7 +15,7 @@ from _pytest.config import create_terminal_writer
 from .marks import limit_s, needs
 from .worker import START_S, Worker
 
-GRACE_S = float(os.environ.get("SPMD_TEST_GRACE", 3))  # what the other ranks get to finish a test that raised on this one
+GRACE_S = float(os.environ.get("SPMD_TEST_GRACE", 3))  # what others get to finish a test that raised on this rank
 OUTCOMES = ("passed", "skipped", "failed")
 
 
