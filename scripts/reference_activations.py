@@ -25,6 +25,18 @@ def keep(out, name, module, inputs):
     out[name] = inputs[0]
 
 
+def between(block):
+    """Of a transformers' block the module that the residual stream enters between attention and perceptron, if any."""
+    own = dict(block.named_children())
+    if getattr(block, "use_parallel_residual", False):
+        return None
+    if "post_feedforward_layernorm" in own:
+        return own.get("pre_feedforward_layernorm", own["mlp"])
+    if "self_attn_layer_norm" in own:
+        return own["final_layer_norm"]
+    return own.get("post_attention_layernorm") or own.get("ln_2")
+
+
 def main(folder, file, length=80):
     """Write the file."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -32,12 +44,14 @@ def main(folder, file, length=80):
     tokens = torch.randint(model.config.vocab_size, (2, int(length)), generator=torch.Generator().manual_seed(0))
     out = {"tokens": tokens}
     for name, module in model.named_modules():
-        block, _, own = name.rpartition(".")
-        if own in ("post_attention_layernorm", "ln_2"):
-            module.register_forward_pre_hook(partial(keep, out, f"block{block.rpartition('.')[2]}/attention"))
+        number = name.rpartition(".")[2]
+        if number.isdecimal() and (entered := between(module)) is not None:
+            entered.register_forward_pre_hook(partial(keep, out, f"block{number}/attention"))
     with torch.no_grad():
         result = model(tokens, output_hidden_states=True, use_cache=False)
     out |= {f"hidden_states.{number}": each for number, each in enumerate(result.hidden_states)}
+    for name in out.keys() - {"tokens"}:  # OPT puts samples behind one another
+        out[name] = out[name].reshape(*tokens.shape, -1)
     np.savez_compressed(file, **{name: each.numpy() for name, each in out.items()}, logits=result.logits.numpy())
     print(file, f"{len(out) + 1} arrays")
 

@@ -16,17 +16,17 @@ def attend_to_keys(
     q: Array,
     k: Array,
     v: Array,
-    positions: Array | None,
+    positions: Array,
     key_positions: Array,
     window: int | None = None,
     cap: float | None = None,
 ) -> tuple[Array, Array]:
     """y[b s h k] = softmax(q . k / sqrt(k)) . v over the keys of each sequence at or before the query's position.
 
-    q[b s h k] at positions[b s] (None: every query sees all keys), k and v[b t h k] at key_positions[b t], in any
-    order; with a ``window``, over those of so many positions, up to the query's own. Also returns log_sums[b s h], the
-    logarithms of the sums of exponentials: a query that sees no key has y = 0 and -inf. Where r queries share a key
-    head, q and y are [b s h r k] and log_sums [b s h r]. With a ``cap``, it is the softmax of cap · tanh(scores / cap).
+    q[b s h k] at positions[b s], k and v[b t h k] at key_positions[b t], in any order; with a ``window``, over those of
+    so many positions, up to the query's own. Also returns log_sums[b s h], the logarithms of the sums of exponentials:
+    a query that sees no key has y = 0 and -inf. Where r queries share a key head, q and y are [b s h r k] and log_sums
+    [b s h r]. With a ``cap``, it is the softmax of cap · tanh(scores / cap).
     """
     xp = backend_of(q).xp
     y = xp.empty(q.shape, q.dtype)
@@ -36,8 +36,6 @@ def attend_to_keys(
         return y, log_sums
     heads, width, wide = q.shape[2], q.shape[-1], prod(q.shape[3:-1])
     keys, values = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
-    if positions is None and q.shape[1] == 1:
-        return _of_one(q, keys, values, log_sums, cap)
     step = max(1, ELEMENTS // max(1, len(q) * heads * wide * k.shape[1]))
     for first in range(0, q.shape[1], step):
         rows = slice(first, first + step)
@@ -46,13 +44,10 @@ def attend_to_keys(
         scores = xp.matmul(some.reshape(*shape[:2], -1, width) * width**-0.5, keys)
         if cap is not None:
             soft_cap(scores, cap)
-        if positions is not None:
-            hidden = unseen(key_positions[:, None], positions[:, rows, None], window)
-            seen = scores.reshape(*shape, -1)
-            seen += xp.where(hidden, q.dtype.type(-xp.inf), q.dtype.type(0))[:, None, :, None]
-        top = scores.max(axis=-1, keepdims=True)
-        if positions is not None:
-            top = xp.maximum(top, xp.finfo(q.dtype).min)  # of a query that sees nothing
+        hidden = unseen(key_positions[:, None], positions[:, rows, None], window)
+        seen = scores.reshape(*shape, -1)
+        seen += xp.where(hidden, q.dtype.type(-xp.inf), q.dtype.type(0))[:, None, :, None]
+        top = xp.maximum(scores.max(axis=-1, keepdims=True), xp.finfo(q.dtype).min)  # of one that sees nothing
         scores -= top
         xp.exp(scores, out=scores)
         sums = scores.sum(axis=-1, keepdims=True)
@@ -64,22 +59,19 @@ def attend_to_keys(
     return y, log_sums
 
 
-def _of_one(q: Array, keys: Array, values: Array, log_sums: Array, cap: float | None) -> tuple[Array, Array]:
-    """The same of one query for each sequence, that sees all keys[b h k t]: with as few calls as can be."""
+def attend_to_all(q: Array, k: Array, v: Array, cap: float | None = None) -> Array:
+    """The same y of one query[b 1 h k] for each sequence, that sees all its keys: with as few calls as can be."""
     xp = backend_of(q).xp
-    scores = xp.matmul(q.reshape(len(q), keys.shape[1], -1, q.shape[-1]), keys)
+    rows = q.reshape(len(q), k.shape[2], prod(q.shape[3:-1]), q.shape[-1])  # none is there where there is no sequence
+    scores = xp.matmul(rows, k.transpose(0, 2, 3, 1))
     scores *= q.shape[-1] ** -0.5
     if cap is not None:
         soft_cap(scores, cap)
-    top = scores.max(axis=-1, keepdims=True)
-    scores -= top
+    scores -= scores.max(axis=-1, keepdims=True)
     xp.exp(scores, out=scores)
-    sums = scores.sum(axis=-1, keepdims=True)
-    mixed = xp.matmul(scores, values)
-    mixed /= sums
-    xp.add(xp.log(sums), top, out=sums)
-    log_sums[...] = sums.reshape(log_sums.shape)
-    return mixed.reshape(q.shape), log_sums
+    mixed = xp.matmul(scores, v.transpose(0, 2, 1, 3))
+    mixed /= scores.sum(axis=-1, keepdims=True)
+    return mixed.reshape(q.shape)
 
 
 def merge_parts(y: Array, log_sums: Array, top: Array) -> Array:

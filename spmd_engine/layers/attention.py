@@ -93,7 +93,8 @@ class Attention(Layer):
     def forward(self, sh, p, x, ctx):
         x = sh.all_gather(x, "b s d", "s", across=self.across)
         q, k, v = (self._project(p, name, x) for name in PROJECTIONS)
-        q, k, made_ready = self.ready.forward(sh, p, q, k, ctx.positions)
+        turns = None if ctx.cache is None else ctx.cache.turns
+        q, k, made_ready = self.ready.forward(sh, p, q, k, ctx.positions, turns)
         if ctx.cache is not None:
             mixed, attended = cached_attention(sh, ctx.cache, q, k, v, ctx.positions, self.window, self.cap), None
         else:

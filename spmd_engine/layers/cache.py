@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 from spmd_engine.arrays.attention import causal_attention
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.arrays.cached_attention import attend_to_keys, merge_parts
+from spmd_engine.arrays.cached_attention import attend_to_all, attend_to_keys, merge_parts
+from spmd_engine.arrays.rotary import Turn
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.cached_columns import Columns
+from spmd_engine.layers.rotary import Rotary
 from spmd_engine.sharding.shards import Shards
 
 
@@ -26,6 +28,7 @@ class Cache:
     def __init__(self) -> None:
         self._columns: dict[int | None, Columns] = {}  # by the window of the layers that they are of
         self._places: Array | None = None  # of the call that is under way
+        self.turns: dict[Rotary, Turn] = {}  #: by which rotary positions turn those of that call
         self._lengths: list[int] | None = None
         self._growth: list[int] = []  # by sequence: positions, on all ranks, of that call
 
@@ -54,7 +57,7 @@ class Cache:
         self.check(len(places))
         for columns in self._columns.values():
             columns.begin(places, self.lengths)
-        self._places, self._growth = places, list(growth)
+        self._places, self._growth, self.turns = places, list(growth), {}
 
     def end(self) -> None:
         """That call is over: what it appended is part of the sequences."""
@@ -131,7 +134,7 @@ def cached_attention(
     if group is None:
         if columns.consecutive and q.shape[1] == 1:  # the last columns are the window
             recent = slice(0 if window is None else max(0, keys.shape[1] - window), None)
-            return attend_to_keys(q, keys[:, recent], values[:, recent], None, columns.places[:, recent], cap=cap)[0]
+            return attend_to_all(q, keys[:, recent], values[:, recent], cap)
         return attend_to_keys(q, keys, values, positions, columns.places, window, cap)[0]
     sizes = group.all_gather(backend_of(q).xp.asarray([q.shape[1]]), label=sh.label).tolist()
     q = group.all_gather(q, 1, sizes=sizes, label=sh.label)

@@ -43,8 +43,8 @@ class NormOfAllHeads:
 
     def forward(self, sh: Shards, x: Array, scale: Array) -> tuple[Array, Any]:
         """y, and what the backward needs."""
-        xp, rows = backend_of(x).xp, x.reshape(*x.shape[:2], -1)
-        squares = sh.all_reduce(xp.einsum("bsn,bsn->bs", rows, rows), over=self.heads)
+        xp = backend_of(x).xp
+        squares = sh.all_reduce(_over_heads(x * x), over=self.heads)
         inverse = _of_token(1.0 / xp.sqrt(squares / self.many + self.epsilon), x)
         normal = x * inverse
         return normal * scale, (normal, inverse)
@@ -55,11 +55,16 @@ class NormOfAllHeads:
         xp, weighted = backend_of(dy).xp, dy * normal
         dscale = weighted.sum(axis=(0, 1))
         weighted *= scale
-        along = sh.all_reduce(weighted.reshape(*dy.shape[:2], -1).sum(axis=2), over=self.heads)
+        along = sh.all_reduce(_over_heads(weighted), over=self.heads)
         dx = dy * scale
         dx -= normal * _of_token(along / self.many, dy)
         dx *= inverse
         return xp.ascontiguousarray(dx), dscale
+
+
+def _over_heads(x: Array) -> Array:
+    """The sums [b s] of x[b s h k], or [b s h r k]."""
+    return x.sum(axis=tuple(range(2, x.ndim)))
 
 
 def _of_token(x: Array, like: Array) -> Array:

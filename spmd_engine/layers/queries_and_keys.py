@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 from spmd_engine.arrays.backend import Array
-from spmd_engine.arrays.rotary import rotate
+from spmd_engine.arrays.rotary import Turn, rotate
 from spmd_engine.layers.declarations import Parameter
 from spmd_engine.layers.norm_of_heads import NormOfAllHeads, NormOfHead
 from spmd_engine.layers.rotary import Rotary
@@ -47,9 +47,18 @@ class QueriesAndKeys:
                 self.norms[name] = NormOfAllHeads(norm_epsilon, own, prod(sizes[letter] for letter in own + "k"))
             self.parameters[f"{name}_norm"] = Parameter(dims, mean=1.0, decay=False, summed=summed)
 
-    def forward(self, sh: Shards, p: Any, q: Array, k: Array, positions: Array) -> tuple[Array, Array, Any]:
-        """q and k, ready to meet, and what the backward needs; ``positions`` are [s], or [b s]."""
-        turn = self.rotary.turn(positions, q) if self.rotary else None
+    def forward(
+        self, sh: Shards, p: Any, q: Array, k: Array, positions: Array, turns: dict[Rotary, Turn] | None = None
+    ) -> tuple[Array, Array, Any]:
+        """q and k, ready to meet, and what the backward needs; ``positions`` are [s], or [b s].
+
+        ``turns`` are those of these positions that other layers have made already, and are added to.
+        """
+        turn = None if self.rotary is None or turns is None else turns.get(self.rotary)
+        if self.rotary is not None and turn is None:
+            turn = self.rotary.turn(positions, q)
+            if turns is not None:
+                turns[self.rotary] = turn
         ready, normals = [], {}
         for (name, norm), x in zip(self.norms.items(), (q, k), strict=True):
             if norm is not None:

@@ -25,6 +25,8 @@ def shape_of_gguf(file: GGUF, where: str) -> DecoderShape:
     kind = file.facts.get("general.architecture")
     if kind not in _FAMILIES:
         raise CheckpointError(f"{where}: architecture {kind!r} is not known here; known are {', '.join(_FAMILIES)}")
+    if not file.tensors:
+        raise CheckpointError(f"{where} has no weights, at most a vocabulary; fetch the model's own file")
     facts = {name.removeprefix(f"{kind}."): value for name, value in file.facts.items() if name.startswith(f"{kind}.")}
     for name in _REFUSED:
         if facts.get(name):

@@ -133,6 +133,8 @@ def words_with_layer_norms(shape: DecoderShape) -> dict[str, Any]:
             raise UsageError(f"a {family} has no words for the window of blocks {shape.windowed}")
         said["sliding_window"] = shape.window
     if family in _PARALLEL:
+        if shape.parallel not in ("none", _PARALLEL[family]):
+            raise UsageError(f"a {family} has no words for parallel {shape.parallel!r}")
         said["use_parallel_residual"] = shape.parallel != "none"
     if family == "gpt-neo":
         kinds = ["local" if shape.has_window(layer) else "global" for layer in range(shape.layers)]

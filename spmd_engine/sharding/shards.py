@@ -41,6 +41,7 @@ class Shards:
     def __init__(self, mesh: Mesh, layout: Layout, label: str = "") -> None:
         self.mesh, self.layout, self.label = mesh, layout, label
         self._axes: dict[tuple[str, str], tuple[str, ...]] = {}
+        self._common: dict[tuple[str, str], tuple[str, ...]] = {}
         self._plans: dict[tuple, TransferPlan | None] = {}
         self._parts: dict[tuple[str, int], tuple[int, ...]] = {}
 
@@ -271,7 +272,10 @@ class Shards:
 
     def _borrowed(self, letter: str, from_letter: str) -> tuple[str, ...]:
         """Axes that cut ``letter`` on the residual stream and ``from_letter`` inside."""
-        return self._order(letter, "residual", self.axes(from_letter))
+        key = letter, from_letter
+        if key not in self._common:
+            self._common[key] = self._order(letter, "residual", self.axes(from_letter))
+        return self._common[key]
 
     def _order(self, letter: str, where: str, among: tuple[str, ...]) -> tuple[str, ...]:
         """Those of the axes that cut ``letter``, in the order in which they cut it: not always the mesh's."""

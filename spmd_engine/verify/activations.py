@@ -80,7 +80,7 @@ def _layer(name: str, names: Sequence[str]) -> str:
         ends = [each for each in names if each.startswith(f"block{number - 1}/")]
         blocks = max(int(each[5 : each.index("/")]) for each in names if each.startswith("block")) + 1
         if number == 0:
-            return names[names.index("block0/attention") - 1]
+            return names[next(at for at, each in enumerate(names) if each.startswith("block0/")) - 1]
         if number <= blocks:
             return ends[-1] if number < blocks else "norm"
     if name not in names:

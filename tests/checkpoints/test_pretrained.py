@@ -263,6 +263,12 @@ def test_a_config_written_is_the_one_that_was_read(family):
         ("llama", {"mixture": Mixture()}, "a llama has no words for mixture"),
         ("mixtral", {"mixture": None}, "a mixtral has no words for mixture None"),
         ("llama", {"rotary": RotaryOptions(part=0.5)}, "a llama has no words for rotary"),
+        ("llama", {"norms": "after"}, "a llama has no words for norms 'after'"),
+        ("llama", {"attention_cap": 2.0}, "a llama has no words for attention_cap 2.0"),
+        ("gpt_neox", {"parallel": "one-norm"}, "a gpt-neox has no words for parallel 'one-norm'"),
+        ("gpt_neox", {"key_value_heads": 2}, "a gpt-neox has no words for key_value_heads 2"),
+        ("starcoder2", {"perceptron_bias": False}, "a starcoder2 has no words for perceptron_bias False"),
+        ("opt", {"epsilon": 1e-6}, "a opt has no words for epsilon 1e-06"),
     ],
     ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
 )

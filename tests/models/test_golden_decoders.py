@@ -104,16 +104,16 @@ def test_logits_in_float32_are_those_of_transformers_as_it_is(family):
 
 @every_family
 def test_piece_by_piece_with_a_cache(family):
-    """Prompts of 20 tokens, then 50 more, then one after the other: at their positions."""
+    """Prompts of 20 tokens, then 50 more, then one after the other: at their positions. Two ranks have no prompt."""
     expected = golden(family)
 
     def program():
-        engine, cache, parts = engine_of(family, {"model": 2, "data": 2}, "float64", {}), Cache(), []
+        engine, cache, parts = engine_of(family, {"model": 2, "data": 3}, "float64", {}), Cache(), []
         tokens = expected["tokens"][engine.batch_span(2)]
         with engine.inference():
             for begin, end in ((0, 20), (20, 70), (70, 71), (71, 72)):
                 parts.append(engine.join_outputs(engine.forward(tokens[:, begin:end], cache=cache)))
         return np.concatenate(parts, axis=1)
 
-    for logits in run(program, 4):
+    for logits in run(program, 6):
         np.testing.assert_allclose(logits, expected["logits64"], rtol=0, atol=1e-10)

@@ -87,3 +87,14 @@ def test_a_reference_that_does_not_fit(reference):
         compared(reference | {"norm": reference["norm"][:, :5]}, {"data": 1}, {})
     with pytest.raises(UsageError, match="the reference has no array 'tokens'"):
         compared({"norm": reference["norm"]}, {"data": 1}, {})
+
+
+def test_blocks_whose_branches_are_side_by_side():
+    """Such a block is one layer, behind what transformers calls hidden_states.0."""
+    folder = FOLDER.parent / "gpt_neox"
+    golden = dict(np.load(folder / "reference.npz"))
+    engine, _ = open_pretrained(ModelConfig(str(folder), dtype="float64"), Mesh())
+    embedded = engine.gather("embedding/table")[golden["tokens"]]
+    reference = {"tokens": golden["tokens"], "hidden_states.0": embedded, "logits": golden["logits64"]}
+    found = compare_activations(engine, reference, 1e-9)
+    assert [each.layer for each in found] == ["embedding", "head"] and all(each.place is None for each in found)
