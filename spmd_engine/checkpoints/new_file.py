@@ -18,7 +18,7 @@ from threading import Condition
 
 import numpy as np
 
-WINDOW = 4 << 20  #: bytes that are written at once
+WINDOW = 2 << 20  #: bytes that are written at once
 AHEAD = 4  #: windows in memory
 PAGE = max(4096, PAGESIZE)  #: bytes; what disks and systems want direct writes to be multiples of
 
