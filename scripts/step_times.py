@@ -179,13 +179,14 @@ def main() -> None:
         if arguments.machine is None:
             subprocess.run([sys.executable, "-m", "spmd_engine", "calibrate", "--output", str(file)], check=True)
         print(file.read_text())
+        foretold = {name: predicted(name, file) for name in names}
         turns: dict[str, list[float]] = {name: [] for name in names}
         for number in range(arguments.rounds):
             for name in names:
                 if (seconds := launched(name, arguments.seconds)) is not None:
                     turns[name].append(seconds)
-            print(f"round {number + 1} of {arguments.rounds} is over", flush=True)
-        report({name: (predicted(name, file), each) for name, each in turns.items() if each})
+                    print(f"round {number + 1} of {arguments.rounds}: {name} {seconds:.4f} s", flush=True)
+        report({name: (foretold[name], each) for name, each in turns.items() if each})
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@ communication, and *rest* all else: the loss, the update, and what the program d
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,12 +82,10 @@ def _split(spans: Mapping[int, Sequence], steps: int, seconds: float, machine: M
     layers: dict[str, float] = defaultdict(float)
     compute = waiting = 0.0
     for own in spans.values():
-        for name, kind, begin, end in own:
-            if kind == COMMUNICATION:
-                waiting += end - begin
-            elif name not in OTHERS:
-                compute += end - begin
-                layers[name] += (end - begin) / steps
+        waiting += sum(end - begin for _, kind, begin, end in own if kind == COMMUNICATION)
+        for name, begin, end in _computing(own):
+            compute += end - begin
+            layers[name] += (end - begin) / steps
     contention = crowd / steps / ranks
     parts = {
         "compute": compute / steps / ranks - contention,
@@ -97,13 +96,25 @@ def _split(spans: Mapping[int, Sequence], steps: int, seconds: float, machine: M
     return Split(seconds, parts, dict(layers))
 
 
+def _computing(own: Sequence[tuple[str, str, float, float]]) -> Iterator[tuple[str, float, float]]:
+    """What a rank computes of its layers, in pieces: a trace has a layer's waits within the layer's own span."""
+    waits = sorted((begin, end) for _, kind, begin, end in own if kind == COMMUNICATION)
+    for name, kind, begin, end in own:
+        if kind != COMPUTE or name in OTHERS:
+            continue
+        for since, until in waits[bisect_left(waits, (begin,)) : bisect_left(waits, (end,))]:
+            yield name, begin, since
+            begin = until
+        if begin < end:
+            yield name, begin, end
+
+
 def _contention(spans: Mapping[int, Sequence], machine: Machine) -> float:
     """Seconds, of all ranks, that computations of layers lost to others on the same node."""
     by_node: dict[int, list[tuple[float, int]]] = defaultdict(list)
     for rank, own in spans.items():
-        for name, kind, begin, end in own:
-            if kind == COMPUTE and name not in OTHERS:
-                by_node[machine.places[rank][0]] += [(begin, 1), (end, -1)]
+        for _, begin, end in _computing(own):
+            by_node[machine.places[rank][0]] += [(begin, 1), (end, -1)]
     lost = 0.0
     for number, changes in by_node.items():
         cores = next(node.cores for at, node in machine.places if at == number)

@@ -135,16 +135,24 @@ class _Groups:
         return self._known[key]
 
 
-def by_computation(step: RankStep) -> dict[int, tuple[list[int], list[int], list[int]]]:
+def by_computation(step: RankStep) -> dict[int, tuple[list[int], list[int], list[list[int]]]]:
     """For each computation's number: the communications to begin before it, those of earlier to wait for, and those
-    that begin and end there, as their own numbers."""
-    found: dict[int, tuple[list[int], list[int], list[int]]] = defaultdict(lambda: ([], [], []))
+    that begin and end there, in runs, as their own numbers.
+
+    A run is begun together: one collective, or messages that follow each other. These are waited for when all are on
+    their way, as in a ring, whose ranks all send before they receive.
+    """
+    found: dict[int, tuple[list[int], list[int], list[list[int]]]] = defaultdict(lambda: ([], [], []))
     for number, each in enumerate(step.communications):
-        if each.begins == each.ends:
-            found[each.begins][2].append(number)
-        else:
+        if each.begins < each.ends:
             found[each.begins][0].append(number)
             found[each.ends][1].append(number)
+            continue
+        runs = found[each.begins][2]
+        if runs and _ends(each) and runs[-1][-1] == number - 1 and _ends(step.communications[number - 1]):
+            runs[-1].append(number)
+        else:
+            runs.append([number])
     return found
 
 

@@ -133,9 +133,11 @@ class _Simulation:
                     self._begin(rank, meetings[each])
                 for each in ends:
                     yield from self._wait(rank, meetings[each], names[each])
-                for each in both:
-                    self._begin(rank, meetings[each])
-                    yield from self._wait(rank, meetings[each], names[each])
+                for run in both:
+                    for each in run:
+                        self._begin(rank, meetings[each])
+                    for each in run:
+                        yield from self._wait(rank, meetings[each], names[each])
             if number < len(step.computations):
                 computation = step.computations[number]
                 began = self.clock

@@ -108,9 +108,9 @@ class _TracedLayer(Layer):
         with self._trace.span(f"{self._name} forward"):
             return self._layer.forward(sh, p, x, at)
 
-    def backward_input(self, sh, p, saved, dy):
+    def backward_input(self, sh, p, saved, dy, *side):
         with self._trace.span(f"{self._name} backward (input)"):
-            return self._layer.backward_input(sh, p, saved, dy)
+            return self._layer.backward_input(sh, p, saved, dy, *side)
 
     def backward_weight(self, sh, rest, g):
         with self._trace.span(f"{self._name} backward (weights)"):

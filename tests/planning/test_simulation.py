@@ -97,6 +97,15 @@ def test_of_two_transfers_the_more_urgent_goes_first():
     assert ms(found) == 6
 
 
+@pytest.mark.parametrize("copy, expected", [("false", 3), ("true", 2)])
+def test_ranks_of_a_ring_all_send_before_they_receive(copy, expected):
+    def message(operation, rank):
+        return Communication(operation, "data", "", 2, rank, 1_000_000, 1_000_000, 1, 1, peer=1 - rank)
+
+    steps = [([work("a", 1)], [message("send", rank), message("receive", rank)]) for rank in range(2)]
+    assert ms(simulate(analysis(*steps), machine(cores=2, copy=copy))) == expected
+
+
 def test_ranks_that_never_meet_are_an_error():
     steps = [([work("a", 1)], [all_reduce(0, 8, 1, 1, "x")]), ([work("a", 1)], [all_reduce(1, 8, 1, 1, "y")])]
     found = analysis(*steps)

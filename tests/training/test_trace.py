@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+import routed
 import tiny
 from spmd_engine import Mesh, run
 from spmd_engine.training.trace import Trace
@@ -52,6 +53,19 @@ def test_stages_show_their_own_layers():
     events = traced({"pipe": 2})
     first, last = ({event["name"].split()[0] for event in spans(events, rank, "compute")} for rank in (0, 1))
     assert "embedding" in first and "head" in last and not first & last
+
+
+def test_layers_with_losses_of_their_own_are_recorded_too():
+    def program():
+        with Mesh(expert=2) as mesh:
+            engine = routed.engine_on(mesh, routed.model("all losses"))
+            trace = Trace(mesh)
+            with trace.of(engine):
+                engine.step(tiny.batch(engine, 0))
+            return trace.json()
+
+    events = json.loads(run(program, 2)[0])["traceEvents"]
+    assert "block0/moe backward (input)" in {event["name"] for event in spans(events, 1, "compute")}
 
 
 def test_a_step_is_not_watched_for_longer_than_it_was_asked():

@@ -1,0 +1,47 @@
+"""A measured trace beside a predicted one, split by hand."""
+
+import pytest
+
+from spmd_engine.planning.compare import compare
+from spmd_engine.planning.machine_file import machine_of
+from spmd_engine.planning.simulation import COMMUNICATION, COMPUTE, Prediction, Span
+
+MACHINE = machine_of("""
+name = "m"
+[[nodes]]
+name = "n"
+ranks = 2
+cores = 1
+memory = 1e9
+memory_bandwidth = 1e15
+[nodes.speeds]
+float32 = 1e9
+[nodes.inside]
+latency = 0
+bandwidth = 1e9
+""")
+
+
+def event(rank, name, kind, begin, end):
+    return {"ph": "X", "pid": rank, "name": name, "cat": kind, "ts": begin * 1e6, "dur": (end - begin) * 1e6}
+
+
+def test_a_wait_within_a_layer_is_no_computation_and_two_ranks_share_a_core():
+    trace = {
+        "traceEvents": [
+            event(0, "a", COMPUTE, 0, 6),
+            event(0, "receive", COMMUNICATION, 1, 2),
+            event(0, "receive", COMMUNICATION, 3, 5),
+            event(1, "a", COMPUTE, 0, 1),
+            event(1, "barrier", COMMUNICATION, 1, 6),
+        ]
+    }
+    predicted = Prediction(
+        4.0, (0,), [Span(0, "a", COMPUTE, 0.0, 3.0), Span(0, "receive", COMMUNICATION, 3.0, 4.0)], {}
+    )
+    found = compare("run", trace, 1, 7.0, predicted, MACHINE)
+    assert found.measured.layers == {"a": pytest.approx(4)}  # of both ranks: 3 and 1
+    # in the first second, both compute on one core: one second of the two is lost
+    assert found.measured.parts == pytest.approx({"compute": 1.5, "contention": 0.5, "waiting": 4, "rest": 1})
+    assert found.predicted.parts == pytest.approx({"compute": 3, "contention": 0, "waiting": 1, "rest": 0})
+    assert sum(found.differences().values()) == pytest.approx(4 - 7)
