@@ -108,6 +108,7 @@ class NewFile:
             is_last = self._first == self._count and not self._windows
             self._changed.notify_all()
         if is_last:
+            self._spare.clear()
             os.ftruncate(self._descriptor, self._size)
             os.fsync(self._descriptor)
             self.close()
