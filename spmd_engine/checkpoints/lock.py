@@ -24,7 +24,7 @@ class RunLock:
 
     def __enter__(self) -> Self:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        if self._path.exists() and not self._path.is_file():
+        if os.path.exists(self._path) and not os.path.isfile(self._path):
             raise UsageError(
                 f"{self._path} is no file: move it away; a run locks it, so that no other one writes there"
             )

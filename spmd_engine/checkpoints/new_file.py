@@ -18,7 +18,7 @@ from threading import Condition
 
 import numpy as np
 
-WINDOW = 4 << 20  #: bytes that are written at once
+WINDOW = 2 << 20  #: bytes that are written at once
 AHEAD = 4  #: windows in memory
 PAGE = max(4096, PAGESIZE)  #: bytes; what disks and systems want direct writes to be multiples of
 
@@ -108,6 +108,7 @@ class NewFile:
             is_last = self._first == self._count and not self._windows
             self._changed.notify_all()
         if is_last:
+            self._spare.clear()
             os.ftruncate(self._descriptor, self._size)
             os.fsync(self._descriptor)
             self.close()

@@ -67,5 +67,10 @@ def main(args: Sequence[str] | None = None) -> None:
     except BrokenPipeError:  # whoever read our output has enough of it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
+    except OSError as error:
+        if error.filename is None:  # of no file that anybody named
+            raise
+        fail(f"spmd_engine: {error.filename}: {error.strerror}")
+        sys.exit(2)
     except KeyboardInterrupt as error:
         end_at_once(f"spmd_engine: {str(error) or 'interrupted'}", exit_code(error))

@@ -92,7 +92,7 @@ def _lines_up_to(path: Path, step: int) -> list[str]:
 
     Raises UsageError for a pipe, a folder and the like, of which the first might be read for ever.
     """
-    if path.exists() and not path.is_file():
+    if os.path.exists(path) and not os.path.isfile(path):
         raise UsageError(f"{path} is no file: move it away; what a run says of its steps is written there")
     kept = []
     for line in path.read_text(errors="replace").split("\n") if step and path.exists() else ():

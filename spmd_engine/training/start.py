@@ -216,7 +216,7 @@ def read_run(run: str | Path) -> Job:
 
     def read() -> Job:
         newest = CheckpointFolder(path.parent).newest()
-        if path.exists() and not path.is_file():
+        if os.path.exists(path) and not os.path.isfile(path):
             raise UsageError(f"{path} is no file: move it away, and the job is taken from the newest checkpoint")
         if not os.path.isfile(path) and newest is None:
             raise UsageError(f"{path}: no such run; --run wants the folder that 'train' wrote, as in runs/gpt-nano-1")
