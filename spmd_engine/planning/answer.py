@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.engine.composition import Composition, ModelConfig
-from spmd_engine.engine.optimizers import SGD, AdamW
+from spmd_engine.engine.optimizers import OPTIMIZERS
 from spmd_engine.errors import UsageError
 from spmd_engine.models import Model
 from spmd_engine.models.names import MODELS
@@ -21,8 +21,6 @@ from spmd_engine.planning.machine import Machine
 from spmd_engine.planning.plan_file import PlanFile
 from spmd_engine.planning.search import Certificate, Found
 from spmd_engine.units import readable_bytes
-
-STATES = {"adamw": 2, "sgd": 1}
 
 
 @dataclass(frozen=True)
@@ -46,14 +44,13 @@ class Request:
     def __post_init__(self) -> None:
         if self.goal not in GOALS:
             raise UsageError(f"goal {self.goal!r}: choose {', '.join(GOALS)}")
-        if self.optimizer not in STATES:
-            raise UsageError(f"optimizer {self.optimizer!r}: choose {', '.join(STATES)}")
+        if self.optimizer not in OPTIMIZERS:
+            raise UsageError(f"optimizer {self.optimizer!r}: choose {', '.join(OPTIMIZERS)}")
 
     @property
     def analyzed(self) -> dict[str, Any]:
         """Options of ``analyze``."""
-        optimizer = AdamW() if self.optimizer == "adamw" else SGD()
-        return {"dtype": self.dtype, "sequence": self.sequence, "optimizer": optimizer}
+        return {"dtype": self.dtype, "sequence": self.sequence, "optimizer": OPTIMIZERS[self.optimizer]()}
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from spmd_engine.errors import UsageError
 from spmd_engine.models.model import Model
+from spmd_engine.planning.machine import Machine
+from spmd_engine.planning.simulation import simulate
 from spmd_engine.planning.step_analysis import StepAnalysis
 
 Line = tuple[str, str, str]  # operation, axes and label
@@ -65,6 +68,12 @@ def differences(
     return found
 
 
-def facts_of(analysis: StepAnalysis) -> dict[str, Any]:
-    """What ``metrics.jsonl`` tells of a step that was foretold."""
-    return {"bytes_sent": analysis.bytes_sent, "calls": analysis.calls, "peak_bytes": analysis.peak_bytes}
+def facts_of(analysis: StepAnalysis, find_machine: Callable[[], Machine]) -> dict[str, Any]:
+    """What ``metrics.jsonl`` tells of a step that was foretold; of its seconds, if there is a machine of so many
+    ranks."""
+    facts = {"bytes_sent": analysis.bytes_sent, "calls": analysis.calls, "peak_bytes": analysis.peak_bytes}
+    try:
+        machine = find_machine()
+        return facts | {"seconds": simulate(analysis, machine).seconds, "machine": machine.name}
+    except UsageError:
+        return facts

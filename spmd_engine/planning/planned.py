@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from time import perf_counter, process_time
 
 from spmd_engine.errors import UsageError
-from spmd_engine.planning.answer import STATES, Answer, Request, within
+from spmd_engine.planning.answer import Answer, Request, within
 from spmd_engine.planning.conflict import MORE, Conflict, Question, WayOut, closest, conflict_of, instead
 from spmd_engine.planning.estimate import Estimate
 from spmd_engine.planning.foresight import Foresight, look, look_at
@@ -99,7 +99,6 @@ def plan(request: Request) -> Answer:
         request.model,
         request.machine.with_ranks(min(most * MORE[-1], most_ranks)),
         dtype=request.dtype,
-        states=STATES[request.optimizer],
         sequence=request.sequence,
         optimizer=request.analyzed["optimizer"],
         base=request.base,

@@ -22,7 +22,7 @@ from spmd_engine.models.names import IMAGES
 from spmd_engine.strategies import strategy_named
 from spmd_engine.strategies.two_convolutions import IMAGE
 from spmd_engine.training.data import Corpus, load_corpus
-from spmd_engine.training.job import Job
+from spmd_engine.training.job import Job, TrainingConfig
 from spmd_engine.training.prepared import PreparedData
 from spmd_engine.training.trainer import Trainer
 from spmd_engine.training.windows import BytePairs, ShapedBytePairs, Windows, data_for
@@ -210,14 +210,16 @@ def _check_batch(job: Job, engine: ShardedEngine) -> None:
         )
 
 
+def optimizer_of(training: TrainingConfig) -> Optimizer:
+    """The optimizer that a job names."""
+    if training.optimizer == "adamw":
+        return AdamW(weight_decay=training.weight_decay)
+    return SGD(training.momentum, training.weight_decay)
+
+
 def make_trainer(workload: Workload) -> Trainer:
     """The trainer that a job describes."""
     job, training = workload.job, workload.job.training
-    optimizer: Optimizer
-    if training.optimizer == "adamw":
-        optimizer = AdamW(weight_decay=training.weight_decay)
-    else:
-        optimizer = SGD(training.momentum, training.weight_decay)
 
     def batches(step: int) -> Batch:
         size, micro_batches = job.data.batch_size, job.data.micro_batches
@@ -225,4 +227,4 @@ def make_trainer(workload: Workload) -> Trainer:
 
     rate = WarmupCosine(training.learning_rate, training.steps, training.warmup)
     limits = {"grad_clip": training.grad_clip, "max_skipped": training.max_skipped}
-    return Trainer(workload.engine, optimizer, batches, rate, **limits)
+    return Trainer(workload.engine, optimizer_of(training), batches, rate, **limits)

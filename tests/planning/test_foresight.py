@@ -28,6 +28,13 @@ def test_a_step_is_as_foretold(tmp_path, options):
     assert said["foretold"]["bytes_sent"] == said["bytes_sent"] > 0
     assert said["foretold"]["differences"] == 0
     assert said["foretold"]["peak_bytes"] < said["foretold"]["resident_bytes"]
+    assert said["foretold"]["seconds"] > 0 and said["foretold"]["measured_seconds"] == said["seconds"]
+
+
+def test_what_a_job_s_own_optimizer_keeps_is_foretold(tmp_path):
+    numbers = {"adamw": {}, "sgd": {"optimizer": "sgd"}, "plain": {"optimizer": "sgd", "momentum": 0.0}}
+    said = {name: trained(tmp_path / name, **options)["foretold"]["peak_bytes"] for name, options in numbers.items()}
+    assert said["adamw"] - said["sgd"] == said["sgd"] - said["plain"] > 0  # an array of state each
 
 
 def test_a_step_that_sends_more_is_an_error_that_names_the_call(tmp_path, monkeypatch):
