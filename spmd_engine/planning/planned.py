@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter, process_time
 
+from spmd_engine.comm.mesh_position import MeshPosition
+from spmd_engine.engine.batch import check_batch
+from spmd_engine.engine.composition import composed_layout
 from spmd_engine.errors import UsageError
 from spmd_engine.planning.answer import Answer, Request, within
 from spmd_engine.planning.conflict import MORE, Conflict, Question, WayOut, closest, conflict_of, instead
@@ -181,6 +184,9 @@ def fixed_plan(request: Request) -> Answer:
         recompute=fixed.get("recompute", "none"),
     )
     micro_batches = fixed.get("micro_batches", 1)
+    place = MeshPosition(dict(axes), dict.fromkeys(axes, 0))
+    cut = composed_layout(request.model, place, composition).axes("b")
+    check_batch(request.batch_sizes[0], micro_batches, place.axis_size(cut))
     seen = look(request.model, machine, axes, composition, request.batch_sizes[0], micro_batches, **request.analyzed)
     limits = within(request.limits, machine)
     needs = {

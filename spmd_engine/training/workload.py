@@ -11,7 +11,7 @@ import numpy as np
 from spmd_engine.comm.agreement import on_all_ranks, on_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.base import ShardedEngine
-from spmd_engine.engine.batch import Batch
+from spmd_engine.engine.batch import Batch, check_batch
 from spmd_engine.engine.composition import Composition, build_engine
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.optimizers import SGD, AdamW, Optimizer, WarmupCosine
@@ -90,7 +90,7 @@ def open_workload(job: Job, mesh: Mesh) -> Workload:
         raise UsageError(f"--augment {job.data.augment}: {job.model.name} learns from no images; leave it out")
     else:
         workload = _page(job, mesh) if job.strategy else _model(job, mesh)
-    _check_batch(job, workload.engine)
+    check_batch(job.data.batch_size, job.data.micro_batches, workload.engine.batch_parts())
     return workload
 
 
@@ -197,17 +197,6 @@ def _page(job: Job, mesh: Mesh) -> Workload:
     if len(shape) > 1:
         data = ShapedBytePairs(corpus, prod(shape), dtype, shape=shape)
     return Workload(job, engine, corpus, Sampled(data, 1, job.model.seed))
-
-
-def _check_batch(job: Job, engine: ShardedEngine) -> None:
-    size, micro_batches = job.data.batch_size, job.data.micro_batches
-    smallest, parts = size // micro_batches, engine.batch_parts()
-    if smallest < parts:
-        raise UsageError(
-            f"--batch-size {size} in {micro_batches} micro-batch(es) gives {smallest} "
-            f"sample(s) each, fewer than the {parts} rank(s) that it is cut over. Raise --batch-size to "
-            f"{parts * micro_batches} or more, or take fewer micro-batches, or a smaller data axis in --mesh"
-        )
 
 
 def optimizer_of(training: TrainingConfig) -> Optimizer:
