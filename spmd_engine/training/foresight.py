@@ -63,7 +63,7 @@ class FirstStepCheck:
 
     def _judge(self, everyone: list, seconds: float) -> dict[str, Any]:
         """On rank 0, which alone imports the analyzer: what the step differs in, if it does, and facts."""
-        from spmd_engine.planning.comparison import differences, facts_of, foretold_sums
+        from spmd_engine.planning.comparison import differences, facts_of, foretold_sums, routed_bytes
         from spmd_engine.planning.machines_here import default_machine
 
         try:
@@ -73,12 +73,15 @@ class FirstStepCheck:
             logger.warning("this step was not compared with a plan: %s", what)
             return {"differs": "", "facts": {}}
         ledgers = [{tuple(line): tuple(sums) for line, sums in made} for made, _ in everyone]
-        found = differences(foretold_sums(analysis), ledgers, routed, analysis.axes)
+        sums = foretold_sums(analysis)
+        found = differences(sums, ledgers, routed, analysis.axes)
         if found and not self._enforced:
             logger.warning("step 1 did other than was foretold: %s", found[0])
         resident = max(bytes for _, bytes in everyone)
         measured = {"resident_bytes": resident, "measured_seconds": seconds, "differences": len(found)}
         facts = facts_of(analysis, default_machine) | measured
+        if of_routing := routed_bytes(sums, ledgers, routed, analysis.axes):
+            facts["routed_bytes"] = of_routing
         return {"differs": found[0] if found else "", "facts": facts}
 
     def _account(self) -> dict[tuple, tuple[int, int]]:
