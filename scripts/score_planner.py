@@ -5,6 +5,8 @@ out. Machine files have a few fitted numbers; those for a table are fitted to ot
 split that a hash of the row fixes, or to another table. Beside each error stand naive baselines: a constant rate of
 model FLOPs, fitted alike, and the same with the pipeline's bubble.
 
+Other tables there are looked at for columns that tell of steps of GPTs, and it is said what cannot be used of them.
+
 Systems other than this engine compute in 16 bits with other kernels: layers' shapes, schedules and collectives are
 this engine's own, of a GPT with the row's sizes, products and arrays at half the bytes.
 """
@@ -15,11 +17,14 @@ import argparse
 import csv
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from hashlib import sha256
 from itertools import product
 from pathlib import Path
 from statistics import mean, median
 from textwrap import fill
+
+from score_columns import Columns
 
 from spmd_engine.errors import SpmdError
 from spmd_engine.models import GPTSize, gpt
@@ -37,7 +42,7 @@ def main() -> None:
     """Score every table that is there."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tables", type=Path, required=True, help="The folder with the CSV files.")
-    parser.add_argument("--rows", type=int, default=240, help="Rows of a long table that are scored; 0: all.")
+    parser.add_argument("--rows", type=int, default=0, help="Rows of a long table that are scored; 0: all.")
     parser.add_argument("--only", help="The name of one table.")
     arguments = parser.parse_args()
     tables = {
@@ -53,10 +58,67 @@ def main() -> None:
             continue
         path = arguments.tables / name
         if path.is_file():
-            print(f"\n{name}\n{source_of(path)}", flush=True)
-            score(read(path), arguments)
+            score_table(path, score, arguments)
         else:
             print(f"\n{name}: not there")
+    others = (path for path in sorted(arguments.tables.glob("*.csv")) if path.name not in tables)
+    for path in others if arguments.only is None else ():
+        score_table(path, score_by_columns, arguments)
+
+
+Score = Callable[[Sequence[Row], argparse.Namespace], None]
+
+
+def score_table(path: Path, score: Score, arguments: argparse.Namespace) -> None:
+    """One table; where it is not as its reader wants it, what is wrong with it."""
+    print(f"\n{path.name}\n{source_of(path)}", flush=True)
+    rows = read(path)
+    if not rows:
+        print("  no rows")
+        return
+    try:
+        score(rows, arguments)
+    except KeyError as missing:
+        print(f"  the column {missing} is not there")
+        if score is not score_by_columns:
+            score_by_columns(rows, arguments)
+    except (ValueError, TypeError, ZeroDivisionError) as error:
+        print(f"  cannot be used: {error}")
+
+
+def score_by_columns(rows: Sequence[Row], arguments: argparse.Namespace) -> None:
+    """Steps of GPTs on A100, as far as columns tell of them: 5% of the rows to fit, eight at least, the others to
+    score."""
+    columns = Columns.of([name for name in rows[0] if name])
+    if columns.missing:
+        print(f"  no table of steps of GPTs: it does not tell {', '.join(columns.missing)}")
+        return
+    if columns.assumed:
+        print("  taken, since no column tells it: " + ", ".join(f"{k} {v}" for k, v in columns.assumed.items()))
+    if columns.unused:
+        print(f"  not used: {', '.join(columns.unused)}")
+    found = [(share(row), columns.run(row)) for row in rows]
+    runs = [(at, run_of(run)) for at, run in found if run is not None]
+    if len(runs) < len(rows):
+        print(f"  {len(rows) - len(runs)} rows left out: a number is missing, or they make no sense together")
+    runs = [run for _, run in sorted(runs, key=lambda each: each[0])]
+    few = max(8, len(runs) // 20)
+    if len(runs) <= few:
+        print(f"  {len(runs)} rows are too few to fit to some and score others")
+        return
+    scored = runs[few : few + arguments.rows] if arguments.rows else runs[few:]
+    score_runs("steps", runs[:few], scored)
+
+
+def run_of(values: dict[str, float]) -> Run:
+    """A run with full recomputation, under 1F1B."""
+    number = {name: int(value) for name, value in values.items() if name != "seconds"}
+    sizes = (number[name] for name in ("layers", "hidden", "heads", "sequence", "vocabulary"))
+    tp, dp, pp, batch = (number[name] for name in ("tp", "dp", "pp", "global_batch"))
+    schedule = "1f1b" if pp > 1 else None
+    micro_batches = batch // (number["micro_batch"] * dp)
+    candidate = Candidate(mesh_of(pp, dp, tp), batch, micro_batches, schedule=schedule, recompute="block")
+    return Run(GPTSize(*sizes), candidate, values["seconds"], "a100")
 
 
 def read(path: Path) -> list[Row]:
@@ -170,6 +232,10 @@ class HalfPlanner(Planner):
         return estimator.estimate() if estimator is not None else None
 
 
+known_machine = lru_cache(read_machine)
+known_model = lru_cache(gpt)  # built once for all trials of a fit
+
+
 class Predictor:
     """Predicts runs on a machine; models that come again are analyzed once."""
 
@@ -178,8 +244,8 @@ class Predictor:
 
     def seconds(self, run: Run, **fitted: float) -> float | None:
         """Of a step; None if the engine cannot cut the model so."""
-        machine = read_machine(run.machine).with_fitted(**fitted).with_ranks(run.candidate.ranks)
-        planner = HalfPlanner(gpt(run.size), machine)
+        machine = known_machine(run.machine).with_fitted(**fitted).with_ranks(run.candidate.ranks)
+        planner = HalfPlanner(known_model(run.size), machine)
         profiles = planner.profiles
         profiles.raw = self._costs.setdefault(replace(run.size, layers=1), {})
         found = planner.estimated(run.candidate)

@@ -10,6 +10,7 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.spans import span
+from spmd_engine.errors import UsageError
 from spmd_engine.layers.documents import Documents
 
 
@@ -80,6 +81,17 @@ def make_batch(
         apart = None if documents is None else documents(samples)
         parts.append(MicroBatch(inputs, targets, samples, *mask, documents=apart, length=length))
     return Batch(parts, step, count)
+
+
+def check_batch(size: int, micro_batches: int, parts: int) -> None:
+    """Raise UsageError if a micro-batch has fewer samples than the ``parts`` that it is cut into."""
+    smallest = size // micro_batches
+    if smallest < parts:
+        raise UsageError(
+            f"--batch-size {size} in {micro_batches} micro-batch(es) gives {smallest} "
+            f"sample(s) each, fewer than the {parts} rank(s) that it is cut over. Raise --batch-size to "
+            f"{parts * micro_batches} or more, or take fewer micro-batches, or a smaller data axis in --mesh"
+        )
 
 
 def batch_of(inputs: Array, targets: Array, engine: CutsBatches, micro_batches: int = 1, step: int = 0) -> Batch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import cos, pi
 
 from spmd_engine.arrays.backend import Array, backend_of
@@ -77,6 +78,10 @@ class SGD(Optimizer):
     def _update(self, p, g, velocity=None, *, step, rate, scale, decays):
         decay = self.weight_decay if decays else 0.0
         momentum_sgd(p, g, velocity, rate=rate, momentum=self.momentum, decay=decay, scale=scale)
+
+
+#: By name: what makes an optimizer as a job has it, if nothing is said of its numbers.
+OPTIMIZERS = {"adamw": AdamW, "sgd": partial(SGD, momentum=0.9)}
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.engine.composition import Composition, ModelConfig
-from spmd_engine.engine.optimizers import SGD, AdamW
+from spmd_engine.engine.optimizers import OPTIMIZERS
 from spmd_engine.errors import UsageError
 from spmd_engine.models import Model
 from spmd_engine.models.names import MODELS
@@ -17,12 +17,11 @@ from spmd_engine.planning.conflict import Conflict
 from spmd_engine.planning.estimate import Estimate
 from spmd_engine.planning.foresight import Foresight
 from spmd_engine.planning.goals import GOALS, Constraints, Limits
+from spmd_engine.planning.lattice import axes_that_cut
 from spmd_engine.planning.machine import Machine
 from spmd_engine.planning.plan_file import PlanFile
 from spmd_engine.planning.search import Certificate, Found
 from spmd_engine.units import readable_bytes
-
-STATES = {"adamw": 2, "sgd": 1}
 
 
 @dataclass(frozen=True)
@@ -46,14 +45,34 @@ class Request:
     def __post_init__(self) -> None:
         if self.goal not in GOALS:
             raise UsageError(f"goal {self.goal!r}: choose {', '.join(GOALS)}")
-        if self.optimizer not in STATES:
-            raise UsageError(f"optimizer {self.optimizer!r}: choose {', '.join(STATES)}")
+        for node in self.machine.nodes:
+            if str(np.dtype(self.dtype)) not in node.speeds:
+                known = ", ".join(node.speeds)
+                raise UsageError(
+                    f"machine {self.machine.name} says no speed for {np.dtype(self.dtype)}; it has: {known}"
+                )
+        context = self.model.context
+        if self.sequence is not None and 0 < context < self.sequence:
+            raise UsageError(
+                f"--sequence {self.sequence}: the context of {self.model.name} is {context}; give at most that"
+            )
+        known = axes_that_cut(self.model)
+        for axis in self.axes or ():
+            if axis not in known:
+                raise UsageError(f"--axes: {axis} cuts nothing of {self.model.name}; choose of {', '.join(known)}")
+        if not self.seconds >= 0:
+            raise UsageError(f"--seconds {self.seconds:g}: it is from 0")
+        chunks, schedule = self.fixed.get("chunks"), self.fixed.get("schedule")
+        if chunks is not None and chunks < (2 if schedule == "interleaved" else 1):
+            least = "2, with interleaved" if schedule == "interleaved" else "1"
+            raise UsageError(f"--chunks {chunks}: it is from {least}")
+        if self.optimizer not in OPTIMIZERS:
+            raise UsageError(f"optimizer {self.optimizer!r}: choose {', '.join(OPTIMIZERS)}")
 
     @property
     def analyzed(self) -> dict[str, Any]:
         """Options of ``analyze``."""
-        optimizer = AdamW() if self.optimizer == "adamw" else SGD()
-        return {"dtype": self.dtype, "sequence": self.sequence, "optimizer": optimizer}
+        return {"dtype": self.dtype, "sequence": self.sequence, "optimizer": OPTIMIZERS[self.optimizer]()}
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from math import prod
 from typing import Any
 
+from spmd_engine.errors import UsageError
 from spmd_engine.models.model import Model
+from spmd_engine.planning.machine import Machine
+from spmd_engine.planning.simulation import simulate
 from spmd_engine.planning.step_analysis import StepAnalysis
 
 Line = tuple[str, str, str]  # operation, axes and label
@@ -47,10 +51,7 @@ def differences(
         (calls, sent), (real_calls, real_sent) = foretold.get(line, (0, 0)), sums.get(line, (0, 0))
         operation, axes, label = line
         if operation == "all_to_all" and label in routed:
-            ranks = 1
-            for axis in axes.split(","):
-                ranks *= (sizes or {}).get(axis, 1)
-            most = sent * ranks / max(1, ranks - 1)
+            most = _most(sent, axes, sizes or {})
             if calls == real_calls and real_sent <= most:
                 continue
             sent_text = f"at most {most:,.0f} bytes"
@@ -65,6 +66,33 @@ def differences(
     return found
 
 
-def facts_of(analysis: StepAnalysis) -> dict[str, Any]:
-    """What ``metrics.jsonl`` tells of a step that was foretold."""
-    return {"bytes_sent": analysis.bytes_sent, "calls": analysis.calls, "peak_bytes": analysis.peak_bytes}
+def _most(sent: float, axes: str, sizes: Mapping[str, int]) -> float:
+    """Bytes if every row leaves its rank, of what is sent where rows go to all ranks of the axes alike."""
+    ranks = prod(sizes.get(axis, 1) for axis in axes.split(","))
+    return sent * ranks / max(1, ranks - 1)
+
+
+def routed_bytes(
+    foretold: Sums, made: Sequence[Sums], routed: Collection[str], sizes: Mapping[str, int]
+) -> dict[str, float]:
+    """Bytes that layers which route sent, beside those if rows had gone to all ranks alike, and at the most; empty
+    where nothing is routed. The least is 0: every row may find its experts where it is."""
+    lines = [line for line in foretold if line[0] == "all_to_all" and line[2] in routed]
+    if not lines:
+        return {}
+    return {
+        "sent": sum(ledger[line][1] for ledger in made for line in lines if line in ledger),
+        "balanced": sum(foretold[line][1] for line in lines),
+        "most": round(sum(_most(foretold[line][1], line[1], sizes) for line in lines)),
+    }
+
+
+def facts_of(analysis: StepAnalysis, find_machine: Callable[[], Machine]) -> dict[str, Any]:
+    """What ``metrics.jsonl`` tells of a step that was foretold; of its seconds, if there is a machine of so many
+    ranks."""
+    facts = {"bytes_sent": analysis.bytes_sent, "calls": analysis.calls, "peak_bytes": analysis.peak_bytes}
+    try:
+        machine = find_machine()
+        return facts | {"seconds": simulate(analysis, machine).seconds, "machine": machine.name}
+    except UsageError:
+        return facts

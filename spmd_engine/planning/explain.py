@@ -9,7 +9,7 @@ from typing import Any
 
 from spmd_engine.engine.composition import composed_assignment
 from spmd_engine.models import layout_for
-from spmd_engine.planning.answer import STATES, Request
+from spmd_engine.planning.answer import Request
 from spmd_engine.planning.estimate import Estimate
 from spmd_engine.planning.foresight import Foresight, look_at
 from spmd_engine.planning.lattice import Candidate
@@ -61,7 +61,6 @@ class _Explainer:
             self.model,
             request.machine.with_ranks(min(self.ranks * 8, request.machine.ranks or self.ranks * 8)),
             dtype=request.dtype,
-            states=STATES[request.optimizer],
             sequence=sequence,
             optimizer=request.analyzed["optimizer"],
             base=request.base,

@@ -123,7 +123,7 @@ def meshes(choices: SearchSpace) -> Iterator[dict[str, int]]:
         yield dict(choices.mesh)
         return
     model = choices.model
-    limits = _limits(model)
+    limits = _limits(model, choices.axes or ())
     names = [axis for axis in limits if choices.axes is None or axis in choices.axes]
     for ranks in sorted(set(choices.ranks)):
         for sizes in _factorings(ranks, [limits[axis] for axis in names]):
@@ -135,7 +135,13 @@ def meshes(choices: SearchSpace) -> Iterator[dict[str, int]]:
                     yield ordered
 
 
-def _limits(model: Model) -> dict[str, int]:
+def axes_that_cut(model: Model) -> list[str]:
+    """Mesh axes that cut something of a model, the outermost first; those that are only taken where named, too."""
+    queries = ["queries"] * any("r" in layer.sizes for _, layer in model.layers)
+    return [*_limits(model, ["context"]), *queries]
+
+
+def _limits(model: Model, named: Sequence[str] = ()) -> dict[str, int]:
     """Axes that cut something of the model, outermost first, and into how many parts at most."""
     letters = set(model.inputs.split())
     sizes: dict[str, int] = {}
@@ -147,7 +153,7 @@ def _limits(model: Model) -> dict[str, int]:
         limits["expert"] = sizes["e"]
     if {"h", "w"} <= letters:
         limits |= {"rows": 8, "columns": 8}
-    if "s" in letters and model.context >= LONG_CONTEXT:
+    if "s" in letters and (model.context >= LONG_CONTEXT or "context" in named):
         limits["context"] = max(1, min(model.context // 64, 64))
     tensor = sizes.get("h", 0) * sizes.get("r", 1) if "h" in sizes and "s" in letters else sizes.get("f", 0)
     if tensor:

@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter, process_time
 
+from spmd_engine.comm.mesh_position import MeshPosition
+from spmd_engine.engine.batch import check_batch
+from spmd_engine.engine.composition import composed_layout
 from spmd_engine.errors import UsageError
-from spmd_engine.planning.answer import STATES, Answer, Request, within
+from spmd_engine.planning.answer import Answer, Request, within
 from spmd_engine.planning.conflict import MORE, Conflict, Question, WayOut, closest, conflict_of, instead
 from spmd_engine.planning.estimate import Estimate
 from spmd_engine.planning.foresight import Foresight, look, look_at
@@ -99,7 +102,6 @@ def plan(request: Request) -> Answer:
         request.model,
         request.machine.with_ranks(min(most * MORE[-1], most_ranks)),
         dtype=request.dtype,
-        states=STATES[request.optimizer],
         sequence=request.sequence,
         optimizer=request.analyzed["optimizer"],
         base=request.base,
@@ -182,6 +184,9 @@ def fixed_plan(request: Request) -> Answer:
         recompute=fixed.get("recompute", "none"),
     )
     micro_batches = fixed.get("micro_batches", 1)
+    place = MeshPosition(dict(axes), dict.fromkeys(axes, 0))
+    cut = composed_layout(request.model, place, composition).axes("b")
+    check_batch(request.batch_sizes[0], micro_batches, place.axis_size(cut))
     seen = look(request.model, machine, axes, composition, request.batch_sizes[0], micro_batches, **request.analyzed)
     limits = within(request.limits, machine)
     needs = {

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.engine.composition import Composition
+from spmd_engine.engine.optimizers import AdamW, Optimizer
 from spmd_engine.errors import SpmdError
 from spmd_engine.models import Model
 from spmd_engine.planning.estimate import Bound, Estimate, Estimator
@@ -67,16 +68,16 @@ class Planner:
         machine: Machine,
         *,
         dtype: Any = np.float32,
-        states: int = 2,
         sequence: int | None = None,
-        optimizer: Any = None,
+        optimizer: Optimizer | None = None,
         base: Composition = Composition(),  # noqa: B008 (immutable)
     ) -> None:
-        self.model, self.machine, self.states = model, machine, states
+        self.model, self.machine = model, machine
+        optimizer = optimizer or AdamW()
         self.itemsize = np.dtype(dtype).itemsize
         self.profiles = Profiles(model, machine, dtype, sequence, optimizer, base)
         self._layers: dict[tuple[int, str], CutLayers] = {}
-        self._setting = Setting(model, machine, self.itemsize, states)
+        self._setting = Setting(model, machine, self.itemsize, len(optimizer.kinds))
         self._cut: dict[tuple, Cut | None] = {}  # None where the model cannot be cut so
 
     def estimator(self, candidate: Candidate) -> Estimator | None:

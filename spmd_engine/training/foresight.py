@@ -12,7 +12,7 @@ from spmd_engine.comm.agreement import gather_json, text_from_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import PlanError, UsageError
-from spmd_engine.training.workload import Workload
+from spmd_engine.training.workload import Workload, optimizer_of
 
 if TYPE_CHECKING:
     from spmd_engine.planning import StepAnalysis
@@ -51,18 +51,20 @@ class FirstStepCheck:
     def compare(self, made: list[tuple[tuple, tuple[int, int]]], seconds: float) -> dict[str, Any]:
         """What was foretold, and what was measured beside it, for ``metrics.jsonl``. Collective.
 
+        ``seconds`` are those of the step that was made; being the first, it also loads what later ones have at hand.
         Raises PlanError on every rank if the step did other than was foretold; it names the first call that differs.
         """
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         everyone = gather_json(self._mesh.group(), [made, resident], AFTERWARDS)
-        said = json.loads(text_from_rank_zero(self._mesh.group(), lambda: json.dumps(self._judge(everyone))))
+        said = json.loads(text_from_rank_zero(self._mesh.group(), lambda: json.dumps(self._judge(everyone, seconds))))
         if said["differs"] and self._enforced:
             raise PlanError(f"step 1 did other than was foretold: {said['differs']}. --no-enforce trains on")
         return {"foretold": said["facts"]} if said["facts"] else {}
 
-    def _judge(self, everyone: list) -> dict[str, Any]:
+    def _judge(self, everyone: list, seconds: float) -> dict[str, Any]:
         """On rank 0, which alone imports the analyzer: what the step differs in, if it does, and facts."""
-        from spmd_engine.planning.comparison import differences, facts_of, foretold_sums
+        from spmd_engine.planning.comparison import differences, facts_of, foretold_sums, routed_bytes
+        from spmd_engine.planning.machines_here import default_machine
 
         try:
             analysis, routed = self._foretell()
@@ -71,11 +73,15 @@ class FirstStepCheck:
             logger.warning("this step was not compared with a plan: %s", what)
             return {"differs": "", "facts": {}}
         ledgers = [{tuple(line): tuple(sums) for line, sums in made} for made, _ in everyone]
-        found = differences(foretold_sums(analysis), ledgers, routed, analysis.axes)
+        sums = foretold_sums(analysis)
+        found = differences(sums, ledgers, routed, analysis.axes)
         if found and not self._enforced:
             logger.warning("step 1 did other than was foretold: %s", found[0])
         resident = max(bytes for _, bytes in everyone)
-        facts = facts_of(analysis) | {"resident_bytes": resident, "differences": len(found)}
+        measured = {"resident_bytes": resident, "measured_seconds": seconds, "differences": len(found)}
+        facts = facts_of(analysis, default_machine) | measured
+        if of_routing := routed_bytes(sums, ledgers, routed, analysis.axes):
+            facts["routed_bytes"] = of_routing
         return {"differs": found[0] if found else "", "facts": facts}
 
     def _account(self) -> dict[tuple, tuple[int, int]]:
@@ -100,6 +106,7 @@ def first_step_check(workload: Workload, enforced: bool) -> FirstStepCheck | Non
             micro_batches=job.data.micro_batches,
             sequence=job.data.length,
             dtype=engine.dtype,
+            optimizer=optimizer_of(job.training),
             layout=engine.layout,
             nodes=engine.mesh.nodes_by_rank,
         )

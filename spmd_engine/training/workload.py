@@ -11,7 +11,7 @@ import numpy as np
 from spmd_engine.comm.agreement import on_all_ranks, on_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.base import ShardedEngine
-from spmd_engine.engine.batch import Batch
+from spmd_engine.engine.batch import Batch, check_batch
 from spmd_engine.engine.composition import Composition, build_engine
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.optimizers import SGD, AdamW, Optimizer, WarmupCosine
@@ -22,7 +22,7 @@ from spmd_engine.models.names import IMAGES
 from spmd_engine.strategies import strategy_named
 from spmd_engine.strategies.two_convolutions import IMAGE
 from spmd_engine.training.data import Corpus, load_corpus
-from spmd_engine.training.job import Job
+from spmd_engine.training.job import Job, TrainingConfig
 from spmd_engine.training.prepared import PreparedData
 from spmd_engine.training.trainer import Trainer
 from spmd_engine.training.windows import BytePairs, ShapedBytePairs, Windows, data_for
@@ -90,7 +90,7 @@ def open_workload(job: Job, mesh: Mesh) -> Workload:
         raise UsageError(f"--augment {job.data.augment}: {job.model.name} learns from no images; leave it out")
     else:
         workload = _page(job, mesh) if job.strategy else _model(job, mesh)
-    _check_batch(job, workload.engine)
+    check_batch(job.data.batch_size, job.data.micro_batches, workload.engine.batch_parts())
     return workload
 
 
@@ -199,25 +199,16 @@ def _page(job: Job, mesh: Mesh) -> Workload:
     return Workload(job, engine, corpus, Sampled(data, 1, job.model.seed))
 
 
-def _check_batch(job: Job, engine: ShardedEngine) -> None:
-    size, micro_batches = job.data.batch_size, job.data.micro_batches
-    smallest, parts = size // micro_batches, engine.batch_parts()
-    if smallest < parts:
-        raise UsageError(
-            f"--batch-size {size} in {micro_batches} micro-batch(es) gives {smallest} "
-            f"sample(s) each, fewer than the {parts} rank(s) that it is cut over. Raise --batch-size to "
-            f"{parts * micro_batches} or more, or take fewer micro-batches, or a smaller data axis in --mesh"
-        )
+def optimizer_of(training: TrainingConfig) -> Optimizer:
+    """The optimizer that a job names."""
+    if training.optimizer == "adamw":
+        return AdamW(weight_decay=training.weight_decay)
+    return SGD(training.momentum, training.weight_decay)
 
 
 def make_trainer(workload: Workload) -> Trainer:
     """The trainer that a job describes."""
     job, training = workload.job, workload.job.training
-    optimizer: Optimizer
-    if training.optimizer == "adamw":
-        optimizer = AdamW(weight_decay=training.weight_decay)
-    else:
-        optimizer = SGD(training.momentum, training.weight_decay)
 
     def batches(step: int) -> Batch:
         size, micro_batches = job.data.batch_size, job.data.micro_batches
@@ -225,4 +216,4 @@ def make_trainer(workload: Workload) -> Trainer:
 
     rate = WarmupCosine(training.learning_rate, training.steps, training.warmup)
     limits = {"grad_clip": training.grad_clip, "max_skipped": training.max_skipped}
-    return Trainer(workload.engine, optimizer, batches, rate, **limits)
+    return Trainer(workload.engine, optimizer_of(training), batches, rate, **limits)

@@ -7,7 +7,7 @@ import pytest
 from spmd_engine import run
 from spmd_engine.engine.storage import GroupStorage
 from spmd_engine.errors import PlanError
-from spmd_engine.planning.comparison import differences
+from spmd_engine.planning.comparison import differences, routed_bytes
 from spmd_engine.training import Job
 from spmd_engine.training.start import train
 
@@ -28,6 +28,13 @@ def test_a_step_is_as_foretold(tmp_path, options):
     assert said["foretold"]["bytes_sent"] == said["bytes_sent"] > 0
     assert said["foretold"]["differences"] == 0
     assert said["foretold"]["peak_bytes"] < said["foretold"]["resident_bytes"]
+    assert said["foretold"]["seconds"] > 0 and said["foretold"]["measured_seconds"] == said["seconds"]
+
+
+def test_what_a_job_s_own_optimizer_keeps_is_foretold(tmp_path):
+    numbers = {"adamw": {}, "sgd": {"optimizer": "sgd"}, "plain": {"optimizer": "sgd", "momentum": 0.0}}
+    said = {name: trained(tmp_path / name, **options)["foretold"]["peak_bytes"] for name, options in numbers.items()}
+    assert said["adamw"] - said["sgd"] == said["sgd"] - said["plain"] > 0  # an array of state each
 
 
 def test_a_step_that_sends_more_is_an_error_that_names_the_call(tmp_path, monkeypatch):
@@ -80,3 +87,10 @@ def test_of_routed_samples_calls_are_equal_and_bytes_bounded():
     assert not differences(foretold, [{line: (4, 80)}], {"block0/moe"}, axes)  # every row leaves its rank
     assert differences(foretold, [{line: (4, 81)}], {"block0/moe"}, axes)
     assert differences(foretold, [{line: (5, 60)}], {"block0/moe"}, axes)
+
+
+def test_routed_bytes_stand_beside_the_balanced_and_the_most():
+    line = ("all_to_all", "expert", "block0/mlp")
+    found = routed_bytes({line: (4, 300)}, [{line: (2, 100)}, {line: (2, 50)}], {"block0/mlp"}, {"expert": 4})
+    assert found == {"sent": 150, "balanced": 300, "most": 400}
+    assert routed_bytes({line: (4, 300)}, [], set(), {}) == {}

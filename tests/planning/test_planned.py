@@ -16,10 +16,10 @@ from spmd_engine.planning.answer import Request
 from spmd_engine.planning.explain import explain
 from spmd_engine.planning.foresight import look_at
 from spmd_engine.planning.goals import Limits
-from spmd_engine.planning.lattice import Candidate
+from spmd_engine.planning.lattice import Candidate, SearchSpace, candidates
 from spmd_engine.planning.machine_file import read_machine
 from spmd_engine.planning.model_file import planned_model
-from spmd_engine.planning.planned import plan
+from spmd_engine.planning.planned import fixed_plan, plan
 from spmd_engine.planning.search import Planner
 from spmd_engine.units import readable_bytes
 
@@ -96,6 +96,32 @@ def test_a_search_that_was_cut_short_does_not_say_that_nothing_fits(least):
     answer = plan(replace(asked(0.999 * least), seconds=0.0))
     assert answer.as_json()["fits"] is None
     assert answer.why_not.startswith("time ran out (--seconds 0): of ") and "is not known" in answer.why_not
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"axes": ["sideways"]}, "--axes: sideways cuts nothing of small; choose of pipe, data, context, model"),
+        ({"sequence": 129}, "--sequence 129: the context of small is 128; give at most that"),
+        ({"seconds": -1.0}, "--seconds -1: it is from 0"),
+        ({"fixed": {"chunks": 1, "schedule": "interleaved"}}, "--chunks 1: it is from 2, with interleaved"),
+        ({"dtype": np.int8}, "machine a100 says no speed for int8"),
+    ],
+    ids=["axes", "sequence", "seconds", "chunks", "dtype"],
+)
+def test_what_cannot_be_asked_is_said(changes, said):
+    with pytest.raises(UsageError, match=said):
+        replace(asked(), **changes)
+
+
+def test_a_composition_whose_ranks_have_no_samples_is_refused():
+    with pytest.raises(UsageError, match="fewer than the 7 rank"):
+        fixed_plan(replace(asked(), ranks=[7], fixed={"mesh": {"data": 7}}, batch_sizes=[3]))
+
+
+def test_a_sequence_is_cut_where_it_is_asked_for():
+    found = {each.axes for each in candidates(SearchSpace(SMALL, [2], [8], 8, axes=["context"]))}
+    assert found == {(("context", 2),)}
 
 
 def test_what_just_fits_is_found(least):

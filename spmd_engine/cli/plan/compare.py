@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from spmd_engine.engine.optimizers import SGD, AdamW
 from spmd_engine.errors import UsageError
 from spmd_engine.planning.compare import Comparison, compare
 from spmd_engine.planning.foresight import look
@@ -19,6 +18,7 @@ from spmd_engine.planning.machines_here import default_machine
 from spmd_engine.training.job import Job
 from spmd_engine.training.run import CONFIG
 from spmd_engine.training.start import run_folder
+from spmd_engine.training.workload import optimizer_of
 
 #: How communications end in a trace that come behind the last step: of metrics, of saving, of the end.
 AFTERWARDS = ("(metrics)", "(placement)", "(save)", "(agreement)")
@@ -46,7 +46,6 @@ def compare_run(run: str, machine_name: str | None = None) -> Comparison:
     trace = steps_of(trace)
     seconds = _seconds(metrics_file, trace, job.data.micro_batches)
     machine = default_machine(machine_name).with_ranks(ranks)
-    optimizer = AdamW() if job.training.optimizer == "adamw" else SGD()
     seen = look(
         job.model.build(job.composition),
         machine,
@@ -55,7 +54,7 @@ def compare_run(run: str, machine_name: str | None = None) -> Comparison:
         job.data.batch_size,
         job.data.micro_batches,
         dtype=np.dtype(job.model.dtype),
-        optimizer=optimizer,
+        optimizer=optimizer_of(job.training),
     )
     return compare(str(folder), trace, len(seconds), sum(seconds) / len(seconds), seen.prediction, machine)
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import click
 
-from spmd_engine.engine.optimizers import SGD, AdamW
+from spmd_engine.engine.optimizers import OPTIMIZERS
 from spmd_engine.models.names import MODELS
-
-#: By name: what makes an optimizer whose state is counted.
-OPTIMIZERS = {"adamw": AdamW, "sgd": partial(SGD, momentum=0.9)}
 
 mesh_option = click.option(
     "--mesh",
