@@ -84,7 +84,7 @@ class Calls:
         self, key: tuple, x: Array | None, arguments: tuple, out: Any
     ) -> tuple[PreparedCall, Array | None]:
         """The call prepared for such an array, and the array as it takes it. Raises UsageError if it cannot be made."""
-        call = self._prepared.get(key) or self.keep(key, PREPARE[key[0]](self, x, *arguments, key[-1]), x)
+        call = self._prepared.get(key) or self._keep(key, PREPARE[key[0]](self, x, *arguments, key[-1]), x)
         if x is not None and x.dtype != call.dtype:
             x = x.astype(call.dtype)
         if out is not None:
@@ -100,11 +100,7 @@ class Calls:
 
     # --- to prepare
 
-    def kept(self, key: tuple) -> PreparedCall | None:
-        """The call that is kept by this ``key``."""
-        return self._prepared.get(key)
-
-    def keep(self, key: tuple, call: PreparedCall, x: Array | None = None) -> PreparedCall:
+    def _keep(self, key: tuple, call: PreparedCall, x: Array | None = None) -> PreparedCall:
         """Keep ``call`` for the next one that is described by ``key``, of an array like ``x``."""
         if len(self._prepared) >= KEPT:
             self._prepared.clear()

@@ -6,6 +6,7 @@ import atexit
 import ctypes
 import logging
 import os
+import struct
 import time
 from collections.abc import Callable, Sequence
 
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 PIECE = 1 << 30  # bytes a message: some MPI libraries refuse counts of 2^31 and more
 _END, _ASK, _FOUNDING = 32766, 32765, 32764  # tags that no other message has
+_TOLD = struct.Struct("<?q")  # by who makes a communicator: whether it has one, and where it has made room for a table
 _SPIN_TESTS = 1000  # look again this often before giving way at all, some 200 microseconds
 _YIELDS = 100  # give way this often before sleeping: a peer that is nearly there needs no sleep
 _OVERSUBSCRIBED = 5  # and this often where ranks wait for a core
@@ -166,17 +168,13 @@ class MPICommunicator(Communicator):
         room, here = None, ranks[near[0]] == self.rank
         if here and nodes is not None and self._node is not None:
             room = room_for_table(self.neighbours, len(near))
-        words = words_of((0, 0, 0 if has else -1, 1, 0))
-        row = (-1 if room is None else room).to_bytes(8, "little", signed=True)
-        fits = False
-        try:
-            agreed = yield from disseminate(MessagePart(self, ranks), words, row, _FOUNDING)
-            offsets = [int.from_bytes(each, "little", signed=True) for each in agreed.rows]
-            fits = not agreed.sizes_known and nodes is not None and all(offsets[node[0]] >= 0 for node in nodes)
-        finally:
-            if room is not None and not fits:
-                self.neighbours.own.release(room, size_of_table(len(near)))
-        return agreed.sizes_known, offsets[near[0]], nodes if fits else None
+        row, alike = _TOLD.pack(has, -1 if room is None else room), words_of((0, 0, -1, 1, 0))
+        agreed = yield from disseminate(MessagePart(self, ranks), alike, row, _FOUNDING)
+        have, offsets = zip(*map(_TOLD.unpack, agreed.rows), strict=True)
+        fits = not all(have) and nodes is not None and all(offsets[node[0]] >= 0 for node in nodes)
+        if room is not None and not fits:
+            self.neighbours.own.release(room, size_of_table(len(near)))
+        return all(have), offsets[near[0]], nodes if fits else None
 
     def free(self) -> None:
         self._world._cache.leave(self._members)

@@ -19,6 +19,7 @@ from spmd_engine.errors import UsageError
 
 _NUMBERED, _CHANNELS = 4096, 4094  # messages of a pair that can be told apart while they are under way
 
+
 class PointToPoint:
     """Messages of one (sender, receiver) arrive in the order sent; those of different *channels*, numbers that both
     sides agree on, may overtake each other, and on one channel one message at a time may be under way. No check can
@@ -33,7 +34,7 @@ class PointToPoint:
         own, _ = ready(self._comm, x)
         tag = self._tag("to", to, channel)
         key = "send", own.dtype, own.shape, label
-        call = self._calls.kept(key)
+        call = self._calls._prepared.get(key)
         if call is None:
             where = "send", self._axes, label
             try:
@@ -42,7 +43,7 @@ class PointToPoint:
                 text = bytes_of(str(error))
                 call = PreparedCall(Signature("refuse", inline=text.size), where, self._refuse)
                 return self._begin(call, self._refuse(call, text, to, tag))
-            call = self._calls.keep(key, PreparedCall(told, where, self._send, payload=own.nbytes, sent=own.nbytes))
+            call = self._calls._keep(key, PreparedCall(told, where, self._send, payload=own.nbytes, sent=own.nbytes))
         return self._begin(call, self._send(call, own, to, tag))
 
     def start_receive(self, source: int, like: Backend, channel: int | None, label: str) -> Pending:
@@ -50,9 +51,10 @@ class PointToPoint:
         self.check_peer("receive", source)
         tag = self._tag("from", source, channel)
         key = "receive", label
-        call = self._calls.kept(key)
+        call = self._calls._prepared.get(key)
         if call is None:  # what comes is known when it comes
-            call = self._calls.keep(key, PreparedCall(Signature("send"), ("receive", self._axes, label), self._receive))
+            call = PreparedCall(Signature("send"), ("receive", self._axes, label), self._receive)
+            self._calls._keep(key, call)
         return self._begin(call, self._receive(source, like, tag))
 
     def check_peer(self, operation: str, rank: int) -> None:
