@@ -58,7 +58,7 @@ def disseminate(
     it, so that the same RanksEnded is raised on all.
     """
     rows, n = [row], ranks.size
-    room = words.nbytes + max(ranks.tuning.with_agreement, _LEAST, n * len(row))
+    room = words.nbytes + max(ranks.tuning.with_agreement, _LEAST, 0 if copies else n * len(row))
     distances = [1 << i for i in range((n - 1).bit_length())]
     for distance in distances:
         if ended is not None:
