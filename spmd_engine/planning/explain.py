@@ -203,8 +203,8 @@ class _Explainer:
         return Explanation("Which parameter group is largest when it is whole?", lines, sizes)
 
     def _module(self) -> Explanation:
-        listed = zip(self.planner.profiles.of(self.base), self.model.layers, strict=True)
-        costs = [replace(each, name=name) for each, (name, _) in listed]
+        of_layers, _ = self.planner.profiles.of(self.base)
+        costs = [replace(each, name=name) for each, (name, _) in zip(of_layers, self.model.layers, strict=True)]
         each = sorted(costs, key=lambda c: -(c.parameters * self.planner.itemsize * 4 + c.saved + c.above_backward))
         lines, data = [], {}
         for cost in each[:4]:
