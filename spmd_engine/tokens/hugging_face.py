@@ -34,11 +34,7 @@ class JsonTokenizer(Tokenizer):
         the file says belongs before and after every text. Raises UsageError, naming ``where``, for a text that
         describes none.
         """
-        library = tokenizers_library()
-        try:
-            self._inner = library.Tokenizer.from_str(text)
-        except Exception as error:  # the library raises plain Exceptions
-            raise UsageError(f"{where} describes no tokenizer: {error}; get the file anew") from None
+        self._inner = _described(text, where)
         self._inner.no_padding()
         self._inner.no_truncation()
         self.vocabulary = max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -78,6 +74,31 @@ class JsonTokenizer(Tokenizer):
         return [
             each.ids for each in self._inner.encode_batch([_plain(text) for text in texts], add_special_tokens=False)
         ]
+
+
+def _described(text: str, where: str) -> Any:
+    """The library's tokenizer of that text."""
+    library = tokenizers_library()
+    try:
+        _check_merges(json.loads(text))
+        return library.Tokenizer.from_str(text)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises plain Exceptions; where it panics, what is none
+        raise UsageError(f"{where} describes no tokenizer: {error}; get the file anew") from None
+
+
+def _check_merges(described: Any) -> None:
+    """Refuse what makes the library end the whole process: it cuts the prefix of what continues a word off the second
+    part of every merge, unseen, also in the middle of a character."""
+    model = described.get("model") if isinstance(described, Mapping) else None
+    prefix = model.get("continuing_subword_prefix") if isinstance(model, Mapping) else None
+    merges = model.get("merges") if prefix and isinstance(prefix, str) else None
+    for merge in merges if isinstance(merges, list) else ():
+        parts = merge.split(" ") if isinstance(merge, str) else merge
+        second = parts[1] if isinstance(parts, list) and len(parts) == 2 else None
+        if isinstance(second, str) and not second.startswith(prefix):
+            raise ValueError(f"{second!r}, which a merge adds to a word, does not begin with {prefix!r}")
 
 
 def _plain(text: str) -> str:

@@ -39,6 +39,21 @@ def byte_level(tmp_path_factory):
     return folder
 
 
+#: The library ends the whole process at it.
+CUT_WITHIN_A_CHARACTER = json.dumps(
+    {
+        "version": "1.0",
+        "added_tokens": [],
+        "model": {
+            "type": "BPE",
+            "continuing_subword_prefix": "#",
+            "vocab": {"a": 0, "é": 1, "aé": 2},
+            "merges": [["a", "é"]],
+        },
+    }
+)
+
+
 def test_a_text_comes_back(byte_level):
     tokenizer = read_tokenizer(byte_level)
     tokens = tokenizer.encode(TEXT)
@@ -84,6 +99,7 @@ def test_its_files_make_it_anew(byte_level, tmp_path):
     [
         ("tokenizer.json", "{", "describes no tokenizer"),
         ("tokenizer.json", '{"model": {"type": "none"}}', "describes no tokenizer"),
+        ("tokenizer.json", CUT_WITHIN_A_CHARACTER, "'é', which a merge adds to a word, does not begin with '#'"),
         ("tokenizer.json", b"\xff", "cannot be read"),
         ("tokenizer_config.json", "[]", "must hold an object"),
         ("tokenizer_config.json", '{"eos_token": "<gone>"}', "has no token '<gone>', which ends a text"),
