@@ -17,10 +17,10 @@ class Mixture(Configuration):
 
     experts: int = setting(8, least=1, most=1 << 16)  #: in each layer that has any
     shared: int = setting(0, least=0, most=1 << 16)  #: further ones, of the same size, that every token goes through
-    shared_gate: bool = False  #: whether what these make is weighted by a sigmoid of its own
     hidden: int | None = setting(None, least=1)  #: f of an expert; None: a token's experts together are a dense MLP
     dense: str = ""  #: blocks that keep their dense MLP, by number, as in "0,5"
     router: RouterOptions = RouterOptions(balance_loss=0.01, z_loss=0.001)
+    shared_gate: bool = False  #: whether what the shared ones make is weighted by a sigmoid of its own
 
     def __post_init__(self) -> None:
         super().__post_init__()
