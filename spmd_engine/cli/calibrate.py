@@ -31,49 +31,44 @@ from spmd_engine.planning.measure import measure_machine
 def calibrate(output: Path | None, seconds: float, fit: bool) -> None:
     """Measure matrix products by size and dtype, memory, and links: in under a minute.
 
-    Under mpiexec every rank measures, and every pair of them their link. Alone, two ranks are started for the link.
+    Under mpiexec every rank measures, all at the same time, and every pair of them their link. Alone, two ranks are
+    started.
 
     \b
       python -m spmd_engine calibrate
       mpiexec -n 8 python -m spmd_engine calibrate --output cluster.toml
     """
     file = output or calibrated_file()
-    if world().size == 1:
-        machine = _of_two(file, seconds, fit)
-    else:
-        with Mesh(world()) as mesh:
-            found = measure_machine(mesh, seconds)
-            if found is None:
-                return
-            machine = found
-        if fit:
-            from spmd_engine.cli.calibrate_steps import fitted
+    machine = _of_two(file, seconds, fit) if world().size == 1 else _measured(seconds, fit)
+    if machine is not None:
+        _write(file, machine)
 
-            machine = fitted(machine) if world().size == 1 else machine
-    _write(file, machine)
+
+def _measured(seconds: float, fit: bool) -> Machine | None:
+    """Measured by all ranks at the same time, as they compute in a job; None but on rank 0."""
+    from spmd_engine.cli.calibrate_steps import fitted, step_seconds
+
+    with Mesh(world()) as mesh:
+        machine = measure_machine(mesh, seconds)
+        steps = mesh.all_reduce(step_seconds(), "mean") if fit else None
+    return machine if machine is None or steps is None else fitted(machine, steps)
 
 
 def _of_two(file: Path, seconds: float, fit: bool) -> Machine:
     """Measured by two ranks, if there is an mpiexec; by this process, if not."""
-    from spmd_engine.cli.calibrate_steps import fitted
-
     temporary = file.with_suffix(".two")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        launch(
-            2,
-            ["spmd_engine", "calibrate", "--no-fit", "--seconds", str(seconds), "--output", str(temporary)],
-        )
-        machine = read_machine(temporary)
+        said = ["--fit" if fit else "--no-fit", "--seconds", str(seconds), "--output", str(temporary)]
+        launch(2, ["spmd_engine", "calibrate", *said])
+        return read_machine(temporary)
     except (UsageError, OSError) as error:
         click.echo(f"spmd_engine: note: no links were measured ({str(error).splitlines()[0]})", err=True)
-        with Mesh(world()) as mesh:
-            found = measure_machine(mesh, seconds)
-        assert found is not None
-        machine = found
+        machine = _measured(seconds, fit)
+        assert machine is not None
+        return machine
     finally:
         temporary.unlink(missing_ok=True)
-    return fitted(machine) if fit else machine
 
 
 def _write(file: Path, machine: Machine) -> None:

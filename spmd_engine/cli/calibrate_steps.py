@@ -23,33 +23,36 @@ STEPS = (("mlp", 16), ("mlp", 512), ("gpt-nano", 2), ("gpt-nano", 8), ("gpt-mini
 WARM, TIMED = 1, 3
 
 
-def fitted(machine: Machine) -> Machine:
-    """The machine with ``pass_seconds``, ``product_share`` and ``memory_share`` fitted to the processor time of steps.
+def step_seconds() -> np.ndarray:
+    """Processor seconds of a step of each of these on this rank; NaN where one cannot be run."""
+    with threadpool_limits(1, "blas"), Mesh(solo()) as mesh:
+        return np.array([_measure(job, mesh) for job in _jobs()])
+
+
+def fitted(machine: Machine, seconds: np.ndarray) -> Machine:
+    """The machine with ``pass_seconds``, ``product_share`` and ``memory_share`` fitted to ``step_seconds``.
 
     Least squares of relative errors over the three numbers' effects, which add up: products / share + bytes / share +
     passes * seconds.
     """
-    unfitted = replace(machine, fitted=Fitted())
-    rows, times = [], []
-    with threadpool_limits(1, "blas"), Mesh(solo()) as mesh:
-        for model, batch in STEPS:
-            job = Job.of(model=model, batch_size=batch, eval_every=0, sample=0)
-            try:
-                measured = _measure(job, mesh)
-            except ImportError:  # images need scikit-learn
-                continue
-            found = analyze(job.model, {"data": 1}, job.composition, batch_size=batch, optimizer=AdamW())
-            compute = ComputeTimes(unfitted)
-            works = [compute.of(0, each) for each in found.classes[0].step.computations]
-            rows.append([sum(w.products for w in works), sum(w.rest for w in works), float(len(works))])
-            times.append(measured)
-    matrix, measured = np.array(rows), np.array(times)
+    compute, rows = ComputeTimes(replace(machine, fitted=Fitted())), []
+    for job in _jobs():
+        batch_size = job.data.batch_size
+        found = analyze(job.model, {"data": 1}, job.composition, batch_size=batch_size, optimizer=AdamW())
+        works = [compute.of(0, each) for each in found.classes[0].step.computations]
+        rows.append([sum(w.products for w in works), sum(w.rest for w in works), float(len(works))])
+    known = np.isfinite(seconds)
+    matrix, measured = np.array(rows)[known], seconds[known]
     product, memory, each_pass = _positive(matrix / measured[:, None], np.ones(len(measured)))
     return machine.with_fitted(
         product_share=float(1 / max(product, 0.2)),
         memory_share=float(1 / max(memory, 0.2)),
         pass_seconds=float(each_pass),
     )
+
+
+def _jobs() -> list[Job]:
+    return [Job.of(model=model, batch_size=batch, eval_every=0, sample=0) for model, batch in STEPS]
 
 
 def _positive(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:
@@ -67,8 +70,11 @@ def _positive(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 
 def _measure(job: Job, mesh: Mesh) -> float:
-    """Processor seconds of a training step."""
-    trainer = make_trainer(open_workload(job, mesh))
+    """Processor seconds of a training step; NaN without scikit-learn, which has the images."""
+    try:
+        trainer = make_trainer(open_workload(job, mesh))
+    except ImportError:
+        return float("nan")
     for _ in range(WARM):
         trainer.step()
     turns = []
