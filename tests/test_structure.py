@@ -43,6 +43,8 @@ STATE = {
     "arrays/backend.py: CPU": "the host's backend, and its compiled loops, found once",
     "arrays/backend.py: _device_backends": "the devices that were asked for",
     "arrays/einsum.py: _plan": "the cache of a pure function",
+    "arrays/fast_places.py: places_of_outputs": "the cache of a pure function",
+    "arrays/fast_places.py: places_of_taps": "the cache of a pure function",
     "arrays/meter.py: _current": "which rank's step this thread runs on shapes",
     "arrays/shaped.py: _phantom": "the cache of a pure function",
     "arrays/shaped_functions.py: _resolved": "the cache of a pure function",
