@@ -13,7 +13,7 @@ FILES = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.rglob("*.py")
 
 #: From the ground up; those of one line are neighbours, and do not import each other.
 FLOORS = [
-    {"errors", "importing", "launchers", "signals"},
+    {"dataclass", "errors", "importing", "launchers", "signals"},
     {"configuration", "units"},
     {"arrays", "formats", "tokens", "watchdog"},
     {"node"},
@@ -34,7 +34,7 @@ HEIGHT = {name: height for height, names in enumerate(FLOORS) for name in names}
 
 #: What a floor may import less than its height allows.
 ONLY = {
-    "strategies": {"errors", "importing", "arrays", "comm", "sharding", "engine"},  # never layers or models
+    "strategies": {"dataclass", "errors", "importing", "arrays", "comm", "sharding", "engine"},  # no layers, no models
     "spmd_engine": {"importing", "comm", "engine", "training"},
 }
 
@@ -43,6 +43,8 @@ STATE = {
     "arrays/backend.py: CPU": "the host's backend, and its compiled loops, found once",
     "arrays/backend.py: _device_backends": "the devices that were asked for",
     "arrays/einsum.py: _plan": "the cache of a pure function",
+    "arrays/fast_places.py: places_of_outputs": "the cache of a pure function",
+    "arrays/fast_places.py: places_of_taps": "the cache of a pure function",
     "arrays/meter.py: _current": "which rank's step this thread runs on shapes",
     "arrays/shaped.py: _phantom": "the cache of a pure function",
     "arrays/shaped_functions.py: _resolved": "the cache of a pure function",

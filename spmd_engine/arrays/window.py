@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from spmd_engine.dataclass import dataclass
 
 
 @dataclass(frozen=True)

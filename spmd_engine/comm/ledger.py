@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from spmd_engine.dataclass import dataclass
 
 
 @dataclass

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import sqrt
 from typing import Any
 
 from spmd_engine.configuration import Configuration, setting
+from spmd_engine.dataclass import dataclass
 from spmd_engine.errors import CheckpointError, UsageError
 from spmd_engine.layers import Layer, Parallel
 from spmd_engine.layers.low_rank import B, LowRank, name_of_a

@@ -8,7 +8,9 @@ the parameter has not stands for several parameters in one tensor, and ``at`` sa
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
+
+from spmd_engine.dataclass import dataclass
 
 
 @dataclass(frozen=True)

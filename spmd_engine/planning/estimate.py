@@ -8,10 +8,11 @@ compares candidates by; of those it proposes, the whole step is analyzed and sim
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
+from spmd_engine.dataclass import dataclass
 from spmd_engine.planning.collective_time import Duration
 from spmd_engine.planning.lattice import Candidate
 from spmd_engine.planning.pipeline_time import Slots

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import Any
 
+from spmd_engine.dataclass import dataclass
 from spmd_engine.engine.composition import composed_assignment
 from spmd_engine.models import layout_for
 from spmd_engine.planning.answer import Request

@@ -6,11 +6,12 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from subprocess import TimeoutExpired
 
 from spmd_engine.checkpoints import CheckpointFolder
+from spmd_engine.dataclass import dataclass
 from spmd_engine.errors import UsageError
 from spmd_engine.runtime.mpi_job import MPIJob, find_mpiexec, is_open_mpi
 from spmd_engine.signals import ENDING, REQUEUE, Handlers

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
 
+from spmd_engine.dataclass import dataclass
 from spmd_engine.verify.report import Element
 
 Teams = dict[tuple[str, ...], list[list["ComparedBlock"]]]
