@@ -34,8 +34,8 @@ class LowRank(Layer):
     ``adapted`` names the a and the b of each. Weights may share an a, as if they were one with the outputs of all, or
     a b, as if they were one with the inputs of all. Those of experts are adapted expert by expert, each where it is.
 
-    The weights are buffers: they have no gradient and no optimizer's state, and ZeRO does not cut them. a is cut as
-    w's inputs are, b as its outputs. Weights are those of products with d, first or last: the other letters are the
+    The weights are frozen buffers: they have no gradient and no optimizer's state. a is cut as w's inputs are, b as its
+    outputs. Weights are those of products with d, first or last: the other letters are the
     outputs, or the inputs. The gradient of w is never made: with x and dz of a product, and t = dz · bᵀ, da is xᵀ · t.
     t is unreduced over the outputs' letters, and x · a, of which db is made, over the inputs'.
 
@@ -174,6 +174,8 @@ def _frozen(parameter: Parameter) -> Buffer:
         where=parameter.where,
         shape=parameter.shape,
         element=parameter.element,
+        summed=parameter.summed,
+        frozen=True,
     )
 
 

@@ -121,6 +121,30 @@ def test_every_mesh_computes_the_same(axes, composition, shape):
         np.testing.assert_array_equal(frozen[name], whole[name])
 
 
+@pytest.mark.parametrize(
+    ("axes", "shape", "copies"),
+    [({"data": 4}, SHAPE, 1), ({"data": 2, "replicate": 2}, SHAPE, 2), ({"expert": 2, "data": 2}, SHARED, 1)],
+    ids=str,
+)
+def test_fully_sharded_no_frozen_number_is_stored_twice(axes, shape, copies):
+    """And none stays whole after a step, nor has a gradient."""
+
+    def program():
+        with Mesh(**axes) as mesh:
+            config = ModelConfig(name="adapted", shape=shape, dtype="float64", lora=OPTIONS)
+            engine = build_engine(config, mesh, Composition(mesh=axes, zero=3))
+            engine.load_checkpoint(values(engine, [*engine.names, *engine.buffer_names]))
+            engine.step(batch_of(*TOKENS, engine))
+            storages = engine._placed.frozen.storages
+            assert all(each.whole_parameters is None and each.own_gradients.size == 0 for each in storages)
+            return sum(each.size for each in engine.buffers.values()), engine.model
+
+    found = run(program, tiny.ranks_of(axes))
+    whole = sum(np.prod(shape) for _, (_, shape) in found[0][1].buffers())
+    counts = [count for count, _ in found]
+    assert sum(counts) == copies * whole and max(counts) < 1.4 * sum(counts) / len(counts)
+
+
 @pytest.mark.parametrize("shape", [SHAPE, GPT2, NEOX, EXPERTS, SHARED], ids=lambda shape: shape.family)
 def test_gradients_are_those_of_all_weights_projected(shape):
     """Of the merged model's gradient dw, da = scale dw bᵀ, summed over those who share a, and db = scale aᵀ dw."""
