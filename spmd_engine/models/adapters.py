@@ -35,6 +35,12 @@ _TARGETS: Mapping[str, Mapping[str, tuple[tuple[str, ...], ...]]] = {
     },
     **dict.fromkeys(("qwen2-moe", "qwen3-moe", "olmoe"), _OF_LLAMA | _OF_EXPERTS),
     "mixtral": _ATTENTION | _OF_EXPERTS | {"w1": (("gate",),), "w2": (("down",),), "w3": (("up",),)},
+    "granitemoe": _ATTENTION,  # its experts are no modules of their own in any program
+    "gptj": _THREE | {"out_proj": (("output",),), "fc_in": (("w0",),), "fc_out": (("w1",),)},
+    "falcon": {
+        "query_key_value": (("query", "key", "value"),), "dense": (("output",),), "dense_h_to_4h": (("w0",),),
+        "dense_4h_to_h": (("w1",),),
+    },
     "gpt-neo": _THREE | {"out_proj": (("output",),), "c_fc": (("w0",),), "c_proj": (("w1",),)},
     "gpt-neox": {
         "query_key_value": (("query", "key", "value"),), "dense": (("output",),), "dense_h_to_4h": (("w0",),),
