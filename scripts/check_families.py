@@ -140,7 +140,7 @@ def main(peer_python, only, ranks):
                     continue
                 expected, found = np.load(out / "logits.npy"), np.load(f"{out}.npy")
                 off = abs(found - expected).max() / abs(expected).max()
-                failed |= off > 1e-5
+                failed |= bool(off > 1e-5)
                 print(f"{out.name}: {off:.1e} off transformers" + (" TOO MUCH" if off > 1e-5 else ""))
     sys.exit(failed)
 
