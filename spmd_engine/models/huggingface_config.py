@@ -123,7 +123,10 @@ def _llama(family: str, config: Mapping[str, Any]) -> DecoderShape:
 
 
 def _rotary(family: str, config: Mapping[str, Any], shape: DecoderShape) -> RotaryOptions:
-    part = config.get("partial_rotary_factor") if family == "phi3" else None
+    part = None
+    if family == "phi3":
+        part = config.get("partial_rotary_factor")
+        config.get("original_max_position_embeddings")  # without effect unless positions are scaled
     found = rotary_of_config(config, _THETA.get(family, 10_000.0), shape.context, part=part, renamed=family == "phi3")
     if found.part != 1 and family != "phi3":
         raise UsageError(f"partial_rotary_factor is {found.part}, a feature that is not known here of a {family}")
