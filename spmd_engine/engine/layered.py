@@ -105,14 +105,15 @@ class LayeredEngine(StoredEngine):
     @property
     def buffers(self) -> Mapping[str, Array]:  # type: ignore[override]
         """The buffers of the layers on this rank: its blocks, by name."""
-        return self._placed.extras.buffers.arrays
+        return {**self._placed.extras.buffers.arrays, **self._placed.frozen.arrays}
 
     @property
     def buffer_names(self) -> tuple[str, ...]:
         return tuple(name for name, _ in self.model.buffers())
 
     def buffer_index(self, name: str) -> Index | None:
-        return self._placed.extras.buffers.index.get(name)
+        frozen = self._placed.frozen.index
+        return frozen[name] if name in frozen else self._placed.extras.buffers.index.get(name)
 
     def reshard(
         self, mesh: Mesh | None, layout: Layout | None = None, *, optimizer: Optimizer | None = None, **options: Any

@@ -192,7 +192,7 @@ def _plain(x: Any) -> Hashable:
 def watch_storage(engine: LayeredEngine, recorder: Recorder) -> None:
     """Have the memory of parameter groups counted as what it is."""
     meter = recorder.meter
-    for storage in engine.storages:
+    for storage in [*engine.storages, *engine._placed.frozen.storages]:
         name = storage.group.name
         for array, kind in (
             (storage.whole_parameters, "parameters"),

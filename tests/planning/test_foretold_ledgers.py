@@ -9,8 +9,10 @@ from real_steps import ledgers
 import tiny
 from spmd_engine.comm.mesh import parse_axes
 from spmd_engine.engine.composition import Composition
-from spmd_engine.models import gpt
+from spmd_engine.models import DecoderShape, gpt
+from spmd_engine.models.adapters import LoRAOptions, with_adapters
 from spmd_engine.models.convnet import convnet
+from spmd_engine.models.decoder import decoder
 from spmd_engine.models.images import ImageShape
 from spmd_engine.models.mlp import deep_mlp, mlp, two_layers
 from spmd_engine.planning import analyze
@@ -21,6 +23,11 @@ GPT_ULYSSES = gpt(tiny.SIZE, context_method="ulysses")
 GPT_UNTIED = gpt(replace(tiny.SIZE, tied=False))
 GPT_SHARED_KEYS = gpt(replace(tiny.SIZE, key_value_heads=2))
 MLP, DEEP, TWO = mlp((12, 7, 9, 5)), deep_mlp(4, 6), two_layers(6, 10)
+ADAPTED = with_adapters(
+    decoder(DecoderShape(layers=2, width=12, heads=3, hidden=20, vocabulary=13, context=8)),
+    LoRAOptions(rank=2),
+    "llama",
+)
 CONVNET = convnet(ImageShape(), "convnet")
 
 CASES = [
@@ -34,6 +41,7 @@ CASES = [
     (GPT, "context=2", {"zero": 3}),
     (GPT, "pipe=3", {"zero": 1, "schedule": "zero-bubble"}),
     (GPT, "pipe=2,data=2", {"schedule": "interleaved", "zero": 3}),
+    (ADAPTED, "data=2,model=2", {"zero": 3, "group_threshold": 1500}),
     (MLP, "row=2,col=2", {}),
     (DEEP, "pipe=2,model=2", {}),
     (CONVNET, "data=2", {}),
