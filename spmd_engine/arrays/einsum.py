@@ -15,12 +15,12 @@ side; otherwise one copy is made. A letter of one operand alone is summed first.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
 from spmd_engine.arrays import few_rows
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.dataclass import dataclass
 from spmd_engine.errors import NotationError
 
 Shape = tuple[int, ...]

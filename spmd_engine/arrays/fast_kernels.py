@@ -6,6 +6,7 @@ float64 in a loop, hence ``f32`` around each.
 """
 
 from collections.abc import Callable, Set
+from dataclasses import dataclass
 
 import numpy as np
 from llvmlite import ir
@@ -14,7 +15,6 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from spmd_engine.arrays.factors import GELU_A, GELU_C
-from spmd_engine.dataclass import dataclass
 
 f32 = np.float32
 

@@ -11,10 +11,9 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import field
+from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
-from spmd_engine.dataclass import dataclass
 from spmd_engine.errors import UsageError
 
 TEMPORARIES = "temporaries"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-
-from spmd_engine.dataclass import dataclass
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
 from zlib import crc32
 
@@ -22,7 +23,6 @@ from spmd_engine.checkpoints.files import read_block
 from spmd_engine.checkpoints.manifest import MODEL, OPTIMIZER
 from spmd_engine.checkpoints.read import Checkpoint
 from spmd_engine.checkpoints.save import shares_of
-from spmd_engine.dataclass import dataclass
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.sharding.rectangles import Rectangle

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
@@ -20,7 +20,6 @@ from spmd_engine.checkpoints.stored_view import StoredView
 from spmd_engine.checkpoints.write import header
 from spmd_engine.comm.agreement import on_all_ranks, on_rank_zero
 from spmd_engine.comm.group import Group
-from spmd_engine.dataclass import dataclass
 from spmd_engine.errors import CheckpointError
 from spmd_engine.formats.huggingface import CONFIG, INDEX, ONE_FILE, read_json
 from spmd_engine.models.adapters import LoRAOptions, adapter_names, config_of_options, with_adapters

@@ -11,13 +11,12 @@ import errno
 import fcntl
 import os
 from contextlib import suppress
+from dataclasses import dataclass
 from mmap import PAGESIZE, mmap
 from pathlib import Path
 from threading import Condition
 
 import numpy as np
-
-from spmd_engine.dataclass import dataclass
 
 WINDOW = 2 << 20  #: bytes that are written at once
 AHEAD = 4  #: windows in memory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -20,7 +20,6 @@ from spmd_engine.checkpoints.folder import CheckpointFolder, discard
 from spmd_engine.checkpoints.manifest import MODEL, OPTIMIZER, RESIDUES, Arrays, Manifest, StoredArray, StoredBlock
 from spmd_engine.checkpoints.write import BlockToWrite, Written, write_files
 from spmd_engine.comm.agreement import gather_json, on_rank_zero, text_from_rank_zero
-from spmd_engine.dataclass import dataclass
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.errors import CheckpointError, UsageError

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
-from spmd_engine.dataclass import dataclass
 from spmd_engine.models.stored import Stored
 
 CHUNK = 1 << 17  #: elements that are widened at a time

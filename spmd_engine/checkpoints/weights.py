@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -11,7 +12,6 @@ import numpy as np
 
 from spmd_engine.checkpoints.read import Sliceable
 from spmd_engine.checkpoints.stored_view import StoredView
-from spmd_engine.dataclass import dataclass
 from spmd_engine.errors import CheckpointError
 from spmd_engine.formats.gguf import read_gguf
 from spmd_engine.formats.huggingface import CONFIG, folder_tensors

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -20,7 +21,6 @@ from spmd_engine.arrays.backend import Array
 from spmd_engine.checkpoints.dtypes import DTYPES, dtype_name
 from spmd_engine.checkpoints.files import IN_CACHE, host_array, is_finite
 from spmd_engine.checkpoints.new_file import NewFile
-from spmd_engine.dataclass import dataclass
 from spmd_engine.errors import CheckpointError
 
 WRITERS = 3  #: threads of a rank: while one waits for the disk, two hash, of which one is slower than many disks

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
-
-from spmd_engine.dataclass import dataclass
 
 KEPT = 32  # communicators that nobody uses any more
 

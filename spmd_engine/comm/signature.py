@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 from math import prod
@@ -14,7 +14,6 @@ import numpy as np
 
 from spmd_engine.comm import dtypes
 from spmd_engine.comm.spans import span
-from spmd_engine.dataclass import dataclass
 from spmd_engine.errors import MismatchError, UsageError
 
 OPERATIONS = ("barrier", "broadcast", "all_gather", "all_reduce", "reduce_scatter", "all_to_all", "send")

@@ -7,11 +7,10 @@ A pure function of the model, a place on a mesh (which need not exist) and the o
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from math import prod
 
 from spmd_engine.comm.mesh_position import MeshPosition
-from spmd_engine.dataclass import dataclass
 from spmd_engine.engine.stages import Division, divide
 from spmd_engine.errors import UsageError
 from spmd_engine.models.model import Model

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -16,7 +17,6 @@ from spmd_engine.arrays.updates import sum_of_squares
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.mesh import Collectives, Mesh, Over
-from spmd_engine.dataclass import dataclass
 from spmd_engine.engine.batch import Batch, MicroBatch
 from spmd_engine.engine.evaluation import Evaluation, Scores
 from spmd_engine.engine.gather import assemble

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.spans import span
-from spmd_engine.dataclass import dataclass
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.documents import Documents
 

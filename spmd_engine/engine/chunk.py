@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from spmd_engine.arrays.backend import Array
-from spmd_engine.dataclass import dataclass
 from spmd_engine.engine.extras import Extras
 from spmd_engine.engine.reducer import Reducer
 from spmd_engine.engine.unsharder import Unsharder

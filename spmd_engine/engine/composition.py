@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,6 @@ from spmd_engine.arrays.backend import get_backend
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.mesh_position import MeshPosition
 from spmd_engine.configuration import Configuration, setting
-from spmd_engine.dataclass import dataclass
 from spmd_engine.engine import schedules
 from spmd_engine.engine.assignment import PIPE, Assignment, Storage, assign
 from spmd_engine.engine.compression import compression

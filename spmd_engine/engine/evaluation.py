@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
-from spmd_engine.dataclass import dataclass
 from spmd_engine.engine.batch import MicroBatch
 
 

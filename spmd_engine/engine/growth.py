@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.arrays.cached_attention import HIDDEN
-from spmd_engine.dataclass import dataclass
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.cache import Cache
 from spmd_engine.layers.layer import ForwardContext

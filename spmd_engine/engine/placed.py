@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -10,7 +11,6 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array, Backend
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.dataclass import dataclass
 from spmd_engine.engine.assignment import PIPE, Storage, assign
 from spmd_engine.engine.chunk import Chunk
 from spmd_engine.engine.execution import Execution, PipelineNeighbours

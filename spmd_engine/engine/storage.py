@@ -10,6 +10,8 @@ flat array a rank, over the ranks that would otherwise hold copies:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, Backend
@@ -17,7 +19,6 @@ from spmd_engine.arrays.memory import fresh_zeros
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.pending import Pending
-from spmd_engine.dataclass import dataclass
 from spmd_engine.engine.compression import PendingReduction, compression
 from spmd_engine.errors import UsageError
 from spmd_engine.sharding.groups import ParameterGroup, Sum

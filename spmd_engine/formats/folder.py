@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 
-from spmd_engine.dataclass import dataclass
 from spmd_engine.errors import UsageError
 
 _GREY = {"1", "L", "I;16", "LA"}  # Pillow's modes of one channel; all others become three

@@ -8,13 +8,13 @@ from __future__ import annotations
 import mmap
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from spmd_engine.dataclass import dataclass
 from spmd_engine.errors import CheckpointError
 from spmd_engine.formats.tensor import FileTensor, Index, PlainTensor
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from spmd_engine.dataclass import dataclass
 from spmd_engine.errors import UsageError
 
 

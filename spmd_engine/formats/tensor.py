@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 
 import ml_dtypes  # noqa: F401 (NumPy then knows bfloat16 by its name)
 import numpy as np
 
-from spmd_engine.dataclass import dataclass
 from spmd_engine.errors import CheckpointError
 from spmd_engine.formats.mapped import MappedArray
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spmd_engine.dataclass import dataclass
 from spmd_engine.errors import UsageError
 
 LINES = ".jsonl"  #: files of this ending hold a document a line, as an object; any other file is a document

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from hashlib import sha256
 from math import prod
@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from spmd_engine.dataclass import dataclass
 from spmd_engine.errors import CheckpointError, UsageError
 from spmd_engine.formats.mapped import MappedArray
 from spmd_engine.formats.safetensors_file import read_header

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from spmd_engine.arrays.backend import Array
-from spmd_engine.dataclass import dataclass
 from spmd_engine.errors import NotationError
 
 

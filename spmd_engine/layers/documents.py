@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from spmd_engine.arrays.backend import Array, Backend, backend_of
-from spmd_engine.dataclass import dataclass
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from spmd_engine.arrays.window import Window
-from spmd_engine.dataclass import dataclass
 from spmd_engine.errors import UsageError
 from spmd_engine.sharding.placement import Interval
 from spmd_engine.sharding.shards import Reading, Shards

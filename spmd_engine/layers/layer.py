@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from math import prod
 from types import MappingProxyType
 from typing import Any
 
 from spmd_engine.arrays.backend import Array
-from spmd_engine.dataclass import dataclass
 from spmd_engine.layers.cache import Cache
 from spmd_engine.layers.declarations import Activation, Buffer, Parameter, SideOutput
 from spmd_engine.layers.documents import Documents

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import ceil, floor, log, pi
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.rotary import Turn, turn_at
 from spmd_engine.configuration import Configuration, setting
-from spmd_engine.dataclass import dataclass
 from spmd_engine.errors import UsageError
 
 

@@ -6,14 +6,13 @@ expert, is one small all_reduce over the axes that cut tokens, under way while t
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from spmd_engine.arrays import einsum
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.random import key_of
-from spmd_engine.dataclass import dataclass
 from spmd_engine.layers import balance
 from spmd_engine.layers.capacity import capacity_of, keep
 from spmd_engine.layers.declarations import Buffer, Parameter, SideOutput

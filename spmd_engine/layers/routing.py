@@ -7,10 +7,11 @@ and a sigmoid, renormalised or not, share one backward, and no sum of tiny score
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.random import hash_bits, key_of, uniform_at
 from spmd_engine.arrays.scatter import count_each
-from spmd_engine.dataclass import dataclass
 from spmd_engine.layers.router_options import RouterOptions
 
 POSITIONS = 1 << 24  # more than any sequence has: a token's number must not depend on the sequence's length

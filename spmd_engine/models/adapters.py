@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import sqrt
 from typing import Any
 
 from spmd_engine.configuration import Configuration, setting
-from spmd_engine.dataclass import dataclass
 from spmd_engine.errors import CheckpointError, UsageError
 from spmd_engine.layers import Layer, Parallel
 from spmd_engine.layers.low_rank import LowRank, names_of_adapter

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from math import sqrt
 
-from spmd_engine.dataclass import dataclass
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import MLP, Attention, Embedding, Head, LayerNorm, Positions, Residual
 from spmd_engine.layers.loss import cross_entropy

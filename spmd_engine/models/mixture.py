@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from spmd_engine.configuration import Configuration, setting
-from spmd_engine.dataclass import dataclass
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.moe import MoE
 from spmd_engine.layers.router_options import RouterOptions

@@ -8,9 +8,7 @@ the parameter has not stands for several parameters in one tensor, and ``at`` sa
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import field
-
-from spmd_engine.dataclass import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)

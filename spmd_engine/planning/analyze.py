@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from copy import copy
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any
@@ -15,7 +16,6 @@ from spmd_engine.arrays.meter import Meter, metered
 from spmd_engine.arrays.shapes import Shapes, on_shapes
 from spmd_engine.comm.mesh_position import MeshPosition
 from spmd_engine.comm.spans import span
-from spmd_engine.dataclass import dataclass
 from spmd_engine.engine.assignment import PIPE
 from spmd_engine.engine.composition import Composition, ModelConfig, composed_assignment, composed_layout
 from spmd_engine.engine.optimizers import AdamW, Optimizer

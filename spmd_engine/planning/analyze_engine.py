@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -12,7 +13,6 @@ import numpy as np
 from spmd_engine.arrays.meter import Meter, metered
 from spmd_engine.arrays.shaped import ShapedArray
 from spmd_engine.arrays.shapes import on_shapes
-from spmd_engine.dataclass import dataclass
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, make_batch
 from spmd_engine.engine.made import make_engine, name_of

@@ -15,9 +15,9 @@ The library is taken to choose the quickest.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import ceil, log2
 
-from spmd_engine.dataclass import dataclass
 from spmd_engine.planning.group_links import GroupLinks
 from spmd_engine.planning.hashed import HashedOnce
 from spmd_engine.planning.machine import Link, Machine

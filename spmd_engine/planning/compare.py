@@ -10,9 +10,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from spmd_engine.dataclass import dataclass
 from spmd_engine.planning.machine import Machine
 from spmd_engine.planning.simulation import COMMUNICATION, COMPUTE, Prediction
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from spmd_engine.dataclass import dataclass
 from spmd_engine.planning.machine import Machine
 from spmd_engine.planning.step_analysis import Computation, Product
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 
-from spmd_engine.dataclass import dataclass
 from spmd_engine.planning.estimate import Estimate
 from spmd_engine.planning.goals import LIMITS, Constraints, Limits
 from spmd_engine.planning.lattice import SearchSpace

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from spmd_engine.dataclass import dataclass
 from spmd_engine.planning.step_analysis import Communication, RankStep, StepAnalysis
 
 Node = tuple[int, int]  # class of ranks, number of the computation

@@ -8,11 +8,10 @@ compares candidates by; of those it proposes, the whole step is analyzed and sim
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from spmd_engine.dataclass import dataclass
 from spmd_engine.planning.collective_time import Duration
 from spmd_engine.planning.lattice import Candidate
 from spmd_engine.planning.pipeline_time import Slots

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from spmd_engine.dataclass import dataclass
 from spmd_engine.engine.composition import composed_assignment
 from spmd_engine.models import layout_for
 from spmd_engine.planning.answer import Request

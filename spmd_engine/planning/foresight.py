@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from spmd_engine.dataclass import dataclass
 from spmd_engine.engine.composition import Composition
 from spmd_engine.models import Model
 from spmd_engine.planning.analyze import analyze

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 from spmd_engine.arrays.shaped import ShapedArray
 from spmd_engine.comm.pending import Pending
-from spmd_engine.dataclass import dataclass
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.layers.gradients import GradientSums
 from spmd_engine.layers.layer import Layer

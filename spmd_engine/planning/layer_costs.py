@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import numpy as np
 
-from spmd_engine.dataclass import dataclass
 from spmd_engine.engine.recompute import Recompute, segments
 from spmd_engine.engine.reducer import IN_FLIGHT
 from spmd_engine.models import Model

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from math import exp, log
 
 import numpy as np
 
-from spmd_engine.dataclass import dataclass
 from spmd_engine.errors import UsageError
 
 KINDS = ("cloud", "edge", "browser")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ import numpy as np
 
 from spmd_engine.arrays.meter import meter
 from spmd_engine.arrays.shaped import ShapedArray
-from spmd_engine.dataclass import dataclass
 from spmd_engine.engine.composition import Composition
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import Parameter

@@ -8,7 +8,7 @@ for its backward nothing is there but its memory.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import partial
 from threading import RLock
 from typing import Any
@@ -19,7 +19,6 @@ from spmd_engine.arrays.meter import Meter, metered
 from spmd_engine.arrays.shaped import ShapedArray
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.dataclass import dataclass
 from spmd_engine.layers.gradients import GradientSums
 from spmd_engine.layers.later import wait_for
 from spmd_engine.layers.layer import ForwardContext, Layer

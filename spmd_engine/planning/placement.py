@@ -7,14 +7,13 @@ quadratic assignment, for which annealing and a genetic search are good, and try
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from itertools import product
 from math import exp, prod
 from random import Random
 
 import numpy as np
 
-from spmd_engine.dataclass import dataclass
 from spmd_engine.errors import UsageError
 
 Places = tuple[int, ...]  #: the node of each task

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import perf_counter, process_time
 
 from spmd_engine.comm.mesh_position import MeshPosition
-from spmd_engine.dataclass import dataclass
 from spmd_engine.engine.batch import check_batch
 from spmd_engine.engine.composition import composed_layout
 from spmd_engine.errors import UsageError

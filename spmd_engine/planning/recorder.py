@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from spmd_engine.arrays.meter import TEMPORARIES, Meter
-from spmd_engine.dataclass import dataclass
 from spmd_engine.planning.step_analysis import (
     FORWARD,
     OTHER,

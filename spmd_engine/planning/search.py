@@ -9,13 +9,12 @@ much the best could still be beaten.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from time import process_time
 from typing import Any
 
 import numpy as np
 
-from spmd_engine.dataclass import dataclass
 from spmd_engine.engine.composition import Composition
 from spmd_engine.engine.optimizers import AdamW, Optimizer
 from spmd_engine.errors import SpmdError

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from spmd_engine.dataclass import dataclass
 from spmd_engine.engine import schedules
 from spmd_engine.models import Model
 from spmd_engine.planning.collective_time import CollectiveTimes

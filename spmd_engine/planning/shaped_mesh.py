@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -20,7 +21,6 @@ from spmd_engine.comm.prepared_call import PreparedCall
 from spmd_engine.comm.reducing import reduce_into
 from spmd_engine.comm.spans import joined
 from spmd_engine.comm.tuning import Tuning
-from spmd_engine.dataclass import dataclass
 from spmd_engine.planning.meeting_point import MeetingPoint
 from spmd_engine.planning.recorder import Recorder
 

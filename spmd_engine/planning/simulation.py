@@ -10,11 +10,11 @@ they do that when they wait, with a core.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
 from typing import Any
 
-from spmd_engine.dataclass import dataclass
 from spmd_engine.errors import UsageError
 from spmd_engine.planning.collective_time import CollectiveTimes, Duration
 from spmd_engine.planning.compute_time import ComputeTimes

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any
 
-from spmd_engine.dataclass import dataclass
 from spmd_engine.planning.hashed import HashedOnce
 
 FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHTS, RECOMPUTED = (

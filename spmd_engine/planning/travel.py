@@ -9,10 +9,10 @@ segment all groups are gathered at its beginning. From ZeRO-2 on gradients trave
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from spmd_engine.dataclass import dataclass
 from spmd_engine.engine.reducer import IN_FLIGHT
 from spmd_engine.planning.collective_time import CollectiveTimes
 from spmd_engine.planning.layer_costs import CutLayers

@@ -6,12 +6,11 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import TimeoutExpired
 
 from spmd_engine.checkpoints import CheckpointFolder
-from spmd_engine.dataclass import dataclass
 from spmd_engine.errors import UsageError
 from spmd_engine.runtime.mpi_job import MPIJob, find_mpiexec, is_open_mpi
 from spmd_engine.signals import ENDING, REQUEUE, Handlers

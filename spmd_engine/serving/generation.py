@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, field
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from zlib import crc32
 
@@ -13,7 +13,6 @@ import numpy as np
 
 from spmd_engine.arrays.random import key_of
 from spmd_engine.comm.agreement import text_from_rank_zero
-from spmd_engine.dataclass import dataclass
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import UsageError
 from spmd_engine.serving.next_tokens import LOG_PROB, MARGIN, TOKEN, NextTokens, call

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from spmd_engine.configuration import Configuration, setting
-from spmd_engine.dataclass import dataclass
 from spmd_engine.errors import UsageError
 
 LARGEST = 1e6  #: of temperatures and penalties

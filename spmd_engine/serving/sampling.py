@@ -9,12 +9,12 @@ the other sequences of a batch can change it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from spmd_engine.arrays.random import gumbel_at
 from spmd_engine.comm.group import Group
-from spmd_engine.dataclass import dataclass
 from spmd_engine.serving.options import SamplingOptions
 
 _FIRST_CANDIDATES = 64  # of each rank, when the likeliest tokens that reach a probability are looked for

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import exp
 
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.dataclass import dataclass
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import NotFiniteError, UsageError
 from spmd_engine.sharding.shards import Shards

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.mesh_position import MeshPosition
-from spmd_engine.dataclass import dataclass
 
 THRESHOLD = 1 << 20  # bytes: below this, one more neighbour costs less than one more collective
 CAP = 32 << 20  # bytes: beyond this, neighbours share nothing: what is gathered for one is held for all

@@ -7,13 +7,13 @@ behind its own part, inside it, several neighbours away, or nowhere, if it has n
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
 
 from spmd_engine.comm.mesh_position import MeshPosition
-from spmd_engine.dataclass import dataclass
 from spmd_engine.sharding.notation import nested_span
 from spmd_engine.sharding.placement import ArrayPlacement, Interval, Placement
 from spmd_engine.sharding.rectangles import Rectangle

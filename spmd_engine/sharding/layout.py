@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from itertools import product
 from types import MappingProxyType
 
 import numpy as np
 
 from spmd_engine.comm.mesh_position import MeshPosition
-from spmd_engine.dataclass import dataclass
 from spmd_engine.errors import MeshError, NotationError
 from spmd_engine.sharding.notation import Spec, nested_span
 

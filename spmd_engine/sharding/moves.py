@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -11,7 +12,6 @@ import numpy as np
 from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.mesh_position import MeshPosition
-from spmd_engine.dataclass import dataclass
 from spmd_engine.errors import NotationError
 from spmd_engine.sharding.notation import Spec, nested_span
 from spmd_engine.sharding.placement import ArrayPlacement, Placement

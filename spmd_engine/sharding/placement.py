@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
 
@@ -10,7 +11,6 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.mesh_position import MeshPosition
-from spmd_engine.dataclass import dataclass
 from spmd_engine.errors import UsageError
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.sharding.notation import Spec

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 
 import numpy as np
@@ -10,7 +11,6 @@ import numpy as np
 from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.mesh_position import MeshPosition
-from spmd_engine.dataclass import dataclass
 from spmd_engine.errors import MeshError, NotationError
 from spmd_engine.sharding.moves import AllGather, AllToAll, GeneralMove, Move, Slice, beyond
 from spmd_engine.sharding.notation import Spec

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,6 @@ from spmd_engine.arrays.backend import CPU, Array, Backend, backend_of
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.pending import Pending
 from spmd_engine.comm.reducing import reduce_into
-from spmd_engine.dataclass import dataclass
 from spmd_engine.errors import UsageError
 from spmd_engine.sharding.pieces import (
     Blocks,

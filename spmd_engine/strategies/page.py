@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,6 @@ import numpy as np
 from spmd_engine.arrays.backend import Array
 from spmd_engine.arrays.random import key_of, normal
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.dataclass import dataclass
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.parameter_store import Index
 from spmd_engine.errors import UsageError

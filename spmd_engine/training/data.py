@@ -6,6 +6,7 @@ import hashlib
 import os
 import sysconfig
 from collections.abc import Iterable
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -14,7 +15,6 @@ import numpy as np
 from spmd_engine.arrays.random import integers, key_of
 from spmd_engine.comm.agreement import on_rank_zero
 from spmd_engine.comm.group import Group
-from spmd_engine.dataclass import dataclass
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, make_batch
 from spmd_engine.errors import UsageError

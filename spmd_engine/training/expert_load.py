@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import log
 from typing import Any, Self
-
-from spmd_engine.dataclass import dataclass
 
 
 @dataclass(frozen=True)

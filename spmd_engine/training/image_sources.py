@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gzip
 import os
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 
-from spmd_engine.dataclass import dataclass
 from spmd_engine.errors import UsageError
 from spmd_engine.formats import ImageFiles, MappedArray, image_files, npz_names, read_idx, read_npz
 from spmd_engine.training.array_data import part_of

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
 from spmd_engine.comm.pending import TIMEOUT
 from spmd_engine.configuration import Configuration, section_of, setting
-from spmd_engine.dataclass import dataclass
 from spmd_engine.engine.composition import Composition, ModelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.router_options import RouterOptions

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from string import ascii_uppercase, digits
 from typing import Any
 
 import numpy as np
 
 from spmd_engine.arrays.random import integers, key_of
-from spmd_engine.dataclass import dataclass
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, make_batch
 from spmd_engine.errors import UsageError

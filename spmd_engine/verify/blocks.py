@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import numpy as np
 
-from spmd_engine.dataclass import dataclass
 from spmd_engine.verify.report import Element
 
 Teams = dict[tuple[str, ...], list[list["ComparedBlock"]]]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
-
-from spmd_engine.dataclass import dataclass
 
 
 class Cause(Enum):

@@ -8,8 +8,8 @@ from __future__ import annotations
 import sysconfig
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from spmd_engine.dataclass import dataclass
 from spmd_engine.watchdog.activity import ranges
 from spmd_engine.watchdog.records import CallRecord, State
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from zlib import crc32
 
-from spmd_engine.dataclass import dataclass
 from spmd_engine.watchdog.activity import (
     BEAT,
     LINE,

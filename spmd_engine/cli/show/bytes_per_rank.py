@@ -4,12 +4,12 @@ and how much of it a step makes whole for a while, by its analysis."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
 
 import numpy as np
 
 from spmd_engine.comm.mesh_position import MeshPosition, all_positions
-from spmd_engine.dataclass import dataclass
 from spmd_engine.engine.assignment import PIPE
 from spmd_engine.engine.composition import Composition, composed_assignment, composed_layout
 from spmd_engine.engine.optimizers import AdamW, Optimizer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -14,7 +15,6 @@ from spmd_engine.cli.show.picture import COLOURS, PALE, Cell, Picture, text
 from spmd_engine.cli.show.ways_table import ways_on_mesh
 from spmd_engine.comm.mesh import Mesh, parse_axes
 from spmd_engine.comm.threads import run
-from spmd_engine.dataclass import dataclass
 from spmd_engine.errors import UsageError
 
 MOST = 12  # ranks

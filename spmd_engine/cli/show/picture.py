@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
-
-from spmd_engine.dataclass import dataclass
 
 #: Colours that colour-blind people tell apart (Okabe and Ito, 2008); labels say the same in words.
 ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"

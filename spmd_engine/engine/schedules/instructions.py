@@ -6,7 +6,7 @@ chunk a stage, which all schedules but the interleaved one have, a chunk's numbe
 
 from __future__ import annotations
 
-from spmd_engine.dataclass import dataclass
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar
 
-from spmd_engine.dataclass import dataclass
 from spmd_engine.engine.schedules.instructions import Backward, Compute, Forward
 from spmd_engine.engine.schedules.schedule import Schedule, staggered
 from spmd_engine.errors import UsageError

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import ClassVar
 
-from spmd_engine.dataclass import dataclass
 from spmd_engine.engine.schedules.instructions import Compute, Program
 from spmd_engine.engine.schedules.transfers import with_transfers
 from spmd_engine.errors import UsageError

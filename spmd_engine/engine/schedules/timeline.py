@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
-from spmd_engine.dataclass import dataclass
 from spmd_engine.engine.schedules.instructions import (
     Backward,
     BackwardInput,
