@@ -78,6 +78,7 @@ class Run:
         self._check_replicas_every = check_replicas_every
         self._phase = trainer.engine.mesh.activity.phase
         self._saving: Save | None = None  # begun, and not yet known to be complete
+        self._is_locked = False
         self.evaluation: Evaluation | None = None  #: the last one
         self._observers = (MetricsFile(), *observers) if self.engine.device_id == 0 else ()
 
@@ -97,7 +98,7 @@ class Run:
     def train(self, steps: int) -> float | None:
         """Steps until ``steps`` have been made in all. Returns the last validation loss. Collective."""
         self.engine.mesh.activity.folder = self.folder  # where a watchdog puts the stacks of a job that hangs
-        with self._locked(), self._observed(steps), StopFlag() as stop:
+        with self.locked(), self._observed(steps), StopFlag() as stop:
             self.trainer.stop = stop
             self._evaluate()
             self._tell_evaluated()
@@ -131,8 +132,33 @@ class Run:
 
     def save(self) -> None:
         """Write a checkpoint, and the folder if there is none. Collective."""
-        self._start_saving(must=True)
-        self._finish_saving(must=True)
+        with self.locked():
+            self._start_saving(must=True)
+            self._finish_saving(must=True)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """No other run writes here meanwhile; what a broken save left is swept. Collective.
+
+        ``train`` and ``save`` do so themselves; round both and ``resume`` or ``write_config``, it keeps others out from
+        the first file on. Raises UsageError on all ranks if another run is writing here.
+        """
+        if self._is_locked:
+            yield
+            return
+        lock = RunLock(self.folder)
+
+        def take() -> None:
+            lock.__enter__()
+            CheckpointFolder(self.folder).prepare()
+
+        try:
+            on_rank_zero(self.engine.group(), take)
+            self._is_locked = True
+            yield
+        finally:
+            self._is_locked = False
+            lock.__exit__()
 
     def write_config(self) -> None:
         """Make the folder, with ``config.json`` if there is a ``config``. Collective."""
@@ -220,21 +246,6 @@ class Run:
             text = trace.json()
             on_rank_zero(self.engine.group(), lambda: (self.folder / "trace.json").write_text(text or ""))
         yield from self.trainer.run(steps)
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """No other run writes here meanwhile; what a broken save left is swept."""
-        lock = RunLock(self.folder)
-
-        def take() -> None:
-            lock.__enter__()
-            CheckpointFolder(self.folder).prepare()
-
-        try:
-            on_rank_zero(self.engine.group(), take)
-            yield
-        finally:
-            lock.__exit__()
 
     # --- observers: on rank 0 alone -----------------------------------------------------------------------
 

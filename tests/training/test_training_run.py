@@ -255,6 +255,30 @@ def test_a_run_whose_config_is_lost_has_it_in_its_checkpoint(tmp_path):
         train(read_run(tmp_path / "run"), tmp_path / "run", resume=True)
 
 
+def test_a_second_run_is_refused_before_it_writes_anything(tmp_path):
+    """Also where the first one has not saved yet, and the second begins anew, as another job."""
+    jobs = [Job.of(model="mlp", steps=1, batch_size=4, eval_samples=2, learning_rate=rate) for rate in (0.1, 0.2)]
+    refused = []
+
+    class Second(Observer):
+        def stepped(self, report):
+            before = files_in(tmp_path)
+            with pytest.raises(UsageError, match="is being written by another run"):
+                train(jobs[1], tmp_path)
+            refused.append(files_in(tmp_path) == before)
+
+    run(lambda: train(jobs[0], tmp_path, observers=[Second()]), 1)
+    assert refused == [True] and read_run(tmp_path).training.learning_rate == 0.1
+    with pytest.raises(UsageError, match="no such checkpoint"):
+        train(jobs[0], tmp_path / "mistyped", resume=True)
+    assert not (tmp_path / "mistyped").exists()
+
+
+def files_in(folder):
+    """The bytes of each file, and when it was last written."""
+    return {each: (each.read_bytes(), each.stat().st_mtime_ns) for each in folder.rglob("*") if each.is_file()}
+
+
 @pytest.mark.parametrize("moved", [False, True], ids=["removed", "moved"])
 def test_a_folder_that_goes_in_mid_run_is_made_again(tmp_path, caplog, moved):
     class Remover(Observer):
