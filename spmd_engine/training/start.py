@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from spmd_engine.checkpoints import CheckpointFolder
-from spmd_engine.checkpoints.folder import find_checkpoint
+from spmd_engine.checkpoints.folder import find_checkpoint, replace_file
 from spmd_engine.checkpoints.pretrained import load_pretrained, with_shape
 from spmd_engine.checkpoints.pretrained_table import table
 from spmd_engine.checkpoints.read import read_manifest
-from spmd_engine.comm.agreement import on_rank_zero, text_from_rank_zero
+from spmd_engine.comm.agreement import text_from_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
 from spmd_engine.engine.composition import Composition
@@ -131,7 +131,7 @@ def _begin(made: Run, workload: Workload, resume: bool) -> list[str]:
         return []
     loaded = _load_weights(workload)
     made.write_config()
-    on_rank_zero(made.engine.group(), lambda: _keep_tokenizer(workload, made.folder))
+    made.on_rank_zero(lambda: _keep_tokenizer(workload, made.folder))
     return loaded
 
 
@@ -197,7 +197,7 @@ def _keep_tokenizer(workload: Workload, folder: Path) -> None:
     """The run's folder has the files of the tokenizer by which its model reads and writes."""
     if isinstance(workload.corpus, PreparedData):
         for name, text in workload.corpus.file.tokenizer.items():
-            (folder / name).write_text(text)
+            replace_file(folder / name, text)
 
 
 def _rebalancing(composition: Composition, trainer: Trainer) -> dict[str, Callable[[int], None]]:
