@@ -98,14 +98,21 @@ class CheckpointFolder:
         return self.path / (f"step-{step:08d}" + (f".{max(again) + 1}" if again else ""))
 
     def _point_to(self, complete: Path) -> None:
-        """Let ``latest`` be a link to it: for people; the newest is found by its number. Not all systems have links."""
-        link = self.path / f"{LATEST}-{uuid.uuid4().hex}"
-        latest = self.path / LATEST
-        if latest.is_dir() and not latest.is_symlink():  # of a run that was copied by what follows links
-            discard(latest)
-        with suppress(OSError):
+        """Let ``latest`` be a link to it: for people; the newest is found by its number. Not all systems have links.
+
+        What else somebody has put there under that name stays.
+        """
+        link, latest = self.path / f"{LATEST}-{uuid.uuid4().hex}", self.path / LATEST
+        if not latest.is_symlink():
+            if (latest / MANIFEST).is_file():  # of a run that was copied by what follows links
+                discard(latest)
+            elif os.path.lexists(latest):
+                return
+        try:
             link.symlink_to(complete.name)
             os.replace(link, latest)
+        except OSError:
+            discard(link)
 
     def _remove_all_but(self, keep: int) -> None:
         for each in self._old(keep):

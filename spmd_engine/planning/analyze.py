@@ -63,9 +63,9 @@ def analyze(
     dtype = np.dtype(dtype or (model.dtype if isinstance(model, ModelConfig) else np.float32))
     place = MeshPosition(dict(axes), dict.fromkeys(axes, 0))
     layout = layout if layout is not None else composed_layout(built, place, composition)
-    sizes = {part.stop - part.start for part in (span(batch_size, micro_batches, m) for m in range(micro_batches))}
+    samples = [part.stop - part.start for part in (span(batch_size, micro_batches, m) for m in range(micro_batches))]
     shared = [] if every else _shared_between_stages(built, layout, composition, axes, dtype.itemsize)
-    classes = every_rank(axes) if every else classes_of(built, layout, axes, sizes, shared, sequence)
+    classes = every_rank(axes) if every else classes_of(built, layout, axes, set(samples), shared, sequence)
     ranks = ForetoldRanks(axes, classes, MeetingPoint(), nodes or ["here"] * prod(axes.values()))
     found = members(classes)
     uniform = not every and len(found) == axes.get(PIPE, 1)  # else ranks that differ meet inside of layers
@@ -75,7 +75,9 @@ def analyze(
         rank = Foretold(built, ranks, composition, layout, dtype, backend, choose, optimizer or AdamW())
         sizes = batch_size, micro_batches, sequence
         programs = [
-            partial(rank.step, numbers[0], sizes, cache if uniform else PassCache(), scope, kinds)
+            partial(rank.step, numbers[0], sizes, cache, scope, kinds, ())
+            if uniform
+            else partial(rank.step, numbers[0], sizes, PassCache(), scope, kinds, samples)
             for numbers in found.values()
         ]
         steps = ranks.meeting.run(programs)
@@ -118,7 +120,9 @@ class Foretold:
     choose: str
     optimizer: Optimizer
 
-    def step(self, number: int, sizes: tuple, cache: PassCache, scope: Hashable, kinds: Mapping) -> tuple:
+    def step(
+        self, number: int, sizes: tuple, cache: PassCache, scope: Hashable, kinds: Mapping, samples: Sequence[int]
+    ) -> tuple:
         """The step of one rank, and what was assumed about values."""
         recorder, axes = Recorder(Meter(self.choose)), self.ranks.axes
         with metered(recorder.meter):
@@ -130,7 +134,7 @@ class Foretold:
             watch_storage(engine, recorder)
             optimizer = copy(self.optimizer)
             optimizer.state = {}
-            passes = Passes(recorder, cache, scope, self.choose, kinds)
+            passes = Passes(recorder, cache, scope, self.choose, kinds, samples)
             return run_step(engine, optimizer, passes, sizes), list(recorder.meter.notes)
 
 

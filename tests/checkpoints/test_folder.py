@@ -1,5 +1,6 @@
 """One rename makes a checkpoint: a save that is killed, at whatever moment, leaves the old one or the new one."""
 
+import errno
 import os
 import signal
 from pathlib import Path
@@ -144,6 +145,26 @@ def test_a_run_has_one_writer(tmp_path):
         RunLock(tmp_path).__enter__()
     with RunLock(tmp_path):
         pass
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_told_and_a_second_writer_found(tmp_path, monkeypatch, caplog, number):
+    """As of one host that does not see another's lock: who came first finds the other before it writes."""
+
+    def flock(handle, how):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with RunLock(tmp_path) as first:
+        first.check()
+        assert "this file system has no locks" in caplog.text and "has ended: process" not in caplog.text
+        with RunLock(tmp_path) as second:
+            assert f"see that the last one has ended: process {os.getpid()} on " in caplog.text
+            second.check()
+            with pytest.raises(UsageError, match=rf"another run \(process {os.getpid()} on .* after this one"):
+                first.check()
+    (tmp_path / ".lock").unlink()
+    first.check()  # of a folder that was moved away
 
 
 def test_a_checkpoint_that_was_renamed_to_another_step_is_refused(tmp_path):

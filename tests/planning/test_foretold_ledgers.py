@@ -92,6 +92,18 @@ def test_a_step_sends_what_was_foretold(case):
     assert merged.calls == sum(calls for ledger in real for calls, _, _ in ledger.values())
 
 
+@pytest.mark.parametrize(
+    ("batch_size", "micro_batches"), [(3, 2), pytest.param(1, 2, marks=pytest.mark.soak)], ids=["uneven", "empty"]
+)
+def test_a_recut_of_micro_batches_of_several_sizes(batch_size, micro_batches):
+    """Rank 0 has a sample of each after the recut, and others have none of the last: what one has tells not of all."""
+    model = convnet(ImageShape(), "convnet", channels=(4, 4), recut_after=1)
+    axes, how = {"rows": 2}, {"batch_size": batch_size, "micro_batches": micro_batches, "dtype": np.float64}
+    foretold = analyze(model, axes, Composition(), **how)
+    for rank, ledger in enumerate(ledgers(model, axes, Composition(), **how)):
+        assert foretold.of_rank(rank).ledger() == ledger, f"rank {rank}"
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("case", MORE, ids=case_id)
 def test_more_steps_send_what_was_foretold(case):
