@@ -65,6 +65,7 @@ def analyze(
     layout = layout if layout is not None else composed_layout(built, place, composition)
     sizes = {part.stop - part.start for part in (span(batch_size, micro_batches, m) for m in range(micro_batches))}
     shared = [] if every else _shared_between_stages(built, layout, composition, axes, dtype.itemsize)
+    shared += [((axis,), shares) for axis, shares in composition.storage.shares.items()]
     classes = every_rank(axes) if every else classes_of(built, layout, axes, sizes, shared, sequence)
     ranks = ForetoldRanks(axes, classes, MeetingPoint(), nodes or ["here"] * prod(axes.values()))
     found = members(classes)

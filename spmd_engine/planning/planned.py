@@ -185,8 +185,9 @@ def fixed_plan(request: Request) -> Answer:
     )
     micro_batches = fixed.get("micro_batches", 1)
     place = MeshPosition(dict(axes), dict.fromkeys(axes, 0))
-    cut = composed_layout(request.model, place, composition).axes("b")
-    check_batch(request.batch_sizes[0], micro_batches, place.axis_size(cut))
+    check_batch(
+        request.batch_sizes[0], micro_batches, composed_layout(request.model, place, composition).spec("b"), place
+    )
     seen = look(request.model, machine, axes, composition, request.batch_sizes[0], micro_batches, **request.analyzed)
     limits = within(request.limits, machine)
     needs = {

@@ -62,7 +62,8 @@ class Shards:
 
     def span(self, letter: str, length: int, where: str = "inside") -> slice:
         """This rank's part of a letter that is ``length`` long in all."""
-        return nested_span(length, self.layout.axes(letter, where), self.mesh.axes, self.mesh.coordinates)
+        axes, weights = self.layout.axes(letter, where), self.layout.weights(letter, where)
+        return nested_span(length, axes, self.mesh.axes, self.mesh.coordinates, weights)
 
     def parts(self, letter: str, count: int) -> tuple[int, ...]:
         """In which part each of this layer's ``count`` elements of a letter is: see ``Layout.parts``."""
