@@ -69,7 +69,7 @@ def analyze(
     classes = every_rank(axes) if every else classes_of(built, layout, axes, sizes, shared, sequence)
     ranks = ForetoldRanks(axes, classes, MeetingPoint(), nodes or ["here"] * prod(axes.values()))
     found = members(classes)
-    uniform = not every and len(found) == axes.get(PIPE, 1)  # else ranks that differ meet inside of layers
+    uniform = not every and _alike_inside(built, layout, axes, sizes, sequence, len(found))
     scope = cache.number((choose, loops_are_there(), _cuts(layout, axes)))
     kinds = {name: (cache.kind(layer), _told(layer, axes)) for name, layer in built.layers}
     with on_shapes() as backend:
@@ -91,6 +91,18 @@ def analyze(
         composition.changed(mesh=dict(axes)).as_json(),
         list(notes),
     )
+
+
+def _alike_inside(
+    model: Model, layout: Layout, axes: Mapping[str, int], samples: set[int], sequence: int | None, classes: int
+) -> bool:
+    """Whether the ranks that meet inside of layers are all alike, though some may differ in what they store."""
+    stages = axes.get(PIPE, 1)
+    if classes == stages:
+        return True
+    if any(layer.buffers or layer.side_outputs for _, layer in model.layers):  # which meet over the batch, too
+        return False
+    return len(members(classes_of(model, layout, axes, samples, (), sequence))) == stages
 
 
 def _cuts(layout: Layout, axes: Mapping[str, int]) -> Hashable:

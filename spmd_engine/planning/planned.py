@@ -23,6 +23,7 @@ from spmd_engine.planning.search import Certificate, Found, Planner
 
 MISFIT = 1  #: the exit code where nothing fits
 MOST_TO_SIMULATE = 20_000  #: layers times micro-batches of a pipeline's filling, beyond which estimates must do
+LOOKING = 1.0  #: seconds of the processor for looking closely at more than what was estimated to be best
 TIGHTENED = 4  #: searches at most, each within limits that make up for how far the estimates of the last one erred
 
 
@@ -73,7 +74,7 @@ class _Looking:
 
     def at_each(self, estimates: Sequence[Estimate]) -> list[_Seen]:
         """As many as there is time for, the first anyway."""
-        deadline, seen = process_time() + self.request.seconds, []
+        deadline, seen = process_time() + min(self.request.seconds, LOOKING), []
         for each in estimates:
             if seen and process_time() > deadline:
                 break
