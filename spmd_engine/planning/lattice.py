@@ -37,6 +37,8 @@ class Candidate:
     chunks: int = 1
     recompute: str = "none"
     stages: tuple[int, ...] | None = None  #: the first layer of each chunk; None: to be chosen
+    shares: str | None = None  #: of the samples, by rank; None: as many each, or what the base says
+    state_shares: str | None = None  #: the same of what is stored in parts
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -72,6 +74,8 @@ class Candidate:
             chunks=self.chunks if pipeline and self.chunks > 1 else None,
             stages=",".join(map(str, self.stages)) if pipeline and self.stages else None,
             recompute=self.recompute,
+            shares=self.shares or base.shares,
+            state_shares=self.state_shares or base.state_shares,
         )
 
     def __str__(self) -> str:
@@ -81,6 +85,8 @@ class Candidate:
         parts += [f"{self.schedule}" + (f" of {self.chunks} chunks" if self.chunks > 1 else "")] * (self.pipe > 1)
         parts += [f"{self.micro_batches} micro-batches"] * (self.micro_batches > 1)
         parts += [f"recompute {self.recompute}"] * (self.recompute != "none")
+        parts += [f"shares {self.shares}"] * bool(self.shares)
+        parts += [f"state shares {self.state_shares}"] * bool(self.state_shares)
         return "; ".join(parts)
 
 

@@ -86,6 +86,9 @@ def command_of(answer: Answer) -> str:
     words += [f"--chunks {composition.chunks}"] * bool(composition.chunks)
     words += [f"--stages {composition.stages}"] * bool(composition.stages)
     words += [f"--recompute {composition.recompute}"] * (composition.recompute != "none")
+    words += [f"--shares {composition.shares}"] * bool(composition.shares)
+    words += [f"--state-shares {composition.state_shares}"] * bool(composition.state_shares)
+    words += [f"--min-tensor-size {composition.min_tensor_size}"] * bool(composition.min_tensor_size)
     return " ".join(words)
 
 
