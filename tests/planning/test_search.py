@@ -109,7 +109,7 @@ def test_a_schedule_takes_as_long_as_on_paper(name, chunks):
 
 
 def test_what_is_stored_in_parts_may_stay_inside_a_node():
-    """Hybrid sharding: with replicas on nodes of four ranks, as many as fill one share a part; without ZeRO, nothing."""
+    """Hybrid sharding: with replicas on nodes of four ranks, a node shares the parts; without ZeRO, nothing."""
     model = build_model("gpt-nano")
     space = SearchSpace(model, [8], [16], 4, axes=("data", "model", "replicate", "shard"))
     found = [each for each in candidates(space) if "shard" in each.mesh]
