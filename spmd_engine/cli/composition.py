@@ -78,11 +78,30 @@ _OPTIONS = [
         show_default=True,
         help="... and none that would make it larger than this.",
     ),
+    click.option(
+        "--shares",
+        metavar="AXIS=N:N...,...",
+        help="Of the samples, for unequal ranks: data=3:1 gives the first thrice as many. [default: as many each]",
+    ),
+    click.option(
+        "--state-shares",
+        metavar="AXIS=N:N...,...",
+        help="The same of what --zero stores in parts: by memory, where --shares go by speed. [default: as much each]",
+    ),
+    click.option(
+        "--min-tensor-size",
+        metavar="BYTES",
+        type=int,
+        default=default_of(Composition, "min_tensor_size"),
+        show_default=True,
+        help="Parameters below this --zero stores in no parts: they are whole on every rank.",
+    ),
 ]
 #: Names of these options: but for ``compress``, they say how something is computed, not what.
 COMPOSITION = (
     "zero", "sequence_parallel", "context_method", "experts_over", "rebalance_every", "recut_after", "schedule",
-    "chunks", "stages", "recompute", "compress", "group_threshold", "group_cap",
+    "chunks", "stages", "recompute", "compress", "group_threshold", "group_cap", "shares", "state_shares",
+    "min_tensor_size",
 )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ __all__ = ["AUTO", "planned_here", "planned_values"]
 #: Options that a plan decides: who gives one of them beside a plan contradicts it.
 DECIDED = (
     "mesh", "zero", "sequence_parallel", "context_method", "schedule", "chunks", "stages", "recompute",
-    "micro_batches", "batch_size", "optimizer", "dtype",
+    "shares", "state_shares", "min_tensor_size", "micro_batches", "batch_size", "optimizer", "dtype",
 )  # fmt: skip
 
 

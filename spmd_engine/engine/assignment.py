@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from spmd_engine.comm.mesh_position import MeshPosition
+from spmd_engine.engine.shares import Shares, shares_along
 from spmd_engine.engine.stages import Division, divide
 from spmd_engine.errors import UsageError
 from spmd_engine.models.model import Model
@@ -35,6 +36,8 @@ class Storage:
     threshold: int = THRESHOLD  #: bytes at which a group is closed
     cap: int = CAP  #: bytes beyond which no neighbour joins a group
     compress: str = "none"  #: how gradients travel: see ``compression``
+    shares: Shares = field(default_factory=dict)  #: of the ranks along an axis, of what is in parts; else as much each
+    min_tensor_size: int = 0  #: bytes below which a parameter's state is in no parts
 
     def stage(self, axes: Mapping[str, int]) -> int:
         """The stage of ZeRO on a mesh with these axes."""
@@ -50,6 +53,11 @@ class Storage:
             return ()
         replicas = {"replicate"} if self.zero is not None else {"replicate", "data", "expert"}
         return tuple(axis for axis in summed if axis not in replicas)
+
+    def sum_of(self, size: int, summed: tuple[str, ...], stages: tuple[int, ...], axes: Mapping[str, int]) -> Sum:
+        """How the gradient of a parameter of ``size`` bytes is summed, and who stores what of it."""
+        cut = self.cut(summed, axes) if size >= self.min_tensor_size else ()
+        return Sum(summed, cut, stages, shares_along(cut, axes, self.shares))
 
 
 @dataclass(frozen=True)
@@ -101,11 +109,13 @@ def assign(
         spec = layout.spec(parameter.dims)
         brought = layout.axes(parameter.element[0]) if parameter.element else ()
         over = tuple(axis for axis in shards.axes(parameter.summed, parameter.where) if axis not in brought)
-        summed = Sum(over, storage.cut(over, place.axes), holders[name] if len(holders[name]) > 1 else ())
         largest = prod(spec.largest_shape(shape, place))
+        stages_of_it = holders[name] if len(holders[name]) > 1 else ()
+        summed = storage.sum_of(largest * itemsize, over, stages_of_it, place.axes)
         chunk = min(number for number in chunks_of[name] if number in mine)
         block = spec.local_shape(shape, place)
-        members.append(Member(name, block, parameter.decay, summed, largest, chunk, homes.get(name)))
+        small = largest * itemsize < storage.min_tensor_size
+        members.append(Member(name, block, parameter.decay, summed, largest, chunk, homes.get(name), small))
     groups = make_groups(members, itemsize, storage.threshold, storage.cap)
     here = [group for group in groups if group.home is None or group.home.has(place)]
     layers = [layer for number in mine for layer in chunks[number]]

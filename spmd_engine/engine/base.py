@@ -368,11 +368,6 @@ class ShardedEngine(Collectives, ABC):
         """The whole outputs, from each rank's block of them. Collective over the axes that cut them."""
         return Spec.parse(self.output_sharding).gather(y, self.mesh, label=label) if self.output_sharding else y
 
-    def batch_parts(self) -> int:
-        """In how many parts a micro-batch is cut: it must hold at least so many samples."""
-        dims = Spec.parse(self.input_sharding).dims
-        return self.mesh.axis_size(dims[0][1]) if dims else 1
-
     def count(self, batch: Batch) -> float:
         """The number of terms in the global mean: of all targets that are not masked, over all ranks."""
         if batch.count is not None:

@@ -9,9 +9,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
+from spmd_engine.comm.mesh_position import MeshPosition
 from spmd_engine.comm.spans import span
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.documents import Documents
+from spmd_engine.sharding.notation import Spec
 
 
 class CutsBatches(Protocol):
@@ -83,15 +85,24 @@ def make_batch(
     return Batch(parts, step, count)
 
 
-def check_batch(size: int, micro_batches: int, parts: int) -> None:
-    """Raise UsageError if a micro-batch has fewer samples than the ``parts`` that it is cut into."""
-    smallest = size // micro_batches
+def check_batch(size: int, micro_batches: int, inputs: Spec, mesh: MeshPosition) -> None:
+    """Raise UsageError if of a micro-batch, cut as the first dim of ``inputs`` on a mesh, a rank gets no sample."""
+    over = inputs.dims[0][1] if inputs.dims else ()
+    smallest, parts = size // micro_batches, mesh.axis_size(over)
     if smallest < parts:
         raise UsageError(
             f"--batch-size {size} in {micro_batches} micro-batch(es) gives {smallest} "
             f"sample(s) each, fewer than the {parts} rank(s) that it is cut over. Raise --batch-size to "
             f"{parts * micro_batches} or more, or take fewer micro-batches, or a smaller data axis in --mesh"
         )
+    for samples in sorted({smallest, -(-size // micro_batches)}) if inputs.weights else ():
+        parts = [inputs.part(0, samples, peer) for peer in mesh.peers(over)]
+        if any(part.start == part.stop for part in parts):
+            raise UsageError(
+                f"--batch-size {size} in {micro_batches} micro-batch(es) gives {samples} sample(s) each, which cut as "
+                f'"{inputs}" leave a rank none. Raise --batch-size, or take fewer micro-batches, or --shares '
+                "that are nearer to each other"
+            )
 
 
 def batch_of(inputs: Array, targets: Array, engine: CutsBatches, micro_batches: int = 1, step: int = 0) -> Batch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from spmd_engine.engine.assignment import PIPE, Assignment, Storage, assign
 from spmd_engine.engine.compression import compression
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.recompute import Recompute
+from spmd_engine.engine.shares import STATE, WORK, Shares, misfit, parse_shares
 from spmd_engine.engine.stages import Division, divide, parse_division
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.names import CONTEXT_METHODS
@@ -101,16 +102,26 @@ class Composition(Configuration):
     compress: str = "none"  #: how gradients travel: see ``compression``
     group_threshold: int = setting(THRESHOLD, least=0)  #: bytes up to which neighbouring parameters share a collective
     group_cap: int = setting(CAP, least=0)  #: bytes beyond which no neighbour joins a group
+    shares: str | None = None  #: of the samples, by rank along an axis, as in "data=3:1"; None: as many each
+    state_shares: str | None = None  #: the same of what ZeRO stores in parts; None: as much each
+    min_tensor_size: int = setting(0, least=0)  #: bytes below which ZeRO stores no parameter in parts
 
     def __post_init__(self) -> None:
         super().__post_init__()
         compression(self.compress)
         parse_division(self.stages or "even")
+        _ = self.work_shares, self.storage
+
+    @property
+    def work_shares(self) -> Shares:
+        """What each rank along an axis has of the samples, beside the others; axes not named cut evenly."""
+        return parse_shares(self.shares, "--shares", WORK, least=1)
 
     @property
     def storage(self) -> Storage:
         """How parameters, gradients and optimizer state are stored."""
-        return Storage(self.zero, self.group_threshold, self.group_cap, self.compress)
+        shares = parse_shares(self.state_shares, "--state-shares", STATE, least=0)
+        return Storage(self.zero, self.group_threshold, self.group_cap, self.compress, shares, self.min_tensor_size)
 
     @property
     def expert_axes(self) -> tuple[str, ...] | None:
@@ -154,6 +165,8 @@ class Composition(Configuration):
             refuse("axis 'replicate'", "it says that state is in parts over another axis", "Name it data, or add shard")
         if not compression(self.compress).in_parts and self.storage.stage(axes):
             refuse(f"--compress {self.compress}", "ZeRO needs parts of sums", "Choose float16 or bfloat16")
+        for name, why in self._misfitting_shares(axes).items():
+            refuse(f"{_flag(name)} {getattr(self, name)}", why, "Give a share for each rank of an axis")
         for axis in self.expert_axes or ():
             if axis not in axes:
                 refuse(f"--experts-over {self.experts_over}", f"there is no axis {axis!r}", "Name axes of the mesh")
@@ -165,6 +178,11 @@ class Composition(Configuration):
             more = note_of_thin_cut(model, axes), note_of_shared_keys(model, axes)
             notices += [*self._about_experts(axes, model), *filter(None, more)]
         return notices
+
+    def _misfitting_shares(self, axes: Mapping[str, int]) -> dict[str, str]:
+        """Fields of shares that do not go with a mesh, and why."""
+        each = {"shares": self.work_shares, "state_shares": self.storage.shares}
+        return {name: why for name, shares in each.items() if (why := misfit(shares, axes))}
 
     def _about_experts(self, axes: Mapping[str, int], model: Model) -> list[str]:
         """Notices of ranks that will have no experts, or none to have."""
@@ -193,7 +211,16 @@ class Composition(Configuration):
             f"--chunks {self.chunks}": (self.chunks and not pipeline, "pipe of 2 or more"),
             f"--stages {self.stages}": (self.stages and not pipeline, "pipe of 2 or more"),
         }
-        return [
+        in_parts = {
+            f"--state-shares {self.state_shares}": self.state_shares,
+            f"--min-tensor-size {self.min_tensor_size}": self.min_tensor_size,
+        }
+        stored = [
+            f"{what} has no effect without --zero: nothing is stored in parts"
+            for what, given in in_parts.items()
+            if given and not self.storage.stage(axes)
+        ]
+        return stored + [
             f"{what} has no effect with --mesh {mesh}: there is no axis {axis}"
             for what, (missing, axis) in needed.items()
             if missing
@@ -205,6 +232,11 @@ class Composition(Configuration):
         """This composition on another mesh than the one it was made for, and a notice for each part that is left out,
         since the mesh cannot have it. Fields that are ``given`` stay; raises UsageError if then nothing fits.
         """
+        unfit = {name: why for name, why in self._misfitting_shares(axes).items() if name not in given}
+        if unfit:
+            fitting, notices = self.changed(**dict.fromkeys(unfit)).fitted(axes, model, given)
+            left_out = [f"goes on without {_flag(name)} {getattr(self, name)} ({why})" for name, why in unfit.items()]
+            return fitting, left_out + notices
         try:
             self.check(axes, model)
         except UsageError as error:
@@ -219,6 +251,10 @@ class Composition(Configuration):
                 return fitting, [f"goes on without {listed} ({error})"]
             raise
         return self, []
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def build_engine(
@@ -250,7 +286,7 @@ def composed_layout(model: Model, place: MeshPosition, composition: Composition)
     """What the axes of a mesh cut of this model, as the composition has it; raises UsageError for what makes no sense
     there."""
     composition.check(place.axes, model)
-    return layout_for(
+    layout = layout_for(
         model,
         place,
         sequence_parallel=composition.sequence_parallel,
@@ -258,6 +294,7 @@ def composed_layout(model: Model, place: MeshPosition, composition: Composition)
         zigzag="context" in place.axes and composition.context_method != "ulysses",
         experts_over=composition.expert_axes,
     )
+    return replace(layout, shares=composition.work_shares)
 
 
 def composed_assignment(

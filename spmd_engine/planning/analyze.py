@@ -65,10 +65,11 @@ def analyze(
     layout = layout if layout is not None else composed_layout(built, place, composition)
     samples = [part.stop - part.start for part in (span(batch_size, micro_batches, m) for m in range(micro_batches))]
     shared = [] if every else _shared_between_stages(built, layout, composition, axes, dtype.itemsize)
+    shared += [((axis,), shares) for axis, shares in composition.storage.shares.items()]
     classes = every_rank(axes) if every else classes_of(built, layout, axes, set(samples), shared, sequence)
     ranks = ForetoldRanks(axes, classes, MeetingPoint(), nodes or ["here"] * prod(axes.values()))
     found = members(classes)
-    uniform = not every and len(found) == axes.get(PIPE, 1)  # else ranks that differ meet inside of layers
+    uniform = not every and _alike_inside(built, layout, axes, set(samples), sequence, len(found))
     scope = cache.number((choose, loops_are_there(), _cuts(layout, axes)))
     kinds = {name: (cache.kind(layer), _told(layer, axes)) for name, layer in built.layers}
     with on_shapes() as backend:
@@ -92,6 +93,18 @@ def analyze(
         composition.changed(mesh=dict(axes)).as_json(),
         list(notes),
     )
+
+
+def _alike_inside(
+    model: Model, layout: Layout, axes: Mapping[str, int], samples: set[int], sequence: int | None, classes: int
+) -> bool:
+    """Whether the ranks that meet inside of layers are all alike, though some may differ in what they store."""
+    stages = axes.get(PIPE, 1)
+    if classes == stages:
+        return True
+    if any(layer.buffers or layer.side_outputs for _, layer in model.layers):  # which meet over the batch, too
+        return False
+    return len(members(classes_of(model, layout, axes, samples, (), sequence))) == stages
 
 
 def _cuts(layout: Layout, axes: Mapping[str, int]) -> Hashable:

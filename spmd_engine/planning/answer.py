@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -192,9 +193,23 @@ def plan_file_of(answer: Answer, model: str) -> PlanFile:
 
 
 def within(limits: Limits, machine: Machine) -> Limits:
-    """The limits, and the memory that ranks have."""
-    least = min(machine.memory_of(rank) for rank in _one_of_each(machine))
-    return replace(limits, memory=min(limits.memory or least, least))
+    """The limits, and the memory that ranks have: of unlike ones, the mean of it, since what they store may be uneven;
+    whether each has room is seen of a plan's whole step."""
+    rooms = (
+        rooms_of(limits, machine) if machine.unlike else [room_of(limits, machine, r) for r in _one_of_each(machine)]
+    )
+    return replace(limits, memory=fmean(rooms) if machine.unlike else min(rooms))
+
+
+def rooms_of(limits: Limits, machine: Machine) -> list[float]:
+    """Bytes that each rank may hold."""
+    return [room_of(limits, machine, rank) for rank in range(machine.ranks)]
+
+
+def room_of(limits: Limits, machine: Machine, rank: int) -> float:
+    """Bytes that a rank may hold."""
+    room = machine.memory_of(rank)
+    return min(limits.memory or room, room)
 
 
 def _one_of_each(machine: Machine) -> list[int]:

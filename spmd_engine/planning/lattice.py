@@ -21,6 +21,7 @@ from spmd_engine.sharding.layout import TENSOR
 
 LONG_CONTEXT = 8192  #: positions from which cutting the sequence is looked at, unless axes are named
 PIPE, BATCH = "pipe", ("data", "replicate", "shard", "expert")
+HYBRID = ("replicate", "shard")  #: axes of hybrid sharding, in the place of data
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class Candidate:
     chunks: int = 1
     recompute: str = "none"
     stages: tuple[int, ...] | None = None  #: the first layer of each chunk; None: to be chosen
+    shares: str | None = None  #: of the samples, by rank; None: as many each, or what the base says
+    state_shares: str | None = None  #: the same of what is stored in parts
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -72,6 +75,8 @@ class Candidate:
             chunks=self.chunks if pipeline and self.chunks > 1 else None,
             stages=",".join(map(str, self.stages)) if pipeline and self.stages else None,
             recompute=self.recompute,
+            shares=self.shares or base.shares,
+            state_shares=self.state_shares or base.state_shares,
         )
 
     def __str__(self) -> str:
@@ -81,6 +86,8 @@ class Candidate:
         parts += [f"{self.schedule}" + (f" of {self.chunks} chunks" if self.chunks > 1 else "")] * (self.pipe > 1)
         parts += [f"{self.micro_batches} micro-batches"] * (self.micro_batches > 1)
         parts += [f"recompute {self.recompute}"] * (self.recompute != "none")
+        parts += [f"shares {self.shares}"] * bool(self.shares)
+        parts += [f"state shares {self.state_shares}"] * bool(self.state_shares)
         return "; ".join(parts)
 
 
@@ -133,12 +140,37 @@ def meshes(choices: SearchSpace) -> Iterator[dict[str, int]]:
             for ordered in _orders(axes, choices.node_ranks):
                 if _can_be(model, ordered):
                     yield ordered
+                    yield from _hybrid(choices, ordered)
+
+
+def _hybrid(choices: SearchSpace, axes: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """The same with ``data`` as replicas of what is stored in parts inside a node: what ZeRO gathers stays there, and
+    between nodes travels a part of the gradients. Of groups inside a node the largest stores least."""
+    if choices.zero == 0 or "data" not in axes or not {*HYBRID} <= {*(choices.axes or HYBRID)}:
+        return
+    order = list(axes)
+    inner = prod(axes[axis] for axis in order[order.index("data") + 1 :])
+    shard, rest = divmod(choices.node_ranks, inner)
+    if rest or not 1 < shard < axes["data"] or axes["data"] % shard:
+        return
+    apart = {"replicate": axes["data"] // shard, "shard": shard}
+    yield {name: n for axis in order for name, n in (apart.items() if axis == "data" else [(axis, axes[axis])])}
+
+
+def across_nodes(axes: Mapping[str, int], node_ranks: int) -> tuple[list[str], list[str]]:
+    """Axes along which ranks are on one node, and those along which some are not, as ranks fill nodes of so many in
+    their order."""
+    inside, across, stride = [], [], 1
+    for axis, size in reversed(axes.items()):
+        stride *= size
+        (inside if stride <= node_ranks and node_ranks % stride == 0 else across).insert(0, axis)
+    return inside, across
 
 
 def axes_that_cut(model: Model) -> list[str]:
     """Mesh axes that cut something of a model, the outermost first; those that are only taken where named, too."""
     queries = ["queries"] * any("r" in layer.sizes for _, layer in model.layers)
-    return [*_limits(model, ["context"]), *queries]
+    return [*_limits(model, ["context"]), *queries, *HYBRID]
 
 
 def _limits(model: Model, named: Sequence[str] = ()) -> dict[str, int]:
@@ -202,7 +234,8 @@ def _on(choices: SearchSpace, axes: Mapping[str, int], batch_size: int) -> Itera
     stored = prod(size for axis, size in axes.items() if axis in (*BATCH, "context"))
     tokens = "s" in model.inputs.split()
     micro = [choices.micro_batches] if choices.micro_batches else micro_batch_numbers(batch_size, cut, pipe)
-    zeros = [choices.zero] if choices.zero is not None else range(4) if stored > 1 else [0]
+    hybrid = choices.mesh is None and "shard" in axes  # which says nothing without state in parts
+    zeros = [choices.zero] if choices.zero is not None else range(int(hybrid), 4) if stored > 1 else [0]
     parallel = [choices.sequence_parallel] if choices.sequence_parallel is not None else [False, True]
     attends = any(layer.attends for _, layer in model.layers)
     blocks = any("/" in name for name, _ in model.layers)

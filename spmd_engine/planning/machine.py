@@ -152,6 +152,19 @@ class Machine:
         node = self.node(rank)
         return node.memory / node.ranks if node.cores is not None else node.memory
 
+    def crowd(self, rank: int) -> float:
+        """By how much a rank is slowed while all ranks of its node compute, and share its cores."""
+        node = self.node(rank)
+        return max(1.0, node.ranks / node.cores) if node.cores is not None else 1.0
+
+    @cached_property
+    def unlike(self) -> bool:
+        """Whether nodes of several kinds differ in how fast a rank is, or in what it may hold."""
+        numbers = {node.name: number for number, node in enumerate(self.nodes)}
+        firsts = [sum(node.count * node.ranks for node in self.nodes[:number]) for number in numbers.values()]
+        kinds = ((self.node(rank), self.memory_of(rank), self.crowd(rank)) for rank in firsts)
+        return len({(str(node.speeds), node.memory_bandwidth, room, crowd) for node, room, crowd in kinds}) > 1
+
     def with_ranks(self, ranks: int) -> Machine:
         """This machine with as many nodes, the last one perhaps not full, as ``ranks`` need.
 

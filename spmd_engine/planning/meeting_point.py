@@ -54,7 +54,8 @@ class MeetingPoint:
 
         def body(number: int) -> None:
             try:
-                results[number] = programs[number]()
+                with self._condition:  # one at a time, until it waits: they would only take the interpreter from others
+                    results[number] = programs[number]()
             except BaseException as error:
                 self.fail(error)
 

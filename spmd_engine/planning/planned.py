@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter, process_time
 
@@ -10,7 +10,7 @@ from spmd_engine.comm.mesh_position import MeshPosition
 from spmd_engine.engine.batch import check_batch
 from spmd_engine.engine.composition import composed_layout
 from spmd_engine.errors import UsageError
-from spmd_engine.planning.answer import Answer, Request, within
+from spmd_engine.planning.answer import Answer, Request, rooms_of, within
 from spmd_engine.planning.conflict import MORE, Conflict, Question, WayOut, closest, conflict_of, instead
 from spmd_engine.planning.estimate import Estimate
 from spmd_engine.planning.foresight import Foresight, look, look_at
@@ -20,9 +20,11 @@ from spmd_engine.planning.passes import PassCache
 from spmd_engine.planning.profile import with_even_vocabulary
 from spmd_engine.planning.reasons import reasons
 from spmd_engine.planning.search import Certificate, Found, Planner
+from spmd_engine.planning.unequal import needed, state_shares, work_shares
 
 MISFIT = 1  #: the exit code where nothing fits
 MOST_TO_SIMULATE = 20_000  #: layers times micro-batches of a pipeline's filling, beyond which estimates must do
+LOOKING = 1.0  #: seconds of the processor for looking closely at more than what was estimated to be best
 TIGHTENED = 4  #: searches at most, each within limits that make up for how far the estimates of the last one erred
 
 
@@ -32,6 +34,7 @@ class _Seen:
 
     estimate: Estimate
     foresight: Foresight | None  #: None if its step is too large to be looked at in whole
+    rooms: Sequence[float] = ()  #: bytes that each rank may hold, where ranks are unlike
 
     @property
     def foreseen(self) -> Estimate:
@@ -40,7 +43,7 @@ class _Seen:
         if seen is None:
             return self.estimate
         work = max(seen.prediction.working.values(), default=0.0) if seen.whole else self.estimate.work
-        peak = seen.analysis.peak_bytes
+        peak = needed(seen.analysis, self.rooms)
         return replace(self.estimate, seconds=seen.seconds, memory=peak, sent=seen.bytes_sent, work=work)
 
 
@@ -51,6 +54,8 @@ class _Looking:
         self.request = request
         self._known: dict[tuple[Candidate, bool], Foresight | None] = {}
         self._cache = cache  # plans that are near each other have the same layers
+        machine = request.machine.with_ranks(max(request.ranks))
+        self.rooms = rooms_of(request.limits, machine) if machine.unlike else ()
 
     def at(self, estimate: Estimate, *, even: bool = False) -> _Seen:
         """Its whole step, if that is small enough.
@@ -69,16 +74,38 @@ class _Looking:
                 machine, options = request.machine.with_ranks(candidate.ranks), request.analyzed
                 foresight = look_at(model, machine, candidate, request.base, cache=self._cache, **options)
             self._known[key] = foresight
-        return _Seen(estimate, self._known[key])
+        return _Seen(estimate, self._known[key], self.rooms[: candidate.ranks])
 
     def at_each(self, estimates: Sequence[Estimate]) -> list[_Seen]:
         """As many as there is time for, the first anyway."""
-        deadline, seen = process_time() + self.request.seconds, []
+        deadline, seen = process_time() + min(self.request.seconds, LOOKING), []
         for each in estimates:
             if seen and process_time() > deadline:
                 break
             seen.append(self.at(each, even=True))
+            seen += self._with_shares(seen[-1])
         return seen
+
+    def _with_shares(self, even: _Seen) -> list[_Seen]:
+        """The same plan with shares of work, and then of state, that suit ranks that are unlike."""
+        found, now = [], even
+        for suited in (self._suited_work, self._suited_state) if self.rooms and even.foresight is not None else ():
+            if changed := suited(now):
+                now = self.at(replace(now.estimate, candidate=replace(now.estimate.candidate, **changed)), even=True)
+                found.append(now)
+        return found
+
+    def _suited_work(self, seen: _Seen) -> dict[str, str]:
+        candidate = seen.estimate.candidate
+        machine = self.request.machine.with_ranks(candidate.ranks)
+        shares = None if self.request.base.shares else work_shares(candidate, seen.foresight, machine)
+        return {"shares": shares} if shares else {}
+
+    def _suited_state(self, seen: _Seen) -> dict[str, str]:
+        candidate = seen.estimate.candidate
+        fixed = self.request.base.state_shares or not candidate.zero
+        shares = None if fixed else state_shares(candidate, seen.foresight, self.rooms[: candidate.ranks])
+        return {"state_shares": shares} if shares else {}
 
     def _is_small_enough(self, candidate: Candidate) -> bool:
         filled = min(candidate.micro_batches, 3 * candidate.pipe)
@@ -162,9 +189,21 @@ def _answer(
         replace(found, best=best, certificate=certificate),
         chosen.estimate,
         chosen.foresight,
-        list(reasons(planner, limits, chosen.estimate, request.goal)),
+        [*_why_shares(chosen, seen), *reasons(planner, limits, chosen.estimate, request.goal)],
         took=perf_counter() - began,
     )
+
+
+def _why_shares(chosen: _Seen, seen: Sequence[_Seen]) -> Iterator[str]:
+    """What shares gain over as much for each rank."""
+    candidate, mine = chosen.estimate.candidate, chosen.foreseen
+    for name in ("shares", "state_shares"):
+        without = replace(candidate, **{name: None, "state_shares": None})
+        other = next((each.foreseen for each in seen if each.estimate.candidate == without), None)
+        if getattr(candidate, name) and other is not None:
+            slower, larger = other.seconds / mine.seconds - 1, other.memory / mine.memory - 1
+            what = f"{name.replace('_', ' ')} {getattr(candidate, name)}, not as much each"
+            yield f"{what}: that would take {slower:+.1%} time, and {larger:+.1%} of the memory that ranks have"
 
 
 def fixed_plan(request: Request) -> Answer:
@@ -185,12 +224,13 @@ def fixed_plan(request: Request) -> Answer:
     )
     micro_batches = fixed.get("micro_batches", 1)
     place = MeshPosition(dict(axes), dict.fromkeys(axes, 0))
-    cut = composed_layout(request.model, place, composition).axes("b")
-    check_batch(request.batch_sizes[0], micro_batches, place.axis_size(cut))
+    check_batch(
+        request.batch_sizes[0], micro_batches, composed_layout(request.model, place, composition).spec("b"), place
+    )
     seen = look(request.model, machine, axes, composition, request.batch_sizes[0], micro_batches, **request.analyzed)
     limits = within(request.limits, machine)
     needs = {
-        "memory": seen.analysis.peak_bytes,
+        "memory": needed(seen.analysis, rooms_of(request.limits, machine) if machine.unlike else ()),
         "latency": seen.seconds,
         "bandwidth": seen.bytes_sent / ranks / seen.seconds,
         "compute": max(seen.prediction.working.values(), default=0.0),

@@ -48,7 +48,7 @@ def classes_of(
             numbers.append(list(range(size)))
             continue
         rows = [
-            _lengths_along(axis, cut, length, axes)
+            _lengths_along(axis, cut, length, axes, layout.weights(letter, where))
             for where in ("inside", "residual")
             for letter, cuts in lengths.items()
             if axis in (cut := layout.axes(letter, where))
@@ -66,14 +66,17 @@ def every_rank(axes: Mapping[str, int]) -> np.ndarray:
     return np.arange(prod(axes.values())).reshape(tuple(axes.values()))
 
 
-def _lengths_along(axis: str, cut: Sequence[str], length: int, axes: Mapping[str, int]) -> list[tuple[int, ...]]:
+def _lengths_along(
+    axis: str, cut: Sequence[str], length: int, axes: Mapping[str, int], weights: Mapping[str, tuple[int, ...]]
+) -> list[tuple[int, ...]]:
     """For each place along an axis, the lengths of all parts there of a letter that is cut over these axes."""
     others = [other for other in cut if other != axis]
     found = []
     for place in range(axes[axis]):
         parts = []
         for where in product(*(range(axes[other]) for other in others)):
-            part = nested_span(length, tuple(cut), axes, dict(zip(others, where, strict=True)) | {axis: place})
+            place_of = dict(zip(others, where, strict=True)) | {axis: place}
+            part = nested_span(length, tuple(cut), axes, place_of, weights)
             parts.append(part.stop - part.start)
         found.append(tuple(parts))
     return found

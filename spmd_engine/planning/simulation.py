@@ -73,8 +73,8 @@ def simulate(analysis: StepAnalysis, machine: Machine, placement: Sequence[int] 
     Raises UsageError for a machine with too few ranks, and for steps in which ranks would wait for ever.
     """
     machine = machine.with_ranks(max([analysis.ranks, *(rank + 1 for rank in placement or ())]))
-    own = all(node.cores is None for node in machine.nodes) and not machine.pairs
-    ranks = simulated(analysis, FEW_RANKS if own else MOST_RANKS)
+    alike = all(node.cores is None for node in machine.nodes) and not machine.pairs and not machine.unlike
+    ranks = simulated(analysis, FEW_RANKS if alike else MOST_RANKS)
     steps = {rank: analysis.of_rank(rank) for rank in ranks}
     return _Simulation(machine, steps, match(analysis, steps), placement).run()
 

@@ -26,6 +26,7 @@ class Sum:
     over: tuple[str, ...] = ()
     cut: tuple[str, ...] = ()
     stages: tuple[int, ...] = ()
+    shares: tuple[int, ...] = ()  #: what each owner has beside the others, in their order; (): as much each
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Member:
     largest: int  #: elements of the largest block on any rank, by which every rank cuts the same groups
     chunk: int = 0  #: the chunk of layers that it belongs to
     home: Home | None = None  #: the ranks that have it; None: all of the stage
+    small: bool = False  #: whether it is stored in no parts, being too small, though others are
 
     @property
     def size(self) -> int:
@@ -86,8 +88,11 @@ class ParameterGroup:
         self._decayed = sum(member.size for member in self.members if member.decay)
 
     def intervals(self, parts: int) -> list[slice]:
-        """The flat array in ``parts`` consecutive intervals, as even as rows allow."""
-        cuts = [self._row_boundary(self.size * part // parts) for part in range(parts)]
+        """The flat array in ``parts`` consecutive intervals, as even, or as near to the owners' shares, as rows
+        allow."""
+        shares = self.summed.shares or (1,) * parts
+        ends = accumulate(shares[:-1], initial=0)
+        cuts = [self._row_boundary(self.size * end // sum(shares)) for end in ends]
         return [slice(*pair) for pair in pairwise([*cuts, self.size])]
 
     def _row_boundary(self, position: int) -> int:
@@ -164,14 +169,14 @@ def make_groups(
     """Group neighbours in order: a group grows until it has ``threshold`` bytes, never beyond ``cap``.
 
     A parameter larger than the cap stands alone, and so does one that several stages of a pipeline hold: the
-    stages' other parameters differ. Members with different homes are never together, and those of other homes do not
-    part neighbours. So, given the members of all homes, every rank makes the same groups under the same names, of
-    which it then has some.
+    stages' other parameters differ. Members with different homes are never together, nor small ones with others, and
+    those of other homes, or small ones, do not part neighbours. So, given the members of all homes, every rank makes
+    the same groups under the same names, of which it then has some.
     """
     position, by_home = {}, {}
     for number, member in enumerate(members):
         position[member.name] = number
-        by_home.setdefault(member.home, []).append(member)
+        by_home.setdefault((member.home, member.small), []).append(member)
     batches = [batch for neighbours in by_home.values() for batch in _batches(neighbours, itemsize, threshold, cap)]
     batches.sort(key=lambda batch: position[batch[0].name])
     return [ParameterGroup(i, batch, kind) for i, batch in enumerate(batches)]

@@ -11,7 +11,7 @@ import numpy as np
 
 from spmd_engine.comm.mesh_position import MeshPosition
 from spmd_engine.errors import MeshError, NotationError
-from spmd_engine.sharding.notation import Spec, nested_span
+from spmd_engine.sharding.notation import EVEN, Spec, nested_span
 
 #: What each mesh axis, by its customary name, cuts: data parallel cuts the batch (``replicate`` and ``shard``
 #: say how parameters are stored meanwhile); expert parallel the experts and, outside the layers that have any, the
@@ -28,6 +28,8 @@ CUSTOMARY = {
     "context": "s",
     "pipe": "",
 }
+
+SAMPLES = "bn"  #: letters of samples: n, of images, is cut by rows and columns, too
 
 TENSOR = ("model", "queries")  #: axes of tensor parallelism, whose ranks have the same samples
 
@@ -46,6 +48,8 @@ class Layout:
     residual: Axes = field(default_factory=dict)
     zigzag: str = ""  #: letters of which each rank has an early and a late part: see ``positions_by_rank``
     experts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  #: layer -> the part each is in: see ``parts``
+    #: axis -> what each of its ranks has of the samples, beside the others: (3, 1); those not named cut evenly
+    shares: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     _specs: dict[tuple[str, str], Spec] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
@@ -94,6 +98,12 @@ class Layout:
     def axes(self, letter: str, where: str = "inside") -> tuple[str, ...]:
         """The axes that cut a letter ``inside`` a layer or on the ``residual`` stream."""
         return {"inside": self.inside, "residual": self.residual}[where].get(letter, ())
+
+    def weights(self, letter: str, where: str = "inside") -> Mapping[str, tuple[int, ...]]:
+        """By what weights axes cut a letter, of those that do so by any: samples alone are."""
+        if letter not in SAMPLES:
+            return EVEN
+        return {axis: self.shares[axis] for axis in self.axes(letter, where) if axis in self.shares}
 
     def parts(self, layer: str, letter: str, count: int, mesh: MeshPosition) -> tuple[int, ...]:
         """In which part each of a layer's ``count`` elements of a letter is, such as its experts.
@@ -181,7 +191,9 @@ class Layout:
         """``spec("d f")`` is ``"d f/model"`` where the layout cuts f over model."""
         if (dims, where) not in self._specs:  # layers of a kind ask for the same
             try:
-                cut = Spec(tuple((letter, self.axes(letter, where)) for letter in dims.split())).checked()
+                letters = dims.split()
+                weights = (pair for letter in letters for pair in self.weights(letter, where).items())
+                cut = Spec(tuple((letter, self.axes(letter, where)) for letter in letters), tuple(weights)).checked()
             except NotationError as error:
                 raise NotationError(f"{error} (dims {dims!r} {where} a layer)") from None
             self._specs[dims, where] = cut

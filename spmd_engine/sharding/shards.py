@@ -66,7 +66,8 @@ class Shards:
         Raises MeshError, as all do here that take a rank's part for an interval, if the letter is cut in a zigzag.
         """
         self._check_consecutive(letter)
-        return nested_span(length, self.layout.axes(letter, where), self.mesh.axes, self.mesh.coordinates)
+        axes, weights = self.layout.axes(letter, where), self.layout.weights(letter, where)
+        return nested_span(length, axes, self.mesh.axes, self.mesh.coordinates, weights)
 
     def parts(self, letter: str, count: int) -> tuple[int, ...]:
         """In which part each of this layer's ``count`` elements of a letter is: see ``Layout.parts``."""

@@ -19,6 +19,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.formats.token_file import is_token_file, open_token_file
 from spmd_engine.models.gpt import BYTES
 from spmd_engine.models.names import IMAGES
+from spmd_engine.sharding.notation import Spec
 from spmd_engine.strategies import strategy_named
 from spmd_engine.strategies.two_convolutions import IMAGE
 from spmd_engine.training.data import Corpus, load_corpus
@@ -90,7 +91,7 @@ def open_workload(job: Job, mesh: Mesh) -> Workload:
         raise UsageError(f"--augment {job.data.augment}: {job.model.name} learns from no images; leave it out")
     else:
         workload = _page(job, mesh) if job.strategy else _model(job, mesh)
-    check_batch(job.data.batch_size, job.data.micro_batches, workload.engine.batch_parts())
+    check_batch(job.data.batch_size, job.data.micro_batches, Spec.parse(workload.engine.input_sharding), mesh)
     return workload
 
 

@@ -1,5 +1,6 @@
 """The planner: the best of all, as trying all shows; and why, where nothing fits."""
 
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -10,7 +11,7 @@ from spmd_engine.engine.schedules.timeline import makespan, peak_activations, ti
 from spmd_engine.models.names import build_model
 from spmd_engine.planning.conflict import Question, closest, conflict_of
 from spmd_engine.planning.goals import GOALS, Constraints, Limits, least, value
-from spmd_engine.planning.lattice import SearchSpace, candidates
+from spmd_engine.planning.lattice import SearchSpace, across_nodes, candidates
 from spmd_engine.planning.machine_file import read_machine
 from spmd_engine.planning.pipeline_time import Slots
 from spmd_engine.planning.search import Planner, pareto
@@ -105,3 +106,31 @@ def test_a_schedule_takes_as_long_as_on_paper(name, chunks):
     assert slots.seconds([(each, each, each)] * slots.chunks, 0.0) == pytest.approx(makespan(drawn))
     held = [slots.most_held(stage, dict.fromkeys(range(slots.chunks), each)) for stage in range(stages)]
     assert held == pytest.approx(peak_activations(drawn))
+
+
+def test_what_is_stored_in_parts_may_stay_inside_a_node():
+    """Hybrid sharding: with replicas on nodes of four ranks, a node shares the parts; without ZeRO, nothing."""
+    model = build_model("gpt-nano")
+    space = SearchSpace(model, [8], [16], 4, axes=("data", "model", "replicate", "shard"))
+    found = [each for each in candidates(space) if "shard" in each.mesh]
+    assert {tuple(each.mesh.items()) for each in found} == {
+        (("replicate", 2), ("shard", 4)),
+        (("replicate", 2), ("shard", 2), ("model", 2)),
+    }
+    assert {each.zero for each in found} == {1, 2, 3}
+    assert not [each for each in candidates(replace(space, zero=0)) if "shard" in each.mesh]
+    assert not [each for each in candidates(replace(space, axes=("data", "model"))) if "shard" in each.mesh]
+
+
+@pytest.mark.parametrize(
+    ("axes", "node_ranks", "inside", "across"),
+    [
+        ({"pipe": 2, "data": 2, "model": 4}, 4, ["model"], ["pipe", "data"]),
+        ({"pipe": 2, "data": 2, "model": 3}, 4, [], ["pipe", "data", "model"]),
+        ({"data": 16}, 8, [], ["data"]),
+        ({"data": 2, "pipe": 4, "model": 2}, 8, ["pipe", "model"], ["data"]),
+        ({"data": 8}, 8, ["data"], []),
+    ],
+)
+def test_which_axes_cross_nodes(axes, node_ranks, inside, across):
+    assert across_nodes(axes, node_ranks) == (inside, across)

@@ -52,8 +52,18 @@ _FIXED = [
     click.option("--compress", default="none", show_default=True, help="How gradients travel."),
     click.option("--group-threshold", type=int, help="Bytes up to which neighbouring parameters share a collective."),
     click.option("--group-cap", type=int, help="Bytes beyond which none joins."),
+    click.option("--shares", metavar="AXIS=N:N...,...", help="Of the samples, by rank. With --mesh."),
+    click.option("--state-shares", metavar="AXIS=N:N...,...", help="Of what is stored in parts. With --mesh."),
+    click.option("--min-tensor-size", metavar="BYTES", type=int, help="Below which no parameter is stored in parts."),
     click.option("--axes", metavar="AXIS,...", help="Mesh axes to consider. [default: all that suit the model]"),
 ]  # fmt: skip
+
+
+#: Of a composition, what is not searched.
+_BASE = (
+    "compress", "group_threshold", "group_cap", "context_method", "experts_over", "recut_after", "shares",
+    "state_shares", "min_tensor_size",
+)  # fmt: skip
 
 
 def source_options(command: Callable) -> Callable:
@@ -81,13 +91,7 @@ def request_of(context: click.Context) -> Request:
     axes = parse_axes(options["mesh"]) if options["mesh"] else None
     ranks = _ranks(options, axes, machine)
     fixed = _fixed(options, given, axes)
-    base = Composition(
-        **{
-            name: options[name]
-            for name in ("compress", "group_threshold", "group_cap", "context_method", "experts_over", "recut_after")
-            if options[name] is not None and name in COMPOSITION
-        }
-    )
+    base = Composition(**{name: options[name] for name in _BASE if options[name] is not None and name in COMPOSITION})
     limits = Limits(
         memory=bytes_of(options["memory"], "--memory") if options["memory"] else None,
         latency=options["latency"],

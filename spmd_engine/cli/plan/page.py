@@ -16,6 +16,7 @@ from spmd_engine.planning.estimate import Estimate
 from spmd_engine.planning.explain import Explanation
 from spmd_engine.planning.foresight import Foresight
 from spmd_engine.planning.goals import Constraints
+from spmd_engine.planning.lattice import across_nodes
 from spmd_engine.units import readable_bytes, readable_seconds
 
 
@@ -36,6 +37,7 @@ def print_answer(answer: Answer) -> None:
         return
     console.print(f"plan: {answer.plan.candidate}")
     console.print(f"  {command_of(answer)}")
+    _print_nodes(console, answer)
     if answer.foresight is not None:
         _print_foresight(console, answer.foresight, answer.request.batch_sizes[0])
     else:
@@ -65,6 +67,17 @@ def print_answer(answer: Answer) -> None:
     _print_certificate(console, answer)
 
 
+def _print_nodes(console: Console, answer: Answer) -> None:
+    """Which axes stay inside a node, where there are several: ranks fill nodes in their order."""
+    candidate, node_ranks = answer.plan.candidate, answer.request.machine.nodes[0].ranks
+    if candidate.ranks > node_ranks:
+        inside, across = across_nodes(candidate.mesh, node_ranks)
+        said = [
+            f"{' and '.join(axes)} {where} nodes" for axes, where in ((inside, "inside"), (across, "across")) if axes
+        ]
+        console.print(f"  on nodes of {node_ranks} ranks, which these fill in their order: {', '.join(said)}")
+
+
 def _thinned(front: Sequence[Estimate], most: int = 8) -> Sequence[Estimate]:
     if len(front) <= most:
         return front
@@ -86,6 +99,9 @@ def command_of(answer: Answer) -> str:
     words += [f"--chunks {composition.chunks}"] * bool(composition.chunks)
     words += [f"--stages {composition.stages}"] * bool(composition.stages)
     words += [f"--recompute {composition.recompute}"] * (composition.recompute != "none")
+    words += [f"--shares {composition.shares}"] * bool(composition.shares)
+    words += [f"--state-shares {composition.state_shares}"] * bool(composition.state_shares)
+    words += [f"--min-tensor-size {composition.min_tensor_size}"] * bool(composition.min_tensor_size)
     return " ".join(words)
 
 

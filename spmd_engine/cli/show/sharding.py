@@ -17,6 +17,7 @@ from spmd_engine.cli.show.picture import COLOURS, Picture, grid, listed
 from spmd_engine.comm.mesh import parse_axes
 from spmd_engine.comm.mesh_position import MeshPosition, all_positions
 from spmd_engine.engine.assignment import PIPE, assign
+from spmd_engine.engine.shares import misfit, parse_shares
 from spmd_engine.errors import UsageError
 from spmd_engine.models import ImageShape, build_model, layout_for
 from spmd_engine.sharding.notation import Spec
@@ -32,6 +33,7 @@ MOST = 1024  # blocks
 @model_option
 @images_option
 @mesh_option
+@click.option("--shares", metavar="AXIS=N:N...,...", help="Of what these axes cut, by rank, as train's.")
 @output_option
 def sharding(
     spec: str | None,
@@ -40,16 +42,19 @@ def sharding(
     model: str,
     images: str | None,
     mesh: str,
+    shares: str | None,
     output: Path | None,
 ) -> None:
     """Draw how an array is cut: each block with the ranks that hold it and its range of indices.
 
     SHARDING has a letter for each dim, with the mesh axes that cut it: "b/data f" is b divided over data, f whole.
     Of the dims that are cut, the first goes down and the second across; the others are listed below. Blocks are as
-    even as they can be, the first ones larger, and may be empty.
+    even as they can be, the first ones larger, and may be empty; "b/data:3:1", or --shares, gives the first of two
+    ranks thrice as much.
 
     \b
       python -m spmd_engine show sharding "b/data f/model" --shape 8,6 --mesh data=2,model=2
+      python -m spmd_engine show sharding "b/data f" --shape 8,6 --mesh data=2 --shares data=3:1
       python -m spmd_engine show sharding "v/model,data d" --shape 257,96 --mesh data=2,model=2
       python -m spmd_engine show sharding --param block0/mlp/w0 --model gpt-nano --mesh data=2,model=4
     """
@@ -63,7 +68,7 @@ def sharding(
         raise UsageError('show sharding: give SHARDING and --shape, as in: show sharding "b/data d" --shape 8,6')
     else:
         name = ""
-        cut, sizes = Spec.parse(spec), parse_shape(shape)
+        cut, sizes = with_shares(Spec.parse(spec), shares, places[0]), parse_shape(shape)
     present(draw_sharding(cut, sizes, places, name), output)
 
 
@@ -73,6 +78,14 @@ def parse_shape(text: str) -> tuple[int, ...]:
     if not all(size.isdecimal() for size in sizes):
         raise UsageError(f"cannot read shape {text!r}; write whole numbers as in 8,6")
     return tuple(map(int, sizes))
+
+
+def with_shares(spec: Spec, text: str | None, place: MeshPosition) -> Spec:
+    """The sharding with the shares that a command line gives; raises UsageError for those of no axis that cuts it."""
+    shares = parse_shares(text, "--shares", spec.axes, least=0)
+    if why := misfit(shares, place.axes):
+        raise UsageError(f"--shares {text} with --mesh {place}: {why}. Give a share for each rank of an axis")
+    return Spec(spec.dims, tuple({**dict(spec.weights), **shares}.items()))
 
 
 def parameter_sharding(

@@ -1,0 +1,68 @@
+"""Plans for unlike nodes: work by speed, state by memory, and each rank within its own."""
+
+from dataclasses import replace
+
+import pytest
+
+from spmd_engine.models import GPT_SIZES, gpt
+from spmd_engine.planning.answer import Request, plan_file_of
+from spmd_engine.planning.goals import Limits
+from spmd_engine.planning.machine import Curve, Link, Machine, NodeKind
+from spmd_engine.planning.planned import fixed_plan, plan
+
+SMALL = gpt(replace(GPT_SIZES["gpt-nano"], layers=3), "gpt-nano")
+MIB = 1 << 20
+
+
+def node(name, speed, memory):
+    inside = Link(1e-5, 5e9)
+    return NodeKind(name, 1, 1, {"float32": Curve.flat(speed)}, memory, Curve.flat(speed / 4), inside)
+
+
+def machine(quick, slow):
+    """Two nodes of a rank each, by (FLOP/s, bytes)."""
+    return Machine("unlike", (node("quick", *quick), node("slow", *slow)), Link(5e-5, 2e9))
+
+
+def asked(of, **changes):
+    return Request(SMALL, of, [2], [16], **{"fixed": {"zero": 1, "micro_batches": 1}, **changes})
+
+
+def test_work_goes_by_speed():
+    alike = plan(asked(machine((8e10, 1e9), (8e10, 1e9))))
+    assert alike.plan.candidate.shares is None
+    answer = plan(asked(machine((12e10, 1e9), (4e10, 1e9))))
+    even = next(each for each in answer.found.best if each.candidate.shares is None)
+    assert answer.plan.candidate.mesh == {"data": 2} and answer.plan.candidate.shares == "data=3:1"
+    assert 1.8 < even.seconds / answer.foresight.seconds <= 2  # an even split waits half of the time for the slow one
+    assert answer.reasons[0].startswith("shares data=3:1, not as much each: that would take +")
+    file = plan_file_of(answer, "gpt-nano")
+    assert file.composition.shares == "data=3:1" and file.composition.state_shares is None
+
+
+def test_state_goes_by_memory_and_each_rank_has_room():
+    roomy = plan(asked(machine((12e10, 1e9), (4e10, 1e9)))).foresight
+    rooms = [int(1.1 * peak) for peak in roomy.analysis.peak_bytes_by_rank()]
+    rooms[1] = roomy.analysis.peak_bytes_by_rank()[1] - MIB  # too little for half of the state
+    answer = plan(asked(machine((12e10, rooms[0]), (4e10, rooms[1]))))
+    candidate = answer.plan.candidate
+    first, second = map(int, candidate.state_shares.removeprefix("data=").split(":"))
+    assert first > second
+    peaks = answer.foresight.analysis.peak_bytes_by_rank()
+    assert peaks[0] <= rooms[0] and peaks[1] <= rooms[1]
+
+
+def test_a_given_composition_is_held_to_each_rank_s_own_memory():
+    fixed = {"mesh": {"data": 2}, "zero": 1}
+    peaks = fixed_plan(asked(machine((8e10, 1e9), (8e10, 1e9)), fixed=fixed)).foresight.analysis.peak_bytes_by_rank()
+    too_small = machine((8e10, 4 * peaks[0]), (4e10, 0.9 * peaks[1]))
+    assert fixed_plan(asked(too_small, fixed=fixed)).conflict.constraints == ["memory", "mesh"]
+    enough = machine((8e10, 4 * peaks[0]), (4e10, 1.1 * peaks[1]))
+    assert fixed_plan(asked(enough, fixed=fixed)).conflict is None
+    limited = asked(enough, fixed=fixed, limits=Limits(memory=0.9 * max(peaks)))
+    assert fixed_plan(limited).conflict is not None
+
+
+@pytest.mark.parametrize(("quick", "slow", "unlike"), [((1e9, 1e9), (1e9, 1e9), False), ((1e9, 2e9), (1e9, 1e9), True)])
+def test_nodes_of_two_names_may_be_alike(quick, slow, unlike):
+    assert machine(quick, slow).unlike is unlike
