@@ -1,5 +1,6 @@
 """Layers as plain functions of arrays: one forward and backward pair a file, one text for every mesh."""
 
+from spmd_engine.arrays.window import Window
 from spmd_engine.layers.attention import Attention
 from spmd_engine.layers.batch_norm import BatchNorm
 from spmd_engine.layers.branch import Branch
@@ -74,6 +75,7 @@ __all__ = [
     "SideOutput",
     "Skip",
     "Ulysses",
+    "Window",
     "context_method",
     "cross_entropy",
     "mean_squared_error",

@@ -10,7 +10,7 @@ from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.pending import Pending
-from spmd_engine.errors import NotationError
+from spmd_engine.errors import MeshError, NotationError
 from spmd_engine.sharding.halos import Reach, Reads, plan_halos
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.sharding.notation import nested_span
@@ -61,7 +61,11 @@ class Shards:
         return bool(self.axes(letter, where))
 
     def span(self, letter: str, length: int, where: str = "inside") -> slice:
-        """This rank's part of a letter that is ``length`` long in all."""
+        """This rank's part of a letter that is ``length`` long in all.
+
+        Raises MeshError, as all do here that take a rank's part for an interval, if the letter is cut in a zigzag.
+        """
+        self._check_consecutive(letter)
         return nested_span(length, self.layout.axes(letter, where), self.mesh.axes, self.mesh.coordinates)
 
     def parts(self, letter: str, count: int) -> tuple[int, ...]:
@@ -164,11 +168,13 @@ class Shards:
         """The rows of ``x``, however many, of all ranks along the axes of these letters; in order if of one."""
         axes = self.axes(over, where)
         if len(over) == 1:
+            self._check_consecutive(over)
             axes = self._order(over, where, axes)
         return self.mesh.group(axes).all_gather(x, label=self.label) if axes else x
 
     def gather_whole(self, x: Array, dims: str, letter: str) -> Array:
         """``x[dims]``, as it is inside a layer, with ``letter`` whole on every rank."""
+        self._check_consecutive(letter)
         for axis in reversed(self.axes_in_order(letter)):
             x = self.mesh.group(axis).all_gather(x, dims.split().index(letter), label=self.label)
         return x
@@ -205,6 +211,7 @@ class Shards:
 
     def reach(self, letter: str, length: int, reads: Reads, where: str = "inside") -> Reach:
         """What this rank has of a letter, ``length`` long in all, which outputs it makes of it, and what they read."""
+        self._check_consecutive(letter)
         return Reach.of(length, reads, self.axes_in_order(letter, where), self.mesh)
 
     def with_halo(self, x: Array, dims: str, reads: Mapping[str, Reading], where: str = "inside") -> Array:
@@ -248,6 +255,8 @@ class Shards:
         cut = {dims.split().index(letter): letter for letter in reads if self.axes(letter, where)}
         if not cut:
             return None, None
+        for letter in cut.values():
+            self._check_consecutive(letter)
         shape = tuple(reads[cut[dim]][0] if dim in cut else length for dim, length in enumerate(x.shape))
         key = shape, x.dtype, where, tuple((dim, letter, *reads[letter]) for dim, letter in cut.items())
         group_axes = self.axes("".join(cut.values()), where)
@@ -259,6 +268,15 @@ class Shards:
             )
             self._plans[key] = plan_halos(shape, x.dtype, reaches)
         return self._plans[key], self.mesh.group(group_axes)
+
+    def _check_consecutive(self, letter: str) -> None:
+        """In a zigzag a rank has an early and a late part: what reads an interval would compute something else."""
+        if letter in self.layout.zigzag and self.is_cut(letter):
+            raise MeshError(
+                f"{self.label or 'a layer'} takes a rank's part of {letter} for an interval, but {letter} is cut over "
+                f"{', '.join(self.axes(letter))} in a zigzag: an early and a late part on each rank. Cut it "
+                "without the zigzag, or ask Layout.positions which indices a rank has"
+            )
 
     def _scattered(self, dims: str, over: str, onto: str) -> tuple[str, ...]:
         """The axes of ``over`` over which the residual stream cuts ``onto``: all of them, or none."""

@@ -8,7 +8,7 @@ import pytest
 from numerics import normals
 from spmd_engine import Mesh, run
 from spmd_engine.arrays.window import Window
-from spmd_engine.errors import NotationError
+from spmd_engine.errors import MeshError, NotationError
 from spmd_engine.layers.later import wait_for
 from spmd_engine.sharding import Layout, Shards
 
@@ -354,3 +354,30 @@ def test_reductions_may_be_waited_for_later():
         assert sh.start_all_reduce(x, "d") is x  # whole: nothing to wait for
 
     on_ranks(body, sequence_parallel=True, model=2)
+
+
+# --- a letter cut in a zigzag: no rank's part of it is an interval
+
+READS = {"s": (8, Window(3, before=2))}
+TAKEN_FOR_AN_INTERVAL = {
+    "span": lambda sh, x: sh.span("s", 8),
+    "reach": lambda sh, x: sh.reach("s", *READS["s"]),
+    "with_halo": lambda sh, x: sh.with_halo(x, "b s d", READS),
+    "add_halo": lambda sh, x: sh.add_halo(x, "b s d", READS),
+    "gather_whole": lambda sh, x: sh.gather_whole(x, "b s d", "s"),
+    "gather_rows": lambda sh, x: sh.gather_rows(x, over="s"),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN_FOR_AN_INTERVAL)
+def test_a_zigzag_is_not_taken_for_an_interval(name):
+    def body(sh):
+        with pytest.raises(MeshError, match=r"^layer takes .* s is cut over context in a zigzag"):
+            TAKEN_FOR_AN_INTERVAL[name](sh, np.ones((2, 4, 3)))
+
+    on_ranks(body, Layout({"s": ("context",)}, {}, "s"), context=2)
+
+
+def test_a_letter_that_a_zigzag_leaves_whole_is_an_interval():
+    layout = Layout({"s": ("context",), "b": ("data",)}, {}, "s")
+    assert on_ranks(lambda sh: sh.span("s", 8), layout, context=1, data=2) == [slice(0, 8)] * 2
