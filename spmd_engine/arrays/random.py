@@ -98,7 +98,7 @@ def _fill(shape, dtype, block, backend, draw):
         return out
     # The leading dimensions merge into rows of indices, the last gives columns; a chunk of both at a time.
     strides = np.cumprod([1, *reversed(shape[1:])])[::-1] if len(shape) else np.array([1])
-    number = np.uint32 if prod(shape) <= 1 << 32 else np.uint64  # of which all have an index
+    number = np.uint32 if prod(shape) < 1 << 32 else np.uint64  # which holds every index, and their number
     rows = np.zeros(1, number)
     for r, stride in zip(ranges[:-1], strides[:-1], strict=True):
         offsets = np.asarray(r, number) * number(stride)
