@@ -32,14 +32,15 @@ logger = logging.getLogger(__name__)
 def kept(name: str, make: Callable[[], bytes]) -> bytes:
     """What ``make`` returns, made by one process of those that share a folder, and kept there under this name.
 
-    A file that is damaged, another user's, or made of other sources, for another processor or by other versions, is
-    made again. Who has waited for too long, or cannot have the lock, makes it by itself, and so does who can keep
-    nothing: ranks of one job must compute with the same kernels.
+    Other sources, versions and processors have files of their own: machines may share a home. A file that is damaged
+    or another user's is made again. Who has waited for too long, or cannot have the lock, makes it by itself, and so
+    does who can keep nothing: ranks of one job must compute with the same kernels.
     """
     folder = _folder()
     if folder is None:
         return make()
-    path, key = folder / f"spmd_engine.{name}", _key()
+    key = _key()
+    path = folder / f"spmd_engine.{name}.{key.hex()[:16]}"
     found = _read(path, key)
     if found is None:
         with _alone(folder / f"{path.name}.lock"):

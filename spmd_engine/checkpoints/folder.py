@@ -14,7 +14,6 @@ import errno
 import os
 import re
 import shutil
-import uuid
 from contextlib import suppress
 from pathlib import Path
 
@@ -52,7 +51,7 @@ class CheckpointFolder:
 
     def begin(self) -> Path:
         """A new folder for files that are not yet a checkpoint."""
-        unfinished = self.path / f"unfinished-{uuid.uuid4().hex}"
+        unfinished = self.path / f"unfinished-{os.urandom(16).hex()}"
         unfinished.mkdir(parents=True)
         return unfinished
 
@@ -102,7 +101,7 @@ class CheckpointFolder:
 
         What else somebody has put there under that name stays.
         """
-        link, latest = self.path / f"{LATEST}-{uuid.uuid4().hex}", self.path / LATEST
+        link, latest = self.path / f"{LATEST}-{os.urandom(16).hex()}", self.path / LATEST
         if not latest.is_symlink():
             if (latest / MANIFEST).is_file():  # of a run that was copied by what follows links
                 discard(latest)
@@ -116,7 +115,7 @@ class CheckpointFolder:
 
     def _remove_all_but(self, keep: int) -> None:
         for each in self._old(keep):
-            removed = self.path / f"removed-{uuid.uuid4().hex}"
+            removed = self.path / f"removed-{os.urandom(16).hex()}"
             with suppress(OSError):  # a full disk, or another who looks into it, is no reason to fail now
                 os.rename(each, removed)
                 discard(removed)
@@ -151,7 +150,7 @@ def find_checkpoint(path: str | os.PathLike) -> Path:
 
 def replace_file(path: Path, text: str) -> None:
     """Write a small file of that name: the old one, or this one whole, is there whenever somebody looks."""
-    unfinished = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
+    unfinished = path.with_name(f".{path.name}-{os.urandom(16).hex()}")
     try:
         with unfinished.open("x") as file:
             file.write(text)

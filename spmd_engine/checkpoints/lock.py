@@ -10,7 +10,6 @@ import errno
 import fcntl
 import logging
 import os
-import uuid
 from pathlib import Path
 from typing import Self
 
@@ -26,7 +25,7 @@ class RunLock:
     def __init__(self, folder: str | os.PathLike) -> None:
         self._path = Path(folder) / LOCK
         self._handle: int | None = None
-        self._name = f"process {os.getpid()} on {os.uname().nodename}, {uuid.uuid4().hex}"
+        self._name = f"process {os.getpid()} on {os.uname().nodename}, {os.urandom(16).hex()}"
 
     def __enter__(self) -> Self:
         self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -41,12 +41,12 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def file(folder):
-    return folder / f"spmd_engine.{NAME}"
+    return folder / f"spmd_engine.{NAME}.{fast_cache._key().hex()[:16]}"
 
 
 @pytest.fixture
-def lock(folder):
-    return folder / f"spmd_engine.{NAME}.lock"
+def lock(file):
+    return file.with_name(f"{file.name}.lock")
 
 
 @pytest.fixture
@@ -92,11 +92,21 @@ def test_half_a_file_is_made_again(file, length):
     assert made() and not made()
 
 
-def test_another_processor_s_code_is_made_again(monkeypatch):
+def test_two_processors_keep_code_side_by_side(monkeypatch):
     made()
     with monkeypatch.context() as patch:
         patch.setattr(fast_cache.binding, "get_host_cpu_name", lambda: "another")
-        assert made(b"its code")
+        assert made(b"its code") and not made(b"its code")
+    assert not made()
+
+
+def test_another_processor_s_code_is_not_run_under_this_one_s_name(file, monkeypatch):
+    made()
+    with monkeypatch.context() as patch:
+        patch.setattr(fast_cache.binding, "get_host_cpu_name", lambda: "another")
+        made(b"its code")
+    (other,) = set(file.parent.glob(f"spmd_engine.{NAME}.*")) - set(file.parent.glob("*.lock")) - {file}
+    other.replace(file)
     assert made()
 
 
