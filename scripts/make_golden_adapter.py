@@ -24,6 +24,7 @@ TARGETS = {
     "gpt_neox": ["query_key_value", "dense", "dense_4h_to_h"],
     "qwen3_moe": ["q_proj", "k_proj", "v_proj", "o_proj"],
     "mixtral": ["q_proj"],
+    "olmoe": ["q_proj", "gate_proj", "up_proj", "down_proj"],  # of these it makes adapters of all experts at once
 }
 #: Of all experts of a layer at once.
 PARAMETERS = {"mixtral": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
@@ -35,7 +36,7 @@ def make(family):
     base = transformers.AutoModelForCausalLM.from_pretrained(decoders.FOLDER / family, dtype=torch.float32)
     base.config._attn_implementation = base.config._experts_implementation = "eager"
     options = {"target_modules": TARGETS[family], "target_parameters": PARAMETERS.get(family)}
-    model = get_peft_model(base, LoraConfig(r=3, lora_alpha=5, use_rslora=True, **options))
+    model = get_peft_model(base, LoraConfig(r=3, lora_alpha=5, use_rslora=family != "olmoe", **options))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:

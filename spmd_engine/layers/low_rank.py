@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -32,7 +32,8 @@ class LowRank(Layer):
     """``layer`` with w + scale · a · b in the place of each weight w that is ``adapted``: w[d f], a[d q], b[q f]
 
     ``adapted`` names the a and the b of each. Weights may share an a, as if they were one with the outputs of all, or
-    a b, as if they were one with the inputs of all. Those of experts are adapted expert by expert, each where it is.
+    a b, as if they were one with the inputs of all. What is ``doubled`` has twice the rank. Those of experts are
+    adapted expert by expert, each where it is.
 
     The weights are frozen buffers: they have no gradient and no optimizer's state. a is cut as w's inputs are, b as its
     outputs. Weights are those of products with d, first or last: the other letters are the
@@ -44,11 +45,11 @@ class LowRank(Layer):
 
     def __init__(
         self, layer: Layer, adapted: Mapping[str, tuple[str, str]] = MappingProxyType({}), rank: int = 8,
-        scale: float = 1.0,
+        scale: float = 1.0, doubled: Collection[str] = (),
     ) -> None:  # fmt: skip
         self.layer, self.scale = layer, scale
         self.adapted = {name: Adapted(a, b, *sides(layer.parameters[name].dims)) for name, (a, b) in adapted.items()}
-        self.sizes = {**layer.sizes, "q": rank}
+        self.sizes = {**layer.sizes, "q": rank, **({"Q": 2 * rank} if doubled else {})}
         self.inputs, self.outputs = layer.inputs, layer.outputs
         self.may_cut, self.across, self.attends = layer.may_cut, layer.across, layer.attends
         self.side_outputs = layer.side_outputs
@@ -58,7 +59,8 @@ class LowRank(Layer):
         for name, (a, b, into, out) in self.adapted.items():
             weight = layer.parameters[name]
             std = (3 * with_b[b] * prod(layer.sizes[letter] for letter in into)) ** -0.5
-            for own, dims, deviation, summed in ((a, into + "q", std, out), (b, "q" + out, 0.0, into)):
+            q = "Q" if name in doubled else "q"
+            for own, dims, deviation, summed in ((a, into + q, std, out), (b, q + out, 0.0, into)):
                 others = self.parameters[own].summed if own in self.parameters else ""
                 self.parameters[own] = Parameter(
                     " ".join(dims), std=deviation, summed=_union(others, weight.summed, summed), element=weight.element

@@ -20,6 +20,7 @@ from spmd_engine.models.stored_names import stored_names
 _THREE = {"q_proj": (("query",),), "k_proj": (("key",),), "v_proj": (("value",),)}
 _ATTENTION = _THREE | {"o_proj": (("output",),)}
 _OF_LLAMA = _ATTENTION | {"gate_proj": (("gate",),), "up_proj": (("up",),), "down_proj": (("down",),)}
+_GATE_OR_UP = re.compile(r"expert\d+/(gate|up)$")
 _EXPERT, _FUSED = re.compile(r"expert\d+/"), "experts."
 _OF_EXPERTS = {
     f"{_FUSED}gate_up_proj": (("expert/gate", "expert/up"),), f"{_FUSED}down_proj": (("expert/down",),)
@@ -50,6 +51,7 @@ _TARGETS: Mapping[str, Mapping[str, tuple[tuple[str, ...], ...]]] = {
     "phi": _THREE | {"dense": (("output",),), "fc1": (("w0",),), "fc2": (("w1",),)},
     "starcoder2": _ATTENTION | {"c_fc": (("w0",),), "c_proj": (("w1",),)},
 }  # fmt: skip
+_DOUBLED = r".*\.gate_up_proj"  # what PEFT says of it
 #: Fields of ``adapter_config.json`` that change what is computed, and their one value that is computed here.
 _REFUSED: Mapping[str, Any] = {
     "bias": "none", "use_dora": False, "modules_to_save": None, "layers_to_transform": None,
@@ -67,6 +69,8 @@ class LoRAOptions(Configuration):
     alpha: float = setting(16.0, least=0)
     targets: str | None = None  #: names, with commas; None: all that the model has
     root: bool = False  #: whether the factor is alpha / sqrt(rank) instead (rsLoRA)
+    #: Whether ``experts.gate_up_proj`` has twice the rank, as PEFT makes it of adapters of gates and ups.
+    doubled: bool = False
 
     def modules(self, family: str) -> dict[str, tuple[tuple[str, ...], ...]]:
         """The targets in a model of this family, and the groups of weights of each; raises UsageError for others."""
@@ -84,6 +88,8 @@ class LoRAOptions(Configuration):
         for name in found.keys() & _OF_EXPERTS.keys():
             if twice := sorted(alone & {each.removeprefix("expert/") for group in known[name] for each in group}):
                 raise UsageError(f"targets: {name} would adapt {twice[0]} of experts, which have adapters of their own")
+        if self.doubled and (self.root or f"{_FUSED}gate_up_proj" not in found):
+            raise UsageError("doubled: it is of the target experts.gate_up_proj, and not beside root")
         return found
 
     def names(self, family: str, weights: Mapping[str, str]) -> dict[str, tuple[str, str]]:
@@ -110,7 +116,9 @@ def with_adapters(model: Model, options: LoRAOptions, family: str) -> Model:
         if isinstance(layer, Parallel):
             return layer.changed(frozen)
         weights = {name: each.dims for name, each in layer.parameters.items() if len(each.dims) > 1}
-        return LowRank(layer, options.names(family, weights), options.rank, options.scale)
+        names = options.names(family, weights)
+        doubled = [name for name in names if options.doubled and _GATE_OR_UP.search(name)]
+        return LowRank(layer, names, options.rank, options.scale, doubled)
 
     layers = [(name, frozen(layer)) for name, layer in model.layers]
     if not any(layer.parameters for _, layer in layers):
@@ -126,13 +134,13 @@ def adapter_names(shape: DecoderShape, options: LoRAOptions) -> Iterator[tuple[s
         if name not in names:
             continue
         stored = next((each for each in ways if _FUSED + each.tensor.rpartition(".")[2] in modules), ways[0])
-        for adapter, thin in zip(names[name], _thin(stored, shape.family, modules), strict=True):
+        for adapter, thin in zip(names[name], _thin(stored, shape.family, modules, options.doubled), strict=True):
             if adapter not in told:  # by another weight that shares it
                 told.add(adapter)
                 yield adapter, (thin,)
 
 
-def _thin(stored: Stored, family: str, modules: Collection[str]) -> tuple[Stored, Stored]:
+def _thin(stored: Stored, family: str, modules: Collection[str], doubled: bool) -> tuple[Stored, Stored]:
     """Where the a and the b are of a weight that is stored there."""
     folder, _, called = stored.tensor.rpartition(".")
     if _FUSED + called not in modules:
@@ -141,7 +149,8 @@ def _thin(stored: Stored, family: str, modules: Collection[str]) -> tuple[Stored
         of_a, of_b = f"q {into}", f"{out} q"
     else:
         _, out, into = stored.dims.split()
-        of_a, of_b = f"eq {into}", f"{out} qe"
+        q = "Q" if doubled and called == "gate_up_proj" else "q"
+        of_a, of_b = f"e{q} {into}", f"{out} {q}e"
         if called == "gate_up_proj" and f"{_FUSED}down_proj" in modules:  # PEFT wraps one tensor of a module first
             folder += ".base_layer"
 
@@ -159,7 +168,10 @@ def options_of_config(config: Mapping[str, Any], where: str) -> LoRAOptions:
     """What ``adapter_config.json`` says; raises CheckpointError for features that are not known here, by name."""
     if config.get("peft_type") != "LORA":
         raise CheckpointError(f"{where}: peft_type {config.get('peft_type')!r} is not known here; LORA is")
+    doubled = _doubles(config)
     for name, computed in _REFUSED.items():
+        if doubled and name in ("rank_pattern", "alpha_pattern"):
+            continue
         if (value := config.get(name)) and value != computed:
             raise CheckpointError(f"{where}: {name} is {value!r}, a feature that is not known here")
     targets = config.get("target_modules")
@@ -177,11 +189,20 @@ def options_of_config(config: Mapping[str, Any], where: str) -> LoRAOptions:
     targets = None if targets is None else [*targets, *of_experts]
     try:
         alpha, root = float(config["lora_alpha"]), bool(config.get("use_rslora"))
-        return LoRAOptions(config["r"], alpha, None if targets is None else ",".join(sorted(targets)), root)
+        return LoRAOptions(config["r"], alpha, None if targets is None else ",".join(sorted(targets)), root, doubled)
     except KeyError as error:
         raise CheckpointError(f"{where}: the field {error} is missing") from error
     except (UsageError, TypeError, ValueError) as error:
         raise CheckpointError(f"{where}: {error}") from error
+
+
+def _doubles(config: Mapping[str, Any]) -> bool:
+    """Whether it says that of experts gate and up together have twice the rank, with the factor of all others."""
+    of_rank, of_alpha = config.get("rank_pattern"), config.get("alpha_pattern")
+    if not of_rank or config.get("use_rslora") or not config.get("target_parameters"):
+        return False
+    twice = {_DOUBLED: 2 * (config.get("r") or 0)}, {_DOUBLED: 2 * (config.get("lora_alpha") or 0)}
+    return (of_rank, of_alpha) == twice
 
 
 def config_of_options(options: LoRAOptions, family: str, base: str | None) -> dict[str, Any]:
@@ -196,6 +217,8 @@ def config_of_options(options: LoRAOptions, family: str, base: str | None) -> di
         "target_modules": [name for name in options.modules(family) if not name.startswith(_FUSED)],
         "target_parameters": [f"mlp.{name}" for name in options.modules(family) if name.startswith(_FUSED)] or None,
         "use_rslora": options.root,
+        "rank_pattern": {_DOUBLED: 2 * options.rank} if options.doubled else {},
+        "alpha_pattern": {_DOUBLED: 2 * options.alpha} if options.doubled else {},
         "bias": "none",
         "fan_in_fan_out": family == "gpt2",  # whose weights are stored as inputs by outputs; a and b are not
         "inference_mode": True,

@@ -173,6 +173,18 @@ def test_gradients_are_those_of_all_weights_projected(shape):
         np.testing.assert_allclose(gradients[name], each, rtol=0, atol=1e-13, err_msg=name)
 
 
+def test_fused_experts_with_twice_the_rank(monkeypatch):
+    """Gate and up of an expert share an a, of twice the rank, on any mesh."""
+    targets = "q_proj,experts.gate_up_proj,experts.down_proj"
+    monkeypatch.setitem(globals(), "OPTIONS", OPTIONS.changed(targets=targets, doubled=True))
+    _, *expected, _, _ = two_steps({"data": 1}, {}, EXPERTS)
+    _, *found, _, _ = two_steps({"expert": 2, "model": 2}, {"zero": 1}, EXPERTS)
+    assert expected[0]["block0/moe/expert0/gate_up_lora_a"].shape == (12, 6)
+    for one, other in zip(expected, found, strict=True):
+        for name in one:
+            np.testing.assert_allclose(other[name], one[name], rtol=0, atol=1e-10, err_msg=name)
+
+
 @pytest.mark.parametrize(
     ("name", "targets", "said"),
     [
@@ -209,6 +221,7 @@ GOLDEN, BASE = ADAPTERS / "llama", BASES / "llama"
         ("gpt_neox", {"model": 3}, {}),
         ("qwen3_moe", {"expert": 2, "model": 2}, {}),
         ("mixtral", {"expert": 2, "model": 2}, {}),
+        ("olmoe", {"expert": 3}, {"zero": 3}),
     ],
     ids=lambda each: str(each) if each else "",
 )
@@ -248,6 +261,7 @@ def test_what_peft_wrote_and_what_is_written_for_it(family, axes, composition, t
     [
         ({"peft_type": "IA3"}, "peft_type 'IA3' is not known here"),
         ({"target_parameters": ["mlp.gate.weight"]}, "target_parameters has 'mlp.gate.weight', a feature that is not"),
+        ({"rank_pattern": {"v_proj": 4}}, "rank_pattern is {'v_proj': 4}, a feature that is not known here"),
         ({"use_dora": True}, "use_dora is True, a feature that is not known here"),
         ({"target_modules": ["q_proj", "lm_head"]}, "'lm_head' of a llama has no adapter here"),
         ({"r": 4}, r"lora_A.weight is \[3, \d+\], but the model's configuration says \[4, "),
