@@ -14,6 +14,7 @@ import uuid
 from pathlib import Path
 from typing import Self
 
+from spmd_engine.checkpoints.folder import make_folder
 from spmd_engine.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ class RunLock:
         self._name = f"process {os.getpid()} on {os.uname().nodename}, {uuid.uuid4().hex}"
 
     def __enter__(self) -> Self:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self._path.parent)
         if os.path.exists(self._path) and not os.path.isfile(self._path):
             raise UsageError(
                 f"{self._path} is no file: move it away; a run locks it, so that no other one writes there"
