@@ -212,6 +212,7 @@ class RandomJob:
     def _turning(self, job, leg, folder, resume):
         """The steps before the turn; those after it are in the folder."""
         axes, how = leg.turned
+        job = job.with_options(rebalance_every=0)  # of a mesh that changes, whoever changes it would have to tell it
         with Mesh(**leg.axes) as mesh, Mesh(**axes) as other:
             workload = open_workload(job, mesh)
             made = _make_run(workload, folder, [], 0)

@@ -254,6 +254,18 @@ def test_no_circle_of_imports():
         uses = {module: used for module, used in uses.items() if module not in done}
 
 
+def test_nothing_hangs_on_the_clock_that_people_set():
+    """It may go backwards: deadlines, durations and orders are told by one that does not, or by numbers."""
+    wall = {"time", "time_ns", "ctime", "localtime", "gmtime"}
+    for file in FILES:
+        for node in nodes_of(file):
+            if isinstance(node, ast.ImportFrom) and node.module == "time":
+                assert not wall & {each.name for each in node.names}, file
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "time":
+                assert node.attr not in wall, file
+            assert not (isinstance(node, ast.Attribute) and node.attr.startswith("st_mtime")), file
+
+
 MODULE_FILES = {f"spmd_engine/{file}" for file in FILES}
 #: What users subclass, and what they call on it, may be many methods.
 MANY_METHODS = {"ShardedEngine", "Group", "Collectives", "Mesh"}

@@ -52,7 +52,8 @@ class CheckpointFolder:
     def begin(self) -> Path:
         """A new folder for files that are not yet a checkpoint."""
         unfinished = self.path / f"unfinished-{os.urandom(16).hex()}"
-        unfinished.mkdir(parents=True)
+        make_folder(self.path)
+        unfinished.mkdir()
         return unfinished
 
     def commit(self, unfinished: Path, step: int, manifest: str, keep: int) -> Path:
@@ -146,6 +147,17 @@ def find_checkpoint(path: str | os.PathLike) -> Path:
         if newest := CheckpointFolder(run).newest():
             return newest
     raise CheckpointError(f"{path}: no such checkpoint: neither {MANIFEST} there, nor a complete one in {CHECKPOINTS}/")
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder, if it is not there; raises OSError, which of a link to nowhere says more than that it exists."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        if not path.is_symlink():
+            raise
+        why = f"a link to {os.readlink(path)}, where there is no folder"
+        raise FileExistsError(error.errno, why, str(path)) from error
 
 
 def replace_file(path: Path, text: str) -> None:

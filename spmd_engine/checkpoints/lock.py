@@ -13,6 +13,7 @@ import os
 from pathlib import Path
 from typing import Self
 
+from spmd_engine.checkpoints.folder import make_folder
 from spmd_engine.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ class RunLock:
         self._name = f"process {os.getpid()} on {os.uname().nodename}, {os.urandom(16).hex()}"
 
     def __enter__(self) -> Self:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self._path.parent)
         if os.path.exists(self._path) and not os.path.isfile(self._path):
             raise UsageError(
                 f"{self._path} is no file: move it away; a run locks it, so that no other one writes there"

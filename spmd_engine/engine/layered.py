@@ -118,7 +118,7 @@ class LayeredEngine(StoredEngine):
     def reshard(
         self, mesh: Mesh | None, layout: Layout | None = None, *, optimizer: Optimizer | None = None, **options: Any
     ) -> None:
-        """Go on as this model on another mesh of the same ranks, or of some of them, in mid-training: with the same
+        """Go on as this model on another mesh of the same ranks, or of some, in any order, in mid-training: with the same
         parameters, buffers and, if the ``optimizer`` is given, its state.
 
         A rank that is not on the new mesh passes None for it. It gives the others what they lack; after that its

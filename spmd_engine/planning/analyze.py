@@ -64,7 +64,7 @@ def analyze(
     place = MeshPosition(dict(axes), dict.fromkeys(axes, 0))
     layout = layout if layout is not None else composed_layout(built, place, composition)
     samples = [part.stop - part.start for part in (span(batch_size, micro_batches, m) for m in range(micro_batches))]
-    shared = [] if every else _shared_between_stages(built, layout, composition, axes, dtype.itemsize)
+    shared = [] if every else _summed_in_parts(built, layout, composition, axes, dtype.itemsize)
     shared += [((axis,), shares) for axis, shares in composition.storage.shares.items()]
     classes = every_rank(axes) if every else classes_of(built, layout, axes, set(samples), shared, sequence)
     ranks = ForetoldRanks(axes, classes, MeetingPoint(), nodes or ["here"] * prod(axes.values()))
@@ -189,11 +189,12 @@ def run_step(engine: ForetoldEngine, optimizer: Optimizer, passes: Passes, sizes
     )
 
 
-def _shared_between_stages(
+def _summed_in_parts(
     model: Model, layout: Layout, composition: Composition, axes: Mapping[str, int], itemsize: int
 ) -> list[Shared]:
-    """Parts, of different sizes, of parameters that several stages hold: those of tied ones."""
-    if axes.get(PIPE, 1) == 1 or not any(layer.tied for _, layer in model.layers):
+    """Parts, of different sizes, of parameters whose parts are summed: by several stages, or by replicas of them."""
+    tied = axes.get(PIPE, 1) > 1 and any(layer.tied for _, layer in model.layers)
+    if not tied and not (composition.storage.stage(axes) and sum(size > 1 for size in axes.values()) > 1):
         return []
     first = MeshPosition(dict(axes), dict.fromkeys(axes, 0))
     return shared_parts(composed_assignment(model, first, layout, itemsize, composition).groups, axes)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.checkpoints import CheckpointFolder, Save, load_checkpoint
-from spmd_engine.checkpoints.folder import replace_file
+from spmd_engine.checkpoints.folder import make_folder, replace_file
 from spmd_engine.checkpoints.lock import RunLock
 from spmd_engine.checkpoints.read import read_manifest
 from spmd_engine.checkpoints.replicas import compare_replicas
@@ -173,7 +173,7 @@ class Run:
 
         def write() -> None:
             self.check_lock()
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder)
             if self.config is not None:
                 replace_file(self.folder / CONFIG, json.dumps(self.config, indent=2) + "\n")
 

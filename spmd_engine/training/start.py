@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd_engine.checkpoints import CheckpointFolder
-from spmd_engine.checkpoints.folder import find_checkpoint, replace_file
+from spmd_engine.checkpoints.folder import find_checkpoint, make_folder, replace_file
 from spmd_engine.checkpoints.pretrained import load_pretrained, with_shape
 from spmd_engine.checkpoints.pretrained_table import table
 from spmd_engine.checkpoints.read import read_manifest
@@ -258,7 +258,7 @@ def _open_folder(job: Job, run: str | Path | None, resume: bool) -> str:
             return str(folder)
         if CheckpointFolder(folder).newest():
             raise UsageError(f"{folder} holds a run already; give --resume to go on with it, or another --run")
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         return str(folder)
     number = 1
     while True:

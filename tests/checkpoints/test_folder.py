@@ -134,6 +134,28 @@ def test_a_copy_that_follows_links_goes_on(tmp_path):
     assert os.readlink(tmp_path / "checkpoints" / "latest") == "step-00000002"
 
 
+@pytest.mark.parametrize("to", ["nowhere", "latest"], ids=["dangling", "a loop"])
+def test_a_link_called_latest_that_leads_nowhere_is_made_anew(tmp_path, to):
+    save(tmp_path, 1, 1)
+    latest = tmp_path / "checkpoints" / "latest"
+    latest.unlink()
+    latest.symlink_to(to)
+    assert find_checkpoint(tmp_path).name == "step-00000001"
+    with pytest.raises(CheckpointError, match="latest: no such checkpoint"):
+        Checkpoint(latest)
+    save(tmp_path, 1, 2)
+    assert os.readlink(latest) == "step-00000002" and Checkpoint(latest).metadata["step"] == 2
+
+
+def test_a_folder_that_is_a_link_to_nowhere_is_told(tmp_path):
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"a link to .*elsewhere, where there is no folder: .*checkpoints'"):
+        save(tmp_path, 1, 1)
+    (tmp_path / "elsewhere").mkdir()
+    save(tmp_path, 1, 1)
+    assert find_checkpoint(tmp_path).name == "step-00000001"
+
+
 def test_there_is_none(tmp_path):
     with pytest.raises(CheckpointError, match="no such checkpoint: neither manifest.json there, nor a complete one"):
         find_checkpoint(tmp_path / "nowhere")

@@ -37,6 +37,7 @@ CASES = [
     (GPT, "data=3", {"zero": 1, "compress": "bfloat16"}),
     (GPT, "data=2", {"compress": "top-k:0.1"}),
     (GPT, "replicate=2,shard=2", {}),
+    (GPT, "replicate=2,data=4", {"zero": 1, "group_threshold": 0}),
     (GPT_UNTIED, "model=3", {"sequence_parallel": True}),
     (GPT, "context=2", {"zero": 3}),
     (GPT, "pipe=3", {"zero": 1, "schedule": "zero-bubble"}),
