@@ -91,9 +91,6 @@ def measure(name: str) -> list[dict]:
     """Each rank's peak, foretold and measured."""
     model, axes, options, batch_size, micro_batches = PLANS[name]
     composition, config = Composition(**options), ModelConfig(model)
-    foretold = analyze(
-        config, parse_axes(axes), composition, batch_size=batch_size, micro_batches=micro_batches, every=True
-    )
     with Mesh(**parse_axes(axes)) as mesh:
         tracemalloc.start()
         peak = Peak(mesh)
@@ -108,8 +105,12 @@ def measure(name: str) -> list[dict]:
         peak.look()
         measured = peak.bytes - python_bytes()
         everyone = mesh.all_gather(np.array([measured])).tolist()
+    if mesh.rank:
+        return []
+    sizes = {"batch_size": batch_size, "micro_batches": micro_batches}
+    foretold = analyze(config, parse_axes(axes), composition, every=True, **sizes)
     return [
-        {"rank": rank, "foretold": foretold.of_rank(rank).peak.bytes, "measured": each}
+        {"rank": rank, "foretold": foretold.peak_bytes_by_rank()[rank], "measured": each}
         for rank, each in enumerate(everyone)
     ]
 
@@ -135,7 +136,8 @@ def main() -> None:
             errors.append(abs(error))
             print(
                 f"{name:<22} {each['rank']:>5} {each['foretold'] / 1e6:>12.2f} {each['measured'] / 1e6:>12.2f} "
-                f"{error:>+7.1%}"
+                f"{error:>+7.1%}",
+                flush=True,
             )
     print(f"largest error {max(errors):.1%}, median {np.median(errors):.1%}")
 

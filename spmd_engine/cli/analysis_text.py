@@ -38,6 +38,8 @@ def describe(analysis: StepAnalysis, rank: int, console: Console) -> None:
     console.print(f"at its peak, in {_at(step)}, this rank holds {step.peak.bytes:,} bytes:")
     for kind, what, size in step.peak.holds[:_MOST_HELD]:
         console.print(f"  {size:>15,}  {kind}{f': {what}' if what else ''}")
+    if tables := analysis.tables_of_rank(rank):
+        console.print(f"and {tables:,} bytes in which its groups meet, all through")
     for note in analysis.approximate:
         console.print(f"assumed: {note}")
 

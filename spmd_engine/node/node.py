@@ -24,7 +24,7 @@ from spmd_engine.node.futex import Futexes
 _TOKEN = 16  # bytes at the beginning of an arena, by which the others know that it is the right one
 _FUTEXES = 64  # where the words of the ranks' futexes begin, in the arena of the node's first rank
 _ENDS = 3072  # where there is a byte for each rank, 1 when its program has ended
-_MOST = 512  # ranks for which there is room
+MOST_RANKS = 512  # for which there is room
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def open_node(rank: int, ranks: Sequence[int], kept: int, tell: Callable[[str], 
 
     ``kept``: see ``Node``. ``tell`` tells all ranks of the world a text, and returns theirs.
     """
-    size = bound(len(ranks)) if 1 < len(ranks) <= _MOST else 0
+    size = bound(len(ranks)) if 1 < len(ranks) <= MOST_RANKS else 0
     if size < HEAD + kept:
         size = 0
     wanted = size > 0

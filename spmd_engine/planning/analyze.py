@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -30,6 +30,7 @@ from spmd_engine.planning.samples import foretold_batch
 from spmd_engine.planning.shaped_mesh import ForetoldRanks, ShapedMesh
 from spmd_engine.planning.shard_records import shards_of
 from spmd_engine.planning.step_analysis import LOSS, NORM, UPDATE, RankClass, RankStep, StepAnalysis
+from spmd_engine.planning.tables import tables_of
 from spmd_engine.sharding.layout import Layout
 
 
@@ -84,7 +85,7 @@ def analyze(
         steps = ranks.meeting.run(programs)
     notes = dict.fromkeys(note for _, notes in steps for note in notes)
     each = [RankClass(step, numbers) for (step, _), numbers in zip(steps, found.values(), strict=True)]
-    return StepAnalysis(
+    analysis = StepAnalysis(
         built.name,
         dict(axes),
         each,
@@ -93,6 +94,7 @@ def analyze(
         composition.changed(mesh=dict(axes)).as_json(),
         list(notes),
     )
+    return replace(analysis, tables=tables_of(analysis, ranks.nodes))
 
 
 def _alike_inside(
@@ -148,7 +150,8 @@ class Foretold:
             optimizer = copy(self.optimizer)
             optimizer.state = {}
             passes = Passes(recorder, cache, scope, self.choose, kinds, samples)
-            return run_step(engine, optimizer, passes, sizes), list(recorder.meter.notes)
+            step = run_step(engine, optimizer, passes, sizes)
+            return replace(step, groups=mesh.group_keys(step.communications)), list(recorder.meter.notes)
 
 
 def run_step(engine: ForetoldEngine, optimizer: Optimizer, passes: Passes, sizes: tuple) -> RankStep:

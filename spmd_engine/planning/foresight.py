@@ -13,6 +13,7 @@ from spmd_engine.planning.lattice import Candidate
 from spmd_engine.planning.machine import Machine
 from spmd_engine.planning.simulation import Prediction, simulate
 from spmd_engine.planning.step_analysis import RankStep, StepAnalysis
+from spmd_engine.planning.tables import tables_of
 
 MOST_SLOTS = 12_000  #: layers of a stage, times stages and micro-batches, that are analyzed one by one
 
@@ -39,6 +40,12 @@ class Foresight:
         return self.analysis.of_rank(self.peak_rank)
 
     @property
+    def peak_bytes_by_kind(self) -> dict[str, int]:
+        """What that rank holds then."""
+        tables = self.analysis.tables_of_rank(self.peak_rank)
+        return {**self.peak_step.peak.bytes_by_kind, **({"tables of groups": tables} if tables else {})}
+
+    @property
     def peak_moment(self) -> str:
         """What that rank computes then."""
         step = self.peak_step
@@ -57,7 +64,7 @@ class Foresight:
             "peak": {
                 "rank": self.peak_rank,
                 "moment": self.peak_moment,
-                "bytes_by_kind": dict(self.peak_step.peak.bytes_by_kind),
+                "bytes_by_kind": self.peak_bytes_by_kind,
             },
             "whole": self.whole,
             "approximate": list(self.analysis.approximate),
@@ -76,14 +83,18 @@ def look(
     """Analyze and simulate one step; ``options`` go to ``analyze``."""
     stages = axes.get("pipe", 1)
     few = 2 * stages
+
+    def analyzed(**sizes: int) -> StepAnalysis:
+        return with_tables(analyze(model, axes, composition, **sizes, **options), machine)
+
     slots = len(model.layers) * micro_batches
     if slots <= MOST_SLOTS or micro_batches <= few + stages:
-        analysis = analyze(model, axes, composition, batch_size=batch_size, micro_batches=micro_batches, **options)
+        analysis = analyzed(batch_size=batch_size, micro_batches=micro_batches)
         prediction = simulate(analysis, machine)
         return Foresight(analysis, prediction, prediction.seconds, analysis.bytes_sent)
     each = batch_size // micro_batches
-    short = analyze(model, axes, composition, batch_size=each * few, micro_batches=few, **options)
-    longer = analyze(model, axes, composition, batch_size=each * (few + stages), micro_batches=few + stages, **options)
+    short = analyzed(batch_size=each * few, micro_batches=few)
+    longer = analyzed(batch_size=each * (few + stages), micro_batches=few + stages)
     first, second = simulate(short, machine), simulate(longer, machine)
     more = (micro_batches - few) / stages
     return Foresight(
@@ -92,6 +103,15 @@ def look(
         first.seconds + more * (second.seconds - first.seconds),
         round(short.bytes_sent + more * (longer.bytes_sent - short.bytes_sent)),
         whole=False,
+    )
+
+
+def with_tables(analysis: StepAnalysis, machine: Machine) -> StepAnalysis:
+    """With the tables of groups as the machine's nodes have them: devices of their own hold none."""
+    places = machine.places[: analysis.ranks]
+    tables = tables_of(analysis, [str(number) for number, _ in places])
+    return replace(
+        analysis, tables=[size * (node.cores is not None) for size, (_, node) in zip(tables, places, strict=True)]
     )
 
 

@@ -23,6 +23,7 @@ from spmd_engine.comm.spans import joined
 from spmd_engine.comm.tuning import Tuning
 from spmd_engine.planning.meeting_point import MeetingPoint
 from spmd_engine.planning.recorder import Recorder
+from spmd_engine.planning.step_analysis import Communication, GroupKey
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,15 @@ class ShapedMesh(Mesh):
         part = self.all.classes[np.ix_(*index)]
         others = [axis for axis in axes if axis not in names]
         return part.transpose([axes.index(axis) for axis in (*others, *names)]).reshape(-1).tolist()
+
+    def group_keys(self, communications: Sequence[Communication]) -> list[GroupKey]:
+        """The groups that were asked for, and those of passes through layers that were not run once more."""
+        keys = dict.fromkeys(self._groups)
+        known = {names for names, _ in keys}
+        for names in {tuple(each.axes.split(",")) for each in communications}:
+            if names not in known and set(names) <= set(self.axes):
+                keys[names, ()] = None
+        return list(keys)
 
     def empty(self, shape: int | Sequence[int], dtype: Any = np.float32, *, zero: bool = False) -> ShapedArray:
         return ShapedArray.new(shape, dtype)

@@ -161,6 +161,10 @@ class ModelShard:
     depends_on: tuple[str, ...]  #: mesh axes whose ranks must be there: to gather it, or to sum its gradient
 
 
+#: The axes of a group, and the places of some of these that are left.
+GroupKey = tuple[tuple[str, ...], tuple[tuple[str, tuple[int, ...]], ...]]
+
+
 @dataclass(frozen=True)
 class RankStep:
     """One step of one rank: what it computes, in order, what it sends meanwhile, and what it holds."""
@@ -174,6 +178,7 @@ class RankStep:
     before: Mapping[str, int] = field(default_factory=dict)  #: bytes by kind between steps
     saved: Mapping[str, int] = field(default_factory=dict)  #: bytes that a layer's forward leaves, output included
     temporaries: Mapping[str, int] = field(default_factory=dict)  #: bytes at their peak, by a computation's name
+    groups: Sequence[GroupKey] = ()  #: that the rank communicates in
 
     @cached_property
     def flops(self) -> int:
@@ -216,6 +221,7 @@ class StepAnalysis:
     parameters: int  #: of the whole model
     composition: Mapping[str, Any] = field(default_factory=dict)  #: as JSON
     approximate: Sequence[str] = ()  #: what only data decide, and what was assumed of it
+    tables: Sequence[int] = ()  #: bytes of each rank in which groups meet: see ``tables_of``; (): none
 
     @property
     def ranks(self) -> int:
@@ -238,7 +244,7 @@ class StepAnalysis:
     @property
     def peak_bytes(self) -> int:
         """Of the rank that needs most."""
-        return max(each.step.peak.bytes for each in self.classes)
+        return max(self.peak_bytes_by_rank())
 
     def of_rank(self, rank: int) -> RankStep:
         """The step of one rank; that of another of its class is the same but for its coordinates."""
@@ -248,8 +254,12 @@ class StepAnalysis:
         peaks = [0] * self.ranks
         for each in self.classes:
             for rank in each.ranks:
-                peaks[rank] = each.step.peak.bytes
+                peaks[rank] = each.step.peak.bytes + self.tables_of_rank(rank)
         return peaks
+
+    def tables_of_rank(self, rank: int) -> int:
+        """Bytes in which this rank's groups meet, all through a step."""
+        return self.tables[rank] if self.tables else 0
 
     def totals(self) -> dict[tuple[str, str], tuple[int, int]]:
         """Calls and bytes sent, of all ranks, by operation and axes."""

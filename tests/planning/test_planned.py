@@ -166,5 +166,5 @@ def test_fourteen_questions_are_answered(name):
     assert all(each.lines for each in answers)
     json.dumps([each.as_json() for each in answers])
     by_question = {each.question: each.data for each in answers}
-    seen = analyze(ModelConfig(name), {"data": 4}, batch_size=16)
+    seen = replace(analyze(ModelConfig(name), {"data": 4}, batch_size=16), tables=())  # ranks with devices of their own
     assert by_question["What is the peak memory now, where and when?"] == {"bytes": seen.peak_bytes}

@@ -106,7 +106,6 @@ def command_of(answer: Answer) -> str:
 
 
 def _print_foresight(console: Console, seen: Foresight, batch: int) -> None:
-    peak = seen.peak_step.peak
     analyzed = seen.analysis
     exact = "" if seen.whole else " (of a part of its micro-batches, continued)"
     console.print(f"  a step: {readable_seconds(seen.seconds)}, {batch / seen.seconds:.4g} samples a second{exact}")
@@ -115,10 +114,10 @@ def _print_foresight(console: Console, seen: Foresight, batch: int) -> None:
     console.print(f"  ranks wait {exposed:.1%} of it in communication and bubbles, and compute {1 - idle:.1%}")
     console.print(f"  sent: {readable_bytes(seen.bytes_sent)} a step by all ranks")
     console.print(
-        f"  memory: rank {seen.peak_rank} holds most, {readable_bytes(peak.bytes)}, at {seen.peak_moment}: "
+        f"  memory: rank {seen.peak_rank} holds most, {readable_bytes(analyzed.peak_bytes)}, at {seen.peak_moment}: "
         + ", ".join(
             f"{kind} {readable_bytes(size)}"
-            for kind, size in sorted(peak.bytes_by_kind.items(), key=lambda each: -each[1])
+            for kind, size in sorted(seen.peak_bytes_by_kind.items(), key=lambda each: -each[1])
             if size
         )
     )
