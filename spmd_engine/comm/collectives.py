@@ -44,7 +44,10 @@ class Collective(PreparedCall):
         """The call of ``x``, of which ranks are ``told`` this."""
         where = operation, calls.axes, label
         fields |= {"payload": x.nbytes, "dtype": x.dtype, "rank": calls.rank, "ranks": calls.size}
-        return cls(calls.signature_of(operation, x, **told), where, **fields)
+        call = cls(calls.signature_of(operation, x, **told), where, **fields)
+        if call.parts is not None:
+            call.places = spans([prod(shape) for shape in call.part_shapes()])
+        return call
 
     def finish(self, found: Signatures | None, blocks: Sequence[Array], out: Array | None) -> Any:
         """The result of everyone's arrays, where these came with the agreement; ``found``: None if all are the same."""
@@ -105,15 +108,14 @@ class Collective(PreparedCall):
     def even_shapes(self) -> list[Shape] | None:
         """``shapes`` where all ranks call the same."""
 
-    def packed(self, x: Array) -> tuple[Array, list[slice]]:
-        """The parts of ``x``, each in one piece of flat memory, as the transports want them; and where they are."""
-        places = spans([prod(shape) for shape in self.part_shapes()])
+    def packed(self, x: Array) -> Array:
+        """The parts of ``x``, each in one piece of flat memory, as the transports want them: at their ``places``."""
         if x.ndim == 1 or len(self.parts[0]) == 1:  # cut along the first axis, or packed before
-            return x.reshape(-1), places
+            return x.reshape(-1)
         flat = backend_of(x).empty((x.size,), x.dtype)
-        for part, place in zip(self.parts, places, strict=True):
+        for part, place in zip(self.parts, self.places, strict=True):
             flat[place] = x[part].reshape(-1)
-        return flat, places
+        return flat
 
     def part_shapes(self) -> list[Shape]:
         """Of the parts of this rank's array, which are cut along the last axis that their indices name."""
@@ -251,13 +253,13 @@ class ReduceScatterCall(Collective):
 
     def offer(self, routing: Routing, own: Array, target: Array | None) -> Offer:
         own = own if target is None or keeps_apart(target, own, self.parts[self.rank]) else own.copy()
-        flat = own if self.signature.inline else self.packed(own)[0]
+        flat = own if self.signature.inline else self.packed(own)
         shows = routing.shows(self, own, own.nbytes)
         return flat, readable(routing.node_table, flat, routing.comm.tuning) if shows else None, None
 
     def move(self, transport: Transport, number: int, x: Array, result: Array, shapes: None) -> Steps:
-        flat, places = self.packed(x)
-        return transport.reduce_scatter(number, flat, places, result.reshape(-1), self.signature.reduction)
+        reduction = self.signature.reduction
+        return transport.reduce_scatter(number, self.packed(x), self.places, result.reshape(-1), reduction)
 
 
 class Joining(Collective):
@@ -401,7 +403,7 @@ class AllToAllCall(Joining):
         return (y, [each.shape[concat] for each in came]) if self.tells else y
 
     def offer(self, routing: Routing, own: Array, target: Array | None) -> Offer:
-        flat = own if self.signature.inline else self.packed(own)[0]
+        flat = own if self.signature.inline else self.packed(own)
         shows = routing.one_node and routing.shows(self, own, own.nbytes)
         return flat, readable(routing.node_table, flat, routing.comm.tuning) if shows else None, None
 
@@ -425,14 +427,14 @@ class AllToAllCall(Joining):
         return shapes
 
     def even_shapes(self) -> list[Shape]:
-        return [self.part_shapes()[self.rank]] * self.ranks
+        return [self.signature.shape_for(self.rank, self.ranks)] * self.ranks
 
     def move(self, transport: Transport, number: int, x: Array, result: Array, shapes: list[Shape]) -> Steps:
-        flat, parts = self.packed(x)
+        flat, parts = self.packed(x), self.places
         comes = backend_of(x).empty((result.size,), x.dtype) if self.signature.concat_axis else result.reshape(-1)
         places = spans([prod(shape) for shape in shapes])
-        yield from transport.all_to_all(number, flat, parts, comes, places)
         copied(flat[parts[self.rank]], comes[places[self.rank]])
+        yield from transport.all_to_all(number, flat, parts, comes, places)
         self.put(result, comes, places, shapes)
 
 

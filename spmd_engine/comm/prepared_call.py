@@ -38,6 +38,7 @@ class PreparedCall:
     library_at_once: bool = False  # whether all wait, and the library can move what the table cannot hold
     waiting: PreparedCall | None = None  # the same with an offer to the MPI library, for who waits
     terms: Signature | None = None  # what ranks of several nodes tell each other, with words to compare for sizes
+    places: list[slice] | None = None  # of the parts, where these lie one after the other in flat memory
     rank: int = 0  # of the group, that calls
     ranks: int = 1
     text: int = 0  # the number of what it is, see ``Activity.called``; 0: not asked for yet
