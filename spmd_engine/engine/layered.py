@@ -118,8 +118,8 @@ class LayeredEngine(StoredEngine):
     def reshard(
         self, mesh: Mesh | None, layout: Layout | None = None, *, optimizer: Optimizer | None = None, **options: Any
     ) -> None:
-        """Go on as this model on another mesh of the same ranks, or of some, in any order, in mid-training: with the same
-        parameters, buffers and, if the ``optimizer`` is given, its state.
+        """Go on as this model on another mesh of the same ranks, or of some, in any order, in mid-training: with the
+        same parameters, buffers and, if the ``optimizer`` is given, its state.
 
         A rank that is not on the new mesh passes None for it. It gives the others what they lack; after that its
         engine is of no more use. ``options`` are those of the constructor that say how the model is computed:
