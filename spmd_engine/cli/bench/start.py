@@ -29,16 +29,21 @@ def start(ranks: int, rounds: int, output: Path | None) -> None:
     """Time the whole of 'train --steps 1', the reading of its data and the writing of its checkpoint included.
 
     In turn with ranks that only import NumPy, this package and MPI, to which the others are compared; and the CPU time
-    of each part of it, the mean over all ranks.
+    of each part of it, the mean over all ranks. Before that all is started once, so that what Python and this package
+    compile is there, as it is wherever a program was started before.
     """
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")]))
+    shell = {**os.environ, "PYTHONPATH": path}
+    shell.pop("PYTHONDONTWRITEBYTECODE", None)
     kinds = ["NumPy", *(["compiled loops"] if find_spec("numba") else [])]
     seconds: dict[str, list[float]] = {name: [] for name in ("imports alone", *kinds)}
     phases: dict[str, dict[str, list[float]]] = {kind: {} for kind in kinds}
+    environments = {kind: {**shell, "SPMD_FAST": str(int(kind != "NumPy"))} for kind in kinds}
+    for environment in environments.values():
+        _train(ranks, environment)
     for _ in range(rounds):
-        seconds["imports alone"].append(_time(lambda: start_ranks(ranks, ["-c", IMPORTS])))
-        for kind in kinds:
-            path = os.pathsep.join(filter(None, [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")]))
-            environment = {**os.environ, "SPMD_FAST": str(int(kind != "NumPy")), "PYTHONPATH": path}
+        seconds["imports alone"].append(_time(lambda: start_ranks(ranks, ["-c", IMPORTS], shell)))
+        for kind, environment in environments.items():
             seconds[kind].append(_time(lambda environment=environment: _train(ranks, environment)))
             for phase, cpu in json.loads(start_ranks(ranks, WORKER, environment).splitlines()[-1]).items():
                 phases[kind].setdefault(phase, []).append(sum(cpu) / ranks)
