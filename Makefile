@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 RANKS  ?= 8
-JOBS   ?= 3
+JOBS   ?= 4
 ARGS   ?=
 
 # Hypothesis' own plugin for pytest takes time of each of thousands of tests, and tells nothing that a failure does not.
@@ -27,7 +27,7 @@ help:  ## list the targets
 train: $(VENV)/installed-mpich  ## train a language model on 8 ranks, or RANKS=n
 	$(BIN)/mpiexec -n $(RANKS) $(BIN)/python -m spmd_engine train $(ARGS)
 
-test: $(VENV)/installed-mpich-test  ## run the tests, serial and MPI, 3 jobs at a time, or JOBS=n
+test: $(VENV)/installed-mpich-test  ## run the tests, serial and MPI, 4 jobs at a time, or JOBS=n
 	$(BIN)/python -m pytest $(HARNESS) -m "not soak" --durations=25 $(ARGS)
 
 soak: $(VENV)/installed-mpich-test  ## run the tests that take minutes

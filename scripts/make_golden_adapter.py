@@ -23,7 +23,11 @@ TARGETS = {
     "phi3": ["qkv_proj", "gate_up_proj", "o_proj"],
     "gpt_neox": ["query_key_value", "dense", "dense_4h_to_h"],
     "qwen3_moe": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "mixtral": ["q_proj"],
+    "olmoe": ["q_proj", "gate_proj", "up_proj", "down_proj"],  # of these it makes adapters of all experts at once
 }
+#: Of all experts of a layer at once.
+PARAMETERS = {"mixtral": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
 
 
 def make(family):
@@ -31,7 +35,8 @@ def make(family):
     torch.manual_seed(5)
     base = transformers.AutoModelForCausalLM.from_pretrained(decoders.FOLDER / family, dtype=torch.float32)
     base.config._attn_implementation = base.config._experts_implementation = "eager"
-    model = get_peft_model(base, LoraConfig(r=3, lora_alpha=5, target_modules=TARGETS[family], use_rslora=True))
+    options = {"target_modules": TARGETS[family], "target_parameters": PARAMETERS.get(family)}
+    model = get_peft_model(base, LoraConfig(r=3, lora_alpha=5, use_rslora=family != "olmoe", **options))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:

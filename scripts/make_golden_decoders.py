@@ -106,6 +106,19 @@ MODELS = {
         **OF_HEADS | {"num_key_value_heads": 2}, use_qkv_bias=True,
         rope_parameters={"rope_type": "default", "rope_theta": 90.0, "partial_rotary_factor": 0.5}),
     "starcoder2": transformers.Starcoder2Config(**SIZES, sliding_window=10),
+    "olmo": transformers.OlmoConfig(**SIZES, pad_token_id=None),
+    "cohere": transformers.CohereConfig(**SIZES | {"hidden_size": 24}, pad_token_id=None, logit_scale=0.3),
+    "cohere2": transformers.Cohere2Config(
+        **SIZES, head_dim=4, pad_token_id=None, sliding_window=10,
+        layer_types=["sliding_attention", "full_attention"]),
+    "gptj": transformers.GPTJConfig(
+        vocab_size=23, n_embd=24, n_layer=2, n_head=3, n_positions=96, n_inner=20, rotary_dim=4),
+    "falcon": transformers.FalconConfig(
+        vocab_size=23, hidden_size=12, num_hidden_layers=2, num_attention_heads=3, ffn_hidden_size=14,
+        max_position_embeddings=96),
+    "granitemoe": transformers.GraniteMoeConfig(
+        **SIZES, num_local_experts=5, num_experts_per_tok=2, embedding_multiplier=1.7, residual_multiplier=0.6,
+        attention_multiplier=0.3, logits_scaling=1.9),
 }  # fmt: skip
 
 
@@ -118,6 +131,12 @@ def without_casts():
     def rms_norm_of_gemma(self, x):
         return (1 + self.weight) * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
 
+    def layer_norm_of_cohere(self, x):
+        return self.weight * functional.layer_norm(x, x.shape[-1:], eps=self.variance_epsilon)
+
+    def layer_norm_of_olmo(self, x):
+        return functional.layer_norm(x, self.normalized_shape, eps=1e-5)
+
     def embedding_of_gemma(self, tokens):
         return torch.nn.Embedding.forward(self, tokens) * self.scalar_embed_scale
 
@@ -126,6 +145,8 @@ def without_casts():
         wide = getattr(self, own + "inv_freq64") if hasattr(self, own + "inv_freq64") else self.inv_freq
         angles = position_ids[:, :, None].to(x.dtype) * wide.to(x.dtype)
         both = torch.cat((angles, angles), dim=-1)
+        if "Cohere" in type(self).__name__:
+            both = angles.repeat_interleave(2, dim=-1)
         scaling = getattr(self, own + "attention_scaling")
         return both.cos() * scaling, both.sin() * scaling
 
@@ -134,16 +155,26 @@ def without_casts():
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         return weights @ value, weights
 
+    def attention_of_gptj(self, query, key, value, attention_mask=None):
+        weights = (query @ key.transpose(-1, -2) / self.scale_attn + attention_mask).softmax(-1)
+        return weights @ value, weights
+
+    transformers.models.gptj.modeling_gptj.GPTJAttention._attn = attention_of_gptj
     transformers.models.gpt_neo.modeling_gpt_neo.GPTNeoSelfAttention._attn = attention_of_gpt_neo
     for family in (
         "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "phi3", "smollm3", "granite", "gemma", "gemma3",
-        "gemma2", "olmo2", "olmo3", "olmoe", "qwen2_moe", "gpt_neox", "phi", "stablelm", "starcoder2",
+        "gemma2", "olmo2", "olmo3", "olmoe", "qwen2_moe", "gpt_neox", "phi", "stablelm", "starcoder2", "olmo", "cohere",
+        "cohere2", "falcon", "granitemoe",
     ):  # fmt: skip
         module = getattr(transformers.models, family)
         module = getattr(module, f"modeling_{family}")
         for name in dir(module):
             if name.endswith("RMSNorm"):
                 getattr(module, name).forward = rms_norm_of_gemma if "Gemma" in name else rms_norm
+            if name in ("CohereLayerNorm", "Cohere2LayerNorm"):
+                getattr(module, name).forward = layer_norm_of_cohere
+            if name == "OlmoLayerNorm":
+                getattr(module, name).forward = layer_norm_of_olmo
             if name.endswith("ScaledWordEmbedding"):
                 getattr(module, name).forward = embedding_of_gemma
             if name.endswith("RotaryEmbedding"):
@@ -161,6 +192,10 @@ def without_casts():
 def frequencies(model):
     """Of the rotary positions, in float64: by transformers' own functions, for which float32 is another name of it."""
     for module in model.modules():
+        if hasattr(module, "embed_positions") and isinstance(module.embed_positions, torch.Tensor):  # GPT-J's
+            turned = torch.arange(0, module.pos_embd_dim, 2, dtype=torch.float64) / module.pos_embd_dim
+            angles = torch.arange(module.max_positions, dtype=torch.float64)[:, None] / 10000**turned
+            module.embed_positions = torch.cat((angles.sin(), angles.cos()), dim=1)
         for name in [name for name, _ in module.named_buffers(recurse=False) if name.endswith("inv_freq")]:
             if "original" in name:
                 continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from functools import cache
 from math import isfinite
 from types import NoneType, UnionType
 from typing import Any, Self, Union, get_args, get_origin, get_type_hints
@@ -26,6 +27,9 @@ def setting(
     return field(default=default, metadata={name: value for name, value in takes.items() if value is not None})
 
 
+_types = cache(get_type_hints)  #: which compiles each annotation, a fifth of a millisecond for a class
+
+
 @dataclass(frozen=True)
 class Configuration:
     """Base of frozen dataclasses that are checked when they are made: each value by its field's type and ``setting``.
@@ -35,7 +39,7 @@ class Configuration:
     """
 
     def __post_init__(self) -> None:
-        types = get_type_hints(type(self))
+        types = _types(type(self))
         for each in fields(self):
             value = getattr(self, each.name)
             value = _fitting(each.name, value, types[each.name])
@@ -59,7 +63,7 @@ class Configuration:
         """
         if not isinstance(content, Mapping):
             raise UsageError(f"{where}: it must be an object, {{...}}, not {json.dumps(content)}")
-        types = get_type_hints(cls)
+        types = _types(cls)
         known = [each.name for each in fields(cls)]
         if unknown := sorted(set(content) - set(known)):
             raise UsageError(f"{where}: unknown field {unknown[0]!r}; there are: {', '.join(known)}")
@@ -89,7 +93,7 @@ def section_of(configuration: Configuration, name: str) -> Configuration:
     """A nested configuration; where there is none, the one that its type has by default."""
     section = getattr(configuration, name)
     if section is None:
-        section = _configuration(get_type_hints(type(configuration))[name])()
+        section = _configuration(_types(type(configuration))[name])()
     return section
 
 

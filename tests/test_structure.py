@@ -43,6 +43,8 @@ STATE = {
     "arrays/backend.py: CPU": "the host's backend, and its compiled loops, found once",
     "arrays/backend.py: _device_backends": "the devices that were asked for",
     "arrays/einsum.py: _plan": "the cache of a pure function",
+    "arrays/fast_places.py: places_of_outputs": "the cache of a pure function",
+    "arrays/fast_places.py: places_of_taps": "the cache of a pure function",
     "arrays/meter.py: _current": "which rank's step this thread runs on shapes",
     "arrays/shaped.py: _phantom": "the cache of a pure function",
     "arrays/shaped_functions.py: _resolved": "the cache of a pure function",
@@ -59,6 +61,9 @@ STATE = {
     "sharding/moves.py: _exchange_plan": "the cache of a pure function",
     "training/prepared.py: _order": "the cache of a pure function",
     "sharding/notation.py: _parsed": "the cache of a pure function",
+    "comm/threads.py: _libraries": "the process's libraries of linear algebra, found once",
+    "node/arena.py: _memory": "the process's memory, asked for once",
+    "node/cross_memory.py: _process_vm_readv": "the system's function, found once",
     "comm/threads.py: _current": "which virtual rank this thread is",
     "runtime/mpi_job.py: find_mpiexec": "where it is does not change",
     "runtime/mpi_job.py: is_open_mpi": "nor which it is",
@@ -247,6 +252,18 @@ def test_no_circle_of_imports():
         done = {module for module, used in uses.items() if not used & uses.keys()}
         assert done, f"a circle of imports among: {', '.join(sorted(uses))}"
         uses = {module: used for module, used in uses.items() if module not in done}
+
+
+def test_nothing_hangs_on_the_clock_that_people_set():
+    """It may go backwards: deadlines, durations and orders are told by one that does not, or by numbers."""
+    wall = {"time", "time_ns", "ctime", "localtime", "gmtime"}
+    for file in FILES:
+        for node in nodes_of(file):
+            if isinstance(node, ast.ImportFrom) and node.module == "time":
+                assert not wall & {each.name for each in node.names}, file
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "time":
+                assert node.attr not in wall, file
+            assert not (isinstance(node, ast.Attribute) and node.attr.startswith("st_mtime")), file
 
 
 MODULE_FILES = {f"spmd_engine/{file}" for file in FILES}

@@ -83,6 +83,7 @@ class _Plan:
     product: Shape = ()  # (batch..., left, right)
     letters: Shape = ()  # the same, each letter apart
     axes: Shape | None = None  # in which order of those the result is, if in another
+    few: bool = False  # whether one of the two has few rows, and the other may be large
 
     def contract(self, operands: tuple[Array, ...], out: Array | None) -> Array:
         """The result, in ``out`` where the product can be written straight into it."""
@@ -90,11 +91,10 @@ class _Plan:
             return self.views[0].of(operands[0])
         (x, y), (of_x, of_y) = operands, self.views
         a, b = (of_y.of(y), of_x.of(x)) if self.swap else (of_x.of(x), of_y.of(y))
-        matmul = backend_of(a).xp.matmul
         if out is not None and self.axes is None and out.flags.c_contiguous and out.dtype == a.dtype == b.dtype:
-            matmul(a, b, out=out.reshape(self.product))
+            backend_of(a).xp.matmul(a, b, out=out.reshape(self.product))
             return out
-        result = few_rows.product(a, b).reshape(self.letters)
+        result = (few_rows.product(a, b) if self.few else a @ b).reshape(self.letters)
         return result if self.axes is None else result.transpose(self.axes)
 
 
@@ -139,13 +139,15 @@ def _plan(pattern: str, *shapes: Shape) -> _Plan:
     else:
         views = _View.plan(a, (*batch, left, contracted), sizes), _View.plan(b, (*batch, contracted, right), sizes)
     order = batch + left + right
+    product = tuple(prod(sizes[c] for c in kind) for kind in (*batch, left, right))
     return _Plan(
         shape,
         views,
         swap,
-        product=tuple(prod(sizes[c] for c in kind) for kind in (*batch, left, right)),
+        product=product,
         letters=tuple(sizes[c] for c in order),
         axes=tuple(order.index(c) for c in output) if order != output else None,
+        few=not batch and few_rows.are_few(min(product)),
     )
 
 

@@ -1,20 +1,26 @@
-"""Compiled loops are kept on disk: one process compiles what is missing there, and the others wait to find it.
+"""Object code of loops is kept on disk: one process compiles what is not there, and the others wait to find it.
 
-The lock lies in the cache's own folder, so only those wait for each other who share a cache, and nobody else can make
-it before them. Who finds all loops takes no lock.
+The lock lies in the folder of what is kept, so only those wait for each other who share it, and nobody else can make
+it before them. Who finds the code takes no lock.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import logging
 import os
-import threading
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 
-from numba.core import event
+import llvmlite
+import numpy as np
+from llvmlite import binding
 
 WARN_AFTER = 10.0  # seconds of waiting after which a process says what it waits for
 LIMIT = 180.0  # seconds of waiting after which it compiles beside the one that holds the lock
@@ -23,59 +29,113 @@ PERIOD = 0.1  # seconds between looks whether the lock is free
 logger = logging.getLogger(__name__)
 
 
-def prepare(call_all: Callable[[], None], folder: Path) -> None:
-    """Have every loop that ``call_all`` calls, loaded from the cache in ``folder`` or compiled.
+def kept(name: str, make: Callable[[], bytes]) -> bytes:
+    """What ``make`` returns, made by one process of those that share a folder, and kept there under this name.
 
-    Who has waited for too long, or cannot have the lock, compiles by itself. It does not go on with NumPy: ranks of
-    one job must compute with the same kernels. And to compile the same twice costs time alone, as Numba replaces
-    files of its cache as a whole.
+    Other sources, versions and processors have files of their own: machines may share a home. A file that is damaged
+    or another user's is made again. Who has waited for too long, or cannot have the lock, makes it by itself, and so
+    does who can keep nothing: ranks of one job must compute with the same kernels.
     """
-    path, began = folder / "spmd_engine.lock", time.monotonic()
-    while not _are_kept(call_all):
+    folder = _folder()
+    if folder is None:
+        return make()
+    key = _key()
+    path = folder / f"spmd_engine.{name}.{key.hex()[:16]}"
+    found = _read(path, key)
+    if found is None:
+        with _alone(folder / f"{path.name}.lock"):
+            found = _read(path, key)
+            if found is None:
+                found = make()
+                _write(path, key, found)
+    return found
+
+
+def _folder() -> Path | None:
+    """Where files can be kept: as Numba would have it, beside this package's own compiled files, or in the user's
+    cache."""
+    asked, caches = os.environ.get("NUMBA_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
+    folders = [asked] if asked else [Path(__file__).parent / "__pycache__", Path(caches or "~/.cache", "spmd_engine")]
+    for folder in folders:
+        with suppress(OSError, RuntimeError):  # RuntimeError: a user without a home
+            path = Path(folder).expanduser()
+            path.mkdir(parents=True, exist_ok=True)
+            if os.access(path, os.W_OK):
+                return path
+    return None
+
+
+def _key() -> bytes:
+    """A digest of all that makes the code what it is."""
+    here, numba = Path(__file__).parent, find_spec("numba")
+    sources = [*sorted(here.glob("fast_*.py")), here / "factors.py"]
+    if numba is not None and numba.origin:
+        sources += Path(numba.origin).parent.glob("_version.py")
+    digest = hashlib.sha256()
+    for path in sources:
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    settings = sorted(each for each in os.environ.items() if each[0].startswith("NUMBA_"))
+    processor = binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
+    digest.update(repr((sys.version, np.__version__, llvmlite.__version__, processor, settings)).encode())
+    return digest.digest()
+
+
+def _read(path: Path, key: bytes) -> bytes | None:
+    """What the file holds; None if there is none to be trusted with this key."""
+    with suppress(OSError), open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW)) as file:
+        if os.fstat(file.fileno()).st_uid in (os.geteuid(), 0):
+            digest, content = file.read(32), file.read()
+            return content if digest == hashlib.sha256(key + content).digest() else None
+    return None
+
+
+def _write(path: Path, key: bytes, content: bytes) -> None:
+    """Put a file in the other's place, as a whole; without room for it, nothing is kept."""
+    with suppress(OSError):
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-        except OSError:  # a folder that only others may write to
-            return call_all()
+            with open(descriptor, "wb") as file:
+                file.write(hashlib.sha256(key + content).digest() + content)
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
+        except OSError:
+            os.unlink(temporary)
+            raise
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Hold the lock, if it is to be had in time."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    except OSError:  # a file that somebody else made
+        yield
+        return
+    try:
         try:
-            if _is_free(descriptor):
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
-                return call_all()
-            if not _becomes_free(descriptor, path, began):
-                return call_all()
+            _wait(descriptor, path)
         except OSError as error:  # a file system without locks
             logger.warning("no lock on %s (%s): this process compiles its loops without", path, error)
-            return call_all()
-        finally:
-            os.close(descriptor)  # and with it goes the lock: who waited, looks for the loops first
+        yield
+    finally:
+        os.close(descriptor)  # and with it goes the lock
 
 
-class _NotKept(Exception):
-    """A loop must be compiled."""
-
-
-class _Refuse(event.Listener):
-    """Stops this thread where it is about to compile."""
-
-    def __init__(self) -> None:
-        self._thread = threading.get_ident()
-
-    def on_start(self, _: event.Event) -> None:
-        if threading.get_ident() == self._thread:
-            raise _NotKept
-
-    def on_end(self, _: event.Event) -> None:
-        pass
-
-
-def _are_kept(call_all: Callable[[], None]) -> bool:
-    """Whether all loops could be loaded, with nothing to compile."""
-    try:
-        with event.install_listener("numba:compile", _Refuse()):
-            call_all()
-    except _NotKept:
-        return False
-    return True
+def _wait(descriptor: int, path: Path) -> None:
+    """Wait for the lock, and take it; or give up, and say so."""
+    began, warned = time.monotonic(), False
+    while not _is_free(descriptor):
+        waited = time.monotonic() - began
+        holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
+        if waited > LIMIT:
+            logger.warning("waited %.0f s: %s still has the lock %s. Compiles beside it", waited, holder, path)
+            return
+        if waited > WARN_AFTER and not warned:
+            warned = True
+            logger.warning("has waited %.0f s for %s, which compiles loops and has the lock %s", waited, holder, path)
+        time.sleep(PERIOD)
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
 
 
 def _is_free(descriptor: int) -> bool:
@@ -84,20 +144,4 @@ def _is_free(descriptor: int) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    return True
-
-
-def _becomes_free(descriptor: int, path: Path, began: float) -> bool:
-    """Wait for the lock, and take it; False if it is not to be had in time."""
-    warned = False
-    while not _is_free(descriptor):
-        waited = time.monotonic() - began
-        holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
-        if waited > LIMIT:
-            logger.warning("waited %.0f s: %s still has the lock %s. Compiles beside it", waited, holder, path)
-            return False
-        if waited > WARN_AFTER and not warned:
-            warned = True
-            logger.warning("has waited %.0f s for %s, which compiles loops and has the lock %s", waited, holder, path)
-        time.sleep(PERIOD)
     return True

@@ -1,40 +1,42 @@
-"""Loops of batch normalisation over float32 rows[n c] that Numba compiles; imported only where it is installed."""
+"""Loops of batch normalisation over float32 rows[n c] that Numba compiles.
 
-from __future__ import annotations
+As those of ``fast_kernels``, in whose manner they are written. Sums are made of ``SUMMED`` rows at a time, in memory
+that the caller has for them, ``some``: a sum of a million made one by one would have lost two digits more.
+"""
 
-import numpy as np
+from spmd_engine.arrays.fast_kernels import Rows, Vector, compiled, f32
 
-from spmd_engine.arrays.fast_kernels import compiled, f32
-
-SUMMED = 1024  # rows whose sum is made one by one: a sum of a million would have lost two digits more
+SUMMED = 1024
 
 
 @compiled
-def channel_sums(x, sums):
+def channel_sums(x: Rows, some: Vector, sums: Vector):
     """Add to sums[c] those of x[n c]."""
-    some = np.empty_like(sums)
     for first in range(0, len(x), SUMMED):
-        some[:] = f32(0)
+        for c in range(sums.size):
+            some[c] = f32(0)
         for n in range(first, min(first + SUMMED, len(x))):
             for c in range(sums.size):
                 some[c] += x[n, c]
-        sums += some
+        for c in range(sums.size):
+            sums[c] += some[c]
 
 
 @compiled
-def channel_squares(x, mean, squares):
+def channel_squares(x: Rows, mean: Vector, some: Vector, squares: Vector):
     """Add to squares[c] those of x[n c] - mean[c]."""
-    some = np.empty_like(squares)
     for first in range(0, len(x), SUMMED):
-        some[:] = f32(0)
+        for c in range(squares.size):
+            some[c] = f32(0)
         for n in range(first, min(first + SUMMED, len(x))):
             for c in range(squares.size):
                 some[c] += (x[n, c] - mean[c]) * (x[n, c] - mean[c])
-        squares += some
+        for c in range(squares.size):
+            squares[c] += some[c]
 
 
 @compiled
-def scale_channels(x, mean, factor, shift, y):
+def scale_channels(x: Rows, mean: Vector, factor: Vector, shift: Vector, y: Rows):
     """y[n c] = (x[n c] - mean[c]) * factor[c] + shift[c]."""
     for n in range(len(x)):
         for c in range(mean.size):
@@ -42,22 +44,23 @@ def scale_channels(x, mean, factor, shift, y):
 
 
 @compiled
-def channel_gradients(dy, x, mean, along, total):
-    """Add to along[c] the sums of dy[n c] * (x[n c] - mean[c]), and to total[c] those of dy."""
-    some, others = np.empty_like(along), np.empty_like(total)
+def channel_gradients(dy: Rows, x: Rows, mean: Vector, some: Rows, sums: Rows):
+    """Add to sums[0, c] those of dy[n c] * (x[n c] - mean[c]), and to sums[1, c] those of dy."""
     for first in range(0, len(x), SUMMED):
-        some[:] = f32(0)
-        others[:] = f32(0)
+        for c in range(mean.size):
+            some[0, c] = f32(0)
+            some[1, c] = f32(0)
         for n in range(first, min(first + SUMMED, len(x))):
-            for c in range(total.size):
-                some[c] += dy[n, c] * (x[n, c] - mean[c])
-                others[c] += dy[n, c]
-        along += some
-        total += others
+            for c in range(mean.size):
+                some[0, c] += dy[n, c] * (x[n, c] - mean[c])
+                some[1, c] += dy[n, c]
+        for c in range(mean.size):
+            sums[0, c] += some[0, c]
+            sums[1, c] += some[1, c]
 
 
 @compiled
-def normalized_gradient(dy, x, mean, along, shift, factor, dx):
+def normalized_gradient(dy: Rows, x: Rows, mean: Vector, along: Vector, shift: Vector, factor: Vector, dx: Rows):
     """dx[n c] = (dy[n c] - shift[c] - (x[n c] - mean[c]) * along[c]) * factor[c]."""
     for n in range(len(x)):
         for c in range(mean.size):

@@ -1,34 +1,19 @@
-"""Loops of convolutions over float32 images that Numba compiles; imported only where it is installed.
+"""Loops of convolutions over float32 images that Numba compiles.
 
-A convolution is a matrix product whose left matrix, the patches, is never made: ``_multiply_tile`` reads a patch where
-it lies, in an image that was copied with its padding. The tile of the product that it works on stays in registers. It
-is written in LLVM's own vectors, since no loop of Numba's is compiled into one that keeps a tile there.
-
-A window comes as the tuple (size, stride, dilation, before).
+As those of ``fast_kernels``, in whose manner they are written. A convolution is a matrix product whose left matrix,
+the patches, is never made: ``_multiply_tile`` reads a patch where it lies, in images that were copied with their
+padding, the panel. The tile of the product that it works on stays in registers. It is written in LLVM's own vectors,
+since no loop of Numba's is compiled into one that keeps a tile there. What lies where ``fast_places`` has found.
 """
 
-from __future__ import annotations
-
-import numpy as np
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+from numba.np.arrayobj import populate_array
 
-from spmd_engine.arrays.fast_kernels import compiled, f32
-
-
-def _tile() -> tuple[int, int]:
-    """Rows and lanes: two vectors of this processor a row, as many rows as its registers hold beside their factors."""
-    features = binding.get_host_cpu_features()
-    if features.get("avx512f"):
-        return 12, 16
-    return (6, 8) if features.get("avx") else (12, 4)
-
-
-ROWS, LANES = _tile()
-WIDE = 2 * LANES  # columns of a tile
-PANEL_ELEMENTS = 1 << 17  # of the copied images at a time: 512 KiB, so that they stay in the L2 cache
+from spmd_engine.arrays.fast_kernels import Four, Images, Indices, Integer, Vector, compiled, f32
+from spmd_engine.arrays.fast_places import LANES, ROWS, WIDE
 
 
 def _tile_product(vectors: int):
@@ -102,7 +87,21 @@ def _tile_product(vectors: int):
 _multiply_wide, _multiply_narrow = _tile_product(2), _tile_product(1)
 
 
-@njit(nogil=True)
+@intrinsic
+def _flat(typing, x):
+    """The numbers of ``x`` in a row. Numba's own ``reshape`` is a call of its library."""
+    row = types.Array(x.dtype, 1, "C")
+
+    def generate(context, builder, signature, values):
+        given, flat = context.make_array(x)(context, builder, values[0]), context.make_array(row)(context, builder)
+        shape, strides = [given.nitems], [given.itemsize]
+        populate_array(flat, data=given.data, shape=shape, strides=strides, itemsize=given.itemsize, meminfo=None)
+        return flat._getvalue()
+
+    return row(x), generate
+
+
+@njit
 def _multiply_tile(wide, a, rows, row, runs, length, step, b, place, y, places, first, start):
     """The product of a tile so wide."""
     if wide == WIDE:
@@ -111,27 +110,29 @@ def _multiply_tile(wide, a, rows, row, runs, length, step, b, place, y, places, 
         _multiply_narrow(a, rows, row, runs, length, step, b, place, y, places, first, start)
 
 
-@njit(nogil=True)
+@njit
 def _copy_padded(x, samples, row, column, panel):
     """panel[b h w c] = x[samples + b, row + h, column + w, c], and 0 outside of x."""
     count, height, width, channels = panel.shape
     left = min(max(0, -column), width)
     right = max(left, min(width, x.shape[2] - column))
-    source, target = x.reshape(-1), panel.reshape(-1)
+    source, target = _flat(x), _flat(panel)
     for b in range(count):
         for h in range(height):
+            line = (b * height + h) * width
+            begin, end = line + left, line + right
             if not 0 <= row + h < x.shape[1]:
-                panel[b, h] = f32(0)
-                continue
-            panel[b, h, :left] = f32(0)
-            panel[b, h, right:] = f32(0)
-            to = ((b * height + h) * width + left) * channels
+                end = begin = line + width
+            for i in range(line * channels, begin * channels):
+                target[i] = f32(0)
             of = (((samples + b) * x.shape[1] + row + h) * x.shape[2] + column + left) * channels
-            for i in range((right - left) * channels):
-                target[to + i] = source[of + i]
+            for i in range((end - begin) * channels):
+                target[begin * channels + i] = source[of + i]
+            for i in range(end * channels, (line + width) * channels):
+                target[i] = f32(0)
 
 
-@njit(nogil=True)
+@njit
 def _copy_some(source, of, target, to, count):
     """target[to + j] = source[of + j], j < count: of a number that is known a few vectors."""
     if count == WIDE:
@@ -145,49 +146,32 @@ def _copy_some(source, of, target, to, count):
             target[to + j] = source[of + j]
 
 
-@njit(nogil=True)
-def _block(outputs, room, limit):
-    """How many samples, and rows of outputs, are worked on at a time, where a row takes ``room`` of ``limit``."""
-    b, p, _, __ = outputs
-    lines = max(1, limit // max(1, room))
-    return min(b, max(1, lines // p)), min(p, lines)
-
-
-@njit(nogil=True)
-def _tap_offsets(rows, columns, width, channels, groups):
-    """Where the taps of a patch begin, in a panel of this width; and how many numbers each is in one piece.
-
-    Taps of a row that touch each other are one.
-    """
-    if columns[2] == 1 and groups == 1:
-        return np.arange(rows[0]) * (rows[2] * width * channels), columns[0] * channels
-    offsets = np.empty(rows[0] * columns[0], np.intp)
-    for k in range(rows[0]):
-        for l in range(columns[0]):
-            offsets[k * columns[0] + l] = (k * rows[2] * width + l * columns[2]) * channels
-    return offsets, channels // groups
-
-
 @compiled
-def correlate(x, w, y, outputs, strides, rows, columns, limit):
+def correlate(
+    x: Images,
+    w: Images,
+    y: Vector,
+    outputs: Four,
+    strides: Four,
+    rows: Four,
+    columns: Four,
+    panel: Images,
+    tile: Vector,
+    lines: Integer,
+    reads: Indices,
+    runs: Indices,
+    length: Integer,
+    writes: Indices,
+    in_tile: Indices,
+):
     """y[b p q (g o)] = sum over k, l, i of x[b h w (g i)] * w[g t (k l i) j], where o = (t j), j in a tile's width.
 
-    ``y`` is flat memory; ``outputs`` are b, p, q, o; ``strides`` those of b, p, q in ``y``, and where it begins.
+    ``y`` is flat memory; ``outputs`` are b, p, q, o; ``strides`` those of b, p, q in ``y``, and where it begins. Panel
+    and tile are memory to work in; from ``lines`` on it is what ``places_of_outputs`` has found.
     """
     groups, tiles, inside, wide = w.shape
-    channels, (b, p, q, o) = x.shape[3], outputs
-    width = (q - 1) * columns[1] + (columns[0] - 1) * columns[2] + 1
-    span = (rows[0] - 1) * rows[2] + 1
-    samples, lines = _block(outputs, rows[1] * width * channels, limit)
-    panel = np.empty((samples, (lines - 1) * rows[1] + span, width, channels), np.float32)
-    runs, length = _tap_offsets(rows, columns, width, channels, groups)
-    reads, writes = np.zeros(samples * lines * q + ROWS, np.intp), np.empty(samples * lines * q, np.intp)
-    for m in range(writes.size):
-        n, line, column = m // (lines * q), m // q % lines, m % q
-        reads[m] = ((n * panel.shape[1] + line * rows[1]) * width + column * columns[1]) * channels
-        writes[m] = n * strides[0] + line * strides[1] + column * strides[2] + strides[3]
-    of_panel, right = panel.reshape(-1), w.reshape(-1)
-    tile, in_tile = np.empty(ROWS * wide, np.float32), np.arange(ROWS) * wide
+    channels, (b, p, q, o), samples = x.shape[3], outputs, panel.shape[0]
+    of_panel, right = _flat(panel), _flat(w)
     for first in range(0, b, samples):
         for line in range(0, p, lines):
             patches = min(samples, b - first) * min(lines, p - line) * q
@@ -207,23 +191,29 @@ def correlate(x, w, y, outputs, strides, rows, columns, limit):
 
 
 @compiled
-def correlate_weights(x, dy, dw, rows, columns, limit):
-    """Add to dw[g t (k l i) j] the sums over b, p, q of x[b h w (g i)] * dy[b p q (g o)], where o = (t j) as above."""
+def correlate_weights(
+    x: Images,
+    dy: Images,
+    dw: Images,
+    rows: Four,
+    columns: Four,
+    panel: Images,
+    tile: Vector,
+    right: Vector,
+    lines: Integer,
+    reads: Indices,
+    runs: Indices,
+    length: Integer,
+    writes: Indices,
+    in_tile: Indices,
+):
+    """Add to dw[g t (k l i) j] the sums over b, p, q of x[b h w (g i)] * dy[b p q (g o)], where o = (t j) as above.
+
+    With ``places_of_taps``. ``right`` is memory, too, for columns of dy side by side, and holds 0.
+    """
     groups, tiles, inside, wide = dw.shape
-    channels, o, (b, p, q, f) = x.shape[3], dy.shape[3] // groups, dy.shape
-    width = (q - 1) * columns[1] + (columns[0] - 1) * columns[2] + 1
-    span = (rows[0] - 1) * rows[2] + 1
-    samples, lines = _block(dy.shape, rows[1] * width * channels + q * wide, limit)
-    panel = np.empty((samples, (lines - 1) * rows[1] + span, width, channels), np.float32)
-    right = np.zeros(samples * lines * q * wide, np.float32)
-    taps, length = _tap_offsets(rows, columns, width, channels, groups)
-    reads, runs = np.zeros(inside + ROWS, np.intp), np.empty(samples * lines, np.intp)
-    for m in range(inside):
-        reads[m] = taps[m // length] + m % length
-    for m in range(runs.size):
-        runs[m] = (m // lines * panel.shape[1] + m % lines * rows[1]) * width * channels
-    of_panel, of_dy, step = panel.reshape(-1), dy.reshape(-1), columns[1] * channels
-    tile, in_tile = np.empty(ROWS * wide, np.float32), np.arange(ROWS) * wide
+    channels, o, (b, p, q, f), samples = x.shape[3], dy.shape[3] // groups, dy.shape, panel.shape[0]
+    of_panel, of_dy, step = _flat(panel), _flat(dy), columns[1] * channels
     for first in range(0, b, samples):
         for line in range(0, p, lines):
             count, height = min(samples, b - first), min(lines, p - line)
@@ -238,7 +228,7 @@ def correlate_weights(x, dy, dw, rows, columns, limit):
                             of = ((first + n) * p + line) * q + v
                             _copy_some(of_dy, of * f + g * o + t * wide, right, (n * height * q + v) * wide, filled)
                     for m in range(0, inside, ROWS):
-                        _multiply_tile(wide, left, reads, m, of_block, q, step, right, 0, tile, in_tile, 0, 0)
+                        _multiply_tile(wide, left, reads, m, of_block, length, step, right, 0, tile, in_tile, 0, 0)
                         for r in range(min(ROWS, inside - m)):
                             for j in range(wide):
                                 dw[g, t, m + r, j] += tile[r * wide + j]

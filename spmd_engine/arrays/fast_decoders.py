@@ -3,19 +3,15 @@
 As those of ``fast_kernels``, in whose manner they are written.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
-from spmd_engine.arrays.fast_kernels import compiled, compiled_sums, exponential
-
-f32 = np.float32
+from spmd_engine.arrays.fast_kernels import Blocks, Number, Rows, Vector, compiled, compiled_sums, exponential, f32
 
 # --- RMS norm of rows[n d]
 
 
 @compiled_sums
-def rms_norm(x, scale, epsilon, y, normal, inverse):
+def rms_norm(x: Rows, scale: Vector, epsilon: Number, y: Rows, normal: Rows, inverse: Vector):
     """y[n d], normal[n d] and inverse[n] of x[n d]."""
     rows, width = x.shape
     share = f32(1) / f32(width)
@@ -32,7 +28,7 @@ def rms_norm(x, scale, epsilon, y, normal, inverse):
 
 
 @compiled_sums
-def rms_norm_backward(dy, normal, inverse, scale, dx):
+def rms_norm_backward(dy: Rows, normal: Rows, inverse: Vector, scale: Vector, dx: Rows):
     """dx[n d] of dy[n d]."""
     rows, width = dy.shape
     share = f32(1) / f32(width)
@@ -46,7 +42,7 @@ def rms_norm_backward(dy, normal, inverse, scale, dx):
 
 
 @compiled
-def rms_norm_backward_scale(dy, normal, dscale):
+def rms_norm_backward_scale(dy: Rows, normal: Rows, dscale: Vector):
     """Add to dscale[d] that of dy[n d]."""
     rows, width = dy.shape
     for i in range(rows):
@@ -58,7 +54,7 @@ def rms_norm_backward_scale(dy, normal, dscale):
 
 
 @compiled
-def silu_gate(z, u, h, of_gate, of_value):
+def silu_gate(z: Vector, u: Vector, h: Vector, of_gate: Vector, of_value: Vector):
     """h[n], and its slopes by z and by u."""
     for i in range(z.size):
         x = z[i]
@@ -70,7 +66,7 @@ def silu_gate(z, u, h, of_gate, of_value):
 
 
 @compiled
-def silu_gate_value(z, u, h):
+def silu_gate_value(z: Vector, u: Vector, h: Vector):
     """h[n]."""
     for i in range(z.size):
         h[i] = z[i] / (f32(1) + exponential(-z[i])) * u[i]
@@ -80,7 +76,7 @@ def silu_gate_value(z, u, h):
 
 
 @compiled
-def rotate_halves(x, cosine, sine, y):
+def rotate_halves(x: Blocks, cosine: Rows, sine: Rows, y: Blocks):
     """y[n h k]: pairs are (i, i + p), and what is beyond 2p stays."""
     rows, heads, width = x.shape
     pairs = cosine.shape[1]
@@ -95,7 +91,7 @@ def rotate_halves(x, cosine, sine, y):
 
 
 @compiled
-def rotate_neighbours(x, cosine, sine, y):
+def rotate_neighbours(x: Blocks, cosine: Rows, sine: Rows, y: Blocks):
     """y[n h k]: pairs are (2i, 2i + 1), and what is beyond 2p stays."""
     rows, heads, width = x.shape
     pairs = cosine.shape[1]

@@ -2,44 +2,32 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from math import gcd, prod
 
 import numpy as np
 
-from spmd_engine.arrays.fast_functions import compiled_functions
+from spmd_engine.arrays.fast_functions import compiled_loops
 from spmd_engine.arrays.fast_groups import joined, parted, side_by_side
 from spmd_engine.arrays.window import Window, check_convolution, check_gradient, outputs_of
 
 
 def fast_images() -> FastImages | None:
     """The compiled functions of images, as ``fast_functions``."""
-    return compiled_functions(FastImages, "fast_convolution", "fast_pooling", "fast_channels")
+    loops = compiled_loops("images", "fast_convolution", "fast_pooling", "fast_channels")
+    return FastImages(loops, import_module("spmd_engine.arrays.fast_places")) if loops else None
 
 
 class FastImages:
     """Each has the name, signature and result of its NumPy text, where both are documented."""
 
-    def __init__(self, of_convolution, of_pooling, of_channels) -> None:
-        self._convolution, self._pooling, self._channels = of_convolution, of_pooling, of_channels
+    def __init__(self, loops, places) -> None:
+        """``places`` is the module ``fast_places``, which is imported where loops are there alone."""
+        self._loops, self._places = loops, places
 
     def takes(self, x: np.ndarray) -> bool:
         """As of ``FastFunctions``: float64 is left to NumPy."""
         return x.dtype == np.float32
-
-    def call_all(self) -> None:
-        """Call everything once, so that it is loaded or compiled."""
-        x, window = np.zeros((1, 2, 2, 2), np.float32), Window(1)
-        for w, groups in ((np.zeros((1, 1, 2, 2), np.float32), 1), (np.zeros((1, 1, 1, 2), np.float32), 2)):
-            self.conv2d(x, w, window, window, groups)
-            self.conv2d_input_gradient(x, w, window, window, groups, (2, 2))
-            self.conv2d_weight_gradient(x, x, window, window, groups)
-        self.max_pool_gradient(*self.max_pool(x, window, window), window, window, (2, 2))
-        row = np.ones(2, np.float32)
-        self.channel_sums(x)
-        self.channel_squares(x, row)
-        self.scale_channels(x, row, row, row)
-        self.channel_gradients(x, x, row, row)
-        self.normalized_gradient(x, x, row, row, row, row, row)
 
     # Convolution
 
@@ -49,7 +37,7 @@ class FastImages:
         shape = outputs_of(x.shape, rows, columns, w.shape[3])
         if _is_depthwise(w.shape, groups):
             y = np.zeros_like(x, np.float32, shape=shape)
-            self._pooling.depthwise(x, w[:, :, 0], _numbers(rows), _numbers(columns), y)
+            self._loops.depthwise(x, w[:, :, 0], *_numbers(rows), *_numbers(columns), y)
             return y
         if (m := self._side_by_side(groups, w.shape[3])) > 1:
             return self.conv2d(x, joined(w, groups, m), rows, columns, groups // m)
@@ -66,7 +54,7 @@ class FastImages:
         check_gradient(dy.shape, dx.shape, rows, columns, f)
         dy, w = _contiguous(dy), _contiguous(w)
         if _is_depthwise(w.shape, groups):
-            self._pooling.depthwise_input(dy, w[:, :, 0], _numbers(rows), _numbers(columns), dx)
+            self._loops.depthwise_input(dy, w[:, :, 0], *_numbers(rows), *_numbers(columns), dx)
             return dx
         if (m := self._side_by_side(groups, i * groups)) > 1:
             return self.conv2d_input_gradient(dy, joined(w, groups, m), rows, columns, groups // m, lengths)
@@ -88,7 +76,7 @@ class FastImages:
         x, dy = _contiguous(x), _contiguous(dy)
         if _is_depthwise(shape, groups):
             dw = np.zeros_like(x, np.float32, shape=(k, l, f))
-            self._pooling.depthwise_weights(x, dy, _numbers(rows), _numbers(columns), dw)
+            self._loops.depthwise_weights(x, dy, *_numbers(rows), *_numbers(columns), np.empty_like(dw), dw)
             return dw[:, :, None]
         if (m := self._side_by_side(groups, f)) > 1:
             return parted(self.conv2d_weight_gradient(x, dy, rows, columns, groups // m), groups, m)
@@ -97,18 +85,24 @@ class FastImages:
         tiles = -(-o // wide)
         dw = np.zeros_like(x, np.float32, shape=(groups, tiles, k * l * i, wide))
         if dy.size and dw.size:
-            self._convolution.correlate_weights(x, dy, dw, *self._how(rows, columns))
+            windows = _numbers(rows), _numbers(columns)
+            places = self._places.places_of_taps(
+                dy.shape, x.shape[3], groups, wide, *windows, self._places.PANEL_ELEMENTS
+            )
+            right = np.zeros_like(x, np.float32, shape=places.panel[0] * places.lines * dy.shape[2] * wide)
+            memory = self._panel_and_tile(x, places)
+            self._loops.correlate_weights(x, dy, dw, *windows[0], *windows[1], *memory, right, *places[1:])
         dw = dw.transpose(2, 0, 1, 3).reshape(k * l * i, groups, tiles * wide)
         return _contiguous(dw[:, :, :o]).reshape(shape)
 
     def _side_by_side(self, groups, outputs):
         """How many groups to take as one, of so many outputs in all."""
-        return side_by_side(groups, outputs // groups, self._convolution.LANES)
+        return side_by_side(groups, outputs // groups, self._places.LANES)
 
     def _width_of_tiles(self, outputs):
         """Narrow tiles, of one vector a row, for outputs that would leave much of wide ones empty."""
-        lanes = self._convolution.LANES
-        return lanes if -(-outputs // lanes) in (1, 3) else self._convolution.WIDE
+        lanes = self._places.LANES
+        return lanes if -(-outputs // lanes) in (1, 3) else self._places.WIDE
 
     def _tiles(self, weights):
         """weights[g k l i o] as [g t (k l i) j], where o = (t j) and j is as wide as a tile, filled up with 0."""
@@ -127,67 +121,82 @@ class FastImages:
             column = y.shape[3]
             row, sample = y.shape[2] * column, y.shape[1] * y.shape[2] * column
             strides = sample, step[0] * row, step[1] * column, first[0] * row + first[1] * column
-            flat = y.reshape(y.size)
-            self._convolution.correlate(x, weights, flat, outputs, strides, *self._how(rows, columns))
+            groups, _, _, wide = weights.shape
+            windows = _numbers(rows), _numbers(columns)
+            places = self._places.places_of_outputs(
+                outputs, strides, x.shape[3], groups, wide, *windows, self._places.PANEL_ELEMENTS
+            )
+            numbers = *outputs, *strides, *windows[0], *windows[1]
+            memory = self._panel_and_tile(x, places)
+            self._loops.correlate(x, weights, y.reshape(y.size), *numbers, *memory, *places[1:])
 
-    def _how(self, rows, columns):
-        return _numbers(rows), _numbers(columns), self._convolution.PANEL_ELEMENTS
+    def _panel_and_tile(self, x, places):
+        """Memory for the loops to work in."""
+        sizes = places.panel, self._places.ROWS * self._places.WIDE
+        return [np.empty_like(x, np.float32, shape=size) for size in sizes]
 
     # Pooling
 
     def max_pool(self, x, rows, columns):
-        shape = outputs_of(x.shape, rows, columns, x.shape[3])
-        y = np.full_like(x, -np.inf, np.float32, shape=shape)
-        chosen = np.zeros_like(y, np.uint8 if rows.size * columns.size <= 256 else np.int32)
-        self._pooling.max_pool(_contiguous(x), _numbers(rows), _numbers(columns), y, chosen)
+        if rows.size * columns.size > 256:  # more taps than a byte counts
+            from spmd_engine.arrays import pooling
+
+            return pooling.max_pool.__wrapped__(x, rows, columns)
+        y = np.full_like(x, -np.inf, np.float32, shape=outputs_of(x.shape, rows, columns, x.shape[3]))
+        chosen = np.zeros_like(y, np.uint8)
+        self._loops.max_pool(_contiguous(x), *_numbers(rows), *_numbers(columns), y, chosen)
         return y, chosen
 
     def max_pool_gradient(self, dy, chosen, rows, columns, lengths):
+        if rows.size * columns.size > 256:
+            from spmd_engine.arrays import pooling
+
+            return pooling.max_pool_gradient.__wrapped__(dy, chosen, rows, columns, lengths)
         dx = np.zeros_like(dy, np.float32, shape=(dy.shape[0], *lengths, dy.shape[3]))
         check_gradient(dy.shape, dx.shape, rows, columns, dy.shape[3])
         chosen = np.broadcast_to(chosen, dy.shape).astype(chosen.dtype, order="C", copy=False)
-        self._pooling.max_pool_gradient(_contiguous(dy), chosen, _numbers(rows), _numbers(columns), dx)
+        self._loops.max_pool_gradient(_contiguous(dy), chosen, *_numbers(rows), *_numbers(columns), dx)
         return dx
 
     def window_sums(self, x, rows, columns):
         y = np.zeros_like(x, np.float32, shape=outputs_of(x.shape, rows, columns, x.shape[3]))
         ones = np.ones_like(x, np.float32, shape=(rows.size, columns.size, x.shape[3]))
-        self._pooling.depthwise(_contiguous(x), ones, _numbers(rows), _numbers(columns), y)
+        self._loops.depthwise(_contiguous(x), ones, *_numbers(rows), *_numbers(columns), y)
         return y
 
     def window_sums_gradient(self, dy, rows, columns, lengths):
         dx = np.zeros_like(dy, np.float32, shape=(dy.shape[0], *lengths, dy.shape[3]))
         check_gradient(dy.shape, dx.shape, rows, columns, dy.shape[3])
         ones = np.ones_like(dy, np.float32, shape=(rows.size, columns.size, dy.shape[3]))
-        self._pooling.depthwise_input(_contiguous(dy), ones, _numbers(rows), _numbers(columns), dx)
+        self._loops.depthwise_input(_contiguous(dy), ones, *_numbers(rows), *_numbers(columns), dx)
         return dx
 
     # Channels
 
     def channel_sums(self, x):
         sums = np.zeros_like(x, np.float32, shape=x.shape[-1])
-        self._channels.channel_sums(_rows(x), sums)
+        self._loops.channel_sums(_rows(x), np.empty_like(sums), sums)
         return sums
 
     def channel_squares(self, x, mean):
         squares = np.zeros_like(x, np.float32, shape=x.shape[-1])
-        self._channels.channel_squares(_rows(x), *_of_channels(x, mean), squares)
+        self._loops.channel_squares(_rows(x), *_of_channels(x, mean), np.empty_like(squares), squares)
         return squares
 
     def scale_channels(self, x, mean, factor, shift):
         y = np.empty_like(x, np.float32, order="C")
-        self._channels.scale_channels(_rows(x), *_of_channels(x, mean, factor, shift), _rows(y))
+        self._loops.scale_channels(_rows(x), *_of_channels(x, mean, factor, shift), _rows(y))
         return y
 
     def channel_gradients(self, dy, x, mean, inverse):
         sums = np.zeros_like(x, np.float32, shape=(2, x.shape[-1]))
-        self._channels.channel_gradients(_rows(dy, x.shape), _rows(x), *_of_channels(x, mean), *sums)
+        self._loops.channel_gradients(_rows(dy, x.shape), _rows(x), *_of_channels(x, mean), np.empty_like(sums), sums)
         return sums[0] * inverse, sums[1]
 
     def normalized_gradient(self, dy, x, mean, inverse, scale, mean_dscale, mean_dshift):
         dx = np.empty_like(x, np.float32, order="C")
         factors = _of_channels(x, mean, inverse * mean_dscale, mean_dshift, inverse * scale)
-        self._channels.normalized_gradient(_rows(dy, x.shape), _rows(x), *factors, _rows(dx))
+        self._loops.normalized_gradient(_rows(dy, x.shape), _rows(x), *factors, _rows(dx))
         return dx
 
 

@@ -1,12 +1,12 @@
 """Loops over float32 arrays that Numba compiles: every chain of elementwise steps is one pass over memory.
 
-Imported only where Numba is installed. Compiled code is kept on disk, so it is compiled once on a machine. What is not
-a number stays so. Numbers of Python count as float64 in a loop, hence ``f32`` around each.
+Imported only where they are compiled (``fast_compile``). A loop's annotations are the types it is compiled for, once;
+it writes to arrays that it is given, and allocates nothing. What is not a number stays so. Numbers of Python count as
+float64 in a loop, hence ``f32`` around each.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
+from collections.abc import Callable, Set
+from dataclasses import dataclass
 
 import numpy as np
 from llvmlite import ir
@@ -18,25 +18,30 @@ from spmd_engine.arrays.factors import GELU_A, GELU_C
 
 f32 = np.float32
 
+# What loops take: contiguous arrays of 1, 2, 3 and 4 dimensions, numbers, and tuples of four.
+Vector, Rows, Blocks, Images = (types.Array(types.float32, dimensions, "C") for dimensions in (1, 2, 3, 4))
+Flags, Indices = types.Array(types.boolean, 1, "C"), types.Array(types.int64, 1, "C")
+Number, Integer, Four = types.float32, types.int64, types.UniTuple(types.int64, 4)
+
 _LOWEST, _HIGHEST = -87.33, 89.0  # exp is 0 below, where float32 has no normal numbers, and infinite from 88.4 on
 
 
-def compiled(loop: Callable) -> Callable:
+@dataclass(frozen=True)
+class Loop:
+    """A function to compile, and in what LLVM need not hold to the order and rounding in which it is written."""
+
+    function: Callable
+    fastmath: Set[str]
+
+
+def compiled(loop: Callable) -> Loop:
     """Compile ``loop`` as it is written, but for products and sums that the processor makes in one."""
-    return _compiled(loop, {"contract", "arcp", "nsz"})
+    return Loop(loop, {"contract", "arcp", "nsz"})
 
 
-def compiled_sums(loop: Callable) -> Callable:
+def compiled_sums(loop: Callable) -> Loop:
     """Compile ``loop`` with its sums made in another order, several numbers at a time."""
-    return _compiled(loop, {"contract", "arcp", "nsz", "reassoc"})
-
-
-def _compiled(loop: Callable, fastmath: set[str]) -> Callable:
-    options = {"nogil": True, "error_model": "numpy", "fastmath": fastmath}
-    try:
-        return njit(cache=True, **options)(loop)
-    except RuntimeError:  # no folder to keep it in: nobody may write to this package's, nor has the user a home
-        return njit(**options)(loop)
+    return Loop(loop, {"contract", "arcp", "nsz", "reassoc"})
 
 
 @intrinsic
@@ -70,7 +75,7 @@ def exponential(x):
 
 
 @compiled
-def relu(z, y, slope):
+def relu(z: Vector, y: Vector, slope: Flags):
     """y[n] and slope[n] of z[n]."""
     for i in range(z.size):
         y[i] = f32(0) if z[i] <= f32(0) else z[i]
@@ -78,14 +83,14 @@ def relu(z, y, slope):
 
 
 @compiled
-def relu_value(z, y):
+def relu_value(z: Vector, y: Vector):
     """y[n] of z[n]."""
     for i in range(z.size):
         y[i] = f32(0) if z[i] <= f32(0) else z[i]
 
 
 @compiled
-def gelu(z, y, slope):
+def gelu(z: Vector, y: Vector, slope: Vector):
     """y[n] and slope[n] of z[n]."""
     for i in range(z.size):
         x = z[i]
@@ -97,7 +102,7 @@ def gelu(z, y, slope):
 
 
 @compiled
-def gelu_value(z, y):
+def gelu_value(z: Vector, y: Vector):
     """y[n] of z[n]."""
     for i in range(z.size):
         x = z[i]
@@ -108,7 +113,7 @@ def gelu_value(z, y):
 
 
 @compiled_sums
-def layer_norm(x, scale, shift, epsilon, y, normal, inverse):
+def layer_norm(x: Rows, scale: Vector, shift: Vector, epsilon: Number, y: Rows, normal: Rows, inverse: Vector):
     """y[n d], normal[n d] and inverse[n] of x[n d]."""
     rows, width = x.shape
     share = f32(1) / f32(width)
@@ -129,7 +134,7 @@ def layer_norm(x, scale, shift, epsilon, y, normal, inverse):
 
 
 @compiled_sums
-def layer_norm_backward(dy, normal, inverse, scale, dx):
+def layer_norm_backward(dy: Rows, normal: Rows, inverse: Vector, scale: Vector, dx: Rows):
     """dx[n d] of dy[n d]."""
     rows, width = dy.shape
     share = f32(1) / f32(width)
@@ -145,7 +150,7 @@ def layer_norm_backward(dy, normal, inverse, scale, dx):
 
 
 @compiled
-def layer_norm_backward_parameters(dy, normal, dscale, dshift):
+def layer_norm_backward_parameters(dy: Rows, normal: Rows, dscale: Vector, dshift: Vector):
     """Add to dscale[d] and dshift[d] those of dy[n d]."""
     rows, width = dy.shape
     for i in range(rows):
@@ -158,7 +163,19 @@ def layer_norm_backward_parameters(dy, normal, dscale, dshift):
 
 
 @compiled
-def adamw(p, g, mean, square, fresh, beta1, weight, beta2, epsilon, size, kept):
+def adamw(
+    p: Vector,
+    g: Vector,
+    mean: Vector,
+    square: Vector,
+    fresh: Number,
+    beta1: Number,
+    weight: Number,
+    beta2: Number,
+    epsilon: Number,
+    size: Number,
+    kept: Number,
+):
     """A step of p[n], mean[n] and square[n], in place; the numbers are the factors of its update."""
     for i in range(p.size):
         part = g[i] * fresh
@@ -170,14 +187,14 @@ def adamw(p, g, mean, square, fresh, beta1, weight, beta2, epsilon, size, kept):
 
 
 @compiled
-def sgd(p, g, size, kept):
+def sgd(p: Vector, g: Vector, size: Number, kept: Number):
     """A step of p[n], in place."""
     for i in range(p.size):
         p[i] = p[i] * kept - g[i] * size
 
 
 @compiled
-def momentum_sgd(p, g, velocity, scale, momentum, rate, kept):
+def momentum_sgd(p: Vector, g: Vector, velocity: Vector, scale: Number, momentum: Number, rate: Number, kept: Number):
     """A step of p[n] and velocity[n], in place."""
     for i in range(p.size):
         v = velocity[i] * momentum + g[i] * scale
@@ -189,7 +206,7 @@ def momentum_sgd(p, g, velocity, scale, momentum, rate, kept):
 
 
 @compiled
-def exponentiate_rows(scores, shift):
+def exponentiate_rows(scores: Rows, shift: Vector):
     """scores[n v] become exp(scores - shift[n])."""
     rows, width = scores.shape
     for i in range(rows):
@@ -198,7 +215,7 @@ def exponentiate_rows(scores, shift):
 
 
 @compiled
-def exponentiate_columns(scores, shift):
+def exponentiate_columns(scores: Blocks, shift: Rows):
     """scores[h t s] become exp(scores - shift[h s])."""
     heads, keys, width = scores.shape
     for h in range(heads):
@@ -208,7 +225,7 @@ def exponentiate_columns(scores, shift):
 
 
 @compiled
-def softmax_backward(ds, p, projection):
+def softmax_backward(ds: Blocks, p: Blocks, projection: Rows):
     """ds[h t s] become (ds - projection[h s]) * p[h t s]."""
     heads, keys, width = ds.shape
     for h in range(heads):
@@ -218,7 +235,7 @@ def softmax_backward(ds, p, projection):
 
 
 @compiled
-def scores_of_targets(scores, targets, top, found):
+def scores_of_targets(scores: Rows, targets: Indices, top: Vector, found: Vector):
     """found[n] = scores[n v] at targets[n], less top[n]; 0 where that is none of v."""
     for i in range(targets.size):
         target = targets[i]
@@ -226,7 +243,7 @@ def scores_of_targets(scores, targets, top, found):
 
 
 @compiled
-def cross_entropy_gradient(p, sums, weights, targets):
+def cross_entropy_gradient(p: Rows, sums: Vector, weights: Vector, targets: Indices):
     """p[n v] become weights[n] * (p / sums[n] - [v = targets[n]])."""
     rows, width = p.shape
     for i in range(rows):

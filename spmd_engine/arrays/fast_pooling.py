@@ -1,14 +1,13 @@
 """Loops of pooling and depthwise convolutions over float32 images that Numba compiles: channels do not mix.
 
-Imported only where Numba is installed. A window comes as the tuple (size, stride, dilation, before).
+As those of ``fast_kernels``, in whose manner they are written. A window is the tuple (size, stride, dilation, before).
 """
 
-from __future__ import annotations
+from numba import njit, types
 
-import numpy as np
-from numba import njit
+from spmd_engine.arrays.fast_kernels import Blocks, Four, Images, compiled, f32
 
-from spmd_engine.arrays.fast_kernels import compiled, f32
+Taps = types.Array(types.uint8, 4, "C")
 
 
 @njit(inline="always")
@@ -18,7 +17,7 @@ def _read(output, tap, window):
 
 
 @compiled
-def max_pool(x, rows, columns, y, chosen):
+def max_pool(x: Images, rows: Four, columns: Four, y: Images, chosen: Taps):
     """y[b p q c] and chosen[b p q c] of x[b h w c]; ``y`` holds -inf and ``chosen`` 0."""
     samples, height, width, channels = y.shape
     for b in range(samples):
@@ -38,7 +37,7 @@ def max_pool(x, rows, columns, y, chosen):
 
 
 @compiled
-def max_pool_gradient(dy, chosen, rows, columns, dx):
+def max_pool_gradient(dy: Images, chosen: Taps, rows: Four, columns: Four, dx: Images):
     """Add to dx[b h w c] the gradients dy[b p q c] of what was chosen."""
     samples, height, width, channels = dy.shape
     for b in range(samples):
@@ -55,7 +54,7 @@ def max_pool_gradient(dy, chosen, rows, columns, dx):
 
 
 @compiled
-def depthwise(x, factors, rows, columns, y):
+def depthwise(x: Images, factors: Blocks, rows: Four, columns: Four, y: Images):
     """Add to y[b p q c] the sums over k, l of x[b h w c] * factors[k l c]."""
     samples, height, width, channels = y.shape
     for b in range(samples):
@@ -71,7 +70,7 @@ def depthwise(x, factors, rows, columns, y):
 
 
 @compiled
-def depthwise_input(dy, factors, rows, columns, dx):
+def depthwise_input(dy: Images, factors: Blocks, rows: Four, columns: Four, dx: Images):
     """Add to dx[b h w c] the gradients dy[b p q c] * factors[k l c]."""
     samples, height, width, channels = dy.shape
     for b in range(samples):
@@ -87,13 +86,18 @@ def depthwise_input(dy, factors, rows, columns, dx):
 
 
 @compiled
-def depthwise_weights(x, dy, rows, columns, dw):
-    """Add to dw[k l c] the sums over b, p, q of x[b h w c] * dy[b p q c]."""
+def depthwise_weights(x: Images, dy: Images, rows: Four, columns: Four, of_row: Blocks, dw: Blocks):
+    """Add to dw[k l c] the sums over b, p, q of x[b h w c] * dy[b p q c].
+
+    Rows are summed first, in ``of_row``: a sum of a million would have lost two digits more.
+    """
     samples, height, width, channels = dy.shape
-    of_row = np.empty_like(dw)  # rows are summed first: a sum of a million would have lost two digits more
     for b in range(samples):
         for p in range(height):
-            of_row[:] = f32(0)
+            for k in range(rows[0]):
+                for l in range(columns[0]):
+                    for c in range(channels):
+                        of_row[k, l, c] = f32(0)
             for q in range(width):
                 for k in range(rows[0]):
                     h = _read(p, k, rows)
@@ -102,4 +106,7 @@ def depthwise_weights(x, dy, rows, columns, dw):
                         if 0 <= h < x.shape[1] and 0 <= w < x.shape[2]:
                             for c in range(channels):
                                 of_row[k, l, c] += x[b, h, w, c] * dy[b, p, q, c]
-            dw += of_row
+            for k in range(rows[0]):
+                for l in range(columns[0]):
+                    for c in range(channels):
+                        dw[k, l, c] += of_row[k, l, c]

@@ -13,6 +13,11 @@ PART_BYTES = 300_000  # of the matrix at a time: with its copy, less than a core
 LEAST_BYTES = 1_000_000  # of a matrix that is worth it
 
 
+def are_few(rows: int) -> bool:
+    """Whether a product of so many rows may be worth it, if the other matrix is large: of one, BLAS copies nothing."""
+    return 1 < rows <= MOST_ROWS
+
+
 def product(a: Array, b: Array) -> Array:
     """a[m k] · b[k n], of arrays of any backend, whichever of the two is the large one."""
     if type(a) is CPU.xp.ndarray and a.ndim == b.ndim == 2 and a.dtype == b.dtype:
@@ -25,7 +30,7 @@ def product(a: Array, b: Array) -> Array:
 
 def _is_worth_it(few: Array, large: Array) -> bool:
     in_order = large.flags.c_contiguous or large.flags.f_contiguous
-    return 1 < len(few) <= MOST_ROWS and large.nbytes >= LEAST_BYTES and in_order
+    return are_few(len(few)) and large.nbytes >= LEAST_BYTES and in_order
 
 
 def _by_parts(few: Array, large: Array) -> Array:

@@ -7,6 +7,7 @@ Wellons' hash prospector), which NumPy and CuPy compute alike and at about 2 ns 
 
 from __future__ import annotations
 
+from math import prod
 from zlib import crc32
 
 import numpy as np
@@ -22,11 +23,13 @@ def key_of(*parts: object) -> int:
 
 
 def hash_bits(key: int, index: Array, xp=np) -> Array:
-    """32 random bits for each uint64 ``index``."""
-    x = (index & 0xFFFFFFFF).astype(xp.uint32)
-    high = (index >> 32).astype(xp.uint32)
+    """32 random bits for each ``index``, uint64, or, in half the time, uint32."""
+    x, high = index, xp.uint32(0)
+    if index.dtype != xp.uint32:
+        x, high = (index & 0xFFFFFFFF).astype(xp.uint32), (index >> 32).astype(xp.uint32)
     x = _mix(x ^ xp.uint32(_mix_scalar(key ^ 0x9E3779B9)), xp)
-    return _mix(x ^ (high * xp.uint32(0x85EBCA6B) + xp.uint32(key)), xp)
+    x ^= high * xp.uint32(0x85EBCA6B) + xp.uint32(key)
+    return _mix(x, xp)
 
 
 def uniform(key: int, shape, dtype, block=None, backend: Backend = CPU) -> Array:
@@ -39,8 +42,13 @@ def normal(key: int, shape, dtype, block=None, backend: Backend = CPU) -> Array:
     first, second = key_of(key, "radius"), key_of(key, "angle")
 
     def draw(index, xp):
-        radius = xp.sqrt(-2.0 * xp.log(_unit(hash_bits(first, index, xp), xp)))
-        return radius * xp.cos((2.0 * np.pi) * _unit(hash_bits(second, index, xp), xp))
+        radius, angle = (_unit(hash_bits(each, index, xp), xp) for each in (first, second))
+        xp.log(radius, out=radius)
+        radius *= -2.0
+        xp.sqrt(radius, out=radius)
+        angle *= 2.0 * np.pi
+        radius *= xp.cos(angle, out=angle)
+        return radius
 
     return _fill(shape, dtype, block, backend, draw)
 
@@ -90,11 +98,12 @@ def _fill(shape, dtype, block, backend, draw):
         return out
     # The leading dimensions merge into rows of indices, the last gives columns; a chunk of both at a time.
     strides = np.cumprod([1, *reversed(shape[1:])])[::-1] if len(shape) else np.array([1])
-    rows = np.zeros(1, np.uint64)
+    number = np.uint32 if prod(shape) < 1 << 32 else np.uint64  # which holds every index, and their number
+    rows = np.zeros(1, number)
     for r, stride in zip(ranges[:-1], strides[:-1], strict=True):
-        offsets = np.asarray(r, np.uint64) * np.uint64(stride)
+        offsets = np.asarray(r, number) * number(stride)
         rows = (rows[:, None] + offsets).reshape(-1)
-    columns = xp.arange(ranges[-1].start, ranges[-1].stop, dtype=xp.uint64) if shape else xp.zeros(1, xp.uint64)
+    columns = xp.arange(ranges[-1].start, ranges[-1].stop, dtype=number) if shape else xp.zeros(1, number)
     flat = out.reshape(rows.size, columns.size)
     rows = xp.asarray(rows)
     height = max(1, _CHUNK // columns.size)
@@ -107,7 +116,10 @@ def _fill(shape, dtype, block, backend, draw):
 
 def _unit(bits: Array, xp) -> Array:
     """float64 in (0, 1): never 0, so that its logarithm exists."""
-    return (bits.astype(xp.float64) + 0.5) * 2.0**-32
+    x = bits.astype(xp.float64)
+    x += 0.5
+    x *= 2.0**-32
+    return x
 
 
 def _mix(x: Array, xp) -> Array:

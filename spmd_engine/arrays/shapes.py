@@ -75,14 +75,14 @@ class Shapes(Backend):
     functions = FUNCTIONS  #: of NumPy that know what to make of shapes
 
     def __init__(self) -> None:
-        self.kernels = FastFunctions(_Loops(), _Loops()) if loops_are_there() else None
+        self.kernels = FastFunctions(_Loops()) if loops_are_there() else None
 
     @cached_property
     def image_kernels(self) -> FastImages | None:  # type: ignore[override]
         """Apart, since only models of images need them, and finding them takes a while."""
         if self.kernels is None:
             return None
-        return FastImages(_Loops(import_module("spmd_engine.arrays.fast_convolution")), _Loops(), _Loops())
+        return FastImages(_Loops(), import_module("spmd_engine.arrays.fast_places"))
 
     def owns(self, x: Array) -> bool:
         return isinstance(x, ShapedArray)
@@ -106,34 +106,17 @@ class Shapes(Backend):
 class _Loops:
     """In the place of compiled loops: what they are given is read, and counted. Convolutions are products."""
 
-    def __init__(self, constants: Any = None) -> None:
-        self._constants = constants
-
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._constants, name) if name.isupper() else _counted
+        return _counted
 
-    def correlate(self, x, w, y, outputs, strides, rows, columns, limit) -> None:
+    def correlate(self, x, w, y, b, p, q, o, *others) -> None:
         groups, _, inside = w.shape[:3]
-        b, p, q, o = outputs
         meter().product(groups, b * p * q, o, inside, 4)
-        self._hold_block(x, outputs, rows, columns, limit)
 
-    def correlate_weights(self, x, dy, dw, rows, columns, limit) -> None:
+    def correlate_weights(self, x, dy, dw, *others) -> None:
         groups, _, inside = dw.shape[:3]
         b, p, q, f = dy.shape
         meter().product(groups, inside, f // groups, b * p * q, 4)
-        self._hold_block(x, dy.shape, rows, columns, limit, beside=dw.shape[3])
-
-    def _hold_block(self, x, outputs, rows, columns, limit, beside=0) -> None:
-        """For a while hold what ``fast_convolution`` works on at a time: some images, padded, and an index or two for
-        each of their patches; where there are ``beside`` columns of another matrix, these."""
-        _, _, q, _ = outputs
-        width = (q - 1) * columns[1] + (columns[0] - 1) * columns[2] + 1
-        row = width * x.shape[3]
-        samples, lines = self._constants._block.py_func(outputs, rows[1] * row + q * beside, limit)
-        height = (lines - 1) * rows[1] + (rows[0] - 1) * rows[2] + 1
-        indices = 8 * samples * lines * (1 if beside else 2 * q)
-        meter().allocate(4 * samples * (height * row + lines * q * beside) + indices)
 
 
 def _counted(*args: Any) -> None:

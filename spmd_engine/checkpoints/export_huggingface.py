@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -13,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from spmd_engine.checkpoints.dtypes import DTYPES
+from spmd_engine.checkpoints.exported_files import ExportedFiles, unfinished_name
 from spmd_engine.checkpoints.peft import CONFIG as ADAPTER_CONFIG
 from spmd_engine.checkpoints.peft import WEIGHTS
 from spmd_engine.checkpoints.read import Sliceable
@@ -69,18 +69,19 @@ def export_huggingface(
     ``arrays`` are those of a Checkpoint, or of several put together. ``beside`` is the folder that the weights once
     came from: its tokenizer and its numbers of special tokens are handed on. The ranks of a ``group``, if one is given,
     share the work: collective then. None holds more than a few megabytes. Raises CheckpointError, on all of them, where
-    something is damaged or cannot be written; files have their names only when all are complete.
+    something is damaged or cannot be written, or where a file is there already; files have their names only when all
+    are complete.
     """
     tensors, kind = tensors_of(decoder(shape), stored_names(shape)), DTYPES[NAMES[dtype]]
     heads = _lay_out(tensors, kind, NAMES[dtype], largest)
 
-    def describe(folder: Path) -> None:
+    def describe() -> dict[str, bytes]:
+        texts = _handed_on(beside)
         if len(heads) > 1:
             total = sum(each.nbytes(kind) for each in tensors)
-            index = {"metadata": {"total_size": total}, "weight_map": {each.name: each.file for each in tensors}}
-            write_json(folder / INDEX, index)
-        _hand_on(beside, folder)
-        write_json(folder / CONFIG, config_of_shape(shape, dtype) | _special_tokens(beside))
+            weight_map = {each.name: each.file for each in tensors}
+            texts[INDEX] = _as_json({"metadata": {"total_size": total}, "weight_map": weight_map})
+        return texts | {CONFIG: _as_json(config_of_shape(shape, dtype) | _special_tokens(beside))}
 
     _write(arrays, tensors, heads, kind, Path(folder), group, describe)
 
@@ -105,8 +106,8 @@ def export_adapters(
         each.file = WEIGHTS
     heads = {WEIGHTS: _header(tensors, kind, NAMES[dtype])}
 
-    def describe(folder: Path) -> None:
-        write_json(folder / ADAPTER_CONFIG, config_of_options(options, shape.family, base))
+    def describe() -> dict[str, bytes]:
+        return {ADAPTER_CONFIG: _as_json(config_of_options(options, shape.family, base))}
 
     _write(arrays, tensors, heads, kind, Path(folder), group, describe)
 
@@ -118,42 +119,36 @@ def _write(
     dtype: np.dtype,
     folder: Path,
     group: Group | None,
-    describe: Callable[[Path], None],
+    describe: Callable[[], Mapping[str, bytes]],
 ) -> None:
-    """The files, by all ranks of the group; then, on the first, ``describe`` what they are."""
-    rank, ranks = group.rank if group else 0, group.size if group else 1
+    """The files, by all ranks of the group, beside those that ``describe`` what they are, by the first."""
+    rank, ranks, new = group.rank if group else 0, group.size if group else 1, ExportedFiles()
 
     def begin() -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         if found := next(folder.glob("*.safetensors"), None):
             raise CheckpointError(f"{found} is there already; export into another folder")
         for file, head in heads.items():
-            with _unfinished(folder, file).open("wb") as opened:
+            with new.open(folder / file) as opened:
                 opened.write(head)
                 size = sum(each.nbytes(dtype) for each in tensors if each.file == file)
                 os.posix_fallocate(opened.fileno(), 0, len(head) + size)
+        for file, text in describe().items():
+            with new.open(folder / file) as opened:
+                opened.write(text)
 
     def write() -> None:
         for number, (tensor, name, spans) in enumerate(_pieces(arrays, tensors)):
             if number % ranks == rank and prod(tensor.shape):
-                whole = np.memmap(_unfinished(folder, tensor.file), dtype, "r+", tensor.offset, tensor.shape)
+                file = unfinished_name(folder / tensor.file)
+                whole = np.memmap(file, dtype, "r+", tensor.offset, tensor.shape)
                 tensor.parts[name].write(whole, spans, arrays[name][spans])
-
-    def end() -> None:
-        for file in heads:
-            with _unfinished(folder, file).open("rb") as opened:
-                os.fsync(opened.fileno())
-            os.replace(_unfinished(folder, file), folder / file)
-        describe(folder)
 
     try:
         on_rank_zero(group, begin, CheckpointError) if group else begin()
         on_all_ranks(group, write) if group else write()
-        on_rank_zero(group, end, CheckpointError) if group else end()
+        on_rank_zero(group, new.commit, CheckpointError) if group else new.commit()
     finally:
-        if rank == 0:
-            for file in heads:
-                _unfinished(folder, file).unlink(missing_ok=True)
+        new.discard()
 
 
 def tensors_of(model: Model, names: Names) -> list[TensorToWrite]:
@@ -210,14 +205,10 @@ def _pieces(
                 yield tensor, name, (slice(first, min(first + rows, view.shape[0])), *whole[1:])
 
 
-def _unfinished(folder: Path, file: str) -> Path:
-    return folder / f".{file}-unfinished"
-
-
-def _hand_on(source: str | os.PathLike | None, folder: Path) -> None:
-    for name in BESIDE if source is not None else ():
-        if (found := Path(source, name)).is_file():
-            shutil.copyfile(found, folder / name)
+def _handed_on(source: str | os.PathLike | None) -> dict[str, bytes]:
+    """By name, the files of a model's folder that belong to it beside its weights."""
+    found = [Path(source, name) for name in BESIDE] if source is not None else []
+    return {path.name: path.read_bytes() for path in found if path.is_file()}
 
 
 def _special_tokens(source: str | os.PathLike | None) -> Mapping[str, object]:
@@ -227,6 +218,6 @@ def _special_tokens(source: str | os.PathLike | None) -> Mapping[str, object]:
     return {name: said[name] for name in _TOKENS if name in said}
 
 
-def write_json(path: Path, content: Mapping[str, object]) -> None:
+def _as_json(content: Mapping[str, object]) -> bytes:
     """As people read it."""
-    path.write_text(json.dumps(content, indent=2) + "\n")
+    return (json.dumps(content, indent=2) + "\n").encode()

@@ -14,7 +14,6 @@ import errno
 import os
 import re
 import shutil
-import uuid
 from contextlib import suppress
 from pathlib import Path
 
@@ -52,8 +51,9 @@ class CheckpointFolder:
 
     def begin(self) -> Path:
         """A new folder for files that are not yet a checkpoint."""
-        unfinished = self.path / f"unfinished-{uuid.uuid4().hex}"
-        unfinished.mkdir(parents=True)
+        unfinished = self.path / f"unfinished-{os.urandom(16).hex()}"
+        make_folder(self.path)
+        unfinished.mkdir()
         return unfinished
 
     def commit(self, unfinished: Path, step: int, manifest: str, keep: int) -> Path:
@@ -98,18 +98,25 @@ class CheckpointFolder:
         return self.path / (f"step-{step:08d}" + (f".{max(again) + 1}" if again else ""))
 
     def _point_to(self, complete: Path) -> None:
-        """Let ``latest`` be a link to it: for people; the newest is found by its number. Not all systems have links."""
-        link = self.path / f"{LATEST}-{uuid.uuid4().hex}"
-        latest = self.path / LATEST
-        if latest.is_dir() and not latest.is_symlink():  # of a run that was copied by what follows links
-            discard(latest)
-        with suppress(OSError):
+        """Let ``latest`` be a link to it: for people; the newest is found by its number. Not all systems have links.
+
+        What else somebody has put there under that name stays.
+        """
+        link, latest = self.path / f"{LATEST}-{os.urandom(16).hex()}", self.path / LATEST
+        if not latest.is_symlink():
+            if (latest / MANIFEST).is_file():  # of a run that was copied by what follows links
+                discard(latest)
+            elif os.path.lexists(latest):
+                return
+        try:
             link.symlink_to(complete.name)
             os.replace(link, latest)
+        except OSError:
+            discard(link)
 
     def _remove_all_but(self, keep: int) -> None:
         for each in self._old(keep):
-            removed = self.path / f"removed-{uuid.uuid4().hex}"
+            removed = self.path / f"removed-{os.urandom(16).hex()}"
             with suppress(OSError):  # a full disk, or another who looks into it, is no reason to fail now
                 os.rename(each, removed)
                 discard(removed)
@@ -142,9 +149,20 @@ def find_checkpoint(path: str | os.PathLike) -> Path:
     raise CheckpointError(f"{path}: no such checkpoint: neither {MANIFEST} there, nor a complete one in {CHECKPOINTS}/")
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder, if it is not there; raises OSError, which of a link to nowhere says more than that it exists."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        if not path.is_symlink():
+            raise
+        why = f"a link to {os.readlink(path)}, where there is no folder"
+        raise FileExistsError(error.errno, why, str(path)) from error
+
+
 def replace_file(path: Path, text: str) -> None:
     """Write a small file of that name: the old one, or this one whole, is there whenever somebody looks."""
-    unfinished = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
+    unfinished = path.with_name(f".{path.name}-{os.urandom(16).hex()}")
     try:
         with unfinished.open("x") as file:
             file.write(text)

@@ -1,4 +1,8 @@
-"""One writer a run: a lock in its folder, which the system takes back when the process ends, however it ends."""
+"""One writer a run: a lock in its folder, which the system takes back when the process ends, however it ends.
+
+Not all file systems have locks, and those of some networks keep out only who is on the same host. So who holds it has
+written its name into the file, and looks there before each save whether another one has come.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import os
 from pathlib import Path
 from typing import Self
 
+from spmd_engine.checkpoints.folder import make_folder
 from spmd_engine.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -21,32 +26,64 @@ class RunLock:
     def __init__(self, folder: str | os.PathLike) -> None:
         self._path = Path(folder) / LOCK
         self._handle: int | None = None
+        self._name = f"process {os.getpid()} on {os.uname().nodename}, {os.urandom(16).hex()}"
 
     def __enter__(self) -> Self:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self._path.parent)
         if os.path.exists(self._path) and not os.path.isfile(self._path):
             raise UsageError(
                 f"{self._path} is no file: move it away; a run locks it, so that no other one writes there"
             )
         handle = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
+            self._take(handle)
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, self._name.encode(), 0)
+        except BaseException:
+            os.close(handle)
+            raise
+        self._handle = handle
+        return self
+
+    def _take(self, handle: int) -> None:
+        said = os.pread(handle, 200, 0).decode(errors="replace").strip().rpartition(", ")[0]
+        try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            said = os.pread(handle, 200, 0).decode(errors="replace").strip()
             if error.errno in (errno.EAGAIN, errno.EACCES):
-                os.close(handle)
                 raise UsageError(
                     f"{self._path.parent} is being written by another run{f' ({said})' if said else ''}. Wait until it "
                     "has ended, or give another --run"
                 ) from None
-            logger.warning("%s: this file system has no locks (%s); start no second run there", self._path, error)
-        else:
-            os.ftruncate(handle, 0)
-            os.pwrite(handle, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
-        self._handle = handle
-        return self
+            logger.warning(
+                "%s: this file system has no locks (%s); start no second run there%s",
+                self._path,
+                error,
+                f", and see that the last one has ended: {said}" if said else "",
+            )
+
+    def check(self) -> None:
+        """Raise UsageError if another run has taken the folder meanwhile: from a host that does not see the lock.
+
+        Nothing is wrong where the folder is gone: who saves makes it again.
+        """
+        try:
+            said = self._path.read_text(errors="replace")
+        except FileNotFoundError:
+            return
+        if said != self._name:
+            who = said.rpartition(", ")[0]
+            raise UsageError(
+                f"{self._path.parent} is being written by another run{f' ({who})' if who else ''}, which has begun "
+                "after this one: the lock of this one did not keep it out"
+            )
 
     def __exit__(self, *_: object) -> None:
+        """Give it back, with no name in it: the next one need not ask for this process."""
         if self._handle is not None:
-            os.close(self._handle)
-            self._handle = None
+            try:
+                if os.pread(self._handle, 200, 0).decode(errors="replace") == self._name:
+                    os.ftruncate(self._handle, 0)
+            finally:
+                os.close(self._handle)
+                self._handle = None

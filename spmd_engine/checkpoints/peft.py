@@ -13,7 +13,7 @@ from spmd_engine.checkpoints.weights import Filled, fill
 from spmd_engine.errors import CheckpointError
 from spmd_engine.formats.huggingface import read_json
 from spmd_engine.formats.safetensors_file import read_safetensors
-from spmd_engine.layers.low_rank import B, sides
+from spmd_engine.layers.low_rank import sides
 from spmd_engine.models.adapters import LoRAOptions, adapter_names, options_of_config, with_adapters
 from spmd_engine.models.decoder import DecoderShape, decoder
 
@@ -47,12 +47,10 @@ class Merged(Mapping[str, Sliceable]):
         self._arrays, self._scale = arrays, options.scale
         names = {name for name, _ in adapter_names(shape, options)}
         dims = {name: parameter.dims for name, (parameter, _) in decoder(shape).parameters()}
-        names_of_a, self._products = options.names_of_a(shape.family), {}
-        for name in dims:
-            if name + B in names:
-                layer, _, own = name.rpartition("/")
-                into, out = sides(dims[name])
-                self._products[name] = f"{layer}/{names_of_a[own]}", name + B, f"{into}q,q{out}->{into}{out}"
+        self._products = {}
+        for name, (a, b) in options.names(shape.family, dims).items():
+            into, out = sides(dims[name])
+            self._products[name] = a, b, f"{into}q,q{out}->{into}{out}"
         self._left_out = names
 
     def __getitem__(self, name: str) -> Sliceable:

@@ -10,9 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from spmd_engine.checkpoints.dtypes import DTYPES
+from spmd_engine.checkpoints.exported_files import ExportedFiles, unfinished_name
 from spmd_engine.checkpoints.files import block_name, is_finite, read_block
 from spmd_engine.checkpoints.folder import CheckpointFolder, discard
 from spmd_engine.checkpoints.headers import read_file_header
+from spmd_engine.checkpoints.lock import RunLock
 from spmd_engine.checkpoints.manifest import Arrays, StoredArray, StoredBlock
 from spmd_engine.checkpoints.read import Checkpoint, Sliceable
 from spmd_engine.checkpoints.save import deal, file_name, stored_arrays
@@ -30,31 +32,25 @@ def export_checkpoint(
     """Write a section of a checkpoint as one plain safetensors file, in which every array is whole.
 
     The ranks of a ``group``, if one is given, share the blocks and write them side by side: collective then. No rank
-    holds more than a block. Raises CheckpointError where something is damaged, OSError or UsageError where it cannot
-    be written; the file has its name only when it is complete.
+    holds more than a block. Raises CheckpointError where something is damaged or the file is there already, OSError or
+    UsageError where it cannot be written; it has its name only when it is complete.
     """
     path, rank, ranks = Path(path), group.rank if group else 0, group.size if group else 1
     arrays = _arrays(checkpoint, section)
     head = header([(name, each.dtype, each.shape) for name, each in arrays.items()], {"format": "np"})
-    unfinished = path.with_name(f".{path.name}-unfinished")
+    new = ExportedFiles()
 
     def begin() -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with unfinished.open("wb") as file:
+        with new.open(path) as file:
             file.write(head)
             os.posix_fallocate(file.fileno(), 0, len(head) + sum(each.nbytes for each in arrays.values()))
-
-    def end() -> None:
-        with unfinished.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
 
     def first(do) -> None:
         do() if group is None else on_rank_zero(group, do)
 
     try:
         first(begin)
-        offset = len(head)
+        offset, unfinished = len(head), unfinished_name(path)
         for number, (name, array) in enumerate(arrays.items()):
             for place, block in enumerate(array.blocks):
                 if (number + place) % ranks == rank:
@@ -62,19 +58,28 @@ def export_checkpoint(
             offset += array.nbytes
         if group is not None:
             group.barrier()
-        first(end)
+        first(new.commit)
     finally:
-        if rank == 0:
-            unfinished.unlink(missing_ok=True)
+        new.discard()
 
 
 def reshard_checkpoint(checkpoint: Checkpoint, folder: str | os.PathLike, files: int) -> Path:
     """Write a checkpoint anew, as so many ranks would, into another run's folder; returns where it is.
 
-    Any mesh loads any checkpoint; this is for file systems that want few large files, or many.
+    Any mesh loads any checkpoint; this is for file systems that want few large files, or many. The folder is a new one,
+    or the run's own, where nobody else may be writing. Raises CheckpointError if it holds another run, OSError or
+    UsageError where it cannot be written.
     """
+    into = CheckpointFolder(folder)
+    if (other := into.newest()) and not checkpoint.path.resolve().parent.samefile(into.path):
+        raise CheckpointError(f"{folder} holds another run already ({other.name}); write into a folder of its own")
+    with RunLock(folder):
+        return _reshard(checkpoint, into, files)
+
+
+def _reshard(checkpoint: Checkpoint, into: CheckpointFolder, files: int) -> Path:
     assert checkpoint.manifest is not None
-    into, loads, sections = CheckpointFolder(folder), [0] * files, {}
+    loads, sections = [0] * files, {}
     unfinished = into.begin()
     try:
         for section, arrays in checkpoint.manifest.sections.items():

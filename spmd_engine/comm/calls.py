@@ -10,14 +10,13 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array, Backend
 from spmd_engine.comm import dtypes, rendezvous, signature
-from spmd_engine.comm.by_library import make_by_library
-from spmd_engine.comm.collective_steps import CollectiveSteps
+from spmd_engine.comm.collectives import PREPARE, Collective
 from spmd_engine.comm.communicator import Communicator
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.operation import Operation
 from spmd_engine.comm.pending import TIMEOUT, Pending
-from spmd_engine.comm.prepare import PREPARE, check_out
 from spmd_engine.comm.prepared_call import PreparedCall
+from spmd_engine.comm.routing import Routing
 from spmd_engine.comm.signature import Signature, Signatures
 from spmd_engine.comm.slot_table import LEFT
 from spmd_engine.comm.staging import copied
@@ -51,15 +50,13 @@ class Calls:
         self._spins = self._table is not None and comm.spin_tests > 0 and comm.size > 1  # one alone meets nobody
         #: bytes of data that a signature brings along
         self._room = comm.table.room if comm.table else comm.tuning.with_agreement // comm.size
-        self.steps = CollectiveSteps(comm, axes, check, deterministic)
+        self.routing = Routing(comm, axes, check, deterministic)
         self._prepared: dict[tuple, PreparedCall] = {}
 
     # --- the two ways to make a call: to wait for it, and to begin it
 
-    def _call(
-        self, operation: str, x: Array | None, arguments: tuple = (), out: Any = None, label: str = ""
-    ) -> Any:
-        """The result of the next call, for which this rank waits; ``arguments``: as ``prepare`` has them."""
+    def _call(self, operation: str, x: Array | None, arguments: tuple = (), out: Any = None, label: str = "") -> Any:
+        """The result of the next call, for which this rank waits; ``arguments``: as ``PREPARE`` has them."""
         key = _key(operation, x, arguments, label)
         call = self._prepared.get(key)
         if call is not None and call.at_once and call.suits(out):
@@ -80,15 +77,13 @@ class Calls:
             return self._refuse(operation, label, error)
         return self._start(call, x, out) if self.size > 1 else Pending.completed(self._alone(call, x, out))
 
-    def _find(
-        self, key: tuple, x: Array | None, arguments: tuple, out: Any
-    ) -> tuple[PreparedCall, Array | None]:
+    def _find(self, key: tuple, x: Array | None, arguments: tuple, out: Any) -> tuple[Collective, Array | None]:
         """The call prepared for such an array, and the array as it takes it. Raises UsageError if it cannot be made."""
         call = self._prepared.get(key) or self._keep(key, PREPARE[key[0]](self, x, *arguments, key[-1]), x)
         if x is not None and x.dtype != call.dtype:
             x = x.astype(call.dtype)
         if out is not None:
-            check_out(call, x, out, self.size)
+            call.check_out(x, out, self.size)
         return call, x
 
     def _alone(self, call: PreparedCall, x: Array | None, out: Any) -> Any:
@@ -110,7 +105,8 @@ class Calls:
             call.terms = self._terms_of(call, x is None or isinstance(x, np.ndarray))
             return call
         call.expected = Signatures([call.signature] * self.size)
-        if self._spins and call.finish is not None and (x is None or (type(x) is np.ndarray and x.dtype == call.dtype)):
+        plain = x is None or (type(x) is np.ndarray and x.dtype == call.dtype)
+        if plain and self._spins and isinstance(call, Collective):
             call.waiting = self._offering(call, x)
         return call
 
@@ -149,7 +145,7 @@ class Calls:
 
     def _say(self, what: str, where: tuple[str, str, str], text: np.ndarray) -> PreparedCall:
         """A call that only brings a text."""
-        call = PreparedCall(Signature(what, inline=text.size), where, self.steps.meet_only)
+        call = PreparedCall(Signature(what, inline=text.size), where)
         if self._table is None:
             call.terms = replace(self._terms_of(call, True), inline=0)
         else:
@@ -161,7 +157,7 @@ class Calls:
     def _start(self, call: PreparedCall, x: Array | None, out: Any = None) -> Pending:
         """Start the next call; write to the ledger when it ends."""
         number, began = self.comm.next_call(call.text), perf_counter()
-        steps = call.steps(call, number, x, out)
+        steps = call.steps(self.routing, number, x, out)
         if self._table is None:
             self.comm.turns.enter(number)
         if self._lanes is not None:
@@ -179,7 +175,7 @@ class Calls:
             if call.library_at_once and call.suits(out):
                 return self._at_once(call, x, out)
         began, number = perf_counter(), self.comm.next_call(call.text)
-        progress, steps, operation = self.comm.progress, call.steps(call, number, x, out), None
+        progress, steps, operation = self.comm.progress, call.steps(self.routing, number, x, out), None
         with progress.lock:
             try:
                 awaited = next(steps)
@@ -207,13 +203,13 @@ class Calls:
         with progress.lock:
             blocks = table.meet_at_once(number, expected, x, progress, comm.spin_tests)
             if blocks is None:
-                steps = call.steps(call, number, x, out)
+                steps = call.steps(self.routing, number, x, out)
                 return progress.begin(Operation(self, call, number, steps)).wait()
             try:
                 if expected.wait:
-                    result = make_by_library(comm.library, call, x, out)
+                    result = call.by_library(comm.library, x, out)
                 else:
-                    result = call.finish(call, None if expected.same else expected, blocks, out)
+                    result = call.finish(None if expected.same else expected, blocks, out)
             finally:
                 table.leave_at_once(number)
         call.record(self.ledger, result, perf_counter() - began)

@@ -1,13 +1,16 @@
 """Collectives of a group of ranks, whatever the transport.
 
-Every call takes and returns local arrays, blocks as the method and ``start_...`` as the same thing begun now
-and finished by ``.wait()``. Input may be of any dtype NumPy knows, not contiguous, uneven, or empty.
+Every call takes and returns local arrays, blocks as the method and ``start_...`` as the same thing begun now and
+finished by ``.wait()``, with the same arguments. Input may be of any dtype NumPy knows, not contiguous, uneven, or
+empty.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import wraps
+from types import SimpleNamespace
+from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
 
@@ -17,6 +20,18 @@ from spmd_engine.comm.pending import Pending
 from spmd_engine.comm.point_to_point import PointToPoint
 from spmd_engine.comm.rendezvous import bytes_of
 from spmd_engine.comm.staging import ready
+
+_Arguments = ParamSpec("_Arguments")
+
+
+def started(call: Callable[Concatenate[Any, _Arguments], Any]) -> Callable[Concatenate[Any, _Arguments], Pending]:
+    """The ``start_...`` of a collective: its own text, where ``self._call`` begins the call that it describes."""
+
+    @wraps(call)
+    def start(group: Group, *args: _Arguments.args, **options: _Arguments.kwargs) -> Pending:
+        return call(group._starting, *args, **options)
+
+    return start
 
 
 class Group(Calls):
@@ -30,14 +45,15 @@ class Group(Calls):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        #: what the text of a collective asks of a group, to be begun
+        self._starting = SimpleNamespace(_call=self._begin, comm=self.comm, rank=self.rank, size=self.size)
         self._point_to_point = PointToPoint(self)
 
-    def barrier(self) -> None:
+    def barrier(self, label: str = "") -> None:
         """Return once every rank of the group has come here."""
-        self._call("barrier", None)
+        return self._call("barrier", None, label=label)
 
-    def start_barrier(self, label: str = "") -> Pending:
-        return self._begin("barrier", None, label=label)
+    start_barrier = started(barrier)
 
     def leave(self, reason: str = "") -> None:
         """Say that this rank's program ends. If another rank is in a collective, both get a MismatchError.
@@ -56,15 +72,13 @@ class Group(Calls):
 
     def broadcast(self, x: Array | None, root: int = 0, *, label: str = "") -> Array:
         """The root's ``x`` on every rank; what the others give is not looked at, and may be None."""
-        if x is None or type(x) is np.ndarray:
-            return self._call("broadcast", x if self.rank == root else None, (root,), label=label)
-        return self.start_broadcast(x, root, label=label).wait()
+        mine, home = x if self.rank == root else None, None
+        if x is not None and type(x) is not np.ndarray:
+            home = backend_of(x)
+            mine = ready(self.comm, mine)[0] if mine is not None and self.size > 1 else mine
+        return self._call("broadcast", mine, (root,), home, label)
 
-    def start_broadcast(self, x: Array | None, root: int = 0, *, label: str = "") -> Pending:
-        mine = x if self.rank == root else None
-        if mine is not None and self.size > 1:
-            mine = ready(self.comm, mine)[0]
-        return self._begin("broadcast", mine, (root,), backend_of(x) if x is not None else None, label)
+    start_broadcast = started(broadcast)
 
     def all_gather(
         self,
@@ -82,16 +96,7 @@ class Group(Calls):
         """
         return self._call("all_gather", x, (axis, ints(sizes)), out, label)
 
-    def start_all_gather(
-        self,
-        x: Array,
-        axis: int = 0,
-        *,
-        sizes: Sequence[int] | None = None,
-        out: Array | None = None,
-        label: str = "",
-    ) -> Pending:
-        return self._begin("all_gather", x, (axis, ints(sizes)), out, label)
+    start_all_gather = started(all_gather)
 
     def all_reduce(self, x: Array, op: str = "sum", *, out: Array | None = None, label: str = "") -> Array:
         """The sum, mean, max, min or prod over ranks, element by element, in a fixed order: equal on all ranks.
@@ -101,10 +106,7 @@ class Group(Calls):
         """
         return self._call("all_reduce", x, (op,), out, label)
 
-    def start_all_reduce(
-        self, x: Array, op: str = "sum", *, out: Array | None = None, label: str = ""
-    ) -> Pending:
-        return self._begin("all_reduce", x, (op,), out, label)
+    start_all_reduce = started(all_reduce)
 
     def reduce_scatter(
         self,
@@ -123,17 +125,7 @@ class Group(Calls):
         """
         return self._call("reduce_scatter", x, (axis, op, ints(sizes)), out, label)
 
-    def start_reduce_scatter(
-        self,
-        x: Array,
-        axis: int = 0,
-        op: str = "sum",
-        *,
-        sizes: Sequence[int] | None = None,
-        out: Array | None = None,
-        label: str = "",
-    ) -> Pending:
-        return self._begin("reduce_scatter", x, (axis, op, ints(sizes)), out, label)
+    start_reduce_scatter = started(reduce_scatter)
 
     def all_to_all(
         self,
@@ -155,18 +147,7 @@ class Group(Calls):
         """
         return self._call("all_to_all", x, (axis, concat_axis, ints(splits), ints(received)), out, label)
 
-    def start_all_to_all(
-        self,
-        x: Array,
-        axis: int = 0,
-        concat_axis: int | None = None,
-        *,
-        splits: Sequence[int] | None = None,
-        received: Sequence[int] | None = None,
-        out: Array | None = None,
-        label: str = "",
-    ) -> Pending:
-        return self._begin("all_to_all", x, (axis, concat_axis, ints(splits), ints(received)), out, label)
+    start_all_to_all = started(all_to_all)
 
     # --- between two ranks
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import sys
 import threading
 
+from spmd_engine.errors import UsageError
 from spmd_engine.launchers import launcher_rank
 
 TOLD = 30.0  #: seconds of waiting after which it is told
 MOST = 600.0  #: seconds of waiting after which a rank ends its job
+LEAST_FILE = 4 << 20  #: bytes: MPICH's files of shared memory are larger, and it cannot say that it may not make them
 
 _USUAL = {"initialize": True, "threads": True, "thread_level": "multiple", "finalize": None, "errors": "exception"}
 _NOT_YET = False, True  # rc.initialize and rc.finalize of one who is about to join, or was interrupted in it
@@ -22,7 +25,7 @@ def join_mpi() -> None:
 
     A rank that ends before it has joined (a package is missing on its node, it is out of memory) has all others wait
     inside of MPI_Init, and MPICH's launcher thinks nothing of it. mpi4py keeps Python's lock meanwhile, so that no
-    thread could tell; a call by ctypes does not.
+    thread could tell; a call by ctypes does not. Raises UsageError where files may not be as large as MPI's memory.
     """
     import mpi4py
 
@@ -32,6 +35,9 @@ def join_mpi() -> None:
 
     if MPI.Is_initialized() or (mpi4py.rc.initialize, mpi4py.rc.finalize) != _NOT_YET:
         return
+    most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if most != resource.RLIM_INFINITY and most < LEAST_FILE:
+        raise UsageError(f"files may have {most} bytes here (ulimit -f), too few for MPI and for checkpoints: raise it")
     joined = threading.Event()
     threading.Thread(target=_watch, args=(joined,), name="joining", daemon=True).start()
     try:

@@ -45,7 +45,8 @@ class Operation(Pending):
     def on_end(self) -> None:
         if self._number:
             comm = self._calls.comm
-            comm.turns.over(self._number)
+            if comm.table is None:
+                comm.turns.over(self._number)
             table = comm.node_table
             if table is not None:
                 table.say(self._number, LEFT)

@@ -41,9 +41,9 @@ class PointToPoint:
                 told = self._calls.signature_of("send", own, inline=0)
             except UsageError as error:
                 text = bytes_of(str(error))
-                call = PreparedCall(Signature("refuse", inline=text.size), where, self._refuse)
+                call = PreparedCall(Signature("refuse", inline=text.size), where)
                 return self._begin(call, self._refuse(call, text, to, tag))
-            call = self._calls._keep(key, PreparedCall(told, where, self._send, payload=own.nbytes, sent=own.nbytes))
+            call = self._calls._keep(key, PreparedCall(told, where, payload=own.nbytes, sent=own.nbytes))
         return self._begin(call, self._send(call, own, to, tag))
 
     def start_receive(self, source: int, like: Backend, channel: int | None, label: str) -> Pending:
@@ -53,7 +53,7 @@ class PointToPoint:
         key = "receive", label
         call = self._calls._prepared.get(key)
         if call is None:  # what comes is known when it comes
-            call = PreparedCall(Signature("send"), ("receive", self._axes, label), self._receive)
+            call = PreparedCall(Signature("send"), ("receive", self._axes, label))
             self._calls._keep(key, call)
         return self._begin(call, self._receive(source, like, tag))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,18 +14,16 @@ from spmd_engine.comm.pending import Steps
 from spmd_engine.comm.reducing import Reducer
 from spmd_engine.comm.signature import Signature, Signatures
 
+if TYPE_CHECKING:
+    from spmd_engine.comm.routing import Routing
+
 
 @dataclass(slots=True)
 class PreparedCall:
-    """All of a call that does not depend on the values in its array."""
+    """All of a call that does not depend on the values in its array. Of a collective with one: see ``collectives``."""
 
     signature: Signature
     where: tuple[str, str, str]  # operation, axes and label, as the ledger has them
-    steps: Callable[[PreparedCall, int, Array | None, Any], Steps]  # of this, number, array and out: the whole of it
-    #: Of this, everyone's signatures (None: all have this one's) and inline arrays, and out: the result.
-    finish: Callable[..., Array | None] | None = None
-    #: Of the library, this, array and result: brings it there, where all call the same; see ``by_library``.
-    move: Callable[..., Steps] | None = None
     payload: int = 0  # bytes
     sent: int | Callable[[Array], int] = 0  # bytes; a function of the result, where that must be known
     shape: tuple[int, ...] = ()  # of the result, if all ranks call the same
@@ -40,13 +38,20 @@ class PreparedCall:
     library_at_once: bool = False  # whether all wait, and the library can move what the table cannot hold
     waiting: PreparedCall | None = None  # the same with an offer to the MPI library, for who waits
     terms: Signature | None = None  # what ranks of several nodes tell each other, with words to compare for sizes
+    places: list[slice] | None = None  # of the parts, where these lie one after the other in flat memory
+    rank: int = 0  # of the group, that calls
+    ranks: int = 1
     text: int = 0  # the number of what it is, see ``Activity.called``; 0: not asked for yet
+
+    def steps(self, routing: Routing, number: int, x: Array | None, out: Any) -> Steps:
+        """All of call ``number``, a generator (see ``pending``); here of one that has no array, or brings a text."""
+        yield from routing.agreement.reach(self, number, x)
 
     def expect(self, found: Signatures) -> None:
         """The next such call will probably find these on the table."""
         self.expected = found
         self.at_once = self.is_small and found.at_once
-        self.library_at_once = self.move is not None and found.wait and found.same
+        self.library_at_once = bool(self.shape) and found.wait and found.same
 
     def record(self, ledger: Ledger, result: Any, seconds: float | None = None) -> None:
         """Enter one such call, with this ``result``, in the ledger; ``seconds``: of the one wait for it."""

@@ -129,7 +129,7 @@ class Signature:
         return *self.shape[: self.axis], part.stop - part.start, *self.shape[self.axis + 1 :]
 
     def packed_part_for(self, rank: int, ranks: int) -> slice:
-        """Where it lies in the array once all parts are ``staging.packed``."""
+        """Where it lies in the array once all parts are ``packed``."""
         part, row = self.part_for(rank, ranks), prod(self.shape[: self.axis] + self.shape[self.axis + 1 :])
         return slice(part.start * row, part.stop * row)
 

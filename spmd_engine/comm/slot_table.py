@@ -112,7 +112,8 @@ class SlotTable:
         staging = _pieces(memory[_words(n) + SLOTS * n * _entry(n) :], self.room, STAGING * n)
         self._entries = [entries[slot * n : (slot + 1) * n] for slot in range(SLOTS)]
         self._staging = [staging[each * n : (each + 1) * n] for each in range(STAGING)]
-        self._signatures = [[entry[_SIGNATURE : _data(n)] for entry in slot] for slot in self._entries]
+        data = _data(n)
+        self._signatures = [[entry[_SIGNATURE:data] for entry in slot] for slot in self._entries]
 
     # --- phases
 

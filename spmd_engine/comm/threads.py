@@ -8,10 +8,11 @@ import sys
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
-from threadpoolctl import threadpool_limits
+from threadpoolctl import ThreadpoolController
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.memory import address_of
@@ -76,7 +77,7 @@ def run(
             fabric.fail(rank, error)
 
     threads = [threading.Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(ranks)]
-    with threadpool_limits(max(1, len(os.sched_getaffinity(0)) // ranks), user_api="blas"):
+    with _libraries().limit(limits=max(1, len(os.sched_getaffinity(0)) // ranks), user_api="blas"):
         try:
             for thread in threads:
                 thread.start()
@@ -93,6 +94,12 @@ def run(
         error.add_note(f"raised on rank {rank} of {ranks}")
         raise error
     return results
+
+
+@cache
+def _libraries() -> ThreadpoolController:
+    """BLAS and the like, found once: to look for them takes as long as all else that ``run`` does."""
+    return ThreadpoolController()
 
 
 class _Fabric:
@@ -122,7 +129,7 @@ class _Fabric:
         with self._lock:
             entry = self._tables.setdefault(name, [None, len(members)])
             if entry[0] is None:
-                entry[0] = memoryview(np.zeros(size_of_table(len(members)), np.uint8))
+                entry[0] = memoryview(mmap.mmap(-1, size_of_table(len(members)), flags=_PRIVATE))
             entry[1] -= 1
             if entry[1] == 0:
                 del self._tables[name]

@@ -70,6 +70,9 @@ class Assignment:
     holders: Mapping[str, tuple[int, ...]]  #: stages that hold each parameter, of the whole model
     groups: Sequence[ParameterGroup]
     homes: Mapping[str, Home] = field(default_factory=dict)  #: of parameters that not all ranks of a stage have
+    #: Groups of frozen buffers that are stored in parts, and the names of these by layer, as in ``uses``.
+    frozen: Sequence[ParameterGroup] = ()
+    frozen_uses: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
 
     @property
     def members(self) -> Iterator[Member]:
@@ -115,13 +118,54 @@ def assign(
         members.append(Member(name, block, parameter.decay, summed, largest, chunk, homes.get(name), small))
     groups = make_groups(members, itemsize, storage.threshold, storage.cap)
     here = [group for group in groups if group.home is None or group.home.has(place)]
+    layers = [layer for number in mine for layer in chunks[number]]
+    frozen = list(_frozen_members(model, layers, place, layout, storage, chunk_of))
+    of_frozen = [
+        group for group in make_groups(frozen, itemsize, storage.threshold, storage.cap, "frozen")
+        if group.home is None or group.home.has(place)
+    ]  # fmt: skip
+    names = {name for group in of_frozen for name in group.spans}
     away = {name for name, home in homes.items() if not home.has(place)}
     uses = {
         layer: {own: full for own, full in all_uses[layer].items() if full not in away}
         for number in mine
         for layer in chunks[number]
     }
-    return Assignment(chunks, mine, uses, holders, here, homes)
+    frozen_uses = {
+        layer: {
+            own: full for own in model.layers[layer][1].buffers if (full := f"{model.layers[layer][0]}/{own}") in names
+        }
+        for layer in layers
+    }
+    return Assignment(chunks, mine, uses, holders, here, homes, of_frozen, frozen_uses)
+
+
+def _frozen_members(
+    model: Model,
+    layers: Sequence[int],
+    place: MeshPosition,
+    layout: Layout,
+    storage: Storage,
+    chunk_of: Mapping[int, int],
+) -> Iterator[Member]:
+    """The frozen buffers of these layers that are stored in parts: fully sharded, those of which there are copies."""
+    if storage.stage(place.axes) < 3:
+        return
+    shards = Shards(place, layout)
+    for layer in layers:
+        name, described = model.layers[layer]
+        for own, buffer in described.buffers.items():
+            brought = layout.axes(buffer.element[0]) if buffer.element else ()
+            over = tuple(axis for axis in shards.axes(buffer.summed, buffer.where) if axis not in brought)
+            if not (buffer.frozen and storage.cut(over, place.axes)):
+                continue
+            spec, whole, home = layout.spec(buffer.dims), buffer.whole(described.sizes), None
+            if place.axis_size(brought) > 1:
+                letter, number = buffer.element
+                home = Home(brought, layout.parts(name, letter, described.sizes[letter], place)[number])
+            summed = Sum(over, storage.cut(over, place.axes))
+            block, largest = spec.local_shape(whole, place), prod(spec.largest_shape(whole, place))
+            yield Member(f"{name}/{own}", block, False, summed, largest, chunk_of[layer], home)
 
 
 def homes_of(model: Model, layout: Layout, mesh: MeshPosition) -> dict[str, Home]:

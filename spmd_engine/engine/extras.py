@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from functools import reduce
 from math import prod
 
@@ -24,8 +24,16 @@ class Buffers:
     """The buffers of the layers on this rank, by full name, and their updates until these are applied."""
 
     def __init__(
-        self, model: Model, layers: Iterable[int], mesh: Mesh, layout: Layout, dtype: np.dtype, backend: Backend
+        self,
+        model: Model,
+        layers: Iterable[int],
+        mesh: Mesh,
+        layout: Layout,
+        dtype: np.dtype,
+        backend: Backend,
+        elsewhere: Container[str] = (),
     ) -> None:
+        """``elsewhere`` are the names of those that are stored in parts: see ``FrozenStore``."""
         shards = Shards(mesh, layout)
         self._mesh, self._names = mesh, {number: name for number, (name, _) in enumerate(model.layers)}
         self._described: dict[str, Buffer] = {}
@@ -40,6 +48,8 @@ class Buffers:
                 if buffer.element is not None and not _is_here(buffer.element, name, layer, mesh, layout):
                     continue
                 full, spec = f"{name}/{own}", layout.spec(buffer.dims)
+                if full in elsewhere:
+                    continue
                 whole = buffer.whole(layer.sizes)
                 self._described[full] = buffer
                 self._axes[full] = shards.axes(buffer.summed, buffer.where)

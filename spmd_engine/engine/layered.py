@@ -105,20 +105,21 @@ class LayeredEngine(StoredEngine):
     @property
     def buffers(self) -> Mapping[str, Array]:  # type: ignore[override]
         """The buffers of the layers on this rank: its blocks, by name."""
-        return self._placed.extras.buffers.arrays
+        return {**self._placed.extras.buffers.arrays, **self._placed.frozen.arrays}
 
     @property
     def buffer_names(self) -> tuple[str, ...]:
         return tuple(name for name, _ in self.model.buffers())
 
     def buffer_index(self, name: str) -> Index | None:
-        return self._placed.extras.buffers.index.get(name)
+        frozen = self._placed.frozen.index
+        return frozen[name] if name in frozen else self._placed.extras.buffers.index.get(name)
 
     def reshard(
         self, mesh: Mesh | None, layout: Layout | None = None, *, optimizer: Optimizer | None = None, **options: Any
     ) -> None:
-        """Go on as this model on another mesh of the same ranks, or of some of them, in mid-training: with the same
-        parameters, buffers and, if the ``optimizer`` is given, its state.
+        """Go on as this model on another mesh of the same ranks, or of some, in any order, in mid-training: with the
+        same parameters, buffers and, if the ``optimizer`` is given, its state.
 
         A rank that is not on the new mesh passes None for it. It gives the others what they lack; after that its
         engine is of no more use. ``options`` are those of the constructor that say how the model is computed:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
+
 from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.comm.group import Group
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.engine.stored import StoredEngine, ask_placements
+from spmd_engine.errors import UsageError
 from spmd_engine.sharding.placement import Placement
 from spmd_engine.sharding.transfer import TransferPlan, plan_transfer
 
@@ -31,19 +35,43 @@ class StateMove:
             self._state = {kind: engine.named(arrays) for kind, arrays in optimizer.state.items()}
 
     def finish(self) -> None:
-        """Fill the arrays that the engine has now: on another mesh of all ranks, or of some of them."""
+        """Fill the arrays that the engine has now: on another mesh of all ranks, or of some of them, in any order."""
         engine = self._engine
-        if engine.group().size == self._group.size:
-            stored, owned = engine.placement(), engine.placement(owned=True)
-        else:  # those who leave must know, too
+        order = self._numbers_before(engine.group())
+        if len(order) < self._group.size:  # those who leave must know, too
             told = ask_placements(self._group, engine)
             stored, owned = told[False], told[True]
+        else:
+            stored, owned = engine.placement(), engine.placement(owned=True)
+            if order != sorted(order):
+                alike = owned is stored
+                stored = stored.on(order, self._group.size)
+                owned = stored if alike else owned.on(order, self._group.size)
         self._fill(stored, owned, {**engine.parameters, **engine.buffers})
 
     def leave(self) -> None:
         """What ``finish`` is for a rank that is not on the new mesh: others get what they lack of what it has."""
+        self._numbers_before(None)
         told = ask_placements(self._group, None)
         self._fill(told[False], told[True], {})
+
+    def _numbers_before(self, after: Group | None) -> list[int]:
+        """Of each rank of the group ``after``, which is None for those not in it, its number in the group before.
+
+        Raises UsageError on all, unless that is one group, of ranks of the old one.
+        """
+        if after is not None and after.comm is self._group.comm:  # on all ranks then
+            return list(range(after.size))
+        mine = np.array([[after.rank, after.size] if after else [-1, 0]])
+        told = self._group.all_gather(mine, label="placement")
+        before = np.flatnonzero(told[:, 0] >= 0)
+        order = before[np.argsort(told[before, 0], kind="stable")]
+        if told[order, 0].tolist() != list(range(told[:, 1].max())):
+            raise UsageError(
+                "reshard: all ranks that call it go on on one new mesh, of no others, or pass None for it; here "
+                f"{len(order)} of {len(told)} are on a mesh of {told[:, 1].max()}, as its {told[order, 0].tolist()}"
+            )
+        return order.tolist()
 
     def _fill(self, stored: Placement, owned: Placement, here: Arrays) -> None:
         """Bring to ``here`` what is placed there, and to the optimizer's state what this rank owns now."""

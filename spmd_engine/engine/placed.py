@@ -15,6 +15,7 @@ from spmd_engine.engine.assignment import PIPE, Storage, assign
 from spmd_engine.engine.chunk import Chunk
 from spmd_engine.engine.execution import Execution, PipelineNeighbours
 from spmd_engine.engine.extras import Buffers, Extras, SideOutputs
+from spmd_engine.engine.frozen import FrozenStore
 from spmd_engine.engine.parameter_store import ParameterStore
 from spmd_engine.engine.recompute import Recompute, check, segments
 from spmd_engine.engine.reducer import Reducer
@@ -42,6 +43,7 @@ class PlacedModel:
     chunks: Mapping[int, Chunk]  #: on this rank, by number
     program: Callable[[int], Program]  #: this rank's, for so many micro-batches
     positions: Callable[[int], tuple[Array, Array]]  #: this rank's, of a sequence: inside layers, and between them
+    frozen: FrozenStore
 
     def execution(
         self, contexts: Sequence[ForwardContext], inputs: Sequence[Array], loss_gradient: Callable[[int, Array], Any]
@@ -79,10 +81,13 @@ def place(
     program = lru_cache(partial(schedule.program, neighbours.stages, stage=neighbours.stage))
     program(1)  # raises if the schedule has no such stages
     store = ParameterStore(dict(model.parameters()), assignment, mesh, layout, storage, dtype, backend)
-    buffers = Buffers(model, sorted(assignment.uses), mesh, layout, dtype, backend)
+    frozen = FrozenStore(model, assignment, mesh, layout, dtype, backend)
+    buffers = Buffers(model, sorted(assignment.uses), mesh, layout, dtype, backend, frozen.arrays)
     extras = Extras(buffers, SideOutputs(model, mesh, layout))
     unsharder = Unsharder(
-        store.storages, assignment.uses, {layer: buffers.of_layer(layer) for layer in assignment.uses}
+        [*store.storages, *frozen.storages],
+        {layer: {**names, **assignment.frozen_uses.get(layer, {})} for layer, names in assignment.uses.items()},
+        {layer: buffers.of_layer(layer) for layer in assignment.uses},
     )
     passes = [assignment.chunks[number] for number in assignment.mine]
     reducer = Reducer(store.storages, assignment.uses, passes)
@@ -93,7 +98,7 @@ def place(
     }
     positions = lru_cache(maxsize=8)(partial(_positions, layout, mesh, backend))
     return PlacedModel(
-        mesh, layout, schedule, store, extras, unsharder, reducer, neighbours, chunks, program, positions
+        mesh, layout, schedule, store, extras, unsharder, reducer, neighbours, chunks, program, positions, frozen
     )
 
 

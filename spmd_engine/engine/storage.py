@@ -44,7 +44,7 @@ class GroupStorage:
     """A parameter group's flat arrays on this rank, and the collectives that move its parts.
 
     ``own_...`` are what this rank updates; ``whole_...`` what layers use: the same memory, or memory that is here
-    only for a while (None otherwise).
+    only for a while (None otherwise). What is not ``trained``, and in parts, has no gradients.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class GroupStorage:
         dtype: np.dtype,
         backend: Backend,
         compress: str = "none",
+        trained: bool = True,
     ) -> None:
         ranks = SumGroups.of(group.summed, mesh)
         self.group, self.owners, self.rest, self.dtype = group, ranks.owners, ranks.rest, dtype
@@ -81,7 +82,9 @@ class GroupStorage:
         self.whole_gradients: Array | None = zeros(group.size, dtype, used=False) if self.zero < 2 else None
         part = self.interval
         self.own_parameters: Array = zeros(own, dtype) if self.zero == 3 else self.whole_parameters[part]
-        self.own_gradients: Array = zeros(own, dtype) if self.zero >= 2 else self.whole_gradients[part]
+        self.own_gradients: Array = (
+            zeros(own if trained else 0, dtype) if self.zero >= 2 else self.whole_gradients[part]
+        )
         self._gathering: Pending | None = None
         self._views: dict[str, Array] | None = None
         self._gradient_views: dict[str, Array] | None = None

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-import ml_dtypes  # noqa: F401 (NumPy then knows bfloat16 by its name)
 import numpy as np
 
 from spmd_engine.errors import CheckpointError
@@ -59,10 +58,17 @@ class PlainTensor(FileTensor):
     numpy: str
 
     def read(self, split: Sequence[Sequence[int]], index: Index) -> np.ndarray:
-        whole = MappedArray(self.path, self.numpy, self.offset, self.shape or (1,)).open()
+        whole = MappedArray(self.path, _known(self.numpy), self.offset, self.shape or (1,)).open()
         part = whole.reshape([size for sizes in split for size in sizes])[tuple(index)]
         return np.asarray(part)
 
     @property
     def nbytes(self) -> int:
-        return prod(self.shape) * np.dtype(self.numpy).itemsize
+        return prod(self.shape) * np.dtype(_known(self.numpy)).itemsize
+
+
+def _known(name: str) -> str:
+    """A dtype's name that NumPy knows; bfloat16 it learns from ml_dtypes, which takes longer to load than all here."""
+    if name == "bfloat16":
+        import ml_dtypes  # noqa: F401
+    return name

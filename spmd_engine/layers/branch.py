@@ -8,7 +8,7 @@ class Branch(Layer):
     """y = scale · after(inner(norm(x))), x and y being [b s d]; each of the two norms only if it is given
 
     The inner layer's parameters, buffers and side outputs keep their names, the norms' parameters stand under
-    ``norm/`` and ``norm_after/``.
+    ``norm/`` and ``norm_after/``, if it has any.
     """
 
     def __init__(self, norm: Layer | None, inner: Layer, *, after: Layer | None = None, scale: float = 1.0):
@@ -30,10 +30,10 @@ class Branch(Layer):
     def forward(self, sh, p, x, ctx):
         from_norm = from_after = None
         if self.norm is not None:
-            x, from_norm = self.norm.forward(sh, p["norm"], x, ctx)
+            x, from_norm = self.norm.forward(sh, p.get("norm", {}), x, ctx)
         y, from_inner, *extra = self.inner.forward(sh, p, x, ctx)
         if self.after is not None:
-            y, from_after = self.after.forward(sh, p["norm_after"], y, ctx)
+            y, from_after = self.after.forward(sh, p.get("norm_after", {}), y, ctx)
         if self.scale != 1:
             y = y * self.scale
         return y, (from_norm, from_inner, from_after), *extra
@@ -44,11 +44,11 @@ class Branch(Layer):
         if self.scale != 1:
             dy = dy * self.scale
         if self.after is not None:
-            dy, after_rest = self.after.backward_input(sh, p["norm_after"], from_after, dy)
+            dy, after_rest = self.after.backward_input(sh, p.get("norm_after", {}), from_after, dy)
         dx, inner_rest = self.inner.backward_input(sh, p, from_inner, dy, *side)
 
         def through_norm(dx):
-            dx, rest = self.norm.backward_input(sh, p["norm"], from_norm, dx)
+            dx, rest = self.norm.backward_input(sh, p.get("norm", {}), from_norm, dx)
             norm_rest.append(rest)
             return dx
 

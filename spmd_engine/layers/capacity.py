@@ -8,7 +8,6 @@ it does not take is dropped: the weights of the token's other experts stay as th
 from __future__ import annotations
 
 from collections.abc import Callable
-from fractions import Fraction
 from math import ceil
 
 from spmd_engine.arrays.backend import Array, backend_of
@@ -24,6 +23,8 @@ def capacity_of(options: RouterOptions, tokens: int, experts: int) -> int | None
     if options.capacity_factor is None:
         return None
     # A decimal fraction as it was written: 1.1 x 100 / 10 is 11, and not, rounded in binary, a little more.
+    from fractions import Fraction  # which few models need, and takes longer to load than most of this package
+
     share = Fraction(repr(options.capacity_factor)) * tokens * options.top_k / experts
     return max(options.minimum_capacity, ceil(share))
 

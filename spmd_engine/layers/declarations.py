@@ -65,7 +65,8 @@ class Buffer:
     is unreduced over the axes of the letters ``summed``, as they are cut ``where``, is first summed over them. A step
     that is skipped, a recomputation and an evaluation change nothing. A buffer is saved with the parameters; it has
     no gradient and no weight decay, and is in parts only where its letters are cut. An ``element`` is as a
-    Parameter's.
+    Parameter's. What is ``frozen`` was a parameter and has no updates: fully sharded, it is in parts as parameters are,
+    over the axes of ``summed``, along which ranks would hold copies, and is gathered for use.
     """
 
     dims: str
@@ -76,6 +77,7 @@ class Buffer:
     where: str = "inside"
     shape: tuple[int, ...] | None = None  #: whole; None: as the layer's sizes say
     element: tuple[str, int] | None = None
+    frozen: bool = False
 
     def whole(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Its whole shape in a layer with these sizes."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from spmd_engine.arrays import einsum
@@ -13,6 +16,7 @@ from spmd_engine.layers.gradients import GradientSums
 from spmd_engine.layers.layer import Layer
 
 A, B = "_lora_a", "_lora_b"  #: endings of the names of the two
+_SIDE_BY_SIDE = re.compile(r"(^|/)shared\d+/$")
 
 
 class Adapted(NamedTuple):
@@ -27,11 +31,12 @@ class Adapted(NamedTuple):
 class LowRank(Layer):
     """``layer`` with w + scale · a · b in the place of each weight w that is ``adapted``: w[d f], a[d q], b[q f]
 
-    Weights are adapted by groups, in each of which all have the same inputs, and share a: as if they were one weight
-    with the outputs of all.
+    ``adapted`` names the a and the b of each. Weights may share an a, as if they were one with the outputs of all, or
+    a b, as if they were one with the inputs of all. What is ``doubled`` has twice the rank. Those of experts are
+    adapted expert by expert, each where it is.
 
-    The weights are buffers: they have no gradient and no optimizer's state, and ZeRO does not cut them. a is cut as
-    w's inputs are, b as its outputs. Weights are those of products with d, first or last: the other letters are the
+    The weights are frozen buffers: they have no gradient and no optimizer's state. a is cut as w's inputs are, b as its
+    outputs. Weights are those of products with d, first or last: the other letters are the
     outputs, or the inputs. The gradient of w is never made: with x and dz of a product, and t = dz · bᵀ, da is xᵀ · t.
     t is unreduced over the outputs' letters, and x · a, of which db is made, over the inputs'.
 
@@ -39,37 +44,39 @@ class LowRank(Layer):
     """
 
     def __init__(
-        self, layer: Layer, adapted: Sequence[Sequence[str]] = (), rank: int = 8, scale: float = 1.0
-    ) -> None:
+        self, layer: Layer, adapted: Mapping[str, tuple[str, str]] = MappingProxyType({}), rank: int = 8,
+        scale: float = 1.0, doubled: Collection[str] = (),
+    ) -> None:  # fmt: skip
         self.layer, self.scale = layer, scale
-        self.adapted = {
-            name: Adapted(name_of_a(group), name + B, *sides(layer.parameters[name].dims))
-            for group in adapted
-            for name in group
-        }
-        self.sizes = {**layer.sizes, "q": rank}
+        self.adapted = {name: Adapted(a, b, *sides(layer.parameters[name].dims)) for name, (a, b) in adapted.items()}
+        self.sizes = {**layer.sizes, "q": rank, **({"Q": 2 * rank} if doubled else {})}
         self.inputs, self.outputs = layer.inputs, layer.outputs
         self.may_cut, self.across, self.attends = layer.may_cut, layer.across, layer.attends
         self.side_outputs = layer.side_outputs
         self.buffers = {**layer.buffers, **{own: _frozen(each) for own, each in layer.parameters.items()}}
         self.parameters = {}
+        with_b = Counter(each.b for each in self.adapted.values())
         for name, (a, b, into, out) in self.adapted.items():
-            summed = layer.parameters[name].summed
-            others = self.parameters[a].summed if a in self.parameters else ""
-            std = (3 * prod(layer.sizes[letter] for letter in into)) ** -0.5
-            self.parameters[a] = Parameter(" ".join(into + "q"), std=std, summed=_union(others, summed, out))
-            self.parameters[b] = Parameter(" ".join("q" + out), summed=_union(summed, into))
+            weight = layer.parameters[name]
+            std = (3 * with_b[b] * prod(layer.sizes[letter] for letter in into)) ** -0.5
+            q = "Q" if name in doubled else "q"
+            for own, dims, deviation, summed in ((a, into + q, std, out), (b, q + out, 0.0, into)):
+                others = self.parameters[own].summed if own in self.parameters else ""
+                self.parameters[own] = Parameter(
+                    " ".join(dims), std=deviation, summed=_union(others, weight.summed, summed), element=weight.element
+                )
 
     def cost(self, length):
         return self.layer.cost(length)
 
     def forward(self, sh, p, x, ctx):
-        return self.layer.forward(sh, self._adapted(p), x, ctx)
+        return self.layer.forward(sh, _AdaptedArrays(self, p), x, ctx)
 
     def backward_input(self, sh, p, saved, dy, *side):
-        dx, rest = self.layer.backward_input(sh, self._adapted(p), saved, dy, *side)
+        dx, rest = self.layer.backward_input(sh, _AdaptedArrays(self, p), saved, dy, *side)
         # p may be gone by then
-        thin = {name: (p[each.a].copy(), p[each.b].copy()) for name, each in self.adapted.items()}
+        here = {name: (_at(p, each.a), _at(p, each.b)) for name, each in self.adapted.items()}
+        thin = {name: (a.copy(), b.copy()) for name, (a, b) in here.items() if a is not None and b is not None}
         return dx, (rest, thin)
 
     def backward_weight(self, sh, rest, g):
@@ -77,26 +84,46 @@ class LowRank(Layer):
         if thin:
             self.layer.backward_weight(sh, rest, _OfThin(self, thin, g))
 
-    def _adapted(self, p: Mapping[str, Any]) -> Mapping[str, Any]:
-        adapted = dict(p)
-        for name, (a, b, into, out) in self.adapted.items():
-            change = einsum(f"{into}q,q{out}->{into}{out}", p[a], p[b])
-            change *= self.scale
-            change += p[name]
-            adapted[name] = change
-        return adapted
+
+class _AdaptedArrays(Mapping):
+    """A layer's arrays, of which those that are adapted are made when they are asked for: one at a time is there."""
+
+    def __init__(self, layer: LowRank, p: Mapping[str, Any], folder: str = "") -> None:
+        self._layer, self._p, self._folder = layer, p, folder
+        self._node = p if not folder else _at(p, folder.rstrip("/"))
+
+    def __getitem__(self, name: str) -> Any:
+        value, full = self._node[name], self._folder + name
+        if isinstance(value, Mapping):
+            return _AdaptedArrays(self._layer, self._p, f"{full}/")
+        if full not in self._layer.adapted:
+            return value
+        a, b, into, out = self._layer.adapted[full]
+        change = einsum(f"{into}q,q{out}->{into}{out}", _at(self._p, a), _at(self._p, b))
+        change *= self._layer.scale
+        change += value
+        return change
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._node)
+
+    def __len__(self) -> int:
+        return len(self._node)
 
 
 class _OfThin(GradientSums):
     """Takes a frozen layer's products, and adds the gradients of a and b to those of the layer around it."""
 
-    def __init__(self, layer: LowRank, thin: Mapping[str, tuple[Array, Array]], g: GradientSums) -> None:
-        self._layer, self._thin, self._g = layer, thin, g
+    def __init__(
+        self, layer: LowRank, thin: Mapping[str, tuple[Array, Array]], g: GradientSums, folder: str = ""
+    ) -> None:
+        self._layer, self._thin, self._g, self._folder = layer, thin, g, folder
 
     def __getitem__(self, folder: str) -> GradientSums:
-        return _OfThin(self._layer, {}, self._g)  # a norm's: frozen
+        return _OfThin(self._layer, self._thin, self._g, f"{self._folder}{folder}/")
 
     def einsum(self, name: str, pattern: str, *operands: Array) -> None:
+        name = self._folder + name
         if name not in self._thin:
             return
         (a, b), (name_of_own_a, name_of_own_b, into, out) = self._thin[name], self._layer.adapted[name]
@@ -114,9 +141,25 @@ class _OfThin(GradientSums):
         """What is no product is frozen."""
 
 
-def name_of_a(group: Sequence[str]) -> str:
-    """What the a is called that these weights share."""
-    return "_".join(group) + A
+def names_of_adapter(name: str, group: Sequence[str], dims: str) -> tuple[str, str]:
+    """What the a and the b of a weight of these dims are called, if weights of this ``group`` share an a.
+
+    Of experts for all tokens, which lie side by side in one weight of others, those with the same inputs share an a,
+    and those with the same outputs a b: ``shared2/gate`` has the a of ``shared/gate``.
+    """
+    folder, slash, own = name.rpartition("/")
+    path, together = folder + slash, _SIDE_BY_SIDE.sub(r"\1shared/", folder + slash)
+    of_a, of_b = (together, path) if sides(dims)[0] == "d" else (path, together)
+    return of_a + "_".join(group) + A, of_b + own + B
+
+
+def _at(p: Mapping[str, Any], path: str) -> Any:
+    """What stands there; None where nothing does, as of experts on other ranks."""
+    for name in path.split("/"):
+        if name not in p:
+            return None
+        p = p[name]
+    return p
 
 
 def sides(dims: str) -> tuple[str, str]:
@@ -133,6 +176,8 @@ def _frozen(parameter: Parameter) -> Buffer:
         where=parameter.where,
         shape=parameter.shape,
         element=parameter.element,
+        summed=parameter.summed,
+        frozen=True,
     )
 
 

@@ -75,7 +75,7 @@ class Parallel(Layer):
         return sum(branch.cost(length) for _, branch in self.branches)
 
     def forward(self, sh, p, x, ctx):
-        z, from_norm = (x, None) if self.norm is None else self.norm.forward(sh, p["norm"], x, ctx)
+        z, from_norm = (x, None) if self.norm is None else self.norm.forward(sh, p.get("norm", {}), x, ctx)
         total, saved = None, []
         for name, branch in self.branches:
             y, of_branch = branch.forward(sh, p[name], z, ctx)
@@ -97,7 +97,7 @@ class Parallel(Layer):
             for part in parts[:-1]:
                 dx = _plus(dx, wait_for(part))
             if self.norm is not None:
-                dx, rest = self.norm.backward_input(sh, p["norm"], from_norm, dx)
+                dx, rest = self.norm.backward_input(sh, p.get("norm", {}), from_norm, dx)
                 norm_rest.append(rest)
             return _plus(dx, dy)
 

@@ -45,8 +45,6 @@ class RotaryOptions(Configuration):
             )
         if self.scaling == "yarn" and not 0 < self.slow_turns <= self.fast_turns:
             raise UsageError(f"rotary: slow_turns {self.slow_turns} must be positive and at most {self.fast_turns}")
-        if self.part < 1 and self.pairs != "halves":
-            raise UsageError("rotary: heads that are turned in part have pairs that are halves here")
 
     def frequencies(self, pairs: int) -> list[float]:
         """Of each of so many pairs, in radians a position."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import sqrt
 from typing import Any
@@ -10,8 +11,8 @@ from typing import Any
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.errors import CheckpointError, UsageError
 from spmd_engine.layers import Layer, Parallel
-from spmd_engine.layers.low_rank import B, LowRank, name_of_a
-from spmd_engine.models.decoder import DecoderShape
+from spmd_engine.layers.low_rank import LowRank, names_of_adapter
+from spmd_engine.models.decoder import DecoderShape, decoder
 from spmd_engine.models.model import Model
 from spmd_engine.models.stored import Stored
 from spmd_engine.models.stored_names import stored_names
@@ -19,15 +20,28 @@ from spmd_engine.models.stored_names import stored_names
 _THREE = {"q_proj": (("query",),), "k_proj": (("key",),), "v_proj": (("value",),)}
 _ATTENTION = _THREE | {"o_proj": (("output",),)}
 _OF_LLAMA = _ATTENTION | {"gate_proj": (("gate",),), "up_proj": (("up",),), "down_proj": (("down",),)}
+_GATE_OR_UP = re.compile(r"expert\d+/(gate|up)$")
+_EXPERT, _FUSED = re.compile(r"expert\d+/"), "experts."
+_OF_EXPERTS = {
+    f"{_FUSED}gate_up_proj": (("expert/gate", "expert/up"),), f"{_FUSED}down_proj": (("expert/down",),)
+}  # fmt: skip
 #: By family, what others call the modules that can have an adapter, and the weights here that such a module holds: in
-#: groups, which share the a of the module. Of models with experts only the attention has adapters.
+#: groups, which share the a of the module. Each expert has modules of its own; or, as newer programs have it, all
+#: experts of a layer are two tensors, ``experts.`` and what these are called, and adapters are of a part of each.
 _TARGETS: Mapping[str, Mapping[str, tuple[tuple[str, ...], ...]]] = {
     "gpt2": {"c_attn": (("query", "key", "value"),), "c_fc": (("w0",),), "c_proj": (("output",), ("w1",))},
     "phi3": {
         "qkv_proj": (("query", "key", "value"),), "o_proj": (("output",),), "gate_up_proj": (("gate", "up"),),
         "down_proj": (("down",),),
     },
-    **dict.fromkeys(("mixtral", "qwen2-moe", "qwen3-moe", "olmoe"), _ATTENTION),
+    **dict.fromkeys(("qwen2-moe", "qwen3-moe", "olmoe"), _OF_LLAMA | _OF_EXPERTS),
+    "mixtral": _ATTENTION | _OF_EXPERTS | {"w1": (("gate",),), "w2": (("down",),), "w3": (("up",),)},
+    "granitemoe": _ATTENTION,  # its experts are no modules of their own in any program
+    "gptj": _THREE | {"out_proj": (("output",),), "fc_in": (("w0",),), "fc_out": (("w1",),)},
+    "falcon": {
+        "query_key_value": (("query", "key", "value"),), "dense": (("output",),), "dense_h_to_4h": (("w0",),),
+        "dense_4h_to_h": (("w1",),),
+    },
     "gpt-neo": _THREE | {"out_proj": (("output",),), "c_fc": (("w0",),), "c_proj": (("w1",),)},
     "gpt-neox": {
         "query_key_value": (("query", "key", "value"),), "dense": (("output",),), "dense_h_to_4h": (("w0",),),
@@ -37,10 +51,11 @@ _TARGETS: Mapping[str, Mapping[str, tuple[tuple[str, ...], ...]]] = {
     "phi": _THREE | {"dense": (("output",),), "fc1": (("w0",),), "fc2": (("w1",),)},
     "starcoder2": _ATTENTION | {"c_fc": (("w0",),), "c_proj": (("w1",),)},
 }  # fmt: skip
+_DOUBLED = r".*\.gate_up_proj"  # what PEFT says of it
 #: Fields of ``adapter_config.json`` that change what is computed, and their one value that is computed here.
 _REFUSED: Mapping[str, Any] = {
     "bias": "none", "use_dora": False, "modules_to_save": None, "layers_to_transform": None,
-    "rank_pattern": {}, "alpha_pattern": {}, "target_parameters": None, "lora_bias": False, "exclude_modules": None,
+    "rank_pattern": {}, "alpha_pattern": {}, "lora_bias": False, "exclude_modules": None,
     "trainable_token_indices": None, "layer_replication": None, "use_qalora": False, "use_bdlora": None,
     "alora_invocation_tokens": None,
 }  # fmt: skip
@@ -54,27 +69,39 @@ class LoRAOptions(Configuration):
     alpha: float = setting(16.0, least=0)
     targets: str | None = None  #: names, with commas; None: all that the model has
     root: bool = False  #: whether the factor is alpha / sqrt(rank) instead (rsLoRA)
+    #: Whether ``experts.gate_up_proj`` has twice the rank, as PEFT makes it of adapters of gates and ups.
+    doubled: bool = False
 
     def modules(self, family: str) -> dict[str, tuple[tuple[str, ...], ...]]:
         """The targets in a model of this family, and the groups of weights of each; raises UsageError for others."""
         known = _TARGETS.get(family, _OF_LLAMA)
         if self.targets is None:
-            return dict(known)
+            return {name: groups for name, groups in known.items() if not name.startswith(_FUSED)}
         names = list(filter(None, (name.strip() for name in self.targets.split(","))))
         if not names or (unknown := sorted(set(names) - set(known))):
             said = unknown[0] if names else self.targets
             raise UsageError(
                 f"targets: {said!r} of a {family} has no adapter here; those that can are {', '.join(known)}"
             )
-        return {name: known[name] for name in names}
+        found = {name: known[name] for name in names}
+        alone = {each for name in found if not name.startswith(_FUSED) for group in known[name] for each in group}
+        for name in found.keys() & _OF_EXPERTS.keys():
+            if twice := sorted(alone & {each.removeprefix("expert/") for group in known[name] for each in group}):
+                raise UsageError(f"targets: {name} would adapt {twice[0]} of experts, which have adapters of their own")
+        if self.doubled and (self.root or f"{_FUSED}gate_up_proj" not in found):
+            raise UsageError("doubled: it is of the target experts.gate_up_proj, and not beside root")
+        return found
 
-    def groups(self, family: str) -> list[tuple[str, ...]]:
-        """The weights that are adapted, without the layer's name: those that share an a together."""
-        return [group for groups in self.modules(family).values() for group in groups]
-
-    def names_of_a(self, family: str) -> dict[str, str]:
-        """Of each of these weights, the name of its a."""
-        return {name: name_of_a(group) for group in self.groups(family) for name in group}
+    def names(self, family: str, weights: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+        """Of each of these weights that is adapted, the names of its a and its b; ``weights`` are names and dims."""
+        groups = {name: group for groups in self.modules(family).values() for group in groups for name in group}
+        found = {}
+        for name, dims in weights.items():
+            own = name.rpartition("/")[2]
+            group = groups.get(f"expert/{own}") if _EXPERT.search(name) else None
+            if group := group or groups.get(own):
+                found[name] = names_of_adapter(name, [each.removeprefix("expert/") for each in group], dims)
+        return found
 
     @property
     def scale(self) -> float:
@@ -84,13 +111,14 @@ class LoRAOptions(Configuration):
 
 def with_adapters(model: Model, options: LoRAOptions, family: str) -> Model:
     """The model, all of it frozen, with adapters; raises UsageError for one that has none of the targets."""
-    groups = options.groups(family)
 
     def frozen(layer: Layer) -> Layer:
         if isinstance(layer, Parallel):
             return layer.changed(frozen)
-        adapted = [group for group in groups if set(group) <= set(layer.parameters)]
-        return LowRank(layer, adapted, options.rank, options.scale)
+        weights = {name: each.dims for name, each in layer.parameters.items() if len(each.dims) > 1}
+        names = options.names(family, weights)
+        doubled = [name for name in names if options.doubled and _GATE_OR_UP.search(name)]
+        return LowRank(layer, names, options.rank, options.scale, doubled)
 
     layers = [(name, frozen(layer)) for name, layer in model.layers]
     if not any(layer.parameters for _, layer in layers):
@@ -100,40 +128,81 @@ def with_adapters(model: Model, options: LoRAOptions, family: str) -> Model:
 
 def adapter_names(shape: DecoderShape, options: LoRAOptions) -> Iterator[tuple[str, tuple[Stored, ...]]]:
     """Where PEFT keeps a and b of every weight that is adapted."""
-    modules, names_of_a, told = options.modules(shape.family), options.names_of_a(shape.family), set()
-    for name, (stored, *_) in stored_names(shape):
-        layer, _, own = name.rpartition("/")
-        called, _, kind = stored.tensor.rpartition(".")
-        if kind != "weight" or called.rpartition(".")[2] not in modules:
+    dims = {name: parameter.dims for name, (parameter, _) in decoder(shape).parameters()}
+    names, modules, told = options.names(shape.family, dims), options.modules(shape.family), set()
+    for name, ways in stored_names(shape):
+        if name not in names:
             continue
-        out, into = stored.dims.split() if shape.family != "gpt2" else stored.dims.split()[::-1]
-        of_a, of_b = (stored.pairs if "k" in letters else "" for letters in (into, out))
-        a, module = f"{layer}/{names_of_a[own]}", f"base_model.model.{called}"
-        if a not in told:
-            told.add(a)
-            yield a, (Stored(f"{module}.lora_A.weight", f"q {into}", pairs=of_a),)
-        yield name + B, (replace(stored, tensor=f"{module}.lora_B.weight", dims=f"{out} q", pairs=of_b),)
+        stored = next((each for each in ways if _FUSED + each.tensor.rpartition(".")[2] in modules), ways[0])
+        for adapter, thin in zip(names[name], _thin(stored, shape.family, modules, options.doubled), strict=True):
+            if adapter not in told:  # by another weight that shares it
+                told.add(adapter)
+                yield adapter, (thin,)
+
+
+def _thin(stored: Stored, family: str, modules: Collection[str], doubled: bool) -> tuple[Stored, Stored]:
+    """Where the a and the b are of a weight that is stored there."""
+    folder, _, called = stored.tensor.rpartition(".")
+    if _FUSED + called not in modules:
+        folder = stored.tensor.removesuffix(".weight")
+        out, into = stored.dims.split() if family != "gpt2" else stored.dims.split()[::-1]
+        of_a, of_b = f"q {into}", f"{out} q"
+    else:
+        _, out, into = stored.dims.split()
+        q = "Q" if doubled and called == "gate_up_proj" else "q"
+        of_a, of_b = f"e{q} {into}", f"{out} {q}e"
+        if called == "gate_up_proj" and f"{_FUSED}down_proj" in modules:  # PEFT wraps one tensor of a module first
+            folder += ".base_layer"
+
+    def beside(called: str, dims: str) -> Stored:
+        at = {letter: number for letter, number in stored.at.items() if letter in dims}
+        rows = stored.rows if dims == of_b else None
+        return Stored(
+            f"base_model.model.{folder}.{called}.weight", dims, at, pairs=stored.pairs if "k" in dims else "", rows=rows
+        )
+
+    return beside("lora_A", of_a), beside("lora_B", of_b)
 
 
 def options_of_config(config: Mapping[str, Any], where: str) -> LoRAOptions:
     """What ``adapter_config.json`` says; raises CheckpointError for features that are not known here, by name."""
     if config.get("peft_type") != "LORA":
         raise CheckpointError(f"{where}: peft_type {config.get('peft_type')!r} is not known here; LORA is")
+    doubled = _doubles(config)
     for name, computed in _REFUSED.items():
+        if doubled and name in ("rank_pattern", "alpha_pattern"):
+            continue
         if (value := config.get(name)) and value != computed:
             raise CheckpointError(f"{where}: {name} is {value!r}, a feature that is not known here")
     targets = config.get("target_modules")
     if targets == "all-linear":
         targets = None
+    elif targets is None and config.get("target_parameters"):
+        targets = []
     elif not isinstance(targets, list) or not all(isinstance(each, str) for each in targets):
         raise CheckpointError(f"{where}: target_modules is {targets!r}; a list of names is read here")
+    of_experts = {f"{_FUSED}{str(name).rpartition('.')[2]}": name for name in config.get("target_parameters") or ()}
+    if odd := sorted(str(of_experts[name]) for name in of_experts.keys() - _OF_EXPERTS.keys()):
+        raise CheckpointError(f"{where}: target_parameters has {odd[0]!r}, a feature that is not known here")
+    if of_experts and targets is None:
+        raise CheckpointError(f"{where}: target_parameters beside all-linear are not known here; list the modules")
+    targets = None if targets is None else [*targets, *of_experts]
     try:
         alpha, root = float(config["lora_alpha"]), bool(config.get("use_rslora"))
-        return LoRAOptions(config["r"], alpha, None if targets is None else ",".join(sorted(targets)), root)
+        return LoRAOptions(config["r"], alpha, None if targets is None else ",".join(sorted(targets)), root, doubled)
     except KeyError as error:
         raise CheckpointError(f"{where}: the field {error} is missing") from error
     except (UsageError, TypeError, ValueError) as error:
         raise CheckpointError(f"{where}: {error}") from error
+
+
+def _doubles(config: Mapping[str, Any]) -> bool:
+    """Whether it says that of experts gate and up together have twice the rank, with the factor of all others."""
+    of_rank, of_alpha = config.get("rank_pattern"), config.get("alpha_pattern")
+    if not of_rank or config.get("use_rslora") or not config.get("target_parameters"):
+        return False
+    twice = {_DOUBLED: 2 * (config.get("r") or 0)}, {_DOUBLED: 2 * (config.get("lora_alpha") or 0)}
+    return (of_rank, of_alpha) == twice
 
 
 def config_of_options(options: LoRAOptions, family: str, base: str | None) -> dict[str, Any]:
@@ -145,8 +214,11 @@ def config_of_options(options: LoRAOptions, family: str, base: str | None) -> di
         "r": options.rank,
         "lora_alpha": options.alpha,
         "lora_dropout": 0.0,
-        "target_modules": list(options.modules(family)),
+        "target_modules": [name for name in options.modules(family) if not name.startswith(_FUSED)],
+        "target_parameters": [f"mlp.{name}" for name in options.modules(family) if name.startswith(_FUSED)] or None,
         "use_rslora": options.root,
+        "rank_pattern": {_DOUBLED: 2 * options.rank} if options.doubled else {},
+        "alpha_pattern": {_DOUBLED: 2 * options.alpha} if options.doubled else {},
         "bias": "none",
         "fan_in_fan_out": family == "gpt2",  # whose weights are stored as inputs by outputs; a and b are not
         "inference_mode": True,

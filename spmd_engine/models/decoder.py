@@ -36,7 +36,7 @@ from spmd_engine.models.model import Model
 FAMILIES = (
     "gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "phi3", "smollm3",
     "granite", "gemma", "gemma2", "gemma3-text", "olmo2", "olmo3", "gpt-neo", "gpt-neox", "opt", "phi", "stablelm",
-    "starcoder2",
+    "starcoder2", "olmo", "cohere", "cohere2", "gptj", "falcon", "granitemoe",
 )  # fmt: skip
 
 
@@ -72,7 +72,8 @@ class DecoderShape(Configuration):
     unturned: str = ""  #: blocks without rotary positions
     learned: bool = False  #: whether positions are learned and added to the embedding, in the place of rotary ones
     unused_positions: int = setting(0, least=0)  #: rows of their table before that of the first
-    norm: str = setting("rms", choices=("rms", "layer"))  #: RMSNorm, or LayerNorm with a shift
+    #: RMSNorm, or LayerNorm, with a shift, with a scale alone, or with neither.
+    norm: str = setting("rms", choices=("rms", "layer", "layer-scale", "layer-plain"))
     norms: str = setting("before", choices=("before", "after", "both"))  #: where a branch has one
     #: Whether attention and perceptron see the same input, side by side, and if so how many norms are before them.
     parallel: str = setting("none", choices=("none", "one-norm", "two-norms"))
@@ -156,7 +157,9 @@ def decoder(shape: DecoderShape, name: str = "decoder", dropout: float = 0.0, co
 
 
 def _norm(shape: DecoderShape) -> Layer:
-    return (RMSNorm if shape.norm == "rms" else LayerNorm)(shape.width, shape.epsilon)
+    if shape.norm == "rms":
+        return RMSNorm(shape.width, shape.epsilon)
+    return LayerNorm(shape.width, shape.epsilon, scale=shape.norm != "layer-plain", shift=shape.norm == "layer")
 
 
 def _blocks(shape: DecoderShape, dropout: float, context_method: str) -> Iterator[tuple[str, Layer]]:

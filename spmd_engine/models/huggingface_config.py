@@ -18,7 +18,7 @@ from spmd_engine.models.mixture import Mixture
 
 MODEL_TYPES = {family.replace("-", "_"): family for family in FAMILIES}
 _LONGEST = (
-    dict.fromkeys(("llama", "granite", "olmo2", "olmo3"), 2048)
+    dict.fromkeys(("llama", "granite", "granitemoe", "olmo2", "olmo3"), 2048)
     | {"phi3": 4096, "olmoe": 4096, "gemma": 8192, "gemma2": 8192}
     | dict.fromkeys(("mistral", "mixtral", "gemma3-text"), 131072)
 )  # positions where a config does not say; of others 32768
@@ -26,7 +26,14 @@ _THETA = {"mixtral": 1e6, "smollm3": 2e6}  # where a config does not say; of oth
 _EPSILON = dict.fromkeys(("mixtral", "phi3", "olmo2", "olmo3", "olmoe"), 1e-5)  # of others 1e-6
 _HEAD_WIDTH = dict.fromkeys(("qwen3", "qwen3-moe"), 128) | dict.fromkeys(("gemma", "gemma2", "gemma3-text"), 256)
 _TIED = ("smollm3", "gemma", "gemma2", "gemma3-text")
-_NO_WINDOW = ("llama", "granite", "gemma", "olmo2", "olmoe")  # one in their config is refused with the rest
+_NO_WINDOW = (
+    "llama",
+    "granite",
+    "granitemoe",
+    "gemma",
+    "olmo2",
+    "olmoe",
+)  # one in their config is refused with the rest
 _GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu")  # of gemma's first configs the last meant the others
 _WINDOW = "sliding_attention"
 
@@ -116,7 +123,10 @@ def _llama(family: str, config: Mapping[str, Any]) -> DecoderShape:
 
 
 def _rotary(family: str, config: Mapping[str, Any], shape: DecoderShape) -> RotaryOptions:
-    part = config.get("partial_rotary_factor") if family == "phi3" else None
+    part = None
+    if family == "phi3":
+        part = config.get("partial_rotary_factor")
+        config.get("original_max_position_embeddings")  # without effect unless positions are scaled
     found = rotary_of_config(config, _THETA.get(family, 10_000.0), shape.context, part=part, renamed=family == "phi3")
     if found.part != 1 and family != "phi3":
         raise UsageError(f"partial_rotary_factor is {found.part}, a feature that is not known here of a {family}")
@@ -188,6 +198,7 @@ def _two_kinds(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[st
 _OWN: Mapping[str, Callable[[Mapping[str, Any], DecoderShape], DecoderShape]] = {
     "smollm3": _smollm3,
     "granite": _granite,
+    "granitemoe": _granite,
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3-text": _gemma3,
@@ -243,7 +254,7 @@ _USUAL_EXPERTS = {"qwen2-moe": (4, 60, 1408), "qwen3-moe": (8, 128, 768), "olmoe
 
 def _mixture(family: str, config: Mapping[str, Any], layers: int) -> Mixture | None:
     """The auxiliary loss is none of the model's: give ``--balance-loss`` when training from nothing."""
-    if family == "mixtral":
+    if family in ("mixtral", "granitemoe"):
         router = RouterOptions(top_k=config.get("num_experts_per_tok", 2))
         return Mixture(experts=config.get("num_local_experts", 8), hidden=config["intermediate_size"], router=router)
     if family not in ("qwen2-moe", "qwen3-moe", "olmoe"):

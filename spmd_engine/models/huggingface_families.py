@@ -9,14 +9,16 @@ from typing import Any
 from spmd_engine.errors import UsageError
 from spmd_engine.models.decoder import DecoderShape
 
-_EXPERTS = ("mixtral", "qwen2-moe", "qwen3-moe", "olmoe")
+_EXPERTS = ("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "granitemoe")
+_GRANITES = ("granite", "granitemoe")
+_COHERES = ("cohere", "cohere2")
 _GEMMAS = ("gemma", "gemma2", "gemma3-text")
 _OLMOS = ("olmo2", "olmo3")
 #: Fields of a DecoderShape of which not every config speaks, and the families of which one does.
 _SAID_BY = {
     "bias": (
-        "llama", "qwen2-moe", "qwen3", "qwen3-moe", "smollm3", "granite", *_GEMMAS, *_OLMOS, "olmoe", "gpt-neox",
-        "stablelm", "starcoder2",
+        "llama", "qwen2-moe", "qwen3", "qwen3-moe", "smollm3", *_GRANITES, *_GEMMAS, *_OLMOS, "olmoe", "gpt-neox",
+        "stablelm", "starcoder2", "olmo", *_COHERES, "falcon",
     ),
     "query_key_norm": (),
     "norm_together": (),
@@ -28,22 +30,23 @@ _SAID_BY = {
     "gated": (),
     "activation": (
         "llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "granite", *_OLMOS, "gpt-neo", "gpt-neox", "opt",
-        "phi", "stablelm", "starcoder2",
+        "phi", "stablelm", "starcoder2", "olmo", *_COHERES, "gptj", "falcon",
     ),
-    "perceptron_bias": ("llama", "granite", "starcoder2"),
-    "unturned": ("smollm3",),
+    "perceptron_bias": ("llama", "granite", "starcoder2", "falcon"),
+    "unturned": ("smollm3", "cohere2"),
     "rotary_in_window": ("gemma3-text", "olmo3"),
-    "embedding_scale": ("granite",),
-    "residual_scale": ("granite",),
-    "attention_scale": ("granite", "gemma2", "gemma3-text"),
+    "embedding_scale": _GRANITES,
+    "residual_scale": _GRANITES,
+    "attention_scale": (*_GRANITES, "gemma2", "gemma3-text"),
     "attention_cap": ("gemma2",),
-    "logits_divisor": ("granite",),
+    "logits_divisor": (*_GRANITES, *_COHERES),
     "logits_cap": ("gemma2",),
     "head_bias": (),
 }  # fmt: skip
 #: Activations as configs call them, and here; the first of those that mean the same is what is written.
 _ACTIVATIONS = {
-    "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu", "gelu": "gelu-erf", "relu": "relu"
+    "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu", "gelu_fast": "gelu",
+    "gelu": "gelu-erf", "relu": "relu",
 }  # fmt: skip
 
 
@@ -87,6 +90,16 @@ def always(family: str, width: int) -> dict[str, Any]:
         found |= {"gated": False, "activation": "gelu", "perceptron_bias": True}
     if family in ("gpt-neo", "opt"):
         found["learned"] = True
+    if family in ("gptj", "falcon"):
+        found |= {"norm": "layer", "gated": False, "parallel": "one-norm"}
+    if family == "gptj":
+        found |= {"activation": "gelu", "perceptron_bias": True, "head_bias": True}
+    if family == "falcon":
+        found["activation"] = "gelu-erf"
+    if family == "olmo":
+        found["norm"] = "layer-plain"
+    if family in _COHERES:
+        found |= {"norm": "layer-scale", "parallel": "one-norm"}
     if family == "gpt-neo":
         found["attention_scale"] = 1.0
     if family == "opt":
@@ -108,7 +121,15 @@ def unsayable(shape: DecoderShape) -> Iterator[str]:
         yield "output_bias"
     if family == "starcoder2" and shape.perceptron_bias != shape.bias:
         yield "perceptron_bias"
-    if shape.rotary.part != 1 and family not in ("phi3", "phi", "gpt-neox", "stablelm"):
+    if family == "falcon" and shape.perceptron_bias != shape.bias:
+        yield "perceptron_bias"
+    if shape.rotary.part != 1 and family not in ("phi3", "phi", "gpt-neox", "stablelm", "gptj"):
+        yield "rotary"
+    if (shape.rotary.pairs == "neighbours") != (family in (*_COHERES, "gptj")) and family in (
+        *_COHERES,
+        "gptj",
+        "phi3",
+    ):
         yield "rotary"
     if (shape.mixture is not None) != (family in _EXPERTS):
         yield "mixture"

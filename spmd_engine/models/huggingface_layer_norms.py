@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spmd_engine.errors import UsageError
+from spmd_engine.layers.rotary import RotaryOptions
 from spmd_engine.models.block_numbers import as_text
 from spmd_engine.models.decoder import DecoderShape
 from spmd_engine.models.huggingface_families import activation_said, always, words_for_activation
@@ -24,6 +25,10 @@ _COMMON: Mapping[str, tuple[str, Any]] = {
     "activation": ("hidden_act", "gelu_new"),
 }
 _TIED = {"tied": ("tie_word_embeddings", True)}
+_COHERE = _TIED | {
+    "key_value_heads": ("num_key_value_heads", 0), "activation": ("hidden_act", "silu"),
+    "bias": ("attention_bias", False),
+}  # fmt: skip
 #: What families call otherwise, or have beside.
 _OWN: Mapping[str, Mapping[str, tuple[str, Any]]] = {
     "gpt-neo": _TIED | {
@@ -49,32 +54,58 @@ _OWN: Mapping[str, Mapping[str, tuple[str, Any]]] = {
         "activation": ("hidden_act", "gelu_pytorch_tanh"),
         "bias": ("use_bias", True),
     },
+    "olmo": {
+        "key_value_heads": ("num_key_value_heads", 0),
+        "activation": ("hidden_act", "silu"),
+        "bias": ("attention_bias", False),
+    },
+    "cohere": _COHERE | {"context": ("max_position_embeddings", 8192)},
+    "cohere2": _COHERE | {"context": ("max_position_embeddings", 8192), "head_width": ("head_dim", 0)},
+    "gptj": {
+        "layers": ("n_layer", None), "width": ("n_embd", None), "heads": ("n_head", None), "hidden": ("n_inner", 0),
+        "context": ("n_positions", 2048), "epsilon": ("layer_norm_epsilon", 1e-5),
+        "activation": ("activation_function", "gelu_new"),
+    },
+    "falcon": _TIED | {
+        "hidden": ("ffn_hidden_size", 0), "epsilon": ("layer_norm_epsilon", 1e-5), "activation": ("activation", "gelu"),
+        "bias": ("bias", False),
+    },
 }  # fmt: skip
 LAYER_NORMS = tuple(_OWN)  #: the families
 _PART = {"gpt-neox": 0.25, "stablelm": 0.25, "phi": 0.5}  # of a head that is turned, where a config does not say
 _PARALLEL = {"gpt-neox": "two-norms", "stablelm": "one-norm"}  # of those that can say whether blocks are
-_EPSILON_OF_OPT = 1e-5
+_EPSILON = dict.fromkeys(("opt", "olmo"), 1e-5)  # of those whose config does not say
+_LOGIT_SCALE = 0.0625  # of Cohere's models, where a config does not say
 
 
 def shape_with_layer_norms(family: str, config: Mapping[str, Any]) -> DecoderShape:
     """The decoder of one of the ``LAYER_NORMS`` that a config describes; raises UsageError and KeyError."""
     values: dict[str, Any] = {}
     for own, (name, default) in (_COMMON | _OWN[family]).items():
-        if family == "opt" and own == "epsilon":
+        if family in _EPSILON and own == "epsilon":
             continue
         values[own] = config[name] if default is None else config.get(name, default)
     values["hidden"] = values["hidden"] or 4 * values["width"]
     values["activation"] = activation_said(values["activation"])
     values["key_value_heads"] = values.get("key_value_heads") or values["heads"]
-    shape = DecoderShape(family=family, **{**always(family, values["width"]), "epsilon": _EPSILON_OF_OPT, **values})
+    values["head_width"] = values.get("head_width") or None
+    shape = DecoderShape(family=family, **{**always(family, values["width"]), "epsilon": 1e-5, **values})
     if family == "starcoder2":
         shape = shape.changed(
             output_bias=shape.bias, perceptron_bias=shape.bias, window=config.get("sliding_window") or None
         )
         _same("norm_type", config.get("norm_type") or "layer_norm", "layer_norm")
         config.get("activation_function")  # of older programs; ``hidden_act`` is looked at
-    if family == "gpt-neox":
+        config.get("layer_norm_epsilon")  # the same; ``norm_epsilon`` is
+    if family in ("gpt-neox", "olmo", "cohere", "cohere2", "falcon"):
         shape = shape.changed(output_bias=shape.bias)
+    if family in ("cohere", "cohere2"):
+        _same("use_qk_norm", bool(config.get("use_qk_norm")), False)
+        shape = shape.changed(logits_divisor=1 / float(config.get("logit_scale", _LOGIT_SCALE)))
+    if family == "cohere2":
+        shape = _with_turned_windows(config, shape)
+    if family == "falcon":
+        shape = _as_falcon(config, shape)
     if family == "opt":
         _same("word_embed_proj_dim", config.get("word_embed_proj_dim") or shape.width, shape.width)
     if family in _PARALLEL and config.get("use_parallel_residual", family == "gpt-neox"):
@@ -84,11 +115,48 @@ def shape_with_layer_norms(family: str, config: Mapping[str, Any]) -> DecoderSha
     return shape if shape.learned else shape.changed(rotary=_rotary(family, config, shape))
 
 
+def _with_turned_windows(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
+    """Of Cohere 2: layers with a window have rotary positions, the others see all, and have none."""
+    for name, usual in (
+        ("layer_switch", config.get("sliding_window_pattern") or 4), ("position_embedding_type", "rope_gptj"),
+        ("order_of_interleaved_layers", "local_attn_first"), ("rotary_pct", 1.0), ("use_gated_activation", True),
+        ("use_parallel_block", True), ("use_embedding_sharing", True),
+    ):  # fmt: skip
+        _same(name, config.get(name, usual), usual)
+    config.get("use_parallel_embedding")  # of how it was trained
+    every, kinds = config.get("sliding_window_pattern") or 4, config.get("layer_types")
+    kinds = kinds or ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(shape.layers)]
+    if len(kinds) != shape.layers or set(kinds) - {"sliding_attention", "full_attention"}:
+        raise UsageError(f"layer_types are {kinds} for {shape.layers} layers; each is sliding_ or full_attention")
+    near = [number for number, kind in enumerate(kinds) if kind == "sliding_attention"]
+    if not near:
+        return shape.changed(unturned=as_text(range(shape.layers)))
+    far = as_text(set(range(shape.layers)) - set(near))
+    window = config.get("sliding_window", 4096)
+    return shape.changed(window=window, windowed=as_text(near) if far else "", unturned=far)
+
+
+def _as_falcon(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
+    """One head of keys and values for all queries, as in Falcon 7B; what its other models have is refused."""
+    for name, usual, computed in (
+        ("alibi", False, False), ("new_decoder_architecture", False, False), ("multi_query", True, True),
+        ("parallel_attn", True, True), ("apply_residual_connection_post_layernorm", False, False),
+    ):  # fmt: skip
+        _same(name, config.get(name, usual), computed)
+    config.get("num_kv_heads"), config.get("num_ln_in_parallel_attn")  # of its other models
+    return shape.changed(key_value_heads=1, perceptron_bias=shape.bias)
+
+
 def _rotary(family: str, config: Mapping[str, Any], shape: DecoderShape) -> Any:
     theta, part = 10_000.0, config.get("partial_rotary_factor")
     if family == "gpt-neox":
         theta, part = config.get("rotary_emb_base") or theta, config.get("rotary_pct", part)
-    return rotary_of_config(config, theta, shape.context, part=_PART.get(family, 1.0) if part is None else part)
+    if family == "gptj":
+        _same("rotary", config.get("rotary", True), True)
+        turned, width = config.get("rotary_dim", 64), shape.width // shape.heads
+        return RotaryOptions(pairs="neighbours", part=1.0 if turned is None else turned / width)
+    found = rotary_of_config(config, theta, shape.context, part=_PART.get(family, 1.0) if part is None else part)
+    return found.changed(pairs="neighbours") if family in ("cohere", "cohere2") else found
 
 
 def _with_local_layers(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
@@ -116,17 +184,19 @@ def words_with_layer_norms(shape: DecoderShape) -> dict[str, Any]:
         said[name] = getattr(shape, own)
         if own == "activation":
             said[name] = words_for_activation(shape.activation)
-    shared = shape.key_value_heads or shape.heads
+    shared, usual_heads = shape.key_value_heads or shape.heads, 1 if family == "falcon" else shape.heads
+    width, usual_width = shape.head_width or shape.width // shape.heads, shape.width / shape.heads
     for name, value, usual in (
-        ("head_width", shape.head_width or shape.width // shape.heads, shape.width / shape.heads),
-        ("key_value_heads", shared, shared if "key_value_heads" in _OWN[family] else shape.heads),
-        ("epsilon", shape.epsilon, _EPSILON_OF_OPT if family == "opt" else shape.epsilon),
-        ("window", shape.window, shape.window if family in ("gpt-neo", "starcoder2") else None),
+        ("head_width", width, width if "head_width" in _OWN[family] else usual_width),
+        ("key_value_heads", shared, shared if "key_value_heads" in _OWN[family] else usual_heads),
+        ("epsilon", shape.epsilon, _EPSILON.get(family, shape.epsilon)),
+        ("window", shape.window, shape.window if family in ("gpt-neo", "starcoder2", "cohere2") else None),
     ):
         if value != usual:
             raise UsageError(f"a {family} has no words for {name} {value}")
+    if family in _EPSILON:
+        said.pop("layer_norm_eps", None)
     if family == "opt":
-        del said["layer_norm_eps"]
         said |= {"do_layer_norm_before": True, "word_embed_proj_dim": shape.width}
     if family == "starcoder2":
         if shape.windowed:
@@ -140,9 +210,26 @@ def words_with_layer_norms(shape: DecoderShape) -> dict[str, Any]:
         kinds = ["local" if shape.has_window(layer) else "global" for layer in range(shape.layers)]
         said |= {"attention_layers": kinds, "attention_types": [[[kind], 1] for kind in kinds]}
         said["window_size"] = shape.window or 256
+    if family in ("cohere", "cohere2"):
+        said |= {"logit_scale": 1 / shape.logits_divisor, "use_qk_norm": False}
+    if family == "cohere2":
+        said |= _words_for_windows(shape)
+    if family == "gptj":
+        return said | {"rotary_dim": int(width * shape.rotary.part)}
+    if family == "falcon":
+        said |= {"alibi": False, "new_decoder_architecture": False, "multi_query": True, "parallel_attn": True}
     if shape.learned:
         return said
     rope = rope_of(shape.rotary) | {"partial_rotary_factor": shape.rotary.part}
     said |= {"rope_parameters": rope, "rope_scaling": None if rope["rope_type"] == "default" else rope}
     theta, part = ("rotary_emb_base", "rotary_pct") if family == "gpt-neox" else ("rope_theta", "partial_rotary_factor")
     return said | {theta: shape.rotary.theta, part: shape.rotary.part}
+
+
+def _words_for_windows(shape: DecoderShape) -> dict[str, Any]:
+    """Of Cohere 2."""
+    near = [shape.has_window(layer) for layer in range(shape.layers)]
+    if [shape.is_turned(layer) for layer in range(shape.layers)] != near:
+        raise UsageError("a cohere2 has rotary positions in the blocks that see a window, and in no others")
+    kinds = ["sliding_attention" if each else "full_attention" for each in near]
+    return {"sliding_window": shape.window, "layer_types": kinds}

@@ -36,8 +36,14 @@ _ARCHITECTURES = {
     "phi": "PhiForCausalLM",
     "stablelm": "StableLmForCausalLM",
     "starcoder2": "Starcoder2ForCausalLM",
+    "olmo": "OlmoForCausalLM",
+    "cohere": "CohereForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "gptj": "GPTJForCausalLM",
+    "falcon": "FalconForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
 }
-_NO_WINDOW = ("llama", "granite", "gemma", "olmo2", "olmoe")
+_NO_WINDOW = ("llama", "granite", "granitemoe", "gemma", "olmo2", "olmoe")
 
 
 def config_of_shape(shape: DecoderShape, dtype: str = "float32") -> dict[str, Any]:
@@ -105,7 +111,7 @@ def _own_of(shape: DecoderShape, rope: dict[str, Any], width: int) -> dict[str, 
     """What a family alone has words for; ``width`` is that of a head."""
     family, said = shape.family, {}
     scale = width**-0.5 if shape.attention_scale is None else shape.attention_scale
-    if family == "granite":
+    if family in ("granite", "granitemoe"):
         said = {
             "embedding_multiplier": shape.embedding_scale,
             "residual_multiplier": shape.residual_scale,
@@ -148,11 +154,11 @@ def _experts_of(shape: DecoderShape) -> dict[str, Any]:
     shared = mixture.shared and not (of_qwen2 and mixture.shared_gate)
     if shared or router.score != "softmax" or router.groups > 1 or router.scale != 1:
         raise UsageError(f"the format has no words for these experts of a {shape.family}: {mixture}")
-    if shape.family in ("mixtral", "olmoe"):
-        if mixture.dense or shape.family == "mixtral" and not router.renormalise:
+    if shape.family in ("mixtral", "olmoe", "granitemoe"):
+        if mixture.dense or shape.family != "olmoe" and not router.renormalise:
             raise UsageError("a mixtral has experts in all layers, whose weights sum to 1; export it as a qwen3-moe")
         said = {"num_experts_per_tok": router.top_k, "intermediate_size": hidden}
-        if shape.family == "mixtral":
+        if shape.family != "olmoe":
             return said | {"num_local_experts": mixture.experts}
         return said | {"num_experts": mixture.experts, "norm_topk_prob": router.renormalise}
     own = {"shared_expert_intermediate_size": mixture.shared * hidden} if of_qwen2 else {}

@@ -9,8 +9,13 @@ from spmd_engine.models.decoder import DecoderShape
 from spmd_engine.models.stored import Names, Stored
 
 _ATTENTION = {name: f"self_attn.{name[0]}_proj" for name in ("query", "key", "value")}
+_OF_LLAMA = _ATTENTION | {
+    "": "model.", "embedding": "embed_tokens", "norm": "norm", "block": "layers.", "norm_of_block": "input_layernorm",
+    "output": "self_attn.o_proj", "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj",
+}  # fmt: skip
 #: Of each family: what all names begin with, which may be missing, modules outside of blocks, what a block is called,
-#: and the modules in it. Where queries, keys and values are in one module, each head has its three side by side.
+#: and the modules in it. Where queries, keys and values are in one module, each head has its three side by side; of
+#: ``rows``, all queries come before the keys, and these before the values.
 _MODULES: Mapping[str, Mapping[str, str]] = {
     "gpt-neo": {
         "": "transformer.", "embedding": "wte", "positions": "wpe", "norm": "ln_f", "block": "h.",
@@ -42,6 +47,19 @@ _MODULES: Mapping[str, Mapping[str, str]] = {
         "attention/norm": "input_layernorm", "output": "self_attn.o_proj", "mlp/norm": "post_attention_layernorm",
         "w0": "mlp.c_fc", "w1": "mlp.c_proj",
     },
+    "olmo": _OF_LLAMA | {"mlp/norm": "", "attention/norm": ""},
+    "cohere": _OF_LLAMA,
+    "cohere2": _OF_LLAMA,
+    "gptj": {
+        "": "transformer.", "embedding": "wte", "norm": "ln_f", "block": "h.", "norm_of_block": "ln_1",
+        "query": "attn.q_proj", "key": "attn.k_proj", "value": "attn.v_proj", "output": "attn.out_proj",
+        "w0": "mlp.fc_in", "w1": "mlp.fc_out",
+    },
+    "falcon": {
+        "": "transformer.", "embedding": "word_embeddings", "norm": "ln_f", "block": "h.",
+        "norm_of_block": "input_layernorm", "rows": "self_attention.query_key_value", "output": "self_attention.dense",
+        "w0": "mlp.dense_h_to_4h", "w1": "mlp.dense_4h_to_h",
+    },
 }  # fmt: skip
 #: Of perceptrons: dims as stored, and of their biases what they are called here.
 _DIMS = {"w0": "f d", "w1": "d f", "gate": "f d", "up": "f d", "down": "d f"}
@@ -57,8 +75,10 @@ def names_with_layer_norms(shape: DecoderShape) -> Names:
         return Stored(modules[""] + tensor, dims, **options), Stored(tensor, dims, **options)
 
     def norm(own: str, module: str) -> Names:
-        yield f"{own}/scale", at(module, "d")
-        yield f"{own}/shift", at(module, "d", "bias")
+        if shape.norm != "layer-plain":
+            yield f"{own}/scale", at(module, "d")
+        if shape.norm == "layer":
+            yield f"{own}/shift", at(module, "d", "bias")
 
     yield "embedding/table", at(modules["embedding"], "v d")
     if shape.learned:
@@ -91,8 +111,19 @@ def _projections(shape: DecoderShape, modules: Mapping[str, str]) -> Iterator[tu
     """Of the attention's: name, dims, module, and which part of its tensor it is."""
     queries = "hr" if shape.heads > (shape.key_value_heads or shape.heads) else "h"
     for number, name in enumerate(("query", "key", "value")):
-        if "all" in modules:
+        if "rows" in modules:
+            heads = queries if name == "query" else "h"
+            yield name, f"{heads}k d", modules["rows"], {"rows": rows_of(shape, name)}
+        elif "all" in modules:
             yield name, "hnk d", modules["all"], {"at": {"n": (number, 3)}}
         else:
             yield name, f"{queries if name == 'query' else 'h'}k d", modules[name], {}
     yield "output", f"d {queries}k", modules["output"], {}
+
+
+def rows_of(shape: DecoderShape, name: str) -> tuple[int, int, int]:
+    """Of queries, keys or values in a tensor of all three, one behind the other: first, end, and of how many."""
+    width, shared = shape.head_width or shape.width // shape.heads, shape.key_value_heads or shape.heads
+    ends = (0, shape.heads * width, (shape.heads + shared) * width, (shape.heads + 2 * shared) * width)
+    number = ("query", "key", "value").index(name)
+    return ends[number], ends[number + 1], ends[-1]

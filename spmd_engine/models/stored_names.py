@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from spmd_engine.errors import UsageError
 from spmd_engine.models.decoder import DecoderShape
 from spmd_engine.models.huggingface_layer_norms import LAYER_NORMS
 from spmd_engine.models.stored import Names, Stored
-from spmd_engine.models.stored_layer_norms import names_with_layer_norms
+from spmd_engine.models.stored_layer_norms import names_with_layer_norms, rows_of
 
 #: Endings of the names of what is no parameter, but may be stored.
 IGNORED = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
@@ -54,6 +55,8 @@ def _of_gpt2(shape: DecoderShape) -> Names:
 def _of_llama(shape: DecoderShape) -> Names:
     queries = "hr" if shape.heads > (shape.key_value_heads or shape.heads) else "h"
     neighbours, fused = shape.rotary.pairs == "neighbours", shape.family == "phi3"
+    if neighbours and shape.rotary.part != 1:
+        raise UsageError(f"heads of a {shape.family} that are turned in part have pairs that are halves")
     less = 1.0 if shape.family.startswith("gemma") else 0.0  # of scales
     before_mlp, after_attention, after_mlp = "post_attention_layernorm", "", ""
     if shape.norms != "before":
@@ -71,7 +74,7 @@ def _of_llama(shape: DecoderShape) -> Names:
         for name, short in _ATTENTION.items():
             heads, turned = queries if name == "query" else "h", neighbours and name != "value"
             if fused:
-                yield f"{block}/{name}", at(f"{attention}.qkv_proj.weight", f"{heads}k d", rows=_rows(shape, name))
+                yield f"{block}/{name}", at(f"{attention}.qkv_proj.weight", f"{heads}k d", rows=rows_of(shape, name))
                 continue
             yield f"{block}/{name}", at(f"{attention}.{short}_proj.weight", f"{heads}k d", turned)
             if shape.bias:
@@ -108,17 +111,12 @@ def _of_llama(shape: DecoderShape) -> Names:
         yield "head/table", (Stored("lm_head.weight", "v d"),)
 
 
-def _rows(shape: DecoderShape, name: str) -> tuple[int, int, int]:
-    """Of queries, keys or values in the tensor of all three, one behind the other."""
-    width, shared = shape.head_width or shape.width // shape.heads, shape.key_value_heads or shape.heads
-    ends = (0, shape.heads * width, (shape.heads + shared) * width, (shape.heads + 2 * shared) * width)
-    number = list(_ATTENTION).index(name)
-    return ends[number], ends[number + 1], ends[-1]
-
-
 def _of_experts(shape: DecoderShape, i: int) -> Names:
     """One tensor an expert, or, as newer programs write them, all of a layer in one, gate and up side by side."""
     mixtral, experts = shape.family == "mixtral", shape.mixture.experts
+    if shape.family == "granitemoe":
+        yield from _of_granite_experts(shape, i)
+        return
     own, called = f"block{i}/moe", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
     folder = f"model.layers.{i}.mlp"
     each = folder
@@ -139,3 +137,18 @@ def _of_experts(shape: DecoderShape, i: int) -> Names:
         yield f"{own}/shared{number}/down", (Stored(f"{module}.down_proj.weight", "d nf", at),)
     if shape.mixture.shared_gate:
         yield f"{own}/shared_gate", (Stored(f"{folder}.shared_expert_gate.weight", "n d", {"n": (0, 1)}),)
+
+
+def _of_granite_experts(shape: DecoderShape, i: int) -> Names:
+    own, module, experts = f"block{i}/moe", f"model.layers.{i}.block_sparse_moe", shape.mixture.experts
+    yield f"{own}/router", tuple(Stored(f"{module}.{name}.weight", "E d") for name in ("router.layer", "router"))
+    for e in range(experts):
+        for number, name in enumerate(("gate", "up")):
+            at = {"e": (e, experts), "n": (number, 2)}
+            called = "input_linear.weight", "experts.gate_up_proj"
+            yield f"{own}/expert{e}/{name}", tuple(Stored(f"{module}.{each}", "e nf d", at) for each in called)
+        called = "output_linear.weight", "experts.down_proj"
+        yield (
+            f"{own}/expert{e}/down",
+            tuple(Stored(f"{module}.{each}", "e d f", {"e": (e, experts)}) for each in called),
+        )

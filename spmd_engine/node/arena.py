@@ -13,6 +13,7 @@ import weakref
 from bisect import bisect
 from collections import deque
 from collections.abc import Sequence
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Protocol
@@ -147,11 +148,17 @@ def bound(ranks: int) -> int:
     """
     if (said := os.environ.get("SPMD_ARENA_MIB", "")).isdigit():
         return int(said) << 20
+    return _memory() // 2 // ranks >> 20 << 20
+
+
+@cache
+def _memory() -> int:
+    """Bytes that processes here may have."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for limit in Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         if limit.exists() and (text := limit.read_text().strip()).isdigit():
             memory = min(memory, int(text))
-    return memory // 2 // ranks >> 20 << 20
+    return memory
 
 
 def _rounded(size: int) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from math import prod
 
 import numpy as np
@@ -19,6 +20,17 @@ class _Range(ctypes.Structure):
     _fields_ = [("address", ctypes.c_void_p), ("size", ctypes.c_size_t)]
 
 
+@cache
+def _process_vm_readv() -> Callable[..., int] | None:
+    """The system's function; None where it has none."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
+    if call is not None:
+        number, pointer = ctypes.c_ulong, ctypes.c_void_p
+        call.argtypes = [ctypes.c_int, pointer, number, pointer, number, number]
+        call.restype = ctypes.c_ssize_t
+    return call
+
+
 class CrossMemory:
     """Reads memory of this node's ranks: ``processes`` by local rank. The system may refuse it: ask ``can_read``."""
 
@@ -26,11 +38,7 @@ class CrossMemory:
         self._processes = list(processes)
         self._here, self._there = _Range(), _Range()
         self._ranges = ctypes.addressof(self._here), 1, ctypes.addressof(self._there), 1, 0
-        self._call = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
-        if self._call is not None:
-            number, pointer = ctypes.c_ulong, ctypes.c_void_p
-            self._call.argtypes = [ctypes.c_int, pointer, number, pointer, number, number]
-            self._call.restype = ctypes.c_ssize_t
+        self._call = _process_vm_readv()
 
     def can_read(self, local_rank: int, address: int, expected: bytes) -> bool:
         """Whether these bytes can be read there."""

@@ -64,20 +64,22 @@ def analyze(
     dtype = np.dtype(dtype or (model.dtype if isinstance(model, ModelConfig) else np.float32))
     place = MeshPosition(dict(axes), dict.fromkeys(axes, 0))
     layout = layout if layout is not None else composed_layout(built, place, composition)
-    sizes = {part.stop - part.start for part in (span(batch_size, micro_batches, m) for m in range(micro_batches))}
-    shared = [] if every else _shared_between_stages(built, layout, composition, axes, dtype.itemsize)
+    samples = [part.stop - part.start for part in (span(batch_size, micro_batches, m) for m in range(micro_batches))]
+    shared = [] if every else _summed_in_parts(built, layout, composition, axes, dtype.itemsize)
     shared += [((axis,), shares) for axis, shares in composition.storage.shares.items()]
-    classes = every_rank(axes) if every else classes_of(built, layout, axes, sizes, shared, sequence)
+    classes = every_rank(axes) if every else classes_of(built, layout, axes, set(samples), shared, sequence)
     ranks = ForetoldRanks(axes, classes, MeetingPoint(), nodes or ["here"] * prod(axes.values()))
     found = members(classes)
-    uniform = not every and _alike_inside(built, layout, axes, sizes, sequence, len(found))
+    uniform = not every and _alike_inside(built, layout, axes, set(samples), sequence, len(found))
     scope = cache.number((choose, loops_are_there(), _cuts(layout, axes)))
     kinds = {name: (cache.kind(layer), _told(layer, axes)) for name, layer in built.layers}
     with on_shapes() as backend:
         rank = Foretold(built, ranks, composition, layout, dtype, backend, choose, optimizer or AdamW())
         sizes = batch_size, micro_batches, sequence
         programs = [
-            partial(rank.step, numbers[0], sizes, cache if uniform else PassCache(), scope, kinds)
+            partial(rank.step, numbers[0], sizes, cache, scope, kinds, ())
+            if uniform
+            else partial(rank.step, numbers[0], sizes, PassCache(), scope, kinds, samples)
             for numbers in found.values()
         ]
         steps = ranks.meeting.run(programs)
@@ -133,7 +135,9 @@ class Foretold:
     choose: str
     optimizer: Optimizer
 
-    def step(self, number: int, sizes: tuple, cache: PassCache, scope: Hashable, kinds: Mapping) -> tuple:
+    def step(
+        self, number: int, sizes: tuple, cache: PassCache, scope: Hashable, kinds: Mapping, samples: Sequence[int]
+    ) -> tuple:
         """The step of one rank, and what was assumed about values."""
         recorder, axes = Recorder(Meter(self.choose)), self.ranks.axes
         with metered(recorder.meter):
@@ -145,7 +149,7 @@ class Foretold:
             watch_storage(engine, recorder)
             optimizer = copy(self.optimizer)
             optimizer.state = {}
-            passes = Passes(recorder, cache, scope, self.choose, kinds)
+            passes = Passes(recorder, cache, scope, self.choose, kinds, samples)
             step = run_step(engine, optimizer, passes, sizes)
             return replace(step, groups=mesh.group_keys(step.communications)), list(recorder.meter.notes)
 
@@ -188,11 +192,12 @@ def run_step(engine: ForetoldEngine, optimizer: Optimizer, passes: Passes, sizes
     )
 
 
-def _shared_between_stages(
+def _summed_in_parts(
     model: Model, layout: Layout, composition: Composition, axes: Mapping[str, int], itemsize: int
 ) -> list[Shared]:
-    """Parts, of different sizes, of parameters that several stages hold: those of tied ones."""
-    if axes.get(PIPE, 1) == 1 or not any(layer.tied for _, layer in model.layers):
+    """Parts, of different sizes, of parameters whose parts are summed: by several stages, or by replicas of them."""
+    tied = axes.get(PIPE, 1) > 1 and any(layer.tied for _, layer in model.layers)
+    if not tied and not (composition.storage.stage(axes) and sum(size > 1 for size in axes.values()) > 1):
         return []
     first = MeshPosition(dict(axes), dict.fromkeys(axes, 0))
     return shared_parts(composed_assignment(model, first, layout, itemsize, composition).groups, axes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,7 @@ class Passes:
     scope: Hashable  #: of this rank: what passes depend on, beside the layer and its inputs
     choose: str
     kinds: Mapping[str, Hashable]  #: of each layer: equal for equal ones
+    samples: Sequence[int]  #: of each micro-batch, on all ranks: where these differ, a rank's own do not tell others'
     _begun: dict[Hashable, LayerAlone] = field(default_factory=dict)  #: layers by the calls that were run of them
 
     def find(self, call: LayerCall, names: tuple[str, ...], more: Hashable = None, gradients: Any = None) -> LayerPass:
@@ -113,8 +114,9 @@ class RecordedLayer(Layer):
 
     def _forward(self, sh, p, x, ctx):
         shapes = _shapes(p), x.shape, x.dtype, ctx.training, ctx.saving, ctx.decided is None, ctx.length, ctx.share
+        samples = self._passes.samples[ctx.micro_batch] if self._passes.samples else None
         label = sh.label if sh.label in sh.layout.experts else LABEL
-        key = self._passes.kinds[self._name], label, shapes
+        key = self._passes.kinds[self._name], label, shapes, samples
         call = LayerCall(self._layer, key, Shards(sh.mesh, sh.layout, label), stand_ins(p), ctx, (x.shape, x.dtype))
         layer_pass = self._passes.find(call, ("forward",))
         kept = _Kept(call, ctx.micro_batch)
@@ -191,7 +193,7 @@ def _plain(x: Any) -> Hashable:
 def watch_storage(engine: LayeredEngine, recorder: Recorder) -> None:
     """Have the memory of parameter groups counted as what it is."""
     meter = recorder.meter
-    for storage in engine.storages:
+    for storage in [*engine.storages, *engine._placed.frozen.storages]:
         name = storage.group.name
         for array, kind in (
             (storage.whole_parameters, "parameters"),

@@ -31,7 +31,7 @@ def classes_of(
 
     ``samples``: the sizes of micro-batches; ``sequence``: the length of samples, None: the model's own. Which part of
     an array a rank stores makes no difference, but for those of the ``shared`` parameters that are not of one size:
-    ranks of several stages sum their parts.
+    ranks of several stages, or replicas of parts, sum them.
     """
     images = {"h", "w"} <= set(model.inputs.split())
     lengths: dict[str, set[int]] = {"b": set(samples), "s": {sequence or model.context or 1}}
@@ -83,12 +83,15 @@ def _lengths_along(
 
 
 def shared_parts(groups: Iterable[ParameterGroup], axes: Mapping[str, int]) -> list[Shared]:
-    """The stored parts, where these are uneven, of groups of parameters that several stages hold."""
+    """The stored parts, where these are uneven, of groups of parameters that ranks sum part by part: with other stages,
+    or along other axes than those which cut them."""
     found: list[Shared] = []
     for group in groups:
-        cut = group.summed.cut
+        summed, cut = group.summed, group.summed.cut
+        if not summed.stages and not any(axes[axis] > 1 for axis in summed.over if axis not in cut):
+            continue
         lengths = tuple(each.stop - each.start for each in group.intervals(prod(axes[axis] for axis in cut)))
-        if group.summed.stages and len(set(lengths)) > 1:
+        if len(set(lengths)) > 1:
             found.append((cut, lengths))
     return found
 

@@ -77,8 +77,8 @@ class ParameterGroup:
     the owners' intervals end where rows do, so that everyone owns rectangles of whole arrays.
     """
 
-    def __init__(self, index: int, members: Sequence[Member]) -> None:
-        self.name = f"group{index}"
+    def __init__(self, index: int, members: Sequence[Member], kind: str = "group") -> None:
+        self.name = f"{kind}{index}"
         self.members = sorted(members, key=lambda member: not member.decay)
         self.summed, self.home = members[0].summed, members[0].home
         ends = [0, *accumulate(member.size for member in self.members)]
@@ -164,7 +164,7 @@ class ParameterGroup:
 
 
 def make_groups(
-    members: Iterable[Member], itemsize: int, threshold: int = THRESHOLD, cap: int = CAP
+    members: Iterable[Member], itemsize: int, threshold: int = THRESHOLD, cap: int = CAP, kind: str = "group"
 ) -> list[ParameterGroup]:
     """Group neighbours in order: a group grows until it has ``threshold`` bytes, never beyond ``cap``.
 
@@ -179,7 +179,7 @@ def make_groups(
         by_home.setdefault((member.home, member.small), []).append(member)
     batches = [batch for neighbours in by_home.values() for batch in _batches(neighbours, itemsize, threshold, cap)]
     batches.sort(key=lambda batch: position[batch[0].name])
-    return [ParameterGroup(i, batch) for i, batch in enumerate(batches)]
+    return [ParameterGroup(i, batch, kind) for i, batch in enumerate(batches)]
 
 
 def _batches(members: Iterable[Member], itemsize: int, threshold: int, cap: int) -> Iterator[list[Member]]:

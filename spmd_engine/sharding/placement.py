@@ -205,7 +205,8 @@ def _first_holders(shape: tuple[int, ...], held: tuple[Rectangles, ...]) -> tupl
 
 
 def _with_halo(block: Rectangle, shape: Sequence[int], around: Sequence[Interval]) -> Rectangle:
-    if not block.size:
+    """A block with what is around it; of an empty batch, too, but nothing is around no rows at all."""
+    if any(a == b and any(beside) for (a, b), beside in zip(_sides(block), around, strict=True)):
         return block
     start = tuple(max(0, a - before) for a, (before, _) in zip(block.start, around, strict=True))
     ends = zip(block.stop, around, shape, strict=True)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sysconfig
-from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -73,58 +72,69 @@ def load_corpus(group: Group, path: str | None, context: int) -> Corpus:
     ``path`` is a file or a folder; None means the standard library. Raises UsageError on every rank if it is
     missing, empty, or too short for one context in either part.
     """
-    corpus = on_rank_zero(group, lambda: _read(path, context))
-    facts = np.array([len(corpus.train), len(corpus.validation), corpus.files] if corpus else [0, 0, 0])
-    train_size, validation_size, files = group.broadcast(facts, label="corpus").tolist()
-    digest = np.frombuffer(bytes.fromhex(corpus.sha256), np.uint8) if corpus else None
+    read = on_rank_zero(group, lambda: _read(path, context))
+    facts = np.array([read.train_size, read.files] if read else [0, 0])
+    train_size, files = group.broadcast(facts, label="corpus").tolist()
+    digest = np.frombuffer(bytes.fromhex(read.sha256), np.uint8) if read else None
     sha256 = group.broadcast(digest, label="corpus").tobytes().hex()
-    tokens = np.concatenate([corpus.train, corpus.validation]) if corpus else None
-    tokens = group.broadcast(tokens, label="corpus")
-    return Corpus(tokens[:train_size], tokens[train_size : train_size + validation_size], files, sha256)
+    tokens = group.broadcast(read.tokens if read else None, label="corpus")
+    return Corpus(tokens[:train_size], tokens[train_size:], files, sha256)
 
 
-def _read(path: str | None, context: int) -> Corpus:
+class _Read(NamedTuple):
+    """What files hold: those to train on come first."""
+
+    tokens: np.ndarray
+    train_size: int
+    files: int
+    sha256: str
+
+
+def _read(path: str | None, context: int) -> _Read:
     if path == "":
         raise UsageError("--data is empty: name a file or a folder, or leave the option out")
-    root = Path(path) if path is not None else Path(sysconfig.get_paths()["stdlib"])
+    root = str(Path(path)) if path is not None else os.path.dirname(os.__file__)
     if not os.path.exists(root):
         raise UsageError(f"--data {root}: no such file or folder")
-    files = [root] if root.is_file() else sorted(_files(root, "*.py" if path is None else "*"))
+    files = [root] if os.path.isfile(root) else _files(root, "*.py" if path is None else "*")
     digest = hashlib.sha256()
     train: list[np.ndarray] = []
     validation: list[np.ndarray] = []
     for number, file in enumerate(files):
-        content = file.read_bytes()
-        name = str(file.relative_to(root)).encode(errors="surrogateescape")
-        digest.update(b"%s\0%d\0" % (name, len(content)) + content)
+        with open(file, "rb", buffering=0) as opened:
+            content = opened.read()
+        name = os.fsencode(file[len(root) :].lstrip(os.sep) or ".")
+        digest.update(b"%s\0%d\0" % (name, len(content)))
+        digest.update(content)
         held_out = len(files) > 1 and number % HELD_OUT == HELD_OUT // 2
         (validation if held_out else train).append(_tokens(content))
-    if sum(map(len, train + validation)) <= len(files):
+    tokens, train_size = np.concatenate([*train, *validation, np.empty(0, np.uint16)]), sum(map(len, train))
+    if len(tokens) <= len(files):
         raise UsageError(f"--data {root}: there is nothing to read in it")
-    everything, held = (np.concatenate(parts) if parts else np.empty(0, np.uint16) for parts in (train, validation))
-    if len(held) <= context:  # one file, or empty ones: the end of what there is serves as well
-        everything = np.concatenate([everything, held])
-        cut = len(everything) - max(len(everything) // HELD_OUT, min(context + 1, len(everything) // 2))
-        everything, held = everything[:cut], everything[cut:]
-    corpus = Corpus(everything, held, len(files), digest.hexdigest())
-    shortest = min(len(corpus.train), len(corpus.validation))
+    if len(tokens) - train_size <= context:  # one file, or empty ones: the end of what there is serves as well
+        train_size = len(tokens) - max(len(tokens) // HELD_OUT, min(context + 1, len(tokens) // 2))
+    shortest = min(train_size, len(tokens) - train_size)
     if shortest <= context:
         raise UsageError(
-            f"--data {root}: {len(corpus.train)} bytes to train on and {len(corpus.validation)} to validate on; "
+            f"--data {root}: {train_size} bytes to train on and {len(tokens) - train_size} to validate on; "
             f"each must be longer than the context of {context}. Give more text, or a model with a shorter context"
         )
-    return corpus
+    return _Read(tokens, train_size, len(files), digest.hexdigest())
 
 
-def _files(root: Path, pattern: str) -> Iterable[Path]:
-    """Hidden files and folders are left out; of the standard library, which alone has a pattern, its tests, too."""
+def _files(root: str, pattern: str) -> list[str]:
+    """Paths, a folder's files beside its folders in the order of names.
+
+    Hidden files and folders are left out; of the standard library, which alone has a pattern, its tests, too.
+    """
     left_out = _NOT_SOURCE if pattern != "*" else set()
+    found = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not (name.startswith(".") or name in left_out)]
         for name in names:
-            file = Path(folder, name)
-            if not (name.startswith(".") or name in left_out) and fnmatchcase(name, pattern) and file.is_file():
-                yield file
+            if not (name.startswith(".") or name in left_out) and fnmatchcase(name, pattern):
+                found.append(os.path.join(folder, name))
+    return sorted(filter(os.path.isfile, found), key=lambda path: path.split(os.sep))
 
 
 def _tokens(content: bytes) -> np.ndarray:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from spmd_engine.checkpoints.folder import replace_file
 from spmd_engine.errors import UsageError
 from spmd_engine.training.trainer import StepReport
 
@@ -58,15 +59,14 @@ class MetricsFile(Observer):
     NAME = "metrics.jsonl"
 
     def started(self, run: Run, stop: int) -> None:
-        self._path, self._steps = run.folder / self.NAME, run.trainer.steps_done
+        self._run, self._path, self._steps = run, run.folder / self.NAME, run.trainer.steps_done
         kept = "".join(line + "\n" for line in _lines_up_to(self._path, self._steps))
-        unfinished = self._path.with_suffix(".unfinished")
-        unfinished.write_text(kept)
-        os.replace(unfinished, self._path)
+        replace_file(self._path, kept)
         self._file: TextIO = self._path.open("a")
 
     def stepped(self, report: StepReport) -> None:
         if not self._is_there():
+            self._run.check_lock()  # another one's file is not this one's
             logger.warning("%s is gone, and what it said up to step %d; made again", self._path, self._steps)
             self._file.close()
             self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.checkpoints import CheckpointFolder, Save, load_checkpoint
-from spmd_engine.checkpoints.folder import replace_file
+from spmd_engine.checkpoints.folder import make_folder, replace_file
 from spmd_engine.checkpoints.lock import RunLock
 from spmd_engine.checkpoints.read import read_manifest
 from spmd_engine.checkpoints.replicas import compare_replicas
@@ -78,6 +78,7 @@ class Run:
         self._check_replicas_every = check_replicas_every
         self._phase = trainer.engine.mesh.activity.phase
         self._saving: Save | None = None  # begun, and not yet known to be complete
+        self._lock: RunLock | None = None  # while this run writes
         self.evaluation: Evaluation | None = None  #: the last one
         self._observers = (MetricsFile(), *observers) if self.engine.device_id == 0 else ()
 
@@ -97,7 +98,7 @@ class Run:
     def train(self, steps: int) -> float | None:
         """Steps until ``steps`` have been made in all. Returns the last validation loss. Collective."""
         self.engine.mesh.activity.folder = self.folder  # where a watchdog puts the stacks of a job that hangs
-        with self._locked(), self._observed(steps), StopFlag() as stop:
+        with self.locked(), self._observed(steps), StopFlag() as stop:
             self.trainer.stop = stop
             self._evaluate()
             self._tell_evaluated()
@@ -131,18 +132,70 @@ class Run:
 
     def save(self) -> None:
         """Write a checkpoint, and the folder if there is none. Collective."""
-        self._start_saving(must=True)
-        self._finish_saving(must=True)
+        with self.locked():
+            self._start_saving(must=True)
+            self._finish_saving(must=True)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """No other run writes here meanwhile; what a broken save left is swept. Collective.
+
+        ``train`` and ``save`` do so themselves; round both and ``resume`` or ``write_config``, it keeps others out from
+        the first file on. Raises UsageError on all ranks if another run is writing here.
+        """
+        if self._lock:
+            yield
+            return
+        lock = RunLock(self.folder)
+
+        def take() -> None:
+            lock.__enter__()
+            CheckpointFolder(self.folder).prepare()
+
+        try:
+            self.on_rank_zero(take)
+            self._lock = lock
+            yield
+        finally:
+            self._lock = None
+            lock.__exit__()
+
+    def check_lock(self) -> None:
+        """Raise UsageError if another run has begun to write here, from a host that this one's lock does not reach.
+
+        On rank 0, which has the lock.
+        """
+        if self._lock:
+            self._lock.check()
 
     def write_config(self) -> None:
         """Make the folder, with ``config.json`` if there is a ``config``. Collective."""
 
         def write() -> None:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.check_lock()
+            make_folder(self.folder)
             if self.config is not None:
                 replace_file(self.folder / CONFIG, json.dumps(self.config, indent=2) + "\n")
 
-        on_rank_zero(self.engine.group(), write, CheckpointError)
+        self.on_rank_zero(write, CheckpointError)
+
+    def on_rank_zero(self, write: Callable[[], None], error: type[UsageError] = UsageError) -> None:
+        """``write()`` into the folder, on rank 0 alone; what the system refuses is one error on all. Collective."""
+
+        def named() -> None:
+            with self._named():
+                write()
+
+        on_rank_zero(self.engine.group(), named, error)
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Of a full disk the system does not say which one it is."""
+        try:
+            yield
+        except OSError as error:
+            said = f"{self.folder} cannot be written to: {error}; the last checkpoint there, if any, is whole"
+            raise UsageError(said) from error
 
     def resume(self) -> None:
         """Take up the folder's checkpoint where it left off. Collective.
@@ -218,23 +271,8 @@ class Run:
             with trace.of(self.engine):
                 yield from self.trainer.run(min(steps, self.steps_done + self.trace))
             text = trace.json()
-            on_rank_zero(self.engine.group(), lambda: (self.folder / "trace.json").write_text(text or ""))
+            self.on_rank_zero(lambda: replace_file(self.folder / "trace.json", text or ""))
         yield from self.trainer.run(steps)
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """No other run writes here meanwhile; what a broken save left is swept."""
-        lock = RunLock(self.folder)
-
-        def take() -> None:
-            lock.__enter__()
-            CheckpointFolder(self.folder).prepare()
-
-        try:
-            on_rank_zero(self.engine.group(), take)
-            yield
-        finally:
-            lock.__exit__()
 
     # --- observers: on rank 0 alone -----------------------------------------------------------------------
 
@@ -250,7 +288,7 @@ class Run:
                 started.append(each)
 
         try:
-            on_rank_zero(self.engine.group(), start)
+            self.on_rank_zero(start)
             yield
             text = self.sample()
             self._tell(lambda each: each.finished(self.loss, text))
@@ -264,11 +302,9 @@ class Run:
 
     def _tell(self, event: Callable[[Observer], None]) -> None:
         """Raises UsageError where an observer cannot write, for lack of space, say: on rank 0, which ends the job."""
-        try:
+        with self._named():
             for each in self._observers:
                 event(each)
-        except OSError as error:
-            raise UsageError(f"{self.folder}: {error}; the last checkpoint there, if any, is whole") from error
 
 
 def _due(every: int, step: int) -> bool:

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from spmd_engine.checkpoints import CheckpointFolder
+from spmd_engine.checkpoints.folder import find_checkpoint, make_folder, replace_file
 from spmd_engine.checkpoints.pretrained import load_pretrained, with_shape
 from spmd_engine.checkpoints.pretrained_table import table
 from spmd_engine.checkpoints.read import read_manifest
-from spmd_engine.comm.agreement import on_rank_zero, text_from_rank_zero
+from spmd_engine.comm.agreement import text_from_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
 from spmd_engine.engine.composition import Composition
@@ -79,19 +80,13 @@ def train(
         folder = Path(text_from_rank_zero(mesh.group(), lambda: _open_folder(job, run, resume)))
         made = _make_run(workload, folder, observers, trace)
         made.trainer.foresight = first_step_check(workload, enforce)
-        loaded: list[str] = []
-        if resume:
-            made.resume()
-        else:
-            loaded = _load_weights(workload)
-            made.write_config()
-            on_rank_zero(mesh.group(), lambda: _keep_tokenizer(workload, folder))
-        parameters = workload.parameter_count
-        for each in observers if mesh.rank == 0 else ():
-            if isinstance(each, JobObserver):
-                each.opened(workload, parameters, notices)
-                each.loaded(loaded)
-        made.train(stop_at or steps)
+        with made.locked():  # before anything is read or written there
+            loaded = _begin(made, workload, resume)
+            for each in observers if mesh.rank == 0 else ():
+                if isinstance(each, JobObserver):
+                    each.opened(workload, workload.parameter_count, notices)
+                    each.loaded(loaded)
+            made.train(stop_at or steps)
     return made
 
 
@@ -127,6 +122,17 @@ def _without_effect(workload: Workload) -> list[str]:
     """Notices of what has no effect, or little, on the model, which may have the sizes of the data."""
     job, mesh = workload.job, workload.engine.mesh
     return [] if job.strategy else job.composition.check(mesh.axes, job.model.build(job.composition))
+
+
+def _begin(made: Run, workload: Workload, resume: bool) -> list[str]:
+    """Take up the run's checkpoint, or begin a new one in its folder; a table of the weights that it begins with."""
+    if resume:
+        made.resume()
+        return []
+    loaded = _load_weights(workload)
+    made.write_config()
+    made.on_rank_zero(lambda: _keep_tokenizer(workload, made.folder))
+    return loaded
 
 
 def _load_weights(workload: Workload) -> list[str]:
@@ -191,7 +197,7 @@ def _keep_tokenizer(workload: Workload, folder: Path) -> None:
     """The run's folder has the files of the tokenizer by which its model reads and writes."""
     if isinstance(workload.corpus, PreparedData):
         for name, text in workload.corpus.file.tokenizer.items():
-            (folder / name).write_text(text)
+            replace_file(folder / name, text)
 
 
 def _rebalancing(composition: Composition, trainer: Trainer) -> dict[str, Callable[[int], None]]:
@@ -248,10 +254,11 @@ def _open_folder(job: Job, run: str | Path | None, resume: bool) -> str:
     if run is not None:
         folder = run_folder(run)
         if resume:
+            find_checkpoint(folder)  # raises CheckpointError: nothing is to be made where none is
             return str(folder)
         if CheckpointFolder(folder).newest():
             raise UsageError(f"{folder} holds a run already; give --resume to go on with it, or another --run")
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         return str(folder)
     number = 1
     while True:

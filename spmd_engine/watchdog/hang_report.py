@@ -5,7 +5,7 @@ Pure functions of the states of ranks, wherever these come from.
 
 from __future__ import annotations
 
-import sysconfig
+import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from spmd_engine.watchdog.activity import ranges
 from spmd_engine.watchdog.records import CallRecord, State
 
-_STANDARD = sysconfig.get_path("stdlib")
+_STANDARD = os.path.dirname(os.__file__)
 HELD = 5.0  #: seconds without a sign of life from a process that runs, after which this is told
 
 

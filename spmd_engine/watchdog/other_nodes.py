@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import pickle
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from mpi4py import MPI
 
-from spmd_engine.watchdog.records import CallRecord, State, WaitRecord
+from spmd_engine.watchdog.records import State
 from spmd_engine.watchdog.watchdog import FRESH
 
 
@@ -24,7 +23,7 @@ class OtherNodes:
 
     def tell(self, states: Sequence[State]) -> None:
         """Tell every rank of other nodes: nobody knows which of them still listens."""
-        data = json.dumps([asdict(state) for state in states]).encode()
+        data = pickle.dumps(list(states))
         self._sent = [request for request in self._sent if not request.Test()]
         self._sent += [self._comm.Isend([data, MPI.BYTE], to) for to in self._others]
 
@@ -34,18 +33,5 @@ class OtherNodes:
         while self._comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
             data = bytearray(status.Get_count(MPI.BYTE))
             self._comm.Recv([data, MPI.BYTE], status.source, status.tag)
-            for told in json.loads(bytes(data)):
-                self._heard[told["rank"]] = now, _state(told)
+            self._heard.update({state.rank: (now, state) for state in pickle.loads(data)})
         return [state for when, state in self._heard.values() if now - when < FRESH]
-
-
-def _state(told: dict) -> State:
-    wait = told.pop("wait")
-    begun = tuple(_call(each) for each in told.pop("begun"))
-    if wait is not None:
-        wait = WaitRecord(**wait | {"call": _call(wait["call"]), "missing": tuple(wait["missing"])})
-    return State(**told, begun=begun, wait=wait)
-
-
-def _call(told: dict) -> CallRecord:
-    return CallRecord(**told | {"members": tuple(told["members"])})

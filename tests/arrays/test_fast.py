@@ -1,6 +1,8 @@
 """The compiled loops against the NumPy text of the same names: what is asked of CUDA's kernels is asked of them."""
 
 import inspect
+import os
+import subprocess
 import sys
 
 import ml_dtypes
@@ -36,8 +38,8 @@ from test_cuda_kernels import (  # noqa: F401 (they are run here again, on anoth
 )
 from test_cuda_launches import fused_functions
 
-numba = pytest.importorskip("numba")
-fast_kernels = pytest.importorskip("spmd_engine.arrays.fast_kernels")
+pytest.importorskip("spmd_engine.arrays.fast_kernels")
+Loops = pytest.importorskip("spmd_engine.arrays.fast_loops").Loops
 
 
 @pytest.fixture(scope="module")
@@ -151,45 +153,72 @@ def test_they_can_be_switched_off(monkeypatch):
     assert fast_functions() is None
 
 
-def without_module(monkeypatch, error):
-    class Refusing:
-        def find_spec(self, name, path=None, target=None):
-            if name == "spmd_engine.arrays.fast_kernels":
-                raise error
-
-    monkeypatch.setenv("SPMD_FAST", "1")
-    monkeypatch.delitem(sys.modules, "spmd_engine.arrays.fast_kernels", raising=False)
-    monkeypatch.delattr("spmd_engine.arrays.fast_kernels", raising=False)
-    monkeypatch.setattr(sys, "meta_path", [Refusing(), *sys.meta_path])
-
-
 def test_without_numba_numpy_computes(monkeypatch, caplog):
-    without_module(monkeypatch, ModuleNotFoundError("No module named 'numba'"))
+    monkeypatch.setenv("SPMD_FAST", "1")
+    monkeypatch.setattr("spmd_engine.arrays.fast_functions.find_spec", lambda _: None)
     assert fast_functions() is None and not caplog.records
 
 
 @pytest.mark.parametrize("kind", [ImportError, SystemError])
-def test_a_numba_that_refuses_is_named(monkeypatch, caplog, kind):
-    without_module(monkeypatch, kind("Numba needs NumPy 2.3 or less"))
+def test_a_numba_that_refuses_is_named(monkeypatch, caplog, tmp_path, kind):
+    """Where nothing is kept yet, so that it is needed."""
+
+    class Refusing:
+        def find_spec(self, name, path=None, target=None):
+            if name == "spmd_engine.arrays.fast_compile":
+                raise kind("Numba needs NumPy 2.3 or less")
+
+    monkeypatch.setenv("SPMD_FAST", "1")
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    monkeypatch.delitem(sys.modules, "spmd_engine.arrays.fast_compile", raising=False)
+    monkeypatch.delattr("spmd_engine.arrays.fast_compile", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Refusing(), *sys.meta_path])
     assert fast_functions() is None
     assert "Numba needs NumPy 2.3 or less" in caplog.text
 
 
-def test_what_cannot_be_kept_on_disk_is_compiled_each_time(monkeypatch):
-    def njit(cache=False, **options):
-        if cache:
-            raise RuntimeError("cannot cache function: no locator available")
-        return numba.njit(**options)
-
-    monkeypatch.setattr(fast_kernels, "njit", njit)
-    x = np.arange(3, dtype=np.float32)
-    fast_kernels.compiled(_double)(x)
-    np.testing.assert_array_equal(x, [0, 2, 4])
+# --- object code
 
 
-def _double(x):
-    for i in range(x.size):
-        x[i] *= 2
+def test_a_process_that_finds_object_code_does_not_load_numba(loops):
+    """``loops`` has seen to it that the code is there."""
+    text = """
+import sys
+import numpy as np
+from spmd_engine.arrays.fast_functions import fast_functions
+print(fast_functions().relu(np.array([-1, 2], np.float32))[0], "numba" in sys.modules)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", text], env={**os.environ, "SPMD_FAST": "1"}, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.split("\n")[0] == "[0. 2.] False", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ((np.ones(4, np.float64), np.ones(4, np.float32)), "relu_value: wants contiguous arrays of float32"),
+        ((np.ones(8, np.float32)[::2], np.ones(4, np.float32)), "relu_value: wants contiguous arrays"),
+        ((np.ones(4, np.float32),), "relu_value: takes 2 arguments"),
+    ],
+    ids=["a type", "strides", "too few"],
+)
+def test_a_loop_reads_nothing_that_it_does_not_know(loops, arguments, why):
+    with pytest.raises(TypeError, match=why):
+        loops._loops.relu_value(*arguments)
+
+
+def test_a_loop_s_numbers_are_numbers(loops):
+    x = np.ones(3, np.float32)
+    with pytest.raises(TypeError, match="real number"):
+        loops._loops.sgd(x, x, None, 1.0)
+    with pytest.raises(TypeError, match="2 dimensions"):
+        loops._loops.rms_norm(x, x, 1.0, x, x, x)
+
+
+def test_code_that_cannot_be_linked_is_an_error_and_no_end():
+    with pytest.raises(RuntimeError):
+        Loops(["relu"], b"no object code")
 
 
 # --- arrays of other shapes and types than the loops have

@@ -1,69 +1,58 @@
-"""One process compiles for all that share a cache; nobody waits without a word, or for ever, or for nothing."""
+"""One process makes what all keep in a folder; nobody waits without a word, or for ever, or for nothing."""
 
 import fcntl
-import importlib.util
 import logging
 import os
 import stat
 import threading
 import time
 
-import numpy as np
 import pytest
 
-pytest.importorskip("numba")
+pytest.importorskip("llvmlite")
 fast_cache = pytest.importorskip("spmd_engine.arrays.fast_cache")
 
-LOOPS = """
-from numba import njit
-
-@njit(cache=True)
-def doubled(x):
-    return x * 2
-
-@njit(cache=True)
-def squared(x):
-    return x * x
-"""
+NAME = "of_a_test"
 
 
-class Process:
-    """A process that has imported the loops: nothing is compiled yet, or loaded."""
+class Made:
+    """Makes code, and counts how often."""
 
-    def __init__(self, path):
-        spec = importlib.util.spec_from_file_location("loops_of_a_test", path)
-        self.loops = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(self.loops)
-        self.folder = path.parent / "__pycache__"
-        self.lock = self.folder / "spmd_engine.lock"
+    def __init__(self, code=b"some code"):
+        self.code, self.times = code, 0
 
-    def call_all(self):
-        x = np.ones(3, np.float32)
-        return self.loops.doubled(x), self.loops.squared(x)
+    def __call__(self):
+        self.times += 1
+        return self.code
 
-    def prepare(self):
-        fast_cache.prepare(self.call_all, self.folder)
-        return self.compiled()
 
-    def compiled(self):
-        """How many loops it has compiled, of those two that it has."""
-        both = self.loops.doubled, self.loops.squared
-        assert all(len(loop.overloads) == 1 for loop in both)
-        return 2 - sum(sum(loop.stats.cache_hits.values()) for loop in both)
+def made(code=b"some code"):
+    """Whether it had to be made."""
+    make = Made(code)
+    assert fast_cache.kept(NAME, make) == code
+    return bool(make.times)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    return tmp_path
 
 
 @pytest.fixture
-def start(tmp_path, monkeypatch):
-    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
-    path = tmp_path / "loops_of_a_test.py"
-    path.write_text(LOOPS)
-    return lambda: Process(path)
+def file(folder):
+    return folder / f"spmd_engine.{NAME}.{fast_cache._key().hex()[:16]}"
 
 
 @pytest.fixture
-def held(start):
+def lock(file):
+    return file.with_name(f"{file.name}.lock")
+
+
+@pytest.fixture
+def held(lock):
     """The lock, as another process has it."""
-    with open(start().lock, "w") as file:
+    with open(lock, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.write("process 4321 on that node")
         file.flush()
@@ -74,85 +63,146 @@ def no_lock(*_):
     raise AssertionError("took a lock")
 
 
-def test_the_first_compiles_and_a_warm_start_takes_no_lock(start, monkeypatch):
-    first = start()
-    assert first.prepare() == 2
-    assert first.lock.read_text().startswith(f"process {os.getpid()} on ")
+def test_the_first_makes_it_and_a_warm_start_takes_no_lock(lock, monkeypatch):
+    assert made()
+    assert lock.read_text().startswith(f"process {os.getpid()} on ")
     monkeypatch.setattr(fcntl, "flock", no_lock)
-    assert start().prepare() == 0
+    assert not made()
 
 
-def test_what_is_missing_is_compiled(start):
-    first = start()
-    first.loops.doubled(np.ones(3, np.float32))
-    assert start().prepare() == 1
+def test_what_is_kept_is_one_file_that_others_may_read(folder, file, lock):
+    made()
+    assert set(folder.iterdir()) == {file, lock}
+    assert stat.S_IMODE(file.stat().st_mode) == 0o644
 
 
-def test_who_waits_finds_what_the_other_compiled(start, held, monkeypatch, caplog):
+@pytest.mark.parametrize("place", [0, 40, -1], ids=["the digest", "the code", "the end"])
+def test_a_damaged_file_is_made_again(file, place):
+    made()
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+    assert made() and not made()
+
+
+@pytest.mark.parametrize("length", [0, 20, 35])
+def test_half_a_file_is_made_again(file, length):
+    made()
+    file.write_bytes(file.read_bytes()[:length])
+    assert made() and not made()
+
+
+def test_two_processors_keep_code_side_by_side(monkeypatch):
+    made()
+    with monkeypatch.context() as patch:
+        patch.setattr(fast_cache.binding, "get_host_cpu_name", lambda: "another")
+        assert made(b"its code") and not made(b"its code")
+    assert not made()
+
+
+def test_another_processor_s_code_is_not_run_under_this_one_s_name(file, monkeypatch):
+    made()
+    with monkeypatch.context() as patch:
+        patch.setattr(fast_cache.binding, "get_host_cpu_name", lambda: "another")
+        made(b"its code")
+    (other,) = set(file.parent.glob(f"spmd_engine.{NAME}.*")) - set(file.parent.glob("*.lock")) - {file}
+    other.replace(file)
+    assert made()
+
+
+def test_other_settings_of_numba_s_are_other_code(monkeypatch):
+    made()
+    monkeypatch.setenv("NUMBA_CPU_NAME", "generic")
+    assert made(b"its code")
+
+
+def test_another_user_s_file_is_not_run(monkeypatch):
+    made()
+    monkeypatch.setattr(os, "geteuid", lambda: 4321)
+    monkeypatch.setattr(os, "fstat", lambda _: os.stat_result([0, 0, 0, 0, 1234, *[0] * 5]))
+    assert made()
+
+
+def test_a_link_is_not_followed(file, tmp_path):
+    made()
+    elsewhere = file.rename(tmp_path / "elsewhere")
+    file.symlink_to(elsewhere)
+    assert made()
+
+
+def test_who_waits_finds_what_the_other_made(held, lock, monkeypatch, caplog):
     monkeypatch.setattr(fast_cache, "WARN_AFTER", 0.2)
+    others = fast_cache._write
 
-    def compile_slowly():
+    def make_slowly():
         time.sleep(0.6)
-        start().call_all()
+        others(lock.with_suffix(""), fast_cache._key(), b"some code")
         fcntl.flock(held, fcntl.LOCK_UN)
 
-    other = threading.Thread(target=compile_slowly)
+    other = threading.Thread(target=make_slowly)
     other.start()
     with caplog.at_level(logging.WARNING):
-        assert start().prepare() == 0
+        assert not made()
     other.join()
     (record,) = caplog.records
-    assert "process 4321 on that node" in record.getMessage() and str(start().lock) in record.getMessage()
+    assert "process 4321 on that node" in record.getMessage() and str(lock) in record.getMessage()
 
 
-def test_who_held_the_lock_may_have_died_over_it(start, held):
+def test_of_many_one_makes_it():
+    """Each opens the lock for itself, as processes do."""
+    make, found = Made(), []
+    make_slowly = lambda: time.sleep(0.1) or make()  # noqa: E731
+    threads = [threading.Thread(target=lambda: found.append(fast_cache.kept(NAME, make_slowly))) for _ in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert found == [b"some code"] * 4 and make.times == 1
+
+
+def test_who_held_the_lock_may_have_died_over_it(held):
     end = threading.Timer(0.3, fcntl.flock, (held, fcntl.LOCK_UN))
     end.start()
-    assert start().prepare() == 2
+    assert made()
     end.join()
 
 
-def test_nobody_waits_for_ever(start, held, monkeypatch, caplog):
+def test_nobody_waits_for_ever(held, monkeypatch, caplog):
     monkeypatch.setattr(fast_cache, "LIMIT", 0.3)
     with caplog.at_level(logging.WARNING):
-        assert start().prepare() == 2
+        assert made()
     assert "process 4321 on that node still has the lock" in caplog.text
 
 
-def test_a_lock_that_cannot_be_had_is_no_reason_to_stop(start):
-    process = start()
-    process.lock.symlink_to("/nowhere")  # not to be followed: somebody else made it
-    assert process.prepare() == 2
+def test_a_lock_that_cannot_be_had_is_no_reason_to_stop(lock):
+    lock.symlink_to("/nowhere")  # not to be followed: somebody else made it
+    assert made()
 
 
-def test_a_file_system_without_locks_is_no_reason_to_stop(start, monkeypatch, caplog):
+def test_a_file_system_without_locks_is_no_reason_to_stop(monkeypatch, caplog):
     def refuse(*_):
         raise OSError("No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    assert start().prepare() == 2
+    assert made()
     assert "No locks available" in caplog.text
 
 
-def test_other_threads_compile_meanwhile(start):
-    """Only the thread that looks what is kept is stopped where it would compile."""
-    inside, done = threading.Event(), threading.Event()
-    compiled = []
-
-    def wait_inside():
-        inside.set()
-        done.wait(60)
-
-    looking = threading.Thread(target=lambda: fast_cache._are_kept(wait_inside))
-    looking.start()
-    inside.wait(60)
-    compiled.append(start().call_all())
-    done.set()
-    looking.join()
-    assert len(compiled) == 1
+def test_a_folder_that_cannot_be_written_is_no_reason_to_stop(folder, monkeypatch):
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(folder / "file"))
+    (folder / "file").touch()
+    assert made() and made()
 
 
-def test_nobody_else_can_write_to_the_cache_s_lock(start):
-    process = start()
-    process.prepare()
-    assert stat.S_IMODE(process.lock.stat().st_mode) & 0o022 == 0
+def test_without_room_nothing_is_kept_and_nothing_is_left(folder, lock, monkeypatch):
+    def refuse(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    assert made()
+    assert set(folder.iterdir()) == {lock}
+
+
+def test_nobody_else_can_write_to_the_cache_s_lock(lock):
+    made()
+    assert stat.S_IMODE(lock.stat().st_mode) & 0o022 == 0

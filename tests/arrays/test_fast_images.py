@@ -18,8 +18,8 @@ from spmd_engine.arrays.shapes import on_shapes
 from spmd_engine.arrays.window import Window
 from test_convolution import lengths, windows
 
-fast_convolution = pytest.importorskip("spmd_engine.arrays.fast_convolution")
-fast_kernels = pytest.importorskip("spmd_engine.arrays.fast_kernels")
+pytest.importorskip("numba")
+fast_places = pytest.importorskip("spmd_engine.arrays.fast_places")
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def test_convolution(loops, rows, columns, height, width, batch, groups, i, o):
     compare(loops, x, w, rows, columns, groups)
 
 
-WIDE = fast_convolution.WIDE
+WIDE = fast_places.WIDE
 SIZES = {
     "several tiles each way": (2, 9, 11, 5, 2 * WIDE + 3, 1),
     "whole tiles": (1, 6, 8, 3, WIDE, 1),
@@ -71,7 +71,7 @@ SIZES = {
 @pytest.mark.parametrize("name", SIZES)
 def test_a_panel_at_a_time(loops, monkeypatch, name, room, window):
     """The same for panels of several samples, of some rows and of one."""
-    monkeypatch.setattr(fast_convolution, "PANEL_ELEMENTS", room)
+    monkeypatch.setattr(fast_places, "PANEL_ELEMENTS", room)
     batch, height, width, i, o, groups = SIZES[name]
     x, w = normals(batch, height, width, groups * i), normals(3, window.size, i, groups * o, seed=1)
     compare(loops, x, w, Window(3, 1, 1, 1, 1), window, groups)

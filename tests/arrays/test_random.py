@@ -188,3 +188,13 @@ def test_integers_depend_on_the_index_alone():
     x = integers(KEY, 10**9, np.arange(100))
     np.testing.assert_array_equal(integers(KEY, 10**9, np.array([[99, 3], [0, 7]])), x[[[99, 3], [0, 7]]])
     assert not np.array_equal(x, integers(KEY, 10**9, np.arange(100) + 2**32))
+
+
+@pytest.mark.parametrize("shape", [(1, 1 << 16, 1 << 16), (1, (1 << 32) - 1), (3, 1 << 32)])
+def test_an_array_of_so_many_numbers_that_their_indices_are_long(shape):
+    ends = [(length - min(length, 3), length) for length in shape]
+    block = tuple(slice(*each) for each in ends)
+    part = uniform(7, shape, np.float64, block)
+    strides = np.cumprod([1, *shape[:0:-1]])[::-1]
+    indices = sum(np.ix_(*(np.arange(*end) * stride for end, stride in zip(ends, strides, strict=True))))
+    np.testing.assert_array_equal(part, (hash_bits(7, indices.astype(np.uint64)) + 0.5) * 2.0**-32)

@@ -112,3 +112,20 @@ def test_neighbours_that_are_paired_become_halves(tmp_path):
     engine, _ = open_pretrained(ModelConfig(str(tmp_path / "out"), dtype="float64"), Mesh())
     assert engine.model.name.endswith("out") and shape_at(tmp_path / "out").rotary.pairs == "halves"
     np.testing.assert_allclose(logits(engine), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", ".model.safetensors-unfinished"])
+def test_a_folder_with_files_of_others_is_left_as_it_is(tmp_path, name):
+    source, out = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(FOLDERS / "qwen2", source)
+    (source / "tokenizer.json").write_text("{}")
+    out.mkdir()
+    for each in ("README.md", name):
+        (out / each).write_text("theirs")
+    with pytest.raises(UsageError, match=rf"{name} is there already"):
+        saved_and_exported(source, tmp_path, {"data": 2})
+    assert {each.name: each.read_text() for each in out.iterdir()} == {"README.md": "theirs", name: "theirs"}
+    (out / name).unlink()
+    saved_and_exported(source, tmp_path, {"data": 2})
+    names = {"README.md", "config.json", "model.safetensors", "tokenizer.json"}
+    assert {each.name for each in out.iterdir()} == names and (out / "README.md").read_text() == "theirs"

@@ -39,7 +39,12 @@ def trained(folder, steps, background=False, keep=1):
             trainer = Trainer(engine, optimizer, lambda step: batch(engine, step), lambda step: 0.1, first_step=done)
             for report in trainer.run(steps):
                 saving = Save(
-                    folder, engine, optimizer, step=report.step, keep=keep, background=background,
+                    folder,
+                    engine,
+                    optimizer,
+                    step=report.step,
+                    keep=keep,
+                    background=background,
                     config={"made": report.step},
                 )
                 saving.finish()

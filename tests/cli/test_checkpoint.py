@@ -9,6 +9,7 @@ from safetensors.numpy import load_file, save_file
 import saved
 from spmd_engine import Mesh
 from spmd_engine.checkpoints import CheckpointFolder, save_checkpoint
+from spmd_engine.checkpoints.lock import RunLock
 from spmd_engine.engine import AdamW
 from spmd_engine.strategies import DataParallel
 
@@ -61,6 +62,27 @@ def test_export_and_reshard(here, of_two_steps, tmp_path):
     code, out, _ = here("checkpoint", "reshard", "runs/a", "runs/b", "--files", "2")
     assert code == 0 and out == "runs/b/checkpoints/step-00000002\n"
     assert saved.everything(tmp_path / "runs" / "b") == saved.everything(of_two_steps)
+
+
+def test_what_others_have_written_stays(here, of_two_steps, tmp_path):
+    """Files of an export's name, and of its name while it is written; another run; and what is called latest."""
+    for name in ("mine.safetensors", ".new.safetensors-unfinished"):
+        (tmp_path / name).write_text("mine")
+    for target, named in [("mine.safetensors", "mine.safetensors"), ("new.safetensors", ".new.safetensors-unfinished")]:
+        code, out, errors = here("checkpoint", "export", "runs/a", target)
+        assert (code, out, errors.count("\n")) == (2, "", 1) and f"{named} is there already" in errors
+        assert (tmp_path / named).read_text() == "mine"
+    assert not (tmp_path / "new.safetensors").exists()
+    latest = tmp_path / "runs" / "b" / "checkpoints" / "latest"
+    latest.mkdir(parents=True)
+    (latest / "notes").write_text("mine")
+    assert here("checkpoint", "reshard", "runs/a", "runs/b")[0] == 0 and (latest / "notes").read_text() == "mine"
+    code, _, errors = here("checkpoint", "reshard", "runs/a/checkpoints/step-00000001", "runs/b")
+    assert code == 2 and "runs/b holds another run already (step-00000002)" in errors
+    assert sorted(each.name for each in latest.parent.iterdir()) == ["latest", "step-00000002"]
+    with RunLock(tmp_path / "runs" / "a"):
+        assert "is being written by another run" in here("checkpoint", "reshard", "runs/a", "runs/a")[2]
+    assert here("checkpoint", "reshard", "runs/a", "runs/a")[1] == "runs/a/checkpoints/step-00000002.1\n"
 
 
 @pytest.mark.parametrize("path", ["nowhere", "plain.safetensors"])

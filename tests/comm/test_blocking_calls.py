@@ -12,11 +12,11 @@ import pytest
 
 from on_ranks import assert_same, numbers_of_ranks, on_ranks, reduced, values
 from spmd_engine import world
-from spmd_engine.comm.collective_steps import CollectiveSteps
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.mpi import MPICommunicator
 from spmd_engine.comm.pending import Progress
+from spmd_engine.comm.routing import Routing
 from spmd_engine.comm.slot_table import SLOTS
 from spmd_engine.comm.transports.messages import Messages
 from spmd_engine.comm.transports.mpi import BlockingCollectives
@@ -326,15 +326,15 @@ def test_the_short_ways_bring_what_numpy_computes(program, dtype, ranks):
 @pytest.mark.parametrize("ranks", [3])
 def test_no_two_ranks_go_different_ways(ranks, monkeypatch):
     """Whatever each of them offers. A call that a rank does not ask about was done at once: by the library."""
-    taken, transport_of = defaultdict(dict), CollectiveSteps._transport
+    taken, transport_of = defaultdict(dict), Routing.transport
 
     def recorded(self, call, number, *facts):
         transport = transport_of(self, call, number, *facts)
-        if self._axes == "all":
+        if self.agreement._axes == "all":
             taken[threading.get_ident()][number] = type(transport)
         return transport
 
-    monkeypatch.setattr(CollectiveSteps, "_transport", recorded)
+    monkeypatch.setattr(Routing, "transport", recorded)
     on_ranks(every_pair_of_offers, ranks, FLOAT)
     assert len(taken) == ranks
     numbers = {number for each in taken.values() for number in each}

@@ -31,6 +31,21 @@ def test_the_ledger_says_the_same_on_any_nodes(hosts):
     assert totals.tolist() == [3 * 8 * (LARGE + 3) * n for n in (2, 1, 1)]
 
 
+def test_lengths_that_are_known_may_differ_by_rank_where_all_split_alike():
+    """Small arrays, which come with the agreement: each rank knows of other lengths than its neighbour."""
+    splits = [1, 2, 1, 3]
+
+    def program():
+        group = everyone()
+        x = np.arange(7.0) + 10 * group.rank
+        return group.all_to_all(x, splits=splits, received=[splits[group.rank]] * 4)
+
+    for rank, (y, received) in enumerate(run(program, 4, nodes=list("aabb"))):
+        parts = [np.split(np.arange(7.0) + 10 * r, np.cumsum(splits)[:-1])[rank] for r in range(4)]
+        assert received == [splits[rank]] * 4
+        assert_same(y, np.concatenate(parts))
+
+
 def test_nodes_with_different_numbers_of_ranks_add_up_in_rank_order():
     def program():
         group = everyone()

@@ -13,6 +13,7 @@ from spmd_engine.engine import AdamW, LayeredEngine, schedules
 from spmd_engine.engine.assignment import Storage
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.recompute import Recompute
+from spmd_engine.errors import UsageError
 from spmd_engine.models import two_layers
 from spmd_engine.sharding import Layout, plan_transfer
 from spmd_engine.training import Trainer
@@ -88,8 +89,13 @@ def test_parts_that_become_whole_are_sent_once_to_each_rank():
 
 @pytest.mark.parametrize(
     "members, after, how",
-    [([0, 1, 3], {"data": 3}, {"zero": 1}), ([2, 1], {"pipe": 2}, {}), ([3], {"data": 1}, {})],
-    ids=["three go on", "two, in another order", "one"],
+    [
+        ([0, 1, 3], {"data": 3}, {"zero": 1}),
+        ([2, 1], {"pipe": 2}, {}),
+        ([3], {"data": 1}, {}),
+        ([2, 0, 3, 1], {"pipe": 2, "model": 2}, {"zero": 1}),
+    ],
+    ids=["three go on", "two, in another order", "one", "all, in another order"],
 )
 @pytest.mark.parametrize("nodes", [None, ["a", "b", "a", "b"]], ids=["one node", "two nodes"])
 def test_some_of_the_ranks_go_on(members, after, how, nodes):
@@ -121,6 +127,16 @@ def test_some_of_the_ranks_go_on(members, after, how, nodes):
         assert not ours if rank not in members else ours.keys() == arrays.keys()
         for name, array in ours.items():
             np.testing.assert_allclose(array, arrays[name], rtol=0, atol=1e-10, err_msg=name)
+
+
+def test_ranks_that_go_on_on_several_meshes_are_refused():
+    def program():
+        with Mesh(data=2) as mesh, Mesh(world().subset([mesh.rank])) as alone:
+            engine = LayeredEngine(two_layers(4, 4), mesh)
+            with pytest.raises(UsageError, match=r"one new mesh.*2 of 2 are on a mesh of 1, as its \[0, 0\]"):
+                engine.reshard(alone)
+
+    run(program, 2)
 
 
 def test_no_rank_holds_more_than_its_own_and_two_pieces(monkeypatch):

@@ -32,6 +32,10 @@ EXPERTS = DecoderShape(
     family="qwen3-moe", layers=2, width=12, heads=6, key_value_heads=2, hidden=10, vocabulary=13, query_key_norm=True,
     context=16, mixture=Mixture(experts=5, hidden=7, dense="1", router=RouterOptions(top_k=2)),
 )  # fmt: skip
+SHARED = EXPERTS.changed(
+    family="qwen2-moe", query_key_norm=False, bias=True,
+    mixture=Mixture(experts=3, hidden=5, shared=2, shared_gate=True, router=RouterOptions(top_k=2)),
+)  # fmt: skip
 NEOX = DecoderShape(
     family="gpt-neox", layers=2, width=12, heads=3, hidden=10, vocabulary=13, context=16, norm="layer", bias=True,
     output_bias=True, parallel="two-norms", gated=False, activation="gelu-erf", perceptron_bias=True,
@@ -101,6 +105,7 @@ def alone(shape=SHAPE):
         ({"pipe": 2, "model": 2}, {"zero": 2}, NEOX),
         ({"expert": 2, "model": 2}, {"zero": 1}, EXPERTS),
         ({"pipe": 2, "expert": 3}, {"recompute": "block"}, EXPERTS),
+        ({"expert": 2, "model": 2}, {"zero": 3, "sequence_parallel": True}, SHARED),
     ],
     ids=lambda each: each.family if isinstance(each, DecoderShape) else str(each) if each else "",
 )
@@ -116,41 +121,80 @@ def test_every_mesh_computes_the_same(axes, composition, shape):
         np.testing.assert_array_equal(frozen[name], whole[name])
 
 
-@pytest.mark.parametrize("shape", [SHAPE, GPT2, NEOX, EXPERTS], ids=lambda shape: shape.family)
+@pytest.mark.parametrize(
+    ("axes", "shape", "copies"),
+    [({"data": 4}, SHAPE, 1), ({"data": 2, "replicate": 2}, SHAPE, 2), ({"expert": 2, "data": 2}, SHARED, 1)],
+    ids=str,
+)
+def test_fully_sharded_no_frozen_number_is_stored_twice(axes, shape, copies):
+    """And none stays whole after a step, nor has a gradient."""
+
+    def program():
+        with Mesh(**axes) as mesh:
+            config = ModelConfig(name="adapted", shape=shape, dtype="float64", lora=OPTIONS)
+            engine = build_engine(config, mesh, Composition(mesh=axes, zero=3))
+            engine.load_checkpoint(values(engine, [*engine.names, *engine.buffer_names]))
+            engine.step(batch_of(*TOKENS, engine))
+            storages = engine._placed.frozen.storages
+            assert all(each.whole_parameters is None and each.own_gradients.size == 0 for each in storages)
+            return sum(each.size for each in engine.buffers.values()), engine.model
+
+    found = run(program, tiny.ranks_of(axes))
+    whole = sum(np.prod(shape) for _, (_, shape) in found[0][1].buffers())
+    counts = [count for count, _ in found]
+    assert sum(counts) == copies * whole and max(counts) < 1.4 * sum(counts) / len(counts)
+
+
+@pytest.mark.parametrize("shape", [SHAPE, GPT2, NEOX, EXPERTS, SHARED], ids=lambda shape: shape.family)
 def test_gradients_are_those_of_all_weights_projected(shape):
     """Of the merged model's gradient dw, da = scale dw bᵀ, summed over those who share a, and db = scale aᵀ dw."""
     _, gradients, _, _, whole = alone(shape)
     engine = build_engine(ModelConfig(name="merged", shape=shape, dtype="float64"), Mesh())
-    merged, names_of_a = dict(whole), OPTIONS.names_of_a(shape.family)
-    adapted = [name for name in engine.names if f"{name}_lora_b" in whole]
+    dims = {name: parameter.dims for name, (parameter, _) in engine.model.parameters()}
+    merged, names = dict(whole), OPTIONS.names(shape.family, dims)
     letters = {"hrk": "hk", "hk": "hk"} if shape in (GPT2, NEOX) else {}
     sides = {own: [letters.get(each, each) for each in pair] for own, pair in SIDES.items()}
-    for name in adapted:
-        layer, _, own = name.rpartition("/")
-        into, out = sides[own]
-        a, b = whole[f"{layer}/{names_of_a[own]}"], whole[name + "_lora_b"]
-        merged[name] = whole[name] + 1.5 * np.einsum(f"{into}q,q{out}->{into}{out}", a, b)
+    for name, (a, b) in names.items():
+        into, out = sides[name.rpartition("/")[2]]
+        merged[name] = whole[name] + 1.5 * np.einsum(f"{into}q,q{out}->{into}{out}", whole[a], whole[b])
     engine.load_checkpoint(merged)
     engine.step(batch_of(*TOKENS, engine))
     full, expected = engine.named(engine.gradients), {}
-    for name in adapted:
-        layer, _, own = name.rpartition("/")
-        (into, out), name_of_a = sides[own], f"{layer}/{names_of_a[own]}"
-        a, b, dw = whole[name_of_a], whole[name + "_lora_b"], full[name]
+    for name, (name_of_a, name_of_b) in names.items():
+        into, out = sides[name.rpartition("/")[2]]
+        a, b, dw = whole[name_of_a], whole[name_of_b], full[name]
         da = 1.5 * np.einsum(f"{into}{out},q{out}->{into}q", dw, b)
+        db = 1.5 * np.einsum(f"{into}q,{into}{out}->q{out}", a, dw)
         expected[name_of_a] = expected.get(name_of_a, 0) + da
-        expected[name + "_lora_b"] = 1.5 * np.einsum(f"{into}q,{into}{out}->q{out}", a, dw)
+        expected[name_of_b] = expected.get(name_of_b, 0) + db
     assert expected.keys() == gradients.keys()
-    assert len(expected) == {"qwen3": 28, "gpt2": 20, "gpt-neox": 20, "qwen3-moe": 16}[shape.family]
+    assert len(expected) == {"qwen3": 28, "gpt2": 20, "gpt-neox": 20, "qwen3-moe": 52, "qwen2-moe": 70}[shape.family]
     for name, each in expected.items():
         np.testing.assert_allclose(gradients[name], each, rtol=0, atol=1e-13, err_msg=name)
+
+
+def test_fused_experts_with_twice_the_rank(monkeypatch):
+    """Gate and up of an expert share an a, of twice the rank, on any mesh."""
+    targets = "q_proj,experts.gate_up_proj,experts.down_proj"
+    monkeypatch.setitem(globals(), "OPTIONS", OPTIONS.changed(targets=targets, doubled=True))
+    _, *expected, _, _ = two_steps({"data": 1}, {}, EXPERTS)
+    _, *found, _, _ = two_steps({"expert": 2, "model": 2}, {"zero": 1}, EXPERTS)
+    assert expected[0]["block0/moe/expert0/gate_up_lora_a"].shape == (12, 6)
+    for one, other in zip(expected, found, strict=True):
+        for name in one:
+            np.testing.assert_allclose(other[name], one[name], rtol=0, atol=1e-10, err_msg=name)
 
 
 @pytest.mark.parametrize(
     ("name", "targets", "said"),
     [
         ("llama-nano", "w0", "'w0' of a llama has no adapter here; those that can are q_proj"),
-        ("mixtral-nano", "q_proj,up_proj", "'up_proj' of a mixtral has no adapter here; those that can are q_proj, "),
+        (
+            "mixtral-nano",
+            "q_proj,up_proj",
+            "'up_proj' of a mixtral has no adapter here; those that can are q_proj, .*w1",
+        ),
+        ("mixtral-nano", "w1,experts.gate_up_proj", "experts.gate_up_proj would adapt gate of experts, which have"),
         ("gpt-nano", "q_proj", "'q_proj' of a gpt2 has no adapter here; those that can are c_attn, c_fc, c_proj"),
         ("mlp", None, "mlp has no adapters"),
     ],
@@ -176,6 +220,8 @@ GOLDEN, BASE = ADAPTERS / "llama", BASES / "llama"
         ("phi3", {"model": 3}, {}),
         ("gpt_neox", {"model": 3}, {}),
         ("qwen3_moe", {"expert": 2, "model": 2}, {}),
+        ("mixtral", {"expert": 2, "model": 2}, {}),
+        ("olmoe", {"expert": 3}, {"zero": 3}),
     ],
     ids=lambda each: str(each) if each else "",
 )
@@ -214,6 +260,8 @@ def test_what_peft_wrote_and_what_is_written_for_it(family, axes, composition, t
     ("values", "said"),
     [
         ({"peft_type": "IA3"}, "peft_type 'IA3' is not known here"),
+        ({"target_parameters": ["mlp.gate.weight"]}, "target_parameters has 'mlp.gate.weight', a feature that is not"),
+        ({"rank_pattern": {"v_proj": 4}}, "rank_pattern is {'v_proj': 4}, a feature that is not known here"),
         ({"use_dora": True}, "use_dora is True, a feature that is not known here"),
         ({"target_modules": ["q_proj", "lm_head"]}, "'lm_head' of a llama has no adapter here"),
         ({"r": 4}, r"lora_A.weight is \[3, \d+\], but the model's configuration says \[4, "),

@@ -27,7 +27,7 @@ MESHES = [
     ({"expert": 2, "context": 2}, {"context_method": "ulysses", "zero": 2}),
     ({"data": 2, "model": 2, "queries": 2}, {"sequence_parallel": True, "zero": 2}),  # three of these share a key head
 ]
-WITHOUT_SHARED_KEYS = ("gpt2", "gpt_neo", "gpt_neox", "opt")
+WITHOUT_SHARED_KEYS = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt")
 #: Every family alone and on one other mesh, each mesh with a family; the rest takes long.
 CASES = [
     pytest.param(family, *case, id=f"{family}-{number}", marks=[] if number in (0, 1 + of % 5) else pytest.mark.soak)

@@ -73,6 +73,9 @@ class Ranks(Worker):
         config.hook.pytest_deselected(items=[item for item in items if not fits(item)])
         items[:] = [item for item in items if fits(item)]
 
+    def pytest_collection_finish(self):
+        self._keep_modules()
+
     def pytest_report_collectionfinish(self):
         if not self.folder:
             return (

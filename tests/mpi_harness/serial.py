@@ -31,6 +31,7 @@ class Serial(Worker):
             self.config.hook.pytest_collection_modifyitems(session=session, config=self.config, items=found)
             found = {item.nodeid: item for item in found}
             items = [found[nodeid] for nodeid in nodeids]
+            self._keep_modules()
             # After a file's last test nothing stays set up: the next file may be of any folder.
             for item, following in zip(items, [*items[1:], None]):
                 self.config.hook.pytest_runtest_protocol(item=item, nextitem=following)

@@ -1,12 +1,14 @@
 """A process that runs tests for a parent: it says what becomes of them, and ends where one of them hangs."""
 
 import faulthandler
+import gc
 import json
 import math
 import os
 import time
 
 START_S = 180  # from the launch to the first test
+GARBAGE = 5000  # objects made and not yet freed that have Python look for cycles among them: 700 by default
 LATE_S = 1  # a limit may end so much later: setting one starts a thread, and there are three for each small test
 
 
@@ -29,6 +31,13 @@ class Worker:
         if seconds != self.limit_s or now > self.limited_at + late:
             faulthandler.dump_traceback_later(seconds + late, exit=True, file=self.stderr)
             self.limit_s, self.limited_at = seconds, now
+
+    @staticmethod
+    def _keep_modules():
+        """What has been imported and collected stays: looking through it for garbage takes a twentieth of all time."""
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(GARBAGE)
 
     def _note(self, own):
         """Every rank's own outcomes: all there is of a phase that the job does not survive."""

@@ -9,8 +9,10 @@ from real_steps import ledgers
 import tiny
 from spmd_engine.comm.mesh import parse_axes
 from spmd_engine.engine.composition import Composition
-from spmd_engine.models import gpt
+from spmd_engine.models import DecoderShape, gpt
+from spmd_engine.models.adapters import LoRAOptions, with_adapters
 from spmd_engine.models.convnet import convnet
+from spmd_engine.models.decoder import decoder
 from spmd_engine.models.images import ImageShape
 from spmd_engine.models.mlp import deep_mlp, mlp, two_layers
 from spmd_engine.planning import analyze
@@ -21,6 +23,11 @@ GPT_ULYSSES = gpt(tiny.SIZE, context_method="ulysses")
 GPT_UNTIED = gpt(replace(tiny.SIZE, tied=False))
 GPT_SHARED_KEYS = gpt(replace(tiny.SIZE, key_value_heads=2))
 MLP, DEEP, TWO = mlp((12, 7, 9, 5)), deep_mlp(4, 6), two_layers(6, 10)
+ADAPTED = with_adapters(
+    decoder(DecoderShape(layers=2, width=12, heads=3, hidden=20, vocabulary=13, context=8)),
+    LoRAOptions(rank=2),
+    "llama",
+)
 CONVNET = convnet(ImageShape(), "convnet")
 
 CASES = [
@@ -30,10 +37,12 @@ CASES = [
     (GPT, "data=3", {"zero": 1, "compress": "bfloat16"}),
     (GPT, "data=2", {"compress": "top-k:0.1"}),
     (GPT, "replicate=2,shard=2", {}),
+    (GPT, "replicate=2,data=4", {"zero": 1, "group_threshold": 0}),
     (GPT_UNTIED, "model=3", {"sequence_parallel": True}),
     (GPT, "context=2", {"zero": 3}),
     (GPT, "pipe=3", {"zero": 1, "schedule": "zero-bubble"}),
     (GPT, "pipe=2,data=2", {"schedule": "interleaved", "zero": 3}),
+    (ADAPTED, "data=2,model=2", {"zero": 3, "group_threshold": 1500}),
     (MLP, "row=2,col=2", {}),
     (DEEP, "pipe=2,model=2", {}),
     (CONVNET, "data=2", {}),
@@ -82,6 +91,18 @@ def test_a_step_sends_what_was_foretold(case):
     merged = analyze(model, axes, composition, **how)
     assert merged.bytes_sent == sum(sent for ledger in real for _, _, sent in ledger.values())
     assert merged.calls == sum(calls for ledger in real for calls, _, _ in ledger.values())
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "micro_batches"), [(3, 2), pytest.param(1, 2, marks=pytest.mark.soak)], ids=["uneven", "empty"]
+)
+def test_a_recut_of_micro_batches_of_several_sizes(batch_size, micro_batches):
+    """Rank 0 has a sample of each after the recut, and others have none of the last: what one has tells not of all."""
+    model = convnet(ImageShape(), "convnet", channels=(4, 4), recut_after=1)
+    axes, how = {"rows": 2}, {"batch_size": batch_size, "micro_batches": micro_batches, "dtype": np.float64}
+    foretold = analyze(model, axes, Composition(), **how)
+    for rank, ledger in enumerate(ledgers(model, axes, Composition(), **how)):
+        assert foretold.of_rank(rank).ledger() == ledger, f"rank {rank}"
 
 
 @pytest.mark.soak

@@ -59,6 +59,14 @@ def test_halos_end_with_the_array_and_none_are_around_nothing():
     placement.check("x")
 
 
+def test_an_empty_batch_has_halos_too():
+    """As many rows as a layer makes its outputs of, of no samples; and of no rows, none are beside any."""
+    places = all_positions({"data": 3})
+    of_none = ArrayPlacement.of_spec("b h/data w", (0, 3, 2), np.float32, places, halos={"h": (1, 1)})
+    assert texts(of_none.held) == [["[0:0, 0:2, 0:2]"], ["[0:0, 0:3, 0:2]"], ["[0:0, 1:3, 0:2]"]]
+    of_none.check("x")
+
+
 @pytest.mark.parametrize("length", [0, 2, 11])
 @pytest.mark.parametrize("axes", [{"context": 3}, {"data": 2, "context": 2}], ids=str)
 def test_a_zigzag_sequence_is_two_rectangles_joined(axes, length):

@@ -43,15 +43,26 @@ from spmd_engine.training import Trainer
 every_strategy = pytest.mark.parametrize("name", STRATEGIES)
 
 
-@pytest.mark.parametrize(
-    ("name", "axes"), [pytest.param(*case, marks=in_time(case[1])) for case in CASES], ids=case_id
-)
+@pytest.mark.parametrize(("name", "axes"), [pytest.param(*case, marks=in_time(case[1])) for case in CASES], ids=case_id)
 def test_training_equals_the_single_device(name, axes):
     """Losses, every gradient and the parameters, with one micro-batch and with several."""
     how = [(AdamW, 1), (SGD, 3)]
     for results in run(lambda: [train(name, axes, *each) for each in how], prod(axes.values())):
         for each, result in zip(how, results, strict=True):
             assert_trained_alike(result, trained_alone(name, *each))
+
+
+data_of_two = partial(data, samples=2)
+
+
+@every_strategy
+def test_micro_batches_without_samples_change_nothing(name):
+    """Two samples in three micro-batches: of one, no rank has any; of the others, many have none."""
+    axes = dict(
+        zip(STRATEGIES[name].axes or ("data",), (3,) if len(STRATEGIES[name].axes) < 2 else (2, 1, 1), strict=False)
+    )
+    for result in run(lambda: train(name, axes, SGD, 3, steps=1, of=data_of_two), prod(axes.values())):
+        assert_trained_alike(result, trained_alone(name, SGD, 3, steps=1, of=data_of_two))
 
 
 def test_the_cases_are_those_of_every_world():

@@ -147,24 +147,29 @@ def test_a_signal_ends_it_saved_with_the_code_of_shells_and_it_goes_on_exactly(t
 # --- its files
 
 
+def limited(size, do):
+    """``do()``, while no file may be larger: as on a full disk, from the first byte on where that is 0."""
+    limits, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        do()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_folder_that_cannot_be_written_to_is_one_line_on_every_rank(tmp_path, ranks):
-    (tmp_path / "metrics.unfinished").mkdir()  # as root, nothing else is refused
-    with pytest.raises(UsageError, match="metrics.unfinished"):
+    (tmp_path / "checkpoints").write_text("")  # as root, nothing else is refused
+    with pytest.raises(UsageError, match=rf"{tmp_path} cannot be written to: .*checkpoints"):
         trained(tmp_path, {"data": ranks}, 2)
 
 
 def test_a_full_disk_is_one_line_and_leaves_the_checkpoint_whole(tmp_path):
     trained(tmp_path, {"data": 1}, 2)
-    before, limits = saved.everything(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 20, limits[1]))
-        with pytest.raises(UsageError, match="File too large; the last checkpoint there, if any, is whole"):
-            trained(tmp_path, {"data": 1}, 3, resume=True)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, ignored)
+    before, most = saved.everything(tmp_path), (tmp_path / "metrics.jsonl").stat().st_size + 20
+    with pytest.raises(UsageError, match="File too large; the last checkpoint there, if any, is whole"):
+        limited(most, lambda: trained(tmp_path, {"data": 1}, 3, resume=True))
     assert saved.everything(tmp_path) == before
 
 
@@ -253,6 +258,68 @@ def test_a_run_whose_config_is_lost_has_it_in_its_checkpoint(tmp_path):
     assert (tmp_path / "run" / "config.json").read_text() == whole
     with RunLock(tmp_path / "run"), pytest.raises(UsageError, match="is being written by another run"):
         train(read_run(tmp_path / "run"), tmp_path / "run", resume=True)
+
+
+@pytest.mark.parametrize("size", [0, 70, 200, 1000])
+def test_a_full_disk_is_one_line_at_the_beginning_and_when_a_run_goes_on(tmp_path, size):
+    """Not even the lock can be written; or config.json, or metrics.jsonl, or the first checkpoint."""
+    folder, how = tmp_path / "run", {"config": {"a": "long" * 20}, "save_every": 2}
+    with pytest.raises(UsageError, match=rf"{folder}.*File too large.*; (the last|what was saved)") as said:
+        limited(size, lambda: trained(folder, {"data": 1}, 4, **how))
+    assert "\n" not in str(said.value).partition("\nraised on rank")[0]
+    trained(folder, {"data": 1}, 4, **how)
+    files, before = {each.name for each in folder.iterdir()}, saved.everything(folder)
+    with pytest.raises(UsageError, match=rf"{folder}.*File too large.*; (the last|what was saved)"):
+        limited(size, lambda: trained(folder, {"data": 1}, 8, resume=True, **how))
+    assert saved.everything(folder) == before and {each.name for each in folder.iterdir()} == files
+    kept = (folder / "metrics.jsonl").read_text().splitlines()[:4]  # the last may be cut short
+    assert [json.loads(line)["step"] for line in kept] == [1, 2, 3, 4]
+    trained(folder, {"data": 1}, 8, resume=True, **how)
+    trained(tmp_path / "whole", {"data": 1}, 8, **how)
+    assert saved.everything(folder) == saved.everything(tmp_path / "whole")
+    assert [each["loss"] for each in metrics(folder)] == [each["loss"] for each in metrics(tmp_path / "whole")]
+
+
+def test_a_run_that_another_host_took_over_writes_nothing_more(tmp_path):
+    """Which did not see its lock: what the other one says of its steps is left alone, and so are its checkpoints."""
+
+    class Another(Observer):
+        def stepped(self, report):
+            if report.step == 3:
+                (tmp_path / ".lock").write_text("process 7 on another, 123")
+                replace_file(tmp_path / "metrics.jsonl", "theirs")
+
+        def saved(self, step):
+            assert step == 2
+
+    with pytest.raises(UsageError, match=r"being written by another run \(process 7 on another\), which has begun"):
+        trained(tmp_path, {"data": 2}, 9, observers=[Another()], save_every=2)
+    assert (tmp_path / "metrics.jsonl").read_text() == "theirs"
+    assert [each.name for each in CheckpointFolder(tmp_path).complete()] == ["step-00000002"]
+
+
+def test_a_second_run_is_refused_before_it_writes_anything(tmp_path):
+    """Also where the first one has not saved yet, and the second begins anew, as another job."""
+    jobs = [Job.of(model="mlp", steps=1, batch_size=4, eval_samples=2, learning_rate=rate) for rate in (0.1, 0.2)]
+    refused = []
+
+    class Second(Observer):
+        def stepped(self, report):
+            before = files_in(tmp_path)
+            with pytest.raises(UsageError, match="is being written by another run"):
+                train(jobs[1], tmp_path)
+            refused.append(files_in(tmp_path) == before)
+
+    run(lambda: train(jobs[0], tmp_path, observers=[Second()]), 1)
+    assert refused == [True] and read_run(tmp_path).training.learning_rate == 0.1
+    with pytest.raises(UsageError, match="no such checkpoint"):
+        train(jobs[0], tmp_path / "mistyped", resume=True)
+    assert not (tmp_path / "mistyped").exists()
+
+
+def files_in(folder):
+    """The bytes of each file, and when it was last written."""
+    return {each: (each.read_bytes(), each.stat().st_mtime_ns) for each in folder.rglob("*") if each.is_file()}
 
 
 @pytest.mark.parametrize("moved", [False, True], ids=["removed", "moved"])

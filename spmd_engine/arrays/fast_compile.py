@@ -1,0 +1,163 @@
+"""Compiles loops to object code, which any later process links without Numba (``fast_loops``).
+
+Beside each loop stands its entry, a C function of its name that Python can call, and that takes arrays as they are. It
+raises TypeError for what is no such array as the loop is compiled for, before anything is read or written.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable
+from importlib import import_module
+
+import numpy as np
+from llvmlite import binding, ir
+from numba.core import cgutils, compiler, types
+from numba.core.cpu_options import FastMathOptions
+from numba.core.registry import cpu_target
+from numba.np.arrayobj import populate_array
+
+from spmd_engine.arrays.fast_kernels import Loop
+
+# Where an array object, PyArrayObject_fields of NumPy's ndarraytypes.h, has its data pointer, and what follows that;
+# and where a PyArray_Descr has its type's number.
+DATA = object.__basicsize__
+DIMENSIONS, SHAPE, DESCRIPTION, FLAGS = DATA + 8, DATA + 16, DATA + 40, DATA + 48
+TYPE_NUMBER = object.__basicsize__ + 12
+CONTIGUOUS_AND_ALIGNED = 0x0001 | 0x0100
+
+BYTE, WORD, LONG = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+
+
+def compile_loops(modules: Iterable[str]) -> tuple[list[str], bytes]:
+    """The names of all loops in modules of this package, and their object code.
+
+    Raises RuntimeError where array objects are not laid out as it is thought here.
+    """
+    _check_layout()
+    names, programs = [], []
+    for module in modules:
+        for name, loop in vars(import_module(f"spmd_engine.arrays.{module}")).items():
+            if isinstance(loop, Loop):
+                result = _compile(loop)
+                names.append(name)
+                programs += [result.library.get_llvm_str(), str(_entry(name, result))]
+    return names, _object_code(programs)
+
+
+def _compile(loop: Loop) -> compiler.CompileResult:
+    """Numba's machinery for ``loop`` and the types of its annotations, without the wrappers that Python calls."""
+    flags = compiler.Flags()
+    flags.error_model = "numpy"
+    flags.fastmath = FastMathOptions(set(loop.fastmath))
+    flags.no_cpython_wrapper = flags.no_cfunc_wrapper = True
+    cpu_target.typing_context.refresh()
+    cpu_target.target_context.refresh()
+    arguments = tuple(loop.function.__annotations__.values())
+    return compiler.compile_extra(
+        cpu_target.typing_context, cpu_target.target_context, loop.function, arguments, types.none, flags, {}
+    )
+
+
+def _object_code(programs: Iterable[str]) -> bytes:
+    """LLVM's for this processor, which may lie anywhere in memory."""
+    _, cpu, features = cpu_target.target_context.codegen().magic_tuple()
+    machine = binding.Target.from_default_triple().create_target_machine(cpu, features, 3, reloc="pic")
+    whole = None
+    for program in programs:
+        part = binding.parse_assembly(program)
+        whole = part if whole is None else whole
+        if part is not whole:
+            whole.link_in(part)
+    return machine.emit_object(whole)
+
+
+def _entry(name: str, result: compiler.CompileResult) -> ir.Module:
+    """The text of the entry, as ``PyMethodDef`` has it with METH_FASTCALL: it is given arguments and their number."""
+    context, kinds = result.target_context, result.signature.args
+    module, pointer = context.create_module(f"entry of {name}"), ir.PointerType(BYTE)
+    entry = ir.Function(module, ir.FunctionType(pointer, [pointer, ir.PointerType(pointer), LONG]), name)
+    builder = ir.IRBuilder(entry.append_basic_block())
+    python = context.get_python_api(builder)
+
+    def unless(fits: ir.Value, message: str) -> None:
+        with builder.if_then(builder.not_(fits), likely=False):
+            error = context.get_c_value(builder, python.pyobj, "PyExc_TypeError")
+            python.err_set_string(builder.load(error), f"{name}: {message}")
+            builder.ret(python.get_null_object())
+
+    count = sum(kind.count if isinstance(kind, types.UniTuple) else 1 for kind in kinds)
+    unless(builder.icmp_signed("==", entry.args[2], LONG(count)), f"takes {count} arguments, a tuple's one by one")
+    given = (builder.load(builder.gep(entry.args[1], [LONG(place)])) for place in range(count))
+    values = []
+    for kind in kinds:
+        if isinstance(kind, types.Array):
+            values.append(_array(context, builder, kind, next(given), unless))
+        elif isinstance(kind, types.UniTuple):
+            numbers = [python.long_as_longlong(next(given)) for _ in range(kind.count)]
+            values.append(cgutils.pack_array(builder, numbers))
+        elif kind == types.float32:
+            values.append(builder.fptrunc(python.float_as_double(next(given)), ir.FloatType()))
+        else:
+            values.append(python.long_as_longlong(next(given)))
+    with builder.if_then(cgutils.is_not_null(builder, python.err_occurred()), likely=False):
+        builder.ret(python.get_null_object())  # of what is no number
+    state = python.save_thread()
+    loop = context.declare_function(module, result.fndesc)
+    context.call_conv.call_function(builder, loop, types.none, kinds, values)
+    python.restore_thread(state)
+    builder.ret(python.make_none())
+    return module
+
+
+def _array(context, builder: ir.IRBuilder, kind: types.Array, given: ir.Value, unless: Callable) -> ir.Value:
+    """Numba's array of the array object ``given``. Where it has more dimensions than the loop knows, the first ones are
+    merged."""
+
+    def field(of: ir.Value, offset: int, type_: ir.Type) -> ir.Value:
+        return builder.load(builder.bitcast(builder.gep(of, [LONG(offset)]), type_.as_pointer()))
+
+    dtype, pointer = np.dtype(str(kind.dtype)), ir.PointerType(BYTE)
+    dimensions = field(given, DIMENSIONS, WORD)
+    number = field(field(given, DESCRIPTION, pointer), TYPE_NUMBER, WORD)
+    flags = builder.and_(field(given, FLAGS, WORD), WORD(CONTIGUOUS_AND_ALIGNED))
+    fits = builder.and_(
+        builder.icmp_signed("==", number, WORD(dtype.num)),
+        builder.icmp_signed("==", flags, WORD(CONTIGUOUS_AND_ALIGNED)),
+    )
+    fits = builder.and_(fits, builder.icmp_signed(">=", dimensions, WORD(kind.ndim)))
+    unless(fits, f"wants contiguous arrays of {dtype} with {kind.ndim} dimensions or more")
+    sizes = field(given, SHAPE, ir.PointerType(LONG))
+    merged = builder.sext(builder.sub(dimensions, WORD(kind.ndim - 1)), LONG)
+    first = cgutils.alloca_once_value(builder, LONG(1))
+    with cgutils.for_range(builder, merged) as dimension:
+        size = builder.load(builder.gep(sizes, [dimension.index]))
+        builder.store(builder.mul(builder.load(first), size), first)
+    shape = [builder.load(first)]
+    shape += [builder.load(builder.gep(sizes, [builder.add(merged, LONG(k))])) for k in range(kind.ndim - 1)]
+    strides = [LONG(dtype.itemsize)]
+    for size in reversed(shape[1:]):
+        strides.insert(0, builder.mul(strides[0], size))
+    data = builder.bitcast(field(given, DATA, pointer), context.get_data_type(kind.dtype).as_pointer())
+    array = context.make_array(kind)(context, builder)
+    populate_array(array, data=data, shape=shape, strides=strides, itemsize=LONG(dtype.itemsize), meminfo=None)
+    return array._getvalue()
+
+
+def _check_layout() -> None:
+    """Raise RuntimeError unless an array object has what is read where it is read."""
+
+    def word(address: int, type_=ctypes.c_int64) -> int:
+        return type_.from_address(address).value
+
+    x = np.zeros((2, 3, 4), np.float32)
+    found = [
+        word(id(x) + DATA),
+        word(id(x) + DIMENSIONS, ctypes.c_int32),
+        [word(word(id(x) + SHAPE) + 8 * k) for k in range(x.ndim)],
+        word(id(x) + DESCRIPTION),
+        word(id(x.dtype) + TYPE_NUMBER, ctypes.c_int32),
+        word(id(x) + FLAGS, ctypes.c_int32),
+    ]
+    if found != [x.ctypes.data, x.ndim, list(x.shape), id(x.dtype), x.dtype.num, x.flags.num]:
+        raise RuntimeError("this NumPy's arrays are laid out in another way than those that compiled loops read")

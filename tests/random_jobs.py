@@ -1,0 +1,269 @@
+"""Whole jobs that a seed draws: what is computed, and on which meshes, one after the other, that is done.
+
+A job is trained in legs: each goes on from the checkpoint of the one before, on a mesh of its own, and some move to
+another mesh in mid-leg, by ``engine.reshard``. One rank, which makes all steps at once, is the oracle.
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+import saved
+import tiny
+from labelled_images import write_npz
+from spmd_engine import Job, Mesh, run, train
+from spmd_engine.checkpoints import Checkpoint
+from spmd_engine.comm.mesh_position import MeshPosition
+from spmd_engine.engine.composition import PIPELINES, RECOMPUTE, composed_layout
+from spmd_engine.errors import UsageError
+from spmd_engine.layers import RouterOptions
+from spmd_engine.layers.names import CONTEXT_METHODS
+from spmd_engine.models import Mixture
+from spmd_engine.models.adapters import LoRAOptions
+from spmd_engine.strategies import STRATEGIES, default_axes
+from spmd_engine.tokens.tokenizer import Tokenizer
+from spmd_engine.training.prepare import prepare
+from spmd_engine.training.start import _begin, _make_run
+from spmd_engine.training.workload import open_workload
+
+FAMILIES = sorted(Path(__file__).parent.joinpath("golden", "decoders").iterdir())
+TEXTS = [f"document {number}: " + "a cab " * (number * 7 % 30) for number in range(40)]
+AXES = {
+    "decoder": ["pipe", "data", "context", "model", "replicate", "shard", "queries"],
+    "experts": ["pipe", "data", "expert", "model", "context"],
+    "images": ["pipe", "data", "rows", "columns", "model"],
+    "mlp": ["pipe", "data", "row", "col", "model"],
+}
+MOST = 6  #: ranks
+
+
+class Letters(Tokenizer):
+    """As many tokens as the models of ``golden/decoders`` know."""
+
+    vocabulary, end, separator, sha256 = 23, 0, 0, "letters"
+
+    def encode(self, text, *, special=True):
+        return [1 + ord(letter) % 22 for letter in text]
+
+    def decode(self, tokens):
+        return "".join(chr(96 + token) for token in tokens if token)
+
+
+@dataclass
+class Leg:
+    """So many steps in all, on a mesh; or, from ``turns_at`` on, on another one."""
+
+    stop_at: int
+    axes: dict
+    how: dict
+    run: dict  #: what is done beside the steps
+    trace: int = 0
+    turns_at: int | None = None
+    turned: tuple[dict, dict] = field(default_factory=lambda: ({}, {}))
+
+    def __str__(self):
+        turned = f", after {self.turns_at} {self.turned}" if self.turns_at else ""
+        return f"to step {self.stop_at} on {self.axes} {self.how} {self.run} trace={self.trace}{turned}"
+
+
+class RandomJob:
+    """What the seed draws: ``what`` is computed, and the legs in which it is done."""
+
+    def __init__(self, seed, folder):
+        self.rng, self.folder = np.random.default_rng(seed), Path(folder)
+        rng = self.rng
+        self.steps = int(rng.integers(2, 6))
+        self.kind = str(rng.choice(["decoder", "decoder", "experts", "images", "mlp", "page"]))
+        self.what = {
+            "dtype": "float64", "steps": self.steps, "eval_samples": 6, "sample": 0, "warmup": 2,
+            "seed": int(rng.integers(9)), "optimizer": str(rng.choice(["adamw", "sgd"])),
+            "grad_clip": float(rng.choice([0, 0.3, 1])), "eval_every": int(rng.choice([0, 2])),
+            "batch_size": int(rng.integers(6, 13)), "micro_batches": int(rng.integers(1, 4)),
+            "learning_rate": 0.02,
+        }  # fmt: skip
+        getattr(self, f"_{self.kind}")()
+        cuts = sorted({self.steps, *rng.integers(1, self.steps + 1, rng.integers(0, 3)).tolist()})
+        self.legs = [self._leg(first, last) for first, last in zip([0, *cuts[:-1]], cuts, strict=True)]
+
+    # --- what is computed
+
+    def _decoder(self, families=FAMILIES):
+        rng = self.rng
+        self.what |= {
+            "data": self._tokens(), "model": str(rng.choice(families)), "length": int(rng.integers(5, 20)),
+            "documents": str(rng.choice(["joined", "apart", "restarted"])),
+        }  # fmt: skip
+        if rng.random() < 0.25:
+            self.what["lora"] = LoRAOptions(rank=int(rng.integers(1, 4)))
+
+    def _experts(self):
+        rng = self.rng
+        self._decoder([each for each in FAMILIES if each.name in ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")])
+        self.what.pop("lora", None)
+        if rng.random() < 0.5:
+            options = RouterOptions(bias_rate=float(rng.choice([0, 0.1])))
+            mixture = Mixture(int(rng.integers(2, 8)), int(rng.integers(2)), 7, "", options)
+            self.what |= {"model": "gpt-moe-nano", "mixture": mixture, "dropout": float(rng.choice([0, 0.1]))}
+
+    def _images(self):
+        rng, data = self.rng, self.folder / "images.npz"
+        if not data.exists():
+            write_npz(data)
+        self.what |= {
+            "data": str(data), "model": str(rng.choice(["convnet", "resnet-nano"])),
+            "augment": str(rng.choice(["none", "shift-flip"])),
+        }  # fmt: skip
+
+    def _mlp(self):
+        self.what |= {"data": self._text(), "model": "mlp"}
+
+    def _page(self):
+        self.what |= {"data": self._text(), "model": "mlp", "strategy": str(self.rng.choice(sorted(STRATEGIES)))}
+
+    def _text(self):
+        (self.folder / "text").mkdir(exist_ok=True)
+        (self.folder / "text" / "all.py").write_text("\n".join(TEXTS * 60))
+        return str(self.folder / "text")
+
+    def _tokens(self):
+        path = self.folder / "letters.tokens"
+        if not path.exists():
+            run(lambda: prepare(Mesh().group(), [self._text_lines()], Letters(), path), 1)
+        return str(path)
+
+    def _text_lines(self):
+        path = self.folder / "texts.jsonl"
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+        return str(path)
+
+    # --- where
+
+    def _leg(self, first, last):
+        rng = self.rng
+        aside = {
+            "save_every": int(rng.choice([0, 1, 2])), "save_in_background": bool(rng.integers(2)),
+            "check_replicas_every": int(rng.choice([0, 1])), "keep": int(rng.integers(1, 3)),
+        }  # fmt: skip
+        ranks = int(rng.choice([1, 2, 3, 4, 6]))
+        leg = Leg(last, *self._place(ranks), aside, trace=int(rng.random() < 0.2))
+        if self.kind != "page" and last - first > 1 and rng.random() < 0.5:
+            leg.turns_at, leg.turned, leg.trace = int(rng.integers(first + 1, last)), self._place(ranks), 0
+        return leg
+
+    def _place(self, ranks):
+        """A mesh of so many ranks, and how the model is computed there; one that makes no sense is drawn again."""
+        if self.kind == "page":
+            return self._page_axes(ranks), {}
+        for _ in range(200):
+            axes, how = self._axes(ranks), self._how()
+            job = Job.of(**self.what | how)
+            try:
+                place = MeshPosition(axes, dict.fromkeys(axes, 0))
+                composed_layout(job.model.build(job.composition), place, job.composition)
+            except UsageError:
+                continue
+            return axes, how
+        raise AssertionError(f"nothing fits {self.what}")
+
+    def _page_axes(self, ranks):
+        try:
+            return dict(default_axes(STRATEGIES[self.what["strategy"]], ranks))
+        except UsageError:
+            return dict.fromkeys(STRATEGIES[self.what["strategy"]].axes or ("data",), 1)
+
+    def _axes(self, ranks):
+        axes = {}
+        for factor in {1: [], 2: [2], 3: [3], 4: [2, 2], 6: [2, 3]}[ranks]:
+            axis = str(self.rng.choice(AXES[self.kind]))
+            axes[axis] = axes.get(axis, 1) * factor
+        return dict(sorted(axes.items(), key=lambda _: self.rng.random())) or {"data": 1}
+
+    def _how(self):
+        rng = self.rng
+        how = {
+            "zero": [None, 0, 1, 2, 3][rng.integers(5)],
+            "recompute": str(rng.choice(RECOMPUTE[: {"images": 2, "mlp": 1}.get(self.kind, 3)])),
+            "schedule": [None, *PIPELINES][rng.integers(1 + len(PIPELINES))],
+            "stages": [None, "even", "cost"][rng.integers(3)],
+            "group_threshold": int(rng.choice([0, 500, 1 << 20])), "group_cap": int(rng.choice([0, 4000, 1 << 24])),
+        }  # fmt: skip
+        if self.kind in ("decoder", "experts"):
+            how["sequence_parallel"] = bool(rng.integers(2))
+            how["context_method"] = [None, *CONTEXT_METHODS][rng.integers(1 + len(CONTEXT_METHODS))]
+        if self.kind == "experts":
+            how["rebalance_every"] = int(rng.choice([0, 1, 2]))
+        if self.kind == "images":
+            how["recut_after"] = [None, 1, 2][rng.integers(3)]
+        return how
+
+    # --- doing it
+
+    def trained(self, leg, folder, resume):
+        """Losses by step of one leg."""
+        job = Job.of(**self.what | leg.how | leg.run | {"mesh": leg.axes})
+        ranks = tiny.ranks_of(leg.axes)
+        if leg.turns_at is None:
+            run(lambda: train(job, folder, resume=resume, stop_at=leg.stop_at, trace=leg.trace), ranks)
+            return losses_in(folder)
+        return run(lambda: self._turning(job, leg, folder, resume), ranks)[0] | losses_in(folder)
+
+    def _turning(self, job, leg, folder, resume):
+        """The steps before the turn; those after it are in the folder."""
+        axes, how = leg.turned
+        job = job.with_options(rebalance_every=0)  # of a mesh that changes, whoever changes it would have to tell it
+        with Mesh(**leg.axes) as mesh, Mesh(**axes) as other:
+            workload = open_workload(job, mesh)
+            made = _make_run(workload, folder, [], 0)
+            with made.locked():
+                _begin(made, workload, resume)
+            reports = list(made.trainer.run(leg.turns_at))
+            model_has = {name: leg.how[name] for name in ("context_method", "recut_after") if name in leg.how}
+            composition = Job.of(**self.what | how | model_has).composition
+            layout = composed_layout(workload.engine.model, other, composition)
+            options = composition.how_on(axes)
+            workload.engine.reshard(other, layout, optimizer=made.trainer.optimizer, **options)
+            made.validation = workload.validation
+            made.train(leg.stop_at)
+            return {report.step: report.loss for report in reports}
+
+    def alone(self, folder):
+        """Losses by step of one rank that makes all steps at once."""
+        leg = Leg(self.steps, self._axes_of_one(), {}, {"save_every": 0})
+        return self.trained(leg, folder, resume=False)
+
+    def _axes_of_one(self):
+        strategy = self.what.get("strategy")
+        return dict.fromkeys((strategy and STRATEGIES[strategy].axes) or ("data",), 1)
+
+    def __str__(self):
+        return "\n  ".join((f"{self.kind}: {self.what}", *map(str, self.legs)))
+
+
+def losses_in(folder):
+    lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    return {said["step"]: said["loss"] for said in map(json.loads, lines)}
+
+
+def check_job(seed, folder):
+    """Train it; assert that losses, and all that is saved at the end, are those of one rank. What was refused, if a
+    leg was: that cannot be told before."""
+    job = RandomJob(seed, folder)
+    done, refused = {}, []
+    for leg in job.legs:
+        try:
+            done |= job.trained(leg, job.folder / "run", resume=bool(done))
+        except UsageError as error:
+            refused.append(f"{error}".partition("\nraised on")[0])
+            return refused, str(job)
+    alone = job.alone(job.folder / "alone")
+    assert done.keys() == alone.keys(), job
+    np.testing.assert_allclose([done[n] for n in alone], [*alone.values()], rtol=1e-9, err_msg=str(job))
+    for what in saved.parameters, saved.state:
+        found, expected = what(job.folder / "run"), what(job.folder / "alone")
+        assert found.keys() == expected.keys(), job
+        for name, array in expected.items():
+            np.testing.assert_allclose(found[name], array, rtol=1e-8, atol=1e-9, err_msg=f"{name} of {job}")
+    assert Checkpoint(job.folder / "run").metadata["step"] == job.steps
+    return refused, str(job)

@@ -1,0 +1,14 @@
+"""Jobs that a seed draws, trained in legs on meshes that it draws, too: each computes what one rank computes."""
+
+import pytest
+
+from random_jobs import check_job
+
+SHORT = (2, 20, 24)  #: a decoder with adapters, and with a move to another mesh; a mixture of experts
+
+
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=() if n in SHORT else pytest.mark.soak) for n in range(150)])
+def test_a_job_computes_what_one_rank_computes(tmp_path, seed):
+    refused, job = check_job(seed, tmp_path)
+    if refused:
+        pytest.skip(f"{refused[0]}: {job}")
