@@ -9,6 +9,7 @@ from typing import Any
 import click
 from rich.console import Console
 
+from spmd_engine.cli.adapters import adapted, lora_options
 from spmd_engine.cli.analysis_text import describe
 from spmd_engine.cli.composition import composition_of, composition_options, model_of
 from spmd_engine.cli.config_file import config_option
@@ -45,6 +46,7 @@ from spmd_engine.planning import analyze as analyze_step
 @click.option("--rank", type=click.IntRange(0), help="Whose step is told. [default: the one that holds most]")
 @click.option("--json", "as_json", is_flag=True, help="Everything, of every class of ranks, as JSON.")
 @mixture_options
+@lora_options
 @composition_options
 @output_option
 def analyze(
@@ -76,7 +78,7 @@ def analyze(
     ranks = len(all_positions(axes))
     if rank is not None and rank >= ranks:
         raise UsageError(f"--rank {rank}: the mesh has ranks 0 to {ranks - 1}")
-    built = model_of(model, images, options)
+    built = adapted(model_of(model, images, options), model, options)
     analysis = analyze_step(
         built,
         axes,

@@ -8,7 +8,8 @@ import click
 
 from spmd_engine.errors import UsageError
 from spmd_engine.models import Mixture
-from spmd_engine.training.job import MIXTURE, Job
+from spmd_engine.models.adapters import LoRAOptions
+from spmd_engine.training.job import LORA, MIXTURE, Job
 from spmd_engine.training.start import read_job
 
 _JOB = "spmd_engine.job"  # in a context's meta
@@ -25,6 +26,8 @@ def _take(context: click.Context, _: click.Parameter, path: str | None) -> None:
         names &= {"strategy", "mesh"}
     if job.model.mixture is None:
         names -= set(MIXTURE)
+    if job.model.lora is None:
+        names -= set(LORA)
     found = {name: _option(job, name) for name in names}
     context.default_map = {name: value for name, value in found.items() if value is not None}
 
@@ -55,6 +58,15 @@ config_option = click.option(
 
 def configured_mixture(given: dict[str, Any]) -> Mixture | None:
     """The mixture of experts of the command's ``--config``, with the options that are ``given``; None for the usual."""
+    return _configured(given).model.mixture
+
+
+def configured_lora(given: dict[str, Any]) -> LoRAOptions | None:
+    """Its adapters, with the options that are ``given``; None for none."""
+    return _configured(given).model.lora
+
+
+def _configured(given: dict[str, Any]) -> Job:
     context = click.get_current_context(silent=True)
     job = context.meta.get(_JOB, Job()) if context else Job()
-    return job.with_options(**given).model.mixture if given else job.model.mixture
+    return job.with_options(**given) if given else job

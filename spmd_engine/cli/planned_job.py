@@ -15,14 +15,14 @@ from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
 from spmd_engine.engine.composition import Composition
 from spmd_engine.errors import UsageError
-from spmd_engine.training.job import Job
+from spmd_engine.training.job import LORA, Job
 
 __all__ = ["AUTO", "planned_here", "planned_values"]
 
 #: Options that a plan decides: who gives one of them beside a plan contradicts it.
 DECIDED = (
     "mesh", "zero", "sequence_parallel", "context_method", "schedule", "chunks", "stages", "recompute",
-    "shares", "state_shares", "min_tensor_size", "micro_batches", "batch_size", "optimizer", "dtype",
+    "shares", "state_shares", "min_tensor_size", "micro_batches", "batch_size", "optimizer", "dtype", *LORA,
 )  # fmt: skip
 
 
@@ -46,10 +46,12 @@ def planned_values(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
         "optimizer": plan.optimizer,
         "dtype": plan.model.dtype,
     }
+    if (lora := plan.model.lora) is not None:
+        decided |= {name: getattr(lora, name.removeprefix("lora_")) for name in LORA}
     for name in DECIDED:
-        if name in given and given[name] != decided[name]:
+        if name in given and given[name] != decided.get(name):
             flag = "--" + name.replace("_", "-")
-            raise UsageError(f"{flag} {given[name]} with --plan {path}, which says {decided[name]}: leave one out")
+            raise UsageError(f"{flag} {given[name]} with --plan {path}, which says {decided.get(name)}: leave one out")
     return {"model": plan.model.name, **decided, **{n: v for n, v in given.items() if n not in DECIDED}}
 
 

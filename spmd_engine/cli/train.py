@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from spmd_engine.cli.adapters import lora_options
 from spmd_engine.cli.composition import composition_options
 from spmd_engine.cli.experts import expert_options
 from spmd_engine.cli.options import check_option, device_option, field_option, mesh_option, options_given
@@ -79,9 +80,7 @@ of its composition the mesh cannot have is left out."""
     "--enforce/--no-enforce", default=True, help="Calls and bytes of step 1 must be as foretold; or are told."
 )
 @click.option("--strategy", metavar="NAME", help=f"Train a page of strategies/ instead: {', '.join(STRATEGIES)}.")
-@click.option("--lora-rank", type=int, help="Freeze the model, train adapters of this rank. [default: trains all]")
-@click.option("--lora-alpha", type=float, help="Their factor is this / rank. [default: 16]")
-@click.option("--lora-targets", metavar="NAME,...", help="Weights that have them, as q_proj. [default: all]")
+@lora_options
 @click.option("--adapter", metavar="FOLDER", help="Begin with adapters that PEFT wrote.")
 @expert_options
 @composition_options

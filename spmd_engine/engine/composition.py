@@ -23,10 +23,9 @@ from spmd_engine.errors import UsageError
 from spmd_engine.layers.names import CONTEXT_METHODS
 from spmd_engine.models import DecoderShape, ImageShape, Mixture, Model, layout_for
 from spmd_engine.models.adapters import LoRAOptions, with_adapters
-from spmd_engine.models.decoder import DECODERS
 from spmd_engine.models.layouts import note_of_shared_keys
-from spmd_engine.models.names import IMAGES, MODELS, build_model
-from spmd_engine.models.shape_at import is_path, shape_at
+from spmd_engine.models.names import IMAGES, MODELS, build_model, family_of
+from spmd_engine.models.shape_at import is_path
 from spmd_engine.models.thin_cuts import note_of_thin_cut
 from spmd_engine.sharding.groups import CAP, THRESHOLD
 from spmd_engine.sharding.layout import Layout
@@ -67,10 +66,7 @@ class ModelConfig(Configuration):
         method = composition.context_method or "ring"
         how = method, image, composition.recut_after, self.mixture, self.shape, self.vocabulary
         model = build_model(self.name, self.dropout, *how)
-        if self.lora is None:
-            return model
-        shape = self.shape or (shape_at(self.path) if self.path else DECODERS.get(self.name))
-        return with_adapters(model, self.lora, "gpt2" if shape is None else shape.family)
+        return model if self.lora is None else with_adapters(model, self.lora, family_of(self.name, self.shape))
 
 
 def _check_images(name: str, images: Mapping[str, int]) -> None:

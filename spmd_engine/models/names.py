@@ -44,6 +44,13 @@ def shape_named(name: str) -> DecoderShape:
     )
 
 
+def family_of(name: str, shape: DecoderShape | None = None) -> str:
+    """The family of a decoder by name or path, or of this shape; of all other models "gpt2", whose names they have."""
+    if shape is None:
+        shape = shape_at(name) if name not in MODELS and is_path(name) else DECODERS.get(name)
+    return "gpt2" if shape is None else shape.family
+
+
 def build_model(
     name: str,
     dropout: float = 0.0,

@@ -13,7 +13,9 @@ from spmd_engine.engine.composition import Composition, ModelConfig
 from spmd_engine.engine.optimizers import OPTIMIZERS
 from spmd_engine.errors import UsageError
 from spmd_engine.models import Model
+from spmd_engine.models.adapters import LoRAOptions
 from spmd_engine.models.names import MODELS
+from spmd_engine.models.shape_at import is_path
 from spmd_engine.planning.conflict import Conflict
 from spmd_engine.planning.estimate import Estimate
 from spmd_engine.planning.foresight import Foresight
@@ -165,8 +167,8 @@ class Answer:
         return found
 
 
-def plan_file_of(answer: Answer, model: str) -> PlanFile:
-    """A plan that was found or looked at, to be run."""
+def plan_file_of(answer: Answer, model: str, lora: LoRAOptions | None = None) -> PlanFile:
+    """A plan that was found or looked at, to be run: of the model by name or path, with these adapters."""
     seen, request = answer.foresight, answer.request
     composition, micro_batches, batch_size = answer.composition, answer.micro_batches, request.batch_sizes[0]
     ranks = max(request.ranks)
@@ -175,11 +177,11 @@ def plan_file_of(answer: Answer, model: str) -> PlanFile:
         composition, micro_batches = candidate.composition(request.base), candidate.micro_batches
         batch_size, ranks = candidate.batch_size, candidate.ranks
     assert composition is not None
-    if model not in MODELS:
+    if model not in MODELS and (model.endswith((".toml", ".json")) or not is_path(model)):
         raise UsageError(f"--output: {model} cannot be trained by name, so a plan for it is nothing to run")
     return PlanFile(
         ranks=ranks,
-        model=ModelConfig(name=model, dtype=str(np.dtype(request.dtype))),
+        model=ModelConfig(name=model, dtype=str(np.dtype(request.dtype)), lora=lora),
         batch_size=batch_size,
         micro_batches=micro_batches,
         composition=composition,

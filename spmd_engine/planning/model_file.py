@@ -10,9 +10,11 @@ from types import MappingProxyType
 
 from spmd_engine.errors import SpmdError, UsageError
 from spmd_engine.models import GPTSize, Model, build_model, gpt
+from spmd_engine.models.adapters import LoRAOptions, with_adapters
 from spmd_engine.models.decoder import decoder
 from spmd_engine.models.huggingface_config import shape_of_config
-from spmd_engine.models.names import MODELS
+from spmd_engine.models.names import MODELS, family_of
+from spmd_engine.models.shape_at import shape_at
 
 #: Shapes as published: GPT-2 (Radford et al., 2019) and GPT-3 (Brown et al., 2020); Megatron's of arXiv 2205.05198.
 LARGE = MappingProxyType(
@@ -28,19 +30,30 @@ LARGE = MappingProxyType(
 KINDS = {int: "a whole number from 1", bool: "true or false"}
 
 
-def planned_model(name: str) -> Model:
+def planned_model(name: str, lora: LoRAOptions | None = None) -> Model:
     """A model by name; or of a TOML file of a GPT's sizes: layers, width, heads, context and, optionally, vocabulary,
-    hidden, tied, key_value_heads; or of Hugging Face's ``config.json``, or a folder that has one.
+    hidden, tied, key_value_heads; or of Hugging Face's ``config.json``, or a folder that has one; or of a
+    GGUF file.
 
-    Raises UsageError, in one line, for unknown names, and for files with unknown or missing fields.
+    With ``lora`` it is frozen, and its adapters are trained. Raises UsageError, in one line, for unknown names, and for
+    files with unknown or missing fields.
     """
+    model, family = _read(name)
+    return model if lora is None else with_adapters(model, lora, family)
+
+
+def _read(name: str) -> tuple[Model, str]:
+    """The model, and the family whose names its weights have."""
     if name in LARGE:
-        return gpt(LARGE[name], name)
+        return gpt(LARGE[name], name), family_of(name)
     if name in MODELS:
-        return build_model(name)
+        return build_model(name), family_of(name)
     path = Path(name)
     if path.suffix == ".json" or (path / "config.json").is_file():
         return _of_config(path if path.suffix == ".json" else path / "config.json")
+    if path.suffix == ".gguf":
+        shape = shape_at(path)
+        return decoder(shape, path.stem), shape.family
     if path.suffix != ".toml":
         names = ", ".join((*MODELS, *LARGE))
         raise UsageError(f"unknown model {name!r}; choose one of {names}, or give a .toml file or a config.json")
@@ -50,15 +63,16 @@ def planned_model(name: str) -> Model:
         raise UsageError(f"model {name}: {error.strerror or error}") from error
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"model {name}: no TOML: {error}") from error
-    return gpt(_size(content, name), Path(name).stem)
+    return gpt(_size(content, name), Path(name).stem), family_of(name)
 
 
-def _of_config(path: Path) -> Model:
+def _of_config(path: Path) -> tuple[Model, str]:
     try:
         config = json.loads(path.read_text())
         if not isinstance(config, dict):
             raise UsageError("it holds no object")
-        return decoder(shape_of_config(config, "its config"), path.resolve().parent.name)
+        shape = shape_of_config(config, "its config")
+        return decoder(shape, path.resolve().parent.name), shape.family
     except OSError as error:
         raise UsageError(f"model {path}: {error.strerror or error}") from error
     except ValueError as error:

@@ -4,8 +4,10 @@ import json
 
 import pytest
 
+from command_line import QUIET
 from spmd_engine.cli import main
 from spmd_engine.planning.plan_file import PlanFile
+from spmd_engine.training import Job
 
 FIXED = ("plan", "--machine", "cpu", "--ranks", "2", "--model", "mlp", "--batch-size", "16", "--mesh", "data=2")
 
@@ -22,6 +24,24 @@ def test_a_composition_that_is_given_is_looked_at(capsys, tmp_path):
     plan = PlanFile.read(file)
     assert (plan.ranks, plan.model.name, plan.composition.zero) == (2, "mlp", 1)
     assert plan.bytes_sent == found["bytes_sent"]
+
+
+def test_adapters_are_planned_for_and_the_plan_is_run(here, tmp_path):
+    text = tmp_path / "text"
+    text.write_bytes(bytes(range(97, 107)) * 200)
+    data = ("--data", str(text), *QUIET)
+    assert here("train", "--model", "llama-nano", "--steps", "0", *data, "--run", "runs/base")[0] == 0
+    assert here("checkpoint", "export", "runs/base", "./base", "--format", "huggingface")[0] == 0
+    plan = ("plan", "--machine", "cpu", "--ranks", "1", "--batch-size", "2", "--mesh", "data=1", "--model", "./base")
+    code, out, error = here(*plan, "--lora-rank", "2", "--json", "--output", "plan.json")
+    assert code == 0, error
+    assert json.loads(out)["peak_bytes"][0] < json.loads(here(*plan, "--json")[1])["peak_bytes"][0]
+    assert PlanFile.read("plan.json").model.lora.rank == 2
+    code, _, error = here("train", "--plan", "plan.json", "--steps", "1", *data, "--run", "runs/a")
+    assert code == 0, error
+    assert Job.read("runs/a/config.json").model.lora.rank == 2
+    code, _, error = here("train", "--plan", "plan.json", "--lora-rank", "4", "--steps", "1", *data)
+    assert code == 2 and "--lora-rank 4 with --plan plan.json, which says 2" in error
 
 
 def test_where_it_does_not_fit_the_reason_comes_last(capsys):

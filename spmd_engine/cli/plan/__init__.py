@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from spmd_engine.cli.adapters import lora_of, lora_options
 from spmd_engine.cli.plan.compare import compare_run
 from spmd_engine.cli.plan.options import fixed_options, request_of, source_options
 from spmd_engine.cli.plan.page import print_answer, print_comparison, print_fixed
@@ -23,6 +24,7 @@ from spmd_engine.planning.planned import plan as find_plan
 @click.command(short_help="The best way to train a model on a machine, and why.")
 @click.argument("what", required=False, type=click.Choice(["explain"]))
 @source_options
+@lora_options
 @click.option("--goal", type=click.Choice(GOALS), default="latency", show_default=True, help="What to be best at.")
 @click.option("--memory", metavar="BYTES", help="A rank has at most, as in 2GiB. [default: as the machine says]")
 @click.option("--latency", metavar="SECONDS", type=float, help="A step takes at most.")
@@ -70,7 +72,7 @@ def plan(context: click.Context, what: str | None, **options: Any) -> None:
         if answer.conflict is not None:
             click.echo("spmd_engine: note: nothing fits, so no plan was written", err=True)
         else:
-            plan_file_of(answer, options["model"]).write(options["output"])
+            plan_file_of(answer, options["model"], lora_of(options)).write(options["output"])
     if options["timeline"] and answer.foresight is not None:
         from spmd_engine.planning.trace_text import trace_of
 

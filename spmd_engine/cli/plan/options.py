@@ -10,6 +10,7 @@ import click
 import numpy as np
 from click.core import ParameterSource
 
+from spmd_engine.cli.adapters import lora_of
 from spmd_engine.cli.composition import COMPOSITION
 from spmd_engine.comm.mesh import parse_axes
 from spmd_engine.engine.composition import PIPELINES, RECOMPUTE, Composition
@@ -87,7 +88,7 @@ def request_of(context: click.Context) -> Request:
     options = context.params
     given = {name for name in options if context.get_parameter_source(name) is not ParameterSource.DEFAULT}
     machine = default_machine(options["machine"])
-    model = planned_model(options["model"])
+    model = planned_model(options["model"], lora_of(options))
     axes = parse_axes(options["mesh"]) if options["mesh"] else None
     ranks = _ranks(options, axes, machine)
     fixed = _fixed(options, given, axes)
