@@ -39,10 +39,14 @@ class Residual(Layer):
     def backward_input(self, sh, p, saved, dy, *side):
         saved, mask = saved
         dx, rest = self.branch.backward_input(sh, p, saved, self.dropout.backward(mask, dy), *side)
-        return then(dx, lambda dx: _plus(dx, dy)), rest
+        dx = then(dx, lambda dx: _plus(dx, dy))
+        return dx, (rest, dx if isinstance(dx, Later) else None)
 
     def backward_weight(self, sh, rest, g):
+        rest, under_way = rest
         self.branch.backward_weight(sh, rest, g)
+        if under_way is not None:
+            under_way.finish()  # it has arrived for the norm: dy need not be kept any longer
 
 
 class Parallel(Layer):

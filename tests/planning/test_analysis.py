@@ -3,6 +3,7 @@
 import json
 import tracemalloc
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -125,3 +126,11 @@ def test_a_rank_that_is_not_there_is_one_line(capsys):
         main(["analyze", "--mesh", "data=2", "--rank", "2"])
     assert end.value.code == 2
     assert "ranks 0 to 1" in capsys.readouterr().err
+
+
+def test_a_gradient_that_has_arrived_is_added_where_it_was_waited_for():
+    """When the weights have theirs: not in a pass of its own, until which the stream's gradient would be kept."""
+    passes = [(each.layer, each.phase) for each in analyze(GPT, {"model": 2}, **SIZES).of_rank(0).computations]
+    assert ("block0/mlp", "backward (weights)") in passes
+    for (layer, phase), following in pairwise(passes):
+        assert phase != "backward (weights)" or following != (layer, "backward (input)")
