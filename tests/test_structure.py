@@ -289,3 +289,9 @@ def test_classes_are_no_heaps():
 
 
 BUILTINS = {"builtins", "abc", "enum", "typing", "collections.abc", "collections", "weakref", "threading"}
+
+
+def test_no_test_leaves_a_folder_on_the_path():
+    """The next file in its process would import the modules of that folder, in the place of tests' own."""
+    changes = "sys" + ".path."
+    assert [str(path) for path in Path(__file__).parent.rglob("*.py") if changes in path.read_text()] == []

@@ -1,13 +1,12 @@
 """A real model, trained by others, that comes in a wheel: its own text on every mesh."""
 
-import importlib.util
 from importlib.resources import files
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 import tiny
+from script_module import script
 from spmd_engine import Mesh, run
 from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.engine.composition import Composition, ModelConfig
@@ -28,14 +27,6 @@ MESHES = [
     ({"pipe": 2, "model": 2}, {}),
     ({"shard": 3}, {}),
 ]
-
-
-def script(name):
-    path = Path(__file__).parents[2] / "scripts" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,10 @@
 """The reader of tables that nobody prepared for."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-from score_columns import Columns
+from script_module import script
 
+Columns = script("score_columns").Columns
 ROW = {"Num_Layers": "24", "d_model": "1024", "heads": "16", "gbs": "32", "TP": "2", "step_ms": "250", "note": "x"}
 
 
