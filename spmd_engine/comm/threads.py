@@ -8,7 +8,7 @@ import sys
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -77,7 +77,7 @@ def run(
             fabric.fail(rank, error)
 
     threads = [threading.Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(ranks)]
-    with _libraries().limit(limits=max(1, len(os.sched_getaffinity(0)) // ranks), user_api="blas"):
+    with _libraries(len(sys.modules)).limit(limits=max(1, len(os.sched_getaffinity(0)) // ranks), user_api="blas"):
         try:
             for thread in threads:
                 thread.start()
@@ -96,9 +96,12 @@ def run(
     return results
 
 
-@cache
-def _libraries() -> ThreadpoolController:
-    """BLAS and the like, found once: to look for them takes as long as all else that ``run`` does."""
+@lru_cache(maxsize=1)
+def _libraries(modules: int) -> ThreadpoolController:
+    """BLAS and the like: to look for them takes as long as all else that ``run`` does.
+
+    So they are looked for again only where there are more ``modules`` than the last time, which may have brought some.
+    """
     return ThreadpoolController()
 
 
