@@ -11,49 +11,45 @@ from itertools import product
 
 from spmd_engine.comm.slot_table import size_of_table
 from spmd_engine.node.node import MOST_RANKS
-from spmd_engine.planning.meetings import place_of
 from spmd_engine.planning.step_analysis import GroupKey, StepAnalysis
+
+Coordinates = tuple[int, ...]  #: of a rank, along the axes of its mesh in their order
+Along = tuple[tuple[int, Coordinates], ...]  #: the axes along which a group's ranks differ, by number, and the places
 
 
 def tables_of(analysis: StepAnalysis, nodes: Sequence[str]) -> list[int]:
     """Bytes of the tables in each rank's arena, ``nodes`` naming each rank's host. Hosts of one rank have none."""
-    ranks_on: dict[str, list[int]] = defaultdict(list)
-    for rank, node in enumerate(nodes):
-        ranks_on[node].append(rank)
+    coordinates = list(product(*map(range, analysis.axes.values())))
+    on_node: dict[str, list[Coordinates]] = defaultdict(list)
+    for where, node in zip(coordinates, nodes, strict=True):
+        on_node[node].append(where)
     found = [0] * analysis.ranks
     for alike in analysis:
+        groups = _groups(analysis.axes, alike.step.groups)
         for rank in alike.ranks:
-            near = ranks_on[nodes[rank]]
+            near = on_node[nodes[rank]]
             if 1 < len(near) <= MOST_RANKS:
-                found[rank] = sum(
-                    _first_of(rank, members, near) for members in _groups(rank, analysis, alike.step.groups)
-                )
+                found[rank] = sum(_first_of(coordinates[rank], along, near) for along in groups)
     return found
 
 
-def _groups(rank: int, analysis: StepAnalysis, keys: Sequence[GroupKey]) -> set[tuple[int, ...]]:
-    """The members of each group of a rank, in their order, in which they share a table; of all ranks there is one."""
-    everyone = tuple(range(analysis.ranks))
-    coordinates = place_of(rank, analysis.axes).coordinates
-    return {everyone, *(_members(coordinates, analysis.axes, *key) for key in keys)}
+def _groups(axes: Mapping[str, int], keys: Sequence[GroupKey]) -> set[Along]:
+    """Along which axes ranks are in groups, each with a table; of all ranks there is one. Keys that leave a rank the
+    same others, in the same order, are those of one group."""
+    found = set()
+    for names, places in [(tuple(axes), ()), *keys]:
+        left = {axis: dict(places).get(axis, tuple(range(axes[axis]))) for axis in names}
+        found.add(tuple((list(axes).index(axis), tuple(each)) for axis, each in left.items() if len(each) > 1))
+    return found
 
 
-def _members(
-    coordinates: Mapping[str, int], axes: Mapping[str, int], names: Sequence[str], places: Sequence
-) -> tuple[int, ...]:
-    """The ranks that differ only along ``names``, of which ``places`` are left of some."""
-    strides, stride = {}, 1
-    for axis in reversed(axes):
-        strides[axis] = stride
-        stride *= axes[axis]
-    left = dict(places)
-    base = sum(place * strides[axis] for axis, place in coordinates.items() if axis not in names)
-    along = ([strides[axis] * place for place in left.get(axis, range(axes[axis]))] for axis in names)
-    return tuple(base + sum(parts) for parts in product(*along))
-
-
-def _first_of(rank: int, members: Sequence[int], near: Sequence[int]) -> int:
-    """Bytes of a group's table, if this rank is the first of its members on the node."""
-    here = set(near)
-    local = [member for member in members if member in here]
-    return size_of_table(len(local)) if local[0] == rank else 0
+def _first_of(own: Coordinates, along: Along, near: Sequence[Coordinates]) -> int:
+    """Bytes of a group's table, if this rank is the first of its members on the node. Only these are looked at: a group
+    may have thousands."""
+    places = dict(along)
+    here = [
+        tuple(each.index(other[axis]) for axis, each in along)
+        for other in near
+        if all(place in places[axis] if axis in places else place == own[axis] for axis, place in enumerate(other))
+    ]
+    return size_of_table(len(here)) if min(here) == tuple(each.index(own[axis]) for axis, each in along) else 0
