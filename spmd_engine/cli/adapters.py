@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from spmd_engine.cli.config_file import configured_lora
+from spmd_engine.cli.options import with_options
 from spmd_engine.models import Model
 from spmd_engine.models.adapters import LoRAOptions, with_adapters
 from spmd_engine.models.names import family_of
@@ -22,9 +23,7 @@ _OPTIONS = [
 
 def lora_options(command: Callable) -> Callable:
     """The options of adapters, for a command."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+    return with_options(_OPTIONS, command)
 
 
 def lora_of(options: Mapping[str, Any]) -> LoRAOptions | None:

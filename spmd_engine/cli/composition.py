@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from spmd_engine.cli.experts import mixture_of
-from spmd_engine.cli.options import image_shape
+from spmd_engine.cli.options import image_shape, with_options
 from spmd_engine.configuration import default_of
 from spmd_engine.engine.composition import PIPELINES, RECOMPUTE, Composition
 from spmd_engine.launchers import launcher_rank
@@ -107,9 +107,7 @@ COMPOSITION = (
 
 def composition_options(command: Callable) -> Callable:
     """All of the options above, for a command."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+    return with_options(_OPTIONS, command)
 
 
 def composition_of(options: Mapping[str, Any], axes: Mapping[str, int], model: Model | None = None) -> Composition:

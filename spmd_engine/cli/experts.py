@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from spmd_engine.cli.config_file import configured_mixture
+from spmd_engine.cli.options import with_options
 from spmd_engine.models import Mixture
 from spmd_engine.training.job import MIXTURE
 
@@ -37,21 +38,15 @@ _OF_ROUTERS = [
 
 def mixture_options(command: Callable) -> Callable:
     """The options on which a model's shape hangs, for a command."""
-    return _with(_OF_MODELS, command)
+    return with_options(_OF_MODELS, command)
 
 
 def expert_options(command: Callable) -> Callable:
     """Those and the most wanted ones of the router, for a command."""
-    return _with([*_OF_MODELS, *_OF_ROUTERS], command)
+    return with_options([*_OF_MODELS, *_OF_ROUTERS], command)
 
 
 def mixture_of(options: Mapping[str, Any]) -> Mixture | None:
     """The Mixture that a command's options describe; None if none of them was given."""
     given = {name: options[name] for name in MIXTURE if options.get(name) is not None}
     return configured_mixture(given)
-
-
-def _with(options: list[Callable], command: Callable) -> Callable:
-    for option in reversed(options):
-        command = option(command)
-    return command

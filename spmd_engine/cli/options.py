@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,13 @@ def field_option(kind: type[Configuration], name: str, flag: str = "", **options
 def open_mesh(text: str | None, *, check: bool = True) -> Mesh:
     """The mesh that ``--mesh`` describes, over all ranks there are."""
     return Mesh(check=check, **(parse_axes(text) if text else {}))
+
+
+def with_options(options: Sequence[Callable], command: Callable) -> Callable:
+    """The command with these of click's options, which its help lists in their order."""
+    for option in reversed(options):
+        command = option(command)
+    return command
 
 
 def options_given(context: click.Context) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from click.core import ParameterSource
 
 from spmd_engine.cli.adapters import lora_of
 from spmd_engine.cli.composition import COMPOSITION
+from spmd_engine.cli.options import with_options
 from spmd_engine.comm.mesh import parse_axes
 from spmd_engine.engine.composition import PIPELINES, RECOMPUTE, Composition
 from spmd_engine.engine.stages import parse_division
@@ -69,18 +70,12 @@ _BASE = (
 
 def source_options(command: Callable) -> Callable:
     """What is planned for."""
-    return _with(_SOURCE, command)
+    return with_options(_SOURCE, command)
 
 
 def fixed_options(command: Callable) -> Callable:
     """What is not to be searched."""
-    return _with(_FIXED, command)
-
-
-def _with(options: list[Callable], command: Callable) -> Callable:
-    for option in reversed(options):
-        command = option(command)
-    return command
+    return with_options(_FIXED, command)
 
 
 def request_of(context: click.Context) -> Request:
