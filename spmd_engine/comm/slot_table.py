@@ -227,7 +227,8 @@ class SlotTable:
         return self._at(slot, rank, signature.array_type, _DATA)
 
     def _at(self, slot: int, rank: int, kind: tuple[Sequence[int], np.dtype], where: int) -> Block | None:
-        local, offset = (word[rank] for word in self._addresses[slot][where : where + 2])
+        addresses = self._addresses[slot]
+        local, offset = addresses[where][rank], addresses[where + 1][rank]
         if local >= 0:
             return self.neighbours.view(local, offset, *kind)
         return None if local == NOWHERE else RemoteArray(self.neighbours.cross_memory, -2 - local, offset, *kind)

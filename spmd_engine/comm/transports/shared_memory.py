@@ -51,14 +51,17 @@ class SharedMemory(Transport):
         return NOWHERE not in self.table.result_arenas(self.number)
 
     def all_gather(self, x: np.ndarray, parts: Parts, *, last: bool = True) -> Steps:
-        """See ``Transport``. Where ranks have shown ``x``, it is from there that the others read."""
-        results = self.table.results(self.number, x.shape, x.dtype)
-        if results[self.rank] is not None:
+        """See ``Transport``. Where all have shown ``x``, it is from there that the others read."""
+        if self.results_shown:
+            results = self.table.results(self.number, x.shape, x.dtype)
+            blocks = [each[part] for each, part in zip(results, parts, strict=True)]
             self.table.say(self.number, REDUCED)
             yield self.table.until(self.number, REDUCED)
+        else:
+            blocks = [flat(block) for block in self.blocks]
         for r, part in enumerate(parts):
             if r != self.rank and part.stop > part.start:
-                fill(x[part], flat(self.blocks[r]) if results[self.rank] is None else results[r][part])
+                fill(x[part], blocks[r])
 
     def all_to_all(self, x: np.ndarray, parts: Parts, out: np.ndarray, out_parts: Parts, *, last: bool = True) -> Steps:
         for r, signature in enumerate(self.signatures.by_rank):
