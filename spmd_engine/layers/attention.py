@@ -32,9 +32,9 @@ class Attention(Layer):
 
     Heads are width / heads wide, or ``head_width``. Without ``bias`` q, k and v have none, without ``output_bias`` y
     has none. With ``rotary`` or ``norm_epsilon`` queries and keys are turned by their positions, or normalised before,
-    head by head or, ``norm_together``, all heads of a token: see ``QueriesAndKeys``. Scores are multiplied by ``scale``
-    in the place of 1 / sqrt(k), if it is given, and then, with a ``cap``, are cap · tanh(scores / cap). With a
-    ``window``, a query sees so many positions alone, up to its own.
+    or behind if ``turned_first``, head by head or, ``norm_together``, all heads of a token: see ``QueriesAndKeys``.
+    Scores are multiplied by ``scale`` in the place of 1 / sqrt(k), if it is given, and then, with a ``cap``, are
+    cap · tanh(scores / cap). With a ``window``, a query sees so many positions alone, up to its own.
     """
 
     attends = True
@@ -51,6 +51,7 @@ class Attention(Layer):
         rotary: Rotary | None = None,
         norm_epsilon: float | None = None,
         norm_together: bool = False,
+        turned_first: bool = False,
         scale: float | None = None,
         window: int | None = None,
         cap: float | None = None,
@@ -71,7 +72,8 @@ class Attention(Layer):
         self.may_cut = "bs" + self.across
         self.heads = {"query": self.across, "key": "h", "value": "h"}  # letters of each projection's heads
         factor = 1.0 if scale is None else scale * sqrt(self.sizes["k"])
-        self.ready = QueriesAndKeys(self.heads, self.sizes, rotary, norm_epsilon, norm_together, factor)
+        how = norm_epsilon, norm_together, factor, turned_first
+        self.ready = QueriesAndKeys(self.heads, self.sizes, rotary, *how)
         weights, biases = {}, {}
         for name, heads_of in self.heads.items():
             summed = "bs" + self.across.removeprefix(heads_of)  # r over keys and values: queries that share them

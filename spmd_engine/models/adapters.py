@@ -37,6 +37,8 @@ _TARGETS: Mapping[str, Mapping[str, tuple[tuple[str, ...], ...]]] = {
     **dict.fromkeys(("qwen2-moe", "qwen3-moe", "olmoe"), _OF_LLAMA | _OF_EXPERTS),
     "mixtral": _ATTENTION | _OF_EXPERTS | {"w1": (("gate",),), "w2": (("down",),), "w3": (("up",),)},
     "granitemoe": _ATTENTION,  # its experts are no modules of their own in any program
+    **dict.fromkeys(("arcee", "nemotron", "jais2"), _ATTENTION | {"up_proj": (("w0",),), "down_proj": (("w1",),)}),
+    **dict.fromkeys(("glm", "glm4"), _ATTENTION | {"gate_up_proj": (("gate", "up"),), "down_proj": (("down",),)}),
     "gptj": _THREE | {"out_proj": (("output",),), "fc_in": (("w0",),), "fc_out": (("w1",),)},
     "falcon": {
         "query_key_value": (("query", "key", "value"),), "dense": (("output",),), "dense_h_to_4h": (("w0",),),

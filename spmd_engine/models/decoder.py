@@ -36,7 +36,8 @@ from spmd_engine.models.model import Model
 FAMILIES = (
     "gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "phi3", "smollm3",
     "granite", "gemma", "gemma2", "gemma3-text", "olmo2", "olmo3", "gpt-neo", "gpt-neox", "opt", "phi", "stablelm",
-    "starcoder2", "olmo", "cohere", "cohere2", "gptj", "falcon", "granitemoe",
+    "starcoder2", "olmo", "cohere", "cohere2", "gptj", "falcon", "granitemoe", "arcee", "seed-oss", "exaone4", "glm",
+    "glm4", "ernie4-5", "helium", "hunyuan-v1-dense", "nemotron", "jais2", "cwm", "ministral", "internlm3",
 )  # fmt: skip
 
 
@@ -87,6 +88,7 @@ class DecoderShape(Configuration):
     logits_divisor: float = 1.0  #: by what logits are divided
     logits_cap: float | None = None  #: they are cap · tanh(logits / cap); None: there is no cap
     head_bias: bool = False  #: whether logits have one
+    turned_first: bool = False  #: whether queries and keys are turned before they are normalised
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -190,6 +192,7 @@ def _blocks(shape: DecoderShape, dropout: float, context_method: str) -> Iterato
             window=shape.window if windowed else None,
             norm_epsilon=shape.epsilon if shape.query_key_norm else None,
             norm_together=shape.norm_together,
+            turned_first=shape.turned_first,
             context=context,
             out_std=out_std,
         )

@@ -12,8 +12,8 @@ from spmd_engine.models.block_numbers import as_text
 from spmd_engine.models.decoder import FAMILIES, DecoderShape
 from spmd_engine.models.huggingface_families import activation_said, always, says
 from spmd_engine.models.huggingface_fields import Fields
-from spmd_engine.models.huggingface_layer_norms import LAYER_NORMS, shape_with_layer_norms
 from spmd_engine.models.huggingface_rope import rotary_of, rotary_of_config
+from spmd_engine.models.huggingface_tables import BY_TABLE, shape_by_table
 from spmd_engine.models.mixture import Mixture
 
 MODEL_TYPES = {family.replace("-", "_"): family for family in FAMILIES}
@@ -55,8 +55,8 @@ def read_config(config: Mapping[str, Any], where: str) -> tuple[DecoderShape, li
         raise CheckpointError(f"{where}: model_type {kind!r} is not known here; known are {', '.join(MODEL_TYPES)}")
     family, fields = MODEL_TYPES[kind], Fields(config)
     try:
-        if family in LAYER_NORMS:
-            shape = shape_with_layer_norms(family, fields)
+        if family in BY_TABLE:
+            shape = shape_by_table(family, fields)
         else:
             shape = _gpt2(fields) if family == "gpt2" else _llama(family, fields)
         shape = shape.changed(head_width=shape.head_width or shape.width // shape.heads)

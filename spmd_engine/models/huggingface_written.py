@@ -9,8 +9,8 @@ from spmd_engine.errors import UsageError
 from spmd_engine.models.block_numbers import block_numbers
 from spmd_engine.models.decoder import DecoderShape
 from spmd_engine.models.huggingface_families import says, unsayable, words_for_activation
-from spmd_engine.models.huggingface_layer_norms import LAYER_NORMS, words_with_layer_norms
 from spmd_engine.models.huggingface_rope import rope_of
+from spmd_engine.models.huggingface_tables import BY_TABLE, words_by_table
 
 _ARCHITECTURES = {
     "gpt2": "GPT2LMHeadModel",
@@ -42,6 +42,19 @@ _ARCHITECTURES = {
     "gptj": "GPTJForCausalLM",
     "falcon": "FalconForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
+    "arcee": "ArceeForCausalLM",
+    "seed-oss": "SeedOssForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
+    "glm": "GlmForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "ernie4-5": "Ernie4_5ForCausalLM",
+    "helium": "HeliumForCausalLM",
+    "hunyuan-v1-dense": "HunYuanDenseV1ForCausalLM",
+    "nemotron": "NemotronForCausalLM",
+    "jais2": "Jais2ForCausalLM",
+    "cwm": "CwmForCausalLM",
+    "ministral": "MinistralForCausalLM",
+    "internlm3": "InternLM3ForCausalLM",
 }
 _NO_WINDOW = ("llama", "granite", "granitemoe", "gemma", "olmo2", "olmoe")
 
@@ -71,8 +84,8 @@ def config_of_shape(shape: DecoderShape, dtype: str = "float32") -> dict[str, An
         }
     for name in unsayable(shape):
         raise UsageError(f"a {family} has no words for {name} {getattr(shape, name)!r}")
-    if family in LAYER_NORMS:
-        return common | words_with_layer_norms(shape)
+    if family in BY_TABLE:
+        return common | words_by_table(shape)
     rope, width = rope_of(shape.rotary), shape.head_width or shape.width // shape.heads
     return common | {
         "hidden_size": shape.width,

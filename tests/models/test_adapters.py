@@ -15,6 +15,7 @@ from spmd_engine.checkpoints import Checkpoint, save_checkpoint
 from spmd_engine.checkpoints.export_huggingface import export_adapters, export_huggingface
 from spmd_engine.checkpoints.peft import Merged, adapter_options
 from spmd_engine.checkpoints.pretrained import open_pretrained, with_shape
+from spmd_engine.cli.show.bytes_per_rank import bytes_per_rank
 from spmd_engine.engine import AdamW
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.composition import Composition, ModelConfig, build_engine
@@ -127,7 +128,7 @@ def test_every_mesh_computes_the_same(axes, composition, shape):
     ids=str,
 )
 def test_fully_sharded_no_frozen_number_is_stored_twice(axes, shape, copies):
-    """And none stays whole after a step, nor has a gradient."""
+    """And none stays whole after a step, nor has a gradient. What each rank has is what is foretold."""
 
     def program():
         with Mesh(**axes) as mesh:
@@ -142,6 +143,8 @@ def test_fully_sharded_no_frozen_number_is_stored_twice(axes, shape, copies):
     found = run(program, tiny.ranks_of(axes))
     whole = sum(np.prod(shape) for _, (_, shape) in found[0][1].buffers())
     counts = [count for count, _ in found]
+    foretold = bytes_per_rank(found[0][1], axes, Composition(zero=3), dtype="float64")
+    assert [8 * count for count in counts] == [dict(rank)["frozen weights"] for rank in foretold]
     assert sum(counts) == copies * whole and max(counts) < 1.4 * sum(counts) / len(counts)
 
 

@@ -1,8 +1,8 @@
-"""What ``config.json`` says of decoders with layer norms: what each family calls fields, to be read and written."""
+"""What ``config.json`` says of decoders that a table describes: what each family calls fields, read and written."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from spmd_engine.errors import UsageError
@@ -28,6 +28,16 @@ _TIED = {"tied": ("tie_word_embeddings", True)}
 _COHERE = _TIED | {
     "key_value_heads": ("num_key_value_heads", 0), "activation": ("hidden_act", "silu"),
     "bias": ("attention_bias", False),
+}  # fmt: skip
+_RMS = {
+    "epsilon": ("rms_norm_eps", 1e-5), "activation": ("hidden_act", "silu"),
+    "key_value_heads": ("num_key_value_heads", 0), "head_width": ("head_dim", 0),
+}  # fmt: skip
+_BIASES = {"bias": ("attention_bias", False), "perceptron_bias": ("mlp_bias", False)}
+_GLM = _RMS | {
+    "key_value_heads": ("num_key_value_heads", 2), "head_width": ("head_dim", 128),
+    "context": ("max_position_embeddings", 131072), "epsilon": ("rms_norm_eps", 1.5625e-7),
+    "bias": ("attention_bias", True),
 }  # fmt: skip
 #: What families call otherwise, or have beside.
 _OWN: Mapping[str, Mapping[str, tuple[str, Any]]] = {
@@ -70,40 +80,94 @@ _OWN: Mapping[str, Mapping[str, tuple[str, Any]]] = {
         "hidden": ("ffn_hidden_size", 0), "epsilon": ("layer_norm_epsilon", 1e-5), "activation": ("activation", "gelu"),
         "bias": ("bias", False),
     },
+    "arcee": _RMS | _BIASES | {"context": ("max_position_embeddings", 4096), "activation": ("hidden_act", "relu2")},
+    "seed-oss": _RMS | _BIASES | {
+        "context": ("max_position_embeddings", 524288), "epsilon": ("rms_norm_eps", 1e-6),
+        "key_value_heads": ("num_key_value_heads", 8), "head_width": ("head_dim", 128),
+        "bias": ("attention_bias", True), "output_bias": ("attention_out_bias", False),
+    },
+    "exaone4": _RMS | {"key_value_heads": ("num_key_value_heads", 32)},
+    "glm": _GLM,
+    "glm4": _GLM,
+    "ernie4-5": _TIED | _RMS | {
+        "context": ("max_position_embeddings", 131072), "key_value_heads": ("num_key_value_heads", 2),
+        "head_width": ("head_dim", 128), "bias": ("use_bias", False),
+    },
+    "helium": _RMS | _BIASES | {
+        "context": ("max_position_embeddings", 4096), "epsilon": ("rms_norm_eps", 1e-8),
+        "key_value_heads": ("num_key_value_heads", 20), "head_width": ("head_dim", 128),
+    },
+    "hunyuan-v1-dense": _RMS | {"bias": ("attention_bias", False)},
+    "nemotron": _RMS | _BIASES | {
+        "context": ("max_position_embeddings", 4096), "epsilon": ("norm_eps", 1e-5),
+        "activation": ("hidden_act", "relu2"),
+    },
+    "jais2": _RMS | {
+        "context": ("max_position_embeddings", 8192), "epsilon": ("layer_norm_eps", 1e-5),
+        "activation": ("hidden_act", "relu2"), "bias": ("attention_bias", True), "perceptron_bias": ("mlp_bias", True),
+    },
+    "cwm": _RMS | {
+        "context": ("max_position_embeddings", 131072), "key_value_heads": ("num_key_value_heads", 8),
+        "head_width": ("head_dim", 128), "perceptron_bias": ("mlp_bias", False),
+    },
+    "ministral": _RMS | {
+        "context": ("max_position_embeddings", 131072), "epsilon": ("rms_norm_eps", 1e-6),
+        "key_value_heads": ("num_key_value_heads", 8),
+    },
+    "internlm3": _RMS | {
+        "context": ("max_position_embeddings", 32768), "key_value_heads": ("num_key_value_heads", 2),
+        "head_width": ("head_dim", 128), "bias": ("qkv_bias", False), "perceptron_bias": ("bias", False),
+    },
 }  # fmt: skip
-LAYER_NORMS = tuple(_OWN)  #: the families
-_PART = {"gpt-neox": 0.25, "stablelm": 0.25, "phi": 0.5}  # of a head that is turned, where a config does not say
+BY_TABLE = tuple(_OWN)  #: the families
+#: Of a head that is turned, where a config does not say.
+_PART = {"gpt-neox": 0.25, "stablelm": 0.25, "phi": 0.5, "glm": 0.5, "glm4": 0.5, "nemotron": 0.5}
+_THETA = {"ernie4-5": 5e5, "helium": 1e5, "cwm": 1e6}  # where a config does not say; of others 10000
+_NEIGHBOURS = ("cohere", "cohere2", "glm", "glm4", "ernie4-5", "helium")  # are what is turned
+#: Families of which one field speaks of all biases of the attention, and those where it speaks of all there are.
+_OUTPUT_TOO = (
+    "gpt-neox", "olmo", "cohere", "cohere2", "falcon", "starcoder2", "arcee", "ernie4-5", "hunyuan-v1-dense",
+    "nemotron", "jais2", "internlm3",
+)  # fmt: skip
+_PERCEPTRONS_TOO = ("falcon", "starcoder2", "ernie4-5")
 _PARALLEL = {"gpt-neox": "two-norms", "stablelm": "one-norm"}  # of those that can say whether blocks are
+_SAY_WINDOWS = ("gpt-neo", "starcoder2", "cohere2", "exaone4", "cwm", "ministral")
 _EPSILON = dict.fromkeys(("opt", "olmo"), 1e-5)  # of those whose config does not say
 _LOGIT_SCALE = 0.0625  # of Cohere's models, where a config does not say
 
 
-def shape_with_layer_norms(family: str, config: Mapping[str, Any]) -> DecoderShape:
-    """The decoder of one of the ``LAYER_NORMS`` that a config describes; raises UsageError and KeyError."""
+def shape_by_table(family: str, config: Mapping[str, Any]) -> DecoderShape:
+    """The decoder of one of the ``BY_TABLE`` that a config describes; raises UsageError and KeyError."""
     values: dict[str, Any] = {}
     for own, (name, default) in (_COMMON | _OWN[family]).items():
         if family in _EPSILON and own == "epsilon":
             continue
         values[own] = config[name] if default is None else config.get(name, default)
+    if family == "internlm3":  # whose fields transformers calls as Llama's
+        values["bias"] = config.get("attention_bias", values["bias"])
+        _same("bias", config.get("mlp_bias", values["perceptron_bias"]), values["bias"])
+        values["perceptron_bias"] = values["bias"]
     values["hidden"] = values["hidden"] or 4 * values["width"]
     values["activation"] = activation_said(values["activation"])
     values["key_value_heads"] = values.get("key_value_heads") or values["heads"]
     values["head_width"] = values.get("head_width") or None
     shape = DecoderShape(family=family, **{**always(family, values["width"]), "epsilon": 1e-5, **values})
     if family == "starcoder2":
-        shape = shape.changed(
-            output_bias=shape.bias, perceptron_bias=shape.bias, window=config.get("sliding_window") or None
-        )
+        shape = shape.changed(window=config.get("sliding_window") or None)
         _same("norm_type", config.get("norm_type") or "layer_norm", "layer_norm")
         config.get("activation_function")  # of older programs; ``hidden_act`` is looked at
         config.get("layer_norm_epsilon")  # the same; ``norm_epsilon`` is
-    if family in ("gpt-neox", "olmo", "cohere", "cohere2", "falcon"):
+    if family in _OUTPUT_TOO:
         shape = shape.changed(output_bias=shape.bias)
+    if family in _PERCEPTRONS_TOO:
+        shape = shape.changed(perceptron_bias=shape.bias)
     if family in ("cohere", "cohere2"):
         _same("use_qk_norm", bool(config.get("use_qk_norm")), False)
         shape = shape.changed(logits_divisor=1 / float(config.get("logit_scale", _LOGIT_SCALE)))
     if family == "cohere2":
         shape = _with_turned_windows(config, shape)
+    if family in _WINDOWS:
+        shape = _with_windows(config, shape, *_WINDOWS[family])
     if family == "falcon":
         shape = _as_falcon(config, shape)
     if family == "opt":
@@ -124,16 +188,46 @@ def _with_turned_windows(config: Mapping[str, Any], shape: DecoderShape) -> Deco
     ):  # fmt: skip
         _same(name, config.get(name, usual), usual)
     config.get("use_parallel_embedding")  # of how it was trained
-    every, kinds = config.get("sliding_window_pattern") or 4, config.get("layer_types")
-    kinds = kinds or ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(shape.layers)]
-    if len(kinds) != shape.layers or set(kinds) - {"sliding_attention", "full_attention"}:
-        raise UsageError(f"layer_types are {kinds} for {shape.layers} layers; each is sliding_ or full_attention")
-    near = [number for number, kind in enumerate(kinds) if kind == "sliding_attention"]
+    every = config.get("sliding_window_pattern") or 4
+    near = _near_layers(config, shape, lambda layer: bool((layer + 1) % every))
     if not near:
         return shape.changed(unturned=as_text(range(shape.layers)))
     far = as_text(set(range(shape.layers)) - set(near))
     window = config.get("sliding_window", 4096)
     return shape.changed(window=window, windowed=as_text(near) if far else "", unturned=far)
+
+
+#: Of families whose config may list kinds of layers: the usual window, and the layers that see it where it does not.
+_WINDOWS: Mapping[str, tuple[int, Callable[[int], bool]]] = {
+    "exaone4": (4096, lambda layer: bool((layer + 1) % 4)),
+    "cwm": (8192, lambda layer: bool(layer % 4)),
+    "ministral": (4096, lambda layer: True),
+}
+
+
+def _with_windows(
+    config: Mapping[str, Any], shape: DecoderShape, usual: int, is_near: Callable[[int], bool]
+) -> DecoderShape:
+    """EXAONE 4 has rotary positions in all layers or, if there are windows, in those that see one."""
+    window, every = config.get("sliding_window", usual), config.get("sliding_window_pattern")
+    if every is not None and window and config.get("layer_types") is None:
+        _same("sliding_window_pattern", every, 4)
+    near = _near_layers(config, shape, lambda layer: bool(window) and is_near(layer))
+    far = as_text(set(range(shape.layers)) - set(near))
+    if near and not window:
+        raise UsageError("layer_types has 'sliding_attention', but no sliding_window is said")
+    if window and shape.family == "exaone4":
+        shape = shape.changed(unturned=far)
+    return shape.changed(window=window, windowed=as_text(near) if far else "") if near else shape
+
+
+def _near_layers(config: Mapping[str, Any], shape: DecoderShape, is_near: Callable[[int], bool]) -> list[int]:
+    """The layers that see a window alone: by ``layer_types`` or, where there are none, as the family has it."""
+    kinds = config.get("layer_types")
+    kinds = kinds or ["sliding_attention" if is_near(i) else "full_attention" for i in range(shape.layers)]
+    if len(kinds) != shape.layers or set(kinds) - {"sliding_attention", "full_attention"}:
+        raise UsageError(f"layer_types are {kinds} for {shape.layers} layers; each is sliding_ or full_attention")
+    return [number for number, kind in enumerate(kinds) if kind == "sliding_attention"]
 
 
 def _as_falcon(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
@@ -148,15 +242,30 @@ def _as_falcon(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
 
 
 def _rotary(family: str, config: Mapping[str, Any], shape: DecoderShape) -> Any:
-    theta, part = 10_000.0, config.get("partial_rotary_factor")
+    theta, part = _THETA.get(family, 10_000.0), config.get("partial_rotary_factor")
     if family == "gpt-neox":
         theta, part = config.get("rotary_emb_base") or theta, config.get("rotary_pct", part)
     if family == "gptj":
         _same("rotary", config.get("rotary", True), True)
         turned, width = config.get("rotary_dim", 64), shape.width // shape.heads
         return RotaryOptions(pairs="neighbours", part=1.0 if turned is None else turned / width)
+    if family == "hunyuan-v1-dense":
+        return _stretched(config, shape)
     found = rotary_of_config(config, theta, shape.context, part=_PART.get(family, 1.0) if part is None else part)
-    return found.changed(pairs="neighbours") if family in ("cohere", "cohere2") else found
+    return found.changed(pairs="neighbours") if family in _NEIGHBOURS else found
+
+
+def _stretched(config: Mapping[str, Any], shape: DecoderShape) -> RotaryOptions:
+    """Of Hunyuan: ``dynamic`` with an ``alpha`` has the base theta · alpha^(k / (k - 2)) at all positions."""
+    width = shape.head_width or shape.width // shape.heads
+    said = {name: config.get(name) for name in ("rope_scaling", "rope_parameters")}
+    plain = {name: {**each, "alpha": None} if each else each for name, each in said.items()}
+    found = rotary_of_config({**config, **plain}, 10_000.0, shape.context)
+    dynamic = [each for each in said.values() if each and "dynamic" in (each.get("rope_type"), each.get("type"))]
+    alphas = {float(each.get("alpha") or 1) for each in dynamic} or {1.0}
+    if len(alphas) > 1:
+        raise UsageError(f"rope_scaling and rope_parameters differ in alpha: {sorted(alphas)}")
+    return found.changed(theta=found.theta * alphas.pop() ** (width / (width - 2)))
 
 
 def _with_local_layers(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
@@ -177,8 +286,8 @@ def _same(name: str, value: Any, computed: Any) -> None:
         raise UsageError(f"{name} is {value!r}, a feature that is not known here; {computed!r} is")
 
 
-def words_with_layer_norms(shape: DecoderShape) -> dict[str, Any]:
-    """What a config says of one of the ``LAYER_NORMS``; raises UsageError for what it has no words for."""
+def words_by_table(shape: DecoderShape) -> dict[str, Any]:
+    """What a config says of one of the ``BY_TABLE``; raises UsageError for what it has no words for."""
     family, said = shape.family, {}
     for own, (name, _) in (_COMMON | _OWN[family]).items():
         said[name] = getattr(shape, own)
@@ -190,7 +299,7 @@ def words_with_layer_norms(shape: DecoderShape) -> dict[str, Any]:
         ("head_width", width, width if "head_width" in _OWN[family] else usual_width),
         ("key_value_heads", shared, shared if "key_value_heads" in _OWN[family] else usual_heads),
         ("epsilon", shape.epsilon, _EPSILON.get(family, shape.epsilon)),
-        ("window", shape.window, shape.window if family in ("gpt-neo", "starcoder2", "cohere2") else None),
+        ("window", shape.window, shape.window if family in _SAY_WINDOWS else None),
     ):
         if value != usual:
             raise UsageError(f"a {family} has no words for {name} {value}")
@@ -212,7 +321,7 @@ def words_with_layer_norms(shape: DecoderShape) -> dict[str, Any]:
         said["window_size"] = shape.window or 256
     if family in ("cohere", "cohere2"):
         said |= {"logit_scale": 1 / shape.logits_divisor, "use_qk_norm": False}
-    if family == "cohere2":
+    if family == "cohere2" or family in _WINDOWS:
         said |= _words_for_windows(shape)
     if family == "gptj":
         return said | {"rotary_dim": int(width * shape.rotary.part)}
@@ -227,9 +336,11 @@ def words_with_layer_norms(shape: DecoderShape) -> dict[str, Any]:
 
 
 def _words_for_windows(shape: DecoderShape) -> dict[str, Any]:
-    """Of Cohere 2."""
     near = [shape.has_window(layer) for layer in range(shape.layers)]
-    if [shape.is_turned(layer) for layer in range(shape.layers)] != near:
-        raise UsageError("a cohere2 has rotary positions in the blocks that see a window, and in no others")
+    turned = [shape.is_turned(layer) for layer in range(shape.layers)]
+    if shape.family in ("cohere2", "exaone4") and turned != near and (shape.family == "cohere2" or shape.window):
+        raise UsageError(f"a {shape.family} has rotary positions in the blocks that see a window, and in no others")
+    if shape.family == "exaone4" and not shape.window and not all(turned):
+        raise UsageError("an exaone4 without windows has rotary positions in all blocks")
     kinds = ["sliding_attention" if each else "full_attention" for each in near]
     return {"sliding_window": shape.window, "layer_types": kinds}
