@@ -15,10 +15,10 @@ from typing import Any, Concatenate, ParamSpec
 import numpy as np
 
 from spmd_engine.arrays.backend import CPU, Array, Backend, backend_of
+from spmd_engine.comm.call_agreement import bytes_of
 from spmd_engine.comm.calls import Calls
 from spmd_engine.comm.pending import Pending
 from spmd_engine.comm.point_to_point import PointToPoint
-from spmd_engine.comm.rendezvous import bytes_of
 from spmd_engine.comm.staging import ready
 
 _Arguments = ParamSpec("_Arguments")

@@ -6,12 +6,11 @@ import numpy as np
 
 from spmd_engine.arrays.backend import CPU, Array, Backend, backend_of
 from spmd_engine.comm import signature
-from spmd_engine.comm.calls import Calls
+from spmd_engine.comm.call_agreement import INLINE, bytes_of, text_of
+from spmd_engine.comm.calls import Calls, Operation
 from spmd_engine.comm.condition import Requests
-from spmd_engine.comm.operation import Operation
 from spmd_engine.comm.pending import Pending, Steps
 from spmd_engine.comm.prepared_call import PreparedCall
-from spmd_engine.comm.rendezvous import INLINE, bytes_of, text_of
 from spmd_engine.comm.signature import Signature
 from spmd_engine.comm.staging import ready
 from spmd_engine.comm.transports.messages import COLLECTIVE_TAGS
@@ -71,18 +70,18 @@ class PointToPoint:
     def _send(self, call: PreparedCall, own: Array, to: int, tag: int) -> Steps:
         told = np.frombuffer(call.signature.packed, np.uint8)
         backend_of(own).synchronize()
-        requests = Requests().add(to, self._comm.start_send(told, to, tag))
+        requests = Requests(self._comm).add(to, self._comm.start_send(told, to, tag))
         yield requests.add(to, self._comm.start_send(own, to, tag + 1) if own.size else [])
 
     def _refuse(self, call: PreparedCall, text: np.ndarray, to: int, tag: int) -> Steps:
         """Say why nothing comes, to the one who waits for it."""
         told = np.frombuffer(call.signature.packed + text.tobytes(), np.uint8)
-        yield Requests().add(to, self._comm.start_send(told, to, tag))
+        yield Requests(self._comm).add(to, self._comm.start_send(told, to, tag))
         raise signature.refused({text_of(text): [self._comm.rank]}, self._axes, self._comm.size)
 
     def _receive(self, source: int, like: Backend, tag: int) -> Steps:
         told = np.empty(signature.room(0) + INLINE, np.uint8)
-        yield Requests().add(source, self._comm.start_receive(told, source, tag))
+        yield Requests(self._comm).add(source, self._comm.start_receive(told, source, tag))
         theirs = Signature.unpack(told.tobytes())
         if theirs.operation == "refuse":
             begin = len(theirs.packed)
@@ -92,7 +91,7 @@ class PointToPoint:
         data = where.empty(*theirs.array_type)
         if data.size:
             where.synchronize()
-            yield Requests().add(source, self._comm.start_receive(data, source, tag + 1))
+            yield Requests(self._comm).add(source, self._comm.start_receive(data, source, tag + 1))
         return like.asarray(data)
 
     def _tag(self, way: str, rank: int, channel: int | None) -> int:

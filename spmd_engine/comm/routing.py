@@ -7,16 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
-from spmd_engine.comm.call_agreement import Agreement
+from spmd_engine.comm.call_agreement import Agreed, Agreement
 from spmd_engine.comm.communicator import Communicator
-from spmd_engine.comm.dissemination import Agreed
 from spmd_engine.comm.pending import Steps
 from spmd_engine.comm.prepared_call import PreparedCall
-from spmd_engine.comm.rendezvous import Rendezvous
 from spmd_engine.comm.spans import spans
 from spmd_engine.comm.transports.hierarchical import Hierarchical
 from spmd_engine.comm.transports.messages import Messages
-from spmd_engine.comm.transports.shared_memory import SharedMemory
+from spmd_engine.comm.transports.shared_memory import SharedMemory, readable
 from spmd_engine.comm.transports.transport import Transport
 from spmd_engine.comm.ways import Facts, Way, between_nodes, way, within_node
 
@@ -37,8 +35,11 @@ class Routing:
         """Whether this rank offers the others of its node to read its data: arrays of ``size`` bytes."""
         if self.node_table is None or not isinstance(own, np.ndarray) or call.signature.waits:
             return False
-        inline = call.signature.inline if self.one_node else call.terms.inline
-        return not inline and (self.one_node or size >= self.comm.tuning.hierarchical)
+        return not call.signature.inline and (self.one_node or size >= self.comm.tuning.hierarchical)
+
+    def readable(self, call: PreparedCall, x: Array) -> np.ndarray | None:
+        """What this rank shows to the others of its node of contiguous ``x``: itself, a copy of it, or nothing."""
+        return readable(self.node_table, x, self.comm.tuning) if self.shows(call, x, x.nbytes) else None
 
     def numbers(self, number: int, mine: Sequence[int]) -> Steps:
         """One number from each rank, of which this one gives each ``mine``, in call ``number``."""
@@ -67,7 +68,7 @@ class Routing:
         )
         match way(facts, tuning):
             case Way.SHARED_MEMORY:
-                return SharedMemory(met, tuning)
+                return met
             case Way.BLOCKING:
                 return comm.library
             case Way.HIERARCHICAL:
@@ -77,11 +78,11 @@ class Routing:
         comm.turns.over(number)
         return self._messages
 
-    def _local(self, call: PreparedCall, met: Rendezvous) -> Transport:
+    def _local(self, call: PreparedCall, met: SharedMemory) -> Transport:
         """What moves a hierarchical call's data within this node."""
         shown = met.results_shown if call.signature.operation == "all_gather" else met.shown
         if within_node(shown) is Way.SHARED_MEMORY:
-            return SharedMemory(met, self.comm.tuning)
+            return met
         return Messages(self._lanes.local)
 
     def _lane(self, number: int, facts: Facts) -> Transport:

@@ -13,17 +13,20 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from spmd_engine.arrays.memory import address_of
 from spmd_engine.comm.condition import Condition
-from spmd_engine.comm.pending import Progress
 from spmd_engine.comm.signature import Signature, Signatures, room
 from spmd_engine.node.arena import ALIGNMENT, HEAD, Neighbours
 from spmd_engine.node.cross_memory import Block, RemoteArray
+from spmd_engine.node.futex import Futexes
 from spmd_engine.node.node import Node
+
+if TYPE_CHECKING:
+    from spmd_engine.comm.pending import Progress
 
 SLOTS = 8  # calls of a group that can be under way at once; more wait for their turn
 SMALL = 1 << 12  # bytes of data that lie in an entry
@@ -34,28 +37,13 @@ CALLED, REDUCED, LEFT = 1, 2, 3  # phases of a call, as each rank says them
 _STEPS = 4  # words count in steps of a call's phases
 _ADDRESS = struct.Struct("<qq")  # whose arena and the offset in it; or -2 - r and the address in rank r's own memory
 _ADDRESSES = struct.Struct("<qqqq")  # of the data, and of the result
-_NOWHERE = (-1, 0)  # not shown
-_UNSHOWN = _ADDRESSES.pack(*_NOWHERE, *_NOWHERE)
+NOWHERE = (-1, 0)  # not shown
+_UNSHOWN = _ADDRESSES.pack(*NOWHERE, *NOWHERE)
 _DATA, _RESULT = 0, _ADDRESS.size  # where in an entry it says where data lie, and where their result is to come
 _SIGNATURE = 64  # where in an entry the signature begins, behind the addresses
 
 
 Address = tuple[int, int]
-
-
-class Waker(Protocol):
-    """What wakes ranks of a node, and keeps their reads and writes in order; see ``futex``."""
-
-    weak: bool  #: whether this machine must be told to keep them in order
-
-    def fence(self) -> None:
-        """Nothing of what comes after is seen before what came before."""
-
-    def anyone_sleeps(self) -> bool:
-        """Whether some rank may not see what was written before this."""
-
-    def wake(self, local_ranks: Sequence[int]) -> None:
-        """Wake these."""
 
 
 def room_for_table(neighbours: Neighbours, ranks: int) -> int | None:
@@ -95,7 +83,7 @@ class SlotTable:
         rank: int,
         local_ranks: Sequence[int],
         neighbours: Neighbours,
-        waker: Waker,
+        waker: Futexes,
         *,
         calls: int = 0,
         home: int | None = None,
@@ -175,7 +163,7 @@ class SlotTable:
         self._sign(slot, signature)
         if signature.inline:
             self._view(slot, self.rank, signature)[...] = data
-        self._entries[slot][self.rank][: _ADDRESSES.size] = _ADDRESSES.pack(*(at or _NOWHERE), *(result or _NOWHERE))
+        self._entries[slot][self.rank][: _ADDRESSES.size] = _ADDRESSES.pack(*(at or NOWHERE), *(result or NOWHERE))
 
     def read(self, number: int, expected: Signatures) -> tuple[Signatures, list[Block | None]]:
         """All ranks' signatures, ``expected`` itself if these are, and their data where they lie (None: not shown)."""
@@ -195,28 +183,24 @@ class SlotTable:
 
         None: not so, or not within so many tests. Then the call is to be begun again, as if this had not been.
         """
-        rank, slot, word = self.rank, number % SLOTS, number * _STEPS + CALLED
-        signature, words, digests, waker = expected.by_rank[rank], self._phases[slot], self._digests[slot], self._waker
-        inline = signature.inline
-        if not self.is_free(number, inline) and not progress.spin(partial(self.is_free, number, inline), spin_tests):
+        slot, signature = number % SLOTS, expected.by_rank[self.rank]
+        words, inline, left = self._phases[slot], signature.inline, (number - SLOTS) * _STEPS + LEFT
+        called = number * _STEPS + CALLED
+        free = min(words.tolist()) >= left and inline <= SMALL and not self._weak  # as it mostly is
+        if not free and not progress.spin(partial(self.is_free, number, inline), spin_tests):
             return None
         blocks = expected.inline.get(slot) or self._lay_out(slot, expected)
-        if digests[rank] != signature.digest:
-            self._sign(slot, signature)
-        if signature.inline:
-            blocks[rank][...] = data
+        self._sign(slot, signature)
+        if inline:
+            blocks[self.rank][...] = data
         elif data is not None:
-            self._entries[slot][rank][: _ADDRESSES.size] = _UNSHOWN
-        if self._weak:
-            waker.fence()
-        words[rank] = word
-        if waker.anyone_sleeps() and self.reached(number, CALLED):
-            waker.wake(self._others)
-        if min(words.tolist()) < word and not progress.spin(lambda: min(words.tolist()) >= word, spin_tests):
+            self._entries[slot][self.rank][: _ADDRESSES.size] = _UNSHOWN
+        self.say(number, CALLED)
+        if min(words.tolist()) < called and not progress.spin(lambda: min(words.tolist()) >= called, spin_tests):
             return None
         if self._weak:
-            waker.fence()
-        return blocks if digests.tolist() == expected.digests else None
+            self._waker.fence()
+        return blocks if self._digests[slot].tolist() == expected.digests else None
 
     def leave_at_once(self, number: int) -> None:
         """As ``say`` of LEFT, where nobody sleeps until then but for a slot: of a later call, which will wake it."""
@@ -240,14 +224,9 @@ class SlotTable:
         """Where everyone's result is to come, of this shape."""
         return [self._at(number % SLOTS, rank, (shape, dtype), _RESULT) for rank in range(self.size)]
 
-    def shows_result(self, number: int, rank: int) -> bool:
-        """Whether a rank has shown where its result is to come."""
-        return _ADDRESS.unpack_from(self._entries[number % SLOTS][rank], _RESULT) != _NOWHERE
-
-    def all_results_shared(self, number: int) -> bool:
-        """Whether all of these are in memory that ranks share."""
-        entries = self._entries[number % SLOTS]
-        return all(_ADDRESS.unpack_from(entry, _RESULT)[0] >= 0 for entry in entries)
+    def result_addresses(self, number: int) -> list[Address]:
+        """Where these are; NOWHERE: not shown."""
+        return [_ADDRESS.unpack_from(entry, _RESULT) for entry in self._entries[number % SLOTS]]
 
     def _block(self, slot: int, rank: int, signature: Signature) -> Block | None:
         if 0 in signature.shape:

@@ -138,9 +138,6 @@ class ShapedGroup(Group):
         begun = self._mesh.recorder.begin(**self._facts(operation, call.where[2], call.payload, sent))
         return _Answer(self._mesh.recorder, begun, lambda: result, held=x)
 
-    def _wait_for(self, call: PreparedCall, x: Array | None, out: Any = None) -> Any:
-        return self._start(call, x, out).wait()
-
     def _sent(self, call: PreparedCall, result: Any) -> float:
         """As the ledger counts it; where this rank stands for several whose parts differ a little, the mean."""
         if len(self._alike) < 2 or call.where[0] not in ("all_reduce", "reduce_scatter", "all_gather"):

@@ -5,7 +5,7 @@ import pytest
 
 from on_ranks import everywhere, on_ranks
 from spmd_engine import Mesh, run
-from spmd_engine.comm.rendezvous import INLINE, bytes_of, text_of
+from spmd_engine.comm.call_agreement import INLINE, bytes_of, text_of
 from spmd_engine.errors import UsageError
 
 ONES, LARGE = np.ones(4), np.ones((4, 3000))

@@ -61,7 +61,7 @@ class Hierarchical(GatherAndReduce):
     """
 
     def __init__(self, lanes: Lanes, local: Transport, lane: Transport) -> None:
-        self.rank, self.size, self.tuning = lanes.rank, lanes.size, local.tuning
+        self.rank, self.size = lanes.rank, lanes.size
         self._lanes, self._local, self._lane = lanes, local, lane
 
     def all_gather(self, number: int, x: Array, parts: Parts, *, last: bool = True) -> Steps:

@@ -41,6 +41,9 @@ class Ranks(Protocol):
     def start_receive(self, data: Array, source: int, tag: int) -> list:
         """See ``Communicator``."""
 
+    def done(self, requests: list) -> bool:
+        """See ``Communicator``."""
+
 
 class MessagePart:
     """Some ranks of a communicator, this one among them, in an order of their own: enough to exchange messages."""
@@ -59,21 +62,24 @@ class MessagePart:
     def start_receive(self, data: Array, source: int, tag: int) -> list:
         return self._communicator.start_receive(data, self.members[source], tag)
 
+    def done(self, requests: list) -> bool:
+        return self._communicator.done(requests)
+
 
 def exchange(ranks: Ranks, outgoing: Sequence[Array | None], incoming: Sequence[Array | None], tag: int) -> Steps:
     """Send ``outgoing[r]`` to each other rank r and fill ``incoming[r]`` from it; None or empty: nothing."""
     backends = {id(b): b for b in (backend_of(x) for x in (*outgoing, *incoming) if x is not None)}
     for backend in backends.values():
         backend.synchronize()  # MPI reads and writes device memory without asking the stream that uses it
-    requests = Requests()
+    requests = Requests(ranks)
     for step in range(1, ranks.size):  # rank r begins with r + 1: nobody is everyone's first target
         source = (ranks.rank - step) % ranks.size
         if incoming[source] is not None and incoming[source].size:
-            requests.add(ranks.outer(source), ranks.start_receive(incoming[source], source, tag))
+            requests.add(source, ranks.start_receive(incoming[source], source, tag))
     for step in range(1, ranks.size):
         to = (ranks.rank + step) % ranks.size
         if outgoing[to] is not None and outgoing[to].size:
-            requests.add(ranks.outer(to), ranks.start_send(outgoing[to], to, tag))
+            requests.add(to, ranks.start_send(outgoing[to], to, tag))
     yield requests
 
 

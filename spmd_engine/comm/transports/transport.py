@@ -23,7 +23,6 @@ class GatherAndReduce(ABC):
 
     rank: int
     size: int
-    tuning: Tuning
 
     @abstractmethod
     def all_gather(self, number: int, x: Array, parts: Parts, *, last: bool = True) -> Steps:
@@ -54,6 +53,8 @@ class GatherAndReduce(ABC):
 
 class Transport(GatherAndReduce):
     """All operations, of which a transport must have two; it may have quicker ways of its own for the others."""
+
+    tuning: Tuning
 
     @abstractmethod
     def all_to_all(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from spmd_engine.comm.condition import Condition
 from spmd_engine.comm.pending import Steps
 
 
@@ -23,4 +24,4 @@ class Turns:
     def wait(self, number: int) -> Steps:
         """Go on when it is the turn of call ``number``."""
         if self._open[0] != number:
-            yield lambda: self._open[0] == number
+            yield Condition(lambda: self._open[0] == number, lambda rank: False)
