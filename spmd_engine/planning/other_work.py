@@ -18,7 +18,7 @@ from spmd_engine.layers import Parameter
 from spmd_engine.layers.declarations import Activation
 from spmd_engine.layers.layer import Layer
 from spmd_engine.models import Model
-from spmd_engine.planning.system_file import PARTS, RECOMPUTED, SystemWork, System, Transformer
+from spmd_engine.planning.system_file import PARTS, RECOMPUTED, System, SystemWork, Transformer
 
 ITEMSIZE = 2  #: bytes of what is multiplied and sent
 
