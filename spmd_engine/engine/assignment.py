@@ -157,13 +157,14 @@ def _frozen_members(
         for own, buffer in described.buffers.items():
             brought = layout.axes(buffer.element[0]) if buffer.element else ()
             over = tuple(axis for axis in shards.axes(buffer.summed, buffer.where) if axis not in brought)
-            if not (buffer.frozen and storage.cut(over, place.axes)):
+            cut = storage.cut(over, place.axes)
+            if not (buffer.frozen and cut):
                 continue
             spec, whole, home = layout.spec(buffer.dims), buffer.whole(described.sizes), None
             if place.axis_size(brought) > 1:
                 letter, number = buffer.element
                 home = Home(brought, layout.parts(name, letter, described.sizes[letter], place)[number])
-            summed = Sum(over, storage.cut(over, place.axes))
+            summed = Sum(over, cut, shares=shares_along(cut, place.axes, storage.shares))
             block, largest = spec.local_shape(whole, place), prod(spec.largest_shape(whole, place))
             yield Member(f"{name}/{own}", block, False, summed, largest, chunk_of[layer], home)
 
