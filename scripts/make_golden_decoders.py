@@ -39,7 +39,7 @@ SIZES = {
     "max_position_embeddings": 96,
 }
 OF_HEADS = {name: each for name, each in SIZES.items() if name != "num_key_value_heads"} | {"hidden_size": 24}
-GENTLE = ("cwm", "glm", "hunyuan_v1_dense", "ministral")  # else float32 would be too far from float64
+GENTLE = ("bloom", "cwm", "glm", "hunyuan_v1_dense", "ministral")  # else float32 would be too far from float64
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -137,6 +137,15 @@ MODELS = {
     "cwm": transformers.CwmConfig(**SIZES, head_dim=4, sliding_window=10),
     "ministral": transformers.MinistralConfig(
         **SIZES, head_dim=4, sliding_window=10, layer_types=["full_attention", "sliding_attention"]),
+    "falcon_grouped": transformers.FalconConfig(
+        vocab_size=23, hidden_size=24, num_hidden_layers=2, num_attention_heads=6, num_kv_heads=2, ffn_hidden_size=14,
+        max_position_embeddings=96, new_decoder_architecture=True, bias=True),
+    "bloom": transformers.BloomConfig(
+        vocab_size=23, hidden_size=12, n_layer=2, n_head=6, seq_length=96, pad_token_id=None),
+    "mpt": transformers.MptConfig(
+        vocab_size=23, d_model=24, n_layers=2, n_heads=6, max_seq_len=96, attn_config={"softmax_scale": 0.3}),
+    "gpt_bigcode": transformers.GPTBigCodeConfig(
+        vocab_size=23, n_embd=12, n_layer=2, n_head=3, n_positions=96, n_inner=20),
     "internlm3": transformers.InternLM3Config(
         **SIZES, head_dim=4, pad_token_id=None, attention_bias=True, mlp_bias=True),
 }  # fmt: skip
@@ -179,6 +188,10 @@ def without_casts():
         weights = (query @ key.transpose(-1, -2) / self.scale_attn + attention_mask).softmax(-1)
         return weights @ value, weights
 
+    def gelu_of_bloom(x):  # whose root of 2 / pi has eight digits
+        return functional.gelu(x, approximate="tanh")
+
+    transformers.models.bloom.modeling_bloom.bloom_gelu_forward = gelu_of_bloom
     transformers.models.gptj.modeling_gptj.GPTJAttention._attn = attention_of_gptj
     transformers.models.gpt_neo.modeling_gpt_neo.GPTNeoSelfAttention._attn = attention_of_gpt_neo
     for family in (

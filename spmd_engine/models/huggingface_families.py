@@ -11,22 +11,23 @@ from spmd_engine.models.decoder import DecoderShape
 
 _EXPERTS = ("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "granitemoe")
 _GRANITES = ("granite", "granitemoe")
+_SCALED = (*_GRANITES, "minicpm")  # what is looked up, what branches add, and logits
 _COHERES = ("cohere", "cohere2")
 _GEMMAS = ("gemma", "gemma2", "gemma3-text")
 _OLMOS = ("olmo2", "olmo3")
 _GLMS = ("glm", "glm4")
 #: Families whose rows of queries and keys are put in another order on the way, if neighbours are turned.
 _PUT_IN_ORDER = (
-    "gpt2", "llama", "mistral", "qwen2", "qwen3", *_EXPERTS, "smollm3", "granite", *_GEMMAS, *_OLMOS,
+    "gpt2", "llama", "mistral", "qwen2", "qwen3", *_EXPERTS, "smollm3", "granite", "minicpm", *_GEMMAS, *_OLMOS,
 )  # fmt: skip
 #: Families that have a word for the biases of queries, keys and values, and one for the output's, or none.
 _OTHER_OUTPUT = ("qwen2-moe", "stablelm", "seed-oss", "helium", *_GLMS)
 #: Fields of a DecoderShape of which not every config speaks, and the families of which one does.
 _SAID_BY = {
     "bias": (
-        "llama", "qwen2-moe", "qwen3", "qwen3-moe", "smollm3", *_GRANITES, *_GEMMAS, *_OLMOS, "olmoe", "gpt-neox",
+        "llama", "qwen2-moe", "qwen3", "qwen3-moe", "smollm3", *_SCALED, *_GEMMAS, *_OLMOS, "olmoe", "gpt-neox",
         "stablelm", "starcoder2", "olmo", *_COHERES, "falcon", "arcee", "seed-oss", *_GLMS, "ernie4-5", "helium",
-        "hunyuan-v1-dense", "nemotron", "jais2", "internlm3",
+        "hunyuan-v1-dense", "nemotron", "jais2", "internlm3", "internlm2",
     ),
     "query_key_norm": (),
     "norm_together": (),
@@ -34,25 +35,29 @@ _SAID_BY = {
     "unused_positions": (),
     "norm": (),
     "norms": (),
-    "parallel": ("gpt-neox", "stablelm"),
+    "parallel": ("gpt-neox", "stablelm", "falcon"),
     "gated": (),
     "activation": (
-        "llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "granite", *_OLMOS, "gpt-neo", "gpt-neox", "opt",
-        "phi", "stablelm", "starcoder2", "olmo", *_COHERES, "gptj", "falcon", "arcee", "seed-oss", "exaone4", *_GLMS,
-        "ernie4-5", "helium", "hunyuan-v1-dense", "nemotron", "jais2", "cwm", "ministral", "internlm3",
+        "llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "granite", "minicpm", *_OLMOS, "gpt-neo", "gpt-neox",
+        "opt", "phi", "stablelm", "starcoder2", "olmo", *_COHERES, "gptj", "falcon", "arcee", "seed-oss", "exaone4",
+        *_GLMS,
+        "ernie4-5", "helium", "hunyuan-v1-dense", "nemotron", "jais2", "cwm", "ministral", "internlm3", "internlm2",
+        "gpt-bigcode", "exaone",
     ),
     "perceptron_bias": (
         "llama", "granite", "starcoder2", "falcon", "arcee", "seed-oss", "ernie4-5", "helium", "nemotron", "jais2",
         "cwm", "internlm3",
     ),
     "turned_first": (),
+    "alibi": ("mpt",),
+    "embedding_norm": (),
     "unturned": ("smollm3", "cohere2", "exaone4"),
     "rotary_in_window": ("gemma3-text", "olmo3"),
-    "embedding_scale": _GRANITES,
-    "residual_scale": _GRANITES,
-    "attention_scale": (*_GRANITES, "gemma2", "gemma3-text"),
+    "embedding_scale": _SCALED,
+    "residual_scale": _SCALED,
+    "attention_scale": (*_GRANITES, "gemma2", "gemma3-text", "mpt"),
     "attention_cap": ("gemma2",),
-    "logits_divisor": (*_GRANITES, *_COHERES),
+    "logits_divisor": (*_SCALED, *_COHERES),
     "logits_cap": ("gemma2",),
     "head_bias": (),
 }  # fmt: skip
@@ -83,9 +88,9 @@ def words_for_activation(activation: str) -> str:
 def always(family: str, width: int) -> dict[str, Any]:
     """What is not as by default in all models of a family of this width, where its config is silent: fields by name."""
     found: dict[str, Any] = {}
-    if family in ("qwen2", "qwen2-moe", "phi", "opt"):
+    if family in ("qwen2", "qwen2-moe", "phi", "opt", "gpt-bigcode", "bloom"):
         found["bias"] = True
-    if family in ("gpt-neo", "phi", "opt"):
+    if family in ("gpt-neo", "phi", "opt", "gpt-bigcode", "bloom"):
         found["output_bias"] = True
     if family in ("qwen3", "qwen3-moe", "gemma3-text", *_OLMOS, "olmoe", "exaone4", "hunyuan-v1-dense"):
         found["query_key_norm"] = True
@@ -103,11 +108,15 @@ def always(family: str, width: int) -> dict[str, Any]:
         found["norm"] = "layer"
     if family == "hunyuan-v1-dense":
         found["turned_first"] = True
-    if family in ("gpt-neo", "gpt-neox", "opt", "phi", "starcoder2", "stablelm"):
+    if family == "bloom":
+        found |= {"alibi": 8.0, "embedding_norm": True}
+    if family == "mpt":
+        found |= {"norm": "layer-scale", "gated": False, "activation": "gelu-erf", "alibi": 8.0}
+    if family in ("gpt-neo", "gpt-neox", "opt", "phi", "starcoder2", "stablelm", "gpt-bigcode", "bloom"):
         found["norm"] = "layer"
-    if family in ("gpt-neo", "gpt-neox", "opt", "phi", "starcoder2"):
+    if family in ("gpt-neo", "gpt-neox", "opt", "phi", "starcoder2", "gpt-bigcode", "bloom"):
         found |= {"gated": False, "activation": "gelu", "perceptron_bias": True}
-    if family in ("gpt-neo", "opt"):
+    if family in ("gpt-neo", "opt", "gpt-bigcode"):
         found["learned"] = True
     if family in ("gptj", "falcon"):
         found |= {"norm": "layer", "gated": False, "parallel": "one-norm"}

@@ -10,6 +10,7 @@ from spmd_engine.layers.rotary import RotaryOptions
 from spmd_engine.models.block_numbers import as_text
 from spmd_engine.models.decoder import DecoderShape
 from spmd_engine.models.huggingface_families import activation_said, always, words_for_activation
+from spmd_engine.models.huggingface_fields import HARMLESS
 from spmd_engine.models.huggingface_rope import rope_of, rotary_of_config
 
 #: Fields of a DecoderShape, what a config calls them, and their value where it is silent; None: it must not be.
@@ -80,6 +81,26 @@ _OWN: Mapping[str, Mapping[str, tuple[str, Any]]] = {
         "hidden": ("ffn_hidden_size", 0), "epsilon": ("layer_norm_epsilon", 1e-5), "activation": ("activation", "gelu"),
         "bias": ("bias", False),
     },
+    "internlm2": _RMS | {
+        "context": ("max_position_embeddings", 2048), "epsilon": ("rms_norm_eps", 1e-6), "bias": ("bias", True),
+    },
+    "bloom": _TIED | {
+        "layers": ("n_layer", None), "heads": ("n_head", None), "hidden": ("n_inner", 0),
+        "context": ("seq_length", 2048), "epsilon": ("layer_norm_epsilon", 1e-5),
+    },
+    "mpt": _TIED | {
+        "layers": ("n_layers", None), "width": ("d_model", None), "heads": ("n_heads", None),
+        "context": ("max_seq_len", 2048), "epsilon": ("layer_norm_epsilon", 1e-5),
+    },
+    "exaone": _TIED | _RMS | {
+        "layers": ("num_layers", None), "epsilon": ("layer_norm_epsilon", 1e-5),
+        "activation": ("activation_function", "silu"),
+    },
+    "gpt-bigcode": _TIED | {
+        "layers": ("n_layer", None), "width": ("n_embd", None), "heads": ("n_head", None), "hidden": ("n_inner", 0),
+        "context": ("n_positions", 1024), "epsilon": ("layer_norm_epsilon", 1e-5),
+        "activation": ("activation_function", "gelu_pytorch_tanh"),
+    },
     "arcee": _RMS | _BIASES | {"context": ("max_position_embeddings", 4096), "activation": ("hidden_act", "relu2")},
     "seed-oss": _RMS | _BIASES | {
         "context": ("max_position_embeddings", 524288), "epsilon": ("rms_norm_eps", 1e-6),
@@ -127,12 +148,21 @@ _NEIGHBOURS = ("cohere", "cohere2", "glm", "glm4", "ernie4-5", "helium")  # are 
 #: Families of which one field speaks of all biases of the attention, and those where it speaks of all there are.
 _OUTPUT_TOO = (
     "gpt-neox", "olmo", "cohere", "cohere2", "falcon", "starcoder2", "arcee", "ernie4-5", "hunyuan-v1-dense",
-    "nemotron", "jais2", "internlm3",
+    "nemotron", "jais2", "internlm3", "internlm2",
 )  # fmt: skip
 _PERCEPTRONS_TOO = ("falcon", "starcoder2", "ernie4-5")
 _PARALLEL = {"gpt-neox": "two-norms", "stablelm": "one-norm"}  # of those that can say whether blocks are
 _SAY_WINDOWS = ("gpt-neo", "starcoder2", "cohere2", "exaone4", "cwm", "ministral")
 _EPSILON = dict.fromkeys(("opt", "olmo"), 1e-5)  # of those whose config does not say
+#: Fields of which the config of a family does not speak.
+_UNSAID = dict.fromkeys(_EPSILON, ("epsilon",)) | {"bloom": ("activation",), "mpt": ("activation", "hidden")}
+#: Second names of fields.
+_ALSO = {"bloom": {"hidden_size": "n_embed", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}}
+#: Of ``attn_config`` of MPT: what does no harm, or is looked at, and the value of what else may be there.
+_MPT_MAY_SAY = HARMLESS | {
+    "alibi", "alibi_bias_max", "softmax_scale", "attn_pdrop", "attn_impl", "attn_uses_sequence_id",
+}  # fmt: skip
+_MPT_MUST_SAY = {"attn_type": "multihead_attention"}
 _LOGIT_SCALE = 0.0625  # of Cohere's models, where a config does not say
 
 
@@ -140,15 +170,15 @@ def shape_by_table(family: str, config: Mapping[str, Any]) -> DecoderShape:
     """The decoder of one of the ``BY_TABLE`` that a config describes; raises UsageError and KeyError."""
     values: dict[str, Any] = {}
     for own, (name, default) in (_COMMON | _OWN[family]).items():
-        if family in _EPSILON and own == "epsilon":
-            continue
-        values[own] = config[name] if default is None else config.get(name, default)
+        if own not in _UNSAID.get(family, ()):
+            values[own] = _said(config, name, default, _ALSO.get(family, {}).get(name))
     if family == "internlm3":  # whose fields transformers calls as Llama's
         values["bias"] = config.get("attention_bias", values["bias"])
         _same("bias", config.get("mlp_bias", values["perceptron_bias"]), values["bias"])
         values["perceptron_bias"] = values["bias"]
-    values["hidden"] = values["hidden"] or 4 * values["width"]
-    values["activation"] = activation_said(values["activation"])
+    values["hidden"] = values.get("hidden") or 4 * values["width"]
+    if "activation" in values:
+        values["activation"] = activation_said(values["activation"])
     values["key_value_heads"] = values.get("key_value_heads") or values["heads"]
     values["head_width"] = values.get("head_width") or None
     shape = DecoderShape(family=family, **{**always(family, values["width"]), "epsilon": 1e-5, **values})
@@ -170,13 +200,30 @@ def shape_by_table(family: str, config: Mapping[str, Any]) -> DecoderShape:
         shape = _with_windows(config, shape, *_WINDOWS[family])
     if family == "falcon":
         shape = _as_falcon(config, shape)
+    if family == "gpt-bigcode":
+        _same("add_cross_attention", bool(config.get("add_cross_attention")), False)
+        heads = 1 if config.get("multi_query", True) else shape.heads
+        _same("num_key_value_heads", config.get("num_key_value_heads", heads), heads)
+        shape = shape.changed(key_value_heads=heads)
     if family == "opt":
         _same("word_embed_proj_dim", config.get("word_embed_proj_dim") or shape.width, shape.width)
     if family in _PARALLEL and config.get("use_parallel_residual", family == "gpt-neox"):
         shape = shape.changed(parallel=_PARALLEL[family])
     if family == "gpt-neo":
         return _with_local_layers(config, shape)
-    return shape if shape.learned else shape.changed(rotary=_rotary(family, config, shape))
+    if family == "bloom":
+        _check_bloom(config)
+    if family == "mpt":
+        shape = _as_mpt(config, shape)
+    return shape if shape.learned or shape.alibi else shape.changed(rotary=_rotary(family, config, shape))
+
+
+def _said(config: Mapping[str, Any], name: str, default: Any, also: str | None) -> Any:
+    """The value of a field, which may ``also`` be called otherwise."""
+    if also is not None and (value := config.get(also)) is not None:
+        _same(name, config.get(name, value), value)
+        return value
+    return config[name] if default is None else config.get(name, default)
 
 
 def _with_turned_windows(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
@@ -231,14 +278,48 @@ def _near_layers(config: Mapping[str, Any], shape: DecoderShape, is_near: Callab
 
 
 def _as_falcon(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
-    """One head of keys and values for all queries, as in Falcon 7B; what its other models have is refused."""
+    """One head of keys and values for all queries (Falcon 7B), or several in the new architecture, in which attention
+    and perceptron may have a norm each; what its other models have is refused."""
+    new = bool(config.get("new_decoder_architecture"))
     for name, usual, computed in (
-        ("alibi", False, False), ("new_decoder_architecture", False, False), ("multi_query", True, True),
-        ("parallel_attn", True, True), ("apply_residual_connection_post_layernorm", False, False),
+        ("alibi", False, False), ("multi_query", True, True), ("parallel_attn", True, True),
+        ("apply_residual_connection_post_layernorm", False, False),
     ):  # fmt: skip
-        _same(name, config.get(name, usual), computed)
-    config.get("num_kv_heads"), config.get("num_ln_in_parallel_attn")  # of its other models
-    return shape.changed(key_value_heads=1, perceptron_bias=shape.bias)
+        if not (new and name in ("multi_query", "parallel_attn")):
+            _same(name, config.get(name, usual), computed)
+    said, norms = config.get("num_kv_heads"), config.get("num_ln_in_parallel_attn")
+    if not new:
+        return shape.changed(key_value_heads=1)
+    two = (norms or 2) == 2
+    if not two:
+        _same("parallel_attn", config.get("parallel_attn", True), True)
+    config.get("parallel_attn"), config.get("multi_query")  # without effect there
+    return shape.changed(key_value_heads=said or shape.heads, parallel="two-norms" if two else "one-norm")
+
+
+def _check_bloom(config: Mapping[str, Any]) -> None:
+    name = "apply_residual_connection_post_layernorm"
+    _same(name, bool(config.get(name)), False)
+    for name in "offset_alibi", "bias_dropout_fusion", "masked_softmax_fusion", "skip_bias_add", "skip_bias_add_qkv":
+        config.get(name)  # of the program that trained it
+
+
+def _as_mpt(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
+    said = config.get("attn_config") or {}
+    for name, value in said.items():
+        if value and name not in _MPT_MAY_SAY and _MPT_MUST_SAY.get(name) != value:
+            raise UsageError(f"attn_config: {name} is {value!r}, a feature that is not known here")
+    _same("alibi of attn_config", said.get("alibi", True), True)
+    for name, usual in ("no_bias", True), ("logit_scale", None), ("embedding_fraction", 1.0):
+        _same(name, config.get(name, usual), usual)
+    if (norm := config.get("norm_type") or "layernorm") not in ("layernorm", "low_precision_layernorm"):
+        raise UsageError(f"norm_type is {norm!r}, a feature that is not known here")
+    config.get("learned_pos_emb"), config.get("init_config")  # with ALiBi there are none; how it began
+    factor, ratio = said.get("softmax_scale"), config.get("expansion_ratio", 4)
+    scale = None if factor is None else float(factor)
+    return shape.changed(
+        hidden=ratio * shape.width, alibi=float(said.get("alibi_bias_max", 8)), attention_scale=scale
+    )
 
 
 def _rotary(family: str, config: Mapping[str, Any], shape: DecoderShape) -> Any:
@@ -293,7 +374,9 @@ def words_by_table(shape: DecoderShape) -> dict[str, Any]:
         said[name] = getattr(shape, own)
         if own == "activation":
             said[name] = words_for_activation(shape.activation)
-    shared, usual_heads = shape.key_value_heads or shape.heads, 1 if family == "falcon" else shape.heads
+    shared, usual_heads = shape.key_value_heads or shape.heads, shape.heads
+    if family in ("falcon", "gpt-bigcode"):  # which say it in a way of their own
+        usual_heads = shared
     width, usual_width = shape.head_width or shape.width // shape.heads, shape.width / shape.heads
     for name, value, usual in (
         ("head_width", width, width if "head_width" in _OWN[family] else usual_width),
@@ -303,8 +386,8 @@ def words_by_table(shape: DecoderShape) -> dict[str, Any]:
     ):
         if value != usual:
             raise UsageError(f"a {family} has no words for {name} {value}")
-    if family in _EPSILON:
-        said.pop("layer_norm_eps", None)
+    for own in _UNSAID.get(family, ()):
+        said.pop((_COMMON | _OWN[family])[own][0], None)
     if family == "opt":
         said |= {"do_layer_norm_before": True, "word_embed_proj_dim": shape.width}
     if family == "starcoder2":
@@ -326,13 +409,36 @@ def words_by_table(shape: DecoderShape) -> dict[str, Any]:
     if family == "gptj":
         return said | {"rotary_dim": int(width * shape.rotary.part)}
     if family == "falcon":
-        said |= {"alibi": False, "new_decoder_architecture": False, "multi_query": True, "parallel_attn": True}
-    if shape.learned:
+        said |= _words_of_falcon(shape, shared)
+    if family == "gpt-bigcode":
+        if shared not in (1, shape.heads):
+            raise UsageError(f"a {family} has no words for key_value_heads {shared}: one, or all")
+        said["multi_query"] = shared == 1
+    if family == "mpt":
+        said |= _words_of_mpt(shape)
+    if shape.learned or shape.alibi:
         return said
     rope = rope_of(shape.rotary) | {"partial_rotary_factor": shape.rotary.part}
     said |= {"rope_parameters": rope, "rope_scaling": None if rope["rope_type"] == "default" else rope}
     theta, part = ("rotary_emb_base", "rotary_pct") if family == "gpt-neox" else ("rope_theta", "partial_rotary_factor")
     return said | {theta: shape.rotary.theta, part: shape.rotary.part}
+
+
+def _words_of_mpt(shape: DecoderShape) -> dict[str, Any]:
+    ratio, left = divmod(shape.hidden, shape.width)
+    if left:
+        raise UsageError(f"an mpt has no words for hidden {shape.hidden}: it is a multiple of {shape.width}")
+    attention = {"alibi": True, "alibi_bias_max": int(shape.alibi), "softmax_scale": shape.attention_scale}
+    return {"expansion_ratio": ratio, "no_bias": True, "attn_config": attention}
+
+
+def _words_of_falcon(shape: DecoderShape, shared: int) -> dict[str, Any]:
+    new = shared > 1 or shape.parallel == "two-norms"
+    said = {"alibi": False, "new_decoder_architecture": new, "multi_query": True, "parallel_attn": True}
+    norms = {"two-norms": 2, "one-norm": 1}
+    if shape.parallel not in norms:
+        raise UsageError(f"a falcon has no words for parallel {shape.parallel!r}")
+    return said | ({"num_kv_heads": shared, "num_ln_in_parallel_attn": norms[shape.parallel]} if new else {})
 
 
 def _words_for_windows(shape: DecoderShape) -> dict[str, Any]:

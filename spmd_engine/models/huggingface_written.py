@@ -55,8 +55,14 @@ _ARCHITECTURES = {
     "cwm": "CwmForCausalLM",
     "ministral": "MinistralForCausalLM",
     "internlm3": "InternLM3ForCausalLM",
+    "internlm2": "InternLM2ForCausalLM",
+    "gpt-bigcode": "GPTBigCodeForCausalLM",
+    "bloom": "BloomForCausalLM",
+    "mpt": "MptForCausalLM",
+    "exaone": "ExaoneForCausalLM",
+    "minicpm": "MiniCPMForCausalLM",
 }
-_NO_WINDOW = ("llama", "granite", "granitemoe", "gemma", "olmo2", "olmoe")
+_NO_WINDOW = ("llama", "granite", "granitemoe", "gemma", "olmo2", "olmoe", "minicpm")
 
 
 def config_of_shape(shape: DecoderShape, dtype: str = "float32") -> dict[str, Any]:
@@ -130,6 +136,12 @@ def _own_of(shape: DecoderShape, rope: dict[str, Any], width: int) -> dict[str, 
             "residual_multiplier": shape.residual_scale,
             "attention_multiplier": scale,
             "logits_scaling": shape.logits_divisor,
+        }
+    if family == "minicpm":
+        said = {
+            "scale_emb": shape.embedding_scale,
+            "scale_depth": shape.residual_scale * sqrt(shape.layers),
+            "dim_model_base": shape.width / shape.logits_divisor,
         }
     if family == "smollm3":
         said["no_rope_layers"] = [int(shape.is_turned(layer)) for layer in range(shape.layers)]

@@ -13,7 +13,7 @@ from spmd_engine.models.stored_tables import names_by_table, rows_of
 #: Endings of the names of what is no parameter, but may be stored.
 IGNORED = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
 #: Names of the head's table: where it is tied, a copy may be stored.
-HEADS = ("lm_head.weight", "embed_out.weight")
+HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
 _ATTENTION = {"query": "q", "key": "k", "value": "v"}
 
 

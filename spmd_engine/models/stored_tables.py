@@ -17,8 +17,9 @@ _TWO_NORMS = _OF_LLAMA | {"attention/norm": "input_layernorm", "mlp/norm": "post
 _WITHOUT_GATE = _TWO_NORMS | {"w0": "mlp.up_proj", "w1": "mlp.down_proj"}
 _GLM = _TWO_NORMS | {"gate_up": "mlp.gate_up_proj"}
 #: Of each family: what all names begin with, which may be missing, modules outside of blocks, what a block is called,
-#: and the modules in it. Where queries, keys and values are in one module, each head has its three side by side; of
-#: ``rows``, all queries come before the keys, and these before the values.
+#: and the modules in it. Where queries, keys and values are in ``all`` of one module, each head has its three side by
+#: side; where they are ``grouped``, each key head has its queries, its key and its value; ``stacked``, all queries come
+#: before all keys, and these before all values.
 _MODULES: Mapping[str, Mapping[str, str]] = {
     "gpt-neo": {
         "": "transformer.", "embedding": "wte", "positions": "wpe", "norm": "ln_f", "block": "h.",
@@ -60,8 +61,36 @@ _MODULES: Mapping[str, Mapping[str, str]] = {
     },
     "falcon": {
         "": "transformer.", "embedding": "word_embeddings", "norm": "ln_f", "block": "h.",
-        "norm_of_block": "input_layernorm", "rows": "self_attention.query_key_value", "output": "self_attention.dense",
-        "w0": "mlp.dense_h_to_4h", "w1": "mlp.dense_4h_to_h",
+        "norm_of_block": "input_layernorm", "attention/norm": "ln_attn", "mlp/norm": "ln_mlp",
+        "grouped": "self_attention.query_key_value", "output": "self_attention.dense", "w0": "mlp.dense_h_to_4h",
+        "w1": "mlp.dense_4h_to_h",
+    },
+    "internlm2": {
+        "": "model.", "embedding": "tok_embeddings", "norm": "norm", "head": "output", "block": "layers.",
+        "attention/norm": "attention_norm", "grouped": "attention.wqkv", "output": "attention.wo",
+        "mlp/norm": "ffn_norm", "gate": "feed_forward.w1", "up": "feed_forward.w3", "down": "feed_forward.w2",
+    },
+    "bloom": {
+        "": "transformer.", "embedding": "word_embeddings", "embedding_norm": "word_embeddings_layernorm",
+        "norm": "ln_f", "block": "h.", "attention/norm": "input_layernorm", "all": "self_attention.query_key_value",
+        "output": "self_attention.dense", "mlp/norm": "post_attention_layernorm", "w0": "mlp.dense_h_to_4h",
+        "w1": "mlp.dense_4h_to_h",
+    },
+    "mpt": {
+        "": "transformer.", "embedding": "wte", "norm": "norm_f", "block": "blocks.", "attention/norm": "norm_1",
+        "stacked": "attn.Wqkv", "output": "attn.out_proj", "mlp/norm": "norm_2", "w0": "ffn.up_proj",
+        "w1": "ffn.down_proj",
+    },
+    "exaone": {
+        "": "transformer.", "embedding": "wte", "norm": "ln_f", "block": "h.", "attention/norm": "ln_1",
+        "query": "attn.attention.q_proj", "key": "attn.attention.k_proj", "value": "attn.attention.v_proj",
+        "output": "attn.attention.out_proj", "mlp/norm": "ln_2", "gate": "mlp.c_fc_0", "up": "mlp.c_fc_1",
+        "down": "mlp.c_proj",
+    },
+    "gpt-bigcode": {
+        "": "transformer.", "embedding": "wte", "positions": "wpe", "norm": "ln_f", "block": "h.",
+        "attention/norm": "ln_1", "grouped": "attn.c_attn", "output": "attn.c_proj", "mlp/norm": "ln_2",
+        "w0": "mlp.c_fc", "w1": "mlp.c_proj",
     },
     "arcee": _WITHOUT_GATE,
     "nemotron": _WITHOUT_GATE,
@@ -105,6 +134,8 @@ def names_by_table(shape: DecoderShape) -> Names:
             yield f"{own}/shift", at(module, "d", "bias")
 
     yield "embedding/table", at(modules["embedding"], "v d")
+    if shape.embedding_norm:
+        yield from norm("embedding_norm", modules["embedding_norm"])
     if shape.learned:
         yield "positions/table", at(modules["positions"], "p d")
     for i in range(shape.layers):
@@ -145,11 +176,16 @@ def _projections(shape: DecoderShape, modules: Mapping[str, str]) -> Iterator[tu
     """Of the attention's: name, dims, module, and which part of its tensor it is."""
     queries = "hr" if shape.heads > (shape.key_value_heads or shape.heads) else "h"
     for number, name in enumerate(("query", "key", "value")):
-        if "rows" in modules:
-            heads = queries if name == "query" else "h"
-            yield name, f"{heads}k d", modules["rows"], {"rows": rows_of(shape, name)}
+        if "grouped" in modules:
+            shared = shape.heads // (shape.key_value_heads or shape.heads)
+            if name == "query" and shared > 1:
+                yield name, "hrk d", modules["grouped"], {"among": {"r": (0, shared + 2)}}
+            else:
+                yield name, "hnk d", modules["grouped"], {"at": {"n": (shared + number - 1, shared + 2)}}
         elif "all" in modules:
             yield name, "hnk d", modules["all"], {"at": {"n": (number, 3)}}
+        elif "stacked" in modules:
+            yield name, "nhk d", modules["stacked"], {"at": {"n": (number, 3)}}
         else:
             yield name, f"{queries if name == 'query' else 'h'}k d", modules[name], {}
     yield "output", f"d {queries}k", modules["output"], {}

@@ -28,7 +28,7 @@ MESHES = [
     ({"expert": 2, "context": 2}, {"context_method": "ulysses", "zero": 2}),
     ({"data": 2, "model": 2, "queries": 2}, {"sequence_parallel": True, "zero": 2}),  # three of these share a key head
 ]
-WITHOUT_SHARED_KEYS = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt")
+WITHOUT_SHARED_KEYS = ("bloom", "gpt2", "gpt_neo", "gpt_neox", "gptj", "mpt", "opt")
 #: Every family on one mesh, each mesh with a family, and a third of them alone; the rest takes long.
 CASES = [
     pytest.param(
@@ -60,16 +60,18 @@ def engine_of(family, axes, dtype, composition):
     return engine
 
 
-def in_its_place(gradients, stored, gradient, dims, sizes):
+def in_its_place(gradients, stored, gradient, dims, own):
     """Compare a parameter's gradient with that of the tensor that it is stored in, or of its part of it."""
     found = next(each for each in stored if f"gradient/{each.tensor}" in gradients)
     whole = gradients[f"gradient/{found.tensor}"]
     if found.rows is not None:
         whole = whole[slice(*found.rows[:2])]
-    sizes = sizes | {letter: count for letter, (_, count) in found.at.items()}
+    sizes = own | {letter: count for letter, (_, count) in (found.at | found.among).items()}
     letters = [letter for word in found.dims.split() for letter in word]
     part = whole.reshape([sizes[letter] for letter in letters])
-    part = part[tuple(found.at[letter][0] if letter in found.at else slice(None) for letter in letters)]
+    index = {letter: number for letter, (number, _) in found.at.items()}
+    index |= {letter: slice(first, first + own[letter]) for letter, (first, _) in found.among.items()}
+    part = part[tuple(index.get(letter, slice(None)) for letter in letters)]
     left = [letter for letter in letters if letter not in found.at]
     expected = part.transpose([left.index(letter) for letter in dims.split()])
     scale = max(abs(each).max() for name, each in gradients.items() if name.startswith("gradient/"))
