@@ -234,7 +234,8 @@ class MPICommunicator(Communicator):
         if idle <= self._yields:
             os.sched_yield()
             return
-        seconds = min(_LONGEST if messages else _WOKEN, _SHORTEST * 1.1 ** min(idle - self._yields, 99))
+        naps = min(idle - self._yields, 99)
+        seconds = min(_LONGEST, _SHORTEST * 1.1**naps) if messages else min(_WOKEN, _SHORTEST * 2**naps)
         if self._node is not None:
             self._node.futexes.sleep(seconds)
         else:

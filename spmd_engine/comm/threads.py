@@ -8,6 +8,7 @@ import sys
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any
 
@@ -77,7 +78,7 @@ def run(
             fabric.fail(rank, error)
 
     threads = [threading.Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(ranks)]
-    with _libraries(len(sys.modules)).limit(limits=max(1, len(os.sched_getaffinity(0)) // ranks), user_api="blas"):
+    with _threads_of_blas(max(1, len(os.sched_getaffinity(0)) // ranks)):
         try:
             for thread in threads:
                 thread.start()
@@ -94,6 +95,15 @@ def run(
         error.add_note(f"raised on rank {rank} of {ranks}")
         raise error
     return results
+
+
+def _threads_of_blas(most: int) -> AbstractContextManager[Any]:
+    """Leave BLAS that many threads, or as few as it has: the user said so, or whoever shares the cores already.
+
+    More than there are cores for cost far more than they bring, as BLAS's threads wait for each other awake.
+    """
+    blas = _libraries(len(sys.modules)).select(user_api="blas")
+    return blas.limit(limits=min([most, *(library.num_threads for library in blas.lib_controllers)]))
 
 
 @lru_cache(maxsize=1)

@@ -14,7 +14,7 @@ _COMMON = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
 _FIELDS = {
     "default": {"factor"},  # without effect
     "linear": {"factor"},
-    "dynamic": {"factor", "original_max_position_embeddings", "alpha"},  # without effect up to the context
+    "dynamic": {"factor", "original_max_position_embeddings"},  # without effect up to the context
     "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
     "yarn": {
         "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",

@@ -196,7 +196,7 @@ class Estimator:
         mean, most = float(busy.mean()), float(busy.max())
         idle = max(seconds - mean, 0.0)
         seconds = max(seconds, self._crowded(mean))
-        exposed = self._exposed(division, costs)
+        exposed = self._exposed(division, costs) + self._shared(division)
         update = self._update(float(division.elements.max()))
         total = seconds + exposed + update
         held = self._held(division, slots)
@@ -257,12 +257,20 @@ class Estimator:
             seconds = times[0] * gather + times[1] * scatter + times[2] * reduce
         elif zero < 2:
             last = division.by_stage(costs[1] + costs[2])
-            hidden = last * (1 - 1 / division.counts)
+            hidden = last * (1 - 1 / division.counts) * self.setting.overlap
             seconds = np.maximum(scatter * times[1] + reduce * times[2] - hidden, 0.0) + gather * times[0]
         else:
             seconds = travel.last[division.starts[: self.pipe]] + (gather if zero == 2 else 0.0)
         worst = float((seconds + self._copies(division.elements)).max())
         return self._crowded(worst) if self.works else worst
+
+    def _shared(self, division: StageSums) -> float:
+        """Seconds in which the stages that have the same parameters sum their gradients."""
+        size = float(division.apart.max()) * self.itemsize
+        if not size:
+            return 0.0
+        ranks = 0, self.on.next_stage * (self.pipe - 1)
+        return self.setting.collectives.of("all_reduce", ranks, size).seconds
 
     def _copies(self, elements: np.ndarray) -> np.ndarray | float:
         """Seconds in which those that store the same part sum it."""

@@ -127,6 +127,10 @@ class Profiles:
         for each in step.computations:
             if each.layer in work and each.phase in work[each.layer]:
                 work[each.layer][each.phase] += self.compute.of(0, each).seconds
+        host = {name: dict.fromkeys((FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHTS), 0.0) for name in work}
+        for each in step.computations:
+            if each.layer in host and each.phase in host[each.layer]:
+                host[each.layer][each.phase] = self.compute.of(0, each).host  # of a pass, however many parts it has
         last = self.small.layers[-1][0]
         for each in step.computations:
             if each.phase == "loss":
@@ -149,6 +153,8 @@ class Profiles:
                 *_kept(memory[name], sizes[name]),
                 *elements[name],
                 *groups[name],
+                host[name][FORWARD],
+                host[name][BACKWARD_INPUT] + host[name][BACKWARD_WEIGHTS],
             )
             for name, _ in self.small.layers
         ]
@@ -192,7 +198,8 @@ def reduced(model: Model) -> tuple[Model, dict[str, str]]:
     images = {"h", "w"} <= set(model.inputs.split())
     for name, layer in model.layers:
         declared = tuple((own, each.dims, each.whole(layer.sizes)) for own, each in layer.parameters.items())
-        key = (type(layer).__name__, tuple(sorted(layer.sizes.items())), declared, name.partition("/")[2])
+        what = type(layer).__name__, layer.inputs, layer.outputs, name.partition("/")[2]
+        key = (*what, tuple(sorted(layer.sizes.items())), declared)
         if images or layer.inputs.dims != layer.outputs.dims or key not in seen:
             seen.setdefault(key, name)
             like[name] = name

@@ -71,13 +71,15 @@ class Planner:
         sequence: int | None = None,
         optimizer: Optimizer | None = None,
         base: Composition = Composition(),  # noqa: B008 (immutable)
+        overlap: bool = True,
     ) -> None:
+        """``overlap``: whether gradients are summed over data while the last backward goes on, as the engine does."""
         self.model, self.machine = model, machine
         optimizer = optimizer or AdamW()
         self.itemsize = np.dtype(dtype).itemsize
         self.profiles = Profiles(model, machine, dtype, sequence, optimizer, base)
         self._layers: dict[tuple[int, str], CutLayers] = {}
-        self._setting = Setting(model, machine, self.itemsize, len(optimizer.kinds))
+        self._setting = Setting(model, machine, self.itemsize, len(optimizer.kinds), overlap)
         self._cut: dict[tuple, Cut | None] = {}  # None where the model cannot be cut so
 
     def estimator(self, candidate: Candidate) -> Estimator | None:

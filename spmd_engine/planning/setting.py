@@ -100,6 +100,7 @@ class Setting:
     machine: Machine
     itemsize: int
     states: int  #: arrays of optimizer state for each parameter
+    overlap: bool = True  #: whether gradients are summed over data while the last backward goes on
     _found: dict[tuple, Any] = field(default_factory=dict)
 
     @cached_property

@@ -1,0 +1,62 @@
+"""Of a cross-product so few cases that any two values of two parameters still meet; the others are in ``soak``."""
+
+from itertools import combinations, product
+
+import pytest
+
+
+def every_pair(*, indirect=False, **parameters):
+    """As ``pytest.mark.parametrize`` of each of these with its values, stacked: what is not needed for pairs is soak.
+
+    Values are as there: also ``pytest.param``, with marks of its own, and several values for names with commas between
+    (``{"heads, width": [(3, 2), (4, 1)]}``); of a dict, the keys are the ids. A value that is in ``soak`` by itself
+    takes all its cases with it.
+    """
+    names = [name.split(",") for name in parameters]
+    columns = [
+        [_as_param(value, len(each)) for value in _listed(values)]
+        for each, values in zip(names, parameters.values(), strict=True)
+    ]
+    soon = [[i for i, each in enumerate(column) if "soak" not in _mark_names(each)] for column in columns]
+    now = set(covering(soon))
+    cases = []
+    for places in product(*map(range, map(len, columns))):
+        chosen = [column[i] for column, i in zip(columns, places, strict=True)]
+        marks = [mark for each in chosen for mark in each.marks]
+        if places not in now and all(mark.name != "soak" for mark in marks):
+            marks.append(pytest.mark.soak)
+        values = [value for each in chosen for value in each.values]
+        cases.append(pytest.param(*values, marks=marks, id="-".join(each.id for each in chosen)))
+    return pytest.mark.parametrize([name.strip() for each in names for name in each], cases, indirect=indirect)
+
+
+def covering(columns):
+    """Some of the product of lists, as tuples, so that of any two lists every pair of values is in one of them.
+
+    Always that which has the most pairs that no other has yet, and of several such ones the first.
+    """
+    if len(columns) < 2:
+        return list(product(*columns))
+    cases = {case: set(combinations(enumerate(case), 2)) for case in product(*columns)}
+    missing = set().union(*cases.values())
+    chosen = []
+    while missing:
+        chosen.append(max(cases, key=lambda case: len(cases[case] & missing)))
+        missing -= cases[chosen[-1]]
+    return chosen
+
+
+def _listed(values):
+    return [pytest.param(value, id=key) for key, value in values.items()] if isinstance(values, dict) else values
+
+
+def _as_param(value, names):
+    given = value if hasattr(value, "marks") else pytest.param(*(value if names > 1 else (value,)))
+    if given.id is not None:
+        return given
+    words = (each.__name__ if hasattr(each, "__name__") else str(each) for each in given.values)
+    return pytest.param(*given.values, marks=given.marks, id="-".join(words))
+
+
+def _mark_names(given):
+    return {mark.name for mark in given.marks}
