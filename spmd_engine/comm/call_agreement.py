@@ -15,7 +15,7 @@ from spmd_engine.comm import signature
 from spmd_engine.comm.communicator import Communicator
 from spmd_engine.comm.dissemination import disseminate
 from spmd_engine.comm.pending import RanksEnded, Steps
-from spmd_engine.comm.signature import NumberedCall, Signature
+from spmd_engine.comm.signature import ALIKE, HOST, KNOWN, MOST, SAME, NumberedCall, Signature
 from spmd_engine.comm.transports.messages import AGREEMENT, EXPLANATION, exchange, tag
 from spmd_engine.comm.transports.shared_memory import SharedMemory, meet
 from spmd_engine.errors import RankAborted
@@ -91,7 +91,6 @@ class Agreement:
     ) -> Steps:
         """Those that have met, on the table of their node, tell the others of their lane; else each tells all."""
         comm, lanes, own = self._comm, self._comm.lanes, call.signature
-        lane, nodes = (lanes.lane, lanes.nodes) if lanes else (comm, [[rank] for rank in range(comm.size)])
         near, blocks = (met.signatures.by_rank, met.blocks) if met is not None else ([own], [x])
         words = np.max([each.words for each in near], axis=0)
         data = [b.tobytes() if s.inline and s.shape is not None else b"" for s, b in zip(near, blocks, strict=True)]
@@ -100,11 +99,10 @@ class Agreement:
             row = next((s.packed + d for s, d in zip(near, data, strict=True) if s.shape is not None), b"")
         else:
             row = b"".join(data) if len(set(map(len, data))) == 1 else b""
-        words, rows = yield from disseminate(
-            lane, words, row, tag(number, AGREEMENT), copies=broadcasts, ended=ended
-        )
-        same, alike, known = (words[i] == -words[i + 1] for i in (0, 2, 4))
-        host, most = bool(words[6]), int(words[7])
+        lane, own_tag = lanes.lane if lanes else comm, tag(number, AGREEMENT)
+        words, rows = yield from disseminate(lane, words, row, own_tag, copies=broadcasts, ended=ended)
+        same, alike, known = (bool(words[i] == -words[i + 1]) for i in (SAME, ALIKE, KNOWN))
+        known, host, most = known and words[KNOWN] >= 0, bool(words[HOST]), int(words[MOST])
         if not same or own.operation == "refuse":
             yield from self._explain(call, number, x)
         root = None
@@ -112,17 +110,13 @@ class Agreement:
             root, whole = Signature.unpack(rows[0]), rows[0]
             rows = [whole[len(whole) - root.inline :]] * comm.size if root.inline else None
         elif rows is not None and own.inline and alike and host:
-            by_rank = [b""] * comm.size
-            for node, each in zip(nodes, rows, strict=True):
-                for i, rank in enumerate(node):
-                    by_rank[rank] = each[i * x.nbytes : (i + 1) * x.nbytes]
-            rows = by_rank
+            rows = _by_rank(rows, lanes.nodes) if lanes else rows
         else:
             rows = None
         if rows is not None:
             shape, dtype = root.array_type if broadcasts else (x.shape, x.dtype)
             rows = [np.frombuffer(each, dtype, prod(shape)).reshape(shape) for each in rows]
-        return Agreed(bool(alike), bool(known) and words[4] >= 0, host, most, rows, root, met)
+        return Agreed(alike, known, host, most, rows, root, met)
 
     def _explain(self, call: PreparedCall, number: int, x: Array | None) -> Steps:
         """Raise the error of all when they do not call the same, or cannot: each tells every other what it calls.
@@ -143,6 +137,15 @@ class Agreement:
             begin = _NUMBER.size + len(theirs.packed)
             texts.append(row[begin : begin + theirs.inline])
         _raise_what_is_wrong(calls, texts, own, self._axes, True)
+
+
+def _by_rank(rows: Sequence[bytes], nodes: Sequence[Sequence[int]]) -> list[bytes]:
+    """Rows of nodes, in which those of their ranks lie one after the other, as rows by rank."""
+    size, by_rank = len(rows[0]) // len(nodes[0]), [b""] * sum(map(len, nodes))
+    for node, row in zip(nodes, rows, strict=True):
+        for i, rank in enumerate(node):
+            by_rank[rank] = row[i * size : (i + 1) * size]
+    return by_rank
 
 
 def bytes_of(text: str) -> np.ndarray:

@@ -67,11 +67,11 @@ class Calls:
             return self._refuse(operation, label, error).wait()
         if self.size == 1:
             return self._alone(call, x, out)
-        if call.waiting is not None and (operation == "all_to_all" or self._are_ordinary(x, out)):
+        if call.waiting is not None and self._may_offer(operation, x, out):
             call = call.waiting
             if call.at_once and call.suits(out):
                 return self._at_once(call, x, out)
-        return self._start(call, x, out).wait()
+        return self._start(call, x, out, spin_tests=self.comm.spin_tests).wait()
 
     def _begin(
         self, operation: str, x: Array | None, arguments: tuple = (), out: Any = None, label: str = ""
@@ -154,14 +154,16 @@ class Calls:
 
     # --- to make
 
-    def _start(self, call: PreparedCall, x: Array | None, out: Any = None, number: int = 0) -> Pending:
-        """Start call ``number``, or the next one; write to the ledger when it ends."""
+    def _start(
+        self, call: PreparedCall, x: Array | None, out: Any = None, *, number: int = 0, spin_tests: int = 0
+    ) -> Pending:
+        """Start call ``number``, or the next one, see ``Progress.begin``; write to the ledger when it ends."""
         began = perf_counter()
         number = number or self.comm.next_call(call.text)
         steps = call.steps(self.routing, number, x, out)
         if self._table is None:
             self.comm.turns.enter(number)
-        pending = self.comm.progress.begin(Operation(self, call, number, steps))
+        pending = self.comm.progress.begin(Operation(self, call, number, steps), spin_tests)
         pending.on_wait(perf_counter() - began)
         return pending
 
@@ -181,7 +183,7 @@ class Calls:
         with progress.lock:
             blocks = table.meet_at_once(number, expected, x, progress, comm.spin_tests)
             if blocks is None:
-                return self._start(call, x, out, number).wait()
+                return self._start(call, x, out, number=number).wait()
             try:
                 if expected.wait:
                     result = call.by_library(comm.library, x, out)
@@ -192,10 +194,12 @@ class Calls:
         call.record(self.ledger, result, perf_counter() - began)
         return result
 
-    def _are_ordinary(self, *arrays: Array | None) -> bool:
-        """Whether they are memory of this process alone: what ranks share is mostly faster read where it is."""
+    def _may_offer(self, operation: str, x: Array | None, out: Array | None) -> bool:
+        """Whether they are in memory of this process alone: what ranks share is mostly faster read where it is."""
+        if operation == "all_to_all" and x.nbytes <= self.comm.tuning.blocking_shared_parts:
+            return True
         offset = self._table.neighbours.offset
-        return all(x is None or (type(x) is np.ndarray and offset(x) is None) for x in arrays)
+        return all(each is None or (type(each) is np.ndarray and offset(each) is None) for each in (x, out))
 
 
 class Operation(Pending):
@@ -219,10 +223,10 @@ class Operation(Pending):
         return comm.line, self._number, call.text or comm.progress.activity.called(*call.where)
 
     def on_end(self) -> None:
+        if self._number:
+            self._calls._end(self._number)  # first, as others may wait for it
         if self.error is None:
             self._call.record(self._calls.ledger, self.result)
-        if self._number:
-            self._calls._end(self._number)
 
     def on_wait(self, seconds: float) -> None:
         self._calls.ledger.record_wait(*self._call.where, seconds)

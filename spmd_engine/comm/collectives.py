@@ -282,9 +282,8 @@ class Joining(Collective):
     """What comes from each rank is joined along an axis, ``concat_axis``; how long it is, others may have to tell."""
 
     def lengths(self, routing: Routing, number: int, agreed: Agreed) -> Steps:
-        lengths = None
         if agreed.alike:
-            pass
+            lengths = None
         elif routing.one_node:
             lengths = [each.length_for(self.rank, self.ranks) for each in agreed.met.signatures.by_rank]
         elif agreed.sizes_known:

@@ -15,10 +15,9 @@ import numpy as np
 
 from spmd_engine.comm.condition import Requests
 from spmd_engine.comm.pending import RanksEnded, Steps
+from spmd_engine.comm.signature import ENDED, KNOWN
 from spmd_engine.comm.transports.messages import Ranks
 
-_EQUAL = 4  # words, at the beginning, that are equal where rows are equally long
-_ENDED = -1  # the word that says that some have ended
 _LENGTH = 8  # bytes that say how long a row of ``copies`` is
 _LEAST = 1 << 13  # bytes of rows for which there always is room: the description of a broadcast's array and more
 
@@ -35,7 +34,7 @@ def disseminate(
     room = words.nbytes + max(ranks.tuning.with_agreement, _LEAST, 0 if copies else n * len(row))
     for distance in (1 << i for i in range((n - 1).bit_length())):
         if ended is not None:
-            words[_ENDED] = 1 + max(ended.ranks)
+            words[ENDED] = 1 + max(ended.ranks)
         count = min(distance, n - distance)
         rest = len(row).to_bytes(_LENGTH, "little") + row if copies else b"".join(rows[:count])
         message, comes = np.frombuffer(words.tobytes() + rest, np.uint8), np.empty(room, np.uint8)
@@ -54,14 +53,14 @@ def disseminate(
         if copies:
             length = int.from_bytes(comes[words.nbytes : words.nbytes + _LENGTH].tobytes(), "little")
             row = comes[words.nbytes + _LENGTH :][:length].tobytes() if not row and length < room else row
-        elif row and (words[:_EQUAL] == theirs[:_EQUAL]).all():
+        elif row and (words[:KNOWN] == theirs[:KNOWN]).all():
             data, size = comes[words.nbytes :].tobytes(), len(row)
             rows += [data[i * size : (i + 1) * size] for i in range(count)]
         np.maximum(words, theirs, out=words)
     if ended is not None:
         raise ended
-    if words[_ENDED]:
-        raise RanksEnded([int(words[_ENDED]) - 1])
+    if words[ENDED]:
+        raise RanksEnded([int(words[ENDED]) - 1])
     if copies:
         return words, [row]
     return words, [rows[(ranks.rank - r) % n] for r in range(n)] if row and len(rows) == n else None

@@ -147,11 +147,15 @@ class Progress:
         self.lock = RLock()  #: held by whoever starts operations, moves them on, or uses the memory that ranks share
         self.on_begin: Callable[[], None] | None = None  #: wakes what moves them on while this rank computes
 
-    def begin(self, pending: Pending) -> Pending:
-        """Start an operation: its first messages leave now."""
+    def begin(self, pending: Pending, spin_tests: int = 0) -> Pending:
+        """Start an operation: its first messages leave now. Stay with it while others are within ``spin_tests``."""
         with self.lock:
-            self._pending.append(pending)
-            self._advance(pending)
+            pending.advance()
+            while not (pending.done or pending.error):
+                if spin_tests == 0 or not self.spin(pending.is_there, spin_tests):
+                    self._pending.append(pending)
+                    break
+                pending.advance()
         self._wake_thread()
         return pending
 

@@ -17,6 +17,7 @@ from spmd_engine.comm.spans import span
 from spmd_engine.errors import MismatchError, UsageError
 
 MAX_DIMS = 16
+SAME, ALIKE, KNOWN, HOST, MOST, ENDED = 0, 2, 4, 6, 7, 8  # where in ``words``; three with their negatives behind them
 _FORMAT = 2  # of marshal: equal values are equal bytes, and bytes that come after them are not looked at
 _NUMBER = 15  # bytes of one, at most
 
@@ -60,7 +61,10 @@ class Signature:
 
     @cached_property
     def words(self) -> np.ndarray:
-        """Numbers by which ranks of several nodes agree, in place of all the rest: see ``dissemination``."""
+        """Numbers of which ranks of several nodes find the largest, in place of all the rest: see ``dissemination``.
+
+        Number and negative of what must be equal, and of what may be, and is then good to know; of the rest, the worst.
+        """
         agreed, variable = number_of(self.agreement()), 0
         if self.operation == "all_gather" and self.shape:  # may be gathered though they are not of one length
             variable = self.shape[self.axis]

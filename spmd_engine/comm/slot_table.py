@@ -104,10 +104,6 @@ class SlotTable:
             self._waker.fence()
         return True
 
-    def until(self, number: int, phase: int) -> Condition:
-        """That all ranks have come as far as ``phase`` of call ``number``."""
-        return Condition(partial(self.reached, number, phase), partial(self._has_begun, number))
-
     def _has_begun(self, number: int, rank: int) -> bool:
         """Whether ``rank``, of the communicator, takes part in call ``number``, or has, or need not."""
         if number <= 0 or rank not in self.ranks:
@@ -136,6 +132,12 @@ class SlotTable:
         words[self.rank] = word
         if waker.anyone_sleeps() and self.reached(number, phase):
             waker.wake(self._others)
+
+    def come_to(self, number: int, phase: int) -> Iterator[Condition]:
+        """Say that this rank has come as far as ``phase``, and go on when all have."""
+        self.say(number, phase)
+        if not self.reached(number, phase):
+            yield Condition(partial(self.reached, number, phase), partial(self._has_begun, number))
 
     # --- what a rank calls and shows
 
@@ -180,7 +182,8 @@ class SlotTable:
         slot, signature = number % SLOTS, expected.by_rank[self.rank]
         words, inline, left = self._phases[slot], signature.inline, (number - SLOTS) * _STEPS + LEFT
         called = number * _STEPS + CALLED
-        free = min(words.tolist()) >= left and inline <= SMALL and not self._weak  # as it mostly is
+        few = inline <= SMALL and not self._weak  # then this one look is enough
+        free = min(words.tolist()) >= left if few else self.is_free(number, inline)
         if not free and not progress.spin(partial(self.is_free, number, inline), spin_tests):
             return None
         blocks = expected.inline.get(slot) or self._lay_out(slot, expected)

@@ -19,6 +19,8 @@ class Tuning:
     blocking_gather: int = 1 << 22
     #: From where it moves the even parts of an all_to_all, though the table could (256 KiB: 20 us against 29).
     blocking_even_parts: int = 1 << 16
+    #: Up to where it moves these also if they lie in memory that ranks share.
+    blocking_shared_parts: int = 1 << 20
     blocking_all_to_all: int = 1 << 23
     blocking_reduction: int = 1 << 21
     #: Of an array that the others cannot read, up to which it is copied to where they can.

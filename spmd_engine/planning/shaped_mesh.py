@@ -131,7 +131,7 @@ class ShapedGroup(Group):
 
     # --- collectives
 
-    def _start(self, call: PreparedCall, x: Array | None, out: Any = None) -> Pending:
+    def _start(self, call: PreparedCall, x: Array | None, out: Any = None, **how: int) -> Pending:
         operation = call.where[0]
         result = self._result(call, x, out)
         sent = self._sent(call, result)

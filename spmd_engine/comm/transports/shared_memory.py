@@ -55,8 +55,7 @@ class SharedMemory(Transport):
         if self.results_shown:
             results = self.table.results(self.number, x.shape, x.dtype)
             blocks = [each[part] for each, part in zip(results, parts, strict=True)]
-            self.table.say(self.number, REDUCED)
-            yield self.table.until(self.number, REDUCED)
+            yield from self.table.come_to(self.number, REDUCED)
         else:
             blocks = [flat(block) for block in self.blocks]
         for r, part in enumerate(parts):
@@ -94,8 +93,7 @@ class SharedMemory(Transport):
         written = [out, *(each for r, each in enumerate(results) if r != self.rank)] if shared else [out]
         blocks = [flat(block)[mine] for block in self.blocks]
         _reduce_in_pieces([each[mine] for each in written], blocks, reducer(reduction, x.dtype, np))
-        self.table.say(self.number, REDUCED)
-        yield self.table.until(self.number, REDUCED)
+        yield from self.table.come_to(self.number, REDUCED)
         if shared:
             self._exposed = False  # all have read and written what they had to
             return
@@ -104,10 +102,10 @@ class SharedMemory(Transport):
                 fill(out[part], results[r][part])
 
     def end(self) -> Steps:
-        """Go on when nobody needs this rank's memory any more."""
+        """Let go of the others' memory, and go on when nobody needs this rank's any more."""
+        self.table.say(self.number, LEFT)
         if self._exposed:
-            self.table.say(self.number, LEFT)
-            yield self.table.until(self.number, LEFT)
+            yield from self.table.come_to(self.number, LEFT)
 
 
 def meet(
@@ -126,9 +124,7 @@ def meet(
     yield from table.wait_until_free(number, own.inline)
     at = table.address(data) if data is not None and not own.inline and data.size else None
     table.write(number, own, data, at, table.address(result) if result is not None else None)
-    table.say(number, CALLED)
-    if not table.reached(number, CALLED):
-        yield table.until(number, CALLED)
+    yield from table.come_to(number, CALLED)
     signatures, blocks = table.read(number, expected)
     if at is not None:
         blocks[table.rank] = data
