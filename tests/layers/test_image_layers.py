@@ -7,6 +7,7 @@ import pytest
 
 from image_layers import BATCH, IMAGE, ONE, Problem, assert_as_one_device, assert_same, slope, solve
 from numerics import normals
+from pairwise import in_turn
 from spmd_engine import Mesh
 from spmd_engine.arrays.window import Window
 from spmd_engine.errors import UsageError
@@ -104,8 +105,7 @@ def test_backward_is_the_slope_of_forward(name):
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["3x3", "even, same, stride 2", "dilated", "all of it"])
-@pytest.mark.parametrize("cut", ["rows in 8 parts", "rows and columns"])
+@in_turn(2, name=["3x3", "even, same, stride 2", "dilated", "all of it"], cut=["rows in 8 parts", "rows and columns"])
 def test_inner_outputs_are_computed_while_the_halo_travels(name, cut, monkeypatch):
     problem = problem_of(name)
     waited = solve(problem, CUTS[cut])

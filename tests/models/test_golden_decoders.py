@@ -8,6 +8,7 @@ import pytest
 
 import parts
 import tiny
+from pairwise import in_turn
 from spmd_engine import Mesh, run
 from spmd_engine.checkpoints.pretrained import load_pretrained
 from spmd_engine.checkpoints.weights import Pretrained
@@ -29,13 +30,13 @@ MESHES = [
     ({"data": 2, "model": 2, "queries": 2}, {"sequence_parallel": True, "zero": 2}),  # three of these share a key head
 ]
 WITHOUT_SHARED_KEYS = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt")
-#: Every family on one mesh, each mesh with a family, and a third of them alone; the rest takes long.
+#: Every family on one mesh, each mesh with a family, and a tenth of them alone; the rest takes long.
 CASES = [
     pytest.param(
         family,
         *case,
         id=f"{family}-{number}",
-        marks=[] if number == 1 + of % 5 or (number, of % 3) == (0, 0) else pytest.mark.soak,
+        marks=[] if number == 1 + of % 5 or (number, of % 10) == (0, 0) else pytest.mark.soak,
     )
     for of, family in enumerate(FAMILIES)
     for number, case in enumerate(MESHES)
@@ -108,7 +109,10 @@ def test_logits_in_float32_are_those_of_transformers_as_it_is(family):
     np.testing.assert_allclose(logits[:, -last.shape[1] :], last, rtol=0, atol=1e-6 * abs(last).max())
 
 
-@pytest.mark.parametrize(("family", "axes"), list(zip(FAMILIES, cycle([{"model": 2, "data": 3}, {"model": 2}, {}]))))
+CACHED = list(zip(FAMILIES, cycle([{"model": 2, "data": 3}, {"model": 2}, {}])))
+
+
+@in_turn(2, **{"family, axes": [pytest.param(*each, id="-".join(map(str, each))) for each in CACHED]})
 def test_piece_by_piece_with_a_cache(family, axes):
     """Prompts of 20 tokens, then 50 more, then one after the other: at their positions. Of six ranks two have none."""
     expected = golden(family)

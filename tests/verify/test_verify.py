@@ -7,6 +7,7 @@ import pytest
 
 import pages
 import tiny
+from pairwise import in_turn
 from spmd_engine import Mesh, run, world
 from spmd_engine.engine import SGD, LayeredEngine, ShardedEngine, schedules
 from spmd_engine.engine.batch import batch_of
@@ -104,7 +105,7 @@ def test_all_that_passes_between_layers_is_found_in_its_place(axes, pair, batche
     assert 4 * len(layers) - 2 <= len(shapes) - 2 <= 4 * len(layers)
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@in_turn(2, name=list(STRATEGIES))
 def test_pages_agree(name):
     page = STRATEGIES[name]
     make = partial(page, pages.D, pages.HEADS if issubclass(page, OneAttention) else pages.F)
