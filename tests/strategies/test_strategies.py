@@ -53,7 +53,7 @@ def ways_to_train():
             yield pytest.param(name, axes, *way, marks=in_time(axes))
 
 
-@pytest.mark.parametrize(("name", "axes", "optimizer", "micro_batches"), ways_to_train(), ids=case_id)
+@pytest.mark.parametrize(("name", "axes", "optimizer", "micro_batches"), list(ways_to_train()), ids=case_id)
 def test_training_equals_the_single_device(name, axes, optimizer, micro_batches):
     """Losses, every gradient and the parameters."""
     for result in run(lambda: train(name, axes, optimizer, micro_batches), prod(axes.values())):
