@@ -6,7 +6,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -15,11 +15,13 @@ from spmd_engine.comm import signature
 from spmd_engine.comm.communicator import Communicator
 from spmd_engine.comm.dissemination import disseminate
 from spmd_engine.comm.pending import RanksEnded, Steps
-from spmd_engine.comm.prepared_call import PreparedCall
 from spmd_engine.comm.signature import NumberedCall, Signature
 from spmd_engine.comm.transports.messages import AGREEMENT, EXPLANATION, exchange, tag
 from spmd_engine.comm.transports.shared_memory import SharedMemory, meet
 from spmd_engine.errors import RankAborted
+
+if TYPE_CHECKING:
+    from spmd_engine.comm.collectives import PreparedCall
 
 INLINE = 4096  # bytes of a text that travels with a signature
 

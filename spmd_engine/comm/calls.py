@@ -11,16 +11,15 @@ import numpy as np
 from spmd_engine.arrays.backend import Array, Backend
 from spmd_engine.comm import dtypes, signature
 from spmd_engine.comm.call_agreement import bytes_of
-from spmd_engine.comm.collectives import PREPARE
+from spmd_engine.comm.collectives import PREPARE, PreparedCall
 from spmd_engine.comm.communicator import Communicator
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.pending import TIMEOUT, Pending, Steps
-from spmd_engine.comm.prepared_call import PreparedCall
 from spmd_engine.comm.routing import Routing
 from spmd_engine.comm.signature import NumberedCall, Signature, Signatures
 from spmd_engine.comm.slot_table import LEFT
 from spmd_engine.comm.staging import copied
-from spmd_engine.comm.ways import blocking_at_most, inline_at_most
+from spmd_engine.comm.ways import inline_at_most, library_offered
 from spmd_engine.errors import UsageError
 from spmd_engine.watchdog.activity import Line
 
@@ -68,7 +67,7 @@ class Calls:
             return self._refuse(operation, label, error).wait()
         if self.size == 1:
             return self._alone(call, x, out)
-        if call.waiting is not None and self._is_ordinary(x) and self._is_ordinary(out):
+        if call.waiting is not None and (operation == "all_to_all" or self._are_ordinary(x, out)):
             call = call.waiting
             if call.at_once and call.suits(out):
                 return self._at_once(call, x, out)
@@ -120,9 +119,10 @@ class Calls:
 
     def _blocking(self, call: PreparedCall, x: Array | None) -> PreparedCall:
         """The same for a rank that waits, with ordinary memory: larger data are for the library to move."""
-        most = blocking_at_most(call.signature.operation, self.comm.tuning)
-        if x is not None and 0 < x.nbytes <= most and not call.signature.inline and self.comm.library is not None:
-            call = replace(call, signature=replace(call.signature, waits=True))
+        told, library = call.signature, self.comm.library
+        offered = x is not None and library is not None
+        if offered and library_offered(told.operation, x.nbytes, told.inline > 0, not told.sizes, self.comm.tuning):
+            call = replace(call, signature=replace(told, waits=True, inline=0))
         call.blocking = True
         call.expect(self._all_like(call))
         return call
@@ -194,9 +194,10 @@ class Calls:
         call.record(self.ledger, result, perf_counter() - began)
         return result
 
-    def _is_ordinary(self, x: Array | None) -> bool:
-        """Whether it is memory of this process alone: what ranks share is faster read where it is, if it is large."""
-        return x is None or (type(x) is np.ndarray and self._table.neighbours.offset(x) is None)
+    def _are_ordinary(self, *arrays: Array | None) -> bool:
+        """Whether they are memory of this process alone: what ranks share is mostly faster read where it is."""
+        offset = self._table.neighbours.offset
+        return all(x is None or (type(x) is np.ndarray and offset(x) is None) for x in arrays)
 
 
 class Operation(Pending):

@@ -7,7 +7,8 @@ without; whichever transport moves the data.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Self
 
@@ -15,9 +16,8 @@ import numpy as np
 
 from spmd_engine.arrays.backend import CPU, Array, Backend, backend_of
 from spmd_engine.arrays.memory import address_of
-from spmd_engine.comm.call_agreement import Agreed
+from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.pending import Steps
-from spmd_engine.comm.prepared_call import PreparedCall
 from spmd_engine.comm.reducing import Reducer, reducer, reducible
 from spmd_engine.comm.signature import Signature, Signatures, number_of
 from spmd_engine.comm.spans import joined, span, spans
@@ -27,6 +27,7 @@ from spmd_engine.comm.transports.transport import Transport
 from spmd_engine.errors import UsageError
 
 if TYPE_CHECKING:
+    from spmd_engine.comm.call_agreement import Agreed
     from spmd_engine.comm.calls import Calls
     from spmd_engine.comm.routing import Routing
 
@@ -35,10 +36,67 @@ Shape = tuple[int, ...]
 Offer = tuple[Array, Array | None, Array | None]
 
 
+@dataclass
+class PreparedCall:
+    """All of a call that does not depend on the values in its array, as a group keeps it for the next one like it.
+
+    As it is, that of a barrier, and of what has no result: a text brought to the others, a message.
+    """
+
+    signature: Signature
+    where: tuple[str, str, str]  # operation, axes and label, as the ledger has them
+    payload: int = 0  # bytes
+    sent: int | Callable[[Array], int] = 0  # bytes; a function of the result, where that must be known
+    shape: tuple[int, ...] = ()  # of the result, if all ranks call the same
+    dtype: Any = None  # what the array is cast to first
+    parts: list[tuple[slice, ...]] | None = None  # of the array, by rank
+    places: list[slice] | None = None  # of these parts, one after the other in flat memory
+    even: list[int] | None = None  # lengths of what is joined, by rank, if all ranks call the same
+    sizes: Sequence[int] | None = None  # these lengths, as the caller says
+    tells: bool = False  # whether an all_to_all returns, besides, how much came from each rank
+    reduce: Reducer | None = None
+    expected: Signatures | None = None  # everyone's on the node, last time
+    blocking: bool = False  # whether this is for a rank that waits, with an array in its own memory
+    at_once: bool = False  # whether all others do so, with all data inline, or all for the library to move
+    waiting: PreparedCall | None = None  # the same for who waits: it may offer its data to the library
+    rank: int = 0  # of the group, that calls
+    ranks: int = 1
+    text: int = 0  # the number of what it is, see ``Activity.called``; 0: not asked for yet
+
+    def steps(self, routing: Routing, number: int, x: Array | None, out: Any) -> Steps:
+        """All of call ``number``, a generator (see ``pending``)."""
+        yield from routing.agreement.reach(self, number, x)
+
+    def finish(self, found: Signatures, blocks: Sequence[Array], out: Any) -> Any:
+        """The result, where everyone's arrays came with the signatures; it comes to ``out``, if there is one."""
+
+    def check_out(self, x: Array, out: Any, ranks: int) -> None:
+        """Raise UsageError unless ``out`` can receive the result of a call of ``x``."""
+
+    def expect(self, found: Signatures) -> None:
+        """The next such call will probably find these on the table."""
+        self.expected = found
+        self.at_once = self.blocking and (found.at_once or (found.wait and found.same))
+
+    def record(self, ledger: Ledger, result: Any, seconds: float | None = None) -> None:
+        """Enter one such call, with this ``result``, in the ledger; ``seconds``: of the one wait for it."""
+        sent = self.sent if type(self.sent) is int else self.sent(result)
+        ledger.record(self.where, self.payload, sent, seconds)
+
+    def suits(self, out: Array | None) -> bool:
+        """Whether ``out`` can receive the result at once."""
+        return out is None or (
+            self.expected.same
+            and type(out) is np.ndarray
+            and out.shape == self.shape
+            and self.signature.concat_axis == 0
+            and out.dtype is self.dtype
+            and out.flags.carray  # contiguous, and can be written to
+        )
+
+
 class Collective(PreparedCall, ABC):
     """A collective in which each rank has an array, and the result comes to ``out`` if there is one."""
-
-    __slots__ = ()
 
     @classmethod
     def prepare(cls, calls: Calls, operation: str, x: Array, label: str, told: dict[str, Any], **fields: Any) -> Self:
@@ -56,11 +114,14 @@ class Collective(PreparedCall, ABC):
         """What this rank, with contiguous ``own``, offers to the others of its node; ``target``: ``out``, if usable."""
 
     @abstractmethod
-    def move(self, transport: Transport, number: int, x: Array, result: Array, lengths: list[int] | None) -> Steps:
+    def move(self, transport: Transport, x: Array, result: Array, lengths: list[int] | None) -> Steps:
         """Bring the result of ``x`` to ``result``. ``x`` is contiguous; ``lengths``: of what comes from each rank."""
 
     def lengths(self, routing: Routing, number: int, agreed: Agreed) -> Steps:
-        """How long what comes from each rank is, where it is joined; raises UsageError if that is not as expected."""
+        """How long what comes from each rank is, where it is joined and not all ranks call the same.
+
+        Raises UsageError if that is not as expected.
+        """
         yield from ()
 
     def shape_of(self, lengths: list[int] | None) -> Shape:
@@ -85,17 +146,17 @@ class Collective(PreparedCall, ABC):
                 result = target if target is not None else backend_of(own).empty(shape, own.dtype)
             size = agreed.most if self.signature.operation == "all_to_all" else max(self.payload, result.nbytes)
             transport = routing.transport(self, number, agreed, size)
-            yield from self.move(transport, number, given, result, lengths)
+            yield from self.move(transport, given, result, lengths)
             yield from transport.end()
         if not fits:
             raise UsageError(f"{self.signature.operation}: out has shape {out.shape}, the result {shape}")
         result = home(result) if out is None else copied(home(result), out)
-        return (result, lengths) if self.tells else result
+        return (result, lengths or list(self.even)) if self.tells else result
 
     def by_library(self, library: Transport, x: np.ndarray, out: np.ndarray | None) -> Any:
         """The result, where all ranks of a node call the same and wait: the MPI library makes it at once."""
         result = out if out is not None else np.empty(self.shape, self.dtype)
-        for _ in self.move(library, 0, np.ascontiguousarray(x), result, self.even):
+        for _ in self.move(library, np.ascontiguousarray(x), result, None):
             pass  # nothing is waited for but in the library
         return (result, list(self.even)) if self.tells else result
 
@@ -109,20 +170,20 @@ class Collective(PreparedCall, ABC):
         return flat
 
     def check_out(self, x: Array, out: Any, ranks: int) -> None:
-        shape = x.shape if ranks == 1 else self.shape
-        if out.shape != shape or not self._can_hold(out):
-            wanted, given = f"{self.dtype}{list(shape)}", f"{out.dtype}{list(out.shape)}"
-            raise UsageError(f"{self.signature.operation}: out must be contiguous, writable {wanted}, is {given}")
-
-    def _can_hold(self, out: Array) -> bool:
+        shape, joins = x.shape if ranks == 1 else self.shape, self.even is not None
         fits = out.dtype == self.dtype and out.flags.c_contiguous
-        return fits and getattr(out.flags, "writeable", True)  # CuPy's arrays always are
+        fits = fits and getattr(out.flags, "writeable", True)  # CuPy's arrays always are
+        # What is joined may be of another length than expected; then that is known, and looked at, later.
+        if not fits or self.signature.concat_axis or (out.shape != shape and (ranks == 1 or not joins)):
+            wanted, given = f"{self.dtype}{list(shape)}", f"{out.dtype}{list(out.shape)}"
+            how = ", joined along axis 0" if joins else ""
+            raise UsageError(f"{self.signature.operation}: out must be contiguous, writable {wanted}{how}, is {given}")
+        if joins and self.parts and isinstance(x, np.ndarray) and np.may_share_memory(x, out):
+            raise UsageError("all_to_all: out must not share memory with what is sent")
 
 
 class BroadcastCall(PreparedCall):
     """See ``Group``; so are the others. ``out``: in whose memory the result is wanted; None: in the host's."""
-
-    __slots__ = ()
 
     @classmethod
     def of(cls, calls: Calls, mine: Array | None, root: int, label: str) -> BroadcastCall:
@@ -156,15 +217,13 @@ class BroadcastCall(PreparedCall):
         where = home if comm.device_aware and not agreed.host else CPU
         data = mine.copy() if mine is not None else where.empty(*agreed.root.array_type)
         transport = routing.transport(self, number, agreed, data.nbytes)
-        yield from transport.broadcast(number, data.reshape(-1), self.signature.root)
+        yield from transport.broadcast(data.reshape(-1), self.signature.root)
         yield from transport.end()
         return home.asarray(data)
 
 
 class AllReduceCall(Collective):
     """Everyone's array, reduced."""
-
-    __slots__ = ()
 
     @classmethod
     def of(cls, calls: Calls, x: Array, op: str, label: str) -> AllReduceCall:
@@ -188,14 +247,12 @@ class AllReduceCall(Collective):
         shown, result = readable_with_result(routing.node_table, own, target)
         return own if shown is None else shown, shown, result
 
-    def move(self, transport: Transport, number: int, x: Array, result: Array, lengths: None) -> Steps:
-        return transport.all_reduce(number, x.reshape(-1), result.reshape(-1), self.signature.reduction)
+    def move(self, transport: Transport, x: Array, result: Array, lengths: None) -> Steps:
+        return transport.all_reduce(x.reshape(-1), result.reshape(-1), self.signature.reduction)
 
 
 class ReduceScatterCall(Collective):
     """A part for each rank of what everyone's array is reduced to."""
-
-    __slots__ = ()
 
     @classmethod
     def of(cls, calls: Calls, x: Array, axis: int, op: str, sizes: Shape | None, label: str) -> ReduceScatterCall:
@@ -216,30 +273,18 @@ class ReduceScatterCall(Collective):
         flat = own if self.signature.inline else self.packed(own)
         return flat, routing.readable(self, flat), None
 
-    def move(self, transport: Transport, number: int, x: Array, result: Array, lengths: None) -> Steps:
+    def move(self, transport: Transport, x: Array, result: Array, lengths: None) -> Steps:
         reduction = self.signature.reduction
-        return transport.reduce_scatter(number, self.packed(x), self.places, result.reshape(-1), reduction)
+        return transport.reduce_scatter(self.packed(x), self.places, result.reshape(-1), reduction)
 
 
 class Joining(Collective):
     """What comes from each rank is joined along an axis, ``concat_axis``; how long it is, others may have to tell."""
 
-    __slots__ = ()
-
-    def check_out(self, x: Array, out: Any, ranks: int) -> None:
-        told, operation = self.signature, self.signature.operation
-        gathers = operation == "all_gather"
-        if not self._can_hold(out) or told.concat_axis:
-            how = "axis 0" if gathers else "what comes be joined along axis 0"
-            raise UsageError(f"{operation}: out must be a contiguous, writable array of {self.dtype}, and {how}")
-        if not gathers and isinstance(x, np.ndarray) and np.may_share_memory(x, out):
-            raise UsageError("all_to_all: out must not share memory with what is sent")
-        if ranks == 1:
-            super().check_out(x, out, ranks)
-
     def lengths(self, routing: Routing, number: int, agreed: Agreed) -> Steps:
+        lengths = None
         if agreed.alike:
-            lengths = list(self.even)
+            pass
         elif routing.one_node:
             lengths = [each.length_for(self.rank, self.ranks) for each in agreed.met.signatures.by_rank]
         elif agreed.sizes_known:
@@ -247,33 +292,35 @@ class Joining(Collective):
         else:
             told = [self.signature.length_for(r, self.ranks) for r in range(self.ranks)]
             lengths = yield from routing.numbers(number, told)
-        if self.sizes is not None and list(self.sizes) != lengths:
+        wanted = lengths or self.even
+        if self.sizes is not None and list(self.sizes) != wanted:
             operation, what = self.signature.operation, "received" if self.parts else "sizes"
-            raise UsageError(f"{operation} over {self.where[1]!r}: {what} {list(self.sizes)} should be {lengths}")
+            raise UsageError(f"{operation} over {self.where[1]!r}: {what} {list(self.sizes)} should be {wanted}")
         return lengths
 
-    def shape_of(self, lengths: list[int]) -> Shape:
+    def shape_of(self, lengths: list[int] | None) -> Shape:
+        if lengths is None:
+            return self.shape
         axis = self.signature.concat_axis
         return *self.shape[:axis], sum(lengths), *self.shape[axis + 1 :]
 
-    def move(self, transport: Transport, number: int, x: Array, result: Array, lengths: list[int]) -> Steps:
-        axis, cuts, row = self.signature.concat_axis, spans(lengths), result.size // max(1, sum(lengths))
-        places = [slice(cut.start * row, cut.stop * row) for cut in cuts]
+    def move(self, transport: Transport, x: Array, result: Array, lengths: list[int] | None) -> Steps:
+        axis, alike, lengths = self.signature.concat_axis, lengths is None, lengths or self.even
+        row = result.size // max(1, sum(lengths))
+        places = spans([length * row for length in lengths])
         flat = backend_of(x).empty((result.size,), x.dtype) if axis else result.reshape(-1)
-        yield from self.fill(transport, number, x, flat, places)
-        for cut, place in zip(cuts, places, strict=True) if axis else ():
+        yield from self.fill(transport, x, flat, places, alike)
+        for cut, place in zip(spans(lengths), places, strict=True) if axis else ():
             part = result[(slice(None),) * axis + (cut,)]
             part[...] = flat[place].reshape(part.shape)
 
     @abstractmethod
-    def fill(self, transport: Transport, number: int, x: Array, flat: Array, places: list[slice]) -> Steps:
-        """Bring what comes from each rank to its place in ``flat``."""
+    def fill(self, transport: Transport, x: Array, flat: Array, places: list[slice], alike: bool) -> Steps:
+        """Bring what comes from each rank to its place in ``flat``; ``alike``: whether all ranks call the same."""
 
 
 class AllGatherCall(Joining):
     """Everyone's array, joined."""
-
-    __slots__ = ()
 
     @classmethod
     def of(cls, calls: Calls, x: Array, axis: int, sizes: Shape | None, label: str) -> AllGatherCall:
@@ -310,15 +357,13 @@ class AllGatherCall(Joining):
         copied(own, result[spans(lengths)[self.rank]])
         return own, None, result
 
-    def fill(self, transport: Transport, number: int, x: Array, flat: Array, places: list[slice]) -> Steps:
+    def fill(self, transport: Transport, x: Array, flat: Array, places: list[slice], alike: bool) -> Steps:
         copied(x.reshape(-1), flat[places[self.rank]])
-        return transport.all_gather(number, flat, places)
+        return transport.all_gather(flat, places)
 
 
 class AllToAllCall(Joining):
     """A part for each rank, from everyone."""
-
-    __slots__ = ()
 
     @classmethod
     def of(
@@ -356,10 +401,12 @@ class AllToAllCall(Joining):
         flat = own if self.signature.inline else self.packed(own)
         return flat, routing.readable(self, flat) if routing.one_node else None, None
 
-    def fill(self, transport: Transport, number: int, x: Array, flat: Array, places: list[slice]) -> Steps:
+    def fill(self, transport: Transport, x: Array, flat: Array, places: list[slice], alike: bool) -> Steps:
         sent = self.packed(x)
+        if alike and self.places == places:
+            return transport.all_to_all_even(sent, flat)
         copied(sent[self.places[self.rank]], flat[places[self.rank]])
-        return transport.all_to_all(number, sent, self.places, flat, places)
+        return transport.all_to_all(sent, self.places, flat, places)
 
 
 def _barrier(calls: Calls, x: None, label: str) -> PreparedCall:

@@ -1,8 +1,8 @@
-"""What an operation waits for, and for whom: messages, or words that others write into shared memory."""
+"""What an operation waits for, and for whom: messages, words that others write into shared memory, or its turn."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -38,3 +38,24 @@ class Requests(Condition):
 
     def _is_done_with(self, rank: int) -> bool:
         return self._ranks.done([each for each, peer in zip(self._requests, self._peers, strict=True) if peer == rank])
+
+
+class Turns:
+    """Calls by number, in the order in which they were made; each has its turn when those before it are over."""
+
+    def __init__(self) -> None:
+        self._open: list[int] = []  # ascending
+
+    def enter(self, number: int) -> None:
+        """A call that may have data to move; the last one so far."""
+        self._open.append(number)
+
+    def over(self, number: int) -> None:
+        """Call ``number`` has begun the last that it has to, or will not."""
+        if number in self._open:
+            self._open.remove(number)
+
+    def wait(self, number: int) -> Iterator[Condition]:
+        """Go on when it is the turn of call ``number``."""
+        if self._open[0] != number:
+            yield Condition(lambda: self._open[0] == number, lambda rank: False)

@@ -9,21 +9,21 @@ import os
 import struct
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import numpy as np
 from mpi4py import MPI
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.comm.communicator import Communicator
+from spmd_engine.comm.condition import Turns
 from spmd_engine.comm.dissemination import disseminate
-from spmd_engine.comm.pending import TIMEOUT, Pending, Progress, Steps
-from spmd_engine.comm.progress_thread import ProgressThread
+from spmd_engine.comm.pending import TIMEOUT, Pending, Progress, ProgressThread, Steps
 from spmd_engine.comm.signature import Signature
 from spmd_engine.comm.slot_table import SlotTable, room_for_table, size_of_table, table_on
 from spmd_engine.comm.transports.hierarchical import Lanes, even_nodes
 from spmd_engine.comm.transports.messages import MessagePart
 from spmd_engine.comm.transports.mpi import BlockingCollectives, NonblockingCollectives
-from spmd_engine.comm.transports.turns import Turns
 from spmd_engine.errors import MeshError
 from spmd_engine.node.node import Node, open_node
 
@@ -79,7 +79,7 @@ class MPICommunicator(Communicator):
         """Share memory with this node's ranks, of all ranks' ``hosts``; for the world, once. ``tell``: see ``node``."""
         self.hosts = list(hosts)
         ranks = [rank for rank, host in enumerate(hosts) if host == self.node]
-        node, nodes = open_node(self.rank, ranks, size_of_table(len(ranks)), tell), [ranks]
+        node, nodes = open_node(self.rank, ranks, size_of_table(len(ranks)), tell), even_nodes(hosts)
         if len(ranks) < self.size:
             if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
                 thread = ProgressThread(self.progress)
@@ -87,9 +87,10 @@ class MPICommunicator(Communicator):
                 atexit.register(thread.stop)
             elif self.rank == 0:
                 logger.warning("this MPI does not let threads call it: data between nodes move only while ranks wait")
-            nodes = even_nodes(hosts) if "no" not in tell("yes" if node is not None else "no") else None
+            nodes = nodes if "no" not in tell("yes" if node is not None else "no") else None
         usable = node is not None and nodes is not None
-        table = table_on(node, ranks, ranks.index(self.rank), calls=self.calls) if usable else None
+        table = table_on(node, ranks, ranks.index(self.rank)) if usable else None
+        self.calls = 0  # those that ranks have made until now were made without it
         self._live_on(node, len(ranks) > cores, nodes, table)
 
     def _live_on(
@@ -123,7 +124,8 @@ class MPICommunicator(Communicator):
         Therefore all members ask each other: only if all have theirs do they use it, else they make another."""
         members, kept = tuple(self._members[rank] for rank in ranks), self._world._kept
         made = kept.get(members)
-        founding = _Founding(self, self._agree(ranks, made is not None), timeout, ranks)
+        what = f"for ranks {list(ranks)}, to make a communicator of them"
+        founding = Pending(self, self._agree(ranks, made is not None), timeout, what)
         everyone_has, offset, nodes = self.progress.begin(founding).wait()
         if not everyone_has:
             if made is not None and not made._users:
@@ -168,7 +170,7 @@ class MPICommunicator(Communicator):
         ``ranks``; None for these if tables cannot be had on all nodes, or would be of no use.
         """
         hosts = [self.hosts[rank] for rank in ranks]
-        nodes = [list(range(len(ranks)))] if len(set(hosts)) == 1 else even_nodes(hosts)
+        nodes = even_nodes(hosts)
         near = [i for i, host in enumerate(hosts) if host == self.node]
         room, here = None, ranks[near[0]] == self.rank
         if here and nodes is not None and self._node is not None:
@@ -224,12 +226,11 @@ class MPICommunicator(Communicator):
             sources.append(status.source)
         return sources
 
-    def activity(self, idle: int) -> int:
+    def prepare_to_pause(self, idle: int) -> None:
         if self._node is not None and idle >= self._yields:
             self._node.futexes.prepare_to_sleep()
-        return 0
 
-    def pause(self, idle: int, activity: int, messages: bool = True) -> None:
+    def pause(self, idle: int, messages: bool = True) -> None:
         if idle <= self._yields:
             os.sched_yield()
             return
@@ -241,19 +242,6 @@ class MPICommunicator(Communicator):
             time.sleep(seconds)
 
 
-class _Founding(Pending):
-    """The agreement of those who make a communicator."""
-
-    __slots__ = ("_ranks",)
-
-    def __init__(self, communicator: Communicator, steps: Steps, timeout: float | None, ranks: Sequence[int]) -> None:
-        super().__init__(communicator, steps, timeout)
-        self._ranks = ranks
-
-    def describe(self) -> str:
-        return f"for ranks {list(self._ranks)}, to make a communicator of them"
-
-
 def _pieces(data: Array) -> list[Array]:
     flat = data.reshape(-1).view(backend_of(data).xp.uint8)
     return [flat[start : start + PIECE] for start in range(0, flat.size, PIECE)]
@@ -263,11 +251,7 @@ def is_device_aware() -> bool:
     """Whether the MPI library takes CUDA buffers: SPMD_CUDA_AWARE=0|1 if set, else what the library says."""
     if (said := os.environ.get("SPMD_CUDA_AWARE")) is not None:
         return said.lower() in ("1", "true", "yes", "on")
-    try:
-        return bool(ctypes.CDLL(None).MPIX_Query_cuda_support())
-    except (AttributeError, OSError):
-        pass
-    try:  # mpi4py loads the library without making its symbols global; ask the loaded module
-        return bool(ctypes.CDLL(MPI.__file__).MPIX_Query_cuda_support())
-    except (AttributeError, OSError):
-        return False
+    for library in (None, MPI.__file__):  # mpi4py may have loaded it without making its symbols global
+        with suppress(AttributeError, OSError):
+            return bool(ctypes.CDLL(library).MPIX_Query_cuda_support())
+    return False

@@ -12,8 +12,8 @@ import os
 import sys
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from threading import RLock
-from time import perf_counter
+from threading import Event, RLock, Thread
+from time import perf_counter, sleep
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ LOOK_AFTER = 0.5  #: seconds without progress after which a rank looks whether t
 SAY_AFTER = 0.5  #: seconds of waiting after which a rank publishes for whom; then after twice as long, and so on
 APART_AFTER = 10.0  #: seconds without progress after which ranks that all have ended, but never meet, are a mismatch
 MESSAGES_AFTER = 2.0  #: as many for messages, which may be on their way from a rank that has ended
+PERIOD = 1e-3  #: seconds between looks of the thread: at 1 Gbit/s, 125 kB come meanwhile
 
 _PACKAGE = str(Path(__file__).parent) + os.sep
 
@@ -47,10 +48,12 @@ class RanksEnded(Exception):
 class Pending:
     """A started operation. ``wait()`` returns its result, and may be called again."""
 
-    __slots__ = ("communicator", "_steps", "awaited", "_timeout", "until_the_end", "done", "result", "error")
+    __slots__ = ("communicator", "_steps", "awaited", "_timeout", "_what", "until_the_end", "done", "result", "error")
 
-    def __init__(self, communicator: Communicator | None, steps: Steps | None, timeout: float | None = None) -> None:
-        self.communicator, self._steps, self._timeout = communicator, steps, timeout
+    def __init__(
+        self, communicator: Communicator | None, steps: Steps | None, timeout: float | None = None, what: str = ""
+    ) -> None:
+        self.communicator, self._steps, self._timeout, self._what = communicator, steps, timeout, what
         self.awaited: Condition | None = None  #: None: nothing, it can go on
         self.until_the_end = False  #: whether this is the call in which programs end
         self.done = False
@@ -67,7 +70,7 @@ class Pending:
 
     def describe(self) -> str:
         """What is waited for."""
-        return "an operation"
+        return self._what
 
     def call(self) -> tuple[Line | None, int, int]:
         """Which call this is: of which communicator, its number there, and that of its text; see ``Activity``."""
@@ -210,7 +213,7 @@ class Progress:
         began = moved = perf_counter()
         look_after, say_after, idle = wanted.patience, SAY_AFTER, 0
         while not (wanted.done or wanted.error):
-            activity = communicator.activity(idle)
+            communicator.prepare_to_pause(idle)
             if any([self._advance(pending) for pending in tuple(self._pending)]):
                 moved = perf_counter()
                 idle, look_after = 0, moved - began + wanted.patience
@@ -218,7 +221,7 @@ class Progress:
             idle += 1
             messages = any([pending.needs_looks for pending in self._pending])
             paused = perf_counter()
-            communicator.pause(idle, activity, messages)
+            communicator.pause(idle, messages)
             now = perf_counter()
             self.idle_seconds += now - paused
             waited = now - began
@@ -247,6 +250,42 @@ class Progress:
         if (pending.done or pending.error) and pending in self._pending:
             self._pending.remove(pending)
         return moved
+
+
+class ProgressThread:
+    """Moves a rank's messages on while it computes: MPI moves data only inside its own calls.
+
+    It looks once in a while, and only while the rank has operations under way and is not itself in a call: who is holds
+    ``Progress.lock``. Measured between two hosts at 1 Gbit/s, an all_reduce of 16 MiB that takes 160 ms took as long
+    after 400 ms of other work as without any, and so it did with a look every 30 ms; with this, none. Call ``wake``
+    when operations are under way, and ``stop`` before the transport ends.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress, self._stopped, self._work = progress, False, Event()
+        self._thread = Thread(target=self._run, name="spmd_engine progress", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        self._work.set()
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._work.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        progress = self._progress
+        while not self._stopped:
+            self._work.wait()
+            sleep(PERIOD)
+            self._work.clear()
+            if progress.lock.acquire(blocking=False):  # else the rank moves them on itself, and wakes this when it ends
+                try:
+                    if progress.move_on():
+                        self._work.set()
+                finally:
+                    progress.lock.release()
 
 
 def _calling_line() -> str:

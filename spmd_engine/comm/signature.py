@@ -70,7 +70,7 @@ class Signature:
         both = (sign * each for each in (agreed, variable, self.known) for sign in (1, -1))
         return np.array([*both, -self.host, size, 0], np.int64)
 
-    @property
+    @cached_property
     def array_type(self) -> tuple[tuple[int, ...], np.dtype]:
         """Shape and dtype of the data that travel: of the array, or of the bytes of a text."""
         if self.shape is None:

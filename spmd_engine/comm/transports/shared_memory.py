@@ -6,7 +6,7 @@ pieces that stay in the cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from spmd_engine.comm.slot_table import CALLED, LEFT, NOWHERE, REDUCED, SlotTabl
 from spmd_engine.comm.spans import span
 from spmd_engine.comm.transports.transport import Parts, Transport
 from spmd_engine.comm.tuning import Tuning
-from spmd_engine.node.cross_memory import Block, RemoteArray, fill, flat, here
+from spmd_engine.node.cross_memory import Block, fill, flat, here
 
 CACHE = 1 << 19  # bytes of all ranks' blocks together that are worked on at a time: they stay in the second-level cache
 LINE = 64  # bytes that ranks do not share, as they would have to pass them to and fro
@@ -48,21 +48,22 @@ class SharedMemory(Transport):
     @property
     def results_shown(self) -> bool:
         """Whether all have shown where their results are to come."""
-        return all(where != NOWHERE for where in self.table.result_addresses(self.number))
+        return NOWHERE not in self.table.result_arenas(self.number)
 
-    def all_gather(self, number: int, x: np.ndarray, parts: Parts, *, last: bool = True) -> Steps:
-        """See ``Transport``. Where ranks have shown ``x``, it is from there that the others read."""
-        results = self.table.results(number, x.shape, x.dtype)
-        if results[self.rank] is not None:
-            self.table.say(number, REDUCED)
-            yield self.table.until(number, REDUCED)
+    def all_gather(self, x: np.ndarray, parts: Parts, *, last: bool = True) -> Steps:
+        """See ``Transport``. Where all have shown ``x``, it is from there that the others read."""
+        if self.results_shown:
+            results = self.table.results(self.number, x.shape, x.dtype)
+            blocks = [each[part] for each, part in zip(results, parts, strict=True)]
+            self.table.say(self.number, REDUCED)
+            yield self.table.until(self.number, REDUCED)
+        else:
+            blocks = [flat(block) for block in self.blocks]
         for r, part in enumerate(parts):
             if r != self.rank and part.stop > part.start:
-                fill(x[part], flat(self.blocks[r]) if results[self.rank] is None else results[r][part])
+                fill(x[part], blocks[r])
 
-    def all_to_all(
-        self, number: int, x: np.ndarray, parts: Parts, out: np.ndarray, out_parts: Parts, *, last: bool = True
-    ) -> Steps:
+    def all_to_all(self, x: np.ndarray, parts: Parts, out: np.ndarray, out_parts: Parts, *, last: bool = True) -> Steps:
         for r, signature in enumerate(self.signatures.by_rank):
             if r == self.rank or out_parts[r].stop == out_parts[r].start:
                 continue
@@ -72,34 +73,29 @@ class SharedMemory(Transport):
                 fill(out[out_parts[r]], flat(self.blocks[r])[signature.packed_part_for(self.rank, self.size)])
         yield from ()
 
-    def broadcast(self, number: int, x: np.ndarray, root: int) -> Steps:
+    def broadcast(self, x: np.ndarray, root: int) -> Steps:
         if self.rank != root and x.size:
             fill(x, flat(self.blocks[root]))
         yield from ()
 
     def reduce_scatter(
-        self, number: int, x: np.ndarray, parts: Parts, out: np.ndarray, reduction: str, *, last: bool = True
+        self, x: np.ndarray, parts: Parts, out: np.ndarray, reduction: str, *, last: bool = True
     ) -> Steps:
         mine = parts[self.rank]
-        reduce_in_pieces(out, [flat(block)[mine] for block in self.blocks], reducer(reduction, x.dtype, np))
+        _reduce_in_pieces([out], [flat(block)[mine] for block in self.blocks], reducer(reduction, x.dtype, np))
         yield from ()
 
-    def all_reduce(self, number: int, x: np.ndarray, out: np.ndarray, reduction: str) -> Steps:
+    def all_reduce(self, x: np.ndarray, out: np.ndarray, reduction: str) -> Steps:
         """Each rank reduces a part of ``x``. It writes that to all results, if all are where ranks share memory;
         else the others read it."""
-        results = self.table.results(number, out.shape, out.dtype)
-        results[self.rank], blocks = out, [flat(block) for block in self.blocks]
+        results = self.table.results(self.number, out.shape, out.dtype)
         parts = [_between_lines(out, self.size, r) for r in range(self.size)]
-        mine, reduce = parts[self.rank], reducer(reduction, x.dtype, np)
-        shared = all(arena >= 0 for arena, _ in self.table.result_addresses(number))
-        others = [each for r, each in enumerate(results) if r != self.rank] if shared else []
-        for piece in _pieces(out[mine], self.size):
-            piece = slice(mine.start + piece.start, mine.start + piece.stop)
-            reduce(out[piece], [here(block[piece]) for block in blocks])
-            for each in others:
-                each[piece] = out[piece]
-        self.table.say(number, REDUCED)
-        yield self.table.until(number, REDUCED)
+        mine, shared = parts[self.rank], min(self.table.result_arenas(self.number)) >= 0
+        written = [out, *(each for r, each in enumerate(results) if r != self.rank)] if shared else [out]
+        blocks = [flat(block)[mine] for block in self.blocks]
+        _reduce_in_pieces([each[mine] for each in written], blocks, reducer(reduction, x.dtype, np))
+        self.table.say(self.number, REDUCED)
+        yield self.table.until(self.number, REDUCED)
         if shared:
             self._exposed = False  # all have read and written what they had to
             return
@@ -171,16 +167,6 @@ def readable_with_result(
     return x, result
 
 
-def reduce_in_pieces(out: np.ndarray, blocks: Sequence[Block], reduce: Reducer) -> None:
-    """``out`` = the reduction of ``blocks``. It may be one of them, else it overlaps none."""
-    if out.nbytes <= CACHE // len(blocks):
-        return reduce(out, [here(block) for block in blocks])
-    if out.flags.c_contiguous and all(isinstance(block, RemoteArray) or block.flags.c_contiguous for block in blocks):
-        out, blocks = out.reshape(-1), [flat(block) for block in blocks]
-    for piece in _pieces(out, len(blocks)):
-        reduce(out[piece], [here(block[piece]) for block in blocks])
-
-
 def keeps_apart(out: np.ndarray, x: np.ndarray, part: tuple[slice, ...]) -> bool:
     """Whether ``out`` may be written to while others read all of ``x`` but this ``part``, whose place it may have."""
     overlaps = isinstance(x, np.ndarray) and isinstance(out, np.ndarray) and np.may_share_memory(out, x)
@@ -194,9 +180,15 @@ def _between_lines(x: np.ndarray, parts: int, index: int) -> slice:
     return slice(min(part.start * unit, x.size), min(part.stop * unit, x.size))
 
 
-def _pieces(x: np.ndarray, blocks: int) -> Iterator[slice]:
-    """Pieces of ``x`` along its first axis; as many bytes of each block fit into the cache together."""
-    row = x.nbytes // len(x) if len(x) else 1
-    step = max(1, CACHE // blocks // row)
-    for start in range(0, len(x), step):
-        yield slice(start, min(start + step, len(x)))
+def _reduce_in_pieces(outs: Sequence[np.ndarray], blocks: Sequence[Block], reduce: Reducer) -> None:
+    """Each of ``outs``, all flat, = the reduction of ``blocks``. The first may be one of them, else they overlap none.
+
+    As many bytes of each block are worked on at a time as fit into the cache together.
+    """
+    first, *others = outs
+    step = max(1, CACHE // len(blocks) // first.itemsize)
+    for start in range(0, first.size, step):
+        piece = slice(start, start + step)
+        reduce(first[piece], [here(block[piece]) for block in blocks])
+        for each in others:
+            each[piece] = first[piece]
