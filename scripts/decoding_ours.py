@@ -2,7 +2,7 @@
 
 import sys
 
-from decoding_protocol import LONG, NEW, PROMPT, TRAIN, measure, tokens
+from decoding_protocol import ALPHA, LONG, NEW, PROMPT, RANK, TRAIN, measure, tokens
 
 from spmd_engine import Mesh
 from spmd_engine.checkpoints.pretrained import open_pretrained
@@ -10,6 +10,7 @@ from spmd_engine.comm.world import world
 from spmd_engine.engine import AdamW
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.composition import ModelConfig
+from spmd_engine.models.adapters import LoRAOptions
 from spmd_engine.serving import StoppingCriteria, generate
 from spmd_engine.serving.next_tokens import NextTokens, call
 from spmd_engine.serving.options import SamplingOptions
@@ -19,7 +20,7 @@ def main() -> None:
     ranks = world().size
     with Mesh(**({"model": ranks} if ranks > 1 else {"data": 1})) as mesh:
         engine, _ = open_pretrained(ModelConfig(sys.argv[1]), mesh)
-        vocabulary, optimizer = engine.model.vocabulary, AdamW()
+        vocabulary = engine.model.vocabulary
 
         def write(batch):
             prompts = tokens(batch, PROMPT, vocabulary).tolist()
@@ -34,7 +35,8 @@ def main() -> None:
 
             return step
 
-        def train():
+        def train(engine):
+            optimizer = AdamW()
             batch = batch_of(*tokens(2 * TRAIN[0], TRAIN[1], vocabulary).reshape(2, *TRAIN), engine)
 
             def step():
@@ -43,9 +45,14 @@ def main() -> None:
 
             return step
 
+        def adapted():
+            model = ModelConfig(sys.argv[1], lora=LoRAOptions(RANK, ALPHA))
+            return open_pretrained(model, mesh)[0]
+
         steps = {
-            "memory": read(128), "batch 1": write(1), "batch 8": write(8), "prefill": read(LONG), "train": train(),
-            "clock": write(1),
+            "memory": lambda: read(128), "batch 1": lambda: write(1), "batch 8": lambda: write(8),
+            "prefill": lambda: read(LONG), "train": lambda: train(engine), "adapters": lambda: train(adapted()),
+            "clock": lambda: write(1),
         }  # fmt: skip
         measure(steps, report=mesh.rank == 0)
 

@@ -14,8 +14,9 @@ import numpy as np
 
 PROMPT, NEW = 8, 16  # tokens of the rows that decode
 LONG, REPEATS = 512, 2
-ROWS = ("memory", "batch 1", "batch 8", "prefill", "train", "clock")
+ROWS = ("memory", "batch 1", "batch 8", "prefill", "train", "adapters", "clock")
 TRAIN = (2, 256)  # samples and positions of a step
+RANK, ALPHA = 8, 16.0  # of adapters, of all matrices of all blocks
 
 
 def tokens(rows, length, vocabulary):
@@ -30,10 +31,10 @@ def largest_resident_size():
 
 
 def measure(steps, report=True):
-    """Time the steps, functions by rows, that `argv[2]` names."""
+    """Time the steps of the rows that `argv[2]` names; ``steps`` are what makes a step of each row."""
     found = {}
     for row in sys.argv[2].split(","):
-        step = steps[row]
+        step = steps[row]()
         if row == "memory":
             step()
             found[row] = largest_resident_size()

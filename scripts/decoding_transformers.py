@@ -5,7 +5,7 @@ import sys
 
 import torch
 import transformers
-from decoding_protocol import LONG, NEW, PROMPT, TRAIN, measure, tokens
+from decoding_protocol import ALPHA, LONG, NEW, PROMPT, RANK, TRAIN, measure, tokens
 
 
 def main():
@@ -13,7 +13,6 @@ def main():
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
     vocabulary = model.config.vocab_size
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
 
     def write(batch):
         prompts = torch.from_numpy(tokens(batch, PROMPT, vocabulary))
@@ -35,7 +34,8 @@ def main():
 
         return step
 
-    def train():
+    def train(model):
+        optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-5)
         inputs, targets = torch.from_numpy(tokens(2 * TRAIN[0], TRAIN[1], vocabulary)).reshape(2, *TRAIN)
 
         def step():
@@ -48,9 +48,15 @@ def main():
 
         return step
 
+    def adapted():
+        from peft import LoraConfig, get_peft_model
+
+        return get_peft_model(model, LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear"))
+
     measure({
-        "memory": read(128), "batch 1": write(1), "batch 8": write(8), "prefill": read(LONG), "train": train(),
-        "clock": write(1),
+        "memory": lambda: read(128), "batch 1": lambda: write(1), "batch 8": lambda: write(8),
+        "prefill": lambda: read(LONG), "train": lambda: train(model), "adapters": lambda: train(adapted()),
+        "clock": lambda: write(1),
     })  # fmt: skip
 
 

@@ -39,6 +39,7 @@ SIZES = {
     "max_position_embeddings": 96,
 }
 OF_HEADS = {name: each for name, each in SIZES.items() if name != "num_key_value_heads"} | {"hidden_size": 24}
+GENTLE = ("bloom", "cwm", "glm", "hunyuan_v1_dense", "ministral")  # else float32 would be too far from float64
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -119,6 +120,34 @@ MODELS = {
     "granitemoe": transformers.GraniteMoeConfig(
         **SIZES, num_local_experts=5, num_experts_per_tok=2, embedding_multiplier=1.7, residual_multiplier=0.6,
         attention_multiplier=0.3, logits_scaling=1.9),
+    "arcee": transformers.ArceeConfig(**SIZES, head_dim=4, attention_bias=True, mlp_bias=True),
+    "seed_oss": transformers.SeedOssConfig(**SIZES, head_dim=4, attention_out_bias=True, pad_token_id=None),
+    "exaone4": transformers.Exaone4Config(
+        **SIZES, sliding_window=10, layer_types=["sliding_attention", "full_attention"]),
+    "glm": transformers.GlmConfig(**SIZES, head_dim=4, pad_token_id=None),
+    "glm4": transformers.Glm4Config(**SIZES, head_dim=4, pad_token_id=None),
+    "ernie4_5": transformers.Ernie4_5Config(**SIZES, head_dim=4, pad_token_id=None, use_bias=True),
+    "helium": transformers.HeliumConfig(
+        **SIZES | {"hidden_size": 24}, head_dim=4, pad_token_id=None, attention_bias=True),
+    "hunyuan_v1_dense": transformers.HunYuanDenseV1Config(
+        **SIZES, head_dim=4, pad_token_id=None, rope_parameters={
+            "rope_type": "dynamic", "rope_theta": 90.0, "alpha": 7.0, "factor": 1.0}),
+    "nemotron": transformers.NemotronConfig(**SIZES | {"hidden_size": 24}, head_dim=4, pad_token_id=None),
+    "jais2": transformers.Jais2Config(**SIZES, head_dim=4, pad_token_id=None),
+    "cwm": transformers.CwmConfig(**SIZES, head_dim=4, sliding_window=10),
+    "ministral": transformers.MinistralConfig(
+        **SIZES, head_dim=4, sliding_window=10, layer_types=["full_attention", "sliding_attention"]),
+    "falcon_grouped": transformers.FalconConfig(
+        vocab_size=23, hidden_size=24, num_hidden_layers=2, num_attention_heads=6, num_kv_heads=2, ffn_hidden_size=14,
+        max_position_embeddings=96, new_decoder_architecture=True, bias=True),
+    "bloom": transformers.BloomConfig(
+        vocab_size=23, hidden_size=12, n_layer=2, n_head=6, seq_length=96, pad_token_id=None),
+    "mpt": transformers.MptConfig(
+        vocab_size=23, d_model=24, n_layers=2, n_heads=6, max_seq_len=96, attn_config={"softmax_scale": 0.3}),
+    "gpt_bigcode": transformers.GPTBigCodeConfig(
+        vocab_size=23, n_embd=12, n_layer=2, n_head=3, n_positions=96, n_inner=20),
+    "internlm3": transformers.InternLM3Config(
+        **SIZES, head_dim=4, pad_token_id=None, attention_bias=True, mlp_bias=True),
 }  # fmt: skip
 
 
@@ -159,12 +188,17 @@ def without_casts():
         weights = (query @ key.transpose(-1, -2) / self.scale_attn + attention_mask).softmax(-1)
         return weights @ value, weights
 
+    def gelu_of_bloom(x):  # whose root of 2 / pi has eight digits
+        return functional.gelu(x, approximate="tanh")
+
+    transformers.models.bloom.modeling_bloom.bloom_gelu_forward = gelu_of_bloom
     transformers.models.gptj.modeling_gptj.GPTJAttention._attn = attention_of_gptj
     transformers.models.gpt_neo.modeling_gpt_neo.GPTNeoSelfAttention._attn = attention_of_gpt_neo
     for family in (
         "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "phi3", "smollm3", "granite", "gemma", "gemma3",
         "gemma2", "olmo2", "olmo3", "olmoe", "qwen2_moe", "gpt_neox", "phi", "stablelm", "starcoder2", "olmo", "cohere",
-        "cohere2", "falcon", "granitemoe",
+        "cohere2", "falcon", "granitemoe", "arcee", "seed_oss", "exaone4", "glm", "glm4", "ernie4_5", "helium",
+        "hunyuan_v1_dense", "nemotron", "jais2", "cwm", "ministral",
     ):  # fmt: skip
         module = getattr(transformers.models, family)
         module = getattr(module, f"modeling_{family}")
@@ -201,7 +235,8 @@ def frequencies(model):
                 continue
             layer_type = name.removesuffix("inv_freq").removesuffix("_")
             kind = (module.rope_type[layer_type] if layer_type else module.rope_type) or "default"
-            make = module.compute_default_rope_parameters if kind == "default" else ROPE_INIT_FUNCTIONS[kind]
+            make = module.compute_default_rope_parameters if kind == "default" else ROPE_INIT_FUNCTIONS.get(kind)
+            make = make or getattr(module, f"compute_{kind}_rope_parameters")
             narrow, torch.float, torch.float32 = torch.float32, torch.float64, torch.float64
             try:
                 wide, scaling = make(model.config, **({"layer_type": layer_type} if layer_type else {}))
@@ -216,8 +251,8 @@ def frequencies(model):
 def make(family, config):
     """One family's folder and the model, with what it computes as it is."""
     torch.manual_seed(1)
-    wide = getattr(config, "hidden_size", 12) > 12
-    config.initializer_range = config.init_std = 0.1 if wide else 0.3
+    gentle = getattr(config, "hidden_size", 12) > 12 or family in GENTLE
+    config.initializer_range = config.init_std = 0.1 if gentle else 0.3
     config._attn_implementation = config._experts_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():

@@ -14,6 +14,12 @@ def relu(z: Array, want_slope: bool = True) -> tuple[Array, Array | None]:
     return backend_of(z).xp.maximum(z, 0), z > 0 if want_slope else None
 
 
+def relu_squared(z: Array, want_slope: bool = True) -> tuple[Array, Array | None]:
+    """max(z, 0)² and its slope."""
+    y = backend_of(z).xp.maximum(z, 0)
+    return y * y, 2 * y if want_slope else None
+
+
 @fused
 def gelu(z: Array, want_slope: bool = True) -> tuple[Array, Array | None]:
     """GPT-2's GELU, 0.5 z (1 + tanh(u)) with u = sqrt(2/pi) (z + 0.044715 z^3), and its slope.

@@ -53,14 +53,14 @@ def open_pretrained(
 ) -> tuple[LayeredEngine, Pretrained]:
     """The engine of a model by path with its weights, on this mesh, and where each came from. Collective."""
     model = with_shape(model, mesh.group())
-    engine = build_engine(model, mesh, composition, device=device, drawn=model.lora is not None)
+    engine = build_engine(model, mesh, composition, device=device, drawn=False)
     return engine, load_pretrained(engine, model.name, model.adapter)
 
 
 def load_pretrained(engine: LayeredEngine, path: str | Path, adapter: str | Path | None = None) -> Pretrained:
     """Load weights into an engine of their shape: each rank reads only its own slices. Collective.
 
-    Adapters that the engine has are those of the folder ``adapter``, if one is given, and else stay as they are. Raises
+    Adapters that the engine has are those of the folder ``adapter``, if one is given, and else are drawn. Raises
     UsageError, the same on all ranks, for whatever is wrong with the weights on any of them.
     """
 
@@ -68,6 +68,8 @@ def load_pretrained(engine: LayeredEngine, path: str | Path, adapter: str | Path
         pretrained = Pretrained(path)
         adapters = read_adapters(adapter, pretrained.shape) if adapter is not None else {}
         arrays = {name: each.array for name, each in adapters.items()}
+        if not engine.parameters.keys() <= pretrained.keys() | arrays.keys():
+            engine.initialize(frozen=False)
         engine.load_checkpoint(_Weights(engine, pretrained, arrays))
         return pretrained
 

@@ -28,7 +28,8 @@ class StoredView:
     @property
     def split(self) -> list[list[int]]:
         """The sizes of the letters of each dim of the tensor."""
-        sizes = {**self.sizes, **{letter: count for letter, (_, count) in self.stored.at.items()}}
+        of_more = {**self.stored.at, **self.stored.among}
+        sizes = {**self.sizes, **{letter: count for letter, (_, count) in of_more.items()}}
         return [[sizes[letter] for letter in word] for word in self.stored.dims.split()]
 
     @property
@@ -40,6 +41,9 @@ class StoredView:
         """For each letter of the tensor, which part of it is this part of the parameter."""
         wanted: dict[str, slice | int] = dict(zip(self.dims.split(), spans, strict=True))
         wanted |= {letter: number for letter, (number, _) in self.stored.at.items()}
+        for letter, (first, _) in self.stored.among.items():
+            span = wanted[letter]
+            wanted[letter] = slice(first + span.start, first + span.stop)
         if self.stored.pairs:
             wanted["k"] = slice(0, self.sizes["k"])
         return [wanted[letter] for letter in self.in_file]

@@ -130,6 +130,7 @@ def fill(where: str, model: Model, tensors: Mapping[str, FileTensor], names: Nam
             unfilled.append((name, stored[name][0].tensor))
             continue
         view, tensor = StoredView(parameter.dims, sizes[name], found), tensors[found.tensor]
+        tensor.check_weights()
         if found.rows is not None:
             tensor.of_sizes([[found.rows[2]], *view.split[1:]])
             tensor = tensor.rows(*found.rows[:2])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import click
@@ -10,13 +11,14 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from spmd_engine.checkpoints.pretrained_table import table
+from spmd_engine.checkpoints.pretrained_table import table as tensor_table
 from spmd_engine.checkpoints.weights import Pretrained
+from spmd_engine.cli.adapters import adapted, lora_options
 from spmd_engine.cli.composition import composition_of, composition_options, model_of
 from spmd_engine.cli.config_file import config_option
 from spmd_engine.cli.experts import mixture_options
 from spmd_engine.cli.options import images_option, mesh_option
-from spmd_engine.cli.show.bytes_per_rank import CLASSES, bytes_per_rank
+from spmd_engine.cli.show.bytes_per_rank import bytes_per_rank
 from spmd_engine.cli.show.experts import placement_text
 from spmd_engine.cli.show.options import dtype_option
 from spmd_engine.comm.mesh import parse_axes
@@ -25,10 +27,14 @@ from spmd_engine.engine.assignment import PIPE, Assignment, homes_of
 from spmd_engine.engine.composition import composed_assignment, composed_layout
 from spmd_engine.launchers import launcher_rank
 from spmd_engine.layers import Parameter
+from spmd_engine.layers.declarations import Buffer
 from spmd_engine.models import Model
 from spmd_engine.models.names import MODELS
 from spmd_engine.models.shape_at import is_path
+from spmd_engine.sharding.groups import Home
 from spmd_engine.sharding.layout import Layout
+
+WIDTH = 120  # columns that a line may have, however narrow the terminal is: a name whose end is cut off is none
 
 
 @click.command(short_help="Show how a model is cut, and bytes per rank.")
@@ -38,6 +44,7 @@ from spmd_engine.sharding.layout import Layout
 @mesh_option
 @dtype_option
 @mixture_options
+@lora_options
 @composition_options
 def inspect(model: str, images: str | None, mesh: str | None, dtype: str, **options: Any) -> None:
     """Print every parameter with its sharding ("d f/model": f divided over axis model) and what ranks hold.
@@ -48,11 +55,12 @@ def inspect(model: str, images: str | None, mesh: str | None, dtype: str, **opti
     \b
       python -m spmd_engine inspect --model gpt2 --mesh data=4,model=8
       python -m spmd_engine inspect --model deep-mlp --mesh data=8 --zero 3 --group-threshold 500000
+      python -m spmd_engine inspect --model models/SmolLM2-135M --mesh data=2,model=2 --lora-rank 8
     """
     if launcher_rank() > 0:
         return
     axes = parse_axes(mesh) if mesh else {"data": 1}
-    built = model_of(model, images, options)
+    built = adapted(model_of(model, images, options), model, options)
     composition = composition_of(options, axes, built)
     places = all_positions(axes)
     layout = composed_layout(built, places[0], composition)
@@ -63,23 +71,33 @@ def inspect(model: str, images: str | None, mesh: str | None, dtype: str, **opti
     assignments = [
         composed_assignment(built, place, layout, itemsize, composition) for place in _one_a_stage(places)
     ]
-    console = Console(highlight=False, width=None)
-    console.print(f"{model}: {built.parameter_count:,} parameters, {dtype}")
+    console = Console(highlight=False, width=max(WIDTH, Console().width))
+    frozen = {name: each for name, each in built.buffers() if each[0].frozen}
+    count = sum(prod(shape) for _, shape in frozen.values())
+    beside = f" of adapters beside {count:,} that are frozen" if frozen else ""
+    console.print(f"{model}: {built.parameter_count:,} parameters{beside}, {dtype}", soft_wrap=True)
     console.print(f"mesh {places[0]}: {len(places)} ranks")
     console.print(f"inputs {layout.spec(built.inputs)}, outputs {layout.spec(built.outputs)}\n")
     if is_path(model) and model not in MODELS:
-        specs = {name: str(layout.spec(parameter.dims)) for name, (parameter, _) in built.parameters()}
-        for line in table(Pretrained(model), specs):
+        pretrained = Pretrained(model)
+        specs = {name: str(layout.spec(each.view.dims)) for name, each in pretrained.filled.items()}
+        for line in tensor_table(pretrained, specs):
             console.print(line, soft_wrap=True, markup=False)
         console.print()
-    console.print(_parameters(built, places[0], layout, assignments[0] if len(assignments) > 1 else None))
-    console.print()
+    homes = homes_of(built, layout, places[0])
+    stages = _stages_of(built, assignments) if len(assignments) > 1 else {}
+    for kind, arrays in ("parameter", dict(built.parameters())), ("frozen weight", frozen):
+        if arrays:
+            console.print(_arrays(kind, arrays, places[0], layout, homes, stages))
+            console.print()
     if any("e" in layer.sizes for _, layer in built.layers):
         console.print(placement_text(built, places, layout).lstrip() + "\n", soft_wrap=True)
     for stage, assignment in enumerate(assignments):
         where = f"stage {stage}: " if len(assignments) > 1 else ""
         here = _counted(len(assignment.uses), "layer"), _counted(len(list(assignment.members)), "parameter")
         console.print(f"{where}{here[0]} with {here[1]} -> {_counted(len(assignment.groups), 'group')}")
+        if assignment.frozen:
+            console.print(f"{where}frozen weights in parts -> {_counted(len(assignment.frozen), 'group')}")
     held = bytes_per_rank(built, axes, composition, dtype=dtype)
     console.print()
     console.print(_summary(held))
@@ -90,33 +108,50 @@ def _one_a_stage(places: Sequence[MeshPosition]) -> list[MeshPosition]:
     return [place for place in places if not any(n for axis, n in place.coordinates.items() if axis != PIPE)]
 
 
-def _parameters(model: Model, place: MeshPosition, layout: Layout, assignment: Assignment | None) -> Table:
-    columns = ["parameter", "sharding", "whole shape", "on the first rank", *(["stages"] if assignment else [])]
+def _arrays(
+    kind: str,
+    arrays: Mapping[str, tuple[Parameter | Buffer, tuple[int, ...]]],
+    place: MeshPosition,
+    layout: Layout,
+    homes: Mapping[str, Home],
+    stages: Mapping[str, Sequence[int]],
+) -> Table:
+    """Each array with how it is cut and, of a pipeline, the ``stages`` that have it."""
+    columns = [kind, "sharding", "whole shape", "on the first rank", *(["stages"] if stages else [])]
     table = Table(*columns, box=None, header_style="bold")
-    homes = homes_of(model, layout, place)
     counts: dict[str, list[int]] = {}  # of experts, and of those that the first rank has
-    for name, (parameter, _) in model.parameters():
-        if parameter.element:
-            of_all = counts.setdefault(_of_all(name, parameter), [0, 0])
+    for name, (array, _) in arrays.items():
+        if array.element:
+            of_all = counts.setdefault(_of_all(name, array), [0, 0])
             of_all[0] += 1
             of_all[1] += name not in homes or homes[name].has(place)
-    for name, (parameter, shape) in model.parameters():
+    for name, (array, shape) in arrays.items():
         whole, here = "", ""
-        if parameter.element:
-            if parameter.element[1] > 0:  # the others are like the first
+        if array.element:
+            if array.element[1] > 0:  # the others are like the first
                 continue
-            whole, here = (f"{count} of " for count in counts[_of_all(name, parameter)])
-        spec = layout.spec(parameter.dims)
+            whole, here = (f"{count} of " for count in counts[_of_all(name, array)])
+        spec = layout.spec(array.dims)
         block = spec.local_shape(shape, place)
-        stages = [",".join(map(str, assignment.holders[name]))] if assignment else []
         sizes = whole + "x".join(map(str, shape)), here + "x".join(map(str, block))
-        table.add_row(_of_all(name, parameter), str(spec), *sizes, *stages)
+        table.add_row(_of_all(name, array), str(spec), *sizes, *([",".join(map(str, stages[name]))] if stages else []))
     return table
 
 
-def _of_all(name: str, parameter: Parameter) -> str:
-    """The name under which an expert's parameter is listed, with those of all others."""
-    return name.replace(f"/expert{parameter.element[1]}/", "/expert*/") if parameter.element else name
+def _stages_of(model: Model, assignments: Sequence[Assignment]) -> dict[str, tuple[int, ...]]:
+    """The stages that have each parameter, or buffer, by the ``assignments`` of all."""
+    of_buffers = {
+        f"{model.layers[number][0]}/{own}": (stage,)
+        for stage, assignment in enumerate(assignments)
+        for number in assignment.uses
+        for own in model.layers[number][1].buffers
+    }
+    return {**assignments[0].holders, **of_buffers}
+
+
+def _of_all(name: str, array: Parameter | Buffer) -> str:
+    """The name under which what an expert has is listed, with that of all others."""
+    return name.replace(f"/expert{array.element[1]}/", "/expert*/") if array.element else name
 
 
 def _summary(held: Sequence[Sequence[tuple[str, int]]]) -> Table:
@@ -124,7 +159,7 @@ def _summary(held: Sequence[Sequence[tuple[str, int]]]) -> Table:
     table = Table("bytes per rank", "least", "most", box=None, header_style="bold")
     by_rank = np.array([[count for _, count in rank] for rank in held])
     notes = {"optimizer state": "optimizer state (AdamW)", "largest groups": "whole for a while (largest groups)"}
-    for kind, counts in zip(CLASSES, by_rank.T, strict=True):
+    for (kind, _), counts in zip(held[0], by_rank.T, strict=True):
         table.add_row(notes.get(kind, kind), f"{counts.min():,}", f"{counts.max():,}")
     together = by_rank.sum(axis=1)
     table.add_row("together", f"{together.min():,}", f"{together.max():,}")

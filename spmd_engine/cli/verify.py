@@ -11,6 +11,8 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from spmd_engine.checkpoints.pretrained import with_shape
+from spmd_engine.cli.adapters import lora_of, lora_options
 from spmd_engine.cli.composition import COMPOSITION, composition_of, composition_options
 from spmd_engine.cli.config_file import config_option
 from spmd_engine.cli.engine_by_name import check_mesh, engine_by_name
@@ -28,21 +30,29 @@ from spmd_engine.comm.agreement import on_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
 from spmd_engine.engine.base import ShardedEngine
-from spmd_engine.engine.composition import Composition, ModelConfig, build_engine
+from spmd_engine.engine.composition import Composition, ModelConfig
 from spmd_engine.engine.optimizers import SGD, AdamW
 from spmd_engine.errors import UsageError
 from spmd_engine.models.names import MODELS
 from spmd_engine.strategies import STRATEGIES, default_axes, strategy_named
 from spmd_engine.strategies.two_convolutions import IMAGE
-from spmd_engine.training.job import MIXTURE
-from spmd_engine.verify import Distances, GradientCheck, Report, engine_and_reference, fill_zeros, mesh_of_one
+from spmd_engine.training.job import LORA, MIXTURE
+from spmd_engine.verify import (
+    Distances,
+    GradientCheck,
+    Report,
+    engine_and_reference,
+    engine_of_model,
+    fill_zeros,
+    mesh_of_one,
+)
 from spmd_engine.verify import verify as compare
 from spmd_engine.verify.report import HEADING
 from spmd_engine.verify.samples import batches_for_model, batches_of_shape
 
 POSITIVE, PARTS = click.IntRange(min=1), click.IntRange(1, 4096)
 #: Options that mean nothing to an engine of one's own.
-OF_MODELS = ("model", "images", "dropout", "device", *MIXTURE, *COMPOSITION)
+OF_MODELS = ("model", "images", "dropout", "device", *MIXTURE, *LORA, *COMPOSITION)
 OF_OWN = ("input_shape", "tokens", "classes")  # and to nothing else
 WIDTH, HIDDEN, HEADS = 24, 54, 6  # of the small models of strategies/
 
@@ -78,6 +88,7 @@ WIDTH, HIDDEN, HEADS = 24, 54, 6  # of the small models of strategies/
 @click.option("--import", "imported", metavar="PATH", help="Verify a model's folder, or GGUF file, beside --reference.")
 @click.option("--reference", metavar="FILE.npz", help="With --import: tokens, and what layers make of them elsewhere.")
 @mixture_options
+@lora_options
 @composition_options
 @device_option
 @check_option
@@ -91,7 +102,10 @@ def verify(context: click.Context, engine: str | None, **options: Any) -> None:
 
     \b
       mpiexec -n 8 python -m spmd_engine verify --mesh pipe=2,data=2,model=2 --zero 1
+      mpiexec -n 2 python -m spmd_engine verify --model models/SmolLM2-135M --mesh model=2 --lora-rank 8 --batch-size 4
       mpiexec -n 4 python -m spmd_engine verify mine:Engine --mesh data=4 --input-shape 16,8
+
+    Parameters of a model are random, of one by path, too; but with adapters its own weights are read.
 
     An engine of your own, a class or a function in a MODULE as in import, is made with mesh=... and dtype=... if it
     takes these; further values stand behind its name, 'mine:Engine(6, hidden=11)'. It is compared with itself on one
@@ -151,12 +165,13 @@ def _verify_model(options: dict[str, Any], mesh: Mesh) -> Report:
     shape = image_shape(options["model"], options["images"])
     images, mixture = asdict(shape) if shape else None, mixture_of(options)
     model = ModelConfig(options["model"], options["dropout"], "float64", options["seed"], images, mixture)
-    engine = build_engine(model, mesh, composition, device=options["device"])
+    model = with_shape(model.changed(lora=lora_of(options)), mesh.group())
+    engine = engine_of_model(model, mesh, composition, device=options["device"])
     alone, axes = Composition(), {"data": 1}
     if "context" in mesh.axes:  # whatever the ranks' method, one device needs none
         alone, axes = Composition(context_method="gather"), axes | {"context": 1}
     reference = on_rank_zero(
-        mesh.group(), lambda: build_engine(model, mesh_of_one(axes), alone, device=options["device"])
+        mesh.group(), lambda: engine_of_model(model, mesh_of_one(axes), alone, device=options["device"])
     )
     batches = batches_for_model(
         engine.model,

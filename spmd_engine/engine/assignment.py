@@ -14,6 +14,7 @@ from spmd_engine.comm.mesh_position import MeshPosition
 from spmd_engine.engine.shares import Shares, shares_along
 from spmd_engine.engine.stages import Division, divide
 from spmd_engine.errors import UsageError
+from spmd_engine.layers.declarations import Buffer, Parameter
 from spmd_engine.models.model import Model
 from spmd_engine.sharding.groups import CAP, THRESHOLD, Home, Member, ParameterGroup, Sum, make_groups
 from spmd_engine.sharding.layout import Layout
@@ -102,24 +103,35 @@ def assign(
     mine = [number for number in range(len(chunks)) if number % count == stage]
     homes = homes_of(model, layout, place)
     shards = Shards(place, layout)
+
+    def member(
+        name: str, array: Parameter | Buffer, shape: tuple[int, ...], chunk: int, stages_of_it: tuple[int, ...] = ()
+    ) -> Member:
+        spec = layout.spec(array.dims)
+        brought = layout.axes(array.element[0]) if array.element else ()
+        over = tuple(axis for axis in shards.axes(array.summed, array.where) if axis not in brought)
+        largest = prod(spec.largest_shape(shape, place))
+        size = largest * itemsize
+        summed = storage.sum_of(size, over, stages_of_it, place.axes)
+        decays, small = isinstance(array, Parameter) and array.decay, size < storage.min_tensor_size
+        return Member(name, spec.local_shape(shape, place), decays, summed, largest, chunk, homes.get(name), small)
+
     members = []
     for name, (parameter, shape) in model.parameters():
-        if stage not in holders[name]:
-            continue
-        spec = layout.spec(parameter.dims)
-        brought = layout.axes(parameter.element[0]) if parameter.element else ()
-        over = tuple(axis for axis in shards.axes(parameter.summed, parameter.where) if axis not in brought)
-        largest = prod(spec.largest_shape(shape, place))
-        stages_of_it = holders[name] if len(holders[name]) > 1 else ()
-        summed = storage.sum_of(largest * itemsize, over, stages_of_it, place.axes)
-        chunk = min(number for number in chunks_of[name] if number in mine)
-        block = spec.local_shape(shape, place)
-        small = largest * itemsize < storage.min_tensor_size
-        members.append(Member(name, block, parameter.decay, summed, largest, chunk, homes.get(name), small))
+        if stage in holders[name]:
+            chunk = min(number for number in chunks_of[name] if number in mine)
+            members.append(member(name, parameter, shape, chunk, holders[name] if len(holders[name]) > 1 else ()))
     groups = make_groups(members, itemsize, storage.threshold, storage.cap)
     here = [group for group in groups if group.home is None or group.home.has(place)]
     layers = [layer for number in mine for layer in chunks[number]]
-    frozen = list(_frozen_members(model, layers, place, layout, storage, chunk_of))
+    frozen = [
+        member(f"{name}/{own}", buffer, buffer.whole(described.sizes), chunk_of[layer])
+        for layer in (layers if storage.stage(place.axes) == 3 else ())
+        for name, described in [model.layers[layer]]
+        for own, buffer in described.buffers.items()
+        if buffer.frozen
+    ]
+    frozen = [each for each in frozen if each.summed.cut]  # of the others nobody else here has a copy
     of_frozen = [
         group for group in make_groups(frozen, itemsize, storage.threshold, storage.cap, "frozen")
         if group.home is None or group.home.has(place)
@@ -140,39 +152,10 @@ def assign(
     return Assignment(chunks, mine, uses, holders, here, homes, of_frozen, frozen_uses)
 
 
-def _frozen_members(
-    model: Model,
-    layers: Sequence[int],
-    place: MeshPosition,
-    layout: Layout,
-    storage: Storage,
-    chunk_of: Mapping[int, int],
-) -> Iterator[Member]:
-    """The frozen buffers of these layers that are stored in parts: fully sharded, those of which there are copies."""
-    if storage.stage(place.axes) < 3:
-        return
-    shards = Shards(place, layout)
-    for layer in layers:
-        name, described = model.layers[layer]
-        for own, buffer in described.buffers.items():
-            brought = layout.axes(buffer.element[0]) if buffer.element else ()
-            over = tuple(axis for axis in shards.axes(buffer.summed, buffer.where) if axis not in brought)
-            if not (buffer.frozen and storage.cut(over, place.axes)):
-                continue
-            spec, whole, home = layout.spec(buffer.dims), buffer.whole(described.sizes), None
-            if place.axis_size(brought) > 1:
-                letter, number = buffer.element
-                home = Home(brought, layout.parts(name, letter, described.sizes[letter], place)[number])
-            summed = Sum(over, storage.cut(over, place.axes))
-            block, largest = spec.local_shape(whole, place), prod(spec.largest_shape(whole, place))
-            yield Member(f"{name}/{own}", block, False, summed, largest, chunk_of[layer], home)
-
-
 def homes_of(model: Model, layout: Layout, mesh: MeshPosition) -> dict[str, Home]:
-    """The ranks that have each parameter that not all ranks of a stage have: those of an expert."""
-    described, homes, parts = dict(model.parameters()), {}, {}
-    for name, (layer, count) in model.elements():
-        letter, number = described[name][0].element
+    """The ranks that have each parameter, or frozen weight, that not all ranks of a stage have: those of an expert."""
+    homes, parts = {}, {}
+    for name, (layer, (letter, number), count) in model.elements():
         axes = layout.axes(letter)
         if mesh.axis_size(axes) > 1:
             if (layer, letter) not in parts:

@@ -49,7 +49,7 @@ class LayeredEngine(StoredEngine):
     ``stages``      which layers each stage has: evenly by number or by cost, or the first layer of each
     ``recompute``   of which layers a forward is repeated in the backward instead of kept
 
-    Parameters are ``drawn``, or zeros until they are loaded.
+    Parameters, and weights that adapters leave frozen, are ``drawn``, or zeros until they are loaded.
     """
 
     def __init__(
@@ -135,14 +135,25 @@ class LayeredEngine(StoredEngine):
         move.finish()
         self.filled()
 
-    def initialize(self) -> None:
-        """Fill the parameters with initial values: functions of seed, name and global index alone."""
+    def initialize(self, frozen: bool = True) -> None:
+        """Fill the parameters with initial values: functions of seed, name and global index alone. Likewise ``frozen``
+        weights, unless these are going to be loaded."""
         for name, target in self.parameters.items():
             parameter, shape = self.store.described[name]
-            target[...] = parameter.mean
-            if parameter.std and target.size:
-                key = random.key_of(self.seed, "initial", name)
-                target += parameter.std * random.normal(key, shape, self.dtype, self.index(name), self.backend)
+            self._draw(target, name, shape, parameter.mean, parameter.std, self.index(name))
+        here = self.buffers
+        for name, (buffer, shape) in self.model.buffers() if frozen else ():
+            if buffer.frozen and name in here:
+                self._draw(here[name], name, shape, buffer.initial, buffer.std, self.buffer_index(name))
+
+    def _draw(
+        self, target: Array, name: str, shape: tuple[int, ...], mean: float, std: float, index: Index | None
+    ) -> None:
+        """Fill this rank's part, at ``index``, of an array of this whole shape."""
+        target[...] = mean
+        if std and target.size:
+            key = random.key_of(self.seed, "initial", name)
+            target += std * random.normal(key, shape, self.dtype, index, self.backend)
 
     def load_checkpoint(self, params: Mapping[str, Any]) -> None:
         described = {**self.store.described, **dict(self.model.buffers())}

@@ -6,6 +6,7 @@ from operator import iadd
 
 from spmd_engine.arrays import einsum
 from spmd_engine.errors import UsageError
+from spmd_engine.layers.alibi import Alibi
 from spmd_engine.layers.cache import cached_attention
 from spmd_engine.layers.context import ContextMethod
 from spmd_engine.layers.declarations import Parameter
@@ -32,9 +33,10 @@ class Attention(Layer):
 
     Heads are width / heads wide, or ``head_width``. Without ``bias`` q, k and v have none, without ``output_bias`` y
     has none. With ``rotary`` or ``norm_epsilon`` queries and keys are turned by their positions, or normalised before,
-    head by head or, ``norm_together``, all heads of a token: see ``QueriesAndKeys``. Scores are multiplied by ``scale``
-    in the place of 1 / sqrt(k), if it is given, and then, with a ``cap``, are cap · tanh(scores / cap). With a
-    ``window``, a query sees so many positions alone, up to its own.
+    or behind if ``turned_first``, head by head or, ``norm_together``, all heads of a token: see ``QueriesAndKeys``.
+    Scores are multiplied by ``scale`` in the place of 1 / sqrt(k), if it is given, and then, with a ``cap``, are
+    cap · tanh(scores / cap). With a ``window``, a query sees so many positions alone, up to its own; with ``alibi``,
+    scores fall with the distance of the key: see ``Alibi``.
     """
 
     attends = True
@@ -51,9 +53,11 @@ class Attention(Layer):
         rotary: Rotary | None = None,
         norm_epsilon: float | None = None,
         norm_together: bool = False,
+        turned_first: bool = False,
         scale: float | None = None,
         window: int | None = None,
         cap: float | None = None,
+        alibi: float | None = None,
         context: ContextMethod | None = None,
         std: float = 0.02,
         out_std: float = 0.02,
@@ -71,7 +75,9 @@ class Attention(Layer):
         self.may_cut = "bs" + self.across
         self.heads = {"query": self.across, "key": "h", "value": "h"}  # letters of each projection's heads
         factor = 1.0 if scale is None else scale * sqrt(self.sizes["k"])
-        self.ready = QueriesAndKeys(self.heads, self.sizes, rotary, norm_epsilon, norm_together, factor)
+        how = norm_epsilon, norm_together, factor, turned_first
+        self.alibi = Alibi(self.across, self.sizes, alibi) if alibi else None
+        self.ready = QueriesAndKeys(self.heads, self.sizes, rotary, *how)
         weights, biases = {}, {}
         for name, heads_of in self.heads.items():
             summed = "bs" + self.across.removeprefix(heads_of)  # r over keys and values: queries that share them
@@ -95,10 +101,14 @@ class Attention(Layer):
         q, k, v = (self._project(p, name, x) for name in PROJECTIONS)
         turns = None if ctx.cache is None else ctx.cache.turns
         q, k, made_ready = self.ready.forward(sh, p, q, k, ctx.positions, turns)
+        if self.alibi is not None:
+            q, k, v = self.alibi.widen(sh, q, k, v, ctx.positions)
         if ctx.cache is not None:
             mixed, attended = cached_attention(sh, ctx.cache, q, k, v, ctx.positions, self.window, self.cap), None
         else:
             mixed, attended = self.context.forward(sh, q, k, v, ctx, self.window, self.cap)
+        if self.alibi is not None:
+            mixed = mixed[..., :-1]
         y = einsum(f"bs{self.across}k,{self.across}kd->bsd", mixed, p["output"])
         y = sh.reduce_scatter(y, "b s d", over=self.across, onto="s")
         if "output_bias" in self.parameters:
@@ -117,7 +127,11 @@ class Attention(Layer):
         x, mixed, made_ready, attended = saved
         dy_whole = sh.all_gather(dy, "b s d", "s", across=self.across)
         dmixed = einsum(f"bsd,{self.across}kd->bs{self.across}k", dy_whole, p["output"])
+        if self.alibi is not None:
+            dmixed = self.alibi.with_zeros(dmixed)
         gradients = dict(zip(PROJECTIONS, self.context.backward(sh, attended, dmixed), strict=True))
+        if self.alibi is not None:
+            self.alibi.narrow(gradients)
         of_scales = self.ready.backward(sh, p, made_ready, gradients)
         parts = (einsum(f"bs{h}k,d{h}k->bsd", gradients[name], p[name]) for name, h in self.heads.items())
         dx = reduce(iadd, parts)

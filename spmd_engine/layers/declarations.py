@@ -78,6 +78,7 @@ class Buffer:
     shape: tuple[int, ...] | None = None  #: whole; None: as the layer's sizes say
     element: tuple[str, int] | None = None
     frozen: bool = False
+    std: float = 0.0  #: of what is frozen: that of the normal values that it has until others are loaded
 
     def whole(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Its whole shape in a layer with these sizes."""

@@ -178,6 +178,7 @@ def _frozen(parameter: Parameter) -> Buffer:
         element=parameter.element,
         summed=parameter.summed,
         frozen=True,
+        std=parameter.std,
     )
 
 

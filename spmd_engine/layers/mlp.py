@@ -1,12 +1,12 @@
 """The two-layer perceptron of a transformer block: column-parallel, then row-parallel."""
 
 from spmd_engine.arrays import einsum
-from spmd_engine.arrays.activations import gelu, gelu_erf, relu
+from spmd_engine.arrays.activations import gelu, gelu_erf, relu, relu_squared
 from spmd_engine.layers.declarations import Parameter
 from spmd_engine.layers.layer import Layer
 
 #: "gelu" is GPT-2's, by a tanh, "gelu-erf" that of the normal distribution.
-ACTIVATIONS = {"gelu": gelu, "gelu-erf": gelu_erf, "relu": relu}
+ACTIVATIONS = {"gelu": gelu, "gelu-erf": gelu_erf, "relu": relu, "relu-squared": relu_squared}
 
 
 class MLP(Layer):

@@ -22,7 +22,8 @@ class QueriesAndKeys:
     ``heads`` are the letters of the heads of queries and of keys, ``sizes`` theirs and that of k. Norms are of each
     head, with query_norm[k], or, ``together``, of all heads of a token, with query_norm[h k]. A scale that all heads
     share gets only a part of its gradient from a rank's heads, if any of them are cut: it is summed over them, too.
-    Keys' gradients are unreduced over r, queries that share them, and so is that of their norm.
+    Keys' gradients are unreduced over r, queries that share them, and so is that of their norm. With ``turned_first``
+    it is norm(rotate(q)).
     """
 
     def __init__(
@@ -33,8 +34,9 @@ class QueriesAndKeys:
         norm_epsilon: float | None = None,
         together: bool = False,
         factor: float = 1.0,
+        turned_first: bool = False,
     ) -> None:
-        self.rotary, self.factor = rotary, factor
+        self.rotary, self.factor, self.turned_first = rotary, factor, turned_first
         self.parameters: dict[str, Parameter] = {}
         self.norms: dict[str, NormOfHead | NormOfAllHeads | None] = {"query": None, "key": None}
         if norm_epsilon is None:
@@ -61,9 +63,13 @@ class QueriesAndKeys:
                 turns[self.rotary] = turn
         ready, normals = [], {}
         for (name, norm), x in zip(self.norms.items(), (q, k), strict=True):
+            if turn is not None and self.turned_first:
+                x = rotate(x, turn, self.rotary.neighbours)
             if norm is not None:
                 x, normals[name] = norm.forward(sh, x, p[f"{name}_norm"])
-            ready.append(x if turn is None else rotate(x, turn, self.rotary.neighbours))
+            if turn is not None and not self.turned_first:
+                x = rotate(x, turn, self.rotary.neighbours)
+            ready.append(x)
         if self.factor != 1:
             ready[0] = ready[0] * self.factor
         return *ready, (turn, normals)
@@ -75,9 +81,11 @@ class QueriesAndKeys:
         if self.factor != 1:
             gradients["query"] = gradients["query"] * self.factor
         for name, norm in self.norms.items():
-            if turn is not None:
+            if turn is not None and not self.turned_first:
                 gradients[name] = rotate(gradients[name], turn, self.rotary.neighbours, back=True)
             if norm is not None:
                 scale = f"{name}_norm"
                 gradients[name], of_scales[scale] = norm.backward(sh, normals[name], p[scale], gradients[name])
+            if turn is not None and self.turned_first:
+                gradients[name] = rotate(gradients[name], turn, self.rotary.neighbours, back=True)
         return of_scales

@@ -37,10 +37,30 @@ _TARGETS: Mapping[str, Mapping[str, tuple[tuple[str, ...], ...]]] = {
     **dict.fromkeys(("qwen2-moe", "qwen3-moe", "olmoe"), _OF_LLAMA | _OF_EXPERTS),
     "mixtral": _ATTENTION | _OF_EXPERTS | {"w1": (("gate",),), "w2": (("down",),), "w3": (("up",),)},
     "granitemoe": _ATTENTION,  # its experts are no modules of their own in any program
+    **dict.fromkeys(("arcee", "nemotron", "jais2"), _ATTENTION | {"up_proj": (("w0",),), "down_proj": (("w1",),)}),
+    **dict.fromkeys(("glm", "glm4"), _ATTENTION | {"gate_up_proj": (("gate", "up"),), "down_proj": (("down",),)}),
     "gptj": _THREE | {"out_proj": (("output",),), "fc_in": (("w0",),), "fc_out": (("w1",),)},
     "falcon": {
         "query_key_value": (("query", "key", "value"),), "dense": (("output",),), "dense_h_to_4h": (("w0",),),
         "dense_4h_to_h": (("w1",),),
+    },
+    "internlm2": {
+        "wqkv": (("query", "key", "value"),), "wo": (("output",),), "w1": (("gate",),), "w3": (("up",),),
+        "w2": (("down",),),
+    },
+    "bloom": {
+        "query_key_value": (("query", "key", "value"),), "dense": (("output",),), "dense_h_to_4h": (("w0",),),
+        "dense_4h_to_h": (("w1",),),
+    },
+    "mpt": {
+        "Wqkv": (("query", "key", "value"),), "out_proj": (("output",),), "up_proj": (("w0",),),
+        "down_proj": (("w1",),),
+    },
+    "exaone": _THREE | {
+        "out_proj": (("output",),), "c_fc_0": (("gate",),), "c_fc_1": (("up",),), "c_proj": (("down",),),
+    },
+    "gpt-bigcode": {
+        "c_attn": (("query", "key", "value"),), "c_fc": (("w0",),), "c_proj": (("output",), ("w1",)),
     },
     "gpt-neo": _THREE | {"out_proj": (("output",),), "c_fc": (("w0",),), "c_proj": (("w1",),)},
     "gpt-neox": {
@@ -157,9 +177,9 @@ def _thin(stored: Stored, family: str, modules: Collection[str], doubled: bool) 
     def beside(called: str, dims: str) -> Stored:
         at = {letter: number for letter, number in stored.at.items() if letter in dims}
         rows = stored.rows if dims == of_b else None
-        return Stored(
-            f"base_model.model.{folder}.{called}.weight", dims, at, pairs=stored.pairs if "k" in dims else "", rows=rows
-        )
+        among = {letter: part for letter, part in stored.among.items() if letter in dims}
+        pairs = stored.pairs if "k" in dims else ""
+        return Stored(f"base_model.model.{folder}.{called}.weight", dims, at, pairs=pairs, rows=rows, among=among)
 
     return beside("lora_A", of_a), beside("lora_B", of_b)
 

@@ -36,7 +36,9 @@ from spmd_engine.models.model import Model
 FAMILIES = (
     "gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "phi3", "smollm3",
     "granite", "gemma", "gemma2", "gemma3-text", "olmo2", "olmo3", "gpt-neo", "gpt-neox", "opt", "phi", "stablelm",
-    "starcoder2", "olmo", "cohere", "cohere2", "gptj", "falcon", "granitemoe",
+    "starcoder2", "olmo", "cohere", "cohere2", "gptj", "falcon", "granitemoe", "arcee", "seed-oss", "exaone4", "glm",
+    "glm4", "ernie4-5", "helium", "hunyuan-v1-dense", "nemotron", "jais2", "cwm", "ministral", "internlm3", "internlm2",
+    "gpt-bigcode", "bloom", "mpt", "exaone", "minicpm",
 )  # fmt: skip
 
 
@@ -87,6 +89,10 @@ class DecoderShape(Configuration):
     logits_divisor: float = 1.0  #: by what logits are divided
     logits_cap: float | None = None  #: they are cap · tanh(logits / cap); None: there is no cap
     head_bias: bool = False  #: whether logits have one
+    turned_first: bool = False  #: whether queries and keys are turned before they are normalised
+    #: In the place of rotary positions, scores fall with the distance of the key: the last head's with 2^-this (ALiBi).
+    alibi: float | None = setting(None, least=0)
+    embedding_norm: bool = False  #: whether there is a norm behind the embedding
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -117,7 +123,7 @@ class DecoderShape(Configuration):
 
     def is_turned(self, block: int) -> bool:
         """Whether this block has rotary positions."""
-        return not self.learned and block not in block_numbers(self.unturned, "unturned")
+        return not self.learned and not self.alibi and block not in block_numbers(self.unturned, "unturned")
 
 
 NANO = {"layers": 8, "width": 96, "heads": 6, "key_value_heads": 2}
@@ -149,6 +155,8 @@ def decoder(shape: DecoderShape, name: str = "decoder", dropout: float = 0.0, co
     layers: list[tuple[str, Layer]] = [("embedding", Embedding(v, d, scale=shape.embedding_scale))]
     if shape.learned:
         layers.append(("positions", Positions(shape.context, d, unused=shape.unused_positions, dropout=dropout)))
+    if shape.embedding_norm:
+        layers.append(("embedding_norm", _norm(shape)))
     layers.extend(_blocks(shape, dropout, context_method))
     layers.append(("norm", _norm(shape)))
     tied, scale = "embedding/table" if shape.tied else None, 1 / shape.logits_divisor
@@ -165,7 +173,7 @@ def _norm(shape: DecoderShape) -> Layer:
 def _blocks(shape: DecoderShape, dropout: float, context_method: str) -> Iterator[tuple[str, Layer]]:
     """The layers of all blocks."""
     d, out_std, width = shape.width, 0.02 / sqrt(2 * shape.layers), shape.head_width or shape.width // shape.heads
-    rotary = None if shape.learned else Rotary(width, shape.rotary)
+    rotary = None if shape.learned or shape.alibi else Rotary(width, shape.rotary)
     rotary_in_window = Rotary(width, shape.rotary_in_window) if shape.rotary_in_window else rotary
     context = method_called(context_method)
 
@@ -187,9 +195,11 @@ def _blocks(shape: DecoderShape, dropout: float, context_method: str) -> Iterato
             rotary=of_block if shape.is_turned(i) else None,
             scale=shape.attention_scale,
             cap=shape.attention_cap,
+            alibi=shape.alibi,
             window=shape.window if windowed else None,
             norm_epsilon=shape.epsilon if shape.query_key_norm else None,
             norm_together=shape.norm_together,
+            turned_first=shape.turned_first,
             context=context,
             out_std=out_std,
         )

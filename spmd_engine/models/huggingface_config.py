@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import sqrt
 from typing import Any
 
 from spmd_engine.errors import CheckpointError, UsageError
@@ -12,8 +13,8 @@ from spmd_engine.models.block_numbers import as_text
 from spmd_engine.models.decoder import FAMILIES, DecoderShape
 from spmd_engine.models.huggingface_families import activation_said, always, says
 from spmd_engine.models.huggingface_fields import Fields
-from spmd_engine.models.huggingface_layer_norms import LAYER_NORMS, shape_with_layer_norms
 from spmd_engine.models.huggingface_rope import rotary_of, rotary_of_config
+from spmd_engine.models.huggingface_tables import BY_TABLE, shape_by_table
 from spmd_engine.models.mixture import Mixture
 
 MODEL_TYPES = {family.replace("-", "_"): family for family in FAMILIES}
@@ -25,7 +26,7 @@ _LONGEST = (
 _THETA = {"mixtral": 1e6, "smollm3": 2e6}  # where a config does not say; of others 10000
 _EPSILON = dict.fromkeys(("mixtral", "phi3", "olmo2", "olmo3", "olmoe"), 1e-5)  # of others 1e-6
 _HEAD_WIDTH = dict.fromkeys(("qwen3", "qwen3-moe"), 128) | dict.fromkeys(("gemma", "gemma2", "gemma3-text"), 256)
-_TIED = ("smollm3", "gemma", "gemma2", "gemma3-text")
+_TIED = ("smollm3", "gemma", "gemma2", "gemma3-text", "minicpm")
 _NO_WINDOW = (
     "llama",
     "granite",
@@ -33,6 +34,7 @@ _NO_WINDOW = (
     "gemma",
     "olmo2",
     "olmoe",
+    "minicpm",
 )  # one in their config is refused with the rest
 _GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu")  # of gemma's first configs the last meant the others
 _WINDOW = "sliding_attention"
@@ -55,8 +57,8 @@ def read_config(config: Mapping[str, Any], where: str) -> tuple[DecoderShape, li
         raise CheckpointError(f"{where}: model_type {kind!r} is not known here; known are {', '.join(MODEL_TYPES)}")
     family, fields = MODEL_TYPES[kind], Fields(config)
     try:
-        if family in LAYER_NORMS:
-            shape = shape_with_layer_norms(family, fields)
+        if family in BY_TABLE:
+            shape = shape_by_table(family, fields)
         else:
             shape = _gpt2(fields) if family == "gpt2" else _llama(family, fields)
         shape = shape.changed(head_width=shape.head_width or shape.width // shape.heads)
@@ -151,6 +153,16 @@ def _granite(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
     )
 
 
+def _minicpm(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
+    depth, base = config.get("scale_depth"), config.get("dim_model_base")
+    config.get("mup_denominator")  # of how it was trained
+    return shape.changed(
+        embedding_scale=float(config.get("scale_emb") or 1),
+        residual_scale=float(depth) / sqrt(shape.layers) if depth else 1.0,
+        logits_divisor=shape.width / base if base else 1.0,
+    )
+
+
 def _gemma(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
     act = config.get("hidden_activation") or config.get("hidden_act") or _GELU[0]
     if act not in _GELU:
@@ -199,6 +211,7 @@ _OWN: Mapping[str, Callable[[Mapping[str, Any], DecoderShape], DecoderShape]] = 
     "smollm3": _smollm3,
     "granite": _granite,
     "granitemoe": _granite,
+    "minicpm": _minicpm,
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3-text": _gemma3,

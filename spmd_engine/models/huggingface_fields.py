@@ -32,7 +32,7 @@ HARMLESS = frozenset((
     "summary_use_proj", "task_specific_params", "tf_legacy_loss", "pruned_heads", "tie_encoder_decoder",
     "cross_attention_hidden_size", "dropout", "layerdrop", "classifier_dropout", "resid_dropout", "embed_dropout",
     "residual_dropout", "embedding_dropout", "activation_dropout", "init_std", "attention_softmax_in_fp32",
-    "_num_labels", "full_attn_mod", "interpolate_factor",
+    "_num_labels", "full_attn_mod", "interpolate_factor", "init_device",
     "scale_attention_softmax_in_fp32", "mlp_type",
 ))  # fmt: skip
 

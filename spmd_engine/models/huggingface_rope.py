@@ -14,7 +14,7 @@ _COMMON = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
 _FIELDS = {
     "default": {"factor"},  # without effect
     "linear": {"factor"},
-    "dynamic": {"factor", "original_max_position_embeddings", "alpha"},  # without effect up to the context
+    "dynamic": {"factor", "original_max_position_embeddings"},  # without effect up to the context
     "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
     "yarn": {
         "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
@@ -37,6 +37,12 @@ def rotary_of_config(
     ``longrope`` yarn. Raises UsageError for what is not known here, and if old fields and new ones differ.
     """
     old, new = config.get("rope_scaling"), config.get("rope_parameters")
+    for name in "rope_theta", "partial_rotary_factor":
+        outside = config.get(name)
+        for said in (old, new):
+            inside = said.get(name) if said else None
+            if outside is not None and inside is not None and float(outside) != float(inside):
+                raise UsageError(f"{name} is {outside}, but {inside} in {said}; leave the wrong one out")
     theta, found = config.get("rope_theta") or usual_theta, []
     for said in [each for each in (old, new) if each] or [{}]:
         if said.get("partial_rotary_factor") is None:

@@ -9,8 +9,8 @@ from spmd_engine.errors import UsageError
 from spmd_engine.models.block_numbers import block_numbers
 from spmd_engine.models.decoder import DecoderShape
 from spmd_engine.models.huggingface_families import says, unsayable, words_for_activation
-from spmd_engine.models.huggingface_layer_norms import LAYER_NORMS, words_with_layer_norms
 from spmd_engine.models.huggingface_rope import rope_of
+from spmd_engine.models.huggingface_tables import BY_TABLE, words_by_table
 
 _ARCHITECTURES = {
     "gpt2": "GPT2LMHeadModel",
@@ -42,8 +42,27 @@ _ARCHITECTURES = {
     "gptj": "GPTJForCausalLM",
     "falcon": "FalconForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
+    "arcee": "ArceeForCausalLM",
+    "seed-oss": "SeedOssForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
+    "glm": "GlmForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "ernie4-5": "Ernie4_5ForCausalLM",
+    "helium": "HeliumForCausalLM",
+    "hunyuan-v1-dense": "HunYuanDenseV1ForCausalLM",
+    "nemotron": "NemotronForCausalLM",
+    "jais2": "Jais2ForCausalLM",
+    "cwm": "CwmForCausalLM",
+    "ministral": "MinistralForCausalLM",
+    "internlm3": "InternLM3ForCausalLM",
+    "internlm2": "InternLM2ForCausalLM",
+    "gpt-bigcode": "GPTBigCodeForCausalLM",
+    "bloom": "BloomForCausalLM",
+    "mpt": "MptForCausalLM",
+    "exaone": "ExaoneForCausalLM",
+    "minicpm": "MiniCPMForCausalLM",
 }
-_NO_WINDOW = ("llama", "granite", "granitemoe", "gemma", "olmo2", "olmoe")
+_NO_WINDOW = ("llama", "granite", "granitemoe", "gemma", "olmo2", "olmoe", "minicpm")
 
 
 def config_of_shape(shape: DecoderShape, dtype: str = "float32") -> dict[str, Any]:
@@ -71,8 +90,8 @@ def config_of_shape(shape: DecoderShape, dtype: str = "float32") -> dict[str, An
         }
     for name in unsayable(shape):
         raise UsageError(f"a {family} has no words for {name} {getattr(shape, name)!r}")
-    if family in LAYER_NORMS:
-        return common | words_with_layer_norms(shape)
+    if family in BY_TABLE:
+        return common | words_by_table(shape)
     rope, width = rope_of(shape.rotary), shape.head_width or shape.width // shape.heads
     return common | {
         "hidden_size": shape.width,
@@ -117,6 +136,12 @@ def _own_of(shape: DecoderShape, rope: dict[str, Any], width: int) -> dict[str, 
             "residual_multiplier": shape.residual_scale,
             "attention_multiplier": scale,
             "logits_scaling": shape.logits_divisor,
+        }
+    if family == "minicpm":
+        said = {
+            "scale_emb": shape.embedding_scale,
+            "scale_depth": shape.residual_scale * sqrt(shape.layers),
+            "dim_model_base": shape.width / shape.logits_divisor,
         }
     if family == "smollm3":
         said["no_rope_layers"] = [int(shape.is_turned(layer)) for layer in range(shape.layers)]

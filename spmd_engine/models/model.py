@@ -43,12 +43,15 @@ class Model:
                 if own not in layer.tied:
                     yield f"{name}/{own}", (parameter, parameter.whole(layer.sizes))
 
-    def elements(self) -> Iterator[tuple[str, tuple[str, int]]]:
-        """Full name of each parameter that belongs to one element of a letter, its layer, and that letter's length."""
+    def elements(self) -> Iterator[tuple[str, tuple[str, tuple[str, int], int]]]:
+        """Full name of each parameter and each frozen weight that belongs to one element of a letter; its layer, the
+        letter and the element's number, and the letter's length."""
         for name, layer in self.layers:
-            for own, parameter in layer.parameters.items():
-                if parameter.element and own not in layer.tied:
-                    yield f"{name}/{own}", (name, layer.sizes[parameter.element[0]])
+            parameters = {own: each for own, each in layer.parameters.items() if own not in layer.tied}
+            frozen = {own: each for own, each in layer.buffers.items() if each.frozen}
+            for own, each in (parameters | frozen).items():
+                if each.element:
+                    yield f"{name}/{own}", (name, each.element, layer.sizes[each.element[0]])
 
     def buffers(self) -> Iterator[tuple[str, tuple[Buffer, tuple[int, ...]]]]:
         """Full name, description and whole shape of each buffer."""

@@ -6,21 +6,21 @@ from typing import Any
 
 from spmd_engine.errors import UsageError
 from spmd_engine.models.decoder import DecoderShape
-from spmd_engine.models.huggingface_layer_norms import LAYER_NORMS
+from spmd_engine.models.huggingface_tables import BY_TABLE
 from spmd_engine.models.stored import Names, Stored
-from spmd_engine.models.stored_layer_norms import names_with_layer_norms, rows_of
+from spmd_engine.models.stored_tables import names_by_table, rows_of
 
 #: Endings of the names of what is no parameter, but may be stored.
 IGNORED = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
 #: Names of the head's table: where it is tied, a copy may be stored.
-HEADS = ("lm_head.weight", "embed_out.weight")
+HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
 _ATTENTION = {"query": "q", "key": "k", "value": "v"}
 
 
 def stored_names(shape: DecoderShape) -> Names:
     """All parameters of a decoder, in its order."""
-    if shape.family in LAYER_NORMS:
-        return names_with_layer_norms(shape)
+    if shape.family in BY_TABLE:
+        return names_by_table(shape)
     return _of_gpt2(shape) if shape.family == "gpt2" else _of_llama(shape)
 
 

@@ -109,7 +109,7 @@ def _model(job: Job, mesh: Mesh) -> Workload:
         return _of_tokens(job, mesh)
     if job.data.documents is not None:
         raise UsageError(f"--documents {job.data.documents} goes with a file of tokens: 'data prepare' makes one")
-    engine = build_engine(job.model, mesh, job.composition, device=job.device, drawn=_is_drawn(job))
+    engine = build_engine(job.model, mesh, job.composition, device=job.device, drawn=job.model.path is None)
     if job.model.path is not None and engine.model.vocabulary != BYTES:
         raise UsageError(
             f"--data {job.data.path or 'left out'}: {job.model.name} reads tokens of its own, not bytes; encode the "
@@ -122,18 +122,13 @@ def _model(job: Job, mesh: Mesh) -> Workload:
     return Workload(job, engine, corpus, data, bool(engine.model.vocabulary))
 
 
-def _is_drawn(job: Job) -> bool:
-    """Whether initial parameters are of use: not of a model by path, all of which is read."""
-    return job.model.path is None or job.model.lora is not None
-
-
 def _of_tokens(job: Job, mesh: Mesh) -> Workload:
     """A model that is drawn is built for the tokens that are found, and the job says so from now on."""
     file = on_all_ranks(mesh.group(), lambda: open_token_file(str(job.data.path)))
     vocabulary = file.facts.vocabulary
     if job.model.path is None and job.model.vocabulary is None:
         job = job.with_options(vocabulary=vocabulary)
-    engine = build_engine(job.model, mesh, job.composition, device=job.device, drawn=_is_drawn(job))
+    engine = build_engine(job.model, mesh, job.composition, device=job.device, drawn=job.model.path is None)
     if engine.model.vocabulary < vocabulary:
         raise UsageError(
             f"--data {file.path} has tokens up to {vocabulary - 1}, but {job.model.name} knows 0 to "

@@ -1,6 +1,7 @@
 """Verification: a sharded engine and one on a single device in lockstep, and what explains their differences."""
 
 from spmd_engine.verify.lockstep import verify
+from spmd_engine.verify.models import engine_of_model
 from spmd_engine.verify.reference import engine_and_reference, fill_zeros, mesh_of_one
 from spmd_engine.verify.report import Cause, Disagreement, Distances, Element, Finding, GradientCheck, Report, Slope
 
@@ -14,6 +15,7 @@ __all__ = [
     "Report",
     "Slope",
     "engine_and_reference",
+    "engine_of_model",
     "fill_zeros",
     "mesh_of_one",
     "verify",

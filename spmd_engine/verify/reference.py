@@ -18,7 +18,7 @@ from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.made import make_engine, name_of
 from spmd_engine.errors import UsageError, WrongNumberOfRanks
 
-DEVIATION = 0.1  # of the values that take the place of zeros
+DEVIATION = 0.1  #: of the values that take the place of zeros
 
 
 def mesh_of_one(axes: Iterable[str] = ("data",)) -> Mesh:

@@ -28,6 +28,24 @@ def test_inspect_says_what_goes_where(here):
     assert code == 0 and "model.layers.*.self_attn.q_proj.weight" in out and "d h/model r k" in out
 
 
+def test_inspect_lists_adapters_and_frozen_weights(here):
+    adapters = "--lora-rank", "2", "--lora-targets", "q_proj"
+    code, out, _ = here("inspect", "--model", str(LLAMA), "--mesh", "pipe=2,model=2", *adapters)
+    lines = [line.split() for line in out.splitlines()]
+    assert code == 0 and f"{2 * 2 * (12 + 24)} parameters of adapters beside " in out
+    assert ["block1/attention/query_lora_b", "q", "h/model", "r", "k", "2x2x3x4", "2x1x3x4", "0"] in lines
+    assert ["block1/mlp/down", "f/model", "d", "14x12", "7x12", "1"] in lines
+    assert next(line for line in lines if line[:2] == ["frozen", "weights"])[2] != "0"
+
+
+def test_verify_takes_adapters(here):
+    options = "--lora-rank", "2", "--steps", "1", "--batch-size", "4", "--length", "8"
+    code, out, error = here("verify", "--model", str(LLAMA), *options)
+    assert code == 0 and "agrees to" in out, error
+    code, _, error = here("verify", "--strategy", "data-parallel", "--lora-rank", "2")
+    assert code == 2 and "without --lora-rank" in error
+
+
 def test_adapters_out_and_in(here, tmp_path):
     """A checkpoint with adapters, exported for PEFT, answers as what was exported merged."""
     known = np.load(ADAPTER / "reference.npz")

@@ -221,6 +221,19 @@ def test_a_conversation_is_written_as_the_template_says():
 
 
 @pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{% generation %}{{ messages[0].content }}{% endgeneration %}!", "x!"),  # what an assistant says
+        ("{{ 'with' if tools is not none or documents is not none else 'without' }}", "without"),
+        ("{{ messages | tojson(indent=None, separators=(',', ':')) }}", '[{"role":"user","content":"x"}]'),
+    ],
+)
+def test_templates_find_what_transformers_gives_them(template, expected):
+    pytest.importorskip("jinja2")
+    assert chat_text(Chatty(template), [{"role": "user", "content": "x"}]) == expected
+
+
+@pytest.mark.parametrize(
     ("template", "message"),
     [
         (None, "this model has no chat template"),

@@ -3,7 +3,7 @@ and how much of it a step makes whole for a while, by its analysis."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -16,11 +16,14 @@ from spmd_engine.engine.optimizers import AdamW, Optimizer
 from spmd_engine.models import Model
 from spmd_engine.planning import analyze
 from spmd_engine.planning.passes import PassCache
+from spmd_engine.sharding.groups import ParameterGroup
 from spmd_engine.sharding.layout import Layout
 
 CLASSES = ("parameters", "gradients", "optimizer state", "largest groups")
+FROZEN = "frozen weights"  #: one more class, of models with adapters
 #: What the analysis of a step calls the groups that are whole for a while, though stored in parts.
 _WHOLE = ("gathered groups", "whole gradients")
+_Parts = tuple[tuple[str, ...], list[int]]  # of a group: the axes that cut what is stored of it, and each part's size
 
 
 def bytes_per_rank(
@@ -32,7 +35,8 @@ def bytes_per_rank(
     optimizer: Optimizer | None = None,
     cache: PassCache | None = None,
 ) -> list[tuple[tuple[str, int], ...]]:
-    """Pairs of a class (of CLASSES) and bytes, for every rank of a mesh with these axes, in order.
+    """Pairs of a class (of CLASSES, and FROZEN where there are some) and bytes, for every rank of a mesh with these
+    axes, in order.
 
     ``optimizer`` by default is AdamW. "largest groups" is what is whole only for a while of what is stored in parts,
     at the worst moment of a step. Activations are not counted. A ``cache`` makes the next call for the same model and
@@ -41,9 +45,10 @@ def bytes_per_rank(
     optimizer = optimizer or AdamW()
     places = all_positions(dict(axes))
     layout = composed_layout(model, places[0], composition)
-    parameters = [parameter for _, (parameter, _) in model.parameters()]
-    letters = {letter for each in parameters for letter in each.dims.split()}
-    letters |= {each.element[0] for each in parameters if each.element}
+    frozen = [buffer for _, (buffer, _) in model.buffers() if buffer.frozen]
+    arrays = [*(parameter for _, (parameter, _) in model.parameters()), *frozen]
+    letters = {letter for each in arrays for letter in each.dims.split()}
+    letters |= {each.element[0] for each in arrays if each.element}
     shaping = {PIPE, *(axis for letter in letters for axis in layout.axes(letter))}
     zero, itemsize = composition.storage.stage(axes), np.dtype(dtype).itemsize
     for_a_while = [0] * len(places)
@@ -56,14 +61,17 @@ def bytes_per_rank(
         if where not in shares:  # the same for all that differ in the batch alone
             shares[where] = _share(model, place, layout, itemsize, composition)
         share = shares[where]
-        owned = sum(parts[place.index(cut)] for cut, parts in share.owned)
+        owned, of_frozen = (
+            sum(parts[place.index(cut)] for cut, parts in groups) for groups in (share.owned, share.frozen)
+        )
         held = (
             (owned if zero >= 3 else share.whole) * itemsize,
             (owned if zero >= 2 else share.whole) * itemsize,
             len(optimizer.kinds) * (owned if zero >= 1 else share.whole) * itemsize,
             passing,
         )
-        ranks.append(tuple(zip(CLASSES, held, strict=True)))
+        beside = ((FROZEN, (share.frozen_whole + of_frozen) * itemsize),) if frozen else ()
+        ranks.append((*zip(CLASSES, held, strict=True), *beside))
     return ranks
 
 
@@ -72,16 +80,29 @@ class _Share:
     """What the ranks of a stage that hold the same blocks have, in elements."""
 
     whole: int  #: of all parameters
-    owned: list[tuple[tuple[str, ...], list[int]]]  #: of each group: the axes that cut its state, and each part
+    owned: list[_Parts]  #: of each group of parameters
+    frozen: list[_Parts]  #: of each group of frozen weights, all of which are in parts
+    frozen_whole: int  #: of frozen weights that are in none
 
 
 def _share(model: Model, place: MeshPosition, layout: Layout, itemsize: int, composition: Composition) -> _Share:
     assignment = composed_assignment(model, place, layout, itemsize, composition)
-    owned = []
-    for group in assignment.groups:
-        intervals = group.intervals(place.axis_size(group.summed.cut))
-        owned.append((group.summed.cut, [interval.stop - interval.start for interval in intervals]))
-    return _Share(sum(group.size for group in assignment.groups), owned)
+
+    def parts_of(groups: Sequence[ParameterGroup]) -> list[_Parts]:
+        cut = [(group, group.summed.cut) for group in groups]
+        sizes = ([each.stop - each.start for each in group.intervals(place.axis_size(over))] for group, over in cut)
+        return [(over, parts) for (_, over), parts in zip(cut, sizes, strict=True)]
+
+    in_parts = {name for group in assignment.frozen for name in group.spans}
+    whole = 0
+    for number in assignment.uses:
+        layer_name, layer = model.layers[number]
+        for own, buffer in layer.buffers.items():
+            home = assignment.homes.get(name := f"{layer_name}/{own}")
+            if buffer.frozen and name not in in_parts and (home is None or home.has(place)):
+                whole += prod(layout.spec(buffer.dims).local_shape(buffer.whole(layer.sizes), place))
+    of_parameters = sum(group.size for group in assignment.groups)
+    return _Share(of_parameters, parts_of(assignment.groups), parts_of(assignment.frozen), whole)
 
 
 def _whole_for_a_while(
