@@ -84,6 +84,16 @@ _OWN: Mapping[str, Mapping[str, tuple[str, Any]]] = {
     "internlm2": _RMS | {
         "context": ("max_position_embeddings", 2048), "epsilon": ("rms_norm_eps", 1e-6), "bias": ("bias", True),
     },
+    "granitemoehybrid": _RMS | {
+        "hidden": ("shared_intermediate_size", 1024), "epsilon": ("rms_norm_eps", 1e-6),
+        "bias": ("attention_bias", False), "embedding_scale": ("embedding_multiplier", 1.0),
+        "residual_scale": ("residual_multiplier", 1.0), "attention_scale": ("attention_multiplier", 1.0),
+        "logits_divisor": ("logits_scaling", 1.0),
+    },
+    "ministral3": _RMS | {
+        "context": ("max_position_embeddings", 262144), "key_value_heads": ("num_key_value_heads", 8),
+        "head_width": ("head_dim", 128),
+    },
     "bloom": _TIED | {
         "layers": ("n_layer", None), "heads": ("n_head", None), "hidden": ("n_inner", 0),
         "context": ("seq_length", 2048), "epsilon": ("layer_norm_epsilon", 1e-5),
@@ -148,7 +158,7 @@ _NEIGHBOURS = ("cohere", "cohere2", "glm", "glm4", "ernie4-5", "helium")  # are 
 #: Families of which one field speaks of all biases of the attention, and those where it speaks of all there are.
 _OUTPUT_TOO = (
     "gpt-neox", "olmo", "cohere", "cohere2", "falcon", "starcoder2", "arcee", "ernie4-5", "hunyuan-v1-dense",
-    "nemotron", "jais2", "internlm3", "internlm2",
+    "nemotron", "jais2", "internlm3", "internlm2", "granitemoehybrid",
 )  # fmt: skip
 _PERCEPTRONS_TOO = ("falcon", "starcoder2", "ernie4-5")
 _PARALLEL = {"gpt-neox": "two-norms", "stablelm": "one-norm"}  # of those that can say whether blocks are
@@ -156,6 +166,7 @@ _SAY_WINDOWS = ("gpt-neo", "starcoder2", "cohere2", "exaone4", "cwm", "ministral
 _EPSILON = dict.fromkeys(("opt", "olmo"), 1e-5)  # of those whose config does not say
 #: Fields of which the config of a family does not speak.
 _UNSAID = dict.fromkeys(_EPSILON, ("epsilon",)) | {"bloom": ("activation",), "mpt": ("activation", "hidden")}
+_FACTORS = {"embedding_scale", "residual_scale", "attention_scale", "logits_divisor"}
 #: Second names of fields.
 _ALSO = {"bloom": {"hidden_size": "n_embed", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}}
 #: Of ``attn_config`` of MPT: what does no harm, or is looked at, and the value of what else may be there.
@@ -163,6 +174,7 @@ _MPT_MAY_SAY = HARMLESS | {
     "alibi", "alibi_bias_max", "softmax_scale", "attn_pdrop", "attn_impl", "attn_uses_sequence_id",
 }  # fmt: skip
 _MPT_MUST_SAY = {"attn_type": "multihead_attention"}
+_BETA = "llama_4_scaling_beta"  # of Ministral 3: by how much its queries grow
 _LOGIT_SCALE = 0.0625  # of Cohere's models, where a config does not say
 
 
@@ -176,6 +188,8 @@ def shape_by_table(family: str, config: Mapping[str, Any]) -> DecoderShape:
         values["bias"] = config.get("attention_bias", values["bias"])
         _same("bias", config.get("mlp_bias", values["perceptron_bias"]), values["bias"])
         values["perceptron_bias"] = values["bias"]
+    for own in _FACTORS & values.keys():
+        values[own] = float(values[own])
     values["hidden"] = values.get("hidden") or 4 * values["width"]
     if "activation" in values:
         values["activation"] = activation_said(values["activation"])
@@ -200,6 +214,10 @@ def shape_by_table(family: str, config: Mapping[str, Any]) -> DecoderShape:
         shape = _with_windows(config, shape, *_WINDOWS[family])
     if family == "falcon":
         shape = _as_falcon(config, shape)
+    if family == "granitemoehybrid":
+        shape = _without_mamba(config, shape)
+    if family == "ministral3":
+        return _as_ministral3(config, shape)
     if family == "gpt-bigcode":
         _same("add_cross_attention", bool(config.get("add_cross_attention")), False)
         heads = 1 if config.get("multi_query", True) else shape.heads
@@ -295,6 +313,33 @@ def _as_falcon(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
         _same("parallel_attn", config.get("parallel_attn", True), True)
     config.get("parallel_attn"), config.get("multi_query")  # without effect there
     return shape.changed(key_value_heads=said or shape.heads, parallel="two-norms" if two else "one-norm")
+
+
+def _without_mamba(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
+    """Of Granite 4: models that are all attention, and have no experts."""
+    _same("num_local_experts", config.get("num_local_experts", 8), 0)
+    _same("normalization_function", config.get("normalization_function") or "rmsnorm", "rmsnorm")
+    kinds = config.get("layer_types") or config.get("layers_block_type") or ["mamba"]
+    for name in ("layers_block_type", "intermediate_size", "num_experts_per_tok", "init_method"):
+        config.get(name)  # of experts, or said already
+    for name in config:
+        if name.startswith(("mamba_", "time_step_")):
+            config.get(name)
+    if odd := sorted(set(kinds) - {"attention", "full_attention"}):
+        raise UsageError(f"layer_types has {odd[0]!r}, a feature that is not known here")
+    if config.get("position_embedding_type") == "rope":
+        return shape
+    _same("position_embedding_type", config.get("position_embedding_type") or "nope", "nope")
+    return shape.changed(unturned=as_text(range(shape.layers)))
+
+
+def _as_ministral3(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
+    """Queries have a factor beyond what was learnt before positions were scaled; up to there, it is 1."""
+    said = config["rope_parameters"]
+    _same("sliding_window", config.get("sliding_window"), None)
+    without = {name: each for name, each in said.items() if name not in (_BETA, "max_position_embeddings")}
+    rotary = rotary_of_config({**config, "rope_parameters": without}, 1e6, shape.context)
+    return shape.changed(rotary=rotary, context=min(shape.context, said["original_max_position_embeddings"]))
 
 
 def _check_bloom(config: Mapping[str, Any]) -> None:
@@ -421,7 +466,24 @@ def words_by_table(shape: DecoderShape) -> dict[str, Any]:
     rope = rope_of(shape.rotary) | {"partial_rotary_factor": shape.rotary.part}
     said |= {"rope_parameters": rope, "rope_scaling": None if rope["rope_type"] == "default" else rope}
     theta, part = ("rotary_emb_base", "rotary_pct") if family == "gpt-neox" else ("rope_theta", "partial_rotary_factor")
-    return said | {theta: shape.rotary.theta, part: shape.rotary.part}
+    said |= {theta: shape.rotary.theta, part: shape.rotary.part}
+    if family == "granitemoehybrid":
+        said |= _words_of_granite4(shape)
+    if family == "ministral3":  # a factor that is 1 up to the context; there must be one
+        said |= {"rope_parameters": rope | {_BETA: 0.1}, "rope_scaling": None}
+    return said
+
+
+def _words_of_granite4(shape: DecoderShape) -> dict[str, Any]:
+    turned = [shape.is_turned(layer) for layer in range(shape.layers)]
+    if any(turned) and not all(turned):
+        raise UsageError("a granitemoehybrid has rotary positions in all blocks, or in none")
+    width = shape.head_width or shape.width // shape.heads
+    return {
+        "num_local_experts": 0, "num_experts_per_tok": 0, "intermediate_size": shape.hidden,
+        "layer_types": ["attention"] * shape.layers, "position_embedding_type": "rope" if turned[0] else "nope",
+        "attention_multiplier": width**-0.5 if shape.attention_scale is None else shape.attention_scale,
+    }  # fmt: skip
 
 
 def _words_of_mpt(shape: DecoderShape) -> dict[str, Any]:
