@@ -102,19 +102,22 @@ def assign(
     mine = [number for number in range(len(chunks)) if number % count == stage]
     homes = homes_of(model, layout, place)
     shards = Shards(place, layout)
+    kinds: dict[tuple, tuple[tuple[int, ...], Sum, int, bool]] = {}  # layers of a kind are alike
     members = []
     for name, (parameter, shape) in model.parameters():
         if stage not in holders[name]:
             continue
-        spec = layout.spec(parameter.dims)
-        brought = layout.axes(parameter.element[0]) if parameter.element else ()
-        over = tuple(axis for axis in shards.axes(parameter.summed, parameter.where) if axis not in brought)
-        largest = prod(spec.largest_shape(shape, place))
         stages_of_it = holders[name] if len(holders[name]) > 1 else ()
-        summed = storage.sum_of(largest * itemsize, over, stages_of_it, place.axes)
+        kind = parameter, shape, stages_of_it
+        if kind not in kinds:
+            spec = layout.spec(parameter.dims)
+            brought = layout.axes(parameter.element[0]) if parameter.element else ()
+            over = tuple(axis for axis in shards.axes(parameter.summed, parameter.where) if axis not in brought)
+            largest = prod(spec.largest_shape(shape, place))
+            summed = storage.sum_of(largest * itemsize, over, stages_of_it, place.axes)
+            kinds[kind] = spec.local_shape(shape, place), summed, largest, largest * itemsize < storage.min_tensor_size
+        block, summed, largest, small = kinds[kind]
         chunk = min(number for number in chunks_of[name] if number in mine)
-        block = spec.local_shape(shape, place)
-        small = largest * itemsize < storage.min_tensor_size
         members.append(Member(name, block, parameter.decay, summed, largest, chunk, homes.get(name), small))
     groups = make_groups(members, itemsize, storage.threshold, storage.cap)
     here = [group for group in groups if group.home is None or group.home.has(place)]
