@@ -5,8 +5,8 @@
 
 Every rank is held to its part by a control group of its own (Linux, root, cgroup v1 or v2 with the cpu controller),
 which goes before other work of the machine. Each is timed alone with as many samples as an even split gives it; then
-all train together, with an even split and with shares by the speeds that were measured. Rounds alternate; a machine that
-others use wants several.
+all train together, with an even split and with shares by the speeds that were measured. Rounds alternate; a machine
+that others use wants several.
 """
 
 from __future__ import annotations

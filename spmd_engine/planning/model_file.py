@@ -37,8 +37,8 @@ def planned_model(
     base: Composition = Composition(),  # noqa: B008 (immutable)
 ) -> Model:
     """A model by name, as training builds it for this composition; or of a TOML file of a GPT's sizes: layers, width,
-    heads, context and, optionally, vocabulary, hidden, tied, key_value_heads; or of Hugging Face's ``config.json``, or a
-    folder that has one; or of a GGUF file.
+    heads, context and, optionally, vocabulary, hidden, tied, key_value_heads; or of Hugging Face's ``config.json``, or
+    a folder that has one; or of a GGUF file.
 
     With ``lora`` it is frozen, and its adapters are trained. Raises UsageError, in one line, for unknown names, and for
     files with unknown or missing fields.
