@@ -62,7 +62,7 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
 }
 #: Whatever else has a name like these is about what is computed.
 _COMPUTES = re.compile(
-    r"scal(e|ing)|multiplier|softcap|capping|clip|window|chunk|rope|rotary|alibi|norm|bias|expert|moe|act_fn|activation"
+    r"scal(e|ing)|sparse|multiplier|softcap|capping|clip|window|chunk|rope|rotary|alibi|norm|bias|expert|moe|act_fn|activation"
     r"|attention|attn|layer|hidden|lora|quant|dim|width|head|mup|parallel_residual|interleave"
 )
 

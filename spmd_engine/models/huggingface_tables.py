@@ -166,6 +166,14 @@ _SAY_WINDOWS = ("gpt-neo", "starcoder2", "cohere2", "exaone4", "cwm", "ministral
 _EPSILON = dict.fromkeys(("opt", "olmo"), 1e-5)  # of those whose config does not say
 #: Fields of which the config of a family does not speak.
 _UNSAID = dict.fromkeys(_EPSILON, ("epsilon",)) | {"bloom": ("activation",), "mpt": ("activation", "hidden")}
+#: Fields that a config may have, and their one value that is computed.
+_MUST_BE: Mapping[str, Mapping[str, Any]] = {
+    "ernie4-5": {"use_rmsnorm": True},
+    "hunyuan-v1-dense": {
+        "use_qk_norm": True, "norm_type": "rms", "use_rotary_pos_emb": True, "use_cla": False, "num_experts": 1,
+        "position_embedding_xdrope": False, "mlp_bias": False, "add_classification_head": False,
+    },
+}  # fmt: skip
 _FACTORS = {"embedding_scale", "residual_scale", "attention_scale", "logits_divisor"}
 #: Second names of fields.
 _ALSO = {"bloom": {"hidden_size": "n_embed", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}}
@@ -214,6 +222,8 @@ def shape_by_table(family: str, config: Mapping[str, Any]) -> DecoderShape:
         shape = _with_windows(config, shape, *_WINDOWS[family])
     if family == "falcon":
         shape = _as_falcon(config, shape)
+    for name, computed in _MUST_BE.get(family, {}).items():
+        _same(name, config.get(name, computed), computed)
     if family == "granitemoehybrid":
         shape = _without_mamba(config, shape)
     if family == "ministral3":
@@ -384,11 +394,14 @@ def _rotary(family: str, config: Mapping[str, Any], shape: DecoderShape) -> Any:
 def _stretched(config: Mapping[str, Any], shape: DecoderShape) -> RotaryOptions:
     """Of Hunyuan: ``dynamic`` with an ``alpha`` has the base theta · alpha^(k / (k - 2)) at all positions."""
     width = shape.head_width or shape.width // shape.heads
-    said = {name: config.get(name) for name in ("rope_scaling", "rope_parameters")}
-    plain = {name: {**each, "alpha": None} if each else each for name, each in said.items()}
-    found = rotary_of_config({**config, **plain}, 10_000.0, shape.context)
-    dynamic = [each for each in said.values() if each and "dynamic" in (each.get("rope_type"), each.get("type"))]
+    _same("attention_head_dim", config.get("attention_head_dim") or width, width)
+    said = {name: dict(each) for name in ("rope_scaling", "rope_parameters") if (each := config.get(name))}
+    dynamic = [each for each in said.values() if "dynamic" in (each.get("rope_type"), each.get("type"))]
     alphas = {float(each.get("alpha") or 1) for each in dynamic} or {1.0}
+    for each in dynamic:  # whose other fields are of other kinds, and without effect
+        for name in ("alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
+            each.pop(name, None)
+    found = rotary_of_config({**config, **said}, 10_000.0, shape.context)
     if len(alphas) > 1:
         raise UsageError(f"rope_scaling and rope_parameters differ in alpha: {sorted(alphas)}")
     return found.changed(theta=found.theta * alphas.pop() ** (width / (width - 2)))
@@ -483,6 +496,7 @@ def _words_of_granite4(shape: DecoderShape) -> dict[str, Any]:
         "num_local_experts": 0, "num_experts_per_tok": 0, "intermediate_size": shape.hidden,
         "layer_types": ["attention"] * shape.layers, "position_embedding_type": "rope" if turned[0] else "nope",
         "attention_multiplier": width**-0.5 if shape.attention_scale is None else shape.attention_scale,
+        "mamba_n_heads": 1,  # there are none, but those who read it look whether their width is a multiple
     }  # fmt: skip
 
 
