@@ -198,7 +198,10 @@ mesh.all_gather(np.ones(3))
 
 
 @needs_mpi
-@pytest.mark.parametrize("ranks", ["[1]", "[0, 1, 2]"], ids=["one rank", "all ranks"])
+@pytest.mark.parametrize(
+    "ranks",
+    [pytest.param("[1]", id="one rank", marks=pytest.mark.soak), pytest.param("[0, 1, 2]", id="all ranks")],
+)
 def test_any_program_ends_at_once_in_one_line(mpi_run, tmp_path, ranks):
     (tmp_path / "program.py").write_text(WAITING.replace("{ranks}", ranks))
     result = mpi_run(3, "program.py", cwd=tmp_path, timeout=60)
