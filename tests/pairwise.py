@@ -1,4 +1,4 @@
-"""Of a cross-product so few cases that any two values of two parameters still meet; the others are in ``soak``."""
+"""Cross-products of which `make test` runs few cases: any two values still meet, or take turns. The rest is soak."""
 
 from itertools import combinations, product
 
@@ -12,22 +12,20 @@ def every_pair(*, indirect=False, **parameters):
     (``{"heads, width": [(3, 2), (4, 1)]}``); of a dict, the keys are the ids. A value that is in ``soak`` by itself
     takes all its cases with it.
     """
-    names = [name.split(",") for name in parameters]
-    columns = [
-        [_as_param(value, len(each)) for value in _listed(values)]
-        for each, values in zip(names, parameters.values(), strict=True)
-    ]
+    columns = _columns(parameters)
     soon = [[i for i, each in enumerate(column) if "soak" not in _mark_names(each)] for column in columns]
-    now = set(covering(soon))
-    cases = []
-    for places in product(*map(range, map(len, columns))):
-        chosen = [column[i] for column, i in zip(columns, places, strict=True)]
-        marks = [mark for each in chosen for mark in each.marks]
-        if places not in now and all(mark.name != "soak" for mark in marks):
-            marks.append(pytest.mark.soak)
-        values = [value for each in chosen for value in each.values]
-        cases.append(pytest.param(*values, marks=marks, id="-".join(each.id for each in chosen)))
-    return pytest.mark.parametrize([name.strip() for each in names for name in each], cases, indirect=indirect)
+    return _parametrize(parameters, columns, set(covering(soon)), indirect)
+
+
+def in_turn(of, first=0, **parameters):
+    """As ``every_pair``, but one in ``of`` cases is not soak: values take turns, beginning with number ``first``.
+
+    Of two parameters each value then meets some of the other's, and its neighbour others; of one, one value in ``of``
+    is left.
+    """
+    columns = _columns(parameters)
+    places = product(*map(range, map(len, columns)))
+    return _parametrize(parameters, columns, {each for each in places if sum(each) % of == first % of}, False)
 
 
 def covering(columns):
@@ -44,6 +42,28 @@ def covering(columns):
         chosen.append(max(cases, key=lambda case: len(cases[case] & missing)))
         missing -= cases[chosen[-1]]
     return chosen
+
+
+def _names(parameters):
+    return [[name.strip() for name in names.split(",")] for names in parameters]
+
+
+def _columns(parameters):
+    pairs = zip(_names(parameters), parameters.values(), strict=True)
+    return [[_as_param(value, len(names)) for value in _listed(values)] for names, values in pairs]
+
+
+def _parametrize(parameters, columns, now, indirect):
+    """All of the product, each in soak unless its places are in ``now``."""
+    cases = []
+    for places in product(*map(range, map(len, columns))):
+        chosen = [column[i] for column, i in zip(columns, places, strict=True)]
+        marks = [mark for each in chosen for mark in each.marks]
+        if places not in now and all(mark.name != "soak" for mark in marks):
+            marks.append(pytest.mark.soak)
+        values = [value for each in chosen for value in each.values]
+        cases.append(pytest.param(*values, marks=marks, id="-".join(each.id for each in chosen)))
+    return pytest.mark.parametrize([name for names in _names(parameters) for name in names], cases, indirect=indirect)
 
 
 def _listed(values):

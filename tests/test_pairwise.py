@@ -4,7 +4,7 @@ from itertools import combinations, product
 
 import pytest
 
-from pairwise import covering, every_pair
+from pairwise import covering, every_pair, in_turn
 
 
 def is_soak(case):
@@ -39,6 +39,15 @@ def test_the_others_are_in_soak_and_none_is_lost():
     assert len(now) < 8
     for i, j in combinations(range(3), 2):
         assert len({(values[i], values[j]) for values in now}) == 4
+
+
+def test_values_take_turns():
+    _, cases = in_turn(3, 1, a=range(4), b=range(5)).mark.args
+    assert [case.values for case in cases] == list(product(range(4), range(5)))
+    now = {case.values for case in cases if not is_soak(case)}
+    assert now == {(a, b) for a, b in product(range(4), range(5)) if a + b in (1, 4, 7)}
+    _, cases = in_turn(2, a=["x", "y", pytest.param("z", marks=pytest.mark.soak)]).mark.args
+    assert [is_soak(case) for case in cases] == [False, True, True]
 
 
 def test_values_keep_their_marks_and_what_is_in_soak_is_not_relied_on():

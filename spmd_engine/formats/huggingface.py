@@ -28,14 +28,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def folder_tensors(folder: Path) -> dict[str, FileTensor]:
-    """The tensors of a folder by name: of ``model.safetensors``, or of all files that the index names.
+    """The tensors of a folder by name: of ``model.safetensors`` or, where there is none, of all that the index names.
 
     Raises CheckpointError for a missing file, for an index that is at odds with its files, and for pickled weights.
     """
+    if (folder / ONE_FILE).is_file():  # also where an index of before is left over: transformers takes it first
+        return dict(read_safetensors(folder / ONE_FILE))
     if (folder / INDEX).is_file():
         return _indexed(folder)
-    if (folder / ONE_FILE).is_file():
-        return dict(read_safetensors(folder / ONE_FILE))
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
     if pickles:
         raise CheckpointError(

@@ -18,6 +18,11 @@ from spmd_engine.formats.tensor import PlainTensor
 
 #: What the format calls dtypes of numbers that weights have, and what NumPy does.
 NUMPY = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+#: The same of what else lies beside weights, masks and the like, which nobody reads; of small floats, bytes.
+OTHERS = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
+    "U64": "uint64", "I64": "int64", "F8_E4M3": "uint8", "F8_E5M2": "uint8", "F8_E8M0": "uint8", "C64": "complex64",
+}  # fmt: skip
 LARGEST_HEADER = 100_000_000  #: bytes, as its library has it
 
 
@@ -25,7 +30,7 @@ def read_safetensors(path: str | Path) -> dict[str, PlainTensor]:
     """The tensors of a file by name; nothing but the header is read.
 
     Raises CheckpointError, naming the tensor, for a header that cannot be: one that is cut short or no JSON, tensors
-    of dtypes that are no weights', or that do not lie in the file side by side.
+    of unknown dtypes, or that do not lie in the file side by side.
     """
     path = Path(path)
     described, after, size = read_header(path)
@@ -74,14 +79,15 @@ def _begin(path: Path, name: str, described: object) -> int:
 
 def _tensor(path: Path, name: str, described: dict, after: int) -> PlainTensor:
     dtype, shape, offsets = (described.get(each) for each in ("dtype", "shape", "data_offsets"))
-    if dtype not in NUMPY:
+    numpy = (NUMPY | OTHERS).get(dtype) if isinstance(dtype, str) else None
+    if numpy is None:
         raise CheckpointError(f"{path}: {name} is of dtype {dtype}; weights are read of {', '.join(NUMPY)}")
     plain = isinstance(shape, list) and all(type(length) is int and length >= 0 for length in shape)
     placed = isinstance(offsets, list) and len(offsets) == 2 and all(type(each) is int for each in offsets)
     if not plain or not placed or offsets[0] < 0:
         raise CheckpointError(f"{path}: the header says of {name} shape {shape} at {offsets}")
-    needed = prod(shape) * np.dtype(NUMPY[dtype]).itemsize
+    needed = prod(shape) * (2 if numpy == "bfloat16" else np.dtype(numpy).itemsize)
     if offsets[1] - offsets[0] != needed:
         said = f"{offsets[1] - offsets[0]} bytes for {name}, {dtype}{shape}, which needs {needed}"
         raise CheckpointError(f"{path}: the header has {said}")
-    return PlainTensor(name, str(path), tuple(shape), dtype, after + offsets[0], NUMPY[dtype])
+    return PlainTensor(name, str(path), tuple(shape), dtype, after + offsets[0], numpy)

@@ -37,6 +37,9 @@ class FileTensor(ABC):
     def nbytes(self) -> int:
         """In the file."""
 
+    def check_weights(self) -> None:
+        """Raise CheckpointError if its dtype is not one of weights."""
+
     def rows(self, begin: int, end: int) -> FileTensor:
         """These of its rows, as a tensor of its own."""
         length = self.nbytes // max(1, self.shape[0])
@@ -65,6 +68,10 @@ class PlainTensor(FileTensor):
     @property
     def nbytes(self) -> int:
         return prod(self.shape) * np.dtype(_known(self.numpy)).itemsize
+
+    def check_weights(self) -> None:
+        if self.numpy not in ("float64", "float32", "float16", "bfloat16"):
+            raise CheckpointError(f"{self.path}: {self.name} is of dtype {self.dtype}; no weights are read of that")
 
 
 def _known(name: str) -> str:

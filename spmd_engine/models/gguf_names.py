@@ -16,8 +16,21 @@ from spmd_engine.models.stored import Names, Stored
 
 _FAMILIES = {"gpt2": "gpt2", "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3-moe"}
 IGNORED = ("rope_freqs.weight",)  #: says what the shape's rotary options say
+#: Values of others by which nothing changes: routers take a softmax whose chosen weights sum to 1.
+_WITHOUT_EFFECT = (
+    ("expert_weights_norm", True), ("expert_weights_scale", 1.0), ("expert_gating_func", 1), ("logit_scale", 1.0),
+    ("residual_scale", 1.0), ("embedding_scale", 1.0), ("rope.scale_linear", 1.0), ("rope.scaling.attn_factor", 1.0),
+)  # fmt: skip
 _LEARNT = 8192  # positions before Llama 3.1 was scaled: what ``rope_freqs`` is made of, with a factor
-_REFUSED = ("attention.sliding_window", "expert_shared_count", "attn_logit_softcapping", "final_logit_softcapping")
+#: What may be said of a decoder: what is looked at here, and what changes nothing, or not up to the context.
+_KNOWN = frozenset((
+    "block_count", "context_length", "embedding_length", "feed_forward_length", "expert_feed_forward_length",
+    "expert_count", "expert_used_count", "vocab_size", "attention.head_count", "attention.head_count_kv",
+    "attention.key_length", "attention.value_length", "attention.layer_norm_epsilon",
+    "attention.layer_norm_rms_epsilon", "attention.causal", "rope.dimension_count", "rope.freq_base",
+    "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.finetuned",
+    "tensor_data_layout",
+))  # fmt: skip
 
 
 def shape_of_gguf(file: GGUF, where: str) -> DecoderShape:
@@ -28,17 +41,18 @@ def shape_of_gguf(file: GGUF, where: str) -> DecoderShape:
     if not file.tensors:
         raise CheckpointError(f"{where} has no weights, at most a vocabulary; fetch the model's own file")
     facts = {name.removeprefix(f"{kind}."): value for name, value in file.facts.items() if name.startswith(f"{kind}.")}
-    for name in _REFUSED:
-        if facts.get(name):
-            raise CheckpointError(f"{where}: {kind}.{name} is {facts[name]!r}, a feature that is not known here")
     try:
-        return _shape(_FAMILIES[kind], facts, file.tensors, where)
+        shape = _shape(_FAMILIES[kind], facts, file.tensors, where)
     except CheckpointError:
         raise
     except KeyError as error:
         raise CheckpointError(f"{where}: nothing says {error}") from error
     except (UsageError, TypeError, ValueError, ArithmeticError, IndexError) as error:
         raise CheckpointError(f"{where}: {error}") from error
+    for name, value in facts.items():
+        if value and name not in _KNOWN and (name, value) not in _WITHOUT_EFFECT:
+            raise CheckpointError(f"{where}: {kind}.{name} is {value!r}, a feature that is not known here")
+    return shape
 
 
 def _shape(family: str, facts: Mapping[str, Any], tensors: Mapping[str, FileTensor], where: str) -> DecoderShape:

@@ -37,6 +37,12 @@ def rotary_of_config(
     ``longrope`` yarn. Raises UsageError for what is not known here, and if old fields and new ones differ.
     """
     old, new = config.get("rope_scaling"), config.get("rope_parameters")
+    for name in "rope_theta", "partial_rotary_factor":
+        outside = config.get(name)
+        for said in (old, new):
+            inside = said.get(name) if said else None
+            if outside is not None and inside is not None and float(outside) != float(inside):
+                raise UsageError(f"{name} is {outside}, but {inside} in {said}; leave the wrong one out")
     theta, found = config.get("rope_theta") or usual_theta, []
     for said in [each for each in (old, new) if each] or [{}]:
         if said.get("partial_rotary_factor") is None:

@@ -62,6 +62,7 @@ class Profiles:
         self._listed: dict[tuple, tuple[list[LayerCosts], float]] = {}
         #: analyses by what is on the small mesh: they are the same on any machine
         self.raw: dict[tuple, StepAnalysis] = {}
+        self.of_nodes: dict[str, float] = {}  #: seconds of one and the same work, by the name of a node's kind
         self.cache = PassCache()  #: of passes through layers: other analyses of the model may share it
 
     def of(self, candidate: Candidate) -> tuple[list[LayerCosts], float]:
@@ -96,10 +97,21 @@ class Profiles:
         place = MeshPosition(dict(inner) or {"data": 1}, dict(step.coordinates))
         layout = layout_for(self.small, place, sequence_parallel=candidate.sequence_parallel)
         costs = self._layers(step, place, layout, candidate, samples)
+        if self.machine.unlike and not self.of_nodes:
+            self.of_nodes = self._by_node(step)
         elements = sum(each.parameters - each.tied for each in costs)
         rest = [c for c in step.computations if c.phase in (UPDATE, NORM)]
         seconds = sum(self.compute.of(0, each).seconds for each in rest)
         return {each.name: each for each in costs}, seconds / max(elements, 1)
+
+    def _by_node(self, step: RankStep) -> dict[str, float]:
+        """Seconds of a step on a rank of each kind of node, while all ranks of the node compute."""
+        found: dict[str, float] = {}
+        for rank, (_, node) in enumerate(self.machine.places):
+            if node.name not in found:
+                seconds = sum(self.compute.of(rank, each).seconds for each in step.computations)
+                found[node.name] = seconds * self.machine.crowd(rank)
+        return found
 
     def _analyzed(self, inner: Mapping[str, int], candidate: Candidate, samples: int) -> StepAnalysis:
         key = tuple(inner.items()), candidate.sequence_parallel, candidate.context_method, samples

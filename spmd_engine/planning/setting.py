@@ -90,6 +90,7 @@ class Cut:
     on: OnMesh
     works: bool  #: whether ranks that sum gradients move the bytes with their own cores
     busy: Busy
+    paces: np.ndarray | None = None  #: of each stage, where nodes are unlike: see ``stage_paces``
 
 
 @dataclass(frozen=True)

@@ -78,10 +78,11 @@ _USUAL_TOP_K = 50  # transformers', where a model says that tokens are drawn, an
 
 
 def read_generation_config(folder: str | Path) -> GenerationConfig:
-    """That of a model's folder; without the file, as if it said nothing. Raises UsageError for a damaged one."""
+    """That of a model's folder; without the file, the tokens that end a text for its ``config.json``, if that names
+    any. Raises UsageError for a damaged one."""
     file = Path(folder, "generation_config.json")
     if not file.is_file():
-        return GenerationConfig()
+        return _ends_of_config(Path(folder, "config.json"))
     try:
         content = json.loads(file.read_bytes())
     except ValueError as error:
@@ -89,6 +90,16 @@ def read_generation_config(folder: str | Path) -> GenerationConfig:
     if not isinstance(content, Mapping):
         raise UsageError(f"{file} must hold an object, {{...}}")
     return generation_config(content, str(file))
+
+
+def _ends_of_config(file: Path) -> GenerationConfig:
+    """What a model's configuration says of them; a run's has no such field."""
+    try:
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return GenerationConfig()
+    ends = content.get("eos_token_id") if isinstance(content, Mapping) else None
+    return generation_config({"eos_token_id": ends}, str(file))
 
 
 def generation_config(content: Mapping[str, Any], where: str = "generation_config.json") -> GenerationConfig:

@@ -23,8 +23,8 @@ def chat_text(tokenizer: Tokenizer, messages: Sequence[Message], *, answer: bool
     if not tokenizer.chat_template:
         raise UsageError("this model has no chat template; write the prompt as it was taught, without --chat")
     try:
-        from jinja2 import TemplateError
-        from jinja2.ext import loopcontrols
+        from jinja2 import TemplateError, nodes
+        from jinja2.ext import Extension, loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError:
         raise UsageError("a chat template needs jinja2: pip install 'spmd_engine[hf]'") from None
@@ -32,11 +32,30 @@ def chat_text(tokenizer: Tokenizer, messages: Sequence[Message], *, answer: bool
     def raise_exception(message: str) -> NoReturn:
         raise TemplateError(message)
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    class Generation(Extension):
+        """``{% generation %}`` ... ``{% endgeneration %}``, which mark what an assistant says: written as it is."""
+
+        tags = frozenset({"generation"})
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
+
+    extensions = [loopcontrols, Generation]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment.filters["tojson"] = _as_json
     environment.globals |= {"raise_exception": raise_exception, "strftime_now": datetime.now().strftime}
     try:
         template = environment.from_string(tokenizer.chat_template)
-        return template.render(messages=messages, add_generation_prompt=answer, **tokenizer.special)
+        given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": answer}
+        return template.render({**tokenizer.special, **given})
     except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
         raise UsageError(f"the chat template cannot write this conversation: {error}") from None
+
+
+def _as_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """As transformers' filter of this name; jinja's own would write characters for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -221,7 +221,7 @@ def damaged(path, change):
     ("change", "said"),
     [
         (lambda h: h[GATE].update(shape=[15, 12]), rf"the header has \d+ bytes for {GATE}, F32\[15, 12\], which needs"),
-        (lambda h: h[GATE].update(dtype="I8"), rf"{GATE} is of dtype I8; weights are read of F64, F32, F16, BF16"),
+        (lambda h: h[GATE].update(dtype="I7"), rf"{GATE} is of dtype I7; weights are read of F64, F32, F16, BF16"),
         (lambda h: h[GATE].update(shape=[-14, -12]), rf"the header says of {GATE} shape \[-14, -12\]"),
         (lambda h: h[GATE].pop("data_offsets") and None, rf"does not say where {GATE} lies"),
         (lambda h: h[GATE].update(data_offsets=[0, 672]), "not where others end"),

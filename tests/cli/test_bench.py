@@ -38,10 +38,12 @@ def test_layers(bench):
     assert figures["multiplications"]["block*/mlp"] == 6 * 2 * 128 * 8 * 2 * 96 * 4 * 96
 
 
+@pytest.mark.parametrize("only", [["all_reduce", "all_to_all"], pytest.param([], marks=pytest.mark.soak)], ids=str)
 @pytest.mark.parametrize("ranks", ["2", pytest.param("3", marks=pytest.mark.soak)])
-def test_collectives(bench, ranks):
-    operations = ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"]
-    lines, figures = bench("collectives", "--ranks", ranks, "--largest", "1")
+def test_collectives(bench, ranks, only):
+    operations = only or ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"]
+    words = [word for name in only for word in ("--only", name)]
+    lines, figures = bench("collectives", "--ranks", ranks, "--largest", "1", *words)
     assert [line.split()[0] for line in lines[1:]] == [name for name in operations for _ in range(7)]
     assert {each["size"] for each in figures["results"]} == {8, *(4**power for power in range(5, 11))}
     assert all(values[0] > 0 for each in figures["results"] for values in each["seconds"].values())

@@ -89,7 +89,7 @@ def test_gpt_nano_trains_alike_on_more_ranks(ok, here, tmp_path, composition):
 
 def test_train_resume_generate_infer(several_by_mpi, virtual, here, tmp_path):
     """Begun on two ranks, gone on with on four."""
-    short = ["--batch-size", "2", "--length", "32", "--seed", "3", "--warmup", "2", *QUIET]
+    short = ["--batch-size", "2", "--length", "32", "--seed", "3", "--warmup", "2", *QUIET, *TEXT]
     here("train", "--steps", "4", "--run", "whole", "--stop-at", "1", *short)
     errors = virtual(2, "train", "--steps", "2", "--run", "parts", *short).err
     assert "validation loss" in errors

@@ -122,7 +122,7 @@ def test_handed_over_as_it_is(name, size, device, ranks):
     on_ranks(program, ranks)
 
 
-@everywhere(2, 3, mpi=(3,))
+@everywhere(2, 3)
 @each_size
 @pytest.mark.parametrize("aware", [False, True])
 def test_broadcast(aware, size, device, ranks):
@@ -146,7 +146,7 @@ def test_broadcast(aware, size, device, ranks):
     on_ranks(program, ranks)
 
 
-@everywhere(2, 3, mpi=(3,))
+@everywhere(2, 3)
 @each_size
 @pytest.mark.parametrize("aware", [False, True])
 def test_send_and_receive(aware, size, device, ranks):

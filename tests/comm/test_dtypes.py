@@ -140,7 +140,7 @@ def test_exchanges_between_nodes(kind, nodes, every):
     run(exchanges, 4, args=(KINDS[kind], every), nodes=list(nodes))
 
 
-@everywhere(1, 3, mpi=(3,))
+@everywhere(1, 3)
 @pytest.mark.parametrize("dtype", NUMBERS, ids=str)
 def test_reductions(dtype, ranks):
     on_ranks(reductions, ranks, dtype)

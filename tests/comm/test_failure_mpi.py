@@ -34,30 +34,36 @@ def job(mpi_run, tmp_path):
     return run
 
 
+def in_time(cases, now):
+    """Parameters: each starts ranks of its own, so those that end much as others do are in ``soak``."""
+    given = {name: case if isinstance(case, tuple) else (case,) for name, case in cases.items()}
+    later = {name: [] if name in now else [pytest.mark.soak] for name in cases}
+    return [pytest.param(*case, id=name, marks=later[name]) for name, case in given.items()]
+
+
 def tracebacks(text):
     return text.count("Traceback (most recent call last)")
 
 
 WAITS = {
-    "in-a-collective": "mesh.all_gather(np.ones(3))",
-    "in-a-large-collective": "mesh.all_reduce(np.ones(1_000_000))",
-    "in-a-group": "Mesh(data=2, model=2).all_reduce(np.ones(3), over='model')",
-    "for-a-message": "mesh.receive(1)",
-    "to-send": "mesh.send(1, np.ones(1_000_000))",
-    "to-make-a-mesh": "Mesh()",
+    "in-a-collective": (3, "mesh.all_gather(np.ones(3))"),
+    "in-a-large-collective": (3, "mesh.all_reduce(np.ones(1_000_000))"),
+    "in-a-group": (4, "Mesh(data=2, model=2).all_reduce(np.ones(3), over='model')"),
+    "for-a-message": (3, "mesh.receive(1)"),
+    "to-send": (3, "mesh.send(1, np.ones(1_000_000))"),
+    "to-make-a-mesh": (3, "Mesh()"),
 }
 
 
-@pytest.mark.parametrize("wait", WAITS)
-def test_a_rank_that_raises_while_others_wait(wait, job):
-    ranks = 4 if wait == "in-a-group" else 3
+@pytest.mark.parametrize("ranks, wait", in_time(WAITS, {"in-a-group", "to-send", "to-make-a-mesh"}))
+def test_a_rank_that_raises_while_others_wait(ranks, wait, job):
     ended = job(
         f"""
 if world().rank == 1:
     time.sleep(0.2)
     now()
     raise ValueError("of one rank")
-{WAITS[wait]}
+{wait}
 """,
         ranks,
     )
@@ -81,7 +87,7 @@ ALIKE = {
 }
 
 
-@pytest.mark.parametrize("ranks, text, speaker, message", ALIKE.values(), ids=ALIKE)
+@pytest.mark.parametrize("ranks, text, speaker, message", in_time(ALIKE, {"on-some", "mismatch-in-a-group"}))
 def test_the_same_error_on_several_ranks_is_told_once(ranks, text, speaker, message, job):
     ended = job(text, ranks)
     assert ended.returncode != 0
@@ -90,7 +96,11 @@ def test_the_same_error_on_several_ranks_is_told_once(ranks, text, speaker, mess
     assert message in ended.stderr
 
 
-@pytest.mark.parametrize("end", ["sys.exit(0)", "sys.exit(3)"])
+ENDS = {"well": "sys.exit(0)", "badly": "sys.exit(3)"}
+KILLS = {"itself": "os._exit(1)", "by the system": "os.kill(os.getpid(), signal.SIGKILL)"}
+
+
+@pytest.mark.parametrize("end", in_time(ENDS, {"well"}))
 def test_a_rank_that_ends_early(end, job):
     ended = job(f"""
 if mesh.rank == 1:
@@ -105,7 +115,7 @@ mesh.all_gather(np.ones(3))
     assert "rank 1 called nothing more: its program ended" in ended.stderr
 
 
-@pytest.mark.parametrize("end", ["os._exit(1)", "os.kill(os.getpid(), signal.SIGKILL)"])
+@pytest.mark.parametrize("end", in_time(KILLS, {"by the system"}))
 def test_a_rank_that_is_killed(end, job):
     ended = job(f"""
 if mesh.rank == 1:

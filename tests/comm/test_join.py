@@ -53,7 +53,7 @@ assert MPI.Query_thread() == MPI.THREAD_MULTIPLE and world().size == 2
 try:
     MPI.COMM_WORLD.Send(b"", dest=7)
 except MPI.Exception:
-    print("an exception\n", end="", flush=True)  # at once: what two ranks print could be mixed
+    print("an exception\\n", end="", flush=True)  # at once: what two ranks print could be mixed
 """
 
 

@@ -27,7 +27,10 @@ def numbers_of_ranks(*virtual):
 
 
 def everywhere(*virtual):
-    return pytest.mark.parametrize("ranks", numbers_of_ranks(*virtual))
+    """All of these, but for two ranks of MPI, which are in ``soak``."""
+    *others, two, three = numbers_of_ranks(*virtual)
+    later = pytest.param(*two.values, id=two.id, marks=[*two.marks, pytest.mark.soak])
+    return pytest.mark.parametrize("ranks", [*others, later, three])
 
 
 def on_ranks(program, ranks):

@@ -51,7 +51,12 @@ def assert_exact(mesh, router, experts, how):
     routed.assert_as_alone(routed.train(axes_of(mesh), of=of, **how), routed.alone(of=of))
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way[0]} {way[1]} {way[2]}")
+#: What these show, those of more axes show, and those of other ranks that hold none.
+LATER = [("expert=4", "probability"), ("expert=2,model=2", "all losses")]
+NOW_AND_LATER = [pytest.param(way, marks=pytest.mark.soak if way[:2] in LATER else []) for way in WAYS]
+
+
+@pytest.mark.parametrize("way", NOW_AND_LATER, ids=lambda way: f"{way[0]} {way[1]} {way[2]}")
 def test_training_is_that_of_one_device(way):
     assert_exact(*way)
 

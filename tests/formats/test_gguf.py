@@ -69,9 +69,10 @@ def spoilt(tmp_path, change):
         (lambda c: c.replace(b"llama.block_count", b"llama.blokc_count"), "nothing says 'block_count'"),
         (lambda c: c.replace(b"\5" + b"\0" * 7 + b"llama", b"\5" + b"\0" * 7 + b"mamba", 1), "architecture 'mamba'"),
         (lambda c: c.replace(b"attn_output", b"attn_outptu"), "no tensor blk.0.attn_output.weight to fill"),
+        (lambda c: c.replace(b"rope.dimension_count", b"rope.dimension_scale"), "llama.rope.dimension_scale is 16, "),
         (lambda c: c[:8] + b"\xff" * 8 + c[16:], "ends within its header|cannot be read"),
     ],
-    ids=["short", "header", "empty", "zip", "version", "fact", "architecture", "name", "count"],
+    ids=["short", "header", "empty", "zip", "version", "fact", "architecture", "name", "unknown", "count"],
 )
 def test_what_is_damaged_is_said(tmp_path, change, said):
     with pytest.raises(CheckpointError, match=said):

@@ -8,6 +8,7 @@ import pytest
 
 import parts
 import tiny
+from pairwise import in_turn
 from spmd_engine import Mesh, run
 from spmd_engine.checkpoints.pretrained import load_pretrained
 from spmd_engine.checkpoints.weights import Pretrained
@@ -29,20 +30,29 @@ MESHES = [
     ({"data": 2, "model": 2, "queries": 2}, {"sequence_parallel": True, "zero": 2}),  # three of these share a key head
 ]
 WITHOUT_SHARED_KEYS = ("bloom", "gpt2", "gpt_neo", "gpt_neox", "gptj", "mpt", "opt")
-#: Every family on one mesh, each mesh with a family, and a third of them alone; the rest takes long.
+
+
+def on_one(family, of):
+    """The mesh whose turn it is; of every other family, that of one device."""
+    return 1 + of // 2 % (4 if family in WITHOUT_SHARED_KEYS else 5) if of % 2 == 0 else 0
+
+
+#: Every family on one mesh, half of them alone, and each mesh with several; the rest takes long.
 CASES = [
     pytest.param(
         family,
         *case,
         id=f"{family}-{number}",
-        marks=[] if number == 1 + of % 5 or (number, of % 3) == (0, 0) else pytest.mark.soak,
+        marks=[] if number == on_one(family, of) else pytest.mark.soak,
     )
     for of, family in enumerate(FAMILIES)
     for number, case in enumerate(MESHES)
     if family not in WITHOUT_SHARED_KEYS or "queries" not in case[0]
 ]
 #: Families that others have beside them but for names: of these, one mesh in make test, and no more.
-NAMES_ALONE = ("cwm", "helium", "internlm3", "jais2", "ministral", "seed_oss")
+NAMES_ALONE = (
+    "cwm", "granitemoehybrid", "helium", "internlm3", "jais2", "ministral", "ministral3", "seed_oss"
+)  # fmt: skip
 every_family = pytest.mark.parametrize(
     "family", [pytest.param(each, marks=pytest.mark.soak if each in NAMES_ALONE else []) for each in FAMILIES]
 )
@@ -114,13 +124,13 @@ def test_logits_in_float32_are_those_of_transformers_as_it_is(family):
     np.testing.assert_allclose(logits[:, -last.shape[1] :], last, rtol=0, atol=1e-6 * abs(last).max())
 
 
-@pytest.mark.parametrize(
-    ("family", "axes"),
-    [
-        pytest.param(family, axes, id=family, marks=pytest.mark.soak if family in NAMES_ALONE else [])
-        for family, axes in zip(FAMILIES, cycle([{"model": 2, "data": 3}, {"model": 2}, {}]))
-    ],
-)
+CACHED = [
+    pytest.param(family, axes, id=family, marks=pytest.mark.soak if family in NAMES_ALONE else [])
+    for family, axes in zip(FAMILIES, cycle([{"model": 2, "data": 3}, {"model": 2}, {}]))
+]
+
+
+@in_turn(2, **{"family, axes": CACHED})
 def test_piece_by_piece_with_a_cache(family, axes):
     """Prompts of 20 tokens, then 50 more, then one after the other: at their positions. Of six ranks two have none."""
     expected = golden(family)

@@ -23,6 +23,7 @@ from pages import (
     train,
     trained_alone,
 )
+from pairwise import in_turn
 from spmd_engine import Mesh, run, world
 from spmd_engine.engine import SGD, AdamW
 from spmd_engine.engine.batch import batch_of
@@ -53,7 +54,7 @@ def ways_to_train():
             yield pytest.param(name, axes, *way, marks=in_time(axes))
 
 
-@pytest.mark.parametrize(("name", "axes", "optimizer", "micro_batches"), ways_to_train(), ids=case_id)
+@pytest.mark.parametrize(("name", "axes", "optimizer", "micro_batches"), list(ways_to_train()), ids=case_id)
 def test_training_equals_the_single_device(name, axes, optimizer, micro_batches):
     """Losses, every gradient and the parameters."""
     for result in run(lambda: train(name, axes, optimizer, micro_batches), prod(axes.values())):
@@ -234,7 +235,7 @@ def test_serving_and_evaluating(name):
         np.testing.assert_allclose(served, expected, atol=1e-13)
 
 
-@every_strategy
+@in_turn(2, name=list(STRATEGIES))
 @pytest.mark.mpi(ranks=3)
 def test_under_mpi(name):
     result = train(name, default_axes(STRATEGIES[name], world().size), AdamW, 3)

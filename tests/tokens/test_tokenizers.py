@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import tiny
+from pairwise import in_turn
 from spmd_engine import Mesh, run
 from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.engine.composition import ModelConfig
@@ -195,6 +196,20 @@ def test_damaged_vocabularies_are_told(byte_level, changed, message):
         gguf_tokenizer(metadata_of(byte_level) | changed)
 
 
+def test_what_is_said_of_the_end_alone_leaves_the_beginning_as_the_file_has_it(byte_level, tmp_path):
+    text = json.loads((byte_level / "tokenizer.json").read_text())
+    text["post_processor"] = {
+        "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<|end|>", "type_id": 0}},
+                                                 {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [], "special_tokens": {"<|end|>": {"id": "<|end|>", "ids": [0], "tokens": ["<|end|>"]}},
+    }  # fmt: skip
+    (tmp_path / "tokenizer.json").write_text(json.dumps(text))
+    config = {"bos_token": "<|end|>", "eos_token": "!", "add_eos_token": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    found = read_tokenizer(tmp_path)
+    assert found.encode("x") == [0, *found.encode("x", special=False), *found.encode("!", special=False)]
+
+
 # --- chat
 
 TEMPLATE = """{%- for message in messages %}
@@ -220,6 +235,19 @@ def test_a_conversation_is_written_as_the_template_says():
 
 
 @pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{% generation %}{{ messages[0].content }}{% endgeneration %}!", "x!"),  # what an assistant says
+        ("{{ 'with' if tools is not none or documents is not none else 'without' }}", "without"),
+        ("{{ messages | tojson(indent=None, separators=(',', ':')) }}", '[{"role":"user","content":"x"}]'),
+    ],
+)
+def test_templates_find_what_transformers_gives_them(template, expected):
+    pytest.importorskip("jinja2")
+    assert chat_text(Chatty(template), [{"role": "user", "content": "x"}]) == expected
+
+
+@pytest.mark.parametrize(
     ("template", "message"),
     [
         (None, "this model has no chat template"),
@@ -241,7 +269,7 @@ def test_templates_that_cannot_be(template, message):
 ALICE = " the\nQueen to the Queen, and she found it was saying to herself, and\nshe was so much a"
 
 
-@pytest.mark.parametrize("axes", [{"data": 1}, {"model": 4}, {"model": 3}, {"context": 2}, {"pipe": 2}], ids=str)
+@in_turn(2, axes=[{"data": 1}, {"model": 4}, {"model": 3}, {"context": 2}, {"pipe": 2}])
 def test_a_trained_model_writes_its_documented_text(axes, tmp_path):
     pytest.importorskip("glassllm", reason="needs the model in PyPI's glassllm: pip install '.[test]'")
     folder = tmp_path / "glass"

@@ -10,6 +10,7 @@ import time
 import pytest
 
 import tiny
+from command_line import TEXT
 from mpi_harness.launch import Job, clean_environment, mpiexec
 from spmd_engine import Mesh
 from spmd_engine.cli import main
@@ -124,8 +125,16 @@ def send(metrics, number):
 
 if launcher_rank() in {ranks}:
     threading.Thread(target=send, args=(Path("runs/r/metrics.jsonl"), signal.{signal}), daemon=True).start()
-main("train --model mlp --steps 1000000 --batch-size 8 --eval-samples 2 --run r {option}".split())
+main("train --model mlp --steps 1000000 --batch-size 8 --eval-samples 2 --data {data} --run r {option}".split())
 """
+
+
+def train_program(ranks, signal_name, option=""):
+    said = {"ranks": ranks, "signal": signal_name, "option": option, "data": TEXT[1]}
+    program = TRAIN
+    for name, value in said.items():
+        program = program.replace(f"{{{name}}}", value)
+    return program
 
 
 def own_lines(text):
@@ -143,7 +152,7 @@ def own_lines(text):
     ],
 )
 def test_training_saves_and_can_go_on(mpi_run, tmp_path, monkeypatch, signal_name, ranks, option, code):
-    script = TRAIN.replace("{ranks}", ranks).replace("{signal}", signal_name).replace("{option}", option)
+    script = train_program(ranks, signal_name, option)
     (tmp_path / "train.py").write_text(script)
     result = mpi_run(3, "train.py", cwd=tmp_path, timeout=200)
     assert result.returncode == code, result.stderr
@@ -160,7 +169,7 @@ def test_training_saves_and_can_go_on(mpi_run, tmp_path, monkeypatch, signal_nam
 def test_ctrl_c_to_the_launcher_saves(tmp_path):
     if len(mpiexec()) > 1:
         pytest.skip("Open MPI's launcher forwards no signals")
-    script = TRAIN.replace("{ranks}", "[]").replace("{signal}", "SIGINT").replace("{option}", "")
+    script = train_program("[]", "SIGINT")
     (tmp_path / "train.py").write_text(script)
     errors, metrics = (tmp_path / "errors").open("w+"), tmp_path / "runs" / "r" / "metrics.jsonl"
     with Job(2, ["train.py"], cwd=tmp_path, stderr=errors, env={"PYTHONPATH": os.getcwd()}) as job:
@@ -189,7 +198,10 @@ mesh.all_gather(np.ones(3))
 
 
 @needs_mpi
-@pytest.mark.parametrize("ranks", ["[1]", "[0, 1, 2]"], ids=["one rank", "all ranks"])
+@pytest.mark.parametrize(
+    "ranks",
+    [pytest.param("[1]", id="one rank", marks=pytest.mark.soak), pytest.param("[0, 1, 2]", id="all ranks")],
+)
 def test_any_program_ends_at_once_in_one_line(mpi_run, tmp_path, ranks):
     (tmp_path / "program.py").write_text(WAITING.replace("{ranks}", ranks))
     result = mpi_run(3, "program.py", cwd=tmp_path, timeout=60)

@@ -192,7 +192,7 @@ MPI.Get_processor_name = lambda: f"host{MPI.COMM_WORLD.rank // 2}"
 
 @pytest.mark.soak
 @pytest.mark.skipif(mpiexec() is None, reason="needs an MPI library and its mpiexec")
-@pytest.mark.parametrize("victims", ["(3,)", "(2, 3)"])
+@pytest.mark.parametrize("victims", [pytest.param("(3,)", marks=pytest.mark.soak), "(2, 3)"])
 def test_nodes_tell_each_other_and_one_list_tells_it(victims, mpi_run, tmp_path):
     fault = f"0\nif mesh.rank in {victims}:\n    os.kill(os.getpid(), signal.SIGSTOP)"
     (tmp_path / "program.py").write_text(NODES + PROGRAM.format(fault=fault, timeout=8))
