@@ -7,8 +7,9 @@ model FLOPs, fitted alike, and the same with the pipeline's bubble.
 
 Other tables there are looked at for columns that tell of steps of GPTs, and it is said what cannot be used of them.
 
-Systems other than this engine compute in 16 bits with other kernels: layers' shapes, schedules and collectives are
-this engine's own, of a GPT with the row's sizes, products and arrays at half the bytes.
+Systems other than this engine compute in 16 bits with other kernels. Those of Megatron are described operation by
+operation by a file of the package (``systems/megatron-deepspeed.toml``); of other systems layers are this engine's own,
+of a GPT with the row's sizes, products and arrays at half the bytes. Schedules and collectives are always the engine's.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import argparse
 import csv
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import sha256
 from itertools import product
@@ -24,16 +25,18 @@ from pathlib import Path
 from statistics import mean, median
 from textwrap import fill
 
+import numpy as np
 from score_columns import Columns
 
 from spmd_engine.errors import SpmdError
-from spmd_engine.models import GPTSize, gpt
-from spmd_engine.planning.estimate import Estimate
+from spmd_engine.models import GPTSize, Model, gpt
 from spmd_engine.planning.lattice import Candidate
 from spmd_engine.planning.machine import Machine
 from spmd_engine.planning.machine_file import read_machine
-from spmd_engine.planning.other_systems import SystemMemory, Transformer, memory_of, read_system
+from spmd_engine.planning.other_systems import SystemMemory, memory_of
+from spmd_engine.planning.other_work import SystemUpdate, model_of
 from spmd_engine.planning.search import Planner
+from spmd_engine.planning.system_file import Transformer, read_system
 
 Row = dict[str, str]
 
@@ -98,7 +101,7 @@ def score_by_columns(rows: Sequence[Row], arguments: argparse.Namespace) -> None
     if columns.unused:
         print(f"  not used: {', '.join(columns.unused)}")
     found = [(share(row), columns.run(row)) for row in rows]
-    runs = [(at, run_of(run)) for at, run in found if run is not None]
+    runs = [(at, run) for at, run in found if run is not None]
     if len(runs) < len(rows):
         print(f"  {len(rows) - len(runs)} rows left out: a number is missing, or they make no sense together")
     runs = [run for _, run in sorted(runs, key=lambda each: each[0])]
@@ -107,18 +110,48 @@ def score_by_columns(rows: Sequence[Row], arguments: argparse.Namespace) -> None
         print(f"  {len(runs)} rows are too few to fit to some and score others")
         return
     scored = runs[few : few + arguments.rows] if arguments.rows else runs[few:]
-    score_runs("steps", runs[:few], scored)
+    best = min(ways_of(runs), key=lambda way: fit_error([run_of(run, way) for run in runs[:few]]))
+    print("  taken, since rows to fit to are foretold best so: " + best.told)
+    score_runs("steps", [run_of(run, best) for run in runs[:few]], [run_of(run, best) for run in scored])
 
 
-def run_of(values: dict[str, float]) -> Run:
-    """A run with full recomputation, under 1F1B."""
+@dataclass(frozen=True)
+class Way:
+    """What tables seldom tell: what is recomputed, and whether gradients are summed while the backward goes on."""
+
+    recompute: str
+    overlap: bool
+
+    @property
+    def told(self) -> str:
+        return f"recompute {self.recompute}, gradients summed {'during' if self.overlap else 'behind'} the backward"
+
+
+def ways_of(runs: Sequence[dict[str, float]]) -> list[Way]:
+    """Those that make a difference."""
+    overlaps = (True, False) if any(run["dp"] > 1 for run in runs) else (True,)
+    return [Way(recompute, overlap) for recompute in ("full", "selective", "none") for overlap in overlaps]
+
+
+def fit_error(runs: Sequence[Run]) -> float:
+    """The mean error of runs that numbers were fitted to."""
+    predictor = Predictor()
+    fitted = fit(predictor.seconds, runs, START)
+    found = [(predictor.seconds(run, **fitted), run.seconds) for run in runs]
+    return mean(abs(seconds / measured - 1) for seconds, measured in found if seconds is not None)
+
+
+def run_of(values: dict[str, float], way: Way) -> Run:
+    """A run under 1F1B."""
     number = {name: int(value) for name, value in values.items() if name != "seconds"}
     sizes = (number[name] for name in ("layers", "hidden", "heads", "sequence", "vocabulary"))
     tp, dp, pp, batch = (number[name] for name in ("tp", "dp", "pp", "global_batch"))
     schedule = "1f1b" if pp > 1 else None
     micro_batches = batch // (number["micro_batch"] * dp)
-    candidate = Candidate(mesh_of(pp, dp, tp), batch, micro_batches, schedule=schedule, recompute="block")
-    return Run(GPTSize(*sizes), candidate, values["seconds"], "a100")
+    full = way.recompute == "full"
+    recompute, repeats = ("block", "none") if full else ("none", way.recompute)
+    candidate = Candidate(mesh_of(pp, dp, tp), batch, micro_batches, schedule=schedule, recompute=recompute)
+    return Run(GPTSize(*sizes), candidate, values["seconds"], "a100", MEGATRON, repeats, way.overlap)
 
 
 def read(path: Path) -> list[Row]:
@@ -187,8 +220,20 @@ def score_all_reduce(rows: Sequence[Row], _: argparse.Namespace) -> None:
 class Run:
     """A published run of a GPT: what is to be predicted, and its naive baselines."""
 
-    def __init__(self, size: GPTSize, candidate: Candidate, seconds: float, machine: str) -> None:
+    def __init__(
+        self,
+        size: GPTSize,
+        candidate: Candidate,
+        seconds: float,
+        machine: str,
+        system: str | None = None,
+        repeats: str = "none",
+        overlap: bool = False,
+    ) -> None:
+        """``system``: whose file tells the work (None: this engine's own), what it ``repeats`` inside of blocks, and
+        whether gradients are summed over data while the backward goes on."""
         self.size, self.candidate, self.seconds, self.machine = size, candidate, seconds, machine
+        self.system, self.repeats, self.overlap = system, repeats, overlap
 
     @property
     def flops(self) -> float:
@@ -227,92 +272,143 @@ class HalfPlanner(Planner):
         )
         super().__init__(model, halved)
 
-    def estimated(self, candidate: Candidate) -> Estimate | None:
-        estimator = self.estimator(candidate)
-        return estimator.estimate() if estimator is not None else None
-
 
 known_machine = lru_cache(read_machine)
 known_model = lru_cache(gpt)  # built once for all trials of a fit
+
+
+known_system = lru_cache(read_system)
+
+
+@lru_cache
+def known_work(system: str, size: GPTSize, repeats: str) -> Model:
+    """A GPT as a system computes it."""
+    transformer = Transformer(size.layers, size.width, size.heads, size.context, size.vocabulary, size.hidden)
+    return model_of(known_system(system), transformer, repeats)
 
 
 class Predictor:
     """Predicts runs on a machine; models that come again are analyzed once."""
 
     def __init__(self) -> None:
-        self._costs: dict[GPTSize, dict] = {}
+        self._costs: dict[tuple, dict] = {}
 
     def seconds(self, run: Run, **fitted: float) -> float | None:
         """Of a step; None if the engine cannot cut the model so."""
+        try:
+            return self._seconds(run, **fitted)
+        except SpmdError:
+            return None
+
+    def _seconds(self, run: Run, **fitted: float) -> float | None:
         machine = known_machine(run.machine).with_fitted(**fitted).with_ranks(run.candidate.ranks)
-        planner = HalfPlanner(known_model(run.size), machine)
-        profiles = planner.profiles
-        profiles.raw = self._costs.setdefault(replace(run.size, layers=1), {})
-        found = planner.estimated(run.candidate)
+        size, candidate = run.size, run.candidate
+        if run.system is None:
+            planner = HalfPlanner(known_model(size), machine)
+        else:
+            size, candidate = _as_megatron(size, candidate)
+            system = known_system(run.system)
+            planner = Planner(
+                known_work(run.system, size, run.repeats),
+                machine,
+                dtype=np.float16,
+                optimizer=SystemUpdate(system),
+                overlap=run.overlap,
+            )
+        planner.profiles.raw = self._costs.setdefault((replace(size, layers=1), run.system, run.repeats), {})
+        estimator = planner.estimator(candidate)
+        found = estimator.estimate() if estimator is not None else None
         return float(found.seconds) if found is not None else None
 
 
-GRID = {
-    "product_share": (0.45, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0),
-    "product_half": (0.0, 1e9, 4e9, 1.6e10),
-    "memory_share": (0.3, 0.5, 0.8),
-    "pass_seconds": (0.0, 1e-4, 2e-4, 4e-4),
-    "link_share": (0.4, 0.6, 0.75),
+def _as_megatron(size: GPTSize, candidate: Candidate) -> tuple[GPTSize, Candidate]:
+    """Its vocabulary is made to be divided by 128 on every rank, and all stages have as many blocks."""
+    unit = 128 * candidate.mesh.get("model", 1)
+    size = replace(size, vocabulary=-(-size.vocabulary // unit) * unit)
+    chunks = candidate.pipe * candidate.chunks
+    if candidate.pipe == 1 or size.layers % chunks:
+        return size, candidate
+    each = 2 * size.layers // chunks  # layers: attention and MLP of each block, behind the embedding
+    return size, replace(candidate, stages=tuple(number * each + bool(number) for number in range(chunks)))
+
+
+#: What fitted numbers are taken to be where runs do not tell: of an A100, collectives as nccl-tests measure them.
+START = {
+    "product_share": 0.8,
+    "product_half": 4e9,
+    "memory_share": 0.8,
+    "pass_seconds": 2e-4,
+    "link_share": 0.7,
+    "wait_seconds": 2e-5,
 }
+APART = 0.5  #: how far from there, as a logarithm, numbers are expected to be
+WRONG = 0.05  #: how far from a run a prediction is expected to be
+ROUNDS = 6  #: of the fit
 
 
 def fit(predict: Callable[..., float | None], runs: Sequence[Run], start: dict[str, float]) -> dict[str, float]:
-    """Numbers of the grid that are best for these runs, one after the other, twice."""
-    chosen = dict(start)
+    """Numbers near ``start`` that are best for these runs: of few runs they stay close to it.
 
-    def error(values: dict[str, float]) -> float:
-        predicted = [(predict(run, **values), run.seconds) for run in runs]
-        return mean(abs(found / seconds - 1) for found, seconds in predicted if found is not None)
+    Least squares of errors' logarithms, each over ``WRONG``, large ones counting less (Huber, 1964), and of the
+    numbers' logarithms from ``start``, over ``APART``; by Levenberg's and Marquardt's method.
+    """
+    names = tuple(start)
+    most = np.array([0.0 if name.endswith("share") else np.inf for name in names])
+    first = np.log([start[name] for name in names])
+    runs = [run for run in runs if predict(run, **start) is not None]
+    measured = np.log([run.seconds for run in runs])
 
-    least = error(chosen)
-    for _ in range(2):
-        better = False
-        for name, values in GRID.items():
-            for value in values:
-                trial = {**chosen, name: value}
-                if value != chosen[name] and (found := error(trial)) < least - 1e-4:
-                    chosen, least, better = trial, found, True
-        if not better:
+    def values(x: np.ndarray) -> dict[str, float]:
+        return {name: float(f"{value:.3g}") for name, value in zip(names, np.exp(np.minimum(x, most)), strict=True)}
+
+    def errors(x: np.ndarray) -> np.ndarray:
+        """Of the runs and of the numbers, each over what is expected."""
+        found = np.log([predict(run, **dict(zip(names, np.exp(np.minimum(x, most)), strict=True))) for run in runs])
+        return np.concatenate([(found - measured) / WRONG, (x - first) / APART])
+
+    def cost(e: np.ndarray) -> float:
+        size = np.abs(e)
+        return float(np.where(size < 1, size**2, 2 * size - 1).sum())
+
+    x, damping = first, 1e-2
+    e = errors(x)
+    for _ in range(ROUNDS):
+        step = 1e-2
+        slopes = np.stack([(errors(x + step * unit) - e) / step for unit in np.eye(len(x))], axis=1)
+        weights = 1 / np.maximum(np.abs(e), 1)
+        square = slopes.T @ (weights[:, None] * slopes)
+        while damping < 1e4:
+            trial = x - np.linalg.solve(square + damping * np.diag(np.diag(square)), slopes.T @ (weights * e))
+            found = errors(trial)
+            if cost(found) < cost(e):
+                break
+            damping *= 8
+        else:
             break
-    return chosen
+        gained = cost(e) - cost(found)
+        x, e, damping = trial, found, damping / 4
+        if gained < 1e-3 * cost(e):
+            break
+    return values(x)
 
 
-START = {"product_share": 0.7, "product_half": 0.0, "memory_share": 0.8, "pass_seconds": 1e-4, "link_share": 0.75}
-
-
-def score_runs(
-    name: str, fitting: Sequence[Run], scored: Sequence[Run], fitted: dict[str, float] | None = None
-) -> dict:
-    """Fit to some runs, unless that was done elsewhere, and score others beside the baselines."""
+def score_runs(name: str, fitting: Sequence[Run], scored: Sequence[Run]) -> None:
+    """Fit to some runs, and score others beside the baselines."""
     predictor = Predictor()
-    if fitted is None:
-        fitted = fit(predictor.seconds, fitting, START)
-        print(f"  fitted to {len(fitting)} rows: {fitted}")
+    fitted = fit(predictor.seconds, fitting, START)
+    print(f"  fitted to {len(fitting)} rows: {fitted}")
     errors, left_out = [], 0
     for run in scored:
-        try:
-            found = predictor.seconds(run, **fitted)
-        except SpmdError:
-            found = None
+        found = predictor.seconds(run, **fitted)
         left_out += found is None
         errors += [found / run.seconds - 1] if found is not None else []
     told(f"{name}: predicted", errors)
-    basis = fitting or scored
-    rate = median(run.flops / run.seconds for run in basis)
-    told(
-        "baseline: a constant rate" + ("" if fitting else " (of these rows)"),
-        [r.flops / rate / r.seconds - 1 for r in scored],
-    )
-    rate = median(run.flops * run.bubble / run.seconds for run in basis)
+    rate = median(run.flops / run.seconds for run in fitting)
+    told("baseline: a constant rate", [r.flops / rate / r.seconds - 1 for r in scored])
+    rate = median(run.flops * run.bubble / run.seconds for run in fitting)
     told("baseline: a constant rate, and the bubble", [r.flops * r.bubble / rate / r.seconds - 1 for r in scored])
     if left_out:
         print(f"  {left_out} rows left out: this engine does not cut models so")
-    return fitted
 
 
 def axes_of(*, pipe: int = 1, data: int = 1, model: int = 1) -> dict[str, int]:
@@ -326,6 +422,9 @@ def mesh_of(pipe: int, data: int, model: int) -> tuple[tuple[str, int], ...]:
     return tuple(axes_of(pipe=pipe, data=data, model=model).items())
 
 
+MEGATRON = "megatron-deepspeed"
+
+
 def score_vtrain(rows: Sequence[Row], arguments: argparse.Namespace) -> None:
     """1,440 runs on 2 to 8 A100: 5% of the rows to fit, the others to score."""
 
@@ -336,7 +435,7 @@ def score_vtrain(rows: Sequence[Row], arguments: argparse.Namespace) -> None:
         candidate = Candidate(
             mesh_of(pp, dp, tp), batch, batch // (micro * dp), schedule="1f1b" if pp > 1 else None, recompute="block"
         )
-        return Run(size, candidate, float(row["iteration_ms"]) * 1e-3, "a100")
+        return Run(size, candidate, float(row["iteration_ms"]) * 1e-3, "a100", MEGATRON)
 
     ordered = sorted(rows, key=share)
     few, rest = ordered[:72], ordered[72:]
@@ -417,9 +516,10 @@ def score_iteration_times(rows: Sequence[Row]) -> None:
             sequence_parallel=not full,
             schedule=("interleaved" if chunks > 1 else "1f1b") if int(row["pp"]) > 1 else None,
             chunks=chunks,
-            recompute="block" if full else "attention",
+            recompute="block" if full else "none",
         )
-        runs.append((row["model"], Run(MODELS[row["model"]], candidate, float(row["published"]), "a100")))
+        seconds, repeats = float(row["published"]), "none" if full else "selective"
+        runs.append((row["model"], Run(MODELS[row["model"]], candidate, seconds, "a100", MEGATRON, repeats)))
     if not runs:
         print("  no iteration times")
         return
@@ -549,7 +649,8 @@ def score_tensor_parallel(rows: Sequence[Row], _: argparse.Namespace) -> None:
         tp, gpus = int(row["tp"]), int(row["gpus"])
         size = GPTSize(int(row["layers"]), int(row["hidden"]), int(row["heads"]), 1024, 51200)
         candidate = Candidate(mesh_of(1, gpus // tp, tp), int(row["global_batch"]), 1, recompute="block")
-        run = Run(size, candidate, float(row["iteration_ms"]) * 1e-3, "a100")
+        # its README recommends PyTorch's DistributedDataParallel for large models, which sums during the backward
+        run = Run(size, candidate, float(row["iteration_ms"]) * 1e-3, "a100", MEGATRON, overlap=True)
         (few if gpus <= 8 else many).append(run)
     score_runs("steps on 128 to 1,024, fitted to 1 to 8", few, many)
 

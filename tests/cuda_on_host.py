@@ -5,6 +5,7 @@ cannot show: how threads of a GPU share memory, which is CuPy's code, and how fa
 """
 
 import ctypes
+import fcntl
 import shutil
 import subprocess
 from typing import NamedTuple
@@ -109,11 +110,14 @@ def reduction(name, text, c_types):
 
 
 def compile_for_the_host(folder):
-    """The library of all kernels; takes a second or two."""
-    (folder / "kernels.cpp").write_text(source())
-    command = [COMPILER, *FLAGS, "kernels.cpp", "-o", "kernels.so"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    """The library of all kernels; takes a second or two, of the first of all processes that share the folder."""
+    with open(folder / "kernels.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "kernels.so").exists():
+            (folder / "kernels.cpp").write_text(source())
+            command = [COMPILER, *FLAGS, "kernels.cpp", "-o", "kernels.so"]
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
     return ctypes.CDLL(str(folder / "kernels.so"))
 
 

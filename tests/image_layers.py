@@ -94,9 +94,13 @@ def solve(problem, cut):
 def assert_as_one_device(problem, cut):
     (expected, _), *_ = solve(problem, ONE)
     for results, _ in solve(problem, cut):
-        assert results.keys() == expected.keys()
-        for name, array in results.items():
-            np.testing.assert_allclose(array, expected[name], rtol=0, atol=1e-11, err_msg=name)
+        assert_same(results, expected)
+
+
+def assert_same(results, expected):
+    assert results.keys() == expected.keys()
+    for name, array in results.items():
+        np.testing.assert_allclose(array, expected[name], rtol=0, atol=1e-11, err_msg=name)
 
 
 def slope(problem, seed=9, distance=1e-6):

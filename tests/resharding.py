@@ -20,13 +20,14 @@ MESHES = [({"data": 2, "model": 2}, DATA_MODEL), ({"data": 3, "model": 2}, DATA_
 MESHES += [({"a": 2, "b": 2, "c": 2}, CUBE)]
 MESH_IDS = ["2x2", "3x2", "2x2x2"]
 
+
 def each_mesh_with_pairs(now):
-    """Pairs of shardings on each mesh; on larger ones a third of them, part ``now`` of three, in which each sharding is
-    with several others. The rest are in ``soak``: tests that take different thirds have all pairs between them."""
+    """Pairs of shardings on each mesh; on larger ones a part of them, number ``now`` of five, in which each sharding is
+    with several others. The rest are in ``soak``: tests that take different parts have most pairs between them."""
     params = []
     for (axes, names), name in zip(MESHES, MESH_IDS, strict=True):
         pairs = list(product(enumerate(names), repeat=2))
-        of = 3 if prod(axes.values()) > 4 else 1
+        of = 5 if prod(axes.values()) > 4 else 1
         for part in range(of):
             chosen = [(source, target) for (i, source), (j, target) in pairs if (i + 2 * j) % of == part]
             id = name if of == 1 else f"{name}, part {part + 1} of {of}"

@@ -8,7 +8,7 @@ import pytest
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_an_engine_of_one_s_own_learns(mpi_run, tmp_path, ranks):
     environment = {"OMP_NUM_THREADS": "1"}
     result = mpi_run(ranks, EXAMPLES / "own_engine.py", "100", cwd=tmp_path, env=environment)

@@ -52,7 +52,6 @@ STATE = {
     "engine/gather.py: _plan_to_whole": "the cache of a pure function",
     "checkpoints/dtypes.py: DTYPES": "a table; some dtypes are made when they are asked for",
     "strategies/names.py: STRATEGIES": "a table; a page is imported when it is asked for",
-    "checkpoints/fill.py: _wanting": "the cache of a pure function",
     "checkpoints/manifest.py: _wrong_with": "the cache of a pure function",
     "sharding/asking.py: _placed": "the cache of a pure function",
     "sharding/placement.py: _first_holders": "the cache of a pure function",

@@ -13,7 +13,7 @@ from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.errors import CheckpointError
 from spmd_engine.sharding.rectangles import Rectangle
 
-IN_CACHE = 1 << 20  #: bytes that are hashed, and then looked at while they are in the processor's cache
+IN_CACHE = 1 << 18  #: bytes that are hashed, and then looked at while they are in the processor's cache
 
 
 def read_block(

@@ -7,11 +7,11 @@ reads what its ranks want from the disk once, hashes it once, and nothing passes
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import os
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,7 @@ from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.checkpoints.dtypes import DTYPES
 from spmd_engine.checkpoints.headers import Headers
 from spmd_engine.checkpoints.manifest import StoredArray, StoredBlock
-from spmd_engine.checkpoints.parts import PartReader
+from spmd_engine.checkpoints.parts import PartOfBlock, PartReader
 from spmd_engine.comm.agreement import on_all_ranks
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import CheckpointError
@@ -29,8 +29,8 @@ from spmd_engine.sharding.rectangles import Rectangle, meetings
 from spmd_engine.sharding.routes import ranks_of_blocks
 
 AT_ONCE = 64 << 20  #: bytes, about, that are read beside the arrays, where those cannot be read into
-READERS = 2  #: threads that read and hash for a rank
-SMALL = 1 << 16  #: bytes: handing less to a thread takes longer than reading it
+UNEVEN = 8 << 20  #: bytes that a rank may check more than others, rather than that several read one file
+READERS = 4  #: threads that read and hash for a rank, where it has so many cores
 
 
 @dataclass(frozen=True)
@@ -62,80 +62,113 @@ def fill(group: Group, arrays: Sequence[Wanted], folder: Path, headers: Headers,
     """
 
     def fill_here() -> None:
-        loads = {rank: 0 for rank, node in enumerate(nodes) if node == nodes[group.rank]}
-        with PartReader(folder, headers) as reader, ThreadPoolExecutor(READERS, "reading") as readers:
-            filling = _Filling(reader, readers)
-            try:
-                for each in arrays:
-                    filling.start(each, list(_mine(each, group.rank, loads)), group.rank)
-                filling.finish()
-            except BaseException:  # also Ctrl-C: what has not begun need not be read any more
-                readers.shutdown(cancel_futures=True)
-                raise
+        near = [rank for rank, node in enumerate(nodes) if node == nodes[group.rank]]
+        threads = max(1, min(READERS, len(os.sched_getaffinity(0)) // len(near)))
+        with PartReader(folder, headers) as reader:
+            reads: list[PartOfBlock] = []
+            beside: list[tuple[Wanted, np.ndarray]] = []  # what cannot be read into, and what is read in its place
+            for array, parts in _mine(arrays, group.rank, near):
+                host = array.on_host()
+                reads += [PartOfBlock(array.name, array.stored, *part, host[place]) for *part, place in parts]
+                if host is not array.here:
+                    beside.append((array, host))
+                    if sum(each.nbytes for _, each in beside) > AT_ONCE:
+                        _read(reader, reads, threads)
+                        _move(beside)
+            _read(reader, reads, threads)
+            _move(beside)
 
     on_all_ranks(group, fill_here, CheckpointError)
 
 
-class _Filling:
-    """Arrays that are being read; beside those that cannot be read into, of which there are AT_ONCE at most."""
+def _read(reader: PartReader, reads: list[PartOfBlock], threads: int) -> None:
+    """Read them all, in about this order, on so many threads, this one among them; none is left in the list.
 
-    def __init__(self, reader: PartReader, readers: ThreadPoolExecutor) -> None:
-        self._reader, self._readers = reader, readers
-        self._beside = 0  # bytes
-        self._under_way: deque[tuple[Wanted, np.ndarray, list[Future]]] = deque()
+    While one is hashed, the system reads the next from the disk.
+    """
+    numbers, errors = count(), []
 
-    def start(self, array: Wanted, blocks: Sequence[tuple[StoredBlock, bool]], rank: int) -> None:
-        """Begin to read this rank's parts of these blocks, and all of those of which it is said to check them."""
-        if not blocks:
-            return
-        host, (held,) = array.on_host(), array.placed.held[rank]
-        reading = []
-        for block, checked in blocks:
-            part = block.rectangle & held
-            place = host[(..., *part.within(held).index)]
-            read = partial(self._reader.read, array.name, array.stored, block, part, place, checked=checked)
-            if block.rectangle.size * host.itemsize < SMALL:
-                read()
-            else:
-                reading.append(self._readers.submit(read))
-        self._under_way.append((array, host, reading))
-        self._beside += 0 if host is array.here else host.nbytes
-        while self._beside > AT_ONCE:
-            self._finish_first()
+    def work() -> None:
+        try:
+            for number in numbers:
+                if errors or number >= len(reads):
+                    return
+                if number + 1 < len(reads) and reads[number + 1].checked:  # the rest is read by another rank, too
+                    reader.expect(reads[number + 1])
+                reader.read(reads[number])
+        except BaseException as error:  # also Ctrl-C: what has not begun need not be read any more
+            errors.append(error)
+            raise
 
-    def finish(self) -> None:
-        """Wait until all are where they belong; raises what reading one of them raised."""
-        while self._under_way:
-            self._finish_first()
-
-    def _finish_first(self) -> None:
-        array, host, reading = self._under_way.popleft()
+    if threads == 1:
+        work()
+    else:
+        with ThreadPoolExecutor(threads - 1, "reading") as others:
+            reading = [others.submit(work) for _ in range(threads - 1)]
+            work()
         for each in reading:
             each.result()
-        if host is not array.here:
-            array.here[...] = backend_of(array.here).asarray(host)
-            self._beside -= host.nbytes
+    reads.clear()
 
 
-def _mine(array: Wanted, rank: int, loads: dict[int, int]) -> Iterator[tuple[StoredBlock, bool]]:
-    """The blocks that a rank wants some of, and whether it is the one of its node that checks it.
+def _move(beside: list[tuple[Wanted, np.ndarray]]) -> None:
+    """Bring what was read beside arrays into them; none is left in the list."""
+    for array, host in beside:
+        array.here[...] = backend_of(array.here).asarray(host)
+    beside.clear()
 
-    That is, of those who want some, who has least to check so far: ``loads``, bytes by rank, which grow.
+
+#: Of a block: the ranks of this node that want some of it, its elements, and what of it this rank wants, if it does,
+#: and where that belongs in its array.
+_Share = tuple[list[int], int, Rectangle | None, tuple]
+
+
+def _mine(
+    arrays: Sequence[Wanted], rank: int, near: Sequence[int]
+) -> Iterator[tuple[Wanted, list[tuple[StoredBlock, Rectangle, bool, tuple]]]]:
+    """The arrays that a rank wants some of; of each the blocks, which part of them, whether the rank checks the block,
+    and where the part belongs in its array.
+
+    Of those ``near``, on its node, that want some of a block, that one checks it who has least to check so far; or not
+    much more, if it has that file's header already.
     """
-    blocks = array.stored.blocks
-    ranks = _wanting(tuple(each.rectangle for each in blocks), array.placed.held)
-    for block, wanting in zip(blocks, ranks, strict=True):
-        near = [each for each in wanting if each in loads]
-        if near:
-            checks = min(near, key=loads.__getitem__)
-            loads[checks] += block.rectangle.size * array.dtype.itemsize
-            if rank in near:
-                yield block, rank == checks
+    loads, readers = dict.fromkeys(near, 0), {}  # bytes to check; who has checked something of a file
+    known: dict[tuple, list[_Share]] = {}  # layers of a kind, and all state of a parameter, are alike
+    for array in arrays:
+        blocks = array.stored.blocks
+        kind = id(array.placed), tuple(each.rectangle for each in blocks)
+        if kind not in known:
+            known[kind] = _shares(kind[1], array.placed.held, rank, loads)
+        parts = []
+        for block, (ranks, size, part, place) in zip(blocks, known[kind], strict=True):
+            if ranks:
+                least, checks = min(ranks, key=loads.__getitem__), readers.get(block.file)
+                if checks not in ranks or loads[checks] > loads[least] + UNEVEN:
+                    checks = readers[block.file] = least
+                loads[checks] += size * array.dtype.itemsize
+                if part is not None:
+                    parts.append((block, part, rank == checks, place))
+        if parts:
+            yield array, parts
 
 
-@lru_cache(maxsize=256)
+def _shares(
+    blocks: tuple[Rectangle, ...], held: tuple[Rectangles, ...], rank: int, near: Iterable[int]
+) -> list[_Share]:
+    """Who wants what of each block."""
+    found = []
+    for block, wanting in zip(blocks, _wanting(blocks, held), strict=True):
+        part, place = None, ()
+        if rank in wanting:
+            (here,) = held[rank]
+            part = block & here
+            place = (..., *part.within(here).index)
+        found.append(([each for each in near if each in wanting], block.size, part, place))
+    return found
+
+
 def _wanting(blocks: tuple[Rectangle, ...], held: tuple[Rectangles, ...]) -> list[list[int]]:
-    """Of each block, the ranks that hold some of it; of layers of a kind, and of all state of a parameter, the same."""
+    """Of each block, the ranks that hold some of it."""
     ranks = ranks_of_blocks(held)
     if not ranks or len(blocks) < 2:  # a single one is all of the array
         return [sorted({rank for some in ranks.values() for rank in some})] * len(blocks)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
+from dataclasses import dataclass
 from hashlib import sha256
 from math import prod
 from pathlib import Path
@@ -19,6 +21,33 @@ from spmd_engine.errors import CheckpointError
 from spmd_engine.sharding.rectangles import Rectangle
 
 
+@dataclass(frozen=True)
+class PartOfBlock:
+    """A part of a stored block, and where it is to be read to. Neither is empty."""
+
+    name: str  #: of the array
+    array: StoredArray
+    block: StoredBlock
+    part: Rectangle  #: of the array, within the block
+    checked: bool  #: whether all of the block is read, and checked
+    place: np.ndarray  #: of the shape of the part, and of the array's dtype
+
+    @property
+    def row(self) -> int:
+        """The bytes of a row of the block; its file has one behind the other."""
+        return prod(self.block.rectangle.shape[1:]) * DTYPES[self.array.dtype].itemsize
+
+    @property
+    def within(self) -> tuple[slice, ...]:
+        """Where the part lies in the block: rows, and what of them."""
+        return self.part.within(self.block.rectangle).index or (slice(0, 1),)
+
+    @property
+    def rows(self) -> slice:
+        """The rows that are read."""
+        return slice(0, (self.block.rectangle.shape or (1,))[0]) if self.checked else self.within[0]
+
+
 class PartReader:
     """Reads parts of the blocks in a folder's files, each of which it opens once. Any thread may; ``with`` closes."""
 
@@ -26,24 +55,28 @@ class PartReader:
         self._folder, self._headers, self._opening = folder, headers, Lock()
         self._descriptors: dict[str, int] = {}
 
-    def read(
-        self, name: str, array: StoredArray, block: StoredBlock, part: Rectangle, place: np.ndarray, *, checked: bool
-    ) -> None:
-        """Fill ``place``, of the shape of ``part`` and the dtype of ``array``, with that part of one of its blocks.
+    def expect(self, wanted: PartOfBlock) -> None:
+        """Have the system bring from the disk what will be read soon, if it has it not, while others work."""
+        if hasattr(os, "posix_fadvise"):
+            block, rows, row = wanted.block, wanted.rows, wanted.row
+            first, size = block.offset + rows.start * row, (rows.stop - rows.start) * row
+            with suppress(OSError):  # who reads it tells
+                os.posix_fadvise(self._descriptor(block.file), first, size, os.POSIX_FADV_WILLNEED)
+
+    def read(self, asked: PartOfBlock) -> None:
+        """Fill its place.
 
         ``checked``: the file's header must say of the block what the manifest says, and all of it is read, some rows
         at a time, which are hashed, and looked at, while the cache has them. Raises CheckpointError for what is not
-        what was written, and for values that are not finite. Neither part nor block is empty.
+        what was written, and for values that are not finite.
         """
+        block, part, rows, row, checked = asked.block, asked.part, asked.rows, asked.row, asked.checked
         if checked:
-            self._headers.check(name, array, block)
-        name, dtype = f"{name}{block.rectangle}", DTYPES[array.dtype]
-        shape = block.rectangle.shape or (1,)
-        wanted, *across = part.within(block.rectangle).index or (slice(0, 1),)
-        rows = slice(0, shape[0]) if checked else wanted
-        place = place.reshape(part.shape or (1,))
+            self._headers.check(asked.name, asked.array, block)
+        name, shape = f"{asked.name}{block.rectangle}", block.rectangle.shape or (1,)
+        wanted, *across = asked.within
+        place = asked.place.reshape(part.shape or (1,))
         is_straight = part.shape[1:] == shape[1:] and place.flags.c_contiguous
-        row = prod(shape[1:]) * dtype.itemsize
         step = max(1, IN_CACHE // row) if checked or not is_straight else rows.stop - rows.start
         digest, finite, spare = sha256(), True, None
         for first in range(rows.start, rows.stop, step):
@@ -52,11 +85,12 @@ class PartReader:
             here = place[begin - wanted.start : end - wanted.start] if begin < end else None
             into = here if is_straight and (begin, end) == (first, last) else None
             if into is None:
-                spare = np.empty((step, *shape[1:]), dtype) if spare is None else spare
+                spare = np.empty((step, *shape[1:]), place.dtype) if spare is None else spare
                 into = spare[: last - first]
-            self._fill(bytes_of(into), block, block.offset + first * row, name)
+            data = bytes_of(into)
+            self._fill(data, block, block.offset + first * row, name)
             if checked:
-                digest.update(bytes_of(into))
+                digest.update(data)
                 finite = finite and is_finite(into)
             if here is not None and into is not here:
                 here[...] = into[(slice(begin - first, end - first), *across)]

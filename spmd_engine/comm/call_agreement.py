@@ -2,29 +2,49 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
-from spmd_engine.comm import rendezvous
+from spmd_engine.comm import signature
 from spmd_engine.comm.communicator import Communicator
-from spmd_engine.comm.dissemination import Agreed, disseminate, words_of
+from spmd_engine.comm.dissemination import disseminate
 from spmd_engine.comm.pending import RanksEnded, Steps
-from spmd_engine.comm.prepared_call import PreparedCall
-from spmd_engine.comm.rendezvous import meet
-from spmd_engine.comm.signature import NumberedCall, Signature, Signatures
-from spmd_engine.comm.transports.messages import AGREEMENT, tag
+from spmd_engine.comm.signature import NumberedCall, Signature
+from spmd_engine.comm.transports.messages import AGREEMENT, EXPLANATION, exchange, tag
+from spmd_engine.comm.transports.shared_memory import SharedMemory, meet
+from spmd_engine.errors import RankAborted
+
+if TYPE_CHECKING:
+    from spmd_engine.comm.collectives import PreparedCall
+
+INLINE = 4096  # bytes of a text that travels with a signature
+
+_NUMBER = struct.Struct("<q")
+
+
+class Agreed(NamedTuple):
+    """What all ranks know of a call once they have agreed on it."""
+
+    alike: bool  #: whether what may differ (lengths along the axis, splits) is the same on all
+    sizes_known: bool  #: whether all ranks were told the others' lengths by their callers
+    host: bool  #: whether all have their arrays in the host's memory
+    most: int  #: bytes of the largest array of any rank
+    rows: list | None  #: everyone's array, in rank order, if they came along
+    root: Signature | None = None  #: of a broadcast
+    met: SharedMemory | None = None  #: what this rank's node knows besides, if its ranks met
 
 
 class Agreement:
     """Of one group. ``check``: whether ranks of one node compare what they call; those of several always do."""
 
     def __init__(self, comm: Communicator, axes: str, check: bool) -> None:
-        self._comm, self._axes, self._check, self._lanes, self._table = comm, axes, check, comm.lanes, comm.table
-        self._size = comm.size
+        self._comm, self._axes, self._check = comm, axes, check
 
     def reach(
         self,
@@ -36,87 +56,116 @@ class Agreement:
     ) -> Steps:
         """All ranks agree on the call; returns an Agreed.
 
-        Small ``x`` come along; ``shown`` and ``result``: see ``rendezvous.meet``. Raises, on all ranks, what is wrong
-        if they do not agree.
+        Small ``x`` come along; ``shown`` and ``result``: see ``shared_memory.meet``. Raises, on all ranks, what is
+        wrong if they do not agree.
         """
-        if self._table is None:
-            return (yield from self._between_nodes(call, number, x, shown, result))
-        signature, expected = call.signature, call.expected
-        met = yield from meet(
-            self._table, NumberedCall(number, signature), x if signature.inline else shown, result, expected
-        )
-        found = met.signatures
-        if found is not expected or signature.operation == "refuse":
-            rendezvous.check(met, signature, self._axes, self._check)
+        own, comm = call.signature, self._comm
+        met = ended = None
+        if comm.node_table is not None:
+            data = x if own.inline else shown
+            try:
+                met = yield from meet(comm.node_table, number, own, data, result, call.expected)
+            except RanksEnded as error:
+                if comm.table is not None:
+                    raise
+                ended = error
+        if comm.table is not None:
+            return self._on_one_node(call, met)
+        if met is not None:
+            call.expected = met.signatures
+        return (yield from self._between_nodes(call, number, x, met, ended))
+
+    def _on_one_node(self, call: PreparedCall, met: SharedMemory) -> Agreed:
+        own, found = call.signature, met.signatures
+        if found is not call.expected or own.operation == "refuse":
+            calls = [NumberedCall(met.number, each) for each in found.by_rank]
+            _raise_what_is_wrong(calls, met.blocks, own, self._axes, self._check)
             call.expect(found)
-        root = found.by_rank[signature.root] if signature.operation == "broadcast" else None
+        root = found.by_rank[own.root] if own.operation == "broadcast" else None
         inline = found.at_once if root is None else root.inline > 0
-        rows = met.blocks if inline and signature.operation != "barrier" else None
         host = inline or found.wait or met.shown
-        return Agreed(True, found.same, True, host, call.payload, rows, root, met)
+        return Agreed(found.same, True, host, call.payload, met.blocks if inline else None, root, met)
 
     def _between_nodes(
-        self, call: PreparedCall, number: int, x: Array | None, shown: np.ndarray | None, result: np.ndarray | None
+        self, call: PreparedCall, number: int, x: Array | None, met: SharedMemory | None, ended: RanksEnded | None
     ) -> Steps:
-        """As ``reach``, in log2(n) messages; the ranks of each node first on their table, if nodes are even."""
-        terms, broadcasts = call.terms, call.signature.operation == "broadcast"
-        row = b""
-        if broadcasts and x is not None:
-            row = terms.packed + (x.tobytes() if terms.inline else b"")
-        elif terms.inline and terms.shape is not None:
-            row = x.tobytes()
-        if self._lanes is None:
-            words, own_tag = words_of(terms.sizes), tag(number, AGREEMENT)
-            agreed = yield from disseminate(self._comm, words, row, own_tag, copies=broadcasts)
+        """Those that have met, on the table of their node, tell the others of their lane; else each tells all."""
+        comm, lanes, own = self._comm, self._comm.lanes, call.signature
+        lane, nodes = (lanes.lane, lanes.nodes) if lanes else (comm, [[rank] for rank in range(comm.size)])
+        near, blocks = (met.signatures.by_rank, met.blocks) if met is not None else ([own], [x])
+        words = np.max([each.words for each in near], axis=0)
+        data = [b.tobytes() if s.inline and s.shape is not None else b"" for s, b in zip(near, blocks, strict=True)]
+        broadcasts = own.operation == "broadcast"
+        if broadcasts:
+            row = next((s.packed + d for s, d in zip(near, data, strict=True) if s.shape is not None), b"")
         else:
-            shown = x if terms.inline else shown
-            agreed = yield from self._by_nodes(call, number, shown, result, broadcasts)
-        if not agreed.same or call.signature.operation == "refuse":
-            text = x if call.signature.shape is None else None
-            told = call.signature if text is not None else replace(call.signature, inline=0)
-            yield from rendezvous.explain(self._comm, NumberedCall(number, told), text, self._axes)
-        rows, root = agreed.rows, None
-        if rows is not None and broadcasts:
-            root = Signature.unpack(rows[0])
-            data = np.frombuffer(rows[0], np.uint8)[len(root.packed) :]
-            rows = [_arrays([data], root.shape, root.array_type[1])[0]] * self._size if root.inline else None
-        elif rows is not None:
-            inline = agreed.alike and agreed.host and terms.inline
-            rows = _arrays(rows, x.shape, x.dtype) if inline else None
-        return agreed._replace(rows=rows, root=root)
-
-    def _by_nodes(
-        self, call: PreparedCall, number: int, shown: np.ndarray | None, result: np.ndarray | None, broadcasts: bool
-    ) -> Steps:
-        """First the ranks of each node, on their table, then those of each lane."""
-        lanes, met, ended, row = self._lanes, None, None, b""
-        terms = call.terms
-        words = words_of(terms.sizes)
-        try:
-            expected = call.expected if call.expected is not None else Signatures([terms] * lanes.local.size)
-            met = yield from meet(lanes.table, NumberedCall(number, terms), shown, result, expected)
-        except RanksEnded as error:
-            ended = error
-        else:
-            call.expected, signatures = met.signatures, met.signatures.by_rank
-            words = np.max([words_of(each.sizes) for each in signatures], axis=0)
-            inline = [each.inline and each.shape is not None for each in signatures]
-            data = [b.tobytes() if i else b"" for b, i in zip(met.blocks, inline, strict=True)]
-            if broadcasts:
-                pairs = zip(signatures, data, strict=True)
-                row = next((each.packed + block for each, block in pairs if each.shape is not None), b"")
-            elif len({len(block) for block in data}) == 1 and terms.shape is not None:
-                row = b"".join(data)
-        agreed = yield from disseminate(lanes.lane, words, row, tag(number, AGREEMENT), copies=broadcasts, ended=ended)
-        if agreed.rows is not None and not broadcasts:
-            by_rank, width = [b""] * self._size, lanes.local.size
-            for node, each in zip(lanes.nodes, agreed.rows, strict=True):
-                length = len(each) // width
+            row = b"".join(data) if len(set(map(len, data))) == 1 else b""
+        words, rows = yield from disseminate(
+            lane, words, row, tag(number, AGREEMENT), copies=broadcasts, ended=ended
+        )
+        same, alike, known = (words[i] == -words[i + 1] for i in (0, 2, 4))
+        host, most = bool(words[6]), int(words[7])
+        if not same or own.operation == "refuse":
+            yield from self._explain(call, number, x)
+        root = None
+        if broadcasts:
+            root, whole = Signature.unpack(rows[0]), rows[0]
+            rows = [whole[len(whole) - root.inline :]] * comm.size if root.inline else None
+        elif rows is not None and own.inline and alike and host:
+            by_rank = [b""] * comm.size
+            for node, each in zip(nodes, rows, strict=True):
                 for i, rank in enumerate(node):
-                    by_rank[rank] = each[i * length : (i + 1) * length]
-            agreed = agreed._replace(rows=by_rank)
-        return agreed._replace(met=met)
+                    by_rank[rank] = each[i * x.nbytes : (i + 1) * x.nbytes]
+            rows = by_rank
+        else:
+            rows = None
+        if rows is not None:
+            shape, dtype = root.array_type if broadcasts else (x.shape, x.dtype)
+            rows = [np.frombuffer(each, dtype, prod(shape)).reshape(shape) for each in rows]
+        return Agreed(bool(alike), bool(known) and words[4] >= 0, host, most, rows, root, met)
+
+    def _explain(self, call: PreparedCall, number: int, x: Array | None) -> Steps:
+        """Raise the error of all when they do not call the same, or cannot: each tells every other what it calls.
+
+        Everyone knows before that there is something to explain.
+        """
+        comm, own = self._comm, call.signature
+        own = own if own.shape is None else replace(own, inline=0)  # a text goes along, an array does not
+        text = x.tobytes() if own.inline else b""
+        told = np.frombuffer(_NUMBER.pack(number) + own.packed + text, np.uint8)
+        heard = np.empty((comm.size, _NUMBER.size + signature.room(comm.size) + INLINE), np.uint8)
+        yield from exchange(comm, [told] * comm.size, list(heard), tag(number, EXPLANATION))
+        heard[comm.rank, : told.size] = told
+        calls, texts = [], []
+        for row in heard:
+            theirs = Signature.unpack(row[_NUMBER.size :])
+            calls.append(NumberedCall(*_NUMBER.unpack_from(row), theirs))
+            begin = _NUMBER.size + len(theirs.packed)
+            texts.append(row[begin : begin + theirs.inline])
+        _raise_what_is_wrong(calls, texts, own, self._axes, True)
 
 
-def _arrays(rows: Sequence, shape: Sequence[int], dtype: np.dtype) -> list[np.ndarray]:
-    return [np.frombuffer(row, dtype, prod(shape)).reshape(shape) for row in rows]
+def bytes_of(text: str) -> np.ndarray:
+    """A text, as it travels with a signature: not more than its beginning."""
+    return np.frombuffer(text.encode(errors="replace")[:INLINE], np.uint8)
+
+
+def text_of(data: np.ndarray) -> str:
+    """The text of which these are the ``bytes_of``."""
+    return data.tobytes().decode(errors="replace")
+
+
+def _raise_what_is_wrong(
+    calls: Sequence[NumberedCall], texts: Sequence, own: Signature, axes: str, check: bool
+) -> None:
+    """The error of all, if a rank has failed, cannot make its call, or does not call the same."""
+    refusals: dict[str, list[int]] = {}
+    for rank, (_, theirs) in enumerate(calls):
+        if theirs.operation == "leave" != own.operation and theirs.inline:
+            raise RankAborted(f"rank {rank} of {axes!r} failed: {text_of(texts[rank])}")
+        if theirs.operation == "refuse":
+            refusals.setdefault(text_of(texts[rank]), []).append(rank)
+    if refusals:
+        raise signature.refused(refusals, axes, len(calls))
+    if check:
+        signature.check(calls, axes)

@@ -9,19 +9,19 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, Backend
-from spmd_engine.comm import dtypes, rendezvous, signature
-from spmd_engine.comm.collectives import PREPARE, Collective
+from spmd_engine.comm import dtypes, signature
+from spmd_engine.comm.call_agreement import bytes_of
+from spmd_engine.comm.collectives import PREPARE, PreparedCall
 from spmd_engine.comm.communicator import Communicator
 from spmd_engine.comm.ledger import Ledger
-from spmd_engine.comm.operation import Operation
-from spmd_engine.comm.pending import TIMEOUT, Pending
-from spmd_engine.comm.prepared_call import PreparedCall
+from spmd_engine.comm.pending import TIMEOUT, Pending, Steps
 from spmd_engine.comm.routing import Routing
-from spmd_engine.comm.signature import Signature, Signatures
+from spmd_engine.comm.signature import NumberedCall, Signature, Signatures
 from spmd_engine.comm.slot_table import LEFT
 from spmd_engine.comm.staging import copied
-from spmd_engine.comm.ways import blocking_at_most, inline_at_most
-from spmd_engine.errors import SpmdError, UsageError
+from spmd_engine.comm.ways import inline_at_most, library_offered
+from spmd_engine.errors import UsageError
+from spmd_engine.watchdog.activity import Line
 
 KEPT = 512  # prepared calls that are kept at most
 
@@ -46,7 +46,7 @@ class Calls:
     ) -> None:
         self.comm, self.axes, self.ledger, self.check, self.timeout = comm, axes, ledger, check, timeout
         self.rank, self.size = comm.rank, comm.size
-        self._table, self._lanes = comm.table, comm.lanes
+        self._table = comm.table
         self._spins = self._table is not None and comm.spin_tests > 0 and comm.size > 1  # one alone meets nobody
         #: bytes of data that a signature brings along
         self._room = comm.table.room if comm.table else comm.tuning.with_agreement // comm.size
@@ -65,7 +65,13 @@ class Calls:
             call, x = self._find(key, x, arguments, out)
         except UsageError as error:
             return self._refuse(operation, label, error).wait()
-        return self._wait_for(call, x, out) if self.size > 1 else self._alone(call, x, out)
+        if self.size == 1:
+            return self._alone(call, x, out)
+        if call.waiting is not None and (operation == "all_to_all" or self._are_ordinary(x, out)):
+            call = call.waiting
+            if call.at_once and call.suits(out):
+                return self._at_once(call, x, out)
+        return self._start(call, x, out).wait()
 
     def _begin(
         self, operation: str, x: Array | None, arguments: tuple = (), out: Any = None, label: str = ""
@@ -77,7 +83,7 @@ class Calls:
             return self._refuse(operation, label, error)
         return self._start(call, x, out) if self.size > 1 else Pending.completed(self._alone(call, x, out))
 
-    def _find(self, key: tuple, x: Array | None, arguments: tuple, out: Any) -> tuple[Collective, Array | None]:
+    def _find(self, key: tuple, x: Array | None, arguments: tuple, out: Any) -> tuple[PreparedCall, Array | None]:
         """The call prepared for such an array, and the array as it takes it. Raises UsageError if it cannot be made."""
         call = self._prepared.get(key) or self._keep(key, PREPARE[key[0]](self, x, *arguments, key[-1]), x)
         if x is not None and x.dtype != call.dtype:
@@ -100,24 +106,25 @@ class Calls:
         if len(self._prepared) >= KEPT:
             self._prepared.clear()
         call.text = self.comm.progress.activity.called(*call.where)
+        call.expected = self._all_like(call)
+        if self._spins and (x is None or (type(x) is np.ndarray and x.dtype == call.dtype)):
+            call.waiting = self._blocking(call, x)
         self._prepared[key] = call
-        if self._table is None:
-            call.terms = self._terms_of(call, x is None or isinstance(x, np.ndarray))
-            return call
-        call.expected = Signatures([call.signature] * self.size)
-        plain = x is None or (type(x) is np.ndarray and x.dtype == call.dtype)
-        if plain and self._spins and isinstance(call, Collective):
-            call.waiting = self._offering(call, x)
         return call
 
-    def _offering(self, call: PreparedCall, x: Array | None) -> PreparedCall:
+    def _all_like(self, call: PreparedCall) -> Signatures | None:
+        """What the ranks of this node would say if all called the same."""
+        table = self.comm.node_table
+        return Signatures([call.signature] * table.size) if table is not None else None
+
+    def _blocking(self, call: PreparedCall, x: Array | None) -> PreparedCall:
         """The same for a rank that waits, with ordinary memory: larger data are for the library to move."""
-        large = x is not None and 0 < x.nbytes <= blocking_at_most(call.signature.operation, self.comm.tuning)
-        told = replace(call.signature, waits=large and not call.signature.inline and self.comm.library is not None)
-        if told != call.signature:
-            call = replace(call, signature=told)
-        call.is_small = x is None or call.signature.inline > 0
-        call.expect(Signatures([told] * self.size))
+        told, library = call.signature, self.comm.library
+        offered = x is not None and library is not None
+        if offered and library_offered(told.operation, x.nbytes, told.inline > 0, not told.sizes, self.comm.tuning):
+            call = replace(call, signature=replace(told, waits=True, inline=0))
+        call.blocking = True
+        call.expect(self._all_like(call))
         return call
 
     def signature_of(self, operation: str, x: Array | None, **fields: Any) -> Signature:
@@ -129,70 +136,41 @@ class Calls:
         most = inline_at_most(operation, self.size, self._room, self.comm.tuning)
         small = x.nbytes <= most and isinstance(x, np.ndarray)
         fields.setdefault("inline", x.nbytes if small else 0)
-        return Signature(operation, dtype=dtypes.describe(x.dtype), shape=x.shape, **fields)
-
-    def _terms_of(self, call: PreparedCall, host: bool) -> Signature:
-        told = call.signature
-        inline = told.inline if told.shape is not None else 0
-        return replace(told, sizes=told.terms(call.sizes, host, call.payload), inline=inline)
+        dtype, host = dtypes.describe(x.dtype), isinstance(x, np.ndarray)
+        return Signature(operation, dtype=dtype, shape=x.shape, host=host, **fields)
 
     def _refuse(self, operation: str, label: str, error: UsageError) -> Pending:
         """A call that this rank cannot make. It says so in its place, and all ranks raise the same UsageError."""
         if self.size == 1:
             raise error
-        text = rendezvous.bytes_of(str(error))
+        text = bytes_of(str(error))
         return self._start(self._say("refuse", (operation, self.axes, label), text), text)
 
     def _say(self, what: str, where: tuple[str, str, str], text: np.ndarray) -> PreparedCall:
         """A call that only brings a text."""
         call = PreparedCall(Signature(what, inline=text.size), where)
-        if self._table is None:
-            call.terms = replace(self._terms_of(call, True), inline=0)
-        else:
-            call.expected = Signatures([call.signature] * self.size)
+        call.expected = self._all_like(call)
         return call
 
     # --- to make
 
-    def _start(self, call: PreparedCall, x: Array | None, out: Any = None) -> Pending:
-        """Start the next call; write to the ledger when it ends."""
-        number, began = self.comm.next_call(call.text), perf_counter()
+    def _start(self, call: PreparedCall, x: Array | None, out: Any = None, number: int = 0) -> Pending:
+        """Start call ``number``, or the next one; write to the ledger when it ends."""
+        began = perf_counter()
+        number = number or self.comm.next_call(call.text)
         steps = call.steps(self.routing, number, x, out)
         if self._table is None:
             self.comm.turns.enter(number)
-        if self._lanes is not None:
-            steps = self._lanes.in_turn(number, steps)
         pending = self.comm.progress.begin(Operation(self, call, number, steps))
         pending.on_wait(perf_counter() - began)
         return pending
 
-    def _wait_for(self, call: PreparedCall, x: Array | None, out: Any = None) -> Any:
-        """The result of the next call, with no more ado than it takes where the others are not far."""
-        if not self._spins:
-            return self._start(call, x, out).wait()
-        if call.waiting is not None and self._is_ordinary(x) and self._is_ordinary(out):
-            call = call.waiting
-            if call.library_at_once and call.suits(out):
-                return self._at_once(call, x, out)
-        began, number = perf_counter(), self.comm.next_call(call.text)
-        progress, steps, operation = self.comm.progress, call.steps(self.routing, number, x, out), None
-        with progress.lock:
-            try:
-                awaited = next(steps)
-                while not isinstance(awaited, list) and progress.spin(awaited, self.comm.spin_tests):
-                    awaited = next(steps)
-                operation = Operation(self, call, number, steps, awaited)
-            except StopIteration as stop:
-                result = stop.value
-                self._table.say(number, LEFT)
-            except Exception as error:
-                self._table.say(number, LEFT)
-                raise error.with_traceback(None) if isinstance(error, SpmdError) else error from None
-        if operation is not None:
-            operation.on_wait(perf_counter() - began)
-            return progress.begin(operation).wait()
-        call.record(self.ledger, result, perf_counter() - began)
-        return result
+    def _end(self, number: int) -> None:
+        """Call ``number`` is over."""
+        if self._table is None:
+            self.comm.turns.over(number)
+        if self.comm.node_table is not None:
+            self.comm.node_table.say(number, LEFT)
 
     def _at_once(self, call: PreparedCall, x: np.ndarray | None, out: np.ndarray | None) -> Array:
         """The whole of a call of small data, or for the library; by its steps where the others are far away, or do not
@@ -203,8 +181,7 @@ class Calls:
         with progress.lock:
             blocks = table.meet_at_once(number, expected, x, progress, comm.spin_tests)
             if blocks is None:
-                steps = call.steps(self.routing, number, x, out)
-                return progress.begin(Operation(self, call, number, steps)).wait()
+                return self._start(call, x, out, number).wait()
             try:
                 if expected.wait:
                     result = call.by_library(comm.library, x, out)
@@ -215,9 +192,40 @@ class Calls:
         call.record(self.ledger, result, perf_counter() - began)
         return result
 
-    def _is_ordinary(self, x: Array | None) -> bool:
-        """Whether it is memory of this process alone: what ranks share is faster read where it is, if it is large."""
-        return x is None or (type(x) is np.ndarray and self._table.neighbours.offset(x) is None)
+    def _are_ordinary(self, *arrays: Array | None) -> bool:
+        """Whether they are memory of this process alone: what ranks share is mostly faster read where it is."""
+        offset = self._table.neighbours.offset
+        return all(x is None or (type(x) is np.ndarray and offset(x) is None) for x in arrays)
+
+
+class Operation(Pending):
+    """A call of a group under way."""
+
+    __slots__ = ("_calls", "_call", "_number")
+
+    def __init__(self, calls: Calls, call: PreparedCall, number: int, steps: Steps) -> None:
+        super().__init__(calls.comm, steps, calls.timeout)
+        self._calls, self._call, self._number = calls, call, number
+        calls.ledger.open(*call.where)  # now: others may be reading the ledger when this ends
+
+    def describe(self) -> str:
+        operation, axes, label = self._call.where
+        what = str(NumberedCall(self._number, self._call.signature)) if self._number else operation
+        calls = self._calls
+        return f"{what} over {axes!r}{f' ({label})' if label else ''}, group rank {calls.rank} of {calls.size}"
+
+    def call(self) -> tuple[Line, int, int]:
+        call, comm = self._call, self._calls.comm
+        return comm.line, self._number, call.text or comm.progress.activity.called(*call.where)
+
+    def on_end(self) -> None:
+        if self.error is None:
+            self._call.record(self._calls.ledger, self.result)
+        if self._number:
+            self._calls._end(self._number)
+
+    def on_wait(self, seconds: float) -> None:
+        self._calls.ledger.record_wait(*self._call.where, seconds)
 
 
 def _key(operation: str, x: Array | None, arguments: tuple, label: str) -> tuple:

@@ -6,7 +6,9 @@ without; whichever transport moves the data.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Self
 
@@ -14,18 +16,18 @@ import numpy as np
 
 from spmd_engine.arrays.backend import CPU, Array, Backend, backend_of
 from spmd_engine.arrays.memory import address_of
-from spmd_engine.comm.dissemination import Agreed
+from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.pending import Steps
-from spmd_engine.comm.prepared_call import PreparedCall
-from spmd_engine.comm.reducing import reducer, reducible
-from spmd_engine.comm.signature import Signature, Signatures
+from spmd_engine.comm.reducing import Reducer, reducer, reducible
+from spmd_engine.comm.signature import Signature, Signatures, number_of
 from spmd_engine.comm.spans import joined, span, spans
 from spmd_engine.comm.staging import copied, is_reachable, ready
-from spmd_engine.comm.transports.shared_memory import keeps_apart, readable, readable_with_result
+from spmd_engine.comm.transports.shared_memory import keeps_apart, readable_with_result
 from spmd_engine.comm.transports.transport import Transport
 from spmd_engine.errors import UsageError
 
 if TYPE_CHECKING:
+    from spmd_engine.comm.call_agreement import Agreed
     from spmd_engine.comm.calls import Calls
     from spmd_engine.comm.routing import Routing
 
@@ -34,10 +36,67 @@ Shape = tuple[int, ...]
 Offer = tuple[Array, Array | None, Array | None]
 
 
-class Collective(PreparedCall):
-    """A collective with an array; each rank has another, and the result comes to ``out`` if there is one."""
+@dataclass
+class PreparedCall:
+    """All of a call that does not depend on the values in its array, as a group keeps it for the next one like it.
 
-    __slots__ = ()
+    As it is, that of a barrier, and of what has no result: a text brought to the others, a message.
+    """
+
+    signature: Signature
+    where: tuple[str, str, str]  # operation, axes and label, as the ledger has them
+    payload: int = 0  # bytes
+    sent: int | Callable[[Array], int] = 0  # bytes; a function of the result, where that must be known
+    shape: tuple[int, ...] = ()  # of the result, if all ranks call the same
+    dtype: Any = None  # what the array is cast to first
+    parts: list[tuple[slice, ...]] | None = None  # of the array, by rank
+    places: list[slice] | None = None  # of these parts, one after the other in flat memory
+    even: list[int] | None = None  # lengths of what is joined, by rank, if all ranks call the same
+    sizes: Sequence[int] | None = None  # these lengths, as the caller says
+    tells: bool = False  # whether an all_to_all returns, besides, how much came from each rank
+    reduce: Reducer | None = None
+    expected: Signatures | None = None  # everyone's on the node, last time
+    blocking: bool = False  # whether this is for a rank that waits, with an array in its own memory
+    at_once: bool = False  # whether all others do so, with all data inline, or all for the library to move
+    waiting: PreparedCall | None = None  # the same for who waits: it may offer its data to the library
+    rank: int = 0  # of the group, that calls
+    ranks: int = 1
+    text: int = 0  # the number of what it is, see ``Activity.called``; 0: not asked for yet
+
+    def steps(self, routing: Routing, number: int, x: Array | None, out: Any) -> Steps:
+        """All of call ``number``, a generator (see ``pending``)."""
+        yield from routing.agreement.reach(self, number, x)
+
+    def finish(self, found: Signatures, blocks: Sequence[Array], out: Any) -> Any:
+        """The result, where everyone's arrays came with the signatures; it comes to ``out``, if there is one."""
+
+    def check_out(self, x: Array, out: Any, ranks: int) -> None:
+        """Raise UsageError unless ``out`` can receive the result of a call of ``x``."""
+
+    def expect(self, found: Signatures) -> None:
+        """The next such call will probably find these on the table."""
+        self.expected = found
+        self.at_once = self.blocking and (found.at_once or (found.wait and found.same))
+
+    def record(self, ledger: Ledger, result: Any, seconds: float | None = None) -> None:
+        """Enter one such call, with this ``result``, in the ledger; ``seconds``: of the one wait for it."""
+        sent = self.sent if type(self.sent) is int else self.sent(result)
+        ledger.record(self.where, self.payload, sent, seconds)
+
+    def suits(self, out: Array | None) -> bool:
+        """Whether ``out`` can receive the result at once."""
+        return out is None or (
+            self.expected.same
+            and type(out) is np.ndarray
+            and out.shape == self.shape
+            and self.signature.concat_axis == 0
+            and out.dtype is self.dtype
+            and out.flags.carray  # contiguous, and can be written to
+        )
+
+
+class Collective(PreparedCall, ABC):
+    """A collective in which each rank has an array, and the result comes to ``out`` if there is one."""
 
     @classmethod
     def prepare(cls, calls: Calls, operation: str, x: Array, label: str, told: dict[str, Any], **fields: Any) -> Self:
@@ -46,24 +105,28 @@ class Collective(PreparedCall):
         fields |= {"payload": x.nbytes, "dtype": x.dtype, "rank": calls.rank, "ranks": calls.size}
         call = cls(calls.signature_of(operation, x, **told), where, **fields)
         if call.parts is not None:
-            call.places = spans([prod(shape) for shape in call.part_shapes()])
+            row = x.size // max(1, x.shape[call.signature.axis])
+            call.places = [slice(part[-1].start * row, part[-1].stop * row) for part in call.parts]
         return call
 
-    def finish(self, found: Signatures | None, blocks: Sequence[Array], out: Array | None) -> Any:
-        """The result of everyone's arrays, where these came with the agreement; ``found``: None if all are the same."""
-        raise NotImplementedError
-
+    @abstractmethod
     def offer(self, routing: Routing, own: Array, target: Array | None) -> Offer:
         """What this rank, with contiguous ``own``, offers to the others of its node; ``target``: ``out``, if usable."""
-        raise NotImplementedError
 
-    def shapes(self, routing: Routing, number: int, agreed: Agreed, own: Array) -> Steps:
-        """Of what comes from each rank, where it is not reduced; raises UsageError if these are not as expected."""
-        raise NotImplementedError
+    @abstractmethod
+    def move(self, transport: Transport, x: Array, result: Array, lengths: list[int] | None) -> Steps:
+        """Bring the result of ``x`` to ``result``. ``x`` is contiguous; ``lengths``: of what comes from each rank."""
 
-    def move(self, transport: Transport, number: int, x: Array, result: Array, shapes: list[Shape] | None) -> Steps:
-        """Bring the result of ``x`` to ``result``. ``x`` is contiguous; ``shapes``: of what comes from each rank."""
-        raise NotImplementedError
+    def lengths(self, routing: Routing, number: int, agreed: Agreed) -> Steps:
+        """How long what comes from each rank is, where it is joined and not all ranks call the same.
+
+        Raises UsageError if that is not as expected.
+        """
+        yield from ()
+
+    def shape_of(self, lengths: list[int] | None) -> Shape:
+        """The result's."""
+        return self.shape
 
     def steps(self, routing: Routing, number: int, x: Array, out: Array | None) -> Steps:
         """Show, agree, ask for what is not known yet, and move: the whole of a collective, whatever it is."""
@@ -71,10 +134,8 @@ class Collective(PreparedCall):
         target = out if out is not None and is_reachable(routing.comm, out) else None
         given, shown, result = self.offer(routing, own, target)
         agreed = yield from routing.agreement.reach(self, number, given, shown, result)
-        shapes, shape = None, self.shape
-        if self.reduce is None and not (shape and agreed.alike and self.sizes is None):
-            shapes = yield from self.shapes(routing, number, agreed, own)
-            shape = _joined(shapes, self.signature.concat_axis)
+        lengths = yield from self.lengths(routing, number, agreed)
+        shape = self.shape_of(lengths)
         fits = out is None or out.shape == shape  # if not, this rank is still to give the others what is theirs
         target = target if fits else None
         if agreed.rows is not None:
@@ -85,28 +146,19 @@ class Collective(PreparedCall):
                 result = target if target is not None else backend_of(own).empty(shape, own.dtype)
             size = agreed.most if self.signature.operation == "all_to_all" else max(self.payload, result.nbytes)
             transport = routing.transport(self, number, agreed, size)
-            yield from self.move(transport, number, given, result, shapes or self.even_shapes())
+            yield from self.move(transport, given, result, lengths)
             yield from transport.end()
         if not fits:
             raise UsageError(f"{self.signature.operation}: out has shape {out.shape}, the result {shape}")
         result = home(result) if out is None else copied(home(result), out)
-        return self.told(result, shapes)
+        return (result, lengths or list(self.even)) if self.tells else result
 
     def by_library(self, library: Transport, x: np.ndarray, out: np.ndarray | None) -> Any:
         """The result, where all ranks of a node call the same and wait: the MPI library makes it at once."""
         result = out if out is not None else np.empty(self.shape, self.dtype)
-        for _ in self.move(library, 0, np.ascontiguousarray(x), result, self.even_shapes()):
+        for _ in self.move(library, np.ascontiguousarray(x), result, None):
             pass  # nothing is waited for but in the library
-        return self.told(result, None)
-
-    def told(self, result: Array, shapes: list[Shape] | None) -> Any:
-        """What the caller gets; ``shapes`` of what came from each rank: None if these are the ``even_shapes``."""
-        if not self.tells:
-            return result
-        return result, [each[self.signature.concat_axis] for each in shapes or self.even_shapes()]
-
-    def even_shapes(self) -> list[Shape] | None:
-        """``shapes`` where all ranks call the same."""
+        return (result, list(self.even)) if self.tells else result
 
     def packed(self, x: Array) -> Array:
         """The parts of ``x``, each in one piece of flat memory, as the transports want them: at their ``places``."""
@@ -117,27 +169,21 @@ class Collective(PreparedCall):
             flat[place] = x[part].reshape(-1)
         return flat
 
-    def part_shapes(self) -> list[Shape]:
-        """Of the parts of this rank's array, which are cut along the last axis that their indices name."""
-        shape, axis = self.signature.shape, len(self.parts[0]) - 1
-        return [(*shape[:axis], part[axis].stop - part[axis].start, *shape[axis + 1 :]) for part in self.parts]
-
     def check_out(self, x: Array, out: Any, ranks: int) -> None:
-        """Raise UsageError unless ``out`` can receive the result of a call of ``x``."""
-        shape = x.shape if ranks == 1 else self.shape
-        if out.shape != shape or not self._can_hold(out):
-            wanted, given = f"{self.dtype}{list(shape)}", f"{out.dtype}{list(out.shape)}"
-            raise UsageError(f"{self.signature.operation}: out must be contiguous, writable {wanted}, is {given}")
-
-    def _can_hold(self, out: Array) -> bool:
+        shape, joins = x.shape if ranks == 1 else self.shape, self.even is not None
         fits = out.dtype == self.dtype and out.flags.c_contiguous
-        return fits and getattr(out.flags, "writeable", True)  # CuPy's arrays always are
+        fits = fits and getattr(out.flags, "writeable", True)  # CuPy's arrays always are
+        # What is joined may be of another length than expected; then that is known, and looked at, later.
+        if not fits or self.signature.concat_axis or (out.shape != shape and (ranks == 1 or not joins)):
+            wanted, given = f"{self.dtype}{list(shape)}", f"{out.dtype}{list(out.shape)}"
+            how = ", joined along axis 0" if joins else ""
+            raise UsageError(f"{self.signature.operation}: out must be contiguous, writable {wanted}{how}, is {given}")
+        if joins and self.parts and isinstance(x, np.ndarray) and np.may_share_memory(x, out):
+            raise UsageError("all_to_all: out must not share memory with what is sent")
 
 
-class BroadcastCall(Collective):
+class BroadcastCall(PreparedCall):
     """See ``Group``; so are the others. ``out``: in whose memory the result is wanted; None: in the host's."""
-
-    __slots__ = ()
 
     @classmethod
     def of(cls, calls: Calls, mine: Array | None, root: int, label: str) -> BroadcastCall:
@@ -152,16 +198,9 @@ class BroadcastCall(Collective):
             part = (own.stop - own.start) * result.itemsize
             return result.nbytes - part + part * (calls.size - 1) if calls.rank == root else part * (calls.size - 2)
 
-        return cls(
-            calls.signature_of("broadcast", mine, root=root),
-            ("broadcast", calls.axes, label),
-            payload=mine.nbytes if mine is not None else 0,
-            sent=sent,
-            dtype=mine.dtype if mine is not None else None,
-        )
-
-    def check_out(self, x: Array, out: Any, ranks: int) -> None:
-        """Any will do."""
+        signature, where = calls.signature_of("broadcast", mine, root=int(root)), ("broadcast", calls.axes, label)
+        payload, dtype = (mine.nbytes, mine.dtype) if mine is not None else (0, None)
+        return cls(signature, where, payload=payload, sent=sent, dtype=dtype)
 
     def finish(self, found: Signatures | None, blocks: Sequence[Array | None], out: Any) -> Array:
         return blocks[self.signature.root].copy()
@@ -170,38 +209,21 @@ class BroadcastCall(Collective):
         """The description of the root's array, and the array itself if it is small, come with the agreement."""
         shown, home, comm = None, home or CPU, routing.comm
         mine = ready(comm, mine)[0] if mine is not None else None
-        if routing.one_node and mine is not None and routing.shows(self, mine, mine.nbytes):
-            shown = readable(routing.node_table, mine, comm.tuning)
+        if routing.one_node and mine is not None:
+            shown = routing.readable(self, mine)
         agreed = yield from routing.agreement.reach(self, number, mine, shown)
         if agreed.rows is not None:
             return home.asarray(self.finish(None, agreed.rows, None))
         where = home if comm.device_aware and not agreed.host else CPU
         data = mine.copy() if mine is not None else where.empty(*agreed.root.array_type)
         transport = routing.transport(self, number, agreed, data.nbytes)
-        yield from transport.broadcast(number, data.reshape(-1), self.signature.root)
+        yield from transport.broadcast(data.reshape(-1), self.signature.root)
         yield from transport.end()
         return home.asarray(data)
 
 
-class BarrierCall(Collective):
-    """Nothing but to meet."""
-
-    __slots__ = ()
-    steps = PreparedCall.steps
-
-    @classmethod
-    def of(cls, calls: Calls, x: None, label: str) -> BarrierCall:
-        """Nothing can be wrong with it."""
-        return cls(Signature("barrier"), ("barrier", calls.axes, label))
-
-    def finish(self, found: Signatures | None, blocks: Sequence[None], out: None) -> None:
-        """There is no result."""
-
-
 class AllReduceCall(Collective):
     """Everyone's array, reduced."""
-
-    __slots__ = ()
 
     @classmethod
     def of(cls, calls: Calls, x: Array, op: str, label: str) -> AllReduceCall:
@@ -209,10 +231,8 @@ class AllReduceCall(Collective):
         own = reducible("all_reduce", x, op)
         mine = span(own.size, calls.size, calls.rank)
         part = (mine.stop - mine.start) * own.itemsize
-        reduce = reducer(op, own.dtype, backend_of(own).xp if is_reachable(calls.comm, own) else np)
-        sent = own.nbytes - part + part * (calls.size - 1)
-        told = {"reduction": op}
-        return cls.prepare(calls, "all_reduce", own, label, told, sent=sent, shape=own.shape, reduce=reduce)
+        how = {"sent": own.nbytes - part + part * (calls.size - 1), "shape": own.shape}
+        return cls.prepare(calls, "all_reduce", own, label, {"reduction": op}, reduce=_reducer(calls, own, op), **how)
 
     def finish(self, found: Signatures | None, blocks: Sequence[Array], out: Array | None) -> Array:
         """``out`` may be one of the blocks, else it overlaps none."""
@@ -227,14 +247,12 @@ class AllReduceCall(Collective):
         shown, result = readable_with_result(routing.node_table, own, target)
         return own if shown is None else shown, shown, result
 
-    def move(self, transport: Transport, number: int, x: Array, result: Array, shapes: None) -> Steps:
-        return transport.all_reduce(number, x.reshape(-1), result.reshape(-1), self.signature.reduction)
+    def move(self, transport: Transport, x: Array, result: Array, lengths: None) -> Steps:
+        return transport.all_reduce(x.reshape(-1), result.reshape(-1), self.signature.reduction)
 
 
 class ReduceScatterCall(Collective):
     """A part for each rank of what everyone's array is reduced to."""
-
-    __slots__ = ()
 
     @classmethod
     def of(cls, calls: Calls, x: Array, axis: int, op: str, sizes: Shape | None, label: str) -> ReduceScatterCall:
@@ -243,10 +261,9 @@ class ReduceScatterCall(Collective):
         axis = _axis(calls, "reduce_scatter", own, axis)
         parts = _parts(calls, "reduce_scatter", own, axis, sizes)
         mine = own[parts[calls.rank]]
-        reduce = reducer(op, own.dtype, backend_of(own).xp if is_reachable(calls.comm, own) else np)
-        told, sent = {"reduction": op, "axis": axis, "sizes": sizes or ()}, own.nbytes - mine.nbytes
-        how = {"sent": sent, "shape": mine.shape, "parts": parts, "reduce": reduce}
-        return cls.prepare(calls, "reduce_scatter", own, label, told, **how)
+        told = {"reduction": op, "axis": axis, "sizes": sizes or ()}
+        how = {"sent": own.nbytes - mine.nbytes, "shape": mine.shape, "parts": parts}
+        return cls.prepare(calls, "reduce_scatter", own, label, told, reduce=_reducer(calls, own, op), **how)
 
     def finish(self, found: Signatures | None, blocks: Sequence[Array], out: Array | None) -> Array:
         return AllReduceCall.finish(self, found, [block[self.parts[self.rank]] for block in blocks], out)
@@ -254,48 +271,56 @@ class ReduceScatterCall(Collective):
     def offer(self, routing: Routing, own: Array, target: Array | None) -> Offer:
         own = own if target is None or keeps_apart(target, own, self.parts[self.rank]) else own.copy()
         flat = own if self.signature.inline else self.packed(own)
-        shows = routing.shows(self, own, own.nbytes)
-        return flat, readable(routing.node_table, flat, routing.comm.tuning) if shows else None, None
+        return flat, routing.readable(self, flat), None
 
-    def move(self, transport: Transport, number: int, x: Array, result: Array, shapes: None) -> Steps:
+    def move(self, transport: Transport, x: Array, result: Array, lengths: None) -> Steps:
         reduction = self.signature.reduction
-        return transport.reduce_scatter(number, self.packed(x), self.places, result.reshape(-1), reduction)
+        return transport.reduce_scatter(self.packed(x), self.places, result.reshape(-1), reduction)
 
 
 class Joining(Collective):
     """What comes from each rank is joined along an axis, ``concat_axis``; how long it is, others may have to tell."""
 
-    __slots__ = ()
-
-    def check_out(self, x: Array, out: Any, ranks: int) -> None:
-        told, operation = self.signature, self.signature.operation
-        gathers = operation == "all_gather"
-        if not self._can_hold(out) or told.concat_axis:
-            how = "axis 0" if gathers else "what comes be joined along axis 0"
-            raise UsageError(f"{operation}: out must be a contiguous, writable array of {self.dtype}, and {how}")
-        if not gathers and isinstance(x, np.ndarray) and np.may_share_memory(x, out):
-            raise UsageError("all_to_all: out must not share memory with what is sent")
-        if ranks == 1:
-            super().check_out(x, out, ranks)
-
-    def check_sizes(self, routing: Routing, lengths: Sequence[int]) -> None:
-        """Raise UsageError if the caller has said other ``sizes``."""
-        if self.sizes is not None and list(self.sizes) != list(lengths):
+    def lengths(self, routing: Routing, number: int, agreed: Agreed) -> Steps:
+        lengths = None
+        if agreed.alike:
+            pass
+        elif routing.one_node:
+            lengths = [each.length_for(self.rank, self.ranks) for each in agreed.met.signatures.by_rank]
+        elif agreed.sizes_known:
+            return list(self.sizes)
+        else:
+            told = [self.signature.length_for(r, self.ranks) for r in range(self.ranks)]
+            lengths = yield from routing.numbers(number, told)
+        wanted = lengths or self.even
+        if self.sizes is not None and list(self.sizes) != wanted:
             operation, what = self.signature.operation, "received" if self.parts else "sizes"
-            raise UsageError(f"{operation} over {self.where[1]!r}: {what} {list(self.sizes)} should be {list(lengths)}")
+            raise UsageError(f"{operation} over {self.where[1]!r}: {what} {list(self.sizes)} should be {wanted}")
+        return lengths
 
-    def put(self, result: Array, flat: Array, places: Sequence[slice], shapes: list[Shape]) -> None:
-        """Write the blocks that lie at these ``places`` of ``flat`` one after the other, if they are not so yet."""
+    def shape_of(self, lengths: list[int] | None) -> Shape:
+        if lengths is None:
+            return self.shape
         axis = self.signature.concat_axis
-        if axis:
-            for cut, place, shape in zip(spans([each[axis] for each in shapes]), places, shapes, strict=True):
-                result[(slice(None),) * axis + (cut,)] = flat[place].reshape(shape)
+        return *self.shape[:axis], sum(lengths), *self.shape[axis + 1 :]
+
+    def move(self, transport: Transport, x: Array, result: Array, lengths: list[int] | None) -> Steps:
+        axis, alike, lengths = self.signature.concat_axis, lengths is None, lengths or self.even
+        row = result.size // max(1, sum(lengths))
+        places = spans([length * row for length in lengths])
+        flat = backend_of(x).empty((result.size,), x.dtype) if axis else result.reshape(-1)
+        yield from self.fill(transport, x, flat, places, alike)
+        for cut, place in zip(spans(lengths), places, strict=True) if axis else ():
+            part = result[(slice(None),) * axis + (cut,)]
+            part[...] = flat[place].reshape(part.shape)
+
+    @abstractmethod
+    def fill(self, transport: Transport, x: Array, flat: Array, places: list[slice], alike: bool) -> Steps:
+        """Bring what comes from each rank to its place in ``flat``; ``alike``: whether all ranks call the same."""
 
 
 class AllGatherCall(Joining):
     """Everyone's array, joined."""
-
-    __slots__ = ()
 
     @classmethod
     def of(cls, calls: Calls, x: Array, axis: int, sizes: Shape | None, label: str) -> AllGatherCall:
@@ -306,68 +331,39 @@ class AllGatherCall(Joining):
                 f"all_gather over {calls.axes!r}: sizes {list(sizes)} must be {calls.size} numbers; number "
                 f"{calls.rank} is {x.shape[axis]}, the length of this rank's array along axis {axis}"
             )
-        shape = (x.shape[0] * calls.size, *x.shape[1:]) if axis == 0 else ()  # elsewhere, no out will do
-        told, sent = {"axis": axis, "concat_axis": axis}, x.nbytes * (calls.size - 1)
-        return cls.prepare(calls, "all_gather", x, label, told, sent=sent, shape=shape, sizes=sizes)
+        even = [x.shape[axis]] * calls.size
+        shape = (*x.shape[:axis], sum(even), *x.shape[axis + 1 :])
+        told = {"axis": axis, "concat_axis": axis, "known": number_of(sizes) if sizes is not None else -1}
+        how = {"sent": x.nbytes * (calls.size - 1), "shape": shape, "even": even, "sizes": sizes}
+        return cls.prepare(calls, "all_gather", x, label, told, **how)
 
     def finish(self, found: Signatures | None, blocks: Sequence[Array], out: Array | None) -> Array:
         return joined(blocks, self.signature.axis, self.dtype, out)
 
     def offer(self, routing: Routing, own: Array, target: Array | None) -> Offer:
         """Ranks of one node show their arrays; where there are several nodes, the result, with their part in it."""
-        shown = result = None
-        lengths = self._lengths(self.sizes)
-        if routing.one_node and routing.shows(self, own, own.nbytes):
-            shown = readable(routing.node_table, own, routing.comm.tuning)
-            if target is not None and shown is own and np.may_share_memory(own, target):
-                shown = own if self._is_in_place(own, target, lengths) else own.copy()
-        elif self.signature.axis == 0 and routing.shows(self, own, prod(own.shape[1:]) * own.itemsize * sum(lengths)):
-            shape = _joined(self._shapes(lengths), 0)
-            fits = target is not None and target.shape == shape
-            result = target if fits else backend_of(own).empty(shape, own.dtype)
-            copied(own, result[spans(lengths)[self.rank]])
-        return own, shown, result
-
-    def shapes(self, routing: Routing, number: int, agreed: Agreed, own: Array) -> Steps:
-        axis, length = self.signature.axis, own.shape[self.signature.axis]
+        lengths = list(self.sizes or self.even)
+        shape = self.shape_of(lengths)
         if routing.one_node:
-            lengths = [each.shape[axis] for each in agreed.met.signatures.by_rank]
-        elif agreed.sizes_known and not agreed.alike:
-            lengths = self.sizes
-        else:
-            told = [length] * self.ranks
-            lengths = told if agreed.alike else (yield from routing.numbers(number, told))
-        self.check_sizes(routing, lengths)
-        return self._shapes(lengths)
+            shown = routing.readable(self, own)
+            if target is not None and shown is own and np.may_share_memory(own, target):
+                part = target[spans(lengths)[self.rank]] if target.shape == shape else target[:0]
+                shown = own if part.size > 0 and address_of(part) == address_of(own) else own.copy()
+            return own, shown, None
+        if self.signature.axis or not routing.shows(self, own, prod(shape) * own.itemsize):
+            return own, None, None
+        fits = target is not None and target.shape == shape
+        result = target if fits else backend_of(own).empty(shape, own.dtype)
+        copied(own, result[spans(lengths)[self.rank]])
+        return own, None, result
 
-    def even_shapes(self) -> list[Shape]:
-        return self._shapes(self._lengths(None))
-
-    def move(self, transport: Transport, number: int, x: Array, result: Array, shapes: list[Shape]) -> Steps:
-        in_order = backend_of(x).empty((result.size,), x.dtype) if self.signature.axis else result
-        flat, places = in_order.reshape(-1), spans([prod(each) for each in shapes])
+    def fill(self, transport: Transport, x: Array, flat: Array, places: list[slice], alike: bool) -> Steps:
         copied(x.reshape(-1), flat[places[self.rank]])
-        yield from transport.all_gather(number, flat, places)
-        self.put(result, flat, places, shapes)
-
-    def _lengths(self, sizes: Sequence[int] | None) -> Sequence[int]:
-        """``sizes``, or what one may expect where they are not known."""
-        return [self.signature.shape[self.signature.axis]] * self.ranks if sizes is None else sizes
-
-    def _shapes(self, lengths: Sequence[int]) -> list[Shape]:
-        shape, axis = self.signature.shape, self.signature.axis
-        return [(*shape[:axis], length, *shape[axis + 1 :]) for length in lengths]
-
-    def _is_in_place(self, own: np.ndarray, out: np.ndarray, lengths: Sequence[int]) -> bool:
-        """Whether ``own`` is this rank's part of ``out``."""
-        part = out[spans(lengths)[self.rank]] if out.shape[0] == sum(lengths) else out[:0]
-        return part.size > 0 and address_of(part) == address_of(own)
+        return transport.all_gather(flat, places)
 
 
 class AllToAllCall(Joining):
     """A part for each rank, from everyone."""
-
-    __slots__ = ()
 
     @classmethod
     def of(
@@ -386,60 +382,40 @@ class AllToAllCall(Joining):
         parts = _parts(calls, "all_to_all", x, axis, splits)
         if received is not None and (len(received) != calls.size or min(received) < 0):
             raise UsageError(f"all_to_all over {calls.axes!r}: received {list(received)} must be {calls.size} numbers")
-        shape, mine = list(x.shape), parts[calls.rank][-1]
-        shape[axis] = mine.stop - mine.start
-        shape[concat] *= calls.size
-        told = {"axis": axis, "concat_axis": concat, "sizes": splits or ()}
-        how = {"parts": parts, "sizes": received, "tells": splits is not None}
-        how |= {"sent": x.nbytes - x[parts[calls.rank]].nbytes, "shape": tuple(shape) if concat == 0 else ()}
+        mine = x[parts[calls.rank]]
+        even = [mine.shape[concat]] * calls.size
+        told = {"axis": axis, "concat_axis": concat, "sizes": splits or (), "known": 1 if received is not None else -1}
+        how = {"sent": x.nbytes - mine.nbytes, "parts": parts, "sizes": received, "tells": splits is not None}
+        how |= {"shape": (*mine.shape[:concat], sum(even), *mine.shape[concat + 1 :]), "even": even}
         return cls.prepare(calls, "all_to_all", x, label, told, **how)
 
     def finish(self, found: Signatures | None, blocks: Sequence[Array], out: Array | None) -> Any:
         cuts, concat = [self.parts[self.rank]] * self.ranks, self.signature.concat_axis
         if found is not None and not found.same:
-            cuts = [(*self.parts[0][:-1], each.part_for(self.rank, self.ranks)) for each in found.by_rank]
+            cuts = [each.part_for(self.rank, self.ranks) for each in found.by_rank]
         came = [block[cut] for block, cut in zip(blocks, cuts, strict=True)]
         y = joined(came, concat, self.dtype, out)
         return (y, [each.shape[concat] for each in came]) if self.tells else y
 
     def offer(self, routing: Routing, own: Array, target: Array | None) -> Offer:
         flat = own if self.signature.inline else self.packed(own)
-        shows = routing.one_node and routing.shows(self, own, own.nbytes)
-        return flat, readable(routing.node_table, flat, routing.comm.tuning) if shows else None, None
+        return flat, routing.readable(self, flat) if routing.one_node else None, None
 
-    def shapes(self, routing: Routing, number: int, agreed: Agreed, own: Array) -> Steps:
-        axis, concat = self.signature.axis, self.signature.concat_axis
-        if routing.one_node:
-            shapes = [each.shape_for(self.rank, self.ranks) for each in agreed.met.signatures.by_rank]
-            self.check_sizes(routing, [shape[concat] for shape in shapes])
-            return shapes
-        sent = self.part_shapes()
-        if agreed.alike:
-            return self.even_shapes()
-        comes = self.sizes
-        if not agreed.sizes_known:
-            comes = yield from routing.numbers(number, [shape[concat] for shape in sent])
-            self.check_sizes(routing, comes)
-        shapes = [(*own.shape[:concat], length, *own.shape[concat + 1 :]) for length in comes]
-        if axis != concat:
-            here = sent[self.rank][axis]
-            shapes = [(*shape[:axis], here, *shape[axis + 1 :]) for shape in shapes]
-        return shapes
+    def fill(self, transport: Transport, x: Array, flat: Array, places: list[slice], alike: bool) -> Steps:
+        sent = self.packed(x)
+        if alike and self.places == places:
+            return transport.all_to_all_even(sent, flat)
+        copied(sent[self.places[self.rank]], flat[places[self.rank]])
+        return transport.all_to_all(sent, self.places, flat, places)
 
-    def even_shapes(self) -> list[Shape]:
-        return [self.signature.shape_for(self.rank, self.ranks)] * self.ranks
 
-    def move(self, transport: Transport, number: int, x: Array, result: Array, shapes: list[Shape]) -> Steps:
-        flat, parts = self.packed(x), self.places
-        comes = backend_of(x).empty((result.size,), x.dtype) if self.signature.concat_axis else result.reshape(-1)
-        places = spans([prod(shape) for shape in shapes])
-        copied(flat[parts[self.rank]], comes[places[self.rank]])
-        yield from transport.all_to_all(number, flat, parts, comes, places)
-        self.put(result, comes, places, shapes)
+def _barrier(calls: Calls, x: None, label: str) -> PreparedCall:
+    """Nothing can be wrong with it."""
+    return PreparedCall(Signature("barrier"), ("barrier", calls.axes, label))
 
 
 PREPARE = {
-    "barrier": BarrierCall.of,
+    "barrier": _barrier,
     "broadcast": BroadcastCall.of,
     "all_reduce": AllReduceCall.of,
     "reduce_scatter": ReduceScatterCall.of,
@@ -448,15 +424,14 @@ PREPARE = {
 }
 
 
-def _joined(shapes: Sequence[Shape], axis: int) -> Shape:
-    """The shape of arrays of these shapes, one after the other along ``axis``."""
-    return *shapes[0][:axis], sum(shape[axis] for shape in shapes), *shapes[0][axis + 1 :]
+def _reducer(calls: Calls, x: Array, op: str) -> Reducer:
+    return reducer(op, x.dtype, backend_of(x).xp if is_reachable(calls.comm, x) else np)
 
 
 def _axis(calls: Calls, operation: str, x: Array, axis: int) -> int:
     if not -x.ndim <= axis < x.ndim:
         raise UsageError(f"{operation} over {calls.axes!r}: axis {axis} of an array of shape {x.shape}")
-    return axis % x.ndim
+    return int(axis % x.ndim)
 
 
 def _parts(calls: Calls, operation: str, x: Array, axis: int, sizes: Sequence[int] | None) -> list[tuple[slice, ...]]:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
+from spmd_engine.comm.condition import Turns
 from spmd_engine.comm.pending import TIMEOUT, Progress
 from spmd_engine.comm.slot_table import SlotTable
-from spmd_engine.comm.transports.turns import Turns
 from spmd_engine.comm.tuning import Tuning
 from spmd_engine.node.arena import Neighbours
 from spmd_engine.watchdog.activity import Line
@@ -98,8 +98,8 @@ class Communicator(ABC):
         """Give back what a sub-communicator holds."""
 
     @abstractmethod
-    def activity(self, idle: int) -> int:
-        """A number that changes when something may have come; asked for before looking, given to pause."""
+    def prepare_to_pause(self, idle: int) -> None:
+        """Called before looking once more: what comes from now on ends the pause after it."""
 
     @abstractmethod
     def announce_end(self) -> None:
@@ -110,7 +110,7 @@ class Communicator(ABC):
         """Those of these ranks of this communicator whose programs are known to have ended; the others are asked."""
 
     @abstractmethod
-    def pause(self, idle: int, activity: int, messages: bool = True) -> None:
+    def pause(self, idle: int, messages: bool = True) -> None:
         """Leave the processor to others for a moment, the ``idle``-th time in a row without progress.
 
         ``messages``: whether some are waited for. Those must be looked for; who writes on a table wakes others.

@@ -1,51 +1,61 @@
-"""What an operation waits for, and for whom: messages, or words that others write into shared memory."""
+"""What an operation waits for, and for whom: messages, words that others write into shared memory, or its turn."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from spmd_engine.comm.communicator import Communicator
-
-
-class Requests(list):
-    """Requests of messages, with the ranks at their other ends."""
-
-    def __init__(self) -> None:
-        self._peers: list[int] = []
-
-    def add(self, rank: int, requests: list) -> Requests:
-        """These, too, are of messages from or to ``rank``."""
-        self += requests
-        self._peers += [rank] * len(requests)
-        return self
-
-    def waits_for(self, rank: int, communicator: Communicator) -> bool:
-        """Whether a message from or to ``rank`` is not complete."""
-        own = [request for request, peer in zip(self, self._peers, strict=True) if peer == rank]
-        return not communicator.done(own)
-
-
-class LibraryRequest(list):
-    """The request of a library's collective, which begins when all ranks have agreed to it: nobody is missing."""
-
-    def waits_for(self, rank: int, communicator: Communicator) -> bool:
-        """Whether ``rank`` might not come."""
-        return False
+    from spmd_engine.comm.transports.messages import Ranks
 
 
 class Condition:
-    """Something to come true in memory that ranks share; ``has_begun`` says of a rank whether it takes part in it."""
+    """Something to come true; ``has_begun`` says of a rank that it has done its part, or goes on to do it.
 
-    __slots__ = ("_is_so", "_has_begun")
+    ``messages``: whether it comes to those alone who look; who writes into shared memory wakes the others.
+    """
 
-    def __init__(self, is_so: Callable[[], bool], has_begun: Callable[[int], bool]) -> None:
-        self._is_so, self._has_begun = is_so, has_begun
+    __slots__ = ("is_so", "has_begun", "messages")
 
-    def __call__(self) -> bool:
-        return self._is_so()
+    def __init__(self, is_so: Callable[[], bool], has_begun: Callable[[int], bool], messages: bool = False) -> None:
+        self.is_so, self.has_begun, self.messages = is_so, has_begun, messages
 
-    def waits_for(self, rank: int, _: Communicator) -> bool:
-        """Whether ``rank`` has not begun: one that has goes on even while its program ends."""
-        return not self._has_begun(rank)
+
+class Requests(Condition):
+    """That messages are complete, of which ``add`` tells."""
+
+    __slots__ = ("_ranks", "_requests", "_peers")
+
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__(lambda: ranks.done(self._requests), self._is_done_with, messages=True)
+        self._ranks, self._requests, self._peers = ranks, [], []
+
+    def add(self, rank: int, requests: list) -> Requests:
+        """These, too, are of messages from or to ``rank``."""
+        self._requests += requests
+        self._peers += [self._ranks.outer(rank)] * len(requests)
+        return self
+
+    def _is_done_with(self, rank: int) -> bool:
+        return self._ranks.done([each for each, peer in zip(self._requests, self._peers, strict=True) if peer == rank])
+
+
+class Turns:
+    """Calls by number, in the order in which they were made; each has its turn when those before it are over."""
+
+    def __init__(self) -> None:
+        self._open: list[int] = []  # ascending
+
+    def enter(self, number: int) -> None:
+        """A call that may have data to move; the last one so far."""
+        self._open.append(number)
+
+    def over(self, number: int) -> None:
+        """Call ``number`` has begun the last that it has to, or will not."""
+        if number in self._open:
+            self._open.remove(number)
+
+    def wait(self, number: int) -> Iterator[Condition]:
+        """Go on when it is the turn of call ``number``."""
+        if self._open[0] != number:
+            yield Condition(lambda: self._open[0] == number, lambda rank: False)

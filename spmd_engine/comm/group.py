@@ -14,11 +14,10 @@ from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
 
-from spmd_engine.arrays.backend import CPU, Array, Backend, backend_of
-from spmd_engine.comm.calls import Calls
+from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.comm.call_agreement import bytes_of
 from spmd_engine.comm.pending import Pending
 from spmd_engine.comm.point_to_point import PointToPoint
-from spmd_engine.comm.rendezvous import bytes_of
 from spmd_engine.comm.staging import ready
 
 _Arguments = ParamSpec("_Arguments")
@@ -34,7 +33,7 @@ def started(call: Callable[Concatenate[Any, _Arguments], Any]) -> Callable[Conca
     return start
 
 
-class Group(Calls):
+class Group(PointToPoint):
     """Ranks, and what passes between them.
 
     Sums and their kin are made once and in the same order, so they are equal on all ranks. That is the order of ranks;
@@ -47,7 +46,6 @@ class Group(Calls):
         super().__init__(*arguments, **options)
         #: what the text of a collective asks of a group, to be begun
         self._starting = SimpleNamespace(_call=self._begin, comm=self.comm, rank=self.rank, size=self.size)
-        self._point_to_point = PointToPoint(self)
 
     def barrier(self, label: str = "") -> None:
         """Return once every rank of the group has come here."""
@@ -148,26 +146,6 @@ class Group(Calls):
         return self._call("all_to_all", x, (axis, concat_axis, ints(splits), ints(received)), out, label)
 
     start_all_to_all = started(all_to_all)
-
-    # --- between two ranks
-
-    def send(self, to: int, x: Array, *, channel: int | None = None, label: str = "") -> None:
-        """Send ``x``, with its shape and dtype, to rank ``to`` of the group. What cannot be sent, neither side gets:
-        both raise the same UsageError."""
-        self.start_send(to, x, channel=channel, label=label).wait()
-
-    def start_send(self, to: int, x: Array, *, channel: int | None = None, label: str = "") -> Pending:
-        """See ``PointToPoint`` for channels."""
-        return self._point_to_point.start_send(to, x, channel, label)
-
-    def receive(self, source: int, *, like: Backend = CPU, channel: int | None = None, label: str = "") -> Array:
-        """The next array that rank ``source`` sends here; shape and dtype come with it. ``like``: where to."""
-        return self.start_receive(source, like=like, channel=channel, label=label).wait()
-
-    def start_receive(
-        self, source: int, *, like: Backend = CPU, channel: int | None = None, label: str = ""
-    ) -> Pending:
-        return self._point_to_point.start_receive(source, like, channel, label)
 
 
 def ints(sizes: Sequence[int] | None) -> tuple[int, ...] | None:

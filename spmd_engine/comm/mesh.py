@@ -22,8 +22,8 @@ from spmd_engine.watchdog.activity import Activity
 class Collectives:
     """Collectives ``over`` named axes, for anything that can name a group of ranks.
 
-    Semantics, shapes and errors are those of ``Group``'s methods of the same names. ``start_...`` returns a
-    Pending, whose ``wait()`` gives the result.
+    Semantics, shapes, errors and ``options`` (``out``, ``label``, ``sizes``, ``splits``, ``received``) are those of
+    ``Group``'s methods of the same names.
     """
 
     def group(self, over: Over = None) -> Group:
@@ -45,46 +45,24 @@ class Collectives:
     def barrier(self, over: Over = None) -> None:
         self.group(over).barrier()
 
-    def broadcast(self, arr: Array | None, root: int = 0, *, over: Over = None, label: str = "") -> Array:
-        return self.group(over).broadcast(arr, root, label=label)
+    def broadcast(self, arr: Array | None, root: int = 0, *, over: Over = None, **options: Any) -> Array:
+        return self.group(over).broadcast(arr, root, **options)
 
-    def all_gather(
-        self, arr: Array, axis: int = 0, *, over: Over = None, out: Array | None = None, label: str = ""
-    ) -> Array:
-        return self.group(over).all_gather(arr, axis, out=out, label=label)
+    def all_gather(self, arr: Array, axis: int = 0, *, over: Over = None, **options: Any) -> Array:
+        return self.group(over).all_gather(arr, axis, **options)
 
-    def all_reduce(
-        self, arr: Array, op: str = "sum", *, over: Over = None, out: Array | None = None, label: str = ""
-    ) -> Array:
-        return self.group(over).all_reduce(arr, op, out=out, label=label)
+    def all_reduce(self, arr: Array, op: str = "sum", *, over: Over = None, **options: Any) -> Array:
+        return self.group(over).all_reduce(arr, op, **options)
 
     def reduce_scatter(
-        self,
-        arr: Array,
-        axis: int = 0,
-        op: str = "sum",
-        *,
-        over: Over = None,
-        out: Array | None = None,
-        label: str = "",
+        self, arr: Array, axis: int = 0, op: str = "sum", *, over: Over = None, **options: Any
     ) -> Array:
-        return self.group(over).reduce_scatter(arr, axis, op, out=out, label=label)
+        return self.group(over).reduce_scatter(arr, axis, op, **options)
 
     def all_to_all(
-        self,
-        arr: Array,
-        axis: int = 0,
-        concat_axis: int | None = None,
-        *,
-        over: Over = None,
-        splits: Sequence[int] | None = None,
-        received: Sequence[int] | None = None,
-        out: Array | None = None,
-        label: str = "",
+        self, arr: Array, axis: int = 0, concat_axis: int | None = None, *, over: Over = None, **options: Any
     ) -> Any:
-        """Even parts, one for each rank; with ``splits``, parts of these lengths, and the result is (y, received)."""
-        group = self.group(over)
-        return group.all_to_all(arr, axis, concat_axis, splits=splits, received=received, out=out, label=label)
+        return self.group(over).all_to_all(arr, axis, concat_axis, **options)
 
     def send(self, dest_id: int, arr: Array, *, over: Over = None, label: str = "") -> None:
         self.group(over).send(dest_id, arr, label=label)

@@ -9,26 +9,27 @@ import os
 import struct
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import numpy as np
 from mpi4py import MPI
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.comm.communicator import Communicator
-from spmd_engine.comm.communicator_cache import CommunicatorCache
-from spmd_engine.comm.dissemination import disseminate, words_of
-from spmd_engine.comm.pending import TIMEOUT, Pending, Progress, Steps
-from spmd_engine.comm.progress_thread import ProgressThread
+from spmd_engine.comm.condition import Turns
+from spmd_engine.comm.dissemination import disseminate
+from spmd_engine.comm.pending import TIMEOUT, Pending, Progress, ProgressThread, Steps
+from spmd_engine.comm.signature import Signature
 from spmd_engine.comm.slot_table import SlotTable, room_for_table, size_of_table, table_on
 from spmd_engine.comm.transports.hierarchical import Lanes, even_nodes
 from spmd_engine.comm.transports.messages import MessagePart
 from spmd_engine.comm.transports.mpi import BlockingCollectives, NonblockingCollectives
-from spmd_engine.comm.transports.turns import Turns
 from spmd_engine.errors import MeshError
 from spmd_engine.node.node import Node, open_node
 
 logger = logging.getLogger(__name__)
 
+KEPT = 32  # communicators that nobody uses any more: MPI refuses to make more than some 2,000
 PIECE = 1 << 30  # bytes a message: some MPI libraries refuse counts of 2^31 and more
 _END, _ASK, _FOUNDING = 32766, 32765, 32764  # tags that no other message has
 _TOLD = struct.Struct("<?q")  # by who makes a communicator: whether it has one, and where it has made room for a table
@@ -64,7 +65,9 @@ class MPICommunicator(Communicator):
         self._ended: set[int] = set()
         self._asked: set[int] = set()  # ranks of the world that are to say when their programs end
         self._lane_comm: MPI.Comm | None = None
-        self._cache = CommunicatorCache()  # the world's is the one that is used
+        self._users = 0  # meshes that have it
+        #: the world's: by their members, the least recently made first; meshes with groups of the same ranks share one
+        self._kept: dict[tuple[int, ...], MPICommunicator] = {}
         self.turns = Turns()
         self.rank, self.size = comm.rank, comm.size
         self.node = node if node is not None else MPI.Get_processor_name()
@@ -76,8 +79,7 @@ class MPICommunicator(Communicator):
         """Share memory with this node's ranks, of all ranks' ``hosts``; for the world, once. ``tell``: see ``node``."""
         self.hosts = list(hosts)
         ranks = [rank for rank, host in enumerate(hosts) if host == self.node]
-        node = open_node(self.rank, ranks, size_of_table(len(ranks)), tell)
-        self._live_on(node, oversubscribed=len(ranks) > cores)
+        node, nodes = open_node(self.rank, ranks, size_of_table(len(ranks)), tell), even_nodes(hosts)
         if len(ranks) < self.size:
             if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
                 thread = ProgressThread(self.progress)
@@ -85,22 +87,28 @@ class MPICommunicator(Communicator):
                 atexit.register(thread.stop)
             elif self.rank == 0:
                 logger.warning("this MPI does not let threads call it: data between nodes move only while ranks wait")
-            self.collectives = NonblockingCollectives(self._comm.Dup(), self.turns, self.tuning)
-            shared = tell("yes" if node is not None else "no")
-            if "no" not in shared and (nodes := even_nodes(hosts)):
-                self._go_by_nodes(nodes, table_on(node, ranks, ranks.index(self.rank), calls=self.calls))
-        elif node is not None:
-            self.table = table_on(node, ranks, self.rank, calls=self.calls)
+            nodes = nodes if "no" not in tell("yes" if node is not None else "no") else None
+        usable = node is not None and nodes is not None
+        table = table_on(node, ranks, ranks.index(self.rank)) if usable else None
+        self.calls = 0  # those that ranks have made until now were made without it
+        self._live_on(node, len(ranks) > cores, nodes, table)
 
-    def _go_by_nodes(self, nodes: Sequence[Sequence[int]], table: SlotTable) -> None:
-        self.lanes = Lanes(self, nodes, table)
-        self._lane_comm = self._create(self.lanes.lane.members)
-        self.lane_collectives = NonblockingCollectives(self._lane_comm, self.turns, self.tuning)
-
-    def _live_on(self, node: Node | None, oversubscribed: bool) -> None:
+    def _live_on(
+        self, node: Node | None, oversubscribed: bool, nodes: Sequence[Sequence[int]] | None, table: SlotTable | None
+    ) -> None:
+        """Take what ways there are: ``table``, of this rank's of the ``nodes``, and MPI's collectives between them."""
         self._node, self.neighbours = node, node.neighbours if node is not None else None
         self.spin_tests, self._yields = (0, _OVERSUBSCRIBED) if oversubscribed else (_SPIN_TESTS, _YIELDS)
         self.library = BlockingCollectives(self._comm, self.tuning) if not oversubscribed else None
+        if table is not None and len(nodes) == 1:
+            self.table = table
+            return
+        comm = self._comm.Dup() if self._world is self else self._comm  # the world's may have other users
+        self.collectives = NonblockingCollectives(comm, self.turns, self.tuning)
+        if table is not None:
+            self.lanes = Lanes(self, nodes, table)
+            self._lane_comm = self._create(self.lanes.lane.members)
+            self.lane_collectives = NonblockingCollectives(self._lane_comm, self.turns, self.tuning)
 
     def start_send(self, data: Array, to: int, tag: int) -> list:
         return [self._comm.Isend([piece, MPI.BYTE], to, tag) for piece in _pieces(data)]
@@ -112,32 +120,31 @@ class MPICommunicator(Communicator):
         return not requests or MPI.Request.Testall(requests)
 
     def subset(self, ranks: Sequence[int], timeout: float | None = TIMEOUT) -> MPICommunicator:
-        members = [self._members[rank] for rank in ranks]
-        cache = self._world._cache
-        made = cache.get(members)
-        founding = _Founding(self, self._agree(ranks, made is not None), timeout, ranks)
+        """See ``Communicator``. Ranks belong to different groups, so one may have closed what another still keeps.
+        Therefore all members ask each other: only if all have theirs do they use it, else they make another."""
+        members, kept = tuple(self._members[rank] for rank in ranks), self._world._kept
+        made = kept.get(members)
+        what = f"for ranks {list(ranks)}, to make a communicator of them"
+        founding = Pending(self, self._agree(ranks, made is not None), timeout, what)
         everyone_has, offset, nodes = self.progress.begin(founding).wait()
         if not everyone_has:
+            if made is not None and not made._users:
+                made.close()
             made = self._make(ranks, members, offset, nodes)
-        cache.use(made, members)
+        made._users += 1
+        kept.pop(members, None)
+        kept[members] = made
         return made
 
     def _make(
         self, ranks: Sequence[int], members: Sequence[int], offset: int, nodes: list[list[int]] | None
     ) -> MPICommunicator:
         made = MPICommunicator(self._create(ranks), self.progress, self.node, self._world, members)
-        made.hosts = [self.hosts[rank] for rank in ranks]
-        made._live_on(self._node, oversubscribed=self.spin_tests == 0)
-        table = None
+        made.hosts, table = [self.hosts[rank] for rank in ranks], None
         if nodes is not None:
             own = next(node for node in nodes if made.rank in node)
             table = table_on(self._node, [members[rank] for rank in own], own.index(made.rank), offset)
-        if nodes is not None and len(nodes) == 1:
-            made.table = table
-        else:
-            made.collectives = NonblockingCollectives(made._comm, made.turns, made.tuning)
-            if table is not None:
-                made._go_by_nodes(nodes, table)
+        made._live_on(self._node, self.spin_tests == 0, nodes, table)
         return made
 
     def _create(self, ranks: Sequence[int]) -> MPI.Comm:
@@ -163,21 +170,26 @@ class MPICommunicator(Communicator):
         ``ranks``; None for these if tables cannot be had on all nodes, or would be of no use.
         """
         hosts = [self.hosts[rank] for rank in ranks]
-        nodes = [list(range(len(ranks)))] if len(set(hosts)) == 1 else even_nodes(hosts)
+        nodes = even_nodes(hosts)
         near = [i for i, host in enumerate(hosts) if host == self.node]
         room, here = None, ranks[near[0]] == self.rank
         if here and nodes is not None and self._node is not None:
             room = room_for_table(self.neighbours, len(near))
-        row, alike = _TOLD.pack(has, -1 if room is None else room), words_of((0, 0, -1, 1, 0))
-        agreed = yield from disseminate(MessagePart(self, ranks), alike, row, _FOUNDING)
-        have, offsets = zip(*map(_TOLD.unpack, agreed.rows), strict=True)
+        row, same = _TOLD.pack(has, -1 if room is None else room), Signature("barrier").words
+        _, rows = yield from disseminate(MessagePart(self, ranks), same, row, _FOUNDING)
+        have, offsets = zip(*map(_TOLD.unpack, rows), strict=True)
         fits = not all(have) and nodes is not None and all(offsets[node[0]] >= 0 for node in nodes)
         if room is not None and not fits:
             self.neighbours.own.release(room, size_of_table(len(near)))
         return all(have), offsets[near[0]], nodes if fits else None
 
     def free(self) -> None:
-        self._world._cache.leave(self._members)
+        """One uses it no more. Of those that nobody uses, the last KEPT stay, for whoever next needs one."""
+        self._users -= 1
+        kept = self._world._kept
+        unused = [members for members, each in kept.items() if not each._users]
+        for members in unused[: max(0, len(unused) - KEPT)]:
+            kept.pop(members).close()
 
     def close(self) -> None:
         """Give back all that this communicator holds."""
@@ -214,33 +226,20 @@ class MPICommunicator(Communicator):
             sources.append(status.source)
         return sources
 
-    def activity(self, idle: int) -> int:
+    def prepare_to_pause(self, idle: int) -> None:
         if self._node is not None and idle >= self._yields:
             self._node.futexes.prepare_to_sleep()
-        return 0
 
-    def pause(self, idle: int, activity: int, messages: bool = True) -> None:
+    def pause(self, idle: int, messages: bool = True) -> None:
         if idle <= self._yields:
             os.sched_yield()
             return
-        seconds = min(_LONGEST if messages else _WOKEN, _SHORTEST * 1.1 ** min(idle - self._yields, 99))
+        naps = min(idle - self._yields, 99)
+        seconds = min(_LONGEST, _SHORTEST * 1.1**naps) if messages else min(_WOKEN, _SHORTEST * 2**naps)
         if self._node is not None:
             self._node.futexes.sleep(seconds)
         else:
             time.sleep(seconds)
-
-
-class _Founding(Pending):
-    """The agreement of those who make a communicator."""
-
-    __slots__ = ("_ranks",)
-
-    def __init__(self, communicator: Communicator, steps: Steps, timeout: float | None, ranks: Sequence[int]) -> None:
-        super().__init__(communicator, steps, timeout)
-        self._ranks = ranks
-
-    def describe(self) -> str:
-        return f"for ranks {list(self._ranks)}, to make a communicator of them"
 
 
 def _pieces(data: Array) -> list[Array]:
@@ -252,11 +251,7 @@ def is_device_aware() -> bool:
     """Whether the MPI library takes CUDA buffers: SPMD_CUDA_AWARE=0|1 if set, else what the library says."""
     if (said := os.environ.get("SPMD_CUDA_AWARE")) is not None:
         return said.lower() in ("1", "true", "yes", "on")
-    try:
-        return bool(ctypes.CDLL(None).MPIX_Query_cuda_support())
-    except (AttributeError, OSError):
-        pass
-    try:  # mpi4py loads the library without making its symbols global; ask the loaded module
-        return bool(ctypes.CDLL(MPI.__file__).MPIX_Query_cuda_support())
-    except (AttributeError, OSError):
-        return False
+    for library in (None, MPI.__file__):  # mpi4py may have loaded it without making its symbols global
+        with suppress(AttributeError, OSError):
+            return bool(ctypes.CDLL(library).MPIX_Query_cuda_support())
+    return False

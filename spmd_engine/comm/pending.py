@@ -1,10 +1,9 @@
 """Operations under way, and the one loop in which a rank waits for them.
 
-A collective is a generator: it starts something, yields what to wait for, and goes on once that is done: a list of
-messages' requests, or a function that says whether something has come true in memory that ranks share. So it reads
-as a plain algorithm and can be left half-way, which is what `start ... wait` needs. Whoever waits for one operation
-moves *all* of its rank's operations on: otherwise two ranks that wait for two operations in crossed order would wait
-for ever.
+A collective is a generator: it starts something, yields what to wait for, a Condition, and goes on once that is so. So
+it reads as a plain algorithm and can be left half-way, which is what `start ... wait` needs. Whoever waits for one
+operation moves *all* of its rank's operations on: otherwise two ranks that wait for two operations in crossed order
+would wait for ever.
 """
 
 from __future__ import annotations
@@ -13,11 +12,12 @@ import os
 import sys
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from threading import RLock
-from time import perf_counter
+from threading import Event, RLock, Thread
+from time import perf_counter, sleep
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from spmd_engine.comm.condition import Condition
 from spmd_engine.errors import CommunicationTimeout, MismatchError, SpmdError
 from spmd_engine.watchdog.activity import Activity, Line
 
@@ -30,10 +30,11 @@ LOOK_AFTER = 0.5  #: seconds without progress after which a rank looks whether t
 SAY_AFTER = 0.5  #: seconds of waiting after which a rank publishes for whom; then after twice as long, and so on
 APART_AFTER = 10.0  #: seconds without progress after which ranks that all have ended, but never meet, are a mismatch
 MESSAGES_AFTER = 2.0  #: as many for messages, which may be on their way from a rank that has ended
+PERIOD = 1e-3  #: seconds between looks of the thread: at 1 Gbit/s, 125 kB come meanwhile
 
 _PACKAGE = str(Path(__file__).parent) + os.sep
 
-Steps = Generator[list | Callable[[], bool], None, Any]  # yields what to wait for, returns the operation's result
+Steps = Generator[Condition, None, Any]  # yields what to wait for, returns the operation's result
 
 
 class RanksEnded(Exception):
@@ -47,16 +48,13 @@ class RanksEnded(Exception):
 class Pending:
     """A started operation. ``wait()`` returns its result, and may be called again."""
 
-    __slots__ = (
-        *("_communicator", "_steps", "_awaited", "_timeout"),
-        *("until_the_end", "done", "result", "error"),
-    )
+    __slots__ = ("communicator", "_steps", "awaited", "_timeout", "_what", "until_the_end", "done", "result", "error")
 
-    def __init__(self, communicator: Communicator | None, steps: Steps | None, timeout: float | None = None) -> None:
-        self._communicator = communicator
-        self._steps = steps
-        self._awaited: list | Callable[[], bool] = []
-        self._timeout = timeout
+    def __init__(
+        self, communicator: Communicator | None, steps: Steps | None, timeout: float | None = None, what: str = ""
+    ) -> None:
+        self.communicator, self._steps, self._timeout, self._what = communicator, steps, timeout, what
+        self.awaited: Condition | None = None  #: None: nothing, it can go on
         self.until_the_end = False  #: whether this is the call in which programs end
         self.done = False
         self.result: Any = None
@@ -72,79 +70,57 @@ class Pending:
 
     def describe(self) -> str:
         """What is waited for."""
-        return "an operation"
+        return self._what
 
     def call(self) -> tuple[Line | None, int, int]:
         """Which call this is: of which communicator, its number there, and that of its text; see ``Activity``."""
         return None, 0, 0
 
-    def on_result(self) -> None:
-        """Called once the result is here."""
-
     def on_end(self) -> None:
-        """Called after the result, or the error."""
+        """Called once the result is here, or the error."""
 
     def on_wait(self, seconds: float) -> None:
         """Called after its start and each wait for it, with the time that took."""
 
     @property
-    def sends_messages(self) -> bool:
+    def needs_looks(self) -> bool:
         """Whether it waits for messages, which come only to those who look."""
-        return isinstance(self._awaited, list)
+        return self.awaited is None or self.awaited.messages
 
     @property
     def patience(self) -> float:
         """Seconds without progress after which to look whether those it waits for have ended."""
-        return MESSAGES_AFTER if self.sends_messages else LOOK_AFTER
+        return MESSAGES_AFTER if self.needs_looks else LOOK_AFTER
 
     def is_there(self) -> bool:
         """Whether what it waits for has come."""
-        awaited = self._awaited
-        return self._communicator.done(awaited) if isinstance(awaited, list) else awaited()
+        return self.awaited is None or self.awaited.is_so()
 
     def waits_for(self, rank: int) -> bool:
         """Whether it is ``rank``, maybe among others, for whom it waits."""
-        waits_for = getattr(self._awaited, "waits_for", None)
-        return waits_for(rank, self._communicator) if waits_for else True
+        return self.awaited is not None and not self.awaited.has_begun(rank)
 
-    def missing(self) -> list[int]:
-        """Ranks of the world for whom it waits."""
-        communicator = self._communicator
-        return [member for rank, member in enumerate(communicator.line.members) if self.waits_for(rank)]
+    def advance(self, ended: Sequence[int] = ()) -> bool:
+        """Go on as far as possible without waiting. Returns whether anything moved.
 
-    def advance(self) -> bool:
-        """Go on as far as possible without waiting. Returns whether anything moved."""
+        ``ended``: ranks for whom it waits, but whose programs are over; it may have to tell others before it ends, too.
+        """
         moved = False
         try:
+            if ended:
+                self.awaited = self._steps.throw(RanksEnded(ended))
             while self.is_there():
                 moved = True
-                self._awaited = next(self._steps)
+                self.awaited = next(self._steps)
             return moved
         except StopIteration as stop:
-            self._finish(stop.value)
+            self.result, self.done, self.awaited = stop.value, True, None
+        except RanksEnded as error:
+            self.error = MismatchError(f"waits for ranks whose program has ended ({error.ranks}): {self.describe()}")
         except Exception as error:
-            self._fail(error)
+            self.error = error
+        self.on_end()
         return True
-
-    def give_up(self, ended: Sequence[int]) -> None:
-        """Let the operation end, since these ranks' programs have; it may have to tell others before it does."""
-        try:
-            self._awaited = self._steps.throw(RanksEnded(ended))
-        except StopIteration as stop:
-            self._finish(stop.value)
-        except Exception as error:
-            self._fail(error)
-
-    def _finish(self, result: Any) -> None:
-        self.result, self.done, self._awaited = result, True, []
-        self.on_result()
-        self.on_end()
-
-    def _fail(self, error: Exception) -> None:
-        if isinstance(error, RanksEnded):
-            error = MismatchError(f"waits for ranks whose program has ended ({error.ranks}): {self.describe()}")
-        self.error = error
-        self.on_end()
 
     def wait(self) -> Any:
         """Block, without spinning, until the result is there.
@@ -154,7 +130,7 @@ class Pending:
         if not self.done:
             began = perf_counter()
             try:
-                self._communicator.progress.wait_for(self, self._timeout)
+                self.communicator.progress.wait_for(self, self._timeout)
             except SpmdError as error:
                 raise error.with_traceback(None) from None  # the caller's line matters, not this machinery's
             self.on_wait(perf_counter() - began)
@@ -195,7 +171,7 @@ class Progress:
         try:
             with self.lock:
                 while not (wanted.done or wanted.error):
-                    if self.spin(wanted.is_there, wanted._communicator.spin_tests):
+                    if self.spin(wanted.is_there, wanted.communicator.spin_tests):
                         self._advance(wanted)
                     else:
                         self._wait_long_for(wanted, timeout)
@@ -223,30 +199,29 @@ class Progress:
     def _wait_long_for(self, wanted: Pending, timeout: float | None) -> None:
         """Move all operations on until ``wanted`` is done, leaving the processor to others in between."""
         self.activity.waits(*wanted.call(), timeout)
+        end = self.activity.goes_on
         try:
             self._move_on_until(wanted, timeout)
         except CommunicationTimeout:
-            self.activity.gives_up()
+            end = self.activity.gives_up
             raise
-        except BaseException:
-            self.activity.goes_on()
-            raise
-        self.activity.goes_on()
+        finally:
+            end()
 
     def _move_on_until(self, wanted: Pending, timeout: float | None) -> None:
-        communicator = wanted._communicator
+        communicator = wanted.communicator
         began = moved = perf_counter()
         look_after, say_after, idle = wanted.patience, SAY_AFTER, 0
         while not (wanted.done or wanted.error):
-            activity = communicator.activity(idle)
+            communicator.prepare_to_pause(idle)
             if any([self._advance(pending) for pending in tuple(self._pending)]):
                 moved = perf_counter()
                 idle, look_after = 0, moved - began + wanted.patience
                 continue
             idle += 1
-            messages = any([pending.sends_messages for pending in self._pending])
+            messages = any([pending.needs_looks for pending in self._pending])
             paused = perf_counter()
-            communicator.pause(idle, activity, messages)
+            communicator.pause(idle, messages)
             now = perf_counter()
             self.idle_seconds += now - paused
             waited = now - began
@@ -254,29 +229,63 @@ class Progress:
                 # It stays under way: its messages may still come, into memory that must then still be there.
                 why = self.activity.explain()
                 raise CommunicationTimeout(f"waited {timeout:g} s: {wanted.describe()}{f'; {why}' if why else ''}")
+            if waited <= min(look_after, say_after):
+                continue
+            suspects = [r for r in range(communicator.size) if r != communicator.rank and wanted.waits_for(r)]
             if waited > look_after:
-                others = [rank for rank in range(communicator.size) if rank != communicator.rank]
-                suspects = [rank for rank in others if wanted.waits_for(rank)]
                 if wanted.until_the_end:
                     communicator.announce_end()
                 ended = communicator.ended(suspects)
                 # Who is at the end waits for others to come there. If all are, they have made unlike calls before.
                 if ended and (not wanted.until_the_end or (len(ended) == len(suspects) and now - moved > APART_AFTER)):
-                    wanted.give_up(ended)
-                    self._forget_if_over(wanted)
+                    self._advance(wanted, ended)
                 look_after = waited + LOOK_AFTER  # now those were asked who may have ended
             if waited > say_after:
-                self.activity.waits_long(wanted.describe(), wanted.missing(), _calling_line())
+                missing = [communicator.line.members[rank] for rank in suspects]
+                self.activity.waits_long(wanted.describe(), missing, _calling_line())
                 say_after = 2 * waited
 
-    def _advance(self, pending: Pending) -> bool:
-        moved = pending.advance()
-        self._forget_if_over(pending)
-        return moved
-
-    def _forget_if_over(self, pending: Pending) -> None:
+    def _advance(self, pending: Pending, ended: Sequence[int] = ()) -> bool:
+        moved = pending.advance(ended)
         if (pending.done or pending.error) and pending in self._pending:
             self._pending.remove(pending)
+        return moved
+
+
+class ProgressThread:
+    """Moves a rank's messages on while it computes: MPI moves data only inside its own calls.
+
+    It looks once in a while, and only while the rank has operations under way and is not itself in a call: who is holds
+    ``Progress.lock``. Measured between two hosts at 1 Gbit/s, an all_reduce of 16 MiB that takes 160 ms took as long
+    after 400 ms of other work as without any, and so it did with a look every 30 ms; with this, none. Call ``wake``
+    when operations are under way, and ``stop`` before the transport ends.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress, self._stopped, self._work = progress, False, Event()
+        self._thread = Thread(target=self._run, name="spmd_engine progress", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        self._work.set()
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._work.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        progress = self._progress
+        while not self._stopped:
+            self._work.wait()
+            sleep(PERIOD)
+            self._work.clear()
+            if progress.lock.acquire(blocking=False):  # else the rank moves them on itself, and wakes this when it ends
+                try:
+                    if progress.move_on():
+                        self._work.set()
+                finally:
+                    progress.lock.release()
 
 
 def _calling_line() -> str:

@@ -3,49 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
-from spmd_engine.comm.call_agreement import Agreement
+from spmd_engine.comm.call_agreement import Agreed, Agreement
 from spmd_engine.comm.communicator import Communicator
-from spmd_engine.comm.dissemination import Agreed
 from spmd_engine.comm.pending import Steps
-from spmd_engine.comm.prepared_call import PreparedCall
-from spmd_engine.comm.rendezvous import Rendezvous
 from spmd_engine.comm.spans import spans
 from spmd_engine.comm.transports.hierarchical import Hierarchical
 from spmd_engine.comm.transports.messages import Messages
-from spmd_engine.comm.transports.shared_memory import SharedMemory
+from spmd_engine.comm.transports.shared_memory import SharedMemory, readable
 from spmd_engine.comm.transports.transport import Transport
 from spmd_engine.comm.ways import Facts, Way, between_nodes, way, within_node
+
+if TYPE_CHECKING:
+    from spmd_engine.comm.collectives import PreparedCall
 
 
 class Routing:
     """Of one group."""
 
     def __init__(self, comm: Communicator, axes: str, check: bool, deterministic: bool) -> None:
-        self.comm, self.agreement = comm, Agreement(comm, axes, check)
+        self.comm, self.agreement, self._deterministic = comm, Agreement(comm, axes, check), deterministic
         self.node_table, self.one_node, self._lanes = comm.node_table, comm.table is not None, comm.lanes
-        self._library, self._lane_library = comm.collectives, comm.lane_collectives
-        if deterministic:
-            self._library = self._library and self._library.in_rank_order()
-            self._lane_library = self._lane_library and self._lane_library.in_rank_order()
-        self._messages = Messages(comm)
 
     def shows(self, call: PreparedCall, own: Array, size: int) -> bool:
         """Whether this rank offers the others of its node to read its data: arrays of ``size`` bytes."""
         if self.node_table is None or not isinstance(own, np.ndarray) or call.signature.waits:
             return False
-        inline = call.signature.inline if self.one_node else call.terms.inline
-        return not inline and (self.one_node or size >= self.comm.tuning.hierarchical)
+        return not call.signature.inline and (self.one_node or size >= self.comm.tuning.hierarchical)
+
+    def readable(self, call: PreparedCall, x: Array) -> np.ndarray | None:
+        """What this rank shows to the others of its node of contiguous ``x``: itself, a copy of it, or nothing."""
+        return readable(self.node_table, x, self.comm.tuning) if self.shows(call, x, x.nbytes) else None
 
     def numbers(self, number: int, mine: Sequence[int]) -> Steps:
         """One number from each rank, of which this one gives each ``mine``, in call ``number``."""
         sent, comes = np.array(mine, np.int64), np.empty(len(mine), np.int64)
         each = spans([1] * len(mine))
-        data: Transport = self._library or self._messages
-        yield from data.all_to_all(number, sent, each, comes, each, last=False)
+        library = self.comm.collectives
+        data = library.of_call(number, False) if library is not None else Messages(self.comm, number)
+        yield from data.all_to_all(sent, each, comes, each, last=False)
         comes[self.comm.rank] = sent[self.comm.rank]
         return comes.tolist()
 
@@ -59,7 +59,7 @@ class Routing:
             call.signature.axis,
             one_node=self.one_node,
             by_nodes=self._lanes is not None,
-            library=self._library is not None,
+            library=comm.collectives is not None,
             lengths_known=agreed.alike or agreed.sizes_known,
             waits=met is not None and met.signatures.wait,
             shown=met is not None and met.shown,
@@ -67,28 +67,26 @@ class Routing:
         )
         match way(facts, tuning):
             case Way.SHARED_MEMORY:
-                return SharedMemory(met, tuning)
+                return met
             case Way.BLOCKING:
                 return comm.library
             case Way.HIERARCHICAL:
-                return Hierarchical(self._lanes, self._local(call, met), self._lane(number, facts))
+                return Hierarchical(self._lanes, self._local(call, number, met), self._lane(number, facts))
             case Way.MPI:
-                return self._library
+                return comm.collectives.of_call(number, self._deterministic)
         comm.turns.over(number)
-        return self._messages
+        return Messages(comm, number)
 
-    def _local(self, call: PreparedCall, met: Rendezvous) -> Transport:
+    def _local(self, call: PreparedCall, number: int, met: SharedMemory) -> Transport:
         """What moves a hierarchical call's data within this node."""
         shown = met.results_shown if call.signature.operation == "all_gather" else met.shown
-        if within_node(shown) is Way.SHARED_MEMORY:
-            return SharedMemory(met, self.comm.tuning)
-        return Messages(self._lanes.local)
+        return met if within_node(shown) is Way.SHARED_MEMORY else Messages(self._lanes.local, number)
 
     def _lane(self, number: int, facts: Facts) -> Transport:
         """What moves the data of a lane: of each node's bytes, its part."""
-        lanes, size = self._lanes, facts.size // self._lanes.local.size
-        facts = facts._replace(size=size, ranks=lanes.lane.size, library=self._lane_library is not None)
+        lanes, library, size = self._lanes, self.comm.lane_collectives, facts.size // self._lanes.local.size
+        facts = facts._replace(size=size, ranks=lanes.lane.size, library=library is not None)
         if between_nodes(facts, size, self.comm.tuning) is Way.MPI:
-            return self._lane_library
+            return library.of_call(number, self._deterministic)
         self.comm.turns.over(number)
-        return Messages(lanes.lane)
+        return Messages(lanes.lane, number)

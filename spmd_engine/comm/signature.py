@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import struct
+import marshal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from functools import cached_property
 from hashlib import blake2b
 from math import prod
@@ -16,25 +16,21 @@ from spmd_engine.comm import dtypes
 from spmd_engine.comm.spans import span
 from spmd_engine.errors import MismatchError, UsageError
 
-OPERATIONS = ("barrier", "broadcast", "all_gather", "all_reduce", "reduce_scatter", "all_to_all", "send")
-OPERATIONS += ("leave", "refuse")  # instead of a call: the program ends; this rank cannot make the call
-REDUCTIONS = ("", "sum", "mean", "max", "min", "prod")
 MAX_DIMS = 16
-TERMS = 5  # of Signature.terms
-
-_LAYOUT = struct.Struct(f"<BBBBiiiIII{MAX_DIMS}q")
+_FORMAT = 2  # of marshal: equal values are equal bytes, and bytes that come after them are not looked at
+_NUMBER = 15  # bytes of one, at most
 
 
 def room(ranks: int) -> int:
     """Bytes of a signature at most, in a group of so many ranks."""
-    return _LAYOUT.size + 8 * max(ranks, TERMS) + dtypes.LONGEST
+    return 192 + _NUMBER * (MAX_DIMS + ranks) + dtypes.LONGEST
 
 
 @dataclass(frozen=True)
 class Signature:
     """What one rank calls: what must be equal on all, and besides what each offers, and its own lengths."""
 
-    operation: str
+    operation: str  # of Group's; or, instead of a call, "leave": the program ends, "refuse": this rank cannot make it
     reduction: str = ""
     dtype: str = ""  # as ``dtypes.describe`` says it
     shape: tuple[int, ...] | None = None  # None: this rank contributes no array (broadcast)
@@ -44,26 +40,18 @@ class Signature:
     sizes: tuple[int, ...] = ()  # the parts of reduce_scatter and all_to_all, if the caller gave them
     inline: int = 0  # bytes of data that come with the signature
     waits: bool = False  # whether this rank waits in the call, with data that the MPI library can take
+    host: bool = True  # whether its array is in the host's memory
+    known: int = -1  # a number for what ranks of several nodes know of each other's lengths; -1: nothing
 
-    packed: bytes = field(init=False, repr=False, compare=False)  # all of it as bytes, ``sizes`` and dtype at the end
+    @cached_property
+    def packed(self) -> bytes:
+        """All of it as bytes."""
+        return marshal.dumps(tuple(getattr(self, each.name) for each in fields(self)), _FORMAT)
 
-    def __post_init__(self) -> None:
-        shape, dtype = self.shape if self.shape is not None else (), self.dtype.encode()
-        fixed = _LAYOUT.pack(
-            OPERATIONS.index(self.operation),
-            REDUCTIONS.index(self.reduction),
-            len(shape) if self.shape is not None else 255,
-            self.waits,
-            self.axis,
-            self.concat_axis,
-            self.root,
-            self.inline,
-            len(self.sizes),
-            len(dtype),
-            *shape,
-            *(0,) * (MAX_DIMS - len(shape)),
-        )
-        object.__setattr__(self, "packed", fixed + struct.pack(f"<{len(self.sizes)}q", *self.sizes) + dtype)
+    @staticmethod
+    def unpack(data: bytes) -> Signature:
+        """The signature that ``data`` begins with."""
+        return Signature(*marshal.loads(data))
 
     @cached_property
     def digest(self) -> int:
@@ -71,66 +59,42 @@ class Signature:
         return int.from_bytes(blake2b(self.packed, digest_size=8).digest(), "little", signed=True)
 
     @cached_property
-    def agreed(self) -> int:
-        """A number that is equal where this signature's ``agreement`` is."""
-        return number_of(self.agreement())
+    def words(self) -> np.ndarray:
+        """Numbers by which ranks of several nodes agree, in place of all the rest: see ``dissemination``."""
+        agreed, variable = number_of(self.agreement()), 0
+        if self.operation == "all_gather" and self.shape:  # may be gathered though they are not of one length
+            variable = self.shape[self.axis]
+        elif self.operation == "all_to_all":  # or be split in another way
+            variable = number_of((self.shape, self.sizes))
+        size = 0 if self.shape is None else prod(self.shape) * self.array_type[1].itemsize
+        both = (sign * each for each in (agreed, variable, self.known) for sign in (1, -1))
+        return np.array([*both, -self.host, size, 0], np.int64)
 
     @cached_property
-    def variable(self) -> int:
-        """A number that is equal where, besides, all gather arrays of one length, or split them alike."""
-        if self.operation == "all_gather" and self.shape:
-            return self.shape[self.axis]
-        return number_of((self.shape, self.sizes)) if self.operation == "all_to_all" else 0
-
-    def terms(self, sizes: Sequence[int] | None, host: bool, size: int) -> tuple[int, ...]:
-        """Numbers on which ranks of several nodes agree, in place of all the rest; see ``dissemination``.
-
-        ``sizes``: of all ranks' arrays, as far as the caller says; ``host``: whether this rank's is in the host's
-        memory; ``size``: its bytes.
-        """
-        known = number_of(tuple(map(int, sizes))) if sizes is not None else -1
-        return self.agreed, self.variable, known, int(host), size
-
-    @classmethod
-    def unpack(cls, data: bytes) -> Signature:
-        """The signature that ``data`` begins with."""
-        fields = _LAYOUT.unpack_from(data)
-        operation, reduction, ndim, waits, axis, concat_axis, root, inline, count, letters = fields[:-MAX_DIMS]
-        end = _LAYOUT.size + 8 * count
-        return cls(
-            OPERATIONS[operation],
-            REDUCTIONS[reduction],
-            data[end : end + letters].decode(),
-            None if ndim == 255 else fields[-MAX_DIMS:][:ndim],
-            axis,
-            concat_axis,
-            root,
-            struct.unpack_from(f"<{count}q", data, _LAYOUT.size),
-            inline,
-            bool(waits),
-        )
-
-    @property
     def array_type(self) -> tuple[tuple[int, ...], np.dtype]:
         """Shape and dtype of the data that travel: of the array, or of the bytes of a text."""
         if self.shape is None:
             return (self.inline,), np.dtype(np.uint8)
         return self.shape, dtypes.described(self.dtype)
 
-    def part_for(self, rank: int, ranks: int) -> slice:
-        """What of this rank's array, along the axis that is split, is for another."""
+    def part_for(self, rank: int, ranks: int) -> tuple[slice, ...]:
+        """Which part of this rank's array is for another."""
         if self.sizes:
-            return slice(sum(self.sizes[:rank]), sum(self.sizes[: rank + 1]))
-        return span(self.shape[self.axis], ranks, rank)
+            part = slice(sum(self.sizes[:rank]), sum(self.sizes[: rank + 1]))
+        else:
+            part = span(self.shape[self.axis], ranks, rank)
+        return (slice(None),) * self.axis + (part,)
 
-    def shape_for(self, rank: int, ranks: int) -> tuple[int, ...]:
-        """The shape of that part."""
-        part = self.part_for(rank, ranks)
-        return *self.shape[: self.axis], part.stop - part.start, *self.shape[self.axis + 1 :]
+    def length_for(self, rank: int, ranks: int) -> int:
+        """How long, along ``concat_axis``, that is which another rank gets of this one's array."""
+        if self.operation == "all_gather" or self.axis != self.concat_axis:
+            return self.shape[self.concat_axis]
+        part = self.part_for(rank, ranks)[-1]
+        return part.stop - part.start
 
     def packed_part_for(self, rank: int, ranks: int) -> slice:
-        """Where it lies in the array once all parts are ``packed``."""
-        part, row = self.part_for(rank, ranks), prod(self.shape[: self.axis] + self.shape[self.axis + 1 :])
+        """Where a part lies in the array once all parts are ``packed``."""
+        part, row = self.part_for(rank, ranks)[-1], prod(self.shape[: self.axis] + self.shape[self.axis + 1 :])
         return slice(part.start * row, part.stop * row)
 
     def __str__(self) -> str:

@@ -10,20 +10,22 @@ Data of medium size lie in staging buffers, of which there are fewer than slots,
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from spmd_engine.arrays.memory import address_of
 from spmd_engine.comm.condition import Condition
-from spmd_engine.comm.pending import Progress
 from spmd_engine.comm.signature import Signature, Signatures, room
 from spmd_engine.node.arena import ALIGNMENT, HEAD, Neighbours
 from spmd_engine.node.cross_memory import Block, RemoteArray
+from spmd_engine.node.futex import Futexes
 from spmd_engine.node.node import Node
+
+if TYPE_CHECKING:
+    from spmd_engine.comm.pending import Progress
 
 SLOTS = 8  # calls of a group that can be under way at once; more wait for their turn
 SMALL = 1 << 12  # bytes of data that lie in an entry
@@ -32,30 +34,11 @@ ROOM = 1 << 18  # bytes of data that fit into one, where ranks are few
 CALLED, REDUCED, LEFT = 1, 2, 3  # phases of a call, as each rank says them
 
 _STEPS = 4  # words count in steps of a call's phases
-_ADDRESS = struct.Struct("<qq")  # whose arena and the offset in it; or -2 - r and the address in rank r's own memory
-_ADDRESSES = struct.Struct("<qqqq")  # of the data, and of the result
-_NOWHERE = (-1, 0)  # not shown
-_UNSHOWN = _ADDRESSES.pack(*_NOWHERE, *_NOWHERE)
-_DATA, _RESULT = 0, _ADDRESS.size  # where in an entry it says where data lie, and where their result is to come
-_SIGNATURE = 64  # where in an entry the signature begins, behind the addresses
+_DATA, _RESULT = 0, 2  # which words of a call are addresses: where data lie, and where their result is to come
+_WORDS = 6 * SLOTS + 1  # of each rank: phases, digests, addresses, and whether it comes here no more
+NOWHERE = -1  # in place of an arena: not shown
 
-
-Address = tuple[int, int]
-
-
-class Waker(Protocol):
-    """What wakes ranks of a node, and keeps their reads and writes in order; see ``futex``."""
-
-    weak: bool  #: whether this machine must be told to keep them in order
-
-    def fence(self) -> None:
-        """Nothing of what comes after is seen before what came before."""
-
-    def anyone_sleeps(self) -> bool:
-        """Whether some rank may not see what was written before this."""
-
-    def wake(self, local_ranks: Sequence[int]) -> None:
-        """Wake these."""
+Address = tuple[int, int]  #: whose arena and the offset in it; or -2 - r and the address in rank r's own memory
 
 
 def room_for_table(neighbours: Neighbours, ranks: int) -> int | None:
@@ -72,21 +55,19 @@ def size_of_table(ranks: int) -> int:
     return _words(ranks) + SLOTS * ranks * _entry(ranks) + STAGING * ranks * room_of(ranks)
 
 
-def table_on(
-    node: Node, members: Sequence[int], rank: int, offset: int = HEAD, calls: int = 0
-) -> SlotTable:
+def table_on(node: Node, members: Sequence[int], rank: int, offset: int = HEAD) -> SlotTable:
     """The table of ``members``, of which this is number ``rank``: at ``offset`` in the arena of the first of them."""
     local, neighbours = [node.ranks.index(member) for member in members], node.neighbours
     memory = memoryview(neighbours.memories[local[0]])[offset : offset + size_of_table(len(local))]
     home = offset if rank == 0 else None
-    return SlotTable(memory, rank, local, neighbours, node.futexes, calls=calls, home=home)
+    return SlotTable(memory, rank, local, neighbours, node.futexes, home)
 
 
 class SlotTable:
     """The table of a group of ranks on one node, as one of them (``rank``) sees it.
 
-    ``memory`` is zero at first. ``local_ranks`` are the group's ranks by their numbers on the node; ``calls`` how
-    many calls they have made before there was a table, ``home`` its offset if it lies in this rank's own arena.
+    ``memory`` is zero at first, and no call has been made. ``local_ranks`` are the group's ranks by their numbers on
+    the node; ``home`` is its offset if it lies in this rank's own arena.
     """
 
     def __init__(
@@ -95,25 +76,23 @@ class SlotTable:
         rank: int,
         local_ranks: Sequence[int],
         neighbours: Neighbours,
-        waker: Waker,
-        *,
-        calls: int = 0,
+        waker: Futexes,
         home: int | None = None,
     ) -> None:
-        n, self._calls, self._home = len(local_ranks), calls, home
+        n, self._home = len(local_ranks), home
         self.room = room_of(n)  #: bytes of data that a call can bring along
         self.rank, self.size, self.neighbours, self.local_ranks = rank, n, neighbours, list(local_ranks)
         self.ranks: Sequence[int] = range(n)  #: the numbers of its ranks in the communicator whose table this is
         self._others = [local for r, local in enumerate(local_ranks) if r != rank]
         self._waker, self._weak = waker, waker.weak
-        words = _pieces(memory[: 8 * n * (2 * SLOTS + 1)].cast("q"), n, 2 * SLOTS + 1)
-        self._phases, self._digests, self._closed = words[:SLOTS], words[SLOTS:-1], words[-1]
+        words = _pieces(memory[: 8 * n * _WORDS].cast("q"), n, _WORDS)
+        self._phases, self._digests, self._closed = words[:SLOTS], words[SLOTS : 2 * SLOTS], words[-1]
+        self._addresses = [words[2 * SLOTS + 4 * slot :][:4] for slot in range(SLOTS)]
         entries = _pieces(memory[_words(n) :], _entry(n), SLOTS * n)
         staging = _pieces(memory[_words(n) + SLOTS * n * _entry(n) :], self.room, STAGING * n)
         self._entries = [entries[slot * n : (slot + 1) * n] for slot in range(SLOTS)]
         self._staging = [staging[each * n : (each + 1) * n] for each in range(STAGING)]
-        data = _data(n)
-        self._signatures = [[entry[_SIGNATURE:data] for entry in slot] for slot in self._entries]
+        self._signatures = [[entry[: _data(n)] for entry in slot] for slot in self._entries]
 
     # --- phases
 
@@ -129,22 +108,23 @@ class SlotTable:
         """That all ranks have come as far as ``phase`` of call ``number``."""
         return Condition(partial(self.reached, number, phase), partial(self._has_begun, number))
 
-    def until_free(self, number: int, inline: int) -> Condition:
-        """``is_free``."""
-        return Condition(partial(self.is_free, number, inline), partial(self._has_begun, number - SLOTS))
-
     def _has_begun(self, number: int, rank: int) -> bool:
         """Whether ``rank``, of the communicator, takes part in call ``number``, or has, or need not."""
-        if number <= self._calls or rank not in self.ranks:
+        if number <= 0 or rank not in self.ranks:
             return True
         return self._phases[number % SLOTS][self.ranks.index(rank)] >= number * _STEPS + CALLED
 
     def is_free(self, number: int, inline: int) -> bool:
         """Whether the slot of call ``number`` can be written to, and the staging buffer if it brings so many bytes."""
         for earlier in range(number - SLOTS, number, STAGING if inline > SMALL else SLOTS):
-            if earlier > self._calls and not self.reached(earlier, LEFT):
+            if earlier > 0 and not self.reached(earlier, LEFT):
                 return False
         return True
+
+    def wait_until_free(self, number: int, inline: int) -> Iterator[Condition]:
+        """Go on when it is."""
+        if not self.is_free(number, inline):
+            yield Condition(partial(self.is_free, number, inline), partial(self._has_begun, number - SLOTS))
 
     def say(self, number: int, phase: int) -> None:
         """This rank has come as far as ``phase``. Who comes last wakes those who sleep."""
@@ -175,7 +155,9 @@ class SlotTable:
         self._sign(slot, signature)
         if signature.inline:
             self._view(slot, self.rank, signature)[...] = data
-        self._entries[slot][self.rank][: _ADDRESSES.size] = _ADDRESSES.pack(*(at or _NOWHERE), *(result or _NOWHERE))
+        unshown = NOWHERE, 0
+        for word, value in zip(self._addresses[slot], (*(at or unshown), *(result or unshown)), strict=True):
+            word[self.rank] = value
 
     def read(self, number: int, expected: Signatures) -> tuple[Signatures, list[Block | None]]:
         """All ranks' signatures, ``expected`` itself if these are, and their data where they lie (None: not shown)."""
@@ -195,28 +177,24 @@ class SlotTable:
 
         None: not so, or not within so many tests. Then the call is to be begun again, as if this had not been.
         """
-        rank, slot, word = self.rank, number % SLOTS, number * _STEPS + CALLED
-        signature, words, digests, waker = expected.by_rank[rank], self._phases[slot], self._digests[slot], self._waker
-        inline = signature.inline
-        if not self.is_free(number, inline) and not progress.spin(partial(self.is_free, number, inline), spin_tests):
+        slot, signature = number % SLOTS, expected.by_rank[self.rank]
+        words, inline, left = self._phases[slot], signature.inline, (number - SLOTS) * _STEPS + LEFT
+        called = number * _STEPS + CALLED
+        free = min(words.tolist()) >= left and inline <= SMALL and not self._weak  # as it mostly is
+        if not free and not progress.spin(partial(self.is_free, number, inline), spin_tests):
             return None
         blocks = expected.inline.get(slot) or self._lay_out(slot, expected)
-        if digests[rank] != signature.digest:
-            self._sign(slot, signature)
-        if signature.inline:
-            blocks[rank][...] = data
+        self._sign(slot, signature)
+        if inline:
+            blocks[self.rank][...] = data
         elif data is not None:
-            self._entries[slot][rank][: _ADDRESSES.size] = _UNSHOWN
-        if self._weak:
-            waker.fence()
-        words[rank] = word
-        if waker.anyone_sleeps() and self.reached(number, CALLED):
-            waker.wake(self._others)
-        if min(words.tolist()) < word and not progress.spin(lambda: min(words.tolist()) >= word, spin_tests):
+            self._addresses[slot][_DATA][self.rank] = self._addresses[slot][_RESULT][self.rank] = NOWHERE
+        self.say(number, CALLED)
+        if min(words.tolist()) < called and not progress.spin(lambda: min(words.tolist()) >= called, spin_tests):
             return None
         if self._weak:
-            waker.fence()
-        return blocks if digests.tolist() == expected.digests else None
+            self._waker.fence()
+        return blocks if self._digests[slot].tolist() == expected.digests else None
 
     def leave_at_once(self, number: int) -> None:
         """As ``say`` of LEFT, where nobody sleeps until then but for a slot: of a later call, which will wake it."""
@@ -240,14 +218,9 @@ class SlotTable:
         """Where everyone's result is to come, of this shape."""
         return [self._at(number % SLOTS, rank, (shape, dtype), _RESULT) for rank in range(self.size)]
 
-    def shows_result(self, number: int, rank: int) -> bool:
-        """Whether a rank has shown where its result is to come."""
-        return _ADDRESS.unpack_from(self._entries[number % SLOTS][rank], _RESULT) != _NOWHERE
-
-    def all_results_shared(self, number: int) -> bool:
-        """Whether all of these are in memory that ranks share."""
-        entries = self._entries[number % SLOTS]
-        return all(_ADDRESS.unpack_from(entry, _RESULT)[0] >= 0 for entry in entries)
+    def result_arenas(self, number: int) -> list[int]:
+        """Whose arenas these are in, as of an Address; NOWHERE: not shown."""
+        return self._addresses[number % SLOTS][_RESULT].tolist()
 
     def _block(self, slot: int, rank: int, signature: Signature) -> Block | None:
         if 0 in signature.shape:
@@ -255,10 +228,11 @@ class SlotTable:
         return self._at(slot, rank, signature.array_type, _DATA)
 
     def _at(self, slot: int, rank: int, kind: tuple[Sequence[int], np.dtype], where: int) -> Block | None:
-        local, offset = _ADDRESS.unpack_from(self._entries[slot][rank], where)
+        addresses = self._addresses[slot]
+        local, offset = addresses[where][rank], addresses[where + 1][rank]
         if local >= 0:
             return self.neighbours.view(local, offset, *kind)
-        return None if local == -1 else RemoteArray(self.neighbours.cross_memory, -2 - local, offset, *kind)
+        return None if local == NOWHERE else RemoteArray(self.neighbours.cross_memory, -2 - local, offset, *kind)
 
     def _view(self, slot: int, rank: int, signature: Signature) -> np.ndarray:
         shape, dtype = signature.array_type
@@ -285,11 +259,11 @@ class SlotTable:
 
 
 def _words(ranks: int) -> int:
-    return _aligned(8 * ranks * (2 * SLOTS + 1))
+    return _aligned(8 * ranks * _WORDS)
 
 
 def _data(ranks: int) -> int:
-    return _aligned(_SIGNATURE + room(ranks))
+    return _aligned(room(ranks))
 
 
 def _entry(ranks: int) -> int:

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any
 
@@ -17,12 +18,12 @@ from threadpoolctl import ThreadpoolController
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.memory import address_of
 from spmd_engine.comm.communicator import Communicator
+from spmd_engine.comm.condition import Turns
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.pending import TIMEOUT, Progress
 from spmd_engine.comm.slot_table import SlotTable, size_of_table
 from spmd_engine.comm.transports.hierarchical import Lanes, even_nodes
-from spmd_engine.comm.transports.turns import Turns
 from spmd_engine.errors import RankAborted, UsageError
 from spmd_engine.node.arena import Neighbours, bound
 from spmd_engine.node.cross_memory import CrossMemory
@@ -77,7 +78,7 @@ def run(
             fabric.fail(rank, error)
 
     threads = [threading.Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(ranks)]
-    with _libraries(len(sys.modules)).limit(limits=max(1, len(os.sched_getaffinity(0)) // ranks), user_api="blas"):
+    with _threads_of_blas(max(1, len(os.sched_getaffinity(0)) // ranks)):
         try:
             for thread in threads:
                 thread.start()
@@ -94,6 +95,15 @@ def run(
         error.add_note(f"raised on rank {rank} of {ranks}")
         raise error
     return results
+
+
+def _threads_of_blas(most: int) -> AbstractContextManager[Any]:
+    """Leave BLAS that many threads, or as few as it has: the user said so, or whoever shares the cores already.
+
+    More than there are cores for cost far more than they bring, as BLAS's threads wait for each other awake.
+    """
+    blas = _libraries(len(sys.modules)).select(user_api="blas")
+    return blas.limit(limits=min([most, *(library.num_threads for library in blas.lib_controllers)]))
 
 
 @lru_cache(maxsize=1)
@@ -125,10 +135,8 @@ class _Fabric:
         reads = cross_memory.can_read(rank, address_of(probe), probe.tobytes())
         return Neighbours(self._memories, rank, cross_memory if reads else None)
 
-    def table(self, name: tuple, rank: int, members: Sequence[int], neighbours: Neighbours | None) -> SlotTable | None:
-        """The table of a communicator of several ranks on one node; the first to ask makes it."""
-        if neighbours is None or len(members) == 1 or len({self.nodes[member] for member in members}) > 1:
-            return None
+    def table(self, name: tuple, rank: int, members: Sequence[int], neighbours: Neighbours) -> SlotTable:
+        """The table of these ranks of one node; the first to ask makes it."""
         with self._lock:
             entry = self._tables.setdefault(name, [None, len(members)])
             if entry[0] is None:
@@ -137,16 +145,6 @@ class _Fabric:
             if entry[1] == 0:
                 del self._tables[name]
         return SlotTable(entry[0], rank, members, neighbours, self)
-
-    def lanes(self, comm: ThreadCommunicator, name: tuple, members: Sequence[int]) -> Lanes | None:
-        """The ways between nodes of a communicator's ranks."""
-        hosts = [self.nodes[member] for member in members]
-        nodes = even_nodes(hosts)
-        if nodes is None or comm.neighbours is None:
-            return None
-        own = [rank for rank, host in enumerate(hosts) if host == comm.node]
-        local = [members[rank] for rank in own]
-        return Lanes(comm, nodes, self.table((*name, comm.node), own.index(comm.rank), local, comm.neighbours))
 
     # A table's waker. One interpreter runs one thread at a time, in an order on which all agree.
 
@@ -160,55 +158,33 @@ class _Fabric:
 
     def wake(self, ranks: Sequence[int]) -> None:
         for rank in ranks:
-            self.boxes[rank].wake()
+            self.boxes[rank].news.set()
 
     def fail(self, rank: int, error: BaseException) -> None:
         with self._lock:
             if self.failure is None and not isinstance(error, RankAborted):
                 self.failure = (rank, error)
         for box in self.boxes:
-            box.wake()
+            box.news.set()
 
 
 class _Mailbox:
     def __init__(self) -> None:
-        self.condition = threading.Condition()
-        self.messages: defaultdict[tuple, deque] = defaultdict(deque)
-        self.arrivals = 0
+        self.news = threading.Event()
+        self._lock, self._messages = threading.Lock(), defaultdict(deque)
 
     def put(self, key: tuple, data: Array) -> None:
-        with self.condition:
-            self.messages[key].append(data)
-            self.arrivals += 1
-            self.condition.notify_all()
+        with self._lock:
+            self._messages[key].append(data)
+        self.news.set()
 
     def take(self, key: tuple) -> Array | None:
-        with self.condition:
-            waiting = self.messages.get(key)
-            if not waiting:
-                return None
-            data = waiting.popleft()
-            if not waiting:
-                del self.messages[key]
-            return data
-
-    def wake(self) -> None:
-        with self.condition:
-            self.arrivals += 1
-            self.condition.notify_all()
-
-
-class _Receive:
-    def __init__(self, box: _Mailbox, key: tuple, data: Array) -> None:
-        self.box, self.key, self.data, self.complete = box, key, data, False
-
-    def test(self) -> bool:
-        if not self.complete:
-            message = self.box.take(self.key)
-            if message is not None:
-                self.data[: message.size] = message
-                self.complete = True
-        return self.complete
+        with self._lock:
+            waiting = self._messages.get(key)
+            data = waiting.popleft() if waiting else None
+            if waiting is not None and not waiting:
+                del self._messages[key]
+        return data
 
 
 class ThreadCommunicator(Communicator):
@@ -233,19 +209,28 @@ class ThreadCommunicator(Communicator):
         self.turns = Turns()
         self._subsets: defaultdict[tuple[int, ...], int] = defaultdict(int)
         self.line = progress.activity.line(members)
-        self.table = fabric.table(name, rank, self._members, neighbours)
-        self.lanes = fabric.lanes(self, name, self._members)
+        nodes = even_nodes(self.hosts) if neighbours is not None and self.size > 1 else None
+        if nodes is not None:
+            own = next(node for node in nodes if rank in node)
+            table = fabric.table((*name, self.node), own.index(rank), [members[r] for r in own], neighbours)
+            self.table, self.lanes = (table, None) if len(nodes) == 1 else (None, Lanes(self, nodes, table))
 
     def start_send(self, data: Array, to: int, tag: int) -> list:
         self._fabric.boxes[self._members[to]].put((self._name, self._me, tag), _bytes(data).copy())
         return []
 
     def start_receive(self, data: Array, source: int, tag: int) -> list:
-        key = (self._name, self._members[source], tag)
-        return [_Receive(self._fabric.boxes[self._me], key, _bytes(data))]
+        box, key, awaited = self._fabric.boxes[self._me], (self._name, self._members[source], tag), [_bytes(data)]
+
+        def has_come() -> bool:
+            if awaited and (message := box.take(key)) is not None:
+                awaited.pop()[: message.size] = message
+            return not awaited
+
+        return [has_come]
 
     def done(self, requests: list) -> bool:
-        return all([request.test() for request in requests])
+        return all([has_come() for has_come in requests])
 
     def subset(self, ranks: Sequence[int], timeout: float | None = TIMEOUT) -> ThreadCommunicator:
         members = tuple(self._members[r] for r in ranks)
@@ -265,16 +250,13 @@ class ThreadCommunicator(Communicator):
     def ended(self, suspects: Sequence[int]) -> list[int]:
         return [rank for rank in suspects if self._members[rank] in self._fabric.ended]
 
-    def activity(self, idle: int) -> int:
-        return self._fabric.boxes[self._me].arrivals
+    def prepare_to_pause(self, idle: int) -> None:
+        self._fabric.boxes[self._me].news.clear()
 
-    def pause(self, idle: int, activity: int, messages: bool = True) -> None:
+    def pause(self, idle: int, messages: bool = True) -> None:
         if self._fabric.failure:
             raise RankAborted(f"rank {self._fabric.failure[0]} failed")
-        box = self._fabric.boxes[self._me]
-        with box.condition:
-            if box.arrivals == activity:
-                box.condition.wait(0.05)
+        self._fabric.boxes[self._me].news.wait(0.05)
 
 
 def solo() -> ThreadCommunicator:

@@ -17,6 +17,8 @@ class Tuning:
     #: large for the table. There a copy is faster (2 ranks, 256 KiB: all_reduce 88 us against 174), and larger arrays
     #: are faster read where they lie; so is what is broadcast, always (1 MiB: 230 us against 280).
     blocking_gather: int = 1 << 22
+    #: From where it moves the even parts of an all_to_all, though the table could (256 KiB: 20 us against 29).
+    blocking_even_parts: int = 1 << 16
     blocking_all_to_all: int = 1 << 23
     blocking_reduction: int = 1 << 21
     #: Of an array that the others cannot read, up to which it is copied to where they can.

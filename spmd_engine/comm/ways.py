@@ -69,11 +69,16 @@ def inline_at_most(operation: str, ranks: int, room: int, tuning: Tuning) -> int
     return min(room, tuning.reduced_by_all // ranks) if operation == "all_reduce" else room
 
 
-def blocking_at_most(operation: str, tuning: Tuning) -> int:
-    """Bytes of a rank's array up to which the library moves it where all ranks of a node wait; -1: never."""
-    return {
+def library_offered(operation: str, size: int, inline: bool, even: bool, tuning: Tuning) -> bool:
+    """Whether who waits offers an array of ``size`` bytes to the library; ``inline``: it could come along as well.
+
+    ``even``: whether it is cut into even parts, if into any, as then all ranks' arrays mostly are of one size.
+    """
+    most = {
         "all_gather": tuning.blocking_gather,
         "all_to_all": tuning.blocking_all_to_all,
         "all_reduce": tuning.blocking_reduction,
         "reduce_scatter": tuning.blocking_reduction,
-    }.get(operation, -1)
+    }.get(operation, 0)
+    rather = operation == "all_to_all" and even and size > tuning.blocking_even_parts
+    return 0 < size <= most and (rather or not inline)

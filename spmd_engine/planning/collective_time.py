@@ -4,7 +4,8 @@ Times are of a group alone, while all groups like it (the same axes, other coord
 do: they share what their nodes have. With S the bytes of the whole array and n ranks:
 
     ring           reduce_scatter, all_gather   (n-1) latency + S (n-1)/n / bandwidth;   all_reduce twice that
-    tree           all_reduce                   2 log2(n) (latency + S / bandwidth)      (Rabenseifner, 2004)
+    tree           all_reduce                   2 log2(n) (latency + S / bandwidth)
+    two trees      all_reduce between nodes     2 log2(n) latency + 2 S / bandwidth   (Sanders et al., 2009)
     hierarchical   inside nodes, then between the nodes by as many lanes as ranks a node, then inside again
     all_to_all     n-1 messages of S/n^2 bytes to as many ranks
     by copy        each rank copies what it reads, and adds what it reduces, with its own core
@@ -97,12 +98,17 @@ def _ways(operation: str, links: GroupLinks, size: float) -> list[tuple[float, f
     if operation == "all_reduce":
         depth = ceil(log2(n))
         ways.append((2 * depth * latency, 2 * depth * size / across))
+        if len(nodes) > 1:
+            ways.append((2 * depth * latency, 2 * size / across))
     most = max(nodes.values())
     if len(nodes) > 1 and 1 < most == min(nodes.values()):
         begin = rounds * ((most - 1) * links.inside.latency + (len(nodes) - 1) * latency)
         lanes = links.between_nodes(most)
         move = rounds * size * ((most - 1) / most / inside + (len(nodes) - 1) / len(nodes) / lanes)
         ways.append((begin, move))
+        if operation == "all_reduce":
+            begin = 2 * ((most - 1) * links.inside.latency + ceil(log2(len(nodes))) * latency)
+            ways.append((begin, 2 * size * ((most - 1) / most / inside + 1 / lanes)))
     return ways
 
 

@@ -1,4 +1,9 @@
-"""How long a computation takes on a rank: its matrix products by their sizes, all else by the bytes that it moves."""
+"""How long a computation takes on a rank: its matrix products by their sizes, all else by the bytes that it moves.
+
+Where ranks share cores they do all of it themselves, one thing after the other. A device is given its work by a host
+that does not wait for it: the device computes one thing while the next is handed over, and a pass through a layer takes
+as long as the slower of the two.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +18,14 @@ DTYPES = {2: "float16", 4: "float32", 8: "float64"}  #: of a product whose eleme
 
 @dataclass(frozen=True)
 class ComputeTime:
-    """Seconds that a rank works, with one core where cores are shared: in products, and in all else."""
+    """Seconds that a rank works, with one core where cores are shared: in products, and in all else.
+
+    ``host``: seconds that a device's host meanwhile takes to hand over the pass that the computation belongs to.
+    """
 
     products: float
     rest: float
+    host: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -27,7 +36,7 @@ class ComputeTimes:
     """Seconds of computations on the ranks of a machine.
 
     A product takes as long as its FLOPs or its bytes, whichever takes longer (the roofline of Williams et al., 2009);
-    elementwise work its bytes; every pass through a layer ``pass_seconds`` besides.
+    elementwise work its bytes; every pass through a layer ``pass_seconds`` besides: of the rank, or of a device's host.
     """
 
     def __init__(self, machine: Machine) -> None:
@@ -48,11 +57,15 @@ class ComputeTimes:
             self._known[key] = self._of(rank, computation)
         return self._known[key]
 
-    def seconds(self, rank: int, computations: Sequence[Computation]) -> list[float]:
-        """Of each computation of a step; those of ranks that have the same step on nodes of one kind are found once."""
+    def seconds(self, rank: int, computations: Sequence[Computation]) -> tuple[list[float], list[float]]:
+        """Of each computation of a step, and of the host that hands it over; those of ranks that have the same step on
+        nodes of one kind are found once. A pass has been handed over before the last of its computations is done."""
         key = self.machine.node(rank).name, id(computations)
         if key not in self._steps:  # with the computations, so that their id stays their own
-            self._steps[key] = computations, [self.of(rank, each).seconds for each in computations]
+            times, passes = [self.of(rank, each) for each in computations], [_pass(each) for each in computations]
+            following = (*passes[1:], None)
+            hosts = [time.host * (this != after) for time, this, after in zip(times, passes, following, strict=True)]
+            self._steps[key] = computations, ([time.seconds for time in times], hosts)
         return self._steps[key][1]
 
     def _of(self, rank: int, computation: Computation) -> ComputeTime:
@@ -61,17 +74,25 @@ class ComputeTimes:
         moved = computation.bytes_read + computation.bytes_written - sum(map(bytes_of, computation.products))
         calls = computation.calls - sum(product.calls for product in computation.products)
         bandwidth = node.memory_bandwidth(max(moved, 1) / max(calls, 1)) * fitted.memory_share
-        rest = max(moved, 0) / bandwidth + fitted.pass_seconds
-        return ComputeTime(products, rest)
+        rest = max(moved, 0) / bandwidth
+        if node.has_devices:
+            return ComputeTime(products, rest, fitted.pass_seconds)
+        return ComputeTime(products, rest + fitted.pass_seconds)
 
     def _product(self, rank: int, product: Product) -> float:
-        each = 2 * product.m * product.n * product.k
+        together = product.batch if self.machine.node(rank).has_devices else 1  # a device computes a batch at once
+        each = 2 * product.m * product.n * product.k * together
         if not each:
             return 0.0
         speed = self.machine.speed(rank, DTYPES[product.itemsize], each)
         moved = bytes_of(product)
         bandwidth = self.machine.node(rank).memory_bandwidth(moved / product.calls) * self.machine.fitted.memory_share
         return max(product.flops / speed, moved / bandwidth)
+
+
+def _pass(computation: Computation) -> tuple:
+    """The pass that a computation belongs to."""
+    return computation.layer, computation.phase, computation.micro_batch, computation.chunk
 
 
 def bytes_of(product: Product) -> int:

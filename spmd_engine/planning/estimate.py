@@ -56,7 +56,7 @@ class Estimator:
     def __init__(self, setting: Setting, candidate: Candidate, cut: Cut) -> None:
         self.setting, self.candidate, self.m = setting, candidate, candidate.micro_batches
         self.layers, self.costs, self.on, self.busy = cut.layers, cut.layers.costs, cut.on, cut.busy
-        self.works, self.update = cut.works, cut.update
+        self.works, self.update, self.paces = cut.works, cut.update, cut.paces
         self.pipe, self.itemsize = self.on.pipe, setting.itemsize
 
     # --- bounds
@@ -71,14 +71,15 @@ class Estimator:
         """
         layers, p = self.layers, self.pipe
         work = self.m * self.busy.whole
-        seconds = work / p
-        if p > 1:
+        seconds = work / p if self.paces is None else work / float((1 / self.paces).sum())
+        if p > 1 and self.paces is None:
             way = self.busy.way / self.candidate.chunks
             share = min(way / work, 1.0) if work else 0.0
             seconds = way / (1 - (1 - share) ** p) if share > 1e-9 else seconds
-        seconds = max(seconds, self._crowded(work / p))
+        quickest = 1.0 if self.paces is None else float(self.paces.min())
+        seconds = max(seconds, self._crowded(quickest * work / p))
         if p == 1:
-            seconds += self._exposed(self._undivided, self.busy.before[:, -1:])
+            seconds += self._exposed(self._undivided, quickest * self.busy.before[:, -1:])
         elements = layers.own_elements / p
         return Bound(seconds + self._update(elements), elements * self._stored_each() + layers.all_kept / p)
 
@@ -117,15 +118,16 @@ class Estimator:
             return self.candidate.stages
         chunks, hops = self.pipe * self.candidate.chunks, self._hops()
         work = self.busy.work
-        key = "division", id(self.busy), chunks, hops[-1], self.on.next_stage
-        starts = self.setting.once(key, lambda: best_division(work.tolist(), chunks, boundary=hops))
+        paces = () if self.paces is None else tuple(self.paces.tolist()) * self.candidate.chunks
+        key = "division", id(self.busy), chunks, hops[-1], self.on.next_stage, paces
+        starts = self.setting.once(key, lambda: best_division(work.tolist(), chunks, boundary=hops, paces=paces))
         if starts is None or not np.isfinite(limit) or self.candidate.chunks > 1:
             return starts
         ends = (*starts[1:], len(self.costs))
         room = self._fits(limit)
         if all(room(k)[start, end] for k, (start, end) in enumerate(zip(starts, ends, strict=True))):
             return starts
-        return best_division(work.tolist(), chunks, boundary=hops, fits=room)
+        return best_division(work.tolist(), chunks, boundary=hops, fits=room, paces=paces)
 
     def _hops(self) -> list[float]:
         """Seconds that both sides of a boundary before each layer lose by it: where ranks move the bytes themselves."""
@@ -191,12 +193,14 @@ class Estimator:
             return None
         division = StageSums(self.layers, starts, self.pipe)
         costs = np.diff(self.busy.before[:, division.edges], axis=1)
+        if self.paces is not None:
+            costs = costs * np.tile(self.paces, self.candidate.chunks)
         slots, seconds = self._run(costs)
         busy = self.m * division.by_stage(costs.sum(axis=0))
         mean, most = float(busy.mean()), float(busy.max())
         idle = max(seconds - mean, 0.0)
         seconds = max(seconds, self._crowded(mean))
-        exposed = self._exposed(division, costs)
+        exposed = self._exposed(division, costs) + self._shared(division)
         update = self._update(float(division.elements.max()))
         total = seconds + exposed + update
         held = self._held(division, slots)
@@ -257,12 +261,20 @@ class Estimator:
             seconds = times[0] * gather + times[1] * scatter + times[2] * reduce
         elif zero < 2:
             last = division.by_stage(costs[1] + costs[2])
-            hidden = last * (1 - 1 / division.counts)
+            hidden = last * (1 - 1 / division.counts) * self.setting.overlap
             seconds = np.maximum(scatter * times[1] + reduce * times[2] - hidden, 0.0) + gather * times[0]
         else:
             seconds = travel.last[division.starts[: self.pipe]] + (gather if zero == 2 else 0.0)
         worst = float((seconds + self._copies(division.elements)).max())
         return self._crowded(worst) if self.works else worst
+
+    def _shared(self, division: StageSums) -> float:
+        """Seconds in which the stages that have the same parameters sum their gradients."""
+        size = float(division.apart.max()) * self.itemsize
+        if not size:
+            return 0.0
+        ranks = 0, self.on.next_stage * (self.pipe - 1)
+        return self.setting.collectives.of("all_reduce", ranks, size).seconds
 
     def _copies(self, elements: np.ndarray) -> np.ndarray | float:
         """Seconds in which those that store the same part sum it."""

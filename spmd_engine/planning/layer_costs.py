@@ -34,6 +34,8 @@ class LayerCosts:
     tied: int = 0  #: of these, those that another layer has, too
     groups: tuple[int, ...] = ()  #: elements of its parameter groups, in the order in which they are gathered
     tied_groups: tuple[int, ...] = ()  #: of groups that another layer has, too
+    host_forward: float = 0.0  #: seconds in which a device's host hands over the forward, while the device works
+    host_backward: float = 0.0
 
     @property
     def all_forward(self) -> float:
@@ -74,9 +76,12 @@ class CutLayers:
             again[layers.start : layers.stop] = True
         self.later_repeated = [layer for layers in repeated for layer in layers[1:]]
         self.forward = self._of(lambda each: each.all_forward)
+        self.forward += self._idle(model, self._of(lambda each: each.host_forward), self.forward)
         inputs, inside = self._of(lambda each: each.backward_input), self._of(lambda each: each.inside_backward)
-        self.back = inputs + inside + again * self.forward
         self.weights = self._of(lambda each: each.backward_weights)
+        work = inputs + inside + self.weights
+        idle = self._idle(model, self._of(lambda each: each.host_backward), work)
+        self.back = inputs + inside + idle + again * self.forward
         self.work = self.forward + self.back + self.weights
         self.whole = float(self.work.sum())
         #: of a micro-batch's way forth and back: without the weights' gradients, and what is repeated
@@ -123,6 +128,17 @@ class CutLayers:
         """A number of each layer: float64[layers]."""
         different, at = self.different
         return np.array([float(number(each)) for each in different])[at]
+
+    def _idle(self, model: Model, host: np.ndarray, work: np.ndarray) -> np.ndarray:
+        """Seconds that a device waits for its host, float64[layers]. While it works on one layer of a block the host
+        is ahead with the next: they are compared block by block."""
+        if not host.any():
+            return np.zeros(len(host))
+        blocks = [name.partition("/")[0] for name, _ in model.layers]
+        number = np.cumsum([block != before for block, before in zip(blocks, ["", *blocks], strict=False)])
+        hosts = np.bincount(number, host)
+        idle = np.maximum(hosts - np.bincount(number, work), 0.0) / np.maximum(hosts, 1e-30)
+        return idle[number] * host
 
     @cached_property
     def groups(self) -> HashedOnce:

@@ -78,6 +78,11 @@ class NodeKind:
     cores: float | None = None  #: that the ranks of a node share, one each at full speed; None: each has its own
     kind: str = "cloud"  #: one of KINDS
 
+    @property
+    def has_devices(self) -> bool:
+        """Whether each rank has a device of its own, and its host's cores only hand over the work."""
+        return self.cores is None
+
 
 @dataclass(frozen=True)
 class Topology:
@@ -99,7 +104,8 @@ class Fitted:
     product_share: float = 1.0  #: of the speed of products that is reached within a step
     product_half: float = 0.0  #: FLOPs of a product at which half of that is reached
     memory_share: float = 1.0  #: of the memory's bandwidth that is reached
-    pass_seconds: float = 0.0  #: for every pass of a micro-batch through a layer, beside its work
+    #: for every pass of a micro-batch through a layer, beside its work; of a device's host, while the device works
+    pass_seconds: float = 0.0
     link_share: float = 1.0  #: of the links' bandwidth that is reached
     wait_seconds: float = 0.0  #: for every collective, beside its latency
 

@@ -7,12 +7,8 @@ and not said.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from importlib import resources
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -25,55 +21,11 @@ from spmd_engine.layers.layer import Layer
 from spmd_engine.models import Model
 from spmd_engine.planning.analyze import analyze
 from spmd_engine.planning.step_analysis import NORM, UPDATE, RankStep
+from spmd_engine.planning.system_file import RECOMPUTED, SavedTensor, System, Transformer
 
 _DTYPES = {1: np.uint8, 2: np.float16, 4: np.float32, 8: np.float64}
 #: The stage of ZeRO from which each kind of state is cut.
 CUT_FROM = {"parameters": 3, "gradients": 2, "optimizer state": 1}
-RECOMPUTED = ("none", "selective", "full")
-
-
-@dataclass(frozen=True)
-class SavedTensor:
-    """A tensor that a block keeps for its backward."""
-
-    what: str
-    dims: str  #: letters, as in "b s d"
-    bytes: int  #: an element
-    where: str  #: "inside" the block, or on the "residual" stream
-    kept_by: tuple[str, ...]  #: kinds of recomputation under which it is kept: of none, selective, full
-    times: int = 1  #: how many of them there are
-    of: str = "block"  #: or "last": of what comes behind the blocks
-
-
-@dataclass(frozen=True)
-class System:
-    """What another system keeps."""
-
-    name: str
-    state: Mapping[str, float]  #: bytes a parameter, by kind
-    matrices: Mapping[str, str]  #: of a block: dims by name
-    saved: tuple[SavedTensor, ...]
-    first: Mapping[str, str] = field(default_factory=dict)  #: matrices before the blocks, left out where there are none
-    last: Mapping[str, str] = field(default_factory=dict)  #: and behind them
-
-
-@dataclass(frozen=True)
-class Transformer:
-    """Sizes of the model that it trains."""
-
-    layers: int
-    width: int
-    heads: int
-    sequence: int
-    vocabulary: int = 1  #: of no use to a system that has nothing before and behind the blocks
-    hidden: int | None = None  #: width inside the MLP; None: four times the width
-    key_value_heads: int | None = None  #: None: as many as heads
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        width, pairs = self.width, self.key_value_heads or self.heads
-        heads = {"h": pairs, "r": self.heads // pairs, "k": width // self.heads}
-        return heads | {"d": width, "f": self.hidden or 4 * width, "t": self.sequence, "v": self.vocabulary}
 
 
 @dataclass(frozen=True)
@@ -89,28 +41,6 @@ class SystemMemory:
     def peak(self) -> int:
         """Bytes of all of it at the most."""
         return self.state + self.with_repeated + self.gathered
-
-
-def read_system(name: str | Path) -> System:
-    """A system by the name of a file that comes with the package ("megatron"), or by the path of another.
-
-    Raises UsageError, in one line, for a file that cannot be read, or with fields that are unknown or missing.
-    """
-    path = resources.files("spmd_engine.planning") / "systems" / f"{name}.toml"
-    path = path if path.is_file() else Path(name)
-    try:
-        content = tomllib.loads(path.read_text())
-        system = System(**content | {"saved": tuple(_saved(each, name) for each in content["saved"])})
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"{name}: no description of a system: {error}") from error
-    return system
-
-
-def _saved(content: Mapping[str, Any], name: str | Path) -> SavedTensor:
-    try:
-        return SavedTensor(**content | {"kept_by": tuple(content["kept_by"])})
-    except (KeyError, TypeError) as error:
-        raise UsageError(f"{name}: a tensor that is saved has wrong fields: {error}") from error
 
 
 def memory_of(

@@ -62,6 +62,7 @@ class Profiles:
         self._listed: dict[tuple, tuple[list[LayerCosts], float]] = {}
         #: analyses by what is on the small mesh: they are the same on any machine
         self.raw: dict[tuple, StepAnalysis] = {}
+        self.of_nodes: dict[str, float] = {}  #: seconds of one and the same work, by the name of a node's kind
         self.cache = PassCache()  #: of passes through layers: other analyses of the model may share it
 
     def of(self, candidate: Candidate) -> tuple[list[LayerCosts], float]:
@@ -96,10 +97,21 @@ class Profiles:
         place = MeshPosition(dict(inner) or {"data": 1}, dict(step.coordinates))
         layout = layout_for(self.small, place, sequence_parallel=candidate.sequence_parallel)
         costs = self._layers(step, place, layout, candidate, samples)
+        if self.machine.unlike and not self.of_nodes:
+            self.of_nodes = self._by_node(step)
         elements = sum(each.parameters - each.tied for each in costs)
         rest = [c for c in step.computations if c.phase in (UPDATE, NORM)]
         seconds = sum(self.compute.of(0, each).seconds for each in rest)
         return {each.name: each for each in costs}, seconds / max(elements, 1)
+
+    def _by_node(self, step: RankStep) -> dict[str, float]:
+        """Seconds of a step on a rank of each kind of node, while all ranks of the node compute."""
+        found: dict[str, float] = {}
+        for rank, (_, node) in enumerate(self.machine.places):
+            if node.name not in found:
+                seconds = sum(self.compute.of(rank, each).seconds for each in step.computations)
+                found[node.name] = seconds * self.machine.crowd(rank)
+        return found
 
     def _analyzed(self, inner: Mapping[str, int], candidate: Candidate, samples: int) -> StepAnalysis:
         key = tuple(inner.items()), candidate.sequence_parallel, candidate.context_method, samples
@@ -127,6 +139,10 @@ class Profiles:
         for each in step.computations:
             if each.layer in work and each.phase in work[each.layer]:
                 work[each.layer][each.phase] += self.compute.of(0, each).seconds
+        host = {name: dict.fromkeys((FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHTS), 0.0) for name in work}
+        for each in step.computations:
+            if each.layer in host and each.phase in host[each.layer]:
+                host[each.layer][each.phase] = self.compute.of(0, each).host  # of a pass, however many parts it has
         last = self.small.layers[-1][0]
         for each in step.computations:
             if each.phase == "loss":
@@ -149,6 +165,8 @@ class Profiles:
                 *_kept(memory[name], sizes[name]),
                 *elements[name],
                 *groups[name],
+                host[name][FORWARD],
+                host[name][BACKWARD_INPUT] + host[name][BACKWARD_WEIGHTS],
             )
             for name, _ in self.small.layers
         ]
@@ -192,7 +210,8 @@ def reduced(model: Model) -> tuple[Model, dict[str, str]]:
     images = {"h", "w"} <= set(model.inputs.split())
     for name, layer in model.layers:
         declared = tuple((own, each.dims, each.whole(layer.sizes)) for own, each in layer.parameters.items())
-        key = (type(layer).__name__, tuple(sorted(layer.sizes.items())), declared, name.partition("/")[2])
+        what = type(layer).__name__, layer.inputs, layer.outputs, name.partition("/")[2]
+        key = (*what, tuple(sorted(layer.sizes.items())), declared)
         if images or layer.inputs.dims != layer.outputs.dims or key not in seen:
             seen.setdefault(key, name)
             like[name] = name

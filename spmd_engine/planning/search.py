@@ -9,7 +9,7 @@ much the best could still be beaten.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import process_time
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from spmd_engine.engine.composition import Composition
 from spmd_engine.engine.optimizers import AdamW, Optimizer
+from spmd_engine.engine.shares import WORK, parse_shares
 from spmd_engine.errors import SpmdError
 from spmd_engine.models import Model
 from spmd_engine.planning.estimate import Bound, Estimate, Estimator
@@ -24,6 +25,7 @@ from spmd_engine.planning.goals import Constraints, least, value
 from spmd_engine.planning.lattice import Candidate, SearchSpace, candidates
 from spmd_engine.planning.layer_costs import CutLayers, repeated_layers
 from spmd_engine.planning.machine import Machine
+from spmd_engine.planning.paces import stage_paces
 from spmd_engine.planning.profile import Profiles
 from spmd_engine.planning.setting import Cut, Setting
 
@@ -71,13 +73,16 @@ class Planner:
         sequence: int | None = None,
         optimizer: Optimizer | None = None,
         base: Composition = Composition(),  # noqa: B008 (immutable)
+        overlap: bool = True,
     ) -> None:
+        """``overlap``: whether gradients are summed over data while the last backward goes on, as the engine does."""
         self.model, self.machine = model, machine
         optimizer = optimizer or AdamW()
         self.itemsize = np.dtype(dtype).itemsize
         self.profiles = Profiles(model, machine, dtype, sequence, optimizer, base)
         self._layers: dict[tuple[int, str], CutLayers] = {}
-        self._setting = Setting(model, machine, self.itemsize, len(optimizer.kinds))
+        self._setting = Setting(model, machine, self.itemsize, len(optimizer.kinds), overlap)
+        self._given = parse_shares(base.shares, "--shares", WORK, least=1)
         self._cut: dict[tuple, Cut | None] = {}  # None where the model cannot be cut so
 
     def estimator(self, candidate: Candidate) -> Estimator | None:
@@ -97,7 +102,9 @@ class Planner:
         key = id(costs), candidate.recompute
         if key not in self._layers:
             self._layers[key] = CutLayers(self.model, costs, self._repeated(candidate.recompute))
-        return self._setting.cut(candidate.axes, candidate.zero, self._layers[key], update)
+        cut = self._setting.cut(candidate.axes, candidate.zero, self._layers[key], update)
+        paces = stage_paces(self.machine, self.profiles.of_nodes, candidate, self._given)
+        return cut if paces is None else replace(cut, paces=paces)
 
     def _repeated(self, recompute: str) -> list[range]:
         return self._setting.once(("repeated", recompute), lambda: repeated_layers(self.model, recompute))

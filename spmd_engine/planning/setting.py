@@ -90,6 +90,7 @@ class Cut:
     on: OnMesh
     works: bool  #: whether ranks that sum gradients move the bytes with their own cores
     busy: Busy
+    paces: np.ndarray | None = None  #: of each stage, where nodes are unlike: see ``stage_paces``
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ class Setting:
     machine: Machine
     itemsize: int
     states: int  #: arrays of optimizer state for each parameter
+    overlap: bool = True  #: whether gradients are summed over data while the last backward goes on
     _found: dict[tuple, Any] = field(default_factory=dict)
 
     @cached_property

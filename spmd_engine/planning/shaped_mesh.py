@@ -12,12 +12,12 @@ import numpy as np
 
 from spmd_engine.arrays.backend import CPU, Array, Backend
 from spmd_engine.arrays.shaped import ShapedArray
+from spmd_engine.comm.collectives import PreparedCall
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.mesh_position import MeshPosition, Over
 from spmd_engine.comm.pending import Pending, Progress
-from spmd_engine.comm.prepared_call import PreparedCall
 from spmd_engine.comm.reducing import reduce_into
 from spmd_engine.comm.spans import joined
 from spmd_engine.comm.tuning import Tuning
@@ -138,9 +138,6 @@ class ShapedGroup(Group):
         begun = self._mesh.recorder.begin(**self._facts(operation, call.where[2], call.payload, sent))
         return _Answer(self._mesh.recorder, begun, lambda: result, held=x)
 
-    def _wait_for(self, call: PreparedCall, x: Array | None, out: Any = None) -> Any:
-        return self._start(call, x, out).wait()
-
     def _sent(self, call: PreparedCall, result: Any) -> float:
         """As the ledger counts it; where this rank stands for several whose parts differ a little, the mean."""
         if len(self._alike) < 2 or call.where[0] not in ("all_reduce", "reduce_scatter", "all_gather"):
@@ -218,7 +215,7 @@ class ShapedGroup(Group):
     # --- messages
 
     def start_send(self, to: int, x: Array, *, channel: int | None = None, label: str = "") -> Pending:
-        self._point_to_point.check_peer("send", to)
+        self._check_peer("send", to)
         key = self._message_key("to", to, (to - self.rank) % self.size, self._own, channel)
         self._meeting.leave(key, (x.shape, x.dtype))
         facts = self._facts("send", label, x.nbytes, x.nbytes) | {"peer": to, "channel": channel}
@@ -227,7 +224,7 @@ class ShapedGroup(Group):
     def start_receive(
         self, source: int, *, like: Backend = CPU, channel: int | None = None, label: str = ""
     ) -> Pending:
-        self._point_to_point.check_peer("receive", source)
+        self._check_peer("receive", source)
         key = self._message_key("from", source, (self.rank - source) % self.size, self._classes[source], channel)
         facts = self._facts("receive", label, 0, 0) | {"peer": source, "channel": channel}
         call = self._mesh.recorder.begin(**facts)

@@ -125,7 +125,8 @@ class _Simulation:
     def _program(self, rank: int) -> Waits:
         step, meetings = self.steps[rank], self.meetings[rank]
         plan, names = by_computation(step), list(names_of(step))
-        works = self.compute.seconds(self.at[rank], step.computations)
+        works, hosts = self.compute.seconds(self.at[rank], step.computations)
+        handed = 0.0  # when a device's host has handed over what comes next
         for number in range(len(step.computations) + 1):
             if number in plan:
                 begins, ends, both = plan[number]
@@ -133,6 +134,8 @@ class _Simulation:
                     self._begin(rank, meetings[each])
                 for each in ends:
                     yield from self._wait(rank, meetings[each], names[each])
+                    if meetings[each].operation == "message":  # the host, too, waits for what other stages send
+                        handed = max(handed, self.clock)
                 for run in both:
                     for each in run:
                         self._begin(rank, meetings[each])
@@ -141,7 +144,8 @@ class _Simulation:
             if number < len(step.computations):
                 computation = step.computations[number]
                 began = self.clock
-                yield "work", works[number]
+                handed += hosts[number]
+                yield "work", max(works[number], handed - began)
                 self.working[rank] += works[number]
                 self.spans.append(Span(rank, computation.name, COMPUTE, began, self.clock))
 

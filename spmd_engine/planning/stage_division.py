@@ -12,12 +12,18 @@ Fits = Callable[[int], np.ndarray]
 
 
 def best_division(
-    work: Sequence[float], chunks: int, *, boundary: Sequence[float] = (), fits: Fits | None = None
+    work: Sequence[float],
+    chunks: int,
+    *,
+    boundary: Sequence[float] = (),
+    fits: Fits | None = None,
+    paces: Sequence[float] = (),
 ) -> tuple[int, ...] | None:
     """The first layer of each of ``chunks`` consecutive parts, such that the part that takes longest takes least.
 
     ``work`` are seconds of each layer for a micro-batch; ``boundary[i]`` seconds that the transfer between layers
-    i - 1 and i costs the parts on both sides. By dynamic programming over (chunks, layers): exact, in
+    i - 1 and i costs the parts on both sides; ``paces[k]`` how many times as long part k takes as others, on a slower
+    rank. By dynamic programming over (chunks, layers): exact, in
     O(chunks layers^2). None if nothing fits.
     """
     layers = len(work)
@@ -32,7 +38,7 @@ def best_division(
     best[0] = 0.0
     choices = []
     for k in range(chunks):
-        worst = np.maximum(best[:, None], part)
+        worst = np.maximum(best[:, None], part * paces[k] if len(paces) else part)
         if fits is not None:
             worst = np.where(fits(k), worst, np.inf)
         chosen = layers - np.argmin(worst[::-1], axis=0)  # of equal ones the latest start

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -12,8 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from spmd_engine.arrays.random import integers, key_of
-from spmd_engine.comm.agreement import on_rank_zero
+from spmd_engine.comm.agreement import on_rank_zero, text_from_rank_zero
 from spmd_engine.comm.group import Group
+from spmd_engine.comm.shared_array import share_array
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, make_batch
 from spmd_engine.errors import UsageError
@@ -67,24 +69,22 @@ def _windows(tokens: np.ndarray, starts: np.ndarray, context: int) -> tuple[np.n
 
 
 def load_corpus(group: Group, path: str | None, context: int) -> Corpus:
-    """Read the files on rank 0 and give their tokens to all.
+    """Read the files on rank 0 and share their tokens with all, in one array a node.
 
     ``path`` is a file or a folder; None means the standard library. Raises UsageError on every rank if it is
     missing, empty, or too short for one context in either part.
     """
     read = on_rank_zero(group, lambda: _read(path, context))
-    facts = np.array([read.train_size, read.files] if read else [0, 0])
-    train_size, files = group.broadcast(facts, label="corpus").tolist()
-    digest = np.frombuffer(bytes.fromhex(read.sha256), np.uint8) if read else None
-    sha256 = group.broadcast(digest, label="corpus").tobytes().hex()
-    tokens = group.broadcast(read.tokens if read else None, label="corpus")
+    facts = text_from_rank_zero(group, lambda: json.dumps([read.train_size, read.files, read.sha256] if read else None))
+    train_size, files, sha256 = json.loads(facts)
+    tokens = share_array(group, read.parts if read else None, label="corpus")
     return Corpus(tokens[:train_size], tokens[train_size:], files, sha256)
 
 
 class _Read(NamedTuple):
     """What files hold: those to train on come first."""
 
-    tokens: np.ndarray
+    parts: list[np.ndarray]
     train_size: int
     files: int
     sha256: str
@@ -108,18 +108,18 @@ def _read(path: str | None, context: int) -> _Read:
         digest.update(content)
         held_out = len(files) > 1 and number % HELD_OUT == HELD_OUT // 2
         (validation if held_out else train).append(_tokens(content))
-    tokens, train_size = np.concatenate([*train, *validation, np.empty(0, np.uint16)]), sum(map(len, train))
-    if len(tokens) <= len(files):
+    train_size, size = sum(map(len, train)), sum(map(len, (*train, *validation)))
+    if size <= len(files):
         raise UsageError(f"--data {root}: there is nothing to read in it")
-    if len(tokens) - train_size <= context:  # one file, or empty ones: the end of what there is serves as well
-        train_size = len(tokens) - max(len(tokens) // HELD_OUT, min(context + 1, len(tokens) // 2))
-    shortest = min(train_size, len(tokens) - train_size)
+    if size - train_size <= context:  # one file, or empty ones: the end of what there is serves as well
+        train_size = size - max(size // HELD_OUT, min(context + 1, size // 2))
+    shortest = min(train_size, size - train_size)
     if shortest <= context:
         raise UsageError(
-            f"--data {root}: {train_size} bytes to train on and {len(tokens) - train_size} to validate on; "
+            f"--data {root}: {train_size} bytes to train on and {size - train_size} to validate on; "
             f"each must be longer than the context of {context}. Give more text, or a model with a shorter context"
         )
-    return _Read(tokens, train_size, len(files), digest.hexdigest())
+    return _Read([*train, *validation], train_size, len(files), digest.hexdigest())
 
 
 def _files(root: str, pattern: str) -> list[str]:

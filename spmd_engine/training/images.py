@@ -12,6 +12,7 @@ import numpy as np
 
 from spmd_engine.comm.agreement import on_all_ranks, on_rank_zero, text_from_rank_zero
 from spmd_engine.comm.group import Group
+from spmd_engine.comm.shared_array import share_array
 from spmd_engine.errors import UsageError
 from spmd_engine.formats import ImageFiles, MappedArray
 from spmd_engine.models import ImageShape
@@ -73,15 +74,15 @@ def load_images(group: Group, path: str | None) -> Images:
 
     Rank 0 finds and checks them. What lies in files as it is (IDX and .npz that are not compressed) every rank maps,
     and pictures of a folder are opened when they are wanted, so that a rank reads its own samples alone; what is
-    compressed is given to all, whole. Raises the same UsageError on every rank for what is missing, damaged or makes
-    no sense.
+    compressed is shared, one copy a node. Raises the same UsageError on every rank for what is missing, damaged or
+    makes no sense.
     """
     found = on_rank_zero(group, lambda: find_images(path))
     said = json.loads(text_from_rank_zero(group, lambda: json.dumps(_described(found, path or "the digits"))))
     shared = []
     for number, described in enumerate(said["parts"]):
-        array = found.parts[number] if found and not described else None
-        shared.append(_part(described) if described else group.broadcast(array, label="images"))
+        parts = [found.parts[number]] if found and not described else None
+        shared.append(_part(described) if described else share_array(group, parts, label="images"))
     y = group.broadcast(found.y if found else None, label="images")
     held_out = group.broadcast(found.held_out if found else None, label="images")
     return Images(on_all_ranks(group, lambda: ImageRows(shared)), y, held_out, said["files"], said["sha256"])

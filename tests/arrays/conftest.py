@@ -1,4 +1,7 @@
-"""CUDA kernels compiled for the host, once a session."""
+"""CUDA kernels compiled for the host, once for all processes that share the tests."""
+
+import os
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +14,8 @@ from spmd_engine.arrays.backend import register_backend, unregister_backend
 def library(tmp_path_factory):
     if cuda_on_host.COMPILER is None:
         pytest.skip("no C++ compiler")
-    return cuda_on_host.compile_for_the_host(tmp_path_factory.mktemp("kernels"))
+    shared = os.environ.get("SPMD_TEST_SHARED")
+    return cuda_on_host.compile_for_the_host(Path(shared) if shared else tmp_path_factory.mktemp("kernels"))
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from pairwise import in_turn
 from spmd_engine import Mesh, run
 from spmd_engine.checkpoints import Checkpoint, save_checkpoint
 from spmd_engine.checkpoints.export_huggingface import export_huggingface
@@ -39,7 +40,7 @@ def saved_and_exported(source, into, axes, composition=Composition(), **options)
     return into / "out"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@in_turn(2, family=FAMILIES)
 def test_there_and_back(family, tmp_path):
     out = saved_and_exported(FOLDERS / family, tmp_path, {"pipe": 2, "model": 2})
     found, expected = load_file(out / "model.safetensors"), load_file(FOLDERS / family / "model.safetensors")

@@ -1,7 +1,8 @@
 """Loading into arrays that are there: one rank of a node hashes a block, and what it finds damaged is told by all."""
 
 from collections import Counter
-from threading import Lock
+from threading import Lock, get_ident
+from time import sleep
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ import pytest
 import saved
 import tiny
 from spmd_engine import Mesh, run
-from spmd_engine.checkpoints import Checkpoint, CheckpointFolder, fill, load_checkpoint, parts, save_checkpoint
+from spmd_engine.checkpoints import Checkpoint, CheckpointFolder, fill, headers, load_checkpoint, parts, save_checkpoint
+from spmd_engine.checkpoints.headers import read_file_header
 from spmd_engine.checkpoints.parts import PartReader
 from spmd_engine.checkpoints.read import read_manifest
 from spmd_engine.engine import AdamW
@@ -62,10 +64,10 @@ def test_each_block_is_hashed_by_one_rank_of_a_node(tmp_path, monkeypatch, axes,
     blocks = [(name, block.rectangle) for name, array in arrays for block in array.blocks]
     hashed, lock = Counter(), Lock()
 
-    def counted(self, name, array, block, part, place, *, checked):
+    def counted(self, asked):
         with lock:
-            hashed[name, block.rectangle] += checked
-        read(self, name, array, block, part, place, checked=checked)
+            hashed[asked.name, asked.block.rectangle] += asked.checked
+        read(self, asked)
 
     read = PartReader.read
     monkeypatch.setattr(PartReader, "read", counted)
@@ -74,6 +76,44 @@ def test_each_block_is_hashed_by_one_rank_of_a_node(tmp_path, monkeypatch, axes,
     monkeypatch.undo()
     assert hashed == dict.fromkeys(blocks, len(set(nodes)))
     assert saved.everything(tmp_path / "b") == saved.everything(tmp_path / "a")
+
+
+def test_a_file_is_checked_by_one_rank_where_that_leaves_others_as_much(tmp_path, monkeypatch):
+    save(tmp_path, data=3)
+    looked = []
+    monkeypatch.setattr(headers, "read_file_header", lambda path: looked.append(path.name) or read_file_header(path))
+
+    def program():
+        with Mesh(data=3) as mesh:
+            load_checkpoint(tmp_path, tiny.make_engine(mesh), AdamW())
+
+    run(program, 3)
+    assert sorted(looked) == sorted(each.name for each in CheckpointFolder(tmp_path).newest().glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_what_one_thread_of_several_finds_damaged_ends_the_others(tmp_path, monkeypatch, threads):
+    save(tmp_path, data=1)
+    path = CheckpointFolder(tmp_path).newest() / "model-00000.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: range(threads))
+    used, read = set(), PartReader.read
+
+    def slow(self, asked):
+        used.add(get_ident())
+        sleep(0.001)
+        read(self, asked)
+
+    monkeypatch.setattr(PartReader, "read", slow)
+
+    def program():
+        with Mesh(data=1) as mesh, pytest.raises(CheckpointError, match="model-00000.safetensors is damaged"):
+            load_checkpoint(tmp_path, tiny.make_engine(mesh), AdamW())
+
+    run(program, 1)
+    assert len(used) == threads
 
 
 def test_an_engine_of_another_dtype_gets_the_values_in_its_own(tmp_path, monkeypatch):

@@ -3,10 +3,10 @@
 import logging
 
 import numpy as np
-import pytest
 
 import saved
 import tiny
+from pairwise import in_turn
 from spmd_engine import Mesh, run
 from spmd_engine.checkpoints import Checkpoint, load_checkpoint, save_checkpoint
 from spmd_engine.checkpoints.digest import digest_of_checkpoint, digest_of_engine, digest_text
@@ -32,8 +32,7 @@ def train(axes, compress, folder, begin, end):
     return run(program, tiny.ranks_of(axes))[0]
 
 
-@pytest.mark.parametrize("compress", ["top-k:0.1", "powersgd:2"])
-@pytest.mark.parametrize("axes", PLACES, ids=str)
+@in_turn(2, axes=PLACES, compress=["top-k:0.1", "powersgd:2"])
 def test_a_run_that_is_compressed_goes_on_with_the_same_bits(tmp_path, axes, compress):
     whole, _ = train(axes, compress, tmp_path / "whole", 0, 5)
     train(axes, compress, tmp_path / "parts", 0, 2)

@@ -8,6 +8,7 @@ import pytest
 from threadpoolctl import threadpool_limits
 
 from command_line import ONE_THREAD, QUIET, TEXT
+from spmd_engine import run as run_ranks
 from spmd_engine.cli import main
 
 
@@ -30,7 +31,20 @@ def ok(spmd):
 
 
 @pytest.fixture
-def several(mpi_run, tmp_path):
+def virtual(tmp_path, monkeypatch, capsys):
+    """The command on virtual ranks of this process: its output and errors."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(ranks, *args):
+        capsys.readouterr()
+        run_ranks(lambda: main(list(map(str, args))), ranks)
+        return capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def several_by_mpi(mpi_run, tmp_path):
     """Commands one after the other on ranks that are started once: what each of them prints."""
     program = Path(__file__).with_name("several_commands.py")
 
@@ -43,6 +57,15 @@ def several(mpi_run, tmp_path):
         return texts
 
     return run
+
+
+@pytest.fixture(params=["virtual", pytest.param("mpi", marks=pytest.mark.soak)])
+def several(request):
+    """The same on virtual ranks, whose start costs nothing; and in ``soak`` on ranks that are started."""
+    if request.param == "mpi":
+        return request.getfixturevalue("several_by_mpi")
+    virtual = request.getfixturevalue("virtual")
+    return lambda ranks, *commands: [virtual(ranks, *command).out for command in commands]
 
 
 @pytest.fixture

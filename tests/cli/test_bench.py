@@ -7,7 +7,7 @@ import pytest
 from spmd_engine.cli import main
 
 SHORT = ["--rounds", "1"]
-NANO = ["--model", "gpt-nano", "--batch-size", "8"]
+NANO = ["--model", "gpt-nano", "--batch-size", "2"]
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def test_train(bench):
     lines, figures = bench("train", "--ranks", "1", "--steps", "1", *NANO)
     assert lines[1].startswith("targets a second") and len(lines) == 11
     (result,) = figures["results"]
-    assert result["tokens"] == 8 * 128 and result["bytes_sent"] == 0 and result["memory"] > 4 * 4 * 931_872
+    assert result["tokens"] == 2 * 128 and result["bytes_sent"] == 0 and result["memory"] > 4 * 4 * 931_872
 
 
 def test_layers(bench):
@@ -35,7 +35,7 @@ def test_layers(bench):
     names = [line.split()[0] for line in lines[1:]]
     assert names == ["embedding", "positions", "block*/attention", "block*/mlp", "norm", "head", "loss,", "a"]
     assert all(min(part) >= 0 for rounds in figures["seconds"].values() for part in rounds)
-    assert figures["multiplications"]["block*/mlp"] == 6 * 8 * 128 * 8 * 2 * 96 * 4 * 96
+    assert figures["multiplications"]["block*/mlp"] == 6 * 2 * 128 * 8 * 2 * 96 * 4 * 96
 
 
 @pytest.mark.parametrize("ranks", ["2", pytest.param("3", marks=pytest.mark.soak)])

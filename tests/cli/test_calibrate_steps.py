@@ -23,7 +23,7 @@ def test_a_machine_that_is_known_is_found(monkeypatch):
     for job in calibrate_steps._jobs():
         options = {"batch_size": job.data.batch_size, "optimizer": AdamW()}
         step = analyze(job.model, {"data": 1}, job.composition, **options).classes[0].step
-        seconds.append(sum(compute.seconds(0, step.computations)))
+        seconds.append(sum(compute.seconds(0, step.computations)[0]))
     seconds[-1] = np.nan  # cannot be run here
     found = calibrate_steps.fitted(machine, np.array(seconds)).fitted
     assert (found.product_share, found.memory_share, found.pass_seconds) == pytest.approx((0.7, 0.4, 2e-4), rel=0.02)

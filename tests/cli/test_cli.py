@@ -87,14 +87,25 @@ def test_gpt_nano_trains_alike_on_more_ranks(ok, here, tmp_path, composition):
     assert_alike(tmp_path / "runs" / command[-1], tmp_path / "runs" / alone[-1])
 
 
-def test_train_resume_generate_infer(ok, several, here, tmp_path):
-    short = ["--batch-size", "2", "--length", "32", *QUIET]
-    here("train", "--steps", "4", "--seed", "3", "--warmup", "2", "--run", "whole", "--stop-at", "1", *short)
-    ok(2, "train", "--steps", "2", "--seed", "3", "--warmup", "2", "--run", "parts", *short)
+def test_train_resume_generate_infer(several_by_mpi, virtual, here, tmp_path):
+    """Begun on two ranks, gone on with on four."""
+    short = ["--batch-size", "2", "--length", "32", "--seed", "3", "--warmup", "2", *QUIET]
+    here("train", "--steps", "4", "--run", "whole", "--stop-at", "1", *short)
+    errors = virtual(2, "train", "--steps", "2", "--run", "parts", *short).err
+    assert "validation loss" in errors
     runs = tmp_path / "runs"
     with (runs / "parts" / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 3, "loss": 0.0}) + "\n")  # of a run that broke off after its checkpoint
-    result = ok(4, "train", "--resume", "--run", "parts", "--steps", "4", "--mesh", "data=2,model=2")
+    tokens = np.random.default_rng(0).integers(0, 257, (3, 128))
+    np.save(tmp_path / "x.npy", tokens)
+    generate = ["generate", "--run", "runs/parts", "--prompt", "def f(", "--tokens", "8"]
+    infer = ["infer", "--run", "runs/parts", "--input", "x.npy", "--batch-size", "2"]
+    _, text, _ = several_by_mpi(
+        4,
+        ["train", "--resume", "--run", "parts", "--steps", "4", "--mesh", "data=2,model=2"],
+        generate,
+        [*infer, "--output", "b", "--mesh", "model=4"],
+    )
     assert [m["step"] for m in metrics(runs / "parts")] == [1, 2, 3, 4]
     ours, theirs = metrics(runs / "parts"), metrics(runs / "whole")
     for line, other in zip(ours[:1], theirs[:1], strict=True):  # later rates follow from --steps
@@ -103,13 +114,7 @@ def test_train_resume_generate_infer(ok, several, here, tmp_path):
         *("step", "loss", "grad_norm", "learning_rate", "tokens", "seconds", "tokens_per_second", "bytes_sent"),
         *("exposed_communication", "gigabytes_per_second", "shares", "foretold"),
     }
-    assert "validation loss" in result.stderr
 
-    tokens = np.random.default_rng(0).integers(0, 257, (3, 128))
-    np.save(tmp_path / "x.npy", tokens)
-    generate = ["generate", "--run", "runs/parts", "--prompt", "def f(", "--tokens", "8"]
-    infer = ["infer", "--run", "runs/parts", "--input", "x.npy", "--batch-size", "2"]
-    text, _ = several(2, generate, [*infer, "--output", "b", "--mesh", "model=2"])
     assert text == here(*generate)[1] and text.startswith("def f(")
     assert here(*infer, "--output", "a", "--mesh", "data=1")[0] == 0
     a, b = np.load(tmp_path / "a"), np.load(tmp_path / "b")
@@ -124,16 +129,17 @@ def test_resume_takes_over_the_run_s_own_options(here, r):
     assert len(metrics(r)) == 2 and code == 0 and "nothing to do" in errors
 
 
-def test_resume_keeps_the_composition_that_fits_the_new_mesh(ok, here, tmp_path):
+def test_resume_keeps_the_composition_that_fits_the_new_mesh(virtual, here, tmp_path):
     def composition():
         return json.loads((tmp_path / "runs" / "r" / "config.json").read_text())["composition"]
 
     compose = ["--zero", "3", "--schedule", "interleaved", "--chunks", "3", "--group-cap", "100000"]
     short = ["--steps", "1", "--batch-size", "2", "--length", "32", *QUIET, *TEXT]
-    ok(2, "train", "--mesh", "pipe=2", *compose, "--run", "r", *short)
-    result = ok(4, "train", "--mesh", "data=2,pipe=2", "--resume", "--run", "r", "--steps", "2", "--stages", "cost")
+    virtual(2, "train", "--mesh", "pipe=2", *compose, "--run", "r", *short)
+    resume = ["--resume", "--run", "r", "--steps", "2", "--stages", "cost"]
+    errors = virtual(4, "train", "--mesh", "data=2,pipe=2", *resume).err
     kept = {"zero": 3, "schedule": "interleaved", "chunks": 3, "stages": "cost", "group_cap": 100000}
-    assert kept.items() <= composition().items() and "note" not in result.stderr
+    assert kept.items() <= composition().items() and "note" not in errors
     _, _, errors = here("train", "--resume", "--run", "r", "--steps", "3")
     assert "--zero 3 has no effect" not in errors and "--schedule interleaved has no effect" in errors
     assert composition()["zero"] == 3
@@ -156,7 +162,7 @@ def test_a_run_described_by_a_file_is_the_run(here, tmp_path):
     assert saved.everything(first) == saved.everything(second)
 
 
-def test_infer_with_an_engine_of_one_s_own(ok, tmp_path):
+def test_infer_with_an_engine_of_one_s_own(several, tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(
         "from spmd_engine import world, Mesh\n"
         "from spmd_engine.strategies import TensorParallel\n"
@@ -172,7 +178,9 @@ def test_infer_with_an_engine_of_one_s_own(ok, tmp_path):
     x = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
     np.save(tmp_path / "x.npy", x)
     args = ["--engine", "mine:make", "--checkpoint", "w.safetensors", "--input", "x.npy", "--output", "y.npy"]
-    ok(3, "infer", *args)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    several(3, ["infer", *args])
     w0, w1 = whole.values()
     np.testing.assert_allclose(np.load(tmp_path / "y.npy"), np.maximum(x @ w0, 0) @ w1, atol=1e-5)
 

@@ -16,12 +16,12 @@ def images(tmp_path):
     return write_npz(tmp_path / "a.npz")
 
 
-def test_train_tells_accuracy_and_infer_answers_for_bytes_and_floats(ok, here, images, tmp_path):
-    result = ok(2, "train", *FEW, "--mesh", "rows=2")
-    assert "18 images of 6 x 5 x 1 in 3 classes, 5 more held out" in result.stderr
+def test_train_tells_accuracy_and_infer_answers_for_bytes_and_floats(virtual, here, images, tmp_path):
+    errors = virtual(2, "train", *FEW, "--mesh", "rows=2").err
+    assert "18 images of 6 x 5 x 1 in 3 classes, 5 more held out" in errors
     accuracy = metrics(tmp_path / "runs" / "r")[-1]["validation_accuracy"]
     told = f"accuracy {100 * accuracy:.1f}% ({round(5 * accuracy)} of 5 held out); results in runs/r"
-    assert told in result.stderr.splitlines()[-1]
+    assert told in errors.splitlines()[-1]
     answers = []
     for inputs in (PIXELS[..., None], PIXELS[..., None] / 255):
         np.save(tmp_path / "x.npy", inputs)

@@ -147,7 +147,8 @@ def test_damaged_runs_are_one_line(spmd, here, r):
         assert code == 2 and why in errors and errors.count("\n") == 1
 
 
-@pytest.mark.parametrize(("ranks", "times"), [(3, 1), pytest.param(8, 4, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize(("ranks", "times"), [(3, 1), (8, 4)])
 def test_a_mistake_on_many_ranks_is_one_line_every_time(spmd, ranks, times):
     for _ in range(times):
         result = spmd(ranks, "train", "--batch-size", "2", timeout=60)

@@ -110,12 +110,17 @@ def test_what_agrees_ends_with_code_0(verify_on):
     assert_agrees(result.stdout)
 
 
+def test_what_agrees_on_virtual_ranks(virtual):
+    assert_agrees(virtual(4, "verify", *PIPELINE, *SHORT).out)
+
+
 AGREEING = [
     pytest.param(PIPELINE, id="pipe", marks=pytest.mark.mpi(ranks=4)),
-    pytest.param(CONTEXT, id="context", marks=[pytest.mark.mpi(ranks=2), pytest.mark.soak]),
+    pytest.param(CONTEXT, id="context", marks=pytest.mark.mpi(ranks=2)),
 ]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("args", AGREEING)
 def test_what_agrees_on_all_ranks(verify_here, args):
     code, out, err = verify_here(*args, *SHORT)

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from on_ranks import everywhere, on_ranks, values
+from on_ranks import everywhere, numbers_of_ranks, on_ranks, values
+from pairwise import every_pair
 from spmd_engine import Mesh
 
 FLOAT = np.dtype(float)
@@ -31,9 +32,7 @@ class Space:
         np.testing.assert_allclose(self.product(ax, y), self.product(x, ay), rtol=1e-12, atol=1e-12)
 
 
-@everywhere(1, 2, 3, 4, 8)
-@each_length
-@pytest.mark.parametrize("axis", [0, 1, -1])
+@every_pair(ranks=numbers_of_ranks(1, 2, 3, 4, 8), length=LENGTHS, axis=[0, 1, -1])
 def test_all_gather_and_reduce_scatter(length, axis, ranks):
     def program():
         s = Space()
@@ -57,9 +56,9 @@ def test_all_reduce_is_its_own(op, ranks):
     on_ranks(program, ranks)
 
 
-@everywhere(1, 2, 3, 4, 8)
-@each_length
-@pytest.mark.parametrize("axis, onto", [(0, 1), (1, 0), (2, 0), (-1, 1)])
+@every_pair(
+    **{"ranks": numbers_of_ranks(1, 2, 3, 4, 8), "length": LENGTHS, "axis, onto": [(0, 1), (1, 0), (2, 0), (-1, 1)]}
+)
 def test_all_to_all_and_all_to_all_with_the_axes_swapped(length, axis, onto, ranks):
     def program():
         s = Space()

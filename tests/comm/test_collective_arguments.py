@@ -4,14 +4,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from on_ranks import DTYPES, INLINE, assert_same, everywhere, on_ranks, reduced, values
+from on_ranks import DTYPES, INLINE, assert_same, everywhere, numbers_of_ranks, on_ranks, reduced, values
+from pairwise import every_pair
 from spmd_engine import Mesh, run
 from spmd_engine.errors import UsageError
 
 
-@everywhere(1, 2, 4)
-@pytest.mark.parametrize("size", [5, INLINE], ids=["inline", "large"])
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@every_pair(dtype=DTYPES[1:], ranks=numbers_of_ranks(1, 2, 4), size={"inline": 5, "large": INLINE})
 def test_all_reduce_into_out(dtype, size, ranks):
     def program():
         group = Mesh().group()

@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 
 from fake_device import DeviceArray, FakeDevice, watch
-from on_ranks import DTYPES, INLINE, OPS, assert_same, everywhere, on_ranks, values
+from on_ranks import DTYPES, INLINE, OPS, assert_same, everywhere, numbers_of_ranks, on_ranks, values
+from pairwise import every_pair
 from spmd_engine import Mesh, run, world
 from spmd_engine.arrays.backend import CPU, backend_of, get_backend, register_backend, unregister_backend
 from spmd_engine.errors import UsageError
 
 FLOAT = np.dtype(float)
-SIZES = pytest.mark.parametrize("size", [(3, 4), (3, INLINE)], ids=["inline", "large"])
+SIZES = {"inline": (3, 4), "large": (3, INLINE)}
+each_size = pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
 
 
 @pytest.fixture
@@ -59,7 +61,8 @@ CALLS = {
     "empty": (lambda g, x: g.all_gather(x[:0]), ROUND_TRIP),
     "barrier": (lambda g, x: g.barrier(), []),
 }
-each_call = pytest.mark.parametrize("name", CALLS)
+# A device's arrays go the ways of all others.
+calls_and_sizes = every_pair(name=CALLS.keys(), ranks=numbers_of_ranks(2, 3, mpi=(3,)), size=SIZES)
 
 
 def on_the_host(name, x):
@@ -82,9 +85,7 @@ def assert_synchronized(events):
         settled = event == "synchronize" or (settled and event == "start")
 
 
-@everywhere(2, 3, mpi=(3,))  # a device's arrays go the ways of all others
-@SIZES
-@each_call
+@calls_and_sizes
 def test_staged_through_the_host(name, size, device, ranks):
     def program():
         host = values(size, FLOAT, world().rank)
@@ -102,9 +103,7 @@ def test_staged_through_the_host(name, size, device, ranks):
     on_ranks(program, ranks)
 
 
-@everywhere(2, 3, mpi=(3,))
-@SIZES
-@each_call
+@calls_and_sizes
 def test_handed_over_as_it_is(name, size, device, ranks):
     def program():
         host = values(size, FLOAT, world().rank)
@@ -123,8 +122,8 @@ def test_handed_over_as_it_is(name, size, device, ranks):
     on_ranks(program, ranks)
 
 
-@everywhere(2, 3, mpi=(3,))
-@SIZES
+@everywhere(2, 3)
+@each_size
 @pytest.mark.parametrize("aware", [False, True])
 def test_broadcast(aware, size, device, ranks):
     """The root's array comes to each rank's own device, or where nothing was given, to the host."""
@@ -147,8 +146,8 @@ def test_broadcast(aware, size, device, ranks):
     on_ranks(program, ranks)
 
 
-@everywhere(2, 3, mpi=(3,))
-@SIZES
+@everywhere(2, 3)
+@each_size
 @pytest.mark.parametrize("aware", [False, True])
 def test_send_and_receive(aware, size, device, ranks):
     def program():

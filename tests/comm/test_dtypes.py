@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from on_ranks import everywhere, numbers_of_ranks, on_ranks
+from pairwise import every_pair
 from spmd_engine import Mesh, run
 from spmd_engine.comm import dtypes
 from spmd_engine.errors import MismatchError, UsageError
@@ -53,9 +54,9 @@ def assert_came(result, *parts, axis=0):
 
 
 def lengths_and_times(every):
-    """Few rows and many, even and uneven, again and again; two of the four only twice unless ``every`` is asked for."""
-    for i, lengths in enumerate(itertools.product((4, 4000), (0, 1))):
-        yield from itertools.product([lengths], range(TIMES if every or i in (0, 3) else 2))
+    """Few rows and many, even and uneven, again and again; all but few even ones less often unless for ``every``."""
+    for lengths, times in zip(itertools.product((4, 4000), (0, 1)), (TIMES, 2, 2, 3), strict=True):
+        yield from itertools.product([lengths], range(TIMES if every else times))
 
 
 def exchanges(dtype, every=False):
@@ -139,7 +140,7 @@ def test_exchanges_between_nodes(kind, nodes, every):
     run(exchanges, 4, args=(KINDS[kind], every), nodes=list(nodes))
 
 
-@everywhere(1, 3, mpi=(3,))
+@everywhere(1, 3)
 @pytest.mark.parametrize("dtype", NUMBERS, ids=str)
 def test_reductions(dtype, ranks):
     on_ranks(reductions, ranks, dtype)
@@ -192,9 +193,7 @@ OPERATIONS = {
 }
 
 
-@everywhere(2, 3)
-@pytest.mark.parametrize("name", OPERATIONS)
-@pytest.mark.parametrize("nodes", [1, 2])
+@every_pair(name=OPERATIONS.keys(), ranks=numbers_of_ranks(2, 3), nodes=[1, 2])
 def test_what_one_rank_cannot_send_all_refuse(name, nodes, ranks):
     def program(call):
         group = Mesh(timeout=20).group()

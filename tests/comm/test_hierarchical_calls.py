@@ -64,7 +64,8 @@ def test_nodes_with_different_numbers_of_ranks_add_up_in_rank_order():
         ("abcabc", [[0, 3], [1, 4], [2, 5]]),
         ("aaab", None),
         ("ab", None),
-        ("aa", None),
+        ("aa", [[0, 1]]),
+        ("aba", None),
     ],
 )
 def test_even_nodes(hosts, nodes):

@@ -78,3 +78,14 @@ def test_bytes_of_a_large_call(ranks, per_node, sent):
     payload = 2 * x.nbytes * (nodes - 1) // nodes // per_node
     assert (abs(data - payload) <= 100 * ceil(log2(nodes))).all()
     assert set(messages) == {ceil(log2(nodes)) + 2 * (nodes - 1)}
+
+
+def test_lengths_that_all_know_are_not_asked_for(sent):
+    """Each rank knows of other lengths than its neighbour."""
+
+    def call(group):
+        splits = [1000 * (1 + (group.rank + r) % 2) for r in range(group.size)]
+        group.all_to_all(np.ones(sum(splits)), splits=splits, received=splits)
+
+    messages, _ = of_one_call(sent, call, 4, 1)
+    assert set(messages) == {ceil(log2(4)) + 3}

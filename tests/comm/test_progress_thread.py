@@ -11,7 +11,7 @@ import pytest
 
 from spmd_engine import Mesh, run
 from spmd_engine.comm import pending
-from spmd_engine.comm.progress_thread import ProgressThread
+from spmd_engine.comm.pending import ProgressThread
 from spmd_engine.errors import MismatchError
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "two_hosts.py"

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from on_ranks import everywhere, on_ranks
+from on_ranks import numbers_of_ranks, on_ranks
+from pairwise import every_pair
 from spmd_engine import Mesh, run
-from spmd_engine.comm.rendezvous import INLINE, bytes_of, text_of
+from spmd_engine.comm.call_agreement import INLINE, bytes_of, text_of
 from spmd_engine.errors import UsageError
 
 ONES, LARGE = np.ones(4), np.ones((4, 3000))
@@ -44,9 +45,7 @@ CASES = {
 }
 
 
-@everywhere(2, 3)
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("nodes", [1, 2])
+@every_pair(name=CASES.keys(), ranks=numbers_of_ranks(2, 3), nodes=[1, 2])
 def test_all_refuse_what_one_rank_cannot_call(nodes, name, ranks):
     odd, usual, text = CASES[name]
 

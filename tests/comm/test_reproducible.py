@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 
-from on_ranks import DTYPES, INLINE, OPS, assert_alike, assert_same, everywhere, on_ranks, values
+from on_ranks import DTYPES, INLINE, OPS, assert_alike, assert_same, everywhere, numbers_of_ranks, on_ranks, values
+from pairwise import every_pair
 from spmd_engine import Mesh
 
-SIZES = pytest.mark.parametrize("size", [1, 50, 3 * INLINE], ids=["one", "inline", "large"])
+SIZES = {"one": 1, "inline": 50, "large": 3 * INLINE}
+each_size = pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
 
 
 def order_matters(size, rank):
@@ -29,7 +31,7 @@ def test_the_numbers_of_these_tests_show_the_order(n):
 
 
 @everywhere(2, 3, 4, 8)
-@SIZES
+@each_size
 def test_all_reduce_sums_in_rank_order(size, ranks):
     def program():
         group = Mesh().group()
@@ -42,7 +44,7 @@ def test_all_reduce_sums_in_rank_order(size, ranks):
 
 
 @everywhere(2, 3, 4, 8)
-@SIZES
+@each_size
 def test_reduce_scatter_sums_in_rank_order(size, ranks):
     def program():
         group = Mesh().group()
@@ -56,7 +58,7 @@ def test_reduce_scatter_sums_in_rank_order(size, ranks):
 @pytest.mark.parametrize(
     "ranks", [pytest.param(4, id="threads"), pytest.param(None, id="mpi", marks=pytest.mark.mpi(ranks=4))]
 )
-@SIZES
+@each_size
 def test_over_several_axes_the_order_is_the_axes_as_written(size, ranks):
     def program():
         with Mesh(data=2, model=2) as mesh:
@@ -67,9 +69,7 @@ def test_over_several_axes_the_order_is_the_axes_as_written(size, ranks):
     on_ranks(program, ranks)
 
 
-@everywhere(2, 3, 8)
-@SIZES
-@pytest.mark.parametrize("op", OPS)
+@every_pair(op=OPS.keys(), ranks=numbers_of_ranks(2, 3, 8), size=SIZES)
 def test_every_rank_gets_the_same_bits(op, size, ranks):
     def program():
         group = Mesh().group()
@@ -96,7 +96,7 @@ def test_products_of_complex_numbers_have_the_same_bits_too():
     on_ranks(program, 3)
 
 
-@SIZES
+@each_size
 def test_a_second_run_gives_the_same_bits(size):
     def program():
         group = Mesh().group()

@@ -2,13 +2,13 @@
 
 import sys
 from collections import deque
-from itertools import product
 
 import numpy as np
 import pytest
 
 from fake_device import DeviceArray, FakeDevice, watch
 from on_ranks import DTYPES, INLINE, assert_alike, assert_same, reduced, values
+from pairwise import every_pair
 from spmd_engine import Mesh, run, world
 from spmd_engine.arrays.backend import register_backend, unregister_backend
 from spmd_engine.comm.communicator import Communicator
@@ -19,11 +19,18 @@ from spmd_engine.errors import UsageError
 FLOAT = np.dtype(float)
 
 
-def everywhere(*virtual):
-    """Run a test with virtual ``ranks``, on one node and on a node each, and under MPI."""
+def numbers_of_ranks(*virtual):
+    """Parameters: virtual ``ranks``, on one node and on a node each, and MPI's."""
     ranks = [pytest.param((n, nodes), id=f"{n} ranks on {nodes} nodes") for n in virtual for nodes in {1, n}]
     mpi = [pytest.param(None, id=f"mpi-{n}", marks=pytest.mark.mpi(ranks=n)) for n in (2, 3)]
-    return pytest.mark.parametrize("ranks", ranks + mpi)
+    return ranks + mpi
+
+
+def everywhere(*virtual):
+    """All of these, but for two ranks of MPI, which are in ``soak``."""
+    *others, two, three = numbers_of_ranks(*virtual)
+    later = pytest.param(*two.values, id=two.id, marks=[*two.marks, pytest.mark.soak])
+    return pytest.mark.parametrize("ranks", [*others, later, three])
 
 
 def on_ranks(program, ranks):
@@ -33,10 +40,9 @@ def on_ranks(program, ranks):
     return run(program, n, nodes=[f"node{rank % nodes}" for rank in range(n)])
 
 
-small_and_large = pytest.mark.parametrize("scale", [1, INLINE // 4], ids=["inline", "large"])
-some_dtypes = pytest.mark.parametrize("dtype", DTYPES[-3:], ids=str)
-somewhere = pytest.mark.parametrize("arena", [True, False], ids=["arena", "ordinary memory"])
-checked = pytest.mark.parametrize("check", [True, False], ids=["checked", "unchecked"])
+SCALES = {"inline": 1, "large": INLINE // 4}
+small_and_large = pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
+CHOICES = {"arena": {"arena": True, "ordinary memory": False}, "check": {"checked": True, "unchecked": False}}
 
 
 def uneven(ranks, scale):
@@ -52,11 +58,7 @@ def part_of(lengths, rank):
 # --- all_gather
 
 
-@everywhere(2, 4)
-@checked
-@small_and_large
-@somewhere
-@some_dtypes
+@every_pair(dtype=DTYPES[-3:], scale=SCALES, ranks=numbers_of_ranks(2, 4), **CHOICES)
 def test_a_rank_gathers_around_its_own_part(dtype, arena, scale, check, ranks):
     def program():
         mesh = Mesh(check=check)
@@ -116,21 +118,7 @@ def test_one_rank_s_wrong_out_is_everyone_s_error():
 # --- reduce_scatter
 
 
-def two_choices_of_each():
-    """Of four choices between two, any three in every combination; with the fourth against them in ``soak``."""
-    for which in product((0, 1), repeat=4):
-        arena, op, scale, check = (two[i] for two, i in zip(CHOICES, which, strict=True))
-        words = ("arena" if arena else "ordinary memory", op, "inline" if scale == 1 else "large", f"check={check}")
-        marks = pytest.mark.soak if sum(which) % 2 else ()
-        yield pytest.param(arena, op, scale, check, id="-".join(words), marks=marks)
-
-
-CHOICES = [(True, False), ("sum", "mean"), (1, INLINE // 4), (True, False)]
-
-
-@everywhere(2, 4)
-@pytest.mark.parametrize("arena, op, scale, check", list(two_choices_of_each()))
-@some_dtypes
+@every_pair(dtype=DTYPES[-3:], op=["sum", "mean"], scale=SCALES, ranks=numbers_of_ranks(2, 4), **CHOICES)
 def test_a_rank_s_part_is_reduced_where_it_is(dtype, arena, op, scale, check, ranks):
     def program():
         mesh = Mesh(check=check)
@@ -184,11 +172,13 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("op", ["mean", "prod"])
-@pytest.mark.parametrize("dtype", ["float64", "float16"])
-@pytest.mark.parametrize("piece", [64, 200, 4096], ids="pieces of {}".format)
-@pytest.mark.parametrize("where", ["arena", "one node", "four nodes"])
+@every_pair(
+    where=["arena", "one node", "four nodes"],
+    name=CALLS.keys(),
+    piece={f"pieces of {size}": size for size in (64, 200, 4096)},
+    dtype=["float64", "float16"],
+    op=["mean", "prod"],
+)
 def test_pieces_change_no_bit(where, piece, dtype, op, name, monkeypatch):
     """Large arrays are received, or read from others' memory, piece by piece."""
     monkeypatch.setattr(Communicator, "tuning", Tuning(piece=piece))
@@ -246,7 +236,7 @@ def test_calls_come_and_go_while_others_are_under_way(ranks):
     def program():
         mesh = Mesh(timeout=20)
         group, waiting = mesh.group(), deque()
-        for number in range(200):
+        for number in range(100):
             x = mesh.empty(INLINE, FLOAT)
             x[...] = number + group.rank
             waiting.append((number, group.start_reduce_scatter(x)))

@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from threadpoolctl import threadpool_info
+from threadpoolctl import threadpool_info, threadpool_limits
 
 from spmd_engine import Mesh, run, world
 from spmd_engine.comm.world import THREAD_VARIABLES
@@ -144,12 +144,20 @@ def blas_threads():
 
 def test_ranks_share_the_cores(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(8))
-    before = blas_threads()
-    assert before, "NumPy's BLAS is not one that threadpoolctl knows"
-    assert run(blas_threads, 8) == [{1}] * 8
-    assert run(blas_threads, 3) == [{2}] * 3
-    assert run(blas_threads, 99) == [{1}] * 99
-    assert blas_threads() == before
+    assert blas_threads(), "NumPy's BLAS is not one that threadpoolctl knows"
+    with threadpool_limits(3, user_api="blas"):
+        assert run(blas_threads, 8) == [{1}] * 8
+        assert run(blas_threads, 3) == [{2}] * 3
+        assert run(blas_threads, 99) == [{1}] * 99
+        assert blas_threads() == {3}
+
+
+def test_a_rank_has_no_more_threads_than_were_allowed_before(monkeypatch):
+    """By the user's OMP_NUM_THREADS, or by the ranks among which this one runs others."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(8))
+    with threadpool_limits(2, user_api="blas"):
+        assert run(blas_threads, 1) == [{2}]
+        assert run(lambda: run(blas_threads, 2), 5) == [[{1}] * 2] * 5
 
 
 @pytest.mark.mpi(ranks=2)

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from spmd_engine.comm.tuning import Tuning
-from spmd_engine.comm.ways import Facts, Way, blocking_at_most, inline_at_most, way
+from spmd_engine.comm.ways import Facts, Way, inline_at_most, library_offered, way
 
 KIB, MIB = 1 << 10, 1 << 20
 BY_NODES, LIBRARY, MESSAGES = Way.HIERARCHICAL, Way.MPI, Way.MESSAGES
@@ -78,5 +78,10 @@ def test_what_a_rank_brings_along_and_when_it_offers_to_wait():
     tuning = Tuning()
     assert inline_at_most("all_gather", 2, 256 * KIB, tuning) == 256 * KIB
     assert inline_at_most("all_reduce", 64, 256 * KIB, tuning) == tuning.reduced_by_all // 64
-    assert {blocking_at_most(each, tuning) > 256 * KIB for each in OPERATIONS if each != "broadcast"} == {True}
-    assert blocking_at_most("barrier", tuning) == blocking_at_most("broadcast", tuning) == -1
+    large = MIB, False, True, tuning
+    assert {library_offered(each, *large) for each in OPERATIONS if each != "broadcast"} == {True}
+    assert not library_offered("barrier", *large) and not library_offered("broadcast", *large)
+    assert not library_offered("all_to_all", 16 * MIB, False, True, tuning)
+    offered = {each: library_offered(each, 128 * KIB, True, True, tuning) for each in OPERATIONS}
+    assert offered == {each: each == "all_to_all" for each in OPERATIONS}  # what could come along as well
+    assert not library_offered("all_to_all", 128 * KIB, True, False, tuning)

@@ -1,5 +1,7 @@
 """What a layer may have beside parameters: buffers, side outputs, choices, and letters of its own, under everything."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 
@@ -144,7 +146,12 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_buffers_and_side_outputs_are_those_of_one_device(way):
     axes, how = WAYS[way]
-    assert_same(numbers(text_model(), axes, tokens, **how), numbers(text_model(), {"data": 1}, tokens)[0])
+    assert_same(numbers(text_model(), axes, tokens, **how), numbers_of_one_device())
+
+
+@cache
+def numbers_of_one_device():
+    return numbers(text_model(), {"data": 1}, tokens)[0]
 
 
 @pytest.mark.parametrize("of", ["text", "images"])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import tiny
+from pairwise import in_turn
 from spmd_engine import Mesh, run
 from spmd_engine.checkpoints import load_checkpoint, save_checkpoint
 from spmd_engine.engine import AdamW, LayeredEngine, schedules
@@ -31,7 +32,12 @@ ENGINES = [
     ({"data": 2, "pipe": 2, "model": 2}, {"zero": 3, "tied": False}),
     ({"context": 2, "pipe": 2}, {"zero": 2}),
 ]
-every_engine = pytest.mark.parametrize("axes, options", ENGINES, ids=[f"{tiny.mesh_id(a)}-{o}" for a, o in ENGINES])
+NAMED = [pytest.param(axes, options, id=f"{tiny.mesh_id(axes)}-{options}") for axes, options in ENGINES]
+
+
+def engines_in_turn(first):
+    """Every other engine: of the tests here, neighbours have the others; and all of them in ``soak``."""
+    return in_turn(2, first, **{"axes, options": NAMED})
 
 
 @cache
@@ -46,7 +52,7 @@ def initial(tied):
     return run(program, 1)[0]
 
 
-@every_engine
+@engines_in_turn(0)
 def test_an_engine_s_parts_are_those_of_the_whole(axes, options):
     whole = initial(options.get("tied", True))
 
@@ -78,7 +84,7 @@ def test_an_engine_s_parts_are_those_of_the_whole(axes, options):
             assert covered.min() == covered.max() > 0, name  # as often everywhere: once a replica
 
 
-@every_engine
+@engines_in_turn(1)
 def test_gradients_and_state_are_gathered_and_counted_as_owned(axes, options):
     """From arrays like ``owned`` that hold each element's place in the whole."""
     whole = initial(options.get("tied", True))
@@ -92,6 +98,7 @@ def test_gradients_and_state_are_gathered_and_counted_as_owned(axes, options):
                 part[...] = places[name][engine.owned_index(name)]
             for name in engine.names:
                 np.testing.assert_array_equal(engine.gather_owned(name, like), places[name])
+            for name in engine.names[::3]:
                 at_root = engine.gather_owned(name, like, root=mesh.size - 1)
                 assert (at_root is None) == (mesh.rank != mesh.size - 1)
             engine.step(tiny.batch(engine, 0))
@@ -117,7 +124,7 @@ def doubled(tied):
     return whole, run(program, 1)[0]
 
 
-@every_engine
+@engines_in_turn(0)
 def test_a_checkpoint_is_taken_by_the_parts_and_used_at_once(axes, options):
     whole, expected = doubled(options.get("tied", True))
 

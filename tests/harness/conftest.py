@@ -36,7 +36,7 @@ def harness():
     """What makes a pytest in another folder use this harness: its environment and arguments."""
     command = ("-m", "pytest", "--color=no", "-p", "mpi_harness.plugin", "-p", "no:hypothesispytest", "-p", "no:anyio")
     # Ranks that wait in MPI for one that has raised keep their cores busy: not for long.
-    return {"PYTHONPATH": str(Path(mpi_harness.__file__).parents[1]), "SPMD_TEST_GRACE": "1"}, command
+    return {"PYTHONPATH": str(Path(mpi_harness.__file__).parents[1]), "SPMD_TEST_GRACE": "0.5"}, command
 
 
 @pytest.fixture

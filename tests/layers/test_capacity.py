@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from pairwise import every_pair
 from routers import CUTS, EXPERTS, LOGITS, WHOLE, assembled, chosen, collectively, on_ranks, tokens_of
 from spmd_engine.layers.capacity import capacity_of, keep
 from spmd_engine.layers.router_options import RouterOptions
@@ -32,10 +33,7 @@ def plainly(choices, capacity):
     return kept
 
 
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("drop_by", BY)
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("capacity", [0, 1, 7, 1000])
+@every_pair(cut=list(CUTS), capacity=[0, 1, 7, 1000], options=list(OPTIONS), drop_by=BY)
 def test_the_same_pairs_stay_on_every_cut(cut, drop_by, options, capacity):
     options = replace(OPTIONS[options], drop_by=drop_by)
     expected = plainly(on_ranks(WHOLE, LOGITS, options)[0][0], capacity)

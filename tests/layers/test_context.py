@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from layer_harness import BATCH, LENGTH, Problem, assert_same, cut, problem_of, single, solve
+from pairwise import every_pair
 from spmd_engine import Mesh, run
 from spmd_engine.arrays.attention import causal_attention
 from spmd_engine.errors import UsageError
@@ -19,8 +20,9 @@ from spmd_engine.sharding import Layout
 
 ITEM = 8
 WIDTH = 12
+DEALS = {"consecutive": False, "zigzag": True}
 every_method = pytest.mark.parametrize("method", CONTEXT_METHODS)
-either_deal = pytest.mark.parametrize("zigzag", [False, True], ids=["consecutive", "zigzag"])
+either_deal = pytest.mark.parametrize("zigzag", DEALS.values(), ids=DEALS)
 
 
 def attention(method, heads=3, key_value_heads=None):
@@ -43,9 +45,7 @@ MESHES = [
 ]
 
 
-@every_method
-@either_deal
-@pytest.mark.parametrize("axes", MESHES, ids=str)
+@every_pair(axes=MESHES, method=list(CONTEXT_METHODS), zigzag=DEALS)
 def test_attention_as_single(method, zigzag, axes):
     assert_as_single(problem_of(attention(method)), axes, zigzag=zigzag)
 
@@ -58,17 +58,15 @@ def test_with_the_stream_cut_further(method, zigzag, axes):
     assert_as_single(problem_of(layer), axes, zigzag=zigzag, sequence_parallel=True)
 
 
-@every_method
-@either_deal
-@pytest.mark.parametrize("window", [1, 3, 40])
+@every_pair(window=[1, 3, 40], method=list(CONTEXT_METHODS), zigzag=DEALS)
 def test_a_window_of_positions(method, zigzag, window):
     layer = Attention(WIDTH, 3, context=context_method(method), window=window)
     assert_as_single(problem_of(layer, batch=2, length=90), {"context": 3}, zigzag=zigzag)
 
 
-@every_method
-@either_deal
-@pytest.mark.parametrize("ranks, length", [(4, 1), (4, 3), (3, 2), (2, 64), (3, 301)])
+@every_pair(
+    **{"ranks, length": [(4, 1), (4, 3), (3, 2), (2, 64), (3, 301)], "method": list(CONTEXT_METHODS), "zigzag": DEALS}
+)
 def test_few_tokens_and_many(method, zigzag, ranks, length):
     """The last ranks may have none; the kernel works in several blocks of rows."""
     problem = problem_of(attention(method, heads=2), batch=1, length=length)
@@ -106,8 +104,14 @@ def test_float32_stays(method):
 
 
 @pytest.mark.mpi(ranks=3)
-@every_method
-@either_deal
+@pytest.mark.parametrize(
+    "method, zigzag",
+    [
+        pytest.param(method, zigzag, marks=[] if (i + zigzag) % 2 else pytest.mark.soak)
+        for i, method in enumerate(CONTEXT_METHODS)
+        for zigzag in (False, True)
+    ],
+)
 def test_over_mpi(method, zigzag):
     """The same on processes, with blocks that are too large to be sent before somebody receives them."""
     problem = problem_of(Attention(96, 3, context=context_method(method)), batch=4, length=200)
@@ -125,6 +129,7 @@ def test_over_mpi(method, zigzag):
 # --- queries that share a key head
 
 SHARED = [(4, 2), (6, 2), (6, 1), (6, 3)]
+CUT = {"heads cut": False, "queries cut": True}
 
 
 @pytest.mark.parametrize("heads, key_value_heads", SHARED)
@@ -148,9 +153,13 @@ def test_shared_keys_are_repeated_keys(heads, key_value_heads):
         np.testing.assert_allclose(array, right.reshape(array.shape), rtol=0, atol=1e-12, err_msg=name)
 
 
-@pytest.mark.parametrize("heads, key_value_heads", SHARED)
-@pytest.mark.parametrize("axes", [{"model": 2}, {"model": 3}, {"model": 4}, {"data": 2, "model": 2}], ids=str)
-@pytest.mark.parametrize("queries_cut", [False, True], ids=["heads cut", "queries cut"])
+@every_pair(
+    **{
+        "heads, key_value_heads": SHARED,
+        "axes": [{"model": 2}, {"model": 3}, {"model": 4}, {"data": 2, "model": 2}],
+        "queries_cut": CUT,
+    }
+)
 def test_shared_keys_as_single(heads, key_value_heads, axes, queries_cut):
     """Also with more ranks than heads, and than queries that share one: then some have nothing to do."""
     problem = problem_of(attention("gather", heads, key_value_heads))
@@ -158,9 +167,7 @@ def test_shared_keys_as_single(heads, key_value_heads, axes, queries_cut):
         assert_as_single(problem, axes, queries_cut=queries_cut, sequence_parallel=sequence_parallel)
 
 
-@every_method
-@either_deal
-@pytest.mark.parametrize("queries_cut", [False, True], ids=["heads cut", "queries cut"])
+@every_pair(method=list(CONTEXT_METHODS), zigzag=DEALS, queries_cut=CUT)
 def test_shared_keys_over_context_and_model(method, zigzag, queries_cut):
     problem = problem_of(attention(method, 6, 2))
     options = {"zigzag": zigzag, "queries_cut": queries_cut, "sequence_parallel": True}

@@ -22,6 +22,7 @@ from layer_harness import (
     tree,
 )
 from numerics import assert_gradient, frozen, normals
+from pairwise import in_turn
 from spmd_engine import Mesh, run
 from spmd_engine.errors import NotationError
 from spmd_engine.layers import Embedding, GradientSums
@@ -58,27 +59,23 @@ def alone(name):
     return single(problem_of(name))
 
 
-@every_layer
-@pytest.mark.parametrize("axes", MESHES, ids=str)
+@in_turn(2, name=list(LAYERS), axes=MESHES)
 def test_sharded_as_single(name, axes):
     assert_same(solve(problem_of(name), axes), alone(name))
 
 
-@every_layer
-@pytest.mark.parametrize("axes", [mesh for mesh in MESHES if "model" in mesh], ids=str)
+@in_turn(2, 1, name=list(LAYERS), axes=[mesh for mesh in MESHES if "model" in mesh])
 def test_sequence_parallel_as_single(name, axes):
     # 7 positions do not divide; on 8 ranks the last has none
     assert_same(solve(problem_of(name), axes, sequence_parallel=True), alone(name))
 
 
-@every_layer
-@pytest.mark.parametrize("axes", [mesh for mesh in MESHES if "context" in mesh], ids=str)
+@in_turn(2, name=list(LAYERS), axes=[mesh for mesh in MESHES if "context" in mesh])
 def test_a_sequence_dealt_evenly_as_single(name, axes):
     assert_same(solve(problem_of(name), axes, zigzag=True, sequence_parallel=True), alone(name))
 
 
-@every_layer
-@pytest.mark.parametrize("length", [1, 5])
+@in_turn(2, name=list(LAYERS), length=[1, 5])
 def test_a_short_sequence_on_more_ranks(name, length):
     problem = problem_of(name, batch=1, length=length)
     expected = single(problem)

@@ -16,9 +16,16 @@ from spmd_engine.checkpoints.export_huggingface import export_adapters, export_h
 from spmd_engine.checkpoints.peft import Merged, adapter_options
 from spmd_engine.checkpoints.pretrained import open_pretrained, with_shape
 from spmd_engine.cli.show.bytes_per_rank import bytes_per_rank
+from spmd_engine.comm.mesh_position import all_positions
 from spmd_engine.engine import AdamW
 from spmd_engine.engine.batch import batch_of
-from spmd_engine.engine.composition import Composition, ModelConfig, build_engine
+from spmd_engine.engine.composition import (
+    Composition,
+    ModelConfig,
+    build_engine,
+    composed_assignment,
+    composed_layout,
+)
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.router_options import RouterOptions
 from spmd_engine.models import DecoderShape, Mixture
@@ -50,7 +57,7 @@ MESHES = [
     ({"model": 2}, {"sequence_parallel": True}),
     ({"model": 3}, {}),
     ({"data": 2, "context": 2}, {"zero": 2}),
-    ({"pipe": 2, "data": 2}, {"zero": 3, "recompute": "block"}),
+    ({"pipe": 2, "data": 2}, {"zero": 3, "recompute": "block", "state_shares": "data=1:2"}),
     ({"pipe": 2, "model": 2}, {"schedule": "zero-bubble"}),
 ]
 
@@ -146,6 +153,17 @@ def test_fully_sharded_no_frozen_number_is_stored_twice(axes, shape, copies):
     foretold = bytes_per_rank(found[0][1], axes, Composition(zero=3), dtype="float64")
     assert [8 * count for count in counts] == [dict(rank)["frozen weights"] for rank in foretold]
     assert sum(counts) == copies * whole and max(counts) < 1.4 * sum(counts) / len(counts)
+
+
+def test_frozen_weights_go_by_shares_of_state():
+    config, axes = ModelConfig(name="adapted", shape=SHAPE, lora=OPTIONS), {"data": 2}
+    composition = Composition(mesh=axes, zero=3, state_shares="data=1:3")
+    model, stored = config.build(composition), []
+    for place in all_positions(axes):
+        assignment = composed_assignment(model, place, composed_layout(model, place, composition), 4, composition)
+        parts = [group.intervals(2)[place.index(("data",))] for group in assignment.frozen]
+        stored.append(sum(part.stop - part.start for part in parts))
+    assert stored[1] == pytest.approx(3 * stored[0], rel=0.1)
 
 
 @pytest.mark.parametrize("shape", [SHAPE, GPT2, NEOX, EXPERTS, SHARED], ids=lambda shape: shape.family)

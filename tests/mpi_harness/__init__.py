@@ -18,4 +18,5 @@ skips the parent: it runs the tests that fit on 4 ranks (ranks.py). In every cas
 SPMD_TEST_GRACE is what the other ranks get to finish a test that raised on one of them, in seconds (3).
 SPMD_TEST_TIMEOUT is the limit in seconds of MPI tests that name none (60). Serial ones have that of pytest-timeout
 (setup.cfg) and, in a process of their own, ten times SPMD_TEST_TIMEOUT if that should not help.
+SPMD_TEST_SHARED is a folder for what all processes of a run need once: the parent makes it, and removes it.
 """

@@ -1,6 +1,8 @@
 """The parent's side: without mpiexec, pytest has the MPI tests run by jobs, and with --jobs the serial ones, too."""
 
+import os
 import signal
+import tempfile
 import time
 from collections import Counter, deque
 from contextlib import ExitStack
@@ -20,6 +22,8 @@ class Parent:
         if config.getoption("usepdb") or config.getoption("capture") == "no":
             self.jobs = 1  # serial tests run here, at the terminal
         self.crew = None
+        self.shared = tempfile.TemporaryDirectory(prefix="spmd-tests-shared-", ignore_cleanup_errors=True)
+        os.environ["SPMD_TEST_SHARED"] = self.shared.name
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # end in good order, and stop the jobs
 
     @pytest.hookimpl(trylast=True)
@@ -60,6 +64,7 @@ class Parent:
     def pytest_sessionfinish(self):
         if self.crew:
             self.crew.stop()
+        self.shared.cleanup()
 
 
 def _size(item):

@@ -37,7 +37,7 @@ CASES = [
     (GPT, "data=3", {"zero": 1, "compress": "bfloat16"}),
     (GPT, "data=2", {"compress": "top-k:0.1"}),
     (GPT, "replicate=2,shard=2", {}),
-    (GPT, "replicate=2,data=4", {"zero": 1, "group_threshold": 0}),
+    (GPT, "replicate=2,data=2", {"zero": 1, "group_threshold": 0}),
     (GPT_UNTIED, "model=3", {"sequence_parallel": True}),
     (GPT, "context=2", {"zero": 3}),
     (GPT, "pipe=3", {"zero": 1, "schedule": "zero-bubble"}),
@@ -50,6 +50,7 @@ CASES = [
 ]
 MORE = [
     (GPT, "data=1", {}),
+    (GPT, "replicate=2,data=4", {"zero": 1, "group_threshold": 0}),
     (GPT, "data=3", {"zero": 1}),
     (GPT, "data=2", {"zero": 3, "recompute": "block"}),
     (GPT, "data=3", {"compress": "powersgd:2"}),

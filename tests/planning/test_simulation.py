@@ -112,3 +112,22 @@ def test_ranks_that_never_meet_are_an_error():
     found = analysis(*steps)
     with pytest.raises(UsageError, match="hang"):
         simulate(found, machine())
+
+
+def passing(cores, *computations, pass_seconds=3e-3):
+    """Milliseconds of a rank that computes these, each pass through a layer taking a host so long."""
+    one = machine(cores).with_fitted(pass_seconds=pass_seconds)
+    return ms(simulate(analysis((computations, [])), one))
+
+
+def test_a_device_works_while_its_host_hands_over_what_comes_next():
+    short, long = [work(f"a{n}", 1) for n in range(4)], [work("b", 5)]
+    assert passing(2, *long) == 5 + 3  # a rank with cores does one after the other
+    assert passing(None, *long) == 5
+    assert passing(None, *short) == 4 * 3
+    assert passing(None, *long, *short) == 5 * 3
+
+
+def test_a_pass_that_communicates_half_way_is_handed_over_once():
+    assert passing(None, work("a", 1), work("a", 1)) == 3
+    assert passing(None, work("a", 1), work("b", 1)) == 6

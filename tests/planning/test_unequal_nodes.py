@@ -1,14 +1,19 @@
 """Plans for unlike nodes: work by speed, state by memory, and each rank within its own."""
 
 from dataclasses import replace
+from itertools import combinations, pairwise
 
+import numpy as np
 import pytest
 
 from spmd_engine.models import GPT_SIZES, gpt
 from spmd_engine.planning.answer import Request, plan_file_of
 from spmd_engine.planning.goals import Limits
+from spmd_engine.planning.lattice import Candidate
 from spmd_engine.planning.machine import Curve, Link, Machine, NodeKind
 from spmd_engine.planning.planned import fixed_plan, plan
+from spmd_engine.planning.search import Planner
+from spmd_engine.planning.stage_division import best_division
 
 SMALL = gpt(replace(GPT_SIZES["gpt-nano"], layers=3), "gpt-nano")
 MIB = 1 << 20
@@ -32,7 +37,8 @@ def test_work_goes_by_speed():
     alike = plan(asked(machine((8e10, 1e9), (8e10, 1e9))))
     assert alike.plan.candidate.shares is None
     answer = plan(asked(machine((12e10, 1e9), (4e10, 1e9))))
-    even = next(each for each in answer.found.best if each.candidate.shares is None)
+    plans = [each for each in answer.found.best if each.candidate.mesh == {"data": 2}]
+    even = next(each for each in plans if each.candidate.shares is None)
     assert answer.plan.candidate.mesh == {"data": 2} and answer.plan.candidate.shares == "data=3:1"
     assert 1.8 < even.seconds / answer.foresight.seconds <= 2  # an even split waits half of the time for the slow one
     assert answer.reasons[0].startswith("shares data=3:1, not as much each: that would take +")
@@ -66,3 +72,49 @@ def test_a_given_composition_is_held_to_each_rank_s_own_memory():
 @pytest.mark.parametrize(("quick", "slow", "unlike"), [((1e9, 1e9), (1e9, 1e9), False), ((1e9, 2e9), (1e9, 1e9), True)])
 def test_nodes_of_two_names_may_be_alike(quick, slow, unlike):
     assert machine(quick, slow).unlike is unlike
+
+
+def searched(of, *candidates):
+    planner = Planner(SMALL, of.with_ranks(candidates[0].ranks))
+    estimators = [planner.estimator(each) for each in candidates]
+    assert all(each.bound().seconds <= each.estimate().seconds * (1 + 1e-9) for each in estimators)
+    return [each.estimate() for each in estimators]
+
+
+def test_estimates_know_that_a_node_is_slower():
+    """Of samples it has as many as suit its speed; whoever cuts tensors waits for it; its stage has less to do."""
+    candidates = [
+        Candidate((("data", 2),), 16, 1),
+        Candidate((("model", 2),), 16, 1),
+        Candidate((("pipe", 2),), 16, 4, schedule="1f1b"),
+    ]
+    fast = machine((12e10, 1e9), (12e10, 1e9))
+    alike, unlike = searched(fast, *candidates), searched(machine((12e10, 1e9), (4e10, 1e9)), *candidates)
+    work = [[each.seconds - each.parts["gradients and gathers"] - each.parts["update"] for each in some]
+            for some in (alike, unlike)]  # fmt: skip
+    assert work[1][0] == pytest.approx(1.5 * work[0][0], rel=0.01)  # 3/4 of the samples on the quick one
+    inside = alike[1].parts["communication inside layers"]
+    assert work[1][1] == pytest.approx(3 * (work[0][1] - inside) + 3 * inside, rel=0.01)
+    assert alike[2].candidate.stages[1] < unlike[2].candidate.stages[1]
+    assert work[1][2] < 2.2 * work[0][2]
+
+
+def test_a_slow_stage_has_less_to_do():
+    fixed = {"mesh": {"pipe": 2}, "micro_batches": 4, "schedule": "1f1b"}
+    planned = plan(asked(machine((12e10, 1e9), (4e10, 1e9)), fixed=fixed))
+    assert planned.plan.candidate.stages[1] > len(SMALL.layers) / 2
+    working = planned.foresight.prediction.working
+    assert max(working.values()) < 2.2 * min(working.values())  # 3 times, had both as many layers
+
+
+@pytest.mark.parametrize("paces", [(), (1.0, 3.0), (2.0, 1.0, 0.5)])
+def test_divisions_for_unlike_stages_are_the_best_there_are(paces):
+    rng = np.random.default_rng(len(paces))
+    work, count = rng.random(9).tolist(), len(paces) or 3
+
+    def slowest(starts):
+        parts = pairwise([*starts, len(work)])
+        return max(pace * sum(work[a:b]) for pace, (a, b) in zip(paces or (1.0,) * count, parts, strict=True))
+
+    every = ((0, *starts) for starts in combinations(range(1, len(work)), count - 1))
+    assert slowest(best_division(work, count, paces=paces)) == pytest.approx(min(map(slowest, every)))

@@ -10,7 +10,7 @@ from resharding import CUBE, each_mesh_with_pairs, on_mesh
 from spmd_engine.sharding import Spec, reshard, shard
 
 
-@each_mesh_with_pairs(1)
+@each_mesh_with_pairs(3)
 def test_the_backward_is_the_way_back(axes, pairs):
     """<y, R x> = <R' y, x>, where x and y are arrays cut over ranks, copies alike, and each element counts once.
 

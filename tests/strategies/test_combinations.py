@@ -87,35 +87,41 @@ def division(number, chunks):
     return ("even", "cost", CHUNKS[chunks])[number % 3]
 
 
-def on_two_stages(which):
-    """Each schedule with two of four numbers of micro-batches, in turn; ``which``: these, 0, or the other two, 1."""
+def on_two_stages(*which):
+    """Each schedule with one of four numbers of micro-batches, in turn; for each more of ``which`` with the next."""
     return [
         Case("pipe=2", schedule=name, chunks=v, micro_batches=m, stages=division(i + m, 2 * named(name, v).chunks))
         for i, (name, v) in enumerate(PIPELINES)
-        for m in ((1, 3), (2, 5))[(i + which) % 2]
+        for m in ((3, 5, 1, 2)[(i + each) % 4] for each in which)
     ]
+
+
+def on_three_stages(which):
+    """Three schedules, each with few micro-batches or more, in turn; ``which``: these, 0, or the others, 1."""
+    names = [name for name, _ in PIPELINES[1:4]]
+    return [Case("pipe=3", schedule=name, micro_batches=(5, 2)[(i + which) % 2]) for i, name in enumerate(names)]
 
 
 test_pipelines = holds(
     [
         *on_two_stages(0),
-        *[Case("pipe=3", schedule=name, micro_batches=m) for name, _ in PIPELINES[1:4] for m in (2, 5)],
+        *on_three_stages(0),
         Case("pipe=4", schedule="zero-bubble", micro_batches=5, stages=CHUNKS[4]),
         Case("pipe=4", schedule="interleaved", tied=False),
         Case("pipe=2", tied=False, dropout=0.0, recompute=BLOCK),
         Case("pipe=3", recompute=ATTENTION, micro_batches=3),
         Case("data=1", schedule="interleaved", chunks=3),  # all chunks on the only stage
     ],
-    soak=on_two_stages(1),
+    soak=[*on_two_stages(1, 2, 3), *on_three_stages(1)],
 )
 
 
-def in_parts(which):
-    """Each schedule with ZeRO-3 and, in turn, ZeRO-1 or 2; ``which``: these, 0, or what is left of the pairs, 1."""
+def in_parts(*which):
+    """Each schedule with a stage of ZeRO, in turn, beginning with 3; and for each more of ``which`` with the next."""
     return [
-        Case("pipe=2,data=2", zero=zero, schedule=name, chunks=v, micro_batches=3)
+        Case("pipe=2,data=2", zero=(3, 1, 2)[(i + each) % 3], schedule=name, chunks=v, micro_batches=3)
         for i, (name, v) in enumerate(PIPELINES)
-        for zero in ((1 + i % 2, 3), (2 - i % 2,))[which]
+        for each in which
     ]
 
 
@@ -125,7 +131,7 @@ test_pipelines_of_parts = holds(
         Case("pipe=2,shard=2", group_threshold=1500, schedule="zero-bubble", recompute=BLOCK),
         Case("data=3,pipe=2", zero=3, schedule="gpipe", micro_batches=5, tied=False),
     ],
-    soak=in_parts(1),
+    soak=in_parts(1, 2),
 )
 test_two_ways_together = holds(
     [

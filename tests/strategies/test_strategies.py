@@ -23,6 +23,7 @@ from pages import (
     train,
     trained_alone,
 )
+from pairwise import in_turn
 from spmd_engine import Mesh, run, world
 from spmd_engine.engine import SGD, AdamW
 from spmd_engine.engine.batch import batch_of
@@ -43,13 +44,21 @@ from spmd_engine.training import Trainer
 every_strategy = pytest.mark.parametrize("name", STRATEGIES)
 
 
-@pytest.mark.parametrize(("name", "axes"), [pytest.param(*case, marks=in_time(case[1])) for case in CASES], ids=case_id)
-def test_training_equals_the_single_device(name, axes):
-    """Losses, every gradient and the parameters, with one micro-batch and with several."""
-    how = [(AdamW, 1), (SGD, 3)]
-    for results in run(lambda: [train(name, axes, *each) for each in how], prod(axes.values())):
-        for each, result in zip(how, results, strict=True):
-            assert_trained_alike(result, trained_alone(name, *each))
+def ways_to_train():
+    """Cases with one micro-batch, and with several; of those that are in time, each in one of the two ways in turn."""
+    for number, (name, axes) in enumerate(case for case in CASES if not in_time(case[1])):
+        for turn, way in enumerate([(AdamW, 1), (SGD, 3)]):
+            yield pytest.param(name, axes, *way, marks=[pytest.mark.soak] if number % 2 != turn else [])
+    for name, axes in CASES:
+        for way in [(AdamW, 1), (SGD, 3)] if in_time(axes) else ():
+            yield pytest.param(name, axes, *way, marks=in_time(axes))
+
+
+@pytest.mark.parametrize(("name", "axes", "optimizer", "micro_batches"), list(ways_to_train()), ids=case_id)
+def test_training_equals_the_single_device(name, axes, optimizer, micro_batches):
+    """Losses, every gradient and the parameters."""
+    for result in run(lambda: train(name, axes, optimizer, micro_batches), prod(axes.values())):
+        assert_trained_alike(result, trained_alone(name, optimizer, micro_batches))
 
 
 data_of_two = partial(data, samples=2)
@@ -226,7 +235,7 @@ def test_serving_and_evaluating(name):
         np.testing.assert_allclose(served, expected, atol=1e-13)
 
 
-@every_strategy
+@in_turn(2, name=list(STRATEGIES))
 @pytest.mark.mpi(ranks=3)
 def test_under_mpi(name):
     result = train(name, default_axes(STRATEGIES[name], world().size), AdamW, 3)

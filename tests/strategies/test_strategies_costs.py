@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from pages import HEADS, LAYERS, B, D, F, S, build, data
+from pairwise import in_turn
 from spmd_engine import Mesh, run
 from spmd_engine.engine import AdamW
 from spmd_engine.engine.batch import batch_of
@@ -165,8 +166,7 @@ def test_every_strategy_that_sends_is_here():
     assert {*COSTS, "single-device"} == set(STRATEGIES)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize(("name", "sizes"), CASES, ids=str)
+@in_turn(2, **{"name, sizes": CASES, "micro_batches": [1, 3]})
 def test_costs_are_those_of_the_docstring(name, sizes, micro_batches):
     strategy = STRATEGIES[name]
 

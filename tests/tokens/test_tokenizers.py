@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import tiny
+from pairwise import in_turn
 from spmd_engine import Mesh, run
 from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.engine.composition import ModelConfig
@@ -268,7 +269,7 @@ def test_templates_that_cannot_be(template, message):
 ALICE = " the\nQueen to the Queen, and she found it was saying to herself, and\nshe was so much a"
 
 
-@pytest.mark.parametrize("axes", [{"data": 1}, {"model": 4}, {"model": 3}, {"context": 2}, {"pipe": 2}], ids=str)
+@in_turn(2, axes=[{"data": 1}, {"model": 4}, {"model": 3}, {"context": 2}, {"pipe": 2}])
 def test_a_trained_model_writes_its_documented_text(axes, tmp_path):
     pytest.importorskip("glassllm", reason="needs the model in PyPI's glassllm: pip install '.[test]'")
     folder = tmp_path / "glass"

@@ -135,8 +135,12 @@ def own_lines(text):
 @needs_mpi
 @pytest.mark.parametrize(
     "signal_name, ranks, option, code",
-    [("SIGINT", "[1]", "--requeue", 130), ("SIGTERM", "[0, 1, 2]", "", 143), ("SIGUSR1", "[2]", "--requeue", 75)],
-    ids=["SIGINT to one rank", "SIGTERM to all", "SIGUSR1, to be queued again"],
+    [
+        # As SIGUSR1 to one rank, and Ctrl-C to the launcher.
+        pytest.param("SIGINT", "[1]", "--requeue", 130, id="SIGINT to one rank", marks=pytest.mark.soak),
+        pytest.param("SIGTERM", "[0, 1, 2]", "", 143, id="SIGTERM to all"),
+        pytest.param("SIGUSR1", "[2]", "--requeue", 75, id="SIGUSR1 to one rank, to be queued again"),
+    ],
 )
 def test_training_saves_and_can_go_on(mpi_run, tmp_path, monkeypatch, signal_name, ranks, option, code):
     script = TRAIN.replace("{ranks}", ranks).replace("{signal}", signal_name).replace("{option}", option)

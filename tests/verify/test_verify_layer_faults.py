@@ -6,6 +6,7 @@ import pytest
 
 import tiny
 from faults import HOW, every_how
+from pairwise import every_pair
 from spmd_engine import Mesh, run
 from spmd_engine.arrays import einsum
 from spmd_engine.comm.pending import Pending
@@ -57,9 +58,11 @@ def gpt_disagreement(axes, spoil, *, optimizer=AdamW, **options):
     return report.disagreement
 
 
-@every_how
-@pytest.mark.parametrize("forward", [True, False], ids=["output", "input gradient"])
-@pytest.mark.parametrize("axes", [{"data": 2, "model": 3}, {"model": 3, "pipe": 2}], ids=tiny.mesh_id)
+@every_pair(
+    cause={cause.name: cause for cause in HOW},
+    forward={"output": True, "input gradient": False},
+    axes={tiny.mesh_id(axes): axes for axes in ({"data": 2, "model": 3}, {"model": 3, "pipe": 2})},
+)
 def test_a_layer_whose_reduction_is_wrong_is_named(cause, forward, axes):
     found = gpt_disagreement(axes, partial(spoil_layer, HOW[cause], forward))
     assert (found.step, found.kind, found.layer) == (1, "output" if forward else "input gradient", "block1/mlp")

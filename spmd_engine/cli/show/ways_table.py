@@ -8,7 +8,7 @@ from spmd_engine.comm.mesh_position import all_positions
 from spmd_engine.comm.slot_table import room_of
 from spmd_engine.comm.transports.hierarchical import even_nodes
 from spmd_engine.comm.tuning import Tuning
-from spmd_engine.comm.ways import Facts, Way, blocking_at_most, inline_at_most, way
+from spmd_engine.comm.ways import Facts, Way, inline_at_most, library_offered, way
 from spmd_engine.units import readable_bytes
 
 LARGEST = 34  # a power of two, of bytes: sizes to look at
@@ -38,7 +38,8 @@ def ways_by_size(operation: str, hosts: Sequence[int], waits: bool, tuning: Tuni
 
     def way_of(size: int) -> Way:
         inline = size <= inline_at_most(operation, ranks, room, tuning)
-        offers = waits and not inline and size <= blocking_at_most(operation, tuning)
+        offers = one_node and waits and library_offered(operation, size, inline, True, tuning)
+        inline = inline and not offers
         whole = size * ranks if operation == "all_gather" and not one_node else size
         facts = Facts(operation, whole, ranks, 0, one_node, by_nodes, True, inline=inline, waits=offers, shown=True)
         return way(facts, tuning)

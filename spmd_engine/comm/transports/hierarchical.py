@@ -22,19 +22,16 @@ from spmd_engine.comm.transports.transport import GatherAndReduce, Parts, Transp
 
 
 def even_nodes(hosts: Sequence[Hashable]) -> list[list[int]] | None:
-    """Ranks by nodes, if several nodes have several ranks each, and all as many; ``hosts``: each rank's node."""
+    """Ranks by nodes, of which there is one, or each has as many, and several; else None. ``hosts``: of each rank."""
     nodes: dict[Hashable, list[int]] = {}
     for rank, host in enumerate(hosts):
         nodes.setdefault(host, []).append(rank)
     sizes = set(map(len, nodes.values()))
-    return list(nodes.values()) if len(nodes) > 1 and len(sizes) == 1 and 1 not in sizes else None
+    return list(nodes.values()) if len(nodes) == 1 or (len(sizes) == 1 and 1 not in sizes) else None
 
 
 class Lanes:
-    """A group's ranks by nodes, as one of them sees it: ``nodes`` as of ``even_nodes``, ``table`` of its own node.
-
-    All calls of the group take the slots of the table in turn, also those that need none.
-    """
+    """A group's ranks by nodes, as one of them sees it: ``nodes`` as of ``even_nodes``, ``table`` of its own node."""
 
     def __init__(self, comm: Ranks, nodes: Sequence[Sequence[int]], table: SlotTable) -> None:
         self.nodes, self.table, self.rank, self.size = nodes, table, comm.rank, comm.size
@@ -43,12 +40,6 @@ class Lanes:
         self.local = MessagePart(comm, own)  #: the ranks of this node
         #: those of other nodes in this rank's place
         self.lane = MessagePart(comm, [node[self.local.rank] for node in nodes])
-
-    def in_turn(self, number: int, steps: Steps) -> Steps:
-        """The ``steps`` of call ``number``, once there is a slot for it."""
-        if not self.table.is_free(number, 0):
-            yield self.table.until_free(number, 0)
-        return (yield from steps)
 
 
 class Hierarchical(GatherAndReduce):
@@ -61,18 +52,16 @@ class Hierarchical(GatherAndReduce):
     """
 
     def __init__(self, lanes: Lanes, local: Transport, lane: Transport) -> None:
-        self.rank, self.size, self.tuning = lanes.rank, lanes.size, local.tuning
+        self.rank, self.size = lanes.rank, lanes.size
         self._lanes, self._local, self._lane = lanes, local, lane
 
-    def all_gather(self, number: int, x: Array, parts: Parts, *, last: bool = True) -> Steps:
+    def all_gather(self, x: Array, parts: Parts, *, last: bool = True) -> Steps:
         """See ``GatherAndReduce``: the lane's parts, then those of the others of the node from them."""
-        yield from self._lane.all_gather(number, x, [parts[r] for r in self._lanes.lane.members])
+        yield from self._lane.all_gather(x, [parts[r] for r in self._lanes.lane.members])
         for node in self._lanes.nodes:
-            yield from self._local.all_gather(number, x, [parts[r] for r in node])
+            yield from self._local.all_gather(x, [parts[r] for r in node])
 
-    def reduce_scatter(
-        self, number: int, x: Array, parts: Parts, out: Array, reduction: str, *, last: bool = True
-    ) -> Steps:
+    def reduce_scatter(self, x: Array, parts: Parts, out: Array, reduction: str, *, last: bool = True) -> Steps:
         """See ``GatherAndReduce``. 16-bit floats pass between nodes in the float32 that they are accumulated in: so
         they are rounded once."""
         lanes, backend, between = self._lanes, backend_of(x), "sum" if reduction == "mean" else reduction
@@ -80,9 +69,9 @@ class Hierarchical(GatherAndReduce):
         places = spans([parts[r].stop - parts[r].start for r in members])
         sums = backend.empty((places[-1].stop,), wide)  # of this node, for each of the lane
         for node, place in zip(lanes.nodes, places, strict=True):
-            yield from self._local.reduce_scatter(number, x, [parts[r] for r in node], sums[place], between)
+            yield from self._local.reduce_scatter(x, [parts[r] for r in node], sums[place], between)
         total = out if out.dtype == wide else backend.empty(out.shape, wide)
-        yield from self._lane.reduce_scatter(number, sums, places, total, between, last=last)
+        yield from self._lane.reduce_scatter(sums, places, total, between, last=last)
         if reduction == "mean":
             total /= wide.type(lanes.size)
         if total is not out:

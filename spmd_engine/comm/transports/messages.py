@@ -7,13 +7,15 @@ looks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Union
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.comm.condition import Requests
 from spmd_engine.comm.pending import Steps
 from spmd_engine.comm.transports.transport import Parts, Transport
-from spmd_engine.comm.tuning import Tuning
+
+if TYPE_CHECKING:
+    from spmd_engine.comm.communicator import Communicator
 
 PHASES = 3  # tags that a call may use: to agree, to explain why not, and for data
 AGREEMENT, EXPLANATION, DATA = range(PHASES)
@@ -25,27 +27,10 @@ def tag(number: int, phase: int) -> int:
     return number * PHASES % COLLECTIVE_TAGS + phase
 
 
-class Ranks(Protocol):
-    """Ranks that can send each other messages: a communicator, or a part of one."""
-
-    rank: int
-    size: int
-    tuning: Tuning
-
-    def outer(self, rank: int) -> int:
-        """The number of a rank in the whole communicator."""
-
-    def start_send(self, data: Array, to: int, tag: int) -> list:
-        """See ``Communicator``."""
-
-    def start_receive(self, data: Array, source: int, tag: int) -> list:
-        """See ``Communicator``."""
-
-
 class MessagePart:
     """Some ranks of a communicator, this one among them, in an order of their own: enough to exchange messages."""
 
-    def __init__(self, communicator: Ranks, members: Sequence[int]) -> None:
+    def __init__(self, communicator: Communicator, members: Sequence[int]) -> None:
         self.members = list(members)  #: ranks of the communicator
         self.rank, self.size = self.members.index(communicator.rank), len(self.members)
         self.tuning, self._communicator = communicator.tuning, communicator
@@ -59,39 +44,44 @@ class MessagePart:
     def start_receive(self, data: Array, source: int, tag: int) -> list:
         return self._communicator.start_receive(data, self.members[source], tag)
 
+    def done(self, requests: list) -> bool:
+        return self._communicator.done(requests)
+
+
+Ranks = Union["Communicator", MessagePart]  #: they can send each other messages
+
 
 def exchange(ranks: Ranks, outgoing: Sequence[Array | None], incoming: Sequence[Array | None], tag: int) -> Steps:
     """Send ``outgoing[r]`` to each other rank r and fill ``incoming[r]`` from it; None or empty: nothing."""
     backends = {id(b): b for b in (backend_of(x) for x in (*outgoing, *incoming) if x is not None)}
     for backend in backends.values():
         backend.synchronize()  # MPI reads and writes device memory without asking the stream that uses it
-    requests = Requests()
+    requests = Requests(ranks)
     for step in range(1, ranks.size):  # rank r begins with r + 1: nobody is everyone's first target
         source = (ranks.rank - step) % ranks.size
         if incoming[source] is not None and incoming[source].size:
-            requests.add(ranks.outer(source), ranks.start_receive(incoming[source], source, tag))
+            requests.add(source, ranks.start_receive(incoming[source], source, tag))
     for step in range(1, ranks.size):
         to = (ranks.rank + step) % ranks.size
         if outgoing[to] is not None and outgoing[to].size:
-            requests.add(ranks.outer(to), ranks.start_send(outgoing[to], to, tag))
+            requests.add(to, ranks.start_send(outgoing[to], to, tag))
     yield requests
 
 
 class Messages(Transport):
     """See ``Transport``. Sums are always in rank order."""
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.rank, self.size, self.tuning, self._ranks = ranks.rank, ranks.size, ranks.tuning, ranks
+    def __init__(self, ranks: Ranks, number: int) -> None:
+        self.rank, self.size, self.tuning = ranks.rank, ranks.size, ranks.tuning
+        self._ranks, self._tag = ranks, tag(number, DATA)
 
-    def all_gather(self, number: int, x: Array, parts: Parts, *, last: bool = True) -> Steps:
+    def all_gather(self, x: Array, parts: Parts, *, last: bool = True) -> Steps:
         own = x[parts[self.rank]]
-        yield from exchange(self._ranks, [own] * self.size, [x[part] for part in parts], tag(number, DATA))
+        yield from exchange(self._ranks, [own] * self.size, [x[part] for part in parts], self._tag)
 
-    def all_to_all(
-        self, number: int, x: Array, parts: Parts, out: Array, out_parts: Parts, *, last: bool = True
-    ) -> Steps:
+    def all_to_all(self, x: Array, parts: Parts, out: Array, out_parts: Parts, *, last: bool = True) -> Steps:
         outgoing, incoming = [x[part] for part in parts], [out[part] for part in out_parts]
-        yield from exchange(self._ranks, outgoing, incoming, tag(number, DATA))
+        yield from exchange(self._ranks, outgoing, incoming, self._tag)
 
     def _elements_a_round(self, itemsize: int) -> int:
         return max(1, self.tuning.piece // itemsize)  # a message has no largest count: it is cut into pieces

@@ -15,11 +15,10 @@ import numpy as np
 from mpi4py import MPI
 
 from spmd_engine.arrays.backend import Array
-from spmd_engine.comm.condition import LibraryRequest
+from spmd_engine.comm.condition import Condition, Turns
 from spmd_engine.comm.pending import Steps
 from spmd_engine.comm.reducing import accumulated_in
 from spmd_engine.comm.transports.transport import Parts, Transport
-from spmd_engine.comm.transports.turns import Turns
 from spmd_engine.comm.tuning import Tuning
 
 _KINDS = "iufc"  # of dtypes that the library adds up
@@ -28,53 +27,50 @@ _KINDS = "iufc"  # of dtypes that the library adds up
 class NonblockingCollectives(Transport):
     """See ``Transport``. Max, min and prod are in rank order; sums of many ranks in the library's (see ``Tuning``)."""
 
-    def __init__(self, comm: MPI.Comm, turns: Turns, tuning: Tuning) -> None:
+    def __init__(self, comm: MPI.Comm, turns: Turns, tuning: Tuning, number: int = 0) -> None:
         self.rank, self.size, self.tuning = comm.rank, comm.size, tuning
-        self._comm, self._turns = comm, turns
+        self._comm, self._turns, self._number = comm, turns, number
 
-    def in_rank_order(self) -> NonblockingCollectives:
-        """The same, but for sums, which it makes in rank order always."""
-        return NonblockingCollectives(self._comm, self._turns, replace(self.tuning, in_rank_order=self.size))
+    def of_call(self, number: int, in_rank_order: bool) -> NonblockingCollectives:
+        """Those of a call; ``in_rank_order``: sums always."""
+        tuning = replace(self.tuning, in_rank_order=self.size) if in_rank_order else self.tuning
+        return NonblockingCollectives(self._comm, self._turns, tuning, number)
 
-    def all_gather(self, number: int, x: Array, parts: Parts, *, last: bool = True) -> Steps:
-        yield from self._turns.wait(number)
+    def all_gather(self, x: Array, parts: Parts, *, last: bool = True) -> Steps:
+        yield from self._turns.wait(self._number)
         request = self._comm.Iallgatherv(MPI.IN_PLACE, _in_bytes(x, parts))
-        yield from self._begun(number, request, last)
+        yield from self._begun(request, last)
 
-    def all_to_all(
-        self, number: int, x: Array, parts: Parts, out: Array, out_parts: Parts, *, last: bool = True
-    ) -> Steps:
-        yield from self._turns.wait(number)
+    def all_to_all(self, x: Array, parts: Parts, out: Array, out_parts: Parts, *, last: bool = True) -> Steps:
+        yield from self._turns.wait(self._number)
         request = self._comm.Ialltoallv(_in_bytes(x, parts, self.rank), _in_bytes(out, out_parts, self.rank))
-        yield from self._begun(number, request, last)
+        yield from self._begun(request, last)
 
-    def broadcast(self, number: int, x: Array, root: int) -> Steps:
+    def broadcast(self, x: Array, root: int) -> Steps:
         """Fill ``x`` from ``root``."""
-        yield from self._turns.wait(number)
+        yield from self._turns.wait(self._number)
         request = self._comm.Ibcast([x.view(np.uint8), MPI.BYTE], root)
-        yield from self._begun(number, request, True)
+        yield from self._begun(request, True)
 
-    def reduce_scatter(
-        self, number: int, x: Array, parts: Parts, out: Array, reduction: str, *, last: bool = True
-    ) -> Steps:
+    def reduce_scatter(self, x: Array, parts: Parts, out: Array, reduction: str, *, last: bool = True) -> Steps:
         """See ``Transport``; the sum of many ranks is in an order of the library's own, 16-bit floats in float32."""
         wide = accumulated_in(x.dtype)
         native = x.dtype.isnative and (x.dtype.kind in _KINDS or wide != x.dtype)
         if self.size <= self.tuning.in_rank_order or reduction not in ("sum", "mean") or not native:
-            yield from super().reduce_scatter(number, x, parts, out, reduction, last=last)
+            yield from super().reduce_scatter(x, parts, out, reduction, last=last)
             return
         # Both have a name here, so that they live until the request is done: mpi4py does not see to it.
         given, total = x.astype(wide, copy=False), np.empty(out.shape, wide)
-        yield from self._turns.wait(number)
+        yield from self._turns.wait(self._number)
         counts = [part.stop - part.start for part in parts]
         request = self._comm.Ireduce_scatter(given, total, counts, MPI.SUM)
-        yield from self._begun(number, request, last)
+        yield from self._begun(request, last)
         out[...] = total / wide.type(self.size) if reduction == "mean" else total
 
-    def _begun(self, number: int, request: MPI.Request, last: bool) -> Steps:
+    def _begun(self, request: MPI.Request, last: bool) -> Steps:
         if last:
-            self._turns.over(number)
-        yield LibraryRequest([request])
+            self._turns.over(self._number)
+        yield Condition(request.Test, lambda rank: True, messages=True)  # all have agreed to it: nobody is missing
 
 
 class BlockingCollectives(Transport):
@@ -83,7 +79,7 @@ class BlockingCollectives(Transport):
     def __init__(self, comm: MPI.Comm, tuning: Tuning) -> None:
         self.rank, self.size, self.tuning, self._comm = comm.rank, comm.size, tuning, comm
 
-    def all_gather(self, number: int, x: Array, parts: Parts, *, last: bool = True) -> Steps:
+    def all_gather(self, x: Array, parts: Parts, *, last: bool = True) -> Steps:
         lengths = {part.stop - part.start for part in parts}
         if len(lengths) == 1:
             self._comm.Allgather(MPI.IN_PLACE, [x.view(np.uint8), lengths.pop() * x.itemsize, MPI.BYTE])
@@ -91,10 +87,12 @@ class BlockingCollectives(Transport):
             self._comm.Allgatherv(MPI.IN_PLACE, _in_bytes(x, parts))
         yield from ()
 
-    def all_to_all(
-        self, number: int, x: Array, parts: Parts, out: Array, out_parts: Parts, *, last: bool = True
-    ) -> Steps:
+    def all_to_all(self, x: Array, parts: Parts, out: Array, out_parts: Parts, *, last: bool = True) -> Steps:
         self._comm.Alltoallv(_in_bytes(x, parts, self.rank), _in_bytes(out, out_parts, self.rank))
+        yield from ()
+
+    def all_to_all_even(self, x: Array, out: Array) -> Steps:
+        self._comm.Alltoall([x.view(np.uint8), MPI.BYTE], [out.view(np.uint8), MPI.BYTE])
         yield from ()
 
 

@@ -1,97 +1,138 @@
 """By memory that ranks of one node share, or read in each other's processes: nothing is copied before it is needed.
 
-Ranks have met and shown their arrays (``rendezvous``). What is reduced is so in rank order, where it lies, in pieces
-that stay in the cache.
+Ranks meet on their table and show their arrays there (``meet``). What is reduced is so in rank order, where it lies, in
+pieces that stay in the cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from spmd_engine.arrays.memory import address_of
 from spmd_engine.comm.pending import Steps
 from spmd_engine.comm.reducing import Reducer, reducer
-from spmd_engine.comm.rendezvous import Rendezvous
-from spmd_engine.comm.slot_table import REDUCED, SlotTable
+from spmd_engine.comm.signature import Signature, Signatures
+from spmd_engine.comm.slot_table import CALLED, LEFT, NOWHERE, REDUCED, SlotTable
 from spmd_engine.comm.spans import span
 from spmd_engine.comm.transports.transport import Parts, Transport
 from spmd_engine.comm.tuning import Tuning
-from spmd_engine.node.cross_memory import Block, RemoteArray, fill, flat, here
+from spmd_engine.node.cross_memory import Block, fill, flat, here
 
 CACHE = 1 << 19  # bytes of all ranks' blocks together that are worked on at a time: they stay in the second-level cache
 LINE = 64  # bytes that ranks do not share, as they would have to pass them to and fro
 
 
 class SharedMemory(Transport):
-    """See ``Transport``, of the ranks of a node that have met. What the others do not show here is not read."""
+    """See ``Transport``, of the ranks of a node that have met in call ``number``: what they call, and where data lie.
 
-    def __init__(self, met: Rendezvous, tuning: Tuning) -> None:
-        self.rank, self.size, self.tuning = met.table.rank, met.table.size, tuning
-        self._met, self._table = met, met.table
-        self._blocks = [block if block is None else flat(block) for block in met.blocks]
+    ``blocks`` are everyone's arrays, None where this rank cannot read them; what is not shown is not read.
+    """
 
-    def all_gather(self, number: int, x: np.ndarray, parts: Parts, *, last: bool = True) -> Steps:
-        """See ``Transport``. Where ranks have shown ``x``, it is from there that the others read."""
-        results = self._table.results(self._met.number, x.shape, x.dtype)
-        if results[self.rank] is not None:
-            self._table.say(self._met.number, REDUCED)
-            yield self._table.until(self._met.number, REDUCED)
+    def __init__(
+        self, table: SlotTable, number: int, signatures: Signatures, blocks: list[Block | None], exposed: bool
+    ) -> None:
+        self.rank, self.size, self.table, self.number = table.rank, table.size, table, number
+        self.signatures, self.blocks = signatures, blocks
+        self._exposed = exposed  # whether others may read, or write to, memory that is not the table's
+
+    @property
+    def shown(self) -> bool:
+        """Whether all data can be read, by all ranks."""
+        for block, each in zip(self.blocks, self.signatures.by_rank, strict=True):
+            if block is None and each.shape is not None:
+                return False
+        return True
+
+    @property
+    def results_shown(self) -> bool:
+        """Whether all have shown where their results are to come."""
+        return NOWHERE not in self.table.result_arenas(self.number)
+
+    def all_gather(self, x: np.ndarray, parts: Parts, *, last: bool = True) -> Steps:
+        """See ``Transport``. Where all have shown ``x``, it is from there that the others read."""
+        if self.results_shown:
+            results = self.table.results(self.number, x.shape, x.dtype)
+            blocks = [each[part] for each, part in zip(results, parts, strict=True)]
+            self.table.say(self.number, REDUCED)
+            yield self.table.until(self.number, REDUCED)
+        else:
+            blocks = [flat(block) for block in self.blocks]
         for r, part in enumerate(parts):
             if r != self.rank and part.stop > part.start:
-                fill(x[part], self._blocks[r] if results[self.rank] is None else results[r][part])
+                fill(x[part], blocks[r])
 
-    def all_to_all(
-        self, number: int, x: np.ndarray, parts: Parts, out: np.ndarray, out_parts: Parts, *, last: bool = True
-    ) -> Steps:
-        for r, signature in enumerate(self._met.signatures.by_rank):
+    def all_to_all(self, x: np.ndarray, parts: Parts, out: np.ndarray, out_parts: Parts, *, last: bool = True) -> Steps:
+        for r, signature in enumerate(self.signatures.by_rank):
             if r == self.rank or out_parts[r].stop == out_parts[r].start:
                 continue
             if signature.inline:  # not packed
-                cut = (slice(None),) * signature.axis + (signature.part_for(self.rank, self.size),)
-                fill(out[out_parts[r]], self._met.blocks[r][cut].reshape(-1))
+                fill(out[out_parts[r]], self.blocks[r][signature.part_for(self.rank, self.size)].reshape(-1))
             else:
-                fill(out[out_parts[r]], self._blocks[r][signature.packed_part_for(self.rank, self.size)])
+                fill(out[out_parts[r]], flat(self.blocks[r])[signature.packed_part_for(self.rank, self.size)])
         yield from ()
 
-    def broadcast(self, number: int, x: np.ndarray, root: int) -> Steps:
+    def broadcast(self, x: np.ndarray, root: int) -> Steps:
         if self.rank != root and x.size:
-            fill(x, self._blocks[root])
+            fill(x, flat(self.blocks[root]))
         yield from ()
 
     def reduce_scatter(
-        self, number: int, x: np.ndarray, parts: Parts, out: np.ndarray, reduction: str, *, last: bool = True
+        self, x: np.ndarray, parts: Parts, out: np.ndarray, reduction: str, *, last: bool = True
     ) -> Steps:
         mine = parts[self.rank]
-        reduce_in_pieces(out, [block[mine] for block in self._blocks], reducer(reduction, x.dtype, np))
+        _reduce_in_pieces([out], [flat(block)[mine] for block in self.blocks], reducer(reduction, x.dtype, np))
         yield from ()
 
-    def all_reduce(self, number: int, x: np.ndarray, out: np.ndarray, reduction: str) -> Steps:
+    def all_reduce(self, x: np.ndarray, out: np.ndarray, reduction: str) -> Steps:
         """Each rank reduces a part of ``x``. It writes that to all results, if all are where ranks share memory;
         else the others read it."""
-        results = self._table.results(self._met.number, out.shape, out.dtype)
-        results[self.rank] = out
+        results = self.table.results(self.number, out.shape, out.dtype)
         parts = [_between_lines(out, self.size, r) for r in range(self.size)]
-        mine, reduce = parts[self.rank], reducer(reduction, x.dtype, np)
-        shared = self._table.all_results_shared(self._met.number)
-        others = [each for r, each in enumerate(results) if r != self.rank] if shared else []
-        for piece in _pieces(out[mine], self.size):
-            piece = slice(mine.start + piece.start, mine.start + piece.stop)
-            reduce(out[piece], [here(block[piece]) for block in self._blocks])
-            for each in others:
-                each[piece] = out[piece]
-        self._table.say(self._met.number, REDUCED)
-        yield self._table.until(self._met.number, REDUCED)
+        mine, shared = parts[self.rank], min(self.table.result_arenas(self.number)) >= 0
+        written = [out, *(each for r, each in enumerate(results) if r != self.rank)] if shared else [out]
+        blocks = [flat(block)[mine] for block in self.blocks]
+        _reduce_in_pieces([each[mine] for each in written], blocks, reducer(reduction, x.dtype, np))
+        self.table.say(self.number, REDUCED)
+        yield self.table.until(self.number, REDUCED)
         if shared:
-            self._met.exposed = False  # all have read and written what they had to
+            self._exposed = False  # all have read and written what they had to
             return
         for r, part in enumerate(parts):
             if r != self.rank:
                 fill(out[part], results[r][part])
 
     def end(self) -> Steps:
-        yield from self._met.end()
+        """Go on when nobody needs this rank's memory any more."""
+        if self._exposed:
+            self.table.say(self.number, LEFT)
+            yield self.table.until(self.number, LEFT)
+
+
+def meet(
+    table: SlotTable,
+    number: int,
+    own: Signature,
+    data: np.ndarray | None,
+    result: np.ndarray | None,
+    expected: Signatures,
+) -> Steps:
+    """Meet on a node's table, where contiguous ``data`` are shown, and ``result``, where it is to come to.
+
+    Who does not show an array makes it one that nobody reads. ``expected``: what all called last time. Returns the
+    SharedMemory of this call.
+    """
+    yield from table.wait_until_free(number, own.inline)
+    at = table.address(data) if data is not None and not own.inline and data.size else None
+    table.write(number, own, data, at, table.address(result) if result is not None else None)
+    table.say(number, CALLED)
+    if not table.reached(number, CALLED):
+        yield table.until(number, CALLED)
+    signatures, blocks = table.read(number, expected)
+    if at is not None:
+        blocks[table.rank] = data
+    return SharedMemory(table, number, signatures, blocks, at is not None or result is not None)
 
 
 def readable(table: SlotTable, x: np.ndarray, tuning: Tuning) -> np.ndarray | None:
@@ -125,16 +166,6 @@ def readable_with_result(
     return x, result
 
 
-def reduce_in_pieces(out: np.ndarray, blocks: Sequence[Block], reduce: Reducer) -> None:
-    """``out`` = the reduction of ``blocks``. It may be one of them, else it overlaps none."""
-    if out.nbytes <= CACHE // len(blocks):
-        return reduce(out, [here(block) for block in blocks])
-    if out.flags.c_contiguous and all(isinstance(block, RemoteArray) or block.flags.c_contiguous for block in blocks):
-        out, blocks = out.reshape(-1), [flat(block) for block in blocks]
-    for piece in _pieces(out, len(blocks)):
-        reduce(out[piece], [here(block[piece]) for block in blocks])
-
-
 def keeps_apart(out: np.ndarray, x: np.ndarray, part: tuple[slice, ...]) -> bool:
     """Whether ``out`` may be written to while others read all of ``x`` but this ``part``, whose place it may have."""
     overlaps = isinstance(x, np.ndarray) and isinstance(out, np.ndarray) and np.may_share_memory(out, x)
@@ -148,9 +179,15 @@ def _between_lines(x: np.ndarray, parts: int, index: int) -> slice:
     return slice(min(part.start * unit, x.size), min(part.stop * unit, x.size))
 
 
-def _pieces(x: np.ndarray, blocks: int) -> Iterator[slice]:
-    """Pieces of ``x`` along its first axis; as many bytes of each block fit into the cache together."""
-    row = x.nbytes // len(x) if len(x) else 1
-    step = max(1, CACHE // blocks // row)
-    for start in range(0, len(x), step):
-        yield slice(start, min(start + step, len(x)))
+def _reduce_in_pieces(outs: Sequence[np.ndarray], blocks: Sequence[Block], reduce: Reducer) -> None:
+    """Each of ``outs``, all flat, = the reduction of ``blocks``. The first may be one of them, else they overlap none.
+
+    As many bytes of each block are worked on at a time as fit into the cache together.
+    """
+    first, *others = outs
+    step = max(1, CACHE // len(blocks) // first.itemsize)
+    for start in range(0, first.size, step):
+        piece = slice(start, start + step)
+        reduce(first[piece], [here(block[piece]) for block in blocks])
+        for each in others:
+            each[piece] = first[piece]

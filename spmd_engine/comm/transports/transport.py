@@ -15,37 +15,34 @@ Parts = Sequence[slice]  #: of a flat array, by rank
 
 
 class GatherAndReduce(ABC):
-    """Moves data among some ranks, this one being number ``rank`` of ``size``; all have agreed on the call.
+    """Moves the data of a call on which all have agreed, among ranks of which this one is number ``rank`` of ``size``.
 
     Arrays are flat and contiguous, and parts of them are slices by rank. Every method is a generator (see
-    ``pending``). ``number`` is the call's in its group; ``last`` says that nothing more of this call follows.
+    ``pending``). ``last`` says that nothing more of this call follows.
     """
 
     rank: int
     size: int
-    tuning: Tuning
 
     @abstractmethod
-    def all_gather(self, number: int, x: Array, parts: Parts, *, last: bool = True) -> Steps:
+    def all_gather(self, x: Array, parts: Parts, *, last: bool = True) -> Steps:
         """Fill each other rank's part of ``x`` with what that rank has there."""
 
     @abstractmethod
-    def reduce_scatter(
-        self, number: int, x: Array, parts: Parts, out: Array, reduction: str, *, last: bool = True
-    ) -> Steps:
+    def reduce_scatter(self, x: Array, parts: Parts, out: Array, reduction: str, *, last: bool = True) -> Steps:
         """``out`` = the reduction over ranks of everyone's part ``rank`` of ``x``, in an order fixed by the transport.
 
         ``out`` may be this rank's part of ``x``, or of the dtype in which ``x`` is accumulated.
         """
 
-    def all_reduce(self, number: int, x: Array, out: Array, reduction: str) -> Steps:
+    def all_reduce(self, x: Array, out: Array, reduction: str) -> Steps:
         """``out`` = the reduction of ``x`` over ranks. ``out`` may be ``x``.
 
         It is a reduce_scatter, then an all_gather of the same parts: whoever calls these gets the same bits.
         """
         parts = [span(x.size, self.size, r) for r in range(self.size)]
-        yield from self.reduce_scatter(number, x, parts, out[parts[self.rank]], reduction, last=False)
-        yield from self.all_gather(number, out, parts)
+        yield from self.reduce_scatter(x, parts, out[parts[self.rank]], reduction, last=False)
+        yield from self.all_gather(out, parts)
 
     def end(self) -> Steps:
         """Go on when the others need this rank's memory no more: after the last of a call."""
@@ -55,16 +52,22 @@ class GatherAndReduce(ABC):
 class Transport(GatherAndReduce):
     """All operations, of which a transport must have two; it may have quicker ways of its own for the others."""
 
+    tuning: Tuning
+
     @abstractmethod
-    def all_to_all(
-        self, number: int, x: Array, parts: Parts, out: Array, out_parts: Parts, *, last: bool = True
-    ) -> Steps:
+    def all_to_all(self, x: Array, parts: Parts, out: Array, out_parts: Parts, *, last: bool = True) -> Steps:
         """Send part r of ``x`` to each other rank r, and fill part r of ``out`` with what comes from there.
 
         This rank's own part of ``x`` is not moved, and its part of ``out`` not written to.
         """
 
-    def broadcast(self, number: int, x: Array, root: int) -> Steps:
+    def all_to_all_even(self, x: Array, out: Array) -> Steps:
+        """The same where all parts, of all ranks, are as long; this rank's own part comes to ``out``, too."""
+        parts = [span(x.size, self.size, r) for r in range(self.size)]
+        out[parts[self.rank]] = x[parts[self.rank]]
+        yield from self.all_to_all(x, parts, out, parts)
+
+    def broadcast(self, x: Array, root: int) -> Steps:
         """Fill ``x`` from ``root``: cut into a part a rank, then gathered, so that no one sends it n times."""
         parts = [span(x.size, self.size, r) for r in range(self.size)]
         nothing = [slice(0, 0)] * self.size
@@ -72,12 +75,10 @@ class Transport(GatherAndReduce):
         if self.rank != root:
             incoming[root] = parts[self.rank]
         outgoing = parts if self.rank == root else nothing
-        yield from self.all_to_all(number, x, outgoing, x, incoming, last=False)
-        yield from self.all_gather(number, x, parts)
+        yield from self.all_to_all(x, outgoing, x, incoming, last=False)
+        yield from self.all_gather(x, parts)
 
-    def reduce_scatter(
-        self, number: int, x: Array, parts: Parts, out: Array, reduction: str, *, last: bool = True
-    ) -> Steps:
+    def reduce_scatter(self, x: Array, parts: Parts, out: Array, reduction: str, *, last: bool = True) -> Steps:
         """In rank order, and in rounds, so that not all of everyone's parts need be here at once."""
         step = self._elements_a_round(x.itemsize)
         space = backend_of(out).empty((self.size * min(step, out.size),), x.dtype)
@@ -87,7 +88,7 @@ class Transport(GatherAndReduce):
             pieces = [slice(min(p.start + i * step, p.stop), min(p.start + (i + 1) * step, p.stop)) for p in parts]
             places = spans([ours.size] * self.size)
             end = last and i == rounds - 1
-            yield from self.all_to_all(number, x, pieces, space, places, last=end)
+            yield from self.all_to_all(x, pieces, space, places, last=end)
             if ours.size:
                 blocks = [space[place] for place in places]
                 blocks[self.rank] = x[pieces[self.rank]]

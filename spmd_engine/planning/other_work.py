@@ -1,0 +1,171 @@
+"""What systems that are not this one compute, from a file of their operations: a model that any planner takes.
+
+Its layers do on shapes what the file lists: matrix products by their letters, passes over elements by their bytes, and
+collectives. What an axis cuts, the products of the backward, pipelines, and what hides what follow from the
+engine's own text, as for any model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+from spmd_engine.arrays.meter import meter
+from spmd_engine.arrays.shaped import ShapedArray
+from spmd_engine.engine.optimizers import Optimizer
+from spmd_engine.errors import UsageError
+from spmd_engine.layers import Parameter
+from spmd_engine.layers.declarations import Activation
+from spmd_engine.layers.layer import Layer
+from spmd_engine.models import Model
+from spmd_engine.planning.system_file import PARTS, RECOMPUTED, System, SystemWork, Transformer
+
+ITEMSIZE = 2  #: bytes of what is multiplied and sent
+
+
+def model_of(system: System, transformer: Transformer, recompute: str = "none") -> Model:
+    """The transformer as this system computes it, in layers "first", "block0/attention", "block0/mlp", ..., "last".
+
+    ``recompute``: "selective" repeats what the file says in the backward; whole blocks are repeated by the engine
+    (``Candidate.recompute``), and nothing but "none" goes with that. Raises UsageError for another word, and for a
+    system whose file does not tell its work.
+    """
+    if recompute not in RECOMPUTED[:2]:
+        raise UsageError(f"recompute {recompute!r}: choose one of {', '.join(RECOMPUTED[:2])}")
+    if missing := [part for part in PARTS if not any(each.part == part for each in system.work)]:
+        raise UsageError(f"{system.name}: its file does not tell the work of {', '.join(missing)}")
+    matrices: dict[str, dict[str, str]] = {"first": dict(system.first), "last": dict(system.last)}
+    for name, dims in system.matrices.items():
+        part, _, own = name.partition("/")
+        matrices.setdefault(part, {})[own] = dims
+    tied = {name: f"first/{name}" for name, dims in system.last.items() if system.first.get(name) == dims}
+    first, attention, mlp, last = (
+        _WorkLayer(part, system, matrices[part], transformer, recompute, tied if part == "last" else {})
+        for part in PARTS
+    )
+    layers: list[tuple[str, Layer]] = [("first", first)]
+    for number in range(transformer.layers):
+        layers += [(f"block{number}/attention", attention), (f"block{number}/mlp", mlp)]
+    layers.append(("last", last))
+    options = {"context": transformer.sequence, "vocabulary": transformer.vocabulary}
+    return Model(system.name, tuple(layers), "b s", "b s d", "b s", _no_loss, **options)
+
+
+class SystemUpdate(Optimizer):
+    """Moves as many bytes for each parameter as a system's optimizer does."""
+
+    def __init__(self, system: System) -> None:
+        super().__init__()
+        self._bytes = system.update
+
+    def _update(self, *arrays, step, rate, scale, decays):
+        size = arrays[0].size
+        meter().elementwise(size, round(size * self._bytes), 0)
+
+
+class _WorkLayer(Layer):
+    """Does, on shapes, what a system's file lists for a part of the model."""
+
+    may_cut = "bshrfv"
+
+    def __init__(
+        self,
+        part: str,
+        system: System,
+        matrices: Mapping[str, str],
+        transformer: Transformer,
+        recompute: str,
+        tied: Mapping[str, str],
+    ) -> None:
+        self.operations = [each for each in system.work if each.part == part]
+        self.repeated = [each for each in self.operations if recompute in each.repeated]
+        self.across = {"attention": "h", "mlp": "f"}.get(part, "v")
+        texts = [*matrices.values(), *(text for each in self.operations for text in _texts(each))]
+        letters = {letter for text in texts for letter in text.replace(",", " ").split()} | {"d", self.across}
+        self.sizes = {letter: size for letter, size in transformer.sizes.items() if letter in letters}
+        self.parameters = {name: Parameter(dims) for name, dims in matrices.items()}
+        self.tied, self.sequence, self.accumulate = tied, transformer.sequence, system.accumulate
+        self.is_first = part == "first"
+        if self.is_first:
+            self.inputs = Activation("b s", where="inside")
+
+    def forward(self, sh, p, x, ctx):
+        x = self._forward(sh, self.operations, x)
+        return (self._stream(sh, len(x), "residual") if self.is_first else ShapedArray.new(x.shape, x.dtype)), None
+
+    def _forward(self, sh, operations: Sequence[SystemWork], x):
+        samples = len(x)
+        for each in operations:
+            if each.product is not None:
+                rows, summed, columns = each.product.split(",")
+                self._product(sh, samples, each.each, rows, columns, summed)
+            elif each.elements is not None:
+                self._elementwise(sh, samples, each, each.bytes[0])
+            else:
+                x = self._collective(sh, each, x, each.gather is not None)
+        return x
+
+    def backward_input(self, sh, p, saved, dy):
+        samples, shape = len(dy), dy.shape
+        self._forward(sh, self.repeated, dy)
+        for each in reversed(self.operations):
+            if each.product is not None:
+                rows, summed, columns = each.product.split(",")
+                self._product(sh, samples, each.each, rows, summed, columns)
+                if not each.weights:
+                    self._product(sh, samples, each.each, summed, columns, rows)
+            elif each.elements is not None:
+                self._elementwise(sh, samples, each, each.bytes[1])
+            else:
+                dy = self._collective(sh, each, dy, each.gather is None)
+        return (None if self.is_first else ShapedArray.new(shape, dy.dtype)), samples
+
+    def backward_weight(self, sh, rest, g):
+        for each in self.operations:
+            if each.weights and each.product is not None:
+                rows, summed, columns = each.product.split(",")
+                self._product(sh, rest, each.each, summed, columns, rows)
+        for parameter in self.parameters.values():
+            size = self._count(sh, rest, parameter.dims, "inside")
+            meter().elementwise(size, round(size * self.accumulate), 0)
+
+    def _product(self, sh, samples: int, each: str, rows: str, columns: str, summed: str) -> None:
+        batch, m, n, k = (self._count(sh, samples, dims, "inside") for dims in (each, rows, columns, summed))
+        meter().product(batch, m, n, k, ITEMSIZE)
+
+    def _elementwise(self, sh, samples: int, operation: SystemWork, size: float) -> None:
+        count = self._count(sh, samples, operation.elements or "", operation.where)
+        if size:
+            meter().elementwise(count, round(count * size), 0)
+
+    def _collective(self, sh, operation: SystemWork, x: ShapedArray, gathers: bool) -> ShapedArray:
+        letter = operation.gather or operation.reduce
+        if gathers:
+            return sh.all_gather(x, "b s d", "s", across=letter)
+        return sh.reduce_scatter(self._stream(sh, len(x), "inside"), "b s d", over=letter, onto="s")
+
+    def _stream(self, sh, samples: int, where: str) -> ShapedArray:
+        shape = samples, self._count(sh, samples, "s", where), self.sizes["d"]
+        return ShapedArray.new(shape, f"f{ITEMSIZE}")
+
+    def _count(self, sh, samples: int, dims: str, where: str) -> int:
+        """The elements that a rank has of these dims."""
+        sizes = {**self.sizes, "s": self.sequence}
+
+        def length(dim: str) -> int:
+            if dim.isdigit():
+                return int(dim)
+            if dim == "b":
+                return samples
+            part = sh.span(dim, sizes[dim], where)
+            return part.stop - part.start
+
+        return prod(length(dim) for dim in dims.split())
+
+
+def _texts(operation: SystemWork) -> list[str]:
+    return [operation.product or "", operation.each, operation.elements or ""]
+
+
+def _no_loss(sh, outputs, targets, **options):
+    return 0.0, outputs

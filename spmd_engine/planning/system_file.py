@@ -1,0 +1,124 @@
+"""Files that describe systems that are not this one: what they keep of a block, and what they compute, as data."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from spmd_engine.errors import UsageError
+
+RECOMPUTED = ("none", "selective", "full")
+PARTS = ("first", "attention", "mlp", "last")  #: before the blocks, of a block, and behind them
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor that a block keeps for its backward."""
+
+    what: str
+    dims: str  #: letters, as in "b s d"
+    bytes: int  #: an element
+    where: str  #: "inside" the block, or on the "residual" stream
+    kept_by: tuple[str, ...]  #: kinds of recomputation under which it is kept: of none, selective, full
+    times: int = 1  #: how many of them there are
+    of: str = "block"  #: or "last": of what comes behind the blocks
+
+
+@dataclass(frozen=True)
+class SystemWork:
+    """Something that a layer does: a matrix product, a pass over elements, or a collective; one of these is given.
+
+    Dims are letters, and may begin with a number that multiplies them: "3 h k".
+    """
+
+    part: str  #: one of PARTS
+    what: str
+    #: "b s, d, 3 h k": of [b s, d] by [d, 3 h k]; and in the backward the two products of its gradients
+    product: str | None = None
+    each: str = ""  #: of a product: dims of the batch of such products
+    weights: bool = False  #: of a product: whether the second factor is a parameter
+    elements: str | None = None  #: dims of what is gone over
+    where: str = "inside"  #: of elements: or on the "residual" stream
+    bytes: tuple[float, float] = (0, 0)  #: read and written for each element, forward and backward
+    gather: str | None = None  #: the letter inside, across whose ranks the residual stream is gathered
+    reduce: str | None = None  #: the letter over whose ranks the output is summed
+    repeated: tuple[str, ...] = ()  #: kinds of recomputation, but for full, under which it is done again
+
+    def __post_init__(self) -> None:
+        kinds = [self.product, self.elements, self.gather, self.reduce]
+        if sum(kind is not None for kind in kinds) != 1 or self.part not in PARTS:
+            raise ValueError(f"{self.what}: one of product, elements, gather, reduce, and a part of {', '.join(PARTS)}")
+        if self.product is not None and self.product.count(",") != 2:
+            raise ValueError(f"{self.what}: a product is of rows, what is summed over, and columns")
+
+
+@dataclass(frozen=True)
+class System:
+    """What another system keeps, and what it computes."""
+
+    name: str
+    state: Mapping[str, float]  #: bytes a parameter, by kind
+    matrices: Mapping[str, str]  #: of a block: dims by name
+    saved: tuple[SavedTensor, ...]
+    first: Mapping[str, str] = field(default_factory=dict)  #: matrices before the blocks, left out where there are none
+    last: Mapping[str, str] = field(default_factory=dict)  #: and behind them
+    work: tuple[SystemWork, ...] = ()  #: in the order of the forward
+    update: float = 0  #: bytes read and written for a parameter that is updated
+    accumulate: float = 0  #: bytes read and written for a parameter whose gradient a micro-batch adds to
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """Sizes of the model that it trains."""
+
+    layers: int
+    width: int
+    heads: int
+    sequence: int
+    vocabulary: int = 1  #: of no use to a system that has nothing before and behind the blocks
+    hidden: int | None = None  #: width inside the MLP; None: four times the width
+    key_value_heads: int | None = None  #: None: as many as heads
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        width, pairs = self.width, self.key_value_heads or self.heads
+        heads = {"h": pairs, "r": self.heads // pairs, "k": width // self.heads}
+        return heads | {"d": width, "f": self.hidden or 4 * width, "t": self.sequence, "v": self.vocabulary}
+
+
+def read_system(name: str | Path) -> System:
+    """A system by the name of a file that comes with the package ("megatron"), or by the path of another.
+
+    Raises UsageError, in one line, for a file that cannot be read, or with fields that are unknown or missing.
+    """
+    path = resources.files("spmd_engine.planning") / "systems" / f"{name}.toml"
+    path = path if path.is_file() else Path(name)
+    try:
+        content = tomllib.loads(path.read_text())
+        lists = {
+            "saved": tuple(_saved(each, name) for each in content["saved"]),
+            "work": tuple(_operation(each, name) for each in content.get("work", ())),
+        }
+        system = System(**content | lists)
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"{name}: no description of a system: {error}") from error
+    return system
+
+
+def _saved(content: Mapping[str, Any], name: str | Path) -> SavedTensor:
+    try:
+        return SavedTensor(**content | {"kept_by": tuple(content["kept_by"])})
+    except (KeyError, TypeError) as error:
+        raise UsageError(f"{name}: a tensor that is saved has wrong fields: {error}") from error
+
+
+def _operation(content: Mapping[str, Any], name: str | Path) -> SystemWork:
+    try:
+        lists = {key: tuple(content[key]) for key in ("bytes", "repeated") if key in content}
+        return SystemWork(**content | lists)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{name}: an operation has wrong fields: {error}") from error

@@ -1,0 +1,82 @@
+"""Cross-products of which `make test` runs few cases: any two values still meet, or take turns. The rest is soak."""
+
+from itertools import combinations, product
+
+import pytest
+
+
+def every_pair(*, indirect=False, **parameters):
+    """As ``pytest.mark.parametrize`` of each of these with its values, stacked: what is not needed for pairs is soak.
+
+    Values are as there: also ``pytest.param``, with marks of its own, and several values for names with commas between
+    (``{"heads, width": [(3, 2), (4, 1)]}``); of a dict, the keys are the ids. A value that is in ``soak`` by itself
+    takes all its cases with it.
+    """
+    columns = _columns(parameters)
+    soon = [[i for i, each in enumerate(column) if "soak" not in _mark_names(each)] for column in columns]
+    return _parametrize(parameters, columns, set(covering(soon)), indirect)
+
+
+def in_turn(of, first=0, **parameters):
+    """As ``every_pair``, but one in ``of`` cases is not soak: values take turns, beginning with number ``first``.
+
+    Of two parameters each value then meets some of the other's, and its neighbour others; of one, one value in ``of``
+    is left.
+    """
+    columns = _columns(parameters)
+    places = product(*map(range, map(len, columns)))
+    return _parametrize(parameters, columns, {each for each in places if sum(each) % of == first % of}, False)
+
+
+def covering(columns):
+    """Some of the product of lists, as tuples, so that of any two lists every pair of values is in one of them.
+
+    Always that which has the most pairs that no other has yet, and of several such ones the first.
+    """
+    if len(columns) < 2:
+        return list(product(*columns))
+    cases = {case: set(combinations(enumerate(case), 2)) for case in product(*columns)}
+    missing = set().union(*cases.values())
+    chosen = []
+    while missing:
+        chosen.append(max(cases, key=lambda case: len(cases[case] & missing)))
+        missing -= cases[chosen[-1]]
+    return chosen
+
+
+def _names(parameters):
+    return [[name.strip() for name in names.split(",")] for names in parameters]
+
+
+def _columns(parameters):
+    pairs = zip(_names(parameters), parameters.values(), strict=True)
+    return [[_as_param(value, len(names)) for value in _listed(values)] for names, values in pairs]
+
+
+def _parametrize(parameters, columns, now, indirect):
+    """All of the product, each in soak unless its places are in ``now``."""
+    cases = []
+    for places in product(*map(range, map(len, columns))):
+        chosen = [column[i] for column, i in zip(columns, places, strict=True)]
+        marks = [mark for each in chosen for mark in each.marks]
+        if places not in now and all(mark.name != "soak" for mark in marks):
+            marks.append(pytest.mark.soak)
+        values = [value for each in chosen for value in each.values]
+        cases.append(pytest.param(*values, marks=marks, id="-".join(each.id for each in chosen)))
+    return pytest.mark.parametrize([name for names in _names(parameters) for name in names], cases, indirect=indirect)
+
+
+def _listed(values):
+    return [pytest.param(value, id=key) for key, value in values.items()] if isinstance(values, dict) else values
+
+
+def _as_param(value, names):
+    given = value if hasattr(value, "marks") else pytest.param(*(value if names > 1 else (value,)))
+    if given.id is not None:
+        return given
+    words = (each.__name__ if hasattr(each, "__name__") else str(each) for each in given.values)
+    return pytest.param(*given.values, marks=given.marks, id="-".join(words))
+
+
+def _mark_names(given):
+    return {mark.name for mark in given.marks}

@@ -1,0 +1,78 @@
+"""What Megatron computes, from the description of its operations, is what was published of it."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from spmd_engine.engine.composition import Composition
+from spmd_engine.errors import UsageError
+from spmd_engine.planning import analyze
+from spmd_engine.planning.other_work import SystemUpdate, model_of
+from spmd_engine.planning.step_analysis import UPDATE
+from spmd_engine.planning.system_file import System, Transformer, read_system
+
+LAYERS, WIDTH, HEADS, SEQUENCE, VOCABULARY, SAMPLES = 2, 64, 4, 32, 256, 3
+SIZES = Transformer(LAYERS, WIDTH, HEADS, SEQUENCE, VOCABULARY)
+MEGATRON = read_system("megatron-deepspeed")
+
+
+def step(axes, repeats="none", **options):
+    """Of the first rank."""
+    model = model_of(MEGATRON, SIZES, repeats)
+    found = analyze(
+        model, axes, Composition(**options), batch_size=SAMPLES, dtype=np.float16, optimizer=SystemUpdate(MEGATRON)
+    )
+    return found.classes[0].step
+
+
+def published(factor):
+    """FLOPs of a step: arXiv 2104.04473, section 3.5, and 2205.05198, appendix A; ``factor`` of blocks: 72, or 96 with
+    all of them repeated."""
+    blocks = factor * SAMPLES * SEQUENCE * LAYERS * WIDTH**2 * (1 + SEQUENCE / (6 * WIDTH))
+    return blocks + 6 * SAMPLES * SEQUENCE * WIDTH * VOCABULARY
+
+
+def test_flops_are_as_published():
+    assert step({"data": 1}).flops == published(72)
+    assert step({"data": 1}, recompute="block").flops == published(96)
+
+
+def test_selective_recomputation_repeats_scores_and_mixing():
+    """arXiv 2205.05198, section 5: 4 b s^2 h more for each block."""
+    more = step({"data": 1}, "selective").flops - step({"data": 1}).flops
+    assert more == 4 * SAMPLES * SEQUENCE**2 * WIDTH * LAYERS
+
+
+def test_tensor_parallel_ranks_share_the_work_and_sum_twice_a_block_and_way():
+    found = step({"model": 4})
+    assert found.flops == published(72) / 4
+    sums = Counter(each.payload for each in found.communications if each.operation == "all_reduce")
+    # two forward and two backward in a block; behind the table; the gradient before the logits
+    assert sums[2 * SAMPLES * SEQUENCE * WIDTH] == 4 * LAYERS + 2
+
+
+def test_sequence_parallel_ranks_gather_and_scatter_instead():
+    found = step({"model": 4}, sequence_parallel=True)
+    calls = Counter(each.operation for each in found.communications)
+    assert calls["reduce_scatter"] == calls["all_gather"] == 4 * LAYERS + 2
+    assert found.flops == published(72) / 4
+
+
+def test_the_update_moves_the_bytes_that_the_file_says():
+    found = step({"data": 1})
+    parameters = 12 * LAYERS * WIDTH**2 + VOCABULARY * WIDTH  # the head has the table
+    assert sum(each.bytes_read for each in found.computations if each.phase == UPDATE) == 32 * parameters
+
+
+def test_what_cannot_be_is_one_line(tmp_path):
+    with pytest.raises(UsageError, match="recompute 'full': choose one of none, selective"):
+        model_of(MEGATRON, SIZES, "full")
+    with pytest.raises(UsageError, match="mine: its file does not tell the work of first, attention, mlp, last"):
+        model_of(System("mine", {}, {}, ()), SIZES)
+    file = tmp_path / "mine.toml"
+    for wrong in ('product = "s, k"', 'gather = "h"\nreduce = "h"', 'elements = "b"\ncolour = "red"'):
+        operation = f'[[work]]\npart = "mlp"\nwhat = "x"\n{wrong}\n'
+        file.write_text('name = "mine"\nsaved = []\n[state]\n[matrices]\n' + operation)
+        with pytest.raises(UsageError, match=r"mine.toml: an operation has wrong fields"):
+            read_system(file)
