@@ -169,7 +169,9 @@ class ParameterGroup:
 def joined(place: Place, segments: Mapping[str, Array], like: Array) -> Array:
     """What ``ParameterGroup.join`` has of one member, whose place it is."""
     segment, part, shape = place
-    return segments.get(segment, like[:0])[part].reshape(shape)
+    if segment not in segments:
+        return like[:0].reshape(shape if 0 in shape else (0, *shape[1:]))
+    return segments[segment][part].reshape(shape)
 
 
 def make_groups(
