@@ -21,6 +21,7 @@ TARGETS = {
     "llama": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"],
     "gpt2": ["c_attn", "c_proj", "c_fc"],
     "phi3": ["qkv_proj", "gate_up_proj", "o_proj"],
+    "falcon_grouped": ["query_key_value", "dense", "dense_h_to_4h"],
     "gpt_neox": ["query_key_value", "dense", "dense_4h_to_h"],
     "qwen3_moe": ["q_proj", "k_proj", "v_proj", "o_proj"],
     "mixtral": ["q_proj"],

@@ -39,7 +39,8 @@ SIZES = {
     "max_position_embeddings": 96,
 }
 OF_HEADS = {name: each for name, each in SIZES.items() if name != "num_key_value_heads"} | {"hidden_size": 24}
-GENTLE = ("bloom", "cwm", "glm", "hunyuan_v1_dense", "ministral")  # else float32 would be too far from float64
+#: Else float32 would be too far from float64.
+GENTLE = ("bloom", "cwm", "ministral3", "glm", "hunyuan_v1_dense", "ministral")
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -137,6 +138,14 @@ MODELS = {
     "cwm": transformers.CwmConfig(**SIZES, head_dim=4, sliding_window=10),
     "ministral": transformers.MinistralConfig(
         **SIZES, head_dim=4, sliding_window=10, layer_types=["full_attention", "sliding_attention"]),
+    "granitemoehybrid": transformers.GraniteMoeHybridConfig(
+        **SIZES, num_local_experts=0, shared_intermediate_size=14, layer_types=["full_attention"] * 2, mamba_n_heads=4,
+        position_embedding_type="rope", embedding_multiplier=1.7, residual_multiplier=0.6, attention_multiplier=0.3,
+        logits_scaling=1.9),
+    "ministral3": transformers.Ministral3Config(
+        **SIZES, head_dim=4, pad_token_id=None, rope_parameters={
+            "rope_type": "yarn", "rope_theta": 300.0, "factor": 3.0, "original_max_position_embeddings": 80,
+            "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}),
     "falcon_grouped": transformers.FalconConfig(
         vocab_size=23, hidden_size=24, num_hidden_layers=2, num_attention_heads=6, num_kv_heads=2, ffn_hidden_size=14,
         max_position_embeddings=96, new_decoder_architecture=True, bias=True),
@@ -198,7 +207,7 @@ def without_casts():
         "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "phi3", "smollm3", "granite", "gemma", "gemma3",
         "gemma2", "olmo2", "olmo3", "olmoe", "qwen2_moe", "gpt_neox", "phi", "stablelm", "starcoder2", "olmo", "cohere",
         "cohere2", "falcon", "granitemoe", "arcee", "seed_oss", "exaone4", "glm", "glm4", "ernie4_5", "helium",
-        "hunyuan_v1_dense", "nemotron", "jais2", "cwm", "ministral",
+        "hunyuan_v1_dense", "nemotron", "jais2", "cwm", "ministral", "ministral3", "granitemoehybrid",
     ):  # fmt: skip
         module = getattr(transformers.models, family)
         module = getattr(module, f"modeling_{family}")

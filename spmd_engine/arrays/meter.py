@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
@@ -71,6 +71,7 @@ class Meter:
         self.events: list[tuple[int, int, str, str]] = []
         self.notes: dict[str, None] = {}  #: what was assumed about values, in order
         self.work = Work()
+        self.constants: dict[Hashable, int] = {}  #: bytes that loops find once, and keep beside all arrays, by what for
         self.times = 1  #: how often the work counts that is done now
         #: what the phase under way has taken; held by nobody here, or it would not be given back before its end
         self._young: WeakValueDictionary[int, Memory] = WeakValueDictionary()

@@ -82,7 +82,7 @@ class Shapes(Backend):
         """Apart, since only models of images need them, and finding them takes a while."""
         if self.kernels is None:
             return None
-        return FastImages(_Loops(), import_module("spmd_engine.arrays.fast_places"))
+        return FastImages(_Loops(), _KeptPlaces(import_module("spmd_engine.arrays.fast_places")))
 
     def owns(self, x: Array) -> bool:
         return isinstance(x, ShapedArray)
@@ -101,6 +101,26 @@ class Shapes(Backend):
 
     def pinned_empty(self, shape: Any, dtype: Any) -> ShapedArray:
         return ShapedArray.new(shape, dtype)
+
+
+class _KeptPlaces:
+    """The module that finds where convolutions read and write; what it finds, and keeps, is counted."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        if not name.startswith("places_"):
+            return value
+
+        def found(*args: Any) -> Any:
+            places = value(*args)
+            arrays = {id(each): each.nbytes for each in places if isinstance(each, np.ndarray)}
+            meter().constants[name, args] = sum(arrays.values())
+            return places
+
+        return found
 
 
 class _Loops:

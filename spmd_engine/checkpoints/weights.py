@@ -14,8 +14,9 @@ from spmd_engine.checkpoints.read import Sliceable
 from spmd_engine.checkpoints.stored_view import StoredView
 from spmd_engine.errors import CheckpointError
 from spmd_engine.formats.gguf import read_gguf
-from spmd_engine.formats.huggingface import CONFIG, folder_tensors
+from spmd_engine.formats.huggingface import CONFIG, folder_tensors, read_json
 from spmd_engine.formats.tensor import FileTensor
+from spmd_engine.models.beside_pictures import is_beside_pictures, tensors_of_text
 from spmd_engine.models.decoder import DecoderShape, decoder
 from spmd_engine.models.gguf_names import IGNORED as OF_GGUF
 from spmd_engine.models.gguf_names import gguf_names, shape_of_gguf
@@ -112,8 +113,10 @@ def _opened(path: Path) -> tuple[DecoderShape, dict[str, FileTensor], Names]:
         file = read_gguf(path)
         shape = shape_of_gguf(file, str(path))
         return shape, file.tensors, gguf_names(shape)
-    shape = shape_at(path)
-    return shape, folder_tensors(path), stored_names(shape)
+    shape, tensors = shape_at(path), folder_tensors(path)
+    if is_beside_pictures(read_json(path / CONFIG)):
+        tensors = tensors_of_text(tensors)
+    return shape, tensors, stored_names(shape)
 
 
 def fill(where: str, model: Model, tensors: Mapping[str, FileTensor], names: Names) -> dict[str, Filled]:

@@ -161,8 +161,6 @@ class Calls:
         steps = call.steps(self.routing, number, x, out)
         if self._table is None:
             self.comm.turns.enter(number)
-        if self.comm.lanes is not None:
-            steps = self.comm.lanes.in_turn(number, steps)
         pending = self.comm.progress.begin(Operation(self, call, number, steps))
         pending.on_wait(perf_counter() - began)
         return pending

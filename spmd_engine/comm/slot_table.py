@@ -10,7 +10,7 @@ Data of medium size lie in staging buffers, of which there are fewer than slots,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -108,10 +108,6 @@ class SlotTable:
         """That all ranks have come as far as ``phase`` of call ``number``."""
         return Condition(partial(self.reached, number, phase), partial(self._has_begun, number))
 
-    def until_free(self, number: int, inline: int) -> Condition:
-        """``is_free``."""
-        return Condition(partial(self.is_free, number, inline), partial(self._has_begun, number - SLOTS))
-
     def _has_begun(self, number: int, rank: int) -> bool:
         """Whether ``rank``, of the communicator, takes part in call ``number``, or has, or need not."""
         if number <= 0 or rank not in self.ranks:
@@ -124,6 +120,11 @@ class SlotTable:
             if earlier > 0 and not self.reached(earlier, LEFT):
                 return False
         return True
+
+    def wait_until_free(self, number: int, inline: int) -> Iterator[Condition]:
+        """Go on when it is."""
+        if not self.is_free(number, inline):
+            yield Condition(partial(self.is_free, number, inline), partial(self._has_begun, number - SLOTS))
 
     def say(self, number: int, phase: int) -> None:
         """This rank has come as far as ``phase``. Who comes last wakes those who sleep."""

@@ -187,19 +187,6 @@ class _Mailbox:
         return data
 
 
-class _Receive:
-    def __init__(self, box: _Mailbox, key: tuple, data: Array) -> None:
-        self.box, self.key, self.data, self.complete = box, key, data, False
-
-    def test(self) -> bool:
-        if not self.complete:
-            message = self.box.take(self.key)
-            if message is not None:
-                self.data[: message.size] = message
-                self.complete = True
-        return self.complete
-
-
 class ThreadCommunicator(Communicator):
     """Messages by copy through mailboxes. ``members`` are ranks of the fabric, in this communicator's order."""
 
@@ -233,11 +220,17 @@ class ThreadCommunicator(Communicator):
         return []
 
     def start_receive(self, data: Array, source: int, tag: int) -> list:
-        key = (self._name, self._members[source], tag)
-        return [_Receive(self._fabric.boxes[self._me], key, _bytes(data))]
+        box, key, awaited = self._fabric.boxes[self._me], (self._name, self._members[source], tag), [_bytes(data)]
+
+        def has_come() -> bool:
+            if awaited and (message := box.take(key)) is not None:
+                awaited.pop()[: message.size] = message
+            return not awaited
+
+        return [has_come]
 
     def done(self, requests: list) -> bool:
-        return all([request.test() for request in requests])
+        return all([has_come() for has_come in requests])
 
     def subset(self, ranks: Sequence[int], timeout: float | None = TIMEOUT) -> ThreadCommunicator:
         members = tuple(self._members[r] for r in ranks)

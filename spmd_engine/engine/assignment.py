@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from math import prod
 
 from spmd_engine.comm.mesh_position import MeshPosition
@@ -104,17 +105,24 @@ def assign(
     homes = homes_of(model, layout, place)
     shards = Shards(place, layout)
 
-    def member(
-        name: str, array: Parameter | Buffer, shape: tuple[int, ...], chunk: int, stages_of_it: tuple[int, ...] = ()
-    ) -> Member:
+    @cache  # layers of a kind are alike
+    def placed(
+        array: Parameter | Buffer, shape: tuple[int, ...], stages_of_it: tuple[int, ...]
+    ) -> tuple[tuple[int, ...], Sum, int]:
+        """An array's block, how its gradient is summed, and the size of the largest block of any rank."""
         spec = layout.spec(array.dims)
         brought = layout.axes(array.element[0]) if array.element else ()
         over = tuple(axis for axis in shards.axes(array.summed, array.where) if axis not in brought)
         largest = prod(spec.largest_shape(shape, place))
-        size = largest * itemsize
-        summed = storage.sum_of(size, over, stages_of_it, place.axes)
-        decays, small = isinstance(array, Parameter) and array.decay, size < storage.min_tensor_size
-        return Member(name, spec.local_shape(shape, place), decays, summed, largest, chunk, homes.get(name), small)
+        summed = storage.sum_of(largest * itemsize, over, stages_of_it, place.axes)
+        return spec.local_shape(shape, place), summed, largest
+
+    def member(
+        name: str, array: Parameter | Buffer, shape: tuple[int, ...], chunk: int, stages_of_it: tuple[int, ...] = ()
+    ) -> Member:
+        block, summed, largest = placed(array, shape, stages_of_it)
+        decays, small = isinstance(array, Parameter) and array.decay, largest * itemsize < storage.min_tensor_size
+        return Member(name, block, decays, summed, largest, chunk, homes.get(name), small)
 
     members = []
     for name, (parameter, shape) in model.parameters():

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.comm.agreement import gather_json
 from spmd_engine.comm.group import Group
 from spmd_engine.engine.optimizers import Optimizer
-from spmd_engine.engine.stored import StoredEngine, ask_placements
+from spmd_engine.engine.stored import Placements, StoredEngine, placements_said, said_of
 from spmd_engine.errors import UsageError
 from spmd_engine.sharding.placement import Placement
-from spmd_engine.sharding.transfer import TransferPlan, plan_transfer
+from spmd_engine.sharding.transfer import PIECE, plan_transfer
 
 Arrays = Mapping[str, Array]
 
@@ -27,7 +28,8 @@ class StateMove:
     def __init__(self, engine: StoredEngine, optimizer: Optimizer | None = None) -> None:
         self._engine, self._optimizer = engine, optimizer
         self._group, self._nodes = engine.group(), engine.mesh.nodes_by_rank
-        self._stored, self._owned = engine.placement(), engine.placement(owned=True)
+        self._known = engine.store.placements  #: nothing, unless somebody has asked
+        self._said = None if self._known else said_of(engine)
         self._arrays = {**engine.parameters, **engine.buffers}
         self._state = {}
         if optimizer is not None:
@@ -38,22 +40,21 @@ class StateMove:
         """Fill the arrays that the engine has now: on another mesh of all ranks, or of some of them, in any order."""
         engine = self._engine
         order = self._numbers_before(engine.group())
-        if len(order) < self._group.size:  # those who leave must know, too
-            told = ask_placements(self._group, engine)
-            stored, owned = told[False], told[True]
-        else:
-            stored, owned = engine.placement(), engine.placement(owned=True)
-            if order != sorted(order):
-                alike = owned is stored
-                stored = stored.on(order, self._group.size)
-                owned = stored if alike else owned.on(order, self._group.size)
-        self._fill(stored, owned, {**engine.parameters, **engine.buffers})
+        old, new = self._ask(engine)
+        if order == list(range(self._group.size)):
+            engine.store.placements |= new
+        self._fill(old, new, {**engine.parameters, **engine.buffers})
 
     def leave(self) -> None:
         """What ``finish`` is for a rank that is not on the new mesh: others get what they lack of what it has."""
         self._numbers_before(None)
-        told = ask_placements(self._group, None)
-        self._fill(told[False], told[True], {})
+        self._fill(*self._ask(None), {})
+
+    def _ask(self, engine: StoredEngine | None) -> tuple[Placements, Placements]:
+        """Where all is before and after, by ranks of the group before. One all_gather: each waits for the slowest."""
+        everyone = gather_json(self._group, {"old": self._said, "new": said_of(engine)}, "placement")
+        old = self._known or placements_said([said["old"] for said in everyone])
+        return old, placements_said([said["new"] for said in everyone])
 
     def _numbers_before(self, after: Group | None) -> list[int]:
         """Of each rank of the group ``after``, which is None for those not in it, its number in the group before.
@@ -73,22 +74,27 @@ class StateMove:
             )
         return order.tolist()
 
-    def _fill(self, stored: Placement, owned: Placement, here: Arrays) -> None:
+    def _fill(self, old: Placements, new: Placements, here: Arrays) -> None:
         """Bring to ``here`` what is placed there, and to the optimizer's state what this rank owns now."""
-        plan = plan_transfer(self._stored, stored, nodes=self._nodes)
-        self._execute(plan, self._arrays, here)
-        if self._optimizer is None:
-            return
-        for kind in self._state:  # all of it comes: no need of zeros
+        model, states = [(self._arrays, here)], []
+        for kind, before in self._state.items():  # all of it comes: no need of zeros
             made = {key: backend_of(x).xp.empty_like(x) for key, x in self._engine.owned.items()} if here else {}
             self._optimizer.state[kind] = made
-        if self._owned is not self._stored or owned is not stored:
-            plan = plan_transfer(self._owned, owned, nodes=self._nodes)
-        for kind, arrays in self._optimizer.state.items():
-            self._execute(plan, self._state[kind], self._engine.named(arrays) if here else {})
+            states.append((before, self._engine.named(made) if here else {}))
+        if all(placements[True] is placements[False] for placements in (old, new)):
+            self._execute(old[False], new[False], model + states)
+            return
+        self._execute(old[False], new[False], model)
+        if states:
+            self._execute(old[True], new[True], states)
 
-    def _execute(self, plan: TransferPlan, old: Arrays, new: Arrays) -> None:
+    def _execute(self, source: Placement, target: Placement, several: Sequence[tuple[Arrays, Arrays]]) -> None:
+        rank = self._group.rank
+
         def held(placement: Placement, arrays: Arrays) -> dict[str, list[Array]]:
-            return {name: [arrays[name]] if each.held[self._group.rank] else [] for name, each in placement.items()}
+            return {name: [arrays[name]] if each.held[rank] else [] for name, each in placement.items()}
 
-        plan.execute(self._group, held(plan.source, old), out=held(plan.target, new), label="reshard")
+        plan = plan_transfer(source, target, nodes=self._nodes, piece_bytes=PIECE // len(several))
+        plan.execute_all(
+            self._group, [(held(source, before), held(target, after)) for before, after in several], label="reshard"
+        )

@@ -15,7 +15,7 @@ from spmd_engine.engine.compression import compression
 from spmd_engine.engine.storage import GroupStorage
 from spmd_engine.errors import UnknownParameter
 from spmd_engine.layers.declarations import Parameter
-from spmd_engine.sharding.groups import Member
+from spmd_engine.sharding.groups import Member, Place, joined
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.sharding.notation import Spec
 from spmd_engine.sharding.placement import Placement
@@ -63,6 +63,7 @@ class ParameterStore:
         )
         self.placements: dict[bool, Placement] = {}  #: by whether of what ranks own, or store; once told
         self._cut = {member.name: member.summed.cut for member in assignment.members}
+        self._places: dict[str, Place] = {}  # in segments, of those that were asked for
         self._blocks: dict[tuple[str, tuple[int, ...]], Index] = {}  # of what has these letters and this whole shape
 
     @property
@@ -94,13 +95,18 @@ class ParameterStore:
             self._blocks[kind] = self.sharding(name).block(shape, self._mesh)
         return self._blocks[kind]
 
+    @property
+    def owns_what_it_stores(self) -> bool:
+        """Whether this rank updates all of each parameter that it stores."""
+        return all(each.interval == each.stored for each in self.storages)
+
     def decays(self, segment: str) -> bool:
         """Whether weight decay applies to a segment."""
         return segment.endswith("/decayed")
 
     def named(self, arrays: Mapping[str, Array]) -> Mapping[str, Array]:
         """Arrays by segment as arrays by name: views."""
-        return _ByName(self._members, arrays)
+        return _ByName(self._members, self._places, arrays)
 
     def refresh(self) -> None:
         """Tell the updated parts to those who hold copies of the whole. Collective."""
@@ -140,12 +146,20 @@ class ParameterStore:
 class _ByName(Mapping[str, Array]):
     """Arrays by segment as arrays by name, each a view made when it is asked for: a checkpoint asks for one of many."""
 
-    def __init__(self, members: Mapping[str, tuple[GroupStorage, Member]], arrays: Mapping[str, Array]) -> None:
-        self._members, self._arrays = members, dict(arrays)
+    def __init__(
+        self,
+        members: Mapping[str, tuple[GroupStorage, Member]],
+        places: dict[str, Place],
+        arrays: Mapping[str, Array],
+    ) -> None:
+        """``places``: those of members in their segments that were asked for before."""
+        self._members, self._places, self._arrays = members, places, dict(arrays)
 
     def __getitem__(self, name: str) -> Array:
-        storage, member = self._members[name]
-        return storage.group.joined(member, self._arrays, storage.own_parameters, storage.interval)
+        if name not in self._places:
+            storage, member = self._members[name]
+            self._places[name] = storage.group.place(member, storage.interval)
+        return joined(self._places[name], self._arrays, self._members[name][0].own_parameters)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._members)

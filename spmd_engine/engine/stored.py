@@ -9,7 +9,6 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.agreement import gather_json
-from spmd_engine.comm.group import Group
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.parameter_store import Index, ParameterStore
 from spmd_engine.engine.storage import GroupStorage
@@ -17,6 +16,8 @@ from spmd_engine.errors import UsageError
 from spmd_engine.sharding.asking import placement_said, say
 from spmd_engine.sharding.notation import Spec
 from spmd_engine.sharding.placement import Placement
+
+Placements = dict[bool, Placement]  # by whether of what ranks own, or of what they store
 
 
 class StoredEngine(ShardedEngine):
@@ -56,7 +57,7 @@ class StoredEngine(ShardedEngine):
     def placement(self, owned: bool = False) -> Placement:
         """As ``ShardedEngine`` says; of a store, which does not change, ranks tell each other all, once."""
         if not self.store.placements:
-            self.store.placements |= ask_placements(self.group(), self)
+            self.store.placements |= placements_said(gather_json(self.group(), said_of(self), "placement"))
         return self.store.placements[owned]
 
     @property
@@ -117,14 +118,17 @@ class StoredEngine(ShardedEngine):
         return {name: shape for name, (_, shape) in self.store.described.items()}  # every rank knows them
 
 
-def ask_placements(group: Group, engine: StoredEngine | None) -> dict[bool, Placement]:
-    """By whether ``owned``, which part of every array each rank of a group has; without an ``engine``, one has none.
+def said_of(engine: StoredEngine | None) -> dict[str, Any]:
+    """What a rank tells others, in JSON, of which part of every array it has; None has none."""
+    stored = engine._held_here(False) if engine else {}
+    owned = stored
+    if engine and (engine.buffer_names or not engine.store.owns_what_it_stores):
+        owned = engine._held_here(True)
+    return {"stored": say(stored), "owned": say(owned) if owned != stored else None}
 
-    Where all own just what they store, the two are one object.
-    """
-    stored, owned = (engine._held_here(kind) if engine else {} for kind in (False, True))
-    mine = {"stored": say(stored), "owned": say(owned) if owned != stored else None}
-    everyone = gather_json(group, mine, "placement")
+
+def placements_said(everyone: Sequence[Mapping[str, Any]]) -> Placements:
+    """By what all have told. Where all own just what they store, the two are one object."""
     of_stored = placement_said([said["stored"] for said in everyone])
     if all(said["owned"] is None for said in everyone):
         return {False: of_stored, True: of_stored}

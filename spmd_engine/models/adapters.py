@@ -38,6 +38,7 @@ _TARGETS: Mapping[str, Mapping[str, tuple[tuple[str, ...], ...]]] = {
     "mixtral": _ATTENTION | _OF_EXPERTS | {"w1": (("gate",),), "w2": (("down",),), "w3": (("up",),)},
     "granitemoe": _ATTENTION,  # its experts are no modules of their own in any program
     **dict.fromkeys(("arcee", "nemotron", "jais2"), _ATTENTION | {"up_proj": (("w0",),), "down_proj": (("w1",),)}),
+    "granitemoehybrid": _ATTENTION | {"input_linear": (("gate", "up"),), "output_linear": (("down",),)},
     **dict.fromkeys(("glm", "glm4"), _ATTENTION | {"gate_up_proj": (("gate", "up"),), "down_proj": (("down",),)}),
     "gptj": _THREE | {"out_proj": (("output",),), "fc_in": (("w0",),), "fc_out": (("w1",),)},
     "falcon": {

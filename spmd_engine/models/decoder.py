@@ -38,7 +38,7 @@ FAMILIES = (
     "granite", "gemma", "gemma2", "gemma3-text", "olmo2", "olmo3", "gpt-neo", "gpt-neox", "opt", "phi", "stablelm",
     "starcoder2", "olmo", "cohere", "cohere2", "gptj", "falcon", "granitemoe", "arcee", "seed-oss", "exaone4", "glm",
     "glm4", "ernie4-5", "helium", "hunyuan-v1-dense", "nemotron", "jais2", "cwm", "ministral", "internlm3", "internlm2",
-    "gpt-bigcode", "bloom", "mpt", "exaone", "minicpm",
+    "gpt-bigcode", "bloom", "mpt", "exaone", "minicpm", "granitemoehybrid", "ministral3",
 )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from spmd_engine.errors import CheckpointError, UsageError
 from spmd_engine.layers.rotary import Rotary, RotaryOptions
 from spmd_engine.layers.router_options import RouterOptions
+from spmd_engine.models.beside_pictures import is_beside_pictures, text_of
 from spmd_engine.models.block_numbers import as_text
 from spmd_engine.models.decoder import FAMILIES, DecoderShape
 from spmd_engine.models.huggingface_families import activation_said, always, says
@@ -52,6 +53,10 @@ def shape_of_config(config: Mapping[str, Any], where: str) -> DecoderShape:
 def read_config(config: Mapping[str, Any], where: str) -> tuple[DecoderShape, list[str]]:
     """The same, and the names of fields of which nothing is known, though they do not look as if they changed what is
     computed."""
+    if is_beside_pictures(config):
+        text, beside = text_of(config, where)
+        shape, unknown = read_config(text, where)
+        return shape, [*beside, *unknown]
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in MODEL_TYPES:
         raise CheckpointError(f"{where}: model_type {kind!r} is not known here; known are {', '.join(MODEL_TYPES)}")

@@ -11,7 +11,7 @@ from spmd_engine.models.decoder import DecoderShape
 
 _EXPERTS = ("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "granitemoe")
 _GRANITES = ("granite", "granitemoe")
-_SCALED = (*_GRANITES, "minicpm")  # what is looked up, what branches add, and logits
+_SCALED = (*_GRANITES, "minicpm", "granitemoehybrid")  # what is looked up, what branches add, and logits
 _COHERES = ("cohere", "cohere2")
 _GEMMAS = ("gemma", "gemma2", "gemma3-text")
 _OLMOS = ("olmo2", "olmo3")
@@ -42,7 +42,7 @@ _SAID_BY = {
         "opt", "phi", "stablelm", "starcoder2", "olmo", *_COHERES, "gptj", "falcon", "arcee", "seed-oss", "exaone4",
         *_GLMS,
         "ernie4-5", "helium", "hunyuan-v1-dense", "nemotron", "jais2", "cwm", "ministral", "internlm3", "internlm2",
-        "gpt-bigcode", "exaone",
+        "gpt-bigcode", "exaone", "granitemoehybrid", "ministral3",
     ),
     "perceptron_bias": (
         "llama", "granite", "starcoder2", "falcon", "arcee", "seed-oss", "ernie4-5", "helium", "nemotron", "jais2",
@@ -51,11 +51,11 @@ _SAID_BY = {
     "turned_first": (),
     "alibi": ("mpt",),
     "embedding_norm": (),
-    "unturned": ("smollm3", "cohere2", "exaone4"),
+    "unturned": ("smollm3", "cohere2", "exaone4", "granitemoehybrid"),
     "rotary_in_window": ("gemma3-text", "olmo3"),
     "embedding_scale": _SCALED,
     "residual_scale": _SCALED,
-    "attention_scale": (*_GRANITES, "gemma2", "gemma3-text", "mpt"),
+    "attention_scale": (*_GRANITES, "granitemoehybrid", "gemma2", "gemma3-text", "mpt"),
     "attention_cap": ("gemma2",),
     "logits_divisor": (*_SCALED, *_COHERES),
     "logits_cap": ("gemma2",),

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from spmd_engine.errors import CheckpointError
+from spmd_engine.errors import CheckpointError, UsageError
 
 #: Fields that no logits depend on: training, programs that wrote or run it, defaults of generation, special tokens.
 HARMLESS = frozenset((
@@ -62,7 +62,7 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
 }
 #: Whatever else has a name like these is about what is computed.
 _COMPUTES = re.compile(
-    r"scal(e|ing)|multiplier|softcap|capping|clip|window|chunk|rope|rotary|alibi|norm|bias|expert|moe|act_fn|activation"
+    r"scal(e|ing)|sparse|multiplier|softcap|capping|clip|window|chunk|rope|rotary|alibi|norm|bias|expert|moe|act_fn|activation"
     r"|attention|attn|layer|hidden|lora|quant|dim|width|head|mup|parallel_residual|interleave"
 )
 
@@ -100,3 +100,9 @@ class Fields(Mapping[str, Any]):
             if value and name not in REFUSED:
                 unknown.append(name)
         return unknown
+
+
+def must_be(name: str, value: Any, computed: Any) -> None:
+    """Raise UsageError, naming the field, for another value than the one that is ``computed``."""
+    if value != computed:
+        raise UsageError(f"{name} is {value!r}, a feature that is not known here; {computed!r} is")

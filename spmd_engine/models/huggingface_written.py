@@ -59,6 +59,8 @@ _ARCHITECTURES = {
     "gpt-bigcode": "GPTBigCodeForCausalLM",
     "bloom": "BloomForCausalLM",
     "mpt": "MptForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
     "exaone": "ExaoneForCausalLM",
     "minicpm": "MiniCPMForCausalLM",
 }

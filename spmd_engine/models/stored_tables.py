@@ -100,6 +100,8 @@ _MODULES: Mapping[str, Mapping[str, str]] = {
     "helium": _TWO_NORMS,
     "cwm": _TWO_NORMS,
     "ministral": _TWO_NORMS,
+    "ministral3": _TWO_NORMS,
+    "granitemoehybrid": _TWO_NORMS | {"gate_up": "shared_mlp.input_linear", "down": "shared_mlp.output_linear"},
     "internlm3": _TWO_NORMS,
     "hunyuan-v1-dense": _TWO_NORMS | {
         "query_norm": "self_attn.query_layernorm", "key_norm": "self_attn.key_layernorm",

@@ -189,6 +189,7 @@ def run_step(engine: ForetoldEngine, optimizer: Optimizer, passes: Passes, sizes
         before,
         recorder.saved,
         recorder.temporaries,
+        constants=sum(meter.constants.values()),
     )
 
 

@@ -42,8 +42,11 @@ class Foresight:
     @property
     def peak_bytes_by_kind(self) -> dict[str, int]:
         """What that rank holds then."""
-        tables = self.analysis.tables_of_rank(self.peak_rank)
-        return {**self.peak_step.peak.bytes_by_kind, **({"tables of groups": tables} if tables else {})}
+        more = {
+            "tables of groups": self.analysis.tables_of_rank(self.peak_rank),
+            "places of convolutions": self.peak_step.constants,
+        }
+        return {**self.peak_step.peak.bytes_by_kind, **{kind: size for kind, size in more.items() if size}}
 
     @property
     def peak_moment(self) -> str:

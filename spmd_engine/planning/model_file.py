@@ -8,6 +8,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from types import MappingProxyType
 
+from spmd_engine.engine.composition import Composition
 from spmd_engine.errors import SpmdError, UsageError
 from spmd_engine.models import GPTSize, Model, build_model, gpt
 from spmd_engine.models.adapters import LoRAOptions, with_adapters
@@ -30,30 +31,35 @@ LARGE = MappingProxyType(
 KINDS = {int: "a whole number from 1", bool: "true or false"}
 
 
-def planned_model(name: str, lora: LoRAOptions | None = None) -> Model:
-    """A model by name; or of a TOML file of a GPT's sizes: layers, width, heads, context and, optionally, vocabulary,
-    hidden, tied, key_value_heads; or of Hugging Face's ``config.json``, or a folder that has one; or of a
-    GGUF file.
+def planned_model(
+    name: str,
+    lora: LoRAOptions | None = None,
+    base: Composition = Composition(),  # noqa: B008 (immutable)
+) -> Model:
+    """A model by name, as training builds it for this composition; or of a TOML file of a GPT's sizes: layers, width,
+    heads, context and, optionally, vocabulary, hidden, tied, key_value_heads; or of Hugging Face's ``config.json``, or
+    a folder that has one; or of a GGUF file.
 
     With ``lora`` it is frozen, and its adapters are trained. Raises UsageError, in one line, for unknown names, and for
     files with unknown or missing fields.
     """
-    model, family = _read(name)
+    model, family = _read(name, base.context_method or "ring", base.recut_after)
     return model if lora is None else with_adapters(model, lora, family)
 
 
-def _read(name: str) -> tuple[Model, str]:
-    """The model, and the family whose names its weights have."""
+def _read(name: str, method: str, recut_after: int | None) -> tuple[Model, str]:
+    """The model, with this ``method`` of attention where sequences are cut, and the family whose names its weights
+    have."""
     if name in LARGE:
-        return gpt(LARGE[name], name), family_of(name)
+        return gpt(LARGE[name], name, context_method=method), family_of(name)
     if name in MODELS:
-        return build_model(name), family_of(name)
+        return build_model(name, context_method=method, recut_after=recut_after), family_of(name)
     path = Path(name)
     if path.suffix == ".json" or (path / "config.json").is_file():
-        return _of_config(path if path.suffix == ".json" else path / "config.json")
+        return _of_config(path if path.suffix == ".json" else path / "config.json", method)
     if path.suffix == ".gguf":
         shape = shape_at(path)
-        return decoder(shape, path.stem), shape.family
+        return decoder(shape, path.stem, context_method=method), shape.family
     if path.suffix != ".toml":
         names = ", ".join((*MODELS, *LARGE))
         raise UsageError(f"unknown model {name!r}; choose one of {names}, or give a .toml file or a config.json")
@@ -63,16 +69,16 @@ def _read(name: str) -> tuple[Model, str]:
         raise UsageError(f"model {name}: {error.strerror or error}") from error
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"model {name}: no TOML: {error}") from error
-    return gpt(_size(content, name), Path(name).stem), family_of(name)
+    return gpt(_size(content, name), Path(name).stem, context_method=method), family_of(name)
 
 
-def _of_config(path: Path) -> tuple[Model, str]:
+def _of_config(path: Path, method: str) -> tuple[Model, str]:
     try:
         config = json.loads(path.read_text())
         if not isinstance(config, dict):
             raise UsageError("it holds no object")
         shape = shape_of_config(config, "its config")
-        return decoder(shape, path.resolve().parent.name), shape.family
+        return decoder(shape, path.resolve().parent.name, context_method=method), shape.family
     except OSError as error:
         raise UsageError(f"model {path}: {error.strerror or error}") from error
     except ValueError as error:

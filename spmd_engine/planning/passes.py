@@ -46,6 +46,7 @@ class LayerPass:
     extra: tuple = ()  #: what else a forward returns
     same: bool = False  #: whether that has the memory of what went in
     touched: frozenset[str] = frozenset()  #: parameters that have got a gradient
+    constants: Mapping[Hashable, int] = field(default_factory=dict)  #: as a meter has them
 
 
 class PassCache:
@@ -188,6 +189,7 @@ class LayerAlone:
             result=result,
             extra=extra,
             same=same,
+            constants=dict(recorder.meter.constants),
         )
 
 

@@ -127,6 +127,7 @@ class Recorder:
         Returns what is under way afterwards.
         """
         first, now = self.place, self._now
+        self.meter.constants.update(layer_pass.constants)
         for each, top in zip(layer_pass.computations, layer_pass.tops, strict=True):
             work = each.products, each.elements, each.calls, each.bytes_read, each.bytes_written
             self._write(self._computation(*work), top)

@@ -133,10 +133,19 @@ class ShapedGroup(Group):
 
     def _start(self, call: PreparedCall, x: Array | None, out: Any = None) -> Pending:
         operation = call.where[0]
+        packed = self._packed(call, x)
         result = self._result(call, x, out)
         sent = self._sent(call, result)
         begun = self._mesh.recorder.begin(**self._facts(operation, call.where[2], call.payload, sent))
-        return _Answer(self._mesh.recorder, begun, lambda: result, held=x)
+        return _Answer(self._mesh.recorder, begun, lambda: result, held=x if packed is None else (x, packed))
+
+    def _packed(self, call: PreparedCall, x: Array | None) -> ShapedArray | None:
+        """The copy in which parts that are cut along a later axis lie in one piece each: see ``Collective.packed``."""
+        if call.where[0] not in ("reduce_scatter", "all_to_all") or not isinstance(x, ShapedArray):
+            return None
+        if call.signature.inline or x.ndim == 1 or len(call.parts[0]) == 1:
+            return None
+        return ShapedArray.new((x.size,), x.dtype)
 
     def _sent(self, call: PreparedCall, result: Any) -> float:
         """As the ledger counts it; where this rank stands for several whose parts differ a little, the mean."""

@@ -179,6 +179,7 @@ class RankStep:
     saved: Mapping[str, int] = field(default_factory=dict)  #: bytes that a layer's forward leaves, output included
     temporaries: Mapping[str, int] = field(default_factory=dict)  #: bytes at their peak, by a computation's name
     groups: Sequence[GroupKey] = ()  #: that the rank communicates in
+    constants: int = 0  #: bytes of what convolutions' loops find once and keep: where they read and write
 
     @cached_property
     def flops(self) -> int:
@@ -254,7 +255,7 @@ class StepAnalysis:
         peaks = [0] * self.ranks
         for each in self.classes:
             for rank in each.ranks:
-                peaks[rank] = each.step.peak.bytes + self.tables_of_rank(rank)
+                peaks[rank] = each.step.peak.bytes + each.step.constants + self.tables_of_rank(rank)
         return peaks
 
     def tables_of_rank(self, rank: int) -> int:

@@ -29,14 +29,23 @@ def ask_placement(
 
 
 def say(held: Mapping[str, tuple[np.dtype, Rectangle]]) -> dict[str, Any]:
-    """What a rank says, in JSON, of the rectangles that it holds."""
-    return {name: (describe(dtype), part.start, part.stop) for name, (dtype, part) in held.items()}
+    """What a rank says, in JSON, of the rectangles that it holds: each once, and of each array, which of them."""
+    kinds: dict[tuple[np.dtype, Rectangle], int] = {}
+    numbers = {name: kinds.setdefault(each, len(kinds)) for name, each in held.items()}
+    return {"kinds": [(describe(dtype), part.start, part.stop) for dtype, part in kinds], "arrays": numbers}
 
 
 def placement_said(everyone: Sequence[Mapping[str, Any]]) -> Placement:
-    """The placement by what each rank said."""
-    names = dict.fromkeys(name for said in everyone for name in said)
-    return Placement({name: _placed(tuple(_hashable(said.get(name)) for said in everyone)) for name in names})
+    """The placement by what each rank said; arrays of which all said the same have one and the same."""
+    kinds = [[_hashable(each) for each in said["kinds"]] + [None] for said in everyone]
+    found: dict[tuple[int, ...], ArrayPlacement] = {}
+    arrays = {}
+    for name in dict.fromkeys(name for said in everyone for name in said["arrays"]):
+        numbers = tuple(said["arrays"].get(name, -1) for said in everyone)
+        if numbers not in found:
+            found[numbers] = _placed(tuple(of_rank[n] for of_rank, n in zip(kinds, numbers, strict=True)))
+        arrays[name] = found[numbers]
+    return Placement(arrays)
 
 
 def ask_shapes(
@@ -59,8 +68,8 @@ def ask_shapes(
 _Said = tuple[str, tuple[int, ...], tuple[int, ...]]  # a dtype, start and stop
 
 
-def _hashable(said: Sequence | None) -> _Said | None:
-    return None if said is None else (said[0], tuple(said[1]), tuple(said[2]))
+def _hashable(said: Sequence) -> _Said:
+    return said[0], tuple(said[1]), tuple(said[2])
 
 
 @lru_cache(maxsize=256)

@@ -65,9 +65,14 @@ class Member:
 
     def shaped(self, flat: Array) -> Array:
         """Some of its rows, flat, in their shape."""
-        if flat.size == self.size:
-            return flat.reshape(self.shape)
-        return flat.reshape(flat.size // self.row, *self.shape[1:])
+        return flat.reshape(self.shape_of(flat.size))
+
+    def shape_of(self, size: int) -> tuple[int, ...]:
+        """The shape of so many elements of it, whole rows."""
+        return self.shape if size == self.size else (size // self.row, *self.shape[1:])
+
+
+Place = tuple[str, slice, tuple[int, ...]]  # the name of a segment, what of it, and in what shape
 
 
 class ParameterGroup:
@@ -148,19 +153,23 @@ class ParameterGroup:
         ``like`` is an array of the module of those segments: an empty block belongs to none, yet must be there,
         since collectives go by name on all ranks.
         """
-        return {member.name: self.joined(member, segments, like, interval) for member in self.members}
+        return {member.name: joined(self.place(member, interval), segments, like) for member in self.members}
 
-    def joined(
-        self, member: Member, segments: Mapping[str, Array], like: Array, interval: slice | None = None
-    ) -> Array:
-        """What ``join`` has of one member."""
+    def place(self, member: Member, interval: slice | None = None) -> Place:
+        """Of the rows of a member that lie in an interval: their segment, where in it they are, and their shape."""
         interval = interval or self.whole
         kind = "decayed" if member.decay else "plain"
         span = slice(0, self._decayed) if member.decay else slice(self._decayed, self.size)
         first = _part_within(span, interval).start
         part = _part_within(self.spans[member.name], interval)
-        flat = segments.get(f"{self.name}/{kind}", like[:0])
-        return member.shaped(flat[part.start - first : part.stop - first])
+        shape = member.shape_of(part.stop - part.start)
+        return f"{self.name}/{kind}", slice(part.start - first, part.stop - first), shape
+
+
+def joined(place: Place, segments: Mapping[str, Array], like: Array) -> Array:
+    """What ``ParameterGroup.join`` has of one member, whose place it is."""
+    segment, part, shape = place
+    return segments.get(segment, like[:0])[part].reshape(shape)
 
 
 def make_groups(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -12,7 +12,6 @@ from spmd_engine.arrays.memory import address_of
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import UsageError
 from spmd_engine.sharding.placement import Placement
-from spmd_engine.sharding.rectangles import Rectangle
 from spmd_engine.sharding.routes import Route
 
 Blocks = Mapping[str, Sequence[Array]]  #: by name, an array for each rectangle that a rank holds, in their order
@@ -22,18 +21,19 @@ Blocks = Mapping[str, Sequence[Array]]  #: by name, an array for each rectangle 
 class Copy:
     """Consecutive elements of a flat array that are a rectangle of one of a rank's blocks."""
 
-    first: int  #: of them, in the flat array
+    elements: slice  #: those, in the flat array
+    shape: tuple[int, ...]
     name: str
     number: int  #: which of the rank's blocks of that name
-    part: Rectangle  #: of the block
+    index: tuple  #: where in the block
 
     def of(self, flat: Array) -> Array:
         """Its elements in the flat array, in their shape: a view."""
-        return flat[self.first : self.first + self.part.size].reshape(self.part.shape)
+        return flat[self.elements].reshape(self.shape)
 
     def at(self, blocks: Blocks) -> Array:
         """Its elements in the rank's blocks: a view."""
-        return blocks[self.name][self.number][(..., *self.part.index)]
+        return blocks[self.name][self.number][self.index]
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,14 @@ class Segment:
     first: int  #: element of the piece
     size: int
     copies: tuple[Copy, ...]  #: counted from ``first``
+    link: tuple[int, int] = (0, 0)  #: where in the piece that begins, and ends, which goes to, or comes from, that rank
 
-    def of(self, piece: Array) -> Array:
-        return piece[self.first : self.first + self.size]
+    def of(self, piece: Array, number: int = 0, several: int = 1) -> Array:
+        """What of a piece this is; of one of ``several`` sets of blocks, of each link side by side, what of set
+        ``number``."""
+        begun, ended = self.link
+        first = self.first + (several - 1) * begun + number * (ended - begun)
+        return piece[first : first + self.size]
 
     def pack(self, blocks: Blocks, flat: Array) -> None:
         """Fill its flat array from the rank's blocks."""
@@ -82,8 +87,9 @@ def make_segment(placement: Placement, rank: int, route: Route, first: int, numb
     for name, part in route.portion(number, of):
         held = placement[name].held[rank]
         block = 0 if len(held) == 1 else next(i for i, each in enumerate(held) if part in each)
-        copies.append(Copy(size, name, block, part.within(held[block])))
-        size += part.size
+        end, within = size + part.size, part.within(held[block])
+        copies.append(Copy(slice(size, end), part.shape, name, block, (..., *within.index)))  # of a number, too, a view
+        size = end
     return Segment(route, first, size, tuple(copies))
 
 
@@ -104,10 +110,11 @@ def taken(placement: Placement, rank: int, routes: Sequence[Route], number: int,
 def _piece(placement: Placement, rank: int, links: Sequence[Sequence[Route]], number: int, of: int) -> Piece:
     segments, splits, first = [], [], 0
     for other, routes in enumerate(links):
-        begun = first
+        begun, here = first, []
         for route in routes if other != rank else ():
-            segments.append(make_segment(placement, rank, route, first, number, of))
-            first += segments[-1].size
+            here.append(make_segment(placement, rank, route, first, number, of))
+            first += here[-1].size
+        segments += [replace(each, link=(begun, first)) for each in here]
         splits.append(first - begun)
     return Piece(tuple(splits), tuple(segments))
 
@@ -129,17 +136,23 @@ def new_blocks(placement: Placement, rank: int, backend: Backend, *, zero: bool 
     return {name: [make(each.shape, array.dtype) for each in array.held[rank]] for name, array in placement.items()}
 
 
+def backend_of_blocks(placement: Placement, blocks: Blocks) -> Backend | None:
+    """That of the first; None of a rank that has none."""
+    return next((backend_of(block) for name in placement for block in blocks.get(name, ())), None)
+
+
 def check_blocks(placement: Placement, group: Group, blocks: Blocks) -> Backend | None:
     """Raise UsageError unless ``blocks`` are this rank's of the placement. Returns the backend of the first."""
     if placement and group.size != placement.ranks:
         raise UsageError(f"transfer over {group.axes!r}, {group.size} ranks: it is planned for {placement.ranks}")
     for name, array in placement.items():
-        found = [(tuple(block.shape), block.dtype) for block in blocks.get(name, ())]
-        placed = [(each.shape, array.dtype) for each in array.held[group.rank]]
-        if found != placed:
-            here, there = (", ".join(f"{dtype}{list(shape)}" for shape, dtype in each) for each in (found, placed))
+        found, held = blocks.get(name, ()), array.held[group.rank]
+        alike = (x.shape == each.shape and x.dtype == array.dtype for x, each in zip(found, held, strict=False))
+        if len(found) != len(held) or not all(alike):
+            here = ", ".join(f"{x.dtype}{list(x.shape)}" for x in found)
+            there = ", ".join(f"{array.dtype}{list(each.shape)}" for each in held)
             raise UsageError(
                 f"transfer: the blocks of {name} on rank {group.rank} are {here or 'none'}; placed there are "
                 f"{there or 'none'}"
             )
-    return next((backend_of(block) for name in placement for block in blocks.get(name, ())), None)
+    return backend_of_blocks(placement, blocks)

@@ -57,23 +57,18 @@ def find_routes(
     """
     load = [0] * len(nodes)  # bytes that each rank sends
     found: dict[np.dtype, dict[tuple[int, tuple[int, ...]], list[tuple[str, Rectangle]]]] = {}
+    known: dict[tuple[int, int], tuple[SharedPart, ...]] = {}  # of placements that layers of a kind share
     for name, wanted in target.items():
         routes, held = found.setdefault(wanted.dtype, {}), source[name]
+        kind = id(held), id(wanted)
         try:
-            parts = _parts(held.shape, held.owned if from_owners else held.held, wanted.held)
+            if kind not in known:
+                known[kind] = _parts(held.shape, held.owned if from_owners else held.held, wanted.held)
         except UsageError as error:
             raise UsageError(f"{name}: {error}") from None
-        for part in parts:
-            receivers: dict[int, list[int]] = {}
-            for taker in part.takers:
-                sender = taker
-                if taker not in part.holders:
-                    near = [rank for rank in part.holders if nodes[rank] == nodes[taker]]
-                    sender = min(near or part.holders, key=load.__getitem__)
-                    load[sender] += part.elements * wanted.dtype.itemsize
-                receivers.setdefault(sender, []).append(taker)
-            for sender, ranks in receivers.items():
-                routes.setdefault((sender, tuple(ranks)), []).extend((name, each) for each in part.rectangles)
+        for part in known[kind]:
+            for sender, ranks in _senders(part, nodes, load, wanted.dtype.itemsize):
+                routes.setdefault((sender, ranks), []).extend([(name, each) for each in part.rectangles])
     return {
         dtype: tuple(Route(*ends, tuple(parts)) for ends, parts in sorted(routes.items()))
         for dtype, routes in found.items()
@@ -88,6 +83,30 @@ class SharedPart:
     takers: Sequence[int]
     elements: int
     rectangles: Sequence[Rectangle]
+
+    @cached_property
+    def kept(self) -> list[tuple[int, tuple[int, ...]]]:
+        """Who has what he wants, each as its own sender."""
+        return [(rank, (rank,)) for rank in self.takers if rank in self.holders]
+
+    @cached_property
+    def lacking(self) -> list[int]:
+        return [rank for rank in self.takers if rank not in self.holders]
+
+
+def _senders(
+    part: SharedPart, nodes: Sequence[Hashable], load: list[int], itemsize: int
+) -> list[tuple[int, tuple[int, ...]]]:
+    """Who gives a part to whom, himself perhaps among them; adds to the bytes that each sends."""
+    if not part.lacking:
+        return part.kept
+    receivers = {rank: [rank] for rank, _ in part.kept}
+    for taker in part.lacking:
+        near = [rank for rank in part.holders if nodes[rank] == nodes[taker]]
+        sender = min(near or part.holders, key=load.__getitem__)
+        load[sender] += part.elements * itemsize
+        receivers.setdefault(sender, []).append(taker)
+    return [(sender, tuple(sorted(ranks))) for sender, ranks in receivers.items()]
 
 
 @lru_cache(maxsize=1024)

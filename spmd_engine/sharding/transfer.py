@@ -25,6 +25,7 @@ from spmd_engine.sharding.pieces import (
     Piece,
     Segment,
     add,
+    backend_of_blocks,
     check_blocks,
     copy_unless_there,
     given,
@@ -139,18 +140,35 @@ class TransferPlan(PlannedExchange):
         """The transposed operation: back by the same routes, where what several had received is added up."""
         return Adjoint(self)
 
+    def execute_all(self, group: Group, several: Sequence[tuple[Blocks, Blocks]], *, label: str = "transfer") -> None:
+        """As ``execute``, of several times such blocks, each with its ``out``, in as many collectives as of one.
+
+        Pieces are as many times as large, and are not kept for the next time.
+        """
+        _carry_out(self._steps_of_all(group, several, CPU, keep=False), group, label)
+
     def _steps(self, group: Group, blocks: Blocks, out: Blocks | None, like: Backend) -> Steps:
-        backend = check_blocks(self.source, group, blocks) or like
-        result = new_blocks(self.target, group.rank, backend) if out is None else out
-        check_blocks(self.target, group, result)
-        for _, old, new in self._kept(group.rank):
-            copy_unless_there(old.at(blocks), new.at(result))
+        if out is None:
+            out = new_blocks(self.target, group.rank, backend_of_blocks(self.source, blocks) or like)
+        return self._steps_of_all(group, [(blocks, out)], like, keep=True)
+
+    def _steps_of_all(
+        self, group: Group, several: Sequence[tuple[Blocks, Blocks]], like: Backend, *, keep: bool
+    ) -> Steps:
+        """Returns the last one's blocks of the target."""
+        for blocks, out in several:
+            like = check_blocks(self.source, group, blocks) or like
+            check_blocks(self.target, group, out)
+            for _, old, new in self._kept(group.rank):
+                copy_unless_there(old.at(blocks), new.at(out))
         for dtype, number in self._rounds():
-            coming = self._piece(taken, group.rank, dtype, number)
-            received = yield _packed(blocks, self._piece(given, group.rank, dtype, number), dtype, backend)
+            coming = self._piece(taken, group.rank, dtype, number, keep=keep)
+            leaving = self._piece(given, group.rank, dtype, number, keep=keep)
+            received = yield _packed([blocks for blocks, _ in several], leaving, dtype, like)
             for segment in coming.segments:
-                segment.unpack(segment.of(received), result)
-        return result
+                for which, (_, out) in enumerate(several):
+                    segment.unpack(segment.of(received, which, len(several)), out)
+        return several[-1][1]
 
     def _all_routes(self) -> Iterator[tuple[np.dtype, Route]]:
         return ((dtype, route) for dtype, routes in self.routes.items() for route in routes)
@@ -170,13 +188,18 @@ class TransferPlan(PlannedExchange):
     def _rounds(self) -> Iterator[tuple[np.dtype, int]]:
         return ((dtype, number) for dtype, rounds in self.rounds.items() for number in range(rounds))
 
-    def _piece(self, make: Callable[..., Piece], rank: int, dtype: np.dtype, number: int) -> Piece:
-        """What a rank gives (``make=given``) or takes (``taken``) in a round; kept for the next time."""
+    def _piece(
+        self, make: Callable[..., Piece], rank: int, dtype: np.dtype, number: int, *, keep: bool = True
+    ) -> Piece:
+        """What a rank gives (``make=given``) or takes (``taken``) in a round; may be kept for the next time."""
         key = make, rank, dtype, number
-        if key not in self._made:
-            placement = self.source if make is given else self.target
-            self._made[key] = make(placement, rank, self.routes[dtype], number, self.rounds[dtype])
-        return self._made[key]
+        if key in self._made:
+            return self._made[key]
+        placement = self.source if make is given else self.target
+        piece = make(placement, rank, self.routes[dtype], number, self.rounds[dtype])
+        if keep:
+            self._made[key] = piece
+        return piece
 
     def _own(self, rank: int, route: Route, dtype: np.dtype, number: int) -> Segment:
         """What a rank keeps of a route's portion in a round, as it lies in its new blocks; kept for the next time."""
@@ -222,7 +245,7 @@ class Adjoint(PlannedExchange):
                 add(new.at(blocks), old.at(result))
         for dtype, number in plan._rounds():
             leaving, coming = (plan._piece(side, rank, dtype, number) for side in (taken, given))
-            received = yield _packed(blocks, leaving, dtype, backend)
+            received = yield _packed([blocks], leaving, dtype, backend)
             by_route: dict[int, list[Segment]] = {}
             for segment in coming.segments:
                 by_route.setdefault(id(segment.route), []).append(segment)
@@ -280,9 +303,12 @@ def _carry_out(steps: Steps, group: Group, label: str) -> Blocks:
         return stop.value
 
 
-def _packed(blocks: Blocks, leaving: Piece, dtype: np.dtype, backend: Backend) -> tuple[Array, tuple[int, ...]]:
+def _packed(
+    several: Sequence[Blocks], leaving: Piece, dtype: np.dtype, backend: Backend
+) -> tuple[Array, tuple[int, ...]]:
     """The flat piece that leaves in a round, and how much of it goes to whom."""
-    packed = backend.empty((leaving.size,), dtype)
+    packed = backend.empty((leaving.size * len(several),), dtype)
     for segment in leaving.segments:
-        segment.pack(blocks, segment.of(packed))
-    return packed, leaving.splits
+        for which, blocks in enumerate(several):
+            segment.pack(blocks, segment.of(packed, which, len(several)))
+    return packed, tuple(size * len(several) for size in leaving.splits)

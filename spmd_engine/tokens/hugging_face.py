@@ -52,12 +52,14 @@ class JsonTokenizer(Tokenizer):
             raise UsageError(f"{where} has no token {end!r}, which ends a text; get the files anew")
 
     def _put_around(self, around: Mapping[str, bool]) -> None:
-        """As transformers' tokenizers do where their configuration says so, in the place of what the file says."""
-        found = []
-        for name, token in AROUND.items():
-            text = self.special.get(token) if around.get(name) else None
+        """As transformers' tokenizers do where their configuration says so, in the place of what the file says; of a
+        token of which the configuration says nothing, the file does."""
+        found, said = [], self._inner.encode("").ids
+        for (name, token), at in zip(AROUND.items(), (0, -1), strict=True):
+            text = self.special.get(token)
             number = self._inner.token_to_id(text) if text is not None else None
-            found.append([] if number is None else [(text, number)])
+            wanted = around[name] if name in around else bool(said) and said[at] == number
+            found.append([(text, number)] if wanted and number is not None else [])
         before, after = found
         single = " ".join([*(text for text, _ in before), "$A", *(text for text, _ in after)])
         self._inner.post_processor = tokenizers_library().processors.TemplateProcessing(

@@ -6,6 +6,8 @@ import pytest
 
 from command_line import QUIET
 from spmd_engine.cli import main
+from spmd_engine.engine.composition import Composition, ModelConfig
+from spmd_engine.planning import analyze
 from spmd_engine.planning.plan_file import PlanFile
 from spmd_engine.training import Job
 
@@ -24,6 +26,22 @@ def test_a_composition_that_is_given_is_looked_at(capsys, tmp_path):
     plan = PlanFile.read(file)
     assert (plan.ranks, plan.model.name, plan.composition.zero) == (2, "mlp", 1)
     assert plan.bytes_sent == found["bytes_sent"]
+
+
+@pytest.mark.parametrize("model, axes, options", [
+    ("gpt-nano", {"context": 2}, {}),
+    ("gpt-nano", {"context": 2}, {"context_method": "ulysses"}),
+    ("resnet-nano", {"rows": 2}, {"recut_after": 1}),
+])  # fmt: skip
+def test_a_given_composition_is_planned_as_it_is_trained(model, axes, options, capsys):
+    """Rings where sequences are cut, unless another method is named; images cut anew where that is asked for."""
+    mesh = ",".join(f"{axis}={size}" for axis, size in axes.items())
+    named = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    main(["plan", "--machine", "cpu", "--model", model, "--batch-size", "4", "--mesh", mesh, "--json", *named])
+    found = json.loads(capsys.readouterr().out)
+    trained = analyze(ModelConfig(model), axes, Composition(**options), batch_size=4)
+    assert found["bytes_sent"] == trained.bytes_sent
+    assert found["peak_bytes"] == trained.peak_bytes_by_rank()
 
 
 def test_adapters_are_planned_for_and_the_plan_is_run(here, tmp_path):

@@ -1,7 +1,7 @@
 """An engine that goes on, on another mesh: parameters, buffers and optimizer state move, and nothing else changes."""
 
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.recompute import Recompute
 from spmd_engine.errors import UsageError
 from spmd_engine.models import two_layers
-from spmd_engine.sharding import Layout, plan_transfer
+from spmd_engine.sharding import Layout
 from spmd_engine.training import Trainer
 from traced_memory import peak_of
 
@@ -154,7 +154,7 @@ def test_ranks_that_go_on_on_several_meshes_are_refused():
 
 def test_no_rank_holds_more_than_its_own_and_two_pieces(monkeypatch):
     """16 MB of parameters: beside the new blocks (those of the state are counted here) some pieces of 64 KiB."""
-    monkeypatch.setattr("spmd_engine.engine.move.plan_transfer", partial(plan_transfer, piece_bytes=1 << 16))
+    monkeypatch.setattr("spmd_engine.engine.move.PIECE", 1 << 16)
     n, model = 4, two_layers(1024, 1024)
 
     @contextmanager

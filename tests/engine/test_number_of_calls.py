@@ -7,6 +7,7 @@ import tiny
 from spmd_engine import Mesh, run
 from spmd_engine.checkpoints import save_checkpoint
 from spmd_engine.engine import AdamW, ShardedEngine
+from spmd_engine.engine.assignment import Storage
 
 MANY_FIELDS = np.dtype([(f"a field with a long name, number {i}", "<f8", (2,)) for i in range(20)])
 
@@ -29,6 +30,20 @@ def test_a_save_takes_as_many_calls_of_many_arrays_as_of_few(tmp_path):
         save_checkpoint(tmp_path / str(len(engine.names)), engine, AdamW())
 
     assert calls(save, 2, layers=1) == calls(save, 2, layers=4) == calls(save, 3, layers=1) <= 5
+
+
+@pytest.mark.parametrize("zero, most", [(0, 2), (3, 3)])
+def test_state_of_several_kinds_moves_in_as_many_calls_as_one(zero, most):
+    """Who has what, before and after, is told at once; parameters, and the state if other ranks have it."""
+
+    def program():
+        with Mesh(data=2) as mesh, Mesh(data=2) as other:
+            engine = tiny.make_engine(mesh, zero=zero)
+            before = mesh.ledger.total().calls
+            engine.reshard(other, optimizer=AdamW(), storage=Storage(3 - zero))
+            return mesh.ledger.total().calls - before
+
+    assert max(run(program, 2)) <= most
 
 
 def test_to_gather_takes_as_many_calls_of_many_holders_as_of_few():

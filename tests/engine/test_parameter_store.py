@@ -185,13 +185,13 @@ def test_a_number_has_one_owner(zero, tmp_path):
 
 def test_to_gather_one_array_only_its_own_view_is_made(monkeypatch):
     """A checkpoint gathers every array: views of all for each would be as many as their number squared."""
-    made, joined = [], ParameterGroup.joined
+    made, place = [], ParameterGroup.place
 
     def counted(group, member, *where):
         made.append(member.name)
-        return joined(group, member, *where)
+        return place(group, member, *where)
 
-    monkeypatch.setattr(ParameterGroup, "joined", counted)
+    monkeypatch.setattr(ParameterGroup, "place", counted)
 
     def program():
         engine = tiny.make_engine(Mesh(data=2), zero=3)

@@ -240,6 +240,7 @@ GOLDEN, BASE = ADAPTERS / "llama", BASES / "llama"
         ("gpt2", {"model": 2}, {}),
         ("phi3", {"model": 3}, {}),
         ("gpt_neox", {"model": 3}, {}),
+        ("falcon_grouped", {"model": 2, "queries": 2}, {}),
         ("qwen3_moe", {"expert": 2, "model": 2}, {}),
         ("mixtral", {"expert": 2, "model": 2}, {}),
         ("olmoe", {"expert": 3}, {"zero": 3}),

@@ -12,6 +12,7 @@ from spmd_engine import Mesh, run
 from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.engine.composition import Composition, ModelConfig
 from spmd_engine.errors import CheckpointError
+from spmd_engine.models.shape_at import shape_at
 
 FOLDERS = Path(__file__).parents[1] / "golden" / "decoders"
 OF_INTERNLM = {
@@ -104,6 +105,44 @@ def test_exaone_is_a_llama_with_other_names(tmp_path):
     np.testing.assert_array_equal(logits_of(folder, reference["tokens"], {"data": 1}), expected)
 
 
+@pytest.mark.parametrize("names", ["language_model.model.", "model.language_model."])
+def test_of_a_model_of_text_and_pictures_the_text_is_read(names, tmp_path):
+    config, tensors, reference = golden("gemma3")
+    pictures = {"vision_config": {"hidden_size": 8}, "mm_tokens_per_image": 4, "image_token_index": 22}
+    tied = config | {"tie_word_embeddings": False}  # what is said outside counts
+    outer = {"model_type": "gemma3", "text_config": tied, "tie_word_embeddings": True, **pictures}
+    found = {names + name.removeprefix("model."): each for name, each in tensors.items()}
+    found["vision_tower.vision_model.post_layernorm.weight"] = np.ones(8, np.float32)
+    found["multi_modal_projector.mm_input_projection_weight"] = np.ones((8, 12), np.float32)
+    folder = write(tmp_path / "gemma3", outer, found)
+    np.testing.assert_allclose(
+        logits_of(folder, reference["tokens"], {"model": 2}), reference["logits64"], rtol=0, atol=1e-10
+    )
+    for values, said in (
+        ({"quantization_config": {"bits": 4}}, "quantization_config is"),
+        ({"text_config": config | {"model_type": "gemma9"}}, "model_type 'gemma9' is not known here"),
+        ({"text_config": None}, "text_config is None"),
+    ):
+        (folder / "config.json").write_text(json.dumps(outer | values))
+        with pytest.raises(CheckpointError, match=said):
+            shape_at(folder)
+
+
+def test_what_gemma_3_leaves_unsaid_of_its_text(tmp_path):
+    """As in the config of gemma-3-4b-it."""
+    scaling = {"factor": 8.0, "rope_type": "linear"}
+    text = {
+        "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+        "rope_scaling": scaling, "sliding_window": 1024,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    shape = shape_at(tmp_path)
+    assert (shape.vocabulary, shape.heads, shape.key_value_heads, shape.head_width) == (262208, 8, 4, 256)
+    assert (shape.tied, shape.context, shape.window) == (True, 131072, 1024) and not shape.has_window(5)
+    assert (shape.rotary.scaling, shape.rotary.factor, shape.rotary.theta) == ("linear", 8.0, 1e6)
+    assert (shape.rotary_in_window.scaling, shape.rotary_in_window.theta) == ("none", 1e4)
+
+
 @pytest.mark.parametrize(
     ("family", "values", "said"),
     [
@@ -111,6 +150,9 @@ def test_exaone_is_a_llama_with_other_names(tmp_path):
         ("mpt", {"attn_config": {"qk_ln": True}}, "attn_config: qk_ln is True, a feature that is not known here"),
         ("mpt", {"no_bias": False}, "no_bias is False, a feature that is not known here"),
         ("bloom", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm is"),
+        ("granitemoehybrid", {"layer_types": ["mamba", "attention"]}, "layer_types has 'mamba'"),
+        ("granitemoehybrid", {"num_local_experts": 4}, "num_local_experts is 4"),
+        ("ministral3", {"rope_parameters": None}, "config.json"),
         ("falcon_grouped", {"alibi": True}, "alibi is True, a feature that is not known here"),
         ("gpt_bigcode", {"add_cross_attention": True}, "add_cross_attention is True"),
         ("exaone4", {"layer_types": None, "sliding_window_pattern": "LLG"}, "sliding_window_pattern is 'LLG'"),

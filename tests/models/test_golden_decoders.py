@@ -50,7 +50,9 @@ CASES = [
     if family not in WITHOUT_SHARED_KEYS or "queries" not in case[0]
 ]
 #: Families that others have beside them but for names: of these, one mesh in make test, and no more.
-NAMES_ALONE = ("cwm", "helium", "internlm3", "jais2", "ministral", "seed_oss")
+NAMES_ALONE = (
+    "cwm", "granitemoehybrid", "helium", "internlm3", "jais2", "ministral", "ministral3", "seed_oss"
+)  # fmt: skip
 every_family = pytest.mark.parametrize(
     "family", [pytest.param(each, marks=pytest.mark.soak if each in NAMES_ALONE else []) for each in FAMILIES]
 )

@@ -134,3 +134,33 @@ def test_a_gradient_that_has_arrived_is_added_where_it_was_waited_for():
     assert ("block0/mlp", "backward (weights)") in passes
     for (layer, phase), following in pairwise(passes):
         assert phase != "backward (weights)" or following != (layer, "backward (input)")
+
+
+def test_what_loops_of_convolutions_keep_is_foretold_once(monkeypatch):
+    """Where they read and write: a table of each convolution, way and size, which all micro-batches use."""
+    pytest.importorskip("numba")
+    fast_places = pytest.importorskip("spmd_engine.arrays.fast_places")
+    found = {}
+
+    def analysis(batch_size, micro_batches=1):
+        sizes = {"batch_size": batch_size, "micro_batches": micro_batches, "dtype": np.float32}
+        return analyze(build_model("convnet"), {"data": 1}, **sizes)
+
+    assert analysis(4).of_rank(0).constants == 0  # loops are switched off
+    monkeypatch.setenv("SPMD_FAST", "1")
+
+    def watched(name, find):
+        def run(*args):
+            places = find(*args)
+            arrays = {id(each): each for each in places if isinstance(each, np.ndarray)}
+            found[name, args] = sum(each.nbytes for each in arrays.values())
+            return places
+
+        return run
+
+    for name in ("places_of_outputs", "places_of_taps"):
+        monkeypatch.setattr(fast_places, name, watched(name, vars(fast_places)[name]))
+    once = analysis(4)
+    assert once.of_rank(0).constants == sum(found.values()) > 0
+    assert once.peak_bytes == once.of_rank(0).peak.bytes + once.of_rank(0).constants
+    assert analysis(8, 2).of_rank(0).constants == once.of_rank(0).constants

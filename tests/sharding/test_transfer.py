@@ -114,6 +114,28 @@ def test_everyone_has_what_is_placed_there(case, n, piece_bytes):
 
 
 @each_case
+@pytest.mark.parametrize("piece_bytes", [1 << 20, 40], ids=["at-once", "in-pieces"])
+def test_several_sets_of_blocks_move_in_the_collectives_of_one(case, piece_bytes, n=4):
+    source, target = cases(n)[case]
+    wholes = [np.arange(66.0).reshape(SHAPE) + 100 * number for number in range(3)]
+    plan = plan_transfer(Placement({"x": source}), Placement({"x": target}), piece_bytes=piece_bytes)
+
+    def program():
+        with Mesh(rank=n) as mesh:
+            sets = [
+                ({"x": placed(source, whole, mesh.rank)}, {"x": placed(target, -whole, mesh.rank)}) for whole in wholes
+            ]
+            plan.execute_all(mesh.group(), sets)
+            return [out["x"] for _, out in sets], mesh.ledger.total()
+
+    for rank, (found, moved) in enumerate(run(program, n)):
+        assert moved.calls == sum(plan.rounds.values()) and moved.sent == len(wholes) * plan.bytes_sent(rank)
+        for blocks, whole in zip(found, wholes, strict=True):
+            for block, expected in zip(blocks, placed(target, whole, rank), strict=True):
+                np.testing.assert_array_equal(block, expected, strict=True)
+
+
+@each_case
 @each_number
 def test_what_a_rank_lacks_comes_once_and_nothing_else(case, n):
     source, target = cases(n)[case]

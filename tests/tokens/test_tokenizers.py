@@ -196,6 +196,20 @@ def test_damaged_vocabularies_are_told(byte_level, changed, message):
         gguf_tokenizer(metadata_of(byte_level) | changed)
 
 
+def test_what_is_said_of_the_end_alone_leaves_the_beginning_as_the_file_has_it(byte_level, tmp_path):
+    text = json.loads((byte_level / "tokenizer.json").read_text())
+    text["post_processor"] = {
+        "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<|end|>", "type_id": 0}},
+                                                 {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [], "special_tokens": {"<|end|>": {"id": "<|end|>", "ids": [0], "tokens": ["<|end|>"]}},
+    }  # fmt: skip
+    (tmp_path / "tokenizer.json").write_text(json.dumps(text))
+    config = {"bos_token": "<|end|>", "eos_token": "!", "add_eos_token": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    found = read_tokenizer(tmp_path)
+    assert found.encode("x") == [0, *found.encode("x", special=False), *found.encode("!", special=False)]
+
+
 # --- chat
 
 TEMPLATE = """{%- for message in messages %}

@@ -83,11 +83,11 @@ def request_of(context: click.Context) -> Request:
     options = context.params
     given = {name for name in options if context.get_parameter_source(name) is not ParameterSource.DEFAULT}
     machine = default_machine(options["machine"])
-    model = planned_model(options["model"], lora_of(options))
     axes = parse_axes(options["mesh"]) if options["mesh"] else None
     ranks = _ranks(options, axes, machine)
     fixed = _fixed(options, given, axes)
     base = Composition(**{name: options[name] for name in _BASE if options[name] is not None and name in COMPOSITION})
+    model = planned_model(options["model"], lora_of(options), base)
     limits = Limits(
         memory=bytes_of(options["memory"], "--memory") if options["memory"] else None,
         latency=options["latency"],

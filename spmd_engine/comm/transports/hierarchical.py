@@ -31,10 +31,7 @@ def even_nodes(hosts: Sequence[Hashable]) -> list[list[int]] | None:
 
 
 class Lanes:
-    """A group's ranks by nodes, as one of them sees it: ``nodes`` as of ``even_nodes``, ``table`` of its own node.
-
-    All calls of the group take the slots of the table in turn, also those that need none.
-    """
+    """A group's ranks by nodes, as one of them sees it: ``nodes`` as of ``even_nodes``, ``table`` of its own node."""
 
     def __init__(self, comm: Ranks, nodes: Sequence[Sequence[int]], table: SlotTable) -> None:
         self.nodes, self.table, self.rank, self.size = nodes, table, comm.rank, comm.size
@@ -43,12 +40,6 @@ class Lanes:
         self.local = MessagePart(comm, own)  #: the ranks of this node
         #: those of other nodes in this rank's place
         self.lane = MessagePart(comm, [node[self.local.rank] for node in nodes])
-
-    def in_turn(self, number: int, steps: Steps) -> Steps:
-        """The ``steps`` of call ``number``, once there is a slot for it."""
-        if not self.table.is_free(number, 0):
-            yield self.table.until_free(number, 0)
-        return (yield from steps)
 
 
 class Hierarchical(GatherAndReduce):

@@ -123,8 +123,7 @@ def meet(
     Who does not show an array makes it one that nobody reads. ``expected``: what all called last time. Returns the
     SharedMemory of this call.
     """
-    if not table.is_free(number, own.inline):
-        yield table.until_free(number, own.inline)
+    yield from table.wait_until_free(number, own.inline)
     at = table.address(data) if data is not None and not own.inline and data.size else None
     table.write(number, own, data, at, table.address(result) if result is not None else None)
     table.say(number, CALLED)

@@ -1,0 +1,128 @@
+"""Ranks that may have unequal parts of a core: what they reach together of the sum of what each reaches alone.
+
+    python scripts/unequal_quotas.py 0.8:0.4 --batch-size 96
+    python scripts/unequal_quotas.py 0.4:0.4:0.4:0.2
+
+Every rank is held to its part by a control group of its own (Linux, root, cgroup v1 or v2 with the cpu controller),
+which goes before other work of the machine. Each is timed alone with as many samples as an even split gives it; then
+all train together, with an even split and with shares by the speeds that were measured. Rounds alternate; a machine
+that others use wants several.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+from spmd_engine.planning.placement import shares
+
+GROUPS = Path("/sys/fs/cgroup")
+PERIOD = 20_000  #: microseconds in which a rank may have its part
+FIRST = 100_000  #: of 1,024 that others have: a part that others take away would measure them
+MODEL, WARM, STEPS = "gpt-nano", 2, 4
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("quotas", help="parts of a core, one a rank: 0.8:0.4")
+    parser.add_argument("--batch-size", type=int, default=56)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rank", help=argparse.SUPPRESS)  # what one of the ranks does: first rank and shares
+    options = parser.parse_args()
+    quotas = [float(each) for each in options.quotas.split(":")]
+    if options.rank:
+        first, split = options.rank.split(",")
+        measure(quotas, int(first), split or None, options.batch_size)
+        return 0
+    try:
+        for number, quota in enumerate(quotas):
+            group_of(number, quota)
+    except OSError as error:
+        print(f"unequal_quotas: no control group can be made: {error}", file=sys.stderr)
+        return 2
+    try:
+        compare(quotas, options)
+    finally:
+        for number in range(len(quotas)):
+            group_of(number).rmdir()
+    return 0
+
+
+def group_of(number: int, quota: float | None = None) -> Path:
+    """The control group of a rank; with a ``quota``, made."""
+    old = (GROUPS / "cpu" / "cpu.shares").exists()
+    group = (GROUPS / "cpu" if old else GROUPS) / f"unequal-quotas-{number}"
+    if quota is not None:
+        group.mkdir(exist_ok=True)
+        if old:
+            (group / "cpu.cfs_period_us").write_text(str(PERIOD))
+            (group / "cpu.cfs_quota_us").write_text(str(round(PERIOD * quota)))
+            (group / "cpu.shares").write_text(str(FIRST))
+        else:
+            (group / "cpu.max").write_text(f"{round(PERIOD * quota)} {PERIOD}")
+            (group / "cpu.weight").write_text("10000")
+    return group
+
+
+def compare(quotas: Sequence[float], options: argparse.Namespace) -> None:
+    """Rounds of: each alone, an even split, shares by speed."""
+    batch, count = options.batch_size, len(quotas)
+    found: dict[str, list[float]] = {"an even split": [], "shares by speed": []}
+    for _ in range(options.rounds):
+        alone = [start(options.quotas, 1, batch // count, first=number) for number in range(count)]
+        speeds = [batch // count / seconds for seconds in alone]
+        split = "data=" + ":".join(map(str, shares(speeds, batch)))
+        print(f"alone {', '.join(f'{speed:.1f}' for speed in speeds)} samples/s; {split}", flush=True)
+        for what, given in (("an even split", ""), ("shares by speed", split)):
+            found[what].append(batch / start(options.quotas, count, batch, split=given) / sum(speeds))
+    for what, parts in found.items():
+        each = ", ".join(f"{part:.0%}" for part in parts)
+        print(f"{what}: {median(parts):.0%} of the sum of speeds ({each})")
+
+
+def start(quotas: str, ranks: int, batch: int, *, first: int = 0, split: str = "") -> float:
+    """Seconds of a step of these ranks."""
+    command = [sys.executable, __file__, quotas, "--batch-size", str(batch), "--rank", f"{first},{split}"]
+    done = subprocess.run(["mpiexec", "-n", str(ranks), *command], capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"unequal_quotas: {done.stderr.strip().splitlines()[-1]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure(quotas: Sequence[float], first: int, split: str | None, batch_size: int) -> None:
+    """Time steps on this rank, held to its part; the first rank tells."""
+    from mpi4py import MPI
+
+    (group_of(first + MPI.COMM_WORLD.rank) / "cgroup.procs").write_text(str(os.getpid()))
+    from threadpoolctl import threadpool_limits
+
+    from spmd_engine import Mesh
+    from spmd_engine.engine import AdamW
+    from spmd_engine.engine.composition import Composition, ModelConfig, build_engine
+    from spmd_engine.planning.samples import foretold_batch
+    from spmd_engine.training import Trainer
+
+    with threadpool_limits(1, "blas"), Mesh(data=MPI.COMM_WORLD.size) as mesh:
+        engine = build_engine(ModelConfig(MODEL), mesh, Composition(shares=split))
+        batch = foretold_batch(engine.model, engine, batch_size, 1, None, engine.dtype, real=True)
+        trainer = Trainer(engine, AdamW(), lambda step: batch, lambda step: 1e-3, step_metrics=False)
+        for _ in range(WARM):
+            trainer.step()
+        mesh.barrier()
+        began = perf_counter()
+        for _ in range(STEPS):
+            trainer.step()
+        mesh.barrier()
+        if mesh.rank == 0:
+            print((perf_counter() - began) / STEPS)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
