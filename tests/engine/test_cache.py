@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import tiny
+from pairwise import in_turn
 from spmd_engine import Mesh, run
 from spmd_engine.engine import LayeredEngine
 from spmd_engine.engine.growth import grow
@@ -31,18 +32,20 @@ def whole(tokens):
         return engine.forward(tokens)
 
 
-@pytest.mark.parametrize("pieces", [[10], [1] * 10, [4, 1, 1, 3, 1]], ids=str)
-@pytest.mark.parametrize(
-    ("axes", "options"),
-    [
-        (ONE, {}),
-        ({"data": 2}, {}),
-        ({"model": 3}, {}),
-        ({"model": 2, "data": 2}, {"sequence_parallel": True}),
-        ({"pipe": 2, "model": 2}, {}),
-        ({"data": 8}, {}),  # more ranks than sequences
-    ],
-    ids=lambda each: tiny.mesh_id(each) if each and isinstance(each, dict) else "",
+WAYS = [
+    (ONE, {}),
+    ({"data": 2}, {}),
+    ({"model": 3}, {}),
+    ({"model": 2, "data": 2}, {"sequence_parallel": True}),
+    ({"pipe": 2, "model": 2}, {}),
+    ({"data": 8}, {}),  # more ranks than sequences
+]
+
+
+@in_turn(
+    2,
+    pieces=[[10], [1] * 10, [4, 1, 1, 3, 1]],
+    **{"axes, options": [pytest.param(*way, id=tiny.mesh_id(way[0])) for way in WAYS]},
 )
 def test_pieces_are_the_whole(axes, options, pieces):
     def program():

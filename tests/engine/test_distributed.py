@@ -6,6 +6,7 @@ from math import prod
 import numpy as np
 import pytest
 
+from pairwise import in_turn
 from spmd_engine import Mesh, ShardedEngine, as_distributed, run
 from spmd_engine.arrays import einsum
 from spmd_engine.engine import SGD, AdamW
@@ -83,8 +84,7 @@ def one_device(kind):
     return run(lambda: train(make), 1)[0]
 
 
-@pytest.mark.parametrize(("kind", "zero"), CASES)
-@pytest.mark.parametrize("axes", [{"data": 1}, {"data": 3}, {"replicate": 2, "shard": 2}], ids=str)
+@in_turn(2, axes=[{"data": 1}, {"data": 3}, {"replicate": 2, "shard": 2}], **{"kind, zero": CASES})
 def test_it_computes_what_one_device_does(kind, zero, axes):
     losses, gradients, parameters = one_device(kind)
     for result in run(lambda: train(MODELS[kind][0](zero), **axes), int(np.prod(list(axes.values())))):

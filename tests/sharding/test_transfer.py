@@ -9,6 +9,7 @@ import pytest
 from fake_device import FakeDevice
 from numerics import normals
 from on_ranks import on_ranks
+from pairwise import every_pair
 from spmd_engine import Mesh, run
 from spmd_engine.arrays.backend import register_backend, unregister_backend
 from spmd_engine.comm.mesh_position import all_positions
@@ -101,9 +102,7 @@ def execute(operation, n, blocks, **options):
 # --- what arrives, and the bytes
 
 
-@each_case
-@each_number
-@pytest.mark.parametrize("piece_bytes", [1 << 20, 40], ids=["at-once", "in-pieces"])
+@every_pair(case=list(cases(1)), n=RANKS, piece_bytes={"at-once": 1 << 20, "in-pieces": 40})
 def test_everyone_has_what_is_placed_there(case, n, piece_bytes):
     source, target = cases(n)[case]
     whole = np.arange(66.0).reshape(SHAPE)
@@ -278,9 +277,7 @@ def test_memory_beside_the_blocks_is_bounded(adjoint):
 # --- the adjoint
 
 
-@each_case
-@each_number
-@pytest.mark.parametrize("piece_bytes", [1 << 20, 56], ids=["at-once", "in-pieces"])
+@every_pair(case=list(cases(1)), n=RANKS, piece_bytes={"at-once": 1 << 20, "in-pieces": 56})
 def test_the_adjoint_is_the_transpose(case, n, piece_bytes):
     """<A x, y> = <x, A' y> for any blocks x and y: of copies, too, each rank has its own numbers."""
     source, target = cases(n)[case]

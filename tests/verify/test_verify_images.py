@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import pictures
+from pairwise import in_turn
 from spmd_engine import Mesh, run
 from spmd_engine.engine import LayeredEngine
 from spmd_engine.engine.batch import batch_of
@@ -97,10 +98,11 @@ def disagreement(axes, name, kind, **attributes):
     return report.disagreement
 
 
-@pytest.mark.parametrize(
-    ("axes", "over"), [({"rows": 2, "data": 2}, "rows"), ({"pipe": 2, "columns": 2}, "columns")]
+@in_turn(
+    2,
+    kind=[ConvWithoutHalo, ConvThatSendsNothingBack],
+    **{"axes, over": [({"rows": 2, "data": 2}, "rows"), ({"pipe": 2, "columns": 2}, "columns")]},
 )
-@pytest.mark.parametrize("kind", [ConvWithoutHalo, ConvThatSendsNothingBack])
 def test_a_missing_halo_is_named(kind, axes, over):
     found = disagreement(axes, "block1/conv", kind)
     assert (found.kind, found.layer) == ("output" if kind is ConvWithoutHalo else "input gradient", "block1/conv")

@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 
 import tiny
-from faults import HOW, every_how
-from pairwise import every_pair
+from faults import HOW
+from pairwise import every_pair, in_turn
 from spmd_engine import Mesh, run
 from spmd_engine.arrays import einsum
 from spmd_engine.comm.pending import Pending
@@ -87,9 +87,10 @@ def spoil_gradient(name, how, engine):
             storage.rest = OtherGroup(storage.rest, how)
 
 
-@every_how
-@pytest.mark.parametrize(
-    ("axes", "over"), [({"data": 3, "model": 2}, "data"), ({"replicate": 3, "shard": 2}, "replicate")]
+@in_turn(
+    2,
+    cause={cause.name: cause for cause in HOW},
+    **{"axes, over": [({"data": 3, "model": 2}, "data"), ({"replicate": 3, "shard": 2}, "replicate")]},
 )
 def test_a_gradient_whose_reduction_is_wrong_is_named(cause, axes, over):
     name = "block0/attention/output"
