@@ -46,12 +46,12 @@ SAID = {
 
 
 def write_model(folder):
-    """The folder, with drawn weights."""
+    """The folder, with drawn weights. Collective."""
     with Mesh() as mesh:
         engine = build_engine(ModelConfig("llama", shape=SHAPE), mesh)
         arrays = {name: engine.gather(name) for name in engine.names}
-    sliceable = {name: Sliceable(each.shape, each.dtype, each.__getitem__) for name, each in arrays.items()}
-    export_huggingface(sliceable, SHAPE, folder)
+        sliceable = {name: Sliceable(each.shape, each.dtype, each.__getitem__) for name, each in arrays.items()}
+        export_huggingface(sliceable, SHAPE, folder, mesh.group())
 
 
 def result_of(worker, rows, folder, python=sys.executable, ranks=1):

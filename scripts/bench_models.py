@@ -1,0 +1,109 @@
+"""What it takes to load and to export a real model's folder: against reading and hashing it once.
+
+    mpiexec -n 4 python scripts/bench_models.py --mesh data=2,model=2 --rounds 5
+
+The 135M Llama of scripts/bench_decoding.py with random weights in float32, 538 MB, is loaded as `--model PATH` does,
+then saved as a checkpoint and exported from there as a folder of Hugging Face's format and as one safetensors file.
+Each takes turns with reading and hashing as many bytes, each rank its share, and with writing them too, with fsync; and
+with one rank's reading and hashing all of them. All is read from the system's cache, which leaves the disk out of it.
+Of each the time until all ranks are done, and the CPU seconds of all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import shutil
+import statistics
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from bench_checkpoints import AT_ONCE, timed
+from bench_decoding import SHAPE, write_model
+
+from spmd_engine import Mesh
+from spmd_engine.checkpoints import Checkpoint, save_checkpoint
+from spmd_engine.checkpoints.export_huggingface import export_huggingface
+from spmd_engine.checkpoints.manifest import MODEL
+from spmd_engine.checkpoints.pretrained import load_pretrained
+from spmd_engine.checkpoints.rewrite import export_checkpoint
+from spmd_engine.comm.agreement import text_from_rank_zero
+from spmd_engine.comm.mesh import parse_axes
+from spmd_engine.engine.composition import ModelConfig, build_engine
+
+COMPARED = (("load", "read and hash"), ("load", "on one rank"), ("export, huggingface", "read, hash, write"))
+COMPARED += (("export, huggingface", "on one rank"), ("export, safetensors", "read, hash, write"))
+
+
+def read_and_hash(source: Path, rank: int, ranks: int, target: Path | None = None) -> None:
+    """This rank's share of the file's bytes, from the beginning of a block to that of another."""
+    data, digest = bytearray(AT_ONCE), hashlib.sha256()
+    blocks = -(-source.stat().st_size // AT_ONCE)
+    with source.open("rb", buffering=0) as file:
+        copy = target.open("wb", buffering=0) if target else None
+        file.seek(rank * blocks // ranks * AT_ONCE)
+        for _ in range(rank * blocks // ranks, (rank + 1) * blocks // ranks):
+            part = memoryview(data)[: file.readinto(data)]
+            digest.update(part)
+            if copy:
+                copy.write(part)
+        if copy:
+            os.fsync(copy.fileno())
+            copy.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--mesh", default="", help="as in data=2,model=2; all ranks on model, if it is not said")
+    parser.add_argument("--rounds", type=int, default=5)
+    asked = parser.parse_args()
+    with Mesh() as all_ranks:
+        axes = parse_axes(asked.mesh) if asked.mesh else {"model": all_ranks.size}
+        world = all_ranks.group()
+        folder = Path(text_from_rank_zero(world, lambda: tempfile.mkdtemp(dir=".", prefix="bench-models-")))
+        model = folder / "model"
+        write_model(model)
+        weights, rank, ranks = next(model.glob("*.safetensors")), world.rank, world.size
+        found: dict[str, list[tuple[float, float]]] = {}
+        with Mesh(**axes) as mesh:
+            engine = build_engine(ModelConfig("llama", shape=SHAPE), mesh, drawn=False)
+            load_pretrained(engine, model)
+            save_checkpoint(folder / "run", engine, step=0)
+            for number in range(asked.rounds + 1):
+                plain, out = folder / f"plain-{number}-{rank}", folder / f"out-{number}"
+                single = out.with_suffix(".safetensors")
+                checkpoint = Checkpoint(folder / "run")
+                does = {
+                    "load": lambda: load_pretrained(engine, model),
+                    "read and hash": lambda: read_and_hash(weights, rank, ranks),
+                    "on one rank": lambda: None if rank else read_and_hash(weights, 0, 1),
+                    "export, huggingface": lambda: export_huggingface(checkpoint, SHAPE, out, world),  # noqa: B023
+                    "read, hash, write": lambda: read_and_hash(weights, rank, ranks, plain),  # noqa: B023
+                    "export, safetensors": lambda: export_checkpoint(checkpoint, MODEL, single, world),  # noqa: B023
+                }
+                for name, do in does.items():
+                    found.setdefault(name, []).append(timed(world, do))
+                plain.unlink()
+                world.barrier()
+                if rank == 0:
+                    shutil.rmtree(out)
+                    single.unlink()
+        world.barrier()
+        if rank:
+            return
+        size = weights.stat().st_size
+        shutil.rmtree(folder)
+    print(f"{size / 1e6:.0f} MB, {ranks} ranks, mesh {axes}")
+    for name, times in found.items():
+        wall, cpu = (statistics.median(kind) for kind in zip(*times[1:], strict=True))
+        print(f"  {name:20} {wall * 1e3:6.0f} ms, CPU {cpu * 1e3:6.0f} ms")
+    for one, other in COMPARED:
+        ratios = np.array(found[one][1:]) / np.array(found[other][1:])
+        told = [f"{np.median(each):.2f}x ({each.min():.2f}-{each.max():.2f})" for each in ratios.T]
+        print(f"  {one} / {other}: {', CPU '.join(told)}")
+
+
+if __name__ == "__main__":
+    main()
