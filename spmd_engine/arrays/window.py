@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from spmd_engine.immutable import immutable
 
 
-@dataclass(frozen=True)
+@immutable
 class Window:
     """Output p reads the inputs p * stride - before + tap * dilation, for every tap in [0, size).
 

@@ -1,9 +1,14 @@
 """Checkpoints: each rank writes blocks of what it holds; one commit makes them a fact about the model, at any mesh."""
 
-from spmd_engine.checkpoints.folder import CheckpointFolder, find_checkpoint
-from spmd_engine.checkpoints.manifest import Manifest
-from spmd_engine.checkpoints.read import Checkpoint, load_checkpoint
-from spmd_engine.checkpoints.save import Save, save_checkpoint
+from typing import TYPE_CHECKING
+
+from spmd_engine.importing import imported_when_asked
+
+if TYPE_CHECKING:
+    from spmd_engine.checkpoints.folder import CheckpointFolder, find_checkpoint
+    from spmd_engine.checkpoints.manifest import Manifest
+    from spmd_engine.checkpoints.read import Checkpoint, load_checkpoint
+    from spmd_engine.checkpoints.save import Save, save_checkpoint
 
 __all__ = [
     "Checkpoint",
@@ -14,3 +19,11 @@ __all__ = [
     "load_checkpoint",
     "save_checkpoint",
 ]
+
+_PUBLIC = {
+    "folder": ("CheckpointFolder", "find_checkpoint"),
+    "manifest": ("Manifest",),
+    "read": ("Checkpoint", "load_checkpoint"),
+    "save": ("Save", "save_checkpoint"),
+}
+__getattr__ = imported_when_asked(__name__, _PUBLIC)

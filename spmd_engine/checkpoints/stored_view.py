@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
+from spmd_engine.immutable import immutable
 from spmd_engine.models.stored import Stored
 
 CHUNK = 1 << 17  #: elements that are widened at a time
 
 
-@dataclass(frozen=True)
+@immutable
 class StoredView:
     """The letters of a parameter, ``dims`` as "d h r k", and those of the tensor that it is ``stored`` in."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -16,13 +15,14 @@ from spmd_engine.engine.composition import ModelConfig, build_engine
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import UsageError
 from spmd_engine.formats.gguf import read_gguf
+from spmd_engine.immutable import immutable
 from spmd_engine.serving.options import GenerationConfig, read_generation_config
 from spmd_engine.tokens import ByteTokenizer, Tokenizer
 from spmd_engine.tokens.gguf import gguf_tokenizer
 from spmd_engine.tokens.hugging_face import read_tokenizer
 
 
-@dataclass(frozen=True)
+@immutable
 class TextModel:
     """What a command that reads or writes text works with."""
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from spmd_engine.immutable import immutable
 
 
-@dataclass(frozen=True)
+@immutable
 class Tuning:
     """Sizes in bytes, unless it says otherwise. Equal on all ranks: the choice of a way follows from it."""
 

@@ -1,12 +1,17 @@
 """Engines: the abstract ShardedEngine, the layered engine, how it stores and schedules, and optimizers."""
 
-from spmd_engine.engine.assignment import Storage
-from spmd_engine.engine.base import ShardedEngine
-from spmd_engine.engine.batch import Batch, MicroBatch
-from spmd_engine.engine.distributed import as_distributed
-from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.engine.optimizers import SGD, AdamW
-from spmd_engine.engine.recompute import Recompute
+from typing import TYPE_CHECKING
+
+from spmd_engine.importing import imported_when_asked
+
+if TYPE_CHECKING:
+    from spmd_engine.engine.assignment import Storage
+    from spmd_engine.engine.base import ShardedEngine
+    from spmd_engine.engine.batch import Batch, MicroBatch
+    from spmd_engine.engine.distributed import as_distributed
+    from spmd_engine.engine.layered import LayeredEngine
+    from spmd_engine.engine.optimizers import SGD, AdamW
+    from spmd_engine.engine.recompute import Recompute
 
 __all__ = [
     "AdamW",
@@ -19,3 +24,14 @@ __all__ = [
     "Storage",
     "as_distributed",
 ]
+
+_PUBLIC = {
+    "assignment": ("Storage",),
+    "base": ("ShardedEngine",),
+    "batch": ("Batch", "MicroBatch"),
+    "distributed": ("as_distributed",),
+    "layered": ("LayeredEngine",),
+    "optimizers": ("SGD", "AdamW"),
+    "recompute": ("Recompute",),
+}
+__getattr__ = imported_when_asked(__name__, _PUBLIC)

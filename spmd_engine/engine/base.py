@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -25,6 +24,7 @@ from spmd_engine.engine.replicas import check_replicas
 from spmd_engine.engine.serving import Writer, serve
 from spmd_engine.engine.tape import Tape, Tapes
 from spmd_engine.errors import UnknownParameter, UsageError
+from spmd_engine.immutable import immutable
 from spmd_engine.layers.loss import mean_squared_error
 from spmd_engine.sharding.asking import ask_placement, ask_shapes
 from spmd_engine.sharding.notation import Spec
@@ -35,7 +35,7 @@ Loss = Callable[..., tuple[float, Array]]
 Metric = Callable[..., float]
 
 
-@dataclass(frozen=True)
+@immutable
 class Shard:
     """A rank's part of an array: ``data`` is ``whole[index]``."""
 

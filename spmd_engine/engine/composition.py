@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -20,13 +20,13 @@ from spmd_engine.engine.recompute import Recompute
 from spmd_engine.engine.shares import STATE, WORK, Shares, misfit, parse_shares
 from spmd_engine.engine.stages import Division, divide, parse_division
 from spmd_engine.errors import UsageError
+from spmd_engine.immutable import immutable
 from spmd_engine.layers.names import CONTEXT_METHODS
 from spmd_engine.models import DecoderShape, ImageShape, Mixture, Model, layout_for
 from spmd_engine.models.adapters import LoRAOptions, with_adapters
 from spmd_engine.models.layouts import note_of_shared_keys
 from spmd_engine.models.names import IMAGES, MODELS, build_model, family_of
 from spmd_engine.models.shape_at import is_path
-from spmd_engine.models.thin_cuts import note_of_thin_cut
 from spmd_engine.sharding.groups import CAP, THRESHOLD
 from spmd_engine.sharding.layout import Layout
 
@@ -34,7 +34,7 @@ PIPELINES = tuple(name for name in schedules.SCHEDULES if name != "sequential")
 RECOMPUTE = tuple(each.value for each in Recompute)
 
 
-@dataclass(frozen=True)
+@immutable
 class ModelConfig(Configuration):
     """A model by name, and what its parameters begin with."""
 
@@ -77,7 +77,7 @@ def _check_images(name: str, images: Mapping[str, int]) -> None:
         raise UsageError(f"images is {images}: it must have {', '.join(sizes)}, from 1")
 
 
-@dataclass(frozen=True)
+@immutable
 class Composition(Configuration):
     """How a model is spread over ranks. But for ``compress``, this says how something is computed, not what.
 
@@ -171,7 +171,7 @@ class Composition(Configuration):
             divide(model, axes[PIPE] * chunks, self.division, chunks)
         notices = self._without_effect(axes, mesh)
         if model is not None:
-            more = note_of_thin_cut(model, axes), note_of_shared_keys(model, axes)
+            more = self._about_images(axes, model), note_of_shared_keys(model, axes)
             notices += [*self._about_experts(axes, model), *filter(None, more)]
         return notices
 
@@ -179,6 +179,13 @@ class Composition(Configuration):
         """Fields of shares that do not go with a mesh, and why."""
         each = {"shares": self.work_shares, "state_shares": self.storage.shares}
         return {name: why for name, shares in each.items() if (why := misfit(shares, axes))}
+
+    def _about_images(self, axes: Mapping[str, int], model: Model) -> str | None:
+        if not {"rows", "columns"} & set(axes):
+            return None
+        from spmd_engine.models.thin_cuts import note_of_thin_cut  # with the layers of images
+
+        return note_of_thin_cut(model, axes)
 
     def _about_experts(self, axes: Mapping[str, int], model: Model) -> list[str]:
         """Notices of ranks that will have no experts, or none to have."""

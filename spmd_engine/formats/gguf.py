@@ -8,7 +8,6 @@ from __future__ import annotations
 import mmap
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import numpy as np
 
 from spmd_engine.errors import CheckpointError
 from spmd_engine.formats.tensor import FileTensor, Index, PlainTensor
+from spmd_engine.immutable import immutable
 
 _MAGIC = b"GGUF"
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -29,7 +29,7 @@ MOST_DIMS = 4
 ELEMENTS = 1 << 22  #: unpacked at a time
 
 
-@dataclass(frozen=True)
+@immutable
 class GGUF:
     """What a file says of itself, and its tensors."""
 
@@ -37,7 +37,7 @@ class GGUF:
     tensors: dict[str, FileTensor]
 
 
-@dataclass(frozen=True)
+@immutable
 class BlockedTensor(FileTensor):
     """One in blocks of 32 neighbours of its last dim: a scale, for Q4_1 an offset, and 8 or 4 bits each.
 

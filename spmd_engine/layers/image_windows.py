@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from spmd_engine.arrays.window import Window
 from spmd_engine.errors import UsageError
+from spmd_engine.immutable import immutable
 from spmd_engine.sharding.placement import Interval
 from spmd_engine.sharding.shards import Reading, Shards
 
@@ -17,7 +18,7 @@ Pair = int | tuple[int, int]  #: of rows and of columns; a number stands for bot
 Padding = int | tuple[Interval, Interval] | str
 
 
-@dataclass(frozen=True)
+@immutable
 class ImageWindows:
     """What each output of a layer reads of an image whose letters are ``y`` and ``x``, and that is so large in all."""
 
@@ -75,7 +76,7 @@ class ImageWindows:
         return WindowsHere(*zip(*sides, strict=True))
 
 
-@dataclass(frozen=True)
+@immutable
 class WindowsHere:
     """Windows over the rows and columns that a rank has: intervals of the whole image, and of all outputs."""
 

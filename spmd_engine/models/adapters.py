@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import sqrt
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.errors import CheckpointError, UsageError
+from spmd_engine.immutable import immutable
 from spmd_engine.layers import Layer, Parallel
-from spmd_engine.layers.low_rank import LowRank, names_of_adapter
 from spmd_engine.models.decoder import DecoderShape, decoder
 from spmd_engine.models.model import Model
-from spmd_engine.models.stored import Stored
-from spmd_engine.models.stored_names import stored_names
+
+if TYPE_CHECKING:
+    from spmd_engine.models.stored import Stored
 
 _THREE = {"q_proj": (("query",),), "k_proj": (("key",),), "v_proj": (("value",),)}
 _ATTENTION = _THREE | {"o_proj": (("output",),)}
@@ -82,7 +83,7 @@ _REFUSED: Mapping[str, Any] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
+@immutable
 class LoRAOptions(Configuration):
     """Of each weight w of the ``targets``, w + (alpha / rank) · a · b is used, and a and b alone are trained."""
 
@@ -115,6 +116,8 @@ class LoRAOptions(Configuration):
 
     def names(self, family: str, weights: Mapping[str, str]) -> dict[str, tuple[str, str]]:
         """Of each of these weights that is adapted, the names of its a and its b; ``weights`` are names and dims."""
+        from spmd_engine.layers.low_rank import names_of_adapter
+
         groups = {name: group for groups in self.modules(family).values() for group in groups for name in group}
         found = {}
         for name, dims in weights.items():
@@ -132,6 +135,7 @@ class LoRAOptions(Configuration):
 
 def with_adapters(model: Model, options: LoRAOptions, family: str) -> Model:
     """The model, all of it frozen, with adapters; raises UsageError for one that has none of the targets."""
+    from spmd_engine.layers.low_rank import LowRank
 
     def frozen(layer: Layer) -> Layer:
         if isinstance(layer, Parallel):
@@ -149,6 +153,8 @@ def with_adapters(model: Model, options: LoRAOptions, family: str) -> Model:
 
 def adapter_names(shape: DecoderShape, options: LoRAOptions) -> Iterator[tuple[str, tuple[Stored, ...]]]:
     """Where PEFT keeps a and b of every weight that is adapted."""
+    from spmd_engine.models.stored_names import stored_names
+
     dims = {name: parameter.dims for name, (parameter, _) in decoder(shape).parameters()}
     names, modules, told = options.names(shape.family, dims), options.modules(shape.family), set()
     for name, ways in stored_names(shape):
@@ -163,6 +169,8 @@ def adapter_names(shape: DecoderShape, options: LoRAOptions) -> Iterator[tuple[s
 
 def _thin(stored: Stored, family: str, modules: Collection[str], doubled: bool) -> tuple[Stored, Stored]:
     """Where the a and the b are of a weight that is stored there."""
+    from spmd_engine.models.stored import Stored
+
     folder, _, called = stored.tensor.rpartition(".")
     if _FUSED + called not in modules:
         folder = stored.tensor.removesuffix(".weight")

@@ -9,20 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import spmd_engine.layers as layers
 from spmd_engine.errors import UsageError
-from spmd_engine.layers import (
-    BatchNorm,
-    Chain,
-    Conv2d,
-    Gather,
-    GlobalPool,
-    Layer,
-    Linear,
-    MaxPool,
-    Recut,
-    ReLU,
-    ResidualBlock,
-)
+from spmd_engine.layers.layer import Layer
 from spmd_engine.models.images import ImageShape
 from spmd_engine.models.mlp import class_accuracy, class_loss
 from spmd_engine.models.model import Model
@@ -49,7 +38,7 @@ def convnet(
         into, out = "cf" if number % 2 == 0 else "fc"
         net.add(f"block{number}/conv", net.conv(into, out, width, 3, padding=1))
         net.add(f"block{number}/norm", net.norm(out, width))
-        net.add(f"block{number}/relu", ReLU(net.letters + out))
+        net.add(f"block{number}/relu", layers.ReLU(net.letters + out))
         if number % 2 and number + 1 < len(channels) and min(net.image) > 1:
             net.add(f"block{number}/pool", net.pool(2, out))
     return net.finish(len(channels))
@@ -75,7 +64,7 @@ def resnet(
     kernel, stride = (7, 2) if large else (3, 1)
     net.add("stem/conv", net.conv("c", "f", width, kernel, stride=stride, padding=kernel // 2))
     net.add("stem/norm", net.norm("f", width))
-    net.add("stem/relu", ReLU(net.letters + "f"))
+    net.add("stem/relu", layers.ReLU(net.letters + "f"))
     if large:
         net.add("stem/pool", net.pool(3, "f", stride=2, padding=1))
     net.add("stem/gather", net.gather())
@@ -89,7 +78,7 @@ def resnet(
     return net.finish(number)
 
 
-def _residual_block(net: _Network, width: int, stride: int, bottleneck: bool) -> ResidualBlock:
+def _residual_block(net: _Network, width: int, stride: int, bottleneck: bool) -> layers.ResidualBlock:
     image, channels = net.image, net.channels
     out = 4 * width if bottleneck else width
     if bottleneck:
@@ -101,13 +90,13 @@ def _residual_block(net: _Network, width: int, stride: int, bottleneck: bool) ->
         branch.append((f"conv{i}", net.conv(into, to, number, kernel, stride=by, padding=kernel // 2, reduced=i > 0)))
         branch.append((f"norm{i}", net.norm(to, number)))
         if i + 1 < len(steps):
-            branch.append((f"relu{i}", ReLU(net.letters + to)))
+            branch.append((f"relu{i}", layers.ReLU(net.letters + to)))
     shortcut = None
     if stride > 1 or channels != out:
         net.image, net.channels = image, channels
         projection = net.conv("c", "f", out, 1, stride=stride, reduced=False)
-        shortcut = Chain(("conv", projection), ("norm", net.norm("f", out)), ("gather", net.gather()))
-    return ResidualBlock(Chain(*branch), shortcut, over="f")
+        shortcut = layers.Chain(("conv", projection), ("norm", net.norm("f", out)), ("gather", net.gather()))
+    return layers.ResidualBlock(layers.Chain(*branch), shortcut, over="f")
 
 
 class _Network:
@@ -121,9 +110,9 @@ class _Network:
     def add(self, name: str, layer: Layer) -> None:
         self.layers.append((name, layer))
 
-    def conv(self, into: str, out: str, channels: int, kernel: int, *, stride: int = 1, **how) -> Conv2d:
+    def conv(self, into: str, out: str, channels: int, kernel: int, *, stride: int = 1, **how) -> layers.Conv2d:
         """A convolution of what came out last; no bias, since a batch norm follows."""
-        layer = Conv2d(
+        layer = layers.Conv2d(
             (into, self.channels),
             (out, channels),
             self.image,
@@ -137,15 +126,15 @@ class _Network:
         self.image, self.channels = layer.windows.outputs, channels
         return layer
 
-    def norm(self, letter: str, channels: int) -> BatchNorm:
-        return BatchNorm((letter, channels), letters=self.letters)
+    def norm(self, letter: str, channels: int) -> layers.BatchNorm:
+        return layers.BatchNorm((letter, channels), letters=self.letters)
 
-    def gather(self) -> Gather:
+    def gather(self) -> layers.Gather:
         """All channels of what came out last, of which a rank may have made some."""
-        return Gather(self.letters + "f", self.letters + "c")
+        return layers.Gather(self.letters + "f", self.letters + "c")
 
-    def pool(self, kernel: int, letter: str, *, stride: int | None = None, padding: int = 0) -> MaxPool:
-        layer = MaxPool(self.image, kernel, stride=stride, padding=padding, letters=self.letters + letter)
+    def pool(self, kernel: int, letter: str, *, stride: int | None = None, padding: int = 0) -> layers.MaxPool:
+        layer = layers.MaxPool(self.image, kernel, stride=stride, padding=padding, letters=self.letters + letter)
         self.image = layer.windows.outputs
         return layer
 
@@ -153,7 +142,7 @@ class _Network:
         """Change the cut, if it is to change here."""
         if number == self.recut_after:
             channel = self.layers[-1][1].outputs.dims[-1] if self.layers else "c"
-            self.add("recut", Recut(self.image, self.letters + channel, "nyx" + channel))
+            self.add("recut", layers.Recut(self.image, self.letters + channel, "nyx" + channel))
             self.letters = "nyx"
 
     def finish(self, blocks: int) -> Model:
@@ -162,10 +151,10 @@ class _Network:
         if after is not None and not 0 < after < blocks:
             raise UsageError(f"{self.name}: recut after {after} blocks; it has {blocks}, so take 1 to {blocks - 1}")
         batch = self.letters[0]
-        self.add("mean", GlobalPool(self.image, self.letters + "c"))
-        self.add("head", Linear(("f", self.channels), ("k", shape.classes), slice_input=True, batch=batch))
+        self.add("mean", layers.GlobalPool(self.image, self.letters + "c"))
+        self.add("head", layers.Linear(("f", self.channels), ("k", shape.classes), slice_input=True, batch=batch))
         if batch != "b":
-            self.add("gather", Gather("nk", "bk"))
+            self.add("gather", layers.Gather("nk", "bk"))
         return Model(
             self.name,
             tuple(self.layers),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from spmd_engine.immutable import immutable
 
 
-@dataclass(frozen=True)
+@immutable
 class ImageShape:
     """The size of all images of a data set, and the number of their classes."""
 

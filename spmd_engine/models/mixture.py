@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.errors import UsageError
-from spmd_engine.layers.moe import MoE
+from spmd_engine.immutable import immutable
 from spmd_engine.layers.router_options import RouterOptions
 from spmd_engine.models.block_numbers import block_numbers
 
+if TYPE_CHECKING:
+    from spmd_engine.layers.moe import MoE
 
-@dataclass(frozen=True)
+
+@immutable
 class Mixture(Configuration):
     """What stands in the place of a block's MLP; ``router`` has all that is about choosing experts."""
 
@@ -37,6 +40,8 @@ class Mixture(Configuration):
         """The layer for a dense MLP of this hidden width: as many active multiplications, unless ``hidden`` is said.
 
         ``gated`` says of which kind the experts are, as of the MLP."""
+        from spmd_engine.layers.moe import MoE
+
         active = self.router.top_k + self.shared
         own = self.hidden or max(1, hidden // active)
         options = {"shared": self.shared, "shared_gate": self.shared_gate, "gated": gated}

@@ -5,11 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from spmd_engine.errors import CheckpointError
-from spmd_engine.formats.gguf import read_gguf
-from spmd_engine.formats.huggingface import CONFIG, read_json
 from spmd_engine.models.decoder import DecoderShape
-from spmd_engine.models.gguf_names import shape_of_gguf
-from spmd_engine.models.huggingface_config import read_config, shape_of_config
 
 
 def is_path(name: str) -> bool:
@@ -19,6 +15,11 @@ def is_path(name: str) -> bool:
 
 def shape_at(path: str | Path) -> DecoderShape:
     """What is there: a folder with ``config.json``, or a GGUF file. Raises CheckpointError."""
+    from spmd_engine.formats.gguf import read_gguf
+    from spmd_engine.formats.huggingface import CONFIG, read_json
+    from spmd_engine.models.gguf_names import shape_of_gguf
+    from spmd_engine.models.huggingface_config import shape_of_config
+
     path = Path(path)
     if path.is_file():
         return shape_of_gguf(read_gguf(path), str(path))
@@ -30,5 +31,8 @@ def shape_at(path: str | Path) -> DecoderShape:
 
 def not_understood(path: str | Path) -> list[str]:
     """Fields of what describes the decoder there, of which nothing is known: it is computed as if they were not."""
+    from spmd_engine.formats.huggingface import CONFIG, read_json
+    from spmd_engine.models.huggingface_config import read_config
+
     path = Path(path, CONFIG)
     return read_config(read_json(path), str(path))[1] if path.is_file() else []

@@ -9,10 +9,12 @@ in a tensor, then its key and its value, these are r + 2 in all, of which the qu
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
+
+from spmd_engine.immutable import immutable
 
 
-@dataclass(frozen=True)
+@immutable
 class Stored:
     """A parameter in a tensor."""
 

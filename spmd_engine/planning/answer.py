@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from statistics import fmean
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 from spmd_engine.engine.composition import Composition, ModelConfig
 from spmd_engine.engine.optimizers import OPTIMIZERS
 from spmd_engine.errors import UsageError
+from spmd_engine.immutable import immutable
 from spmd_engine.models import Model
 from spmd_engine.models.adapters import LoRAOptions
 from spmd_engine.models.names import MODELS
@@ -27,7 +28,7 @@ from spmd_engine.planning.search import Certificate, Found
 from spmd_engine.units import readable_bytes
 
 
-@dataclass(frozen=True)
+@immutable
 class Request:
     """What is asked."""
 
@@ -78,7 +79,7 @@ class Request:
         return {"dtype": self.dtype, "sequence": self.sequence, "optimizer": OPTIMIZERS[self.optimizer]()}
 
 
-@dataclass(frozen=True)
+@immutable
 class Answer:
     """What was found: the plan, looked at closely, or the conflict."""
 

@@ -8,10 +8,11 @@ compares candidates by; of those it proposes, the whole step is analyzed and sim
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
+from spmd_engine.immutable import immutable
 from spmd_engine.planning.collective_time import Duration
 from spmd_engine.planning.lattice import Candidate
 from spmd_engine.planning.pipeline_time import Slots
@@ -22,7 +23,7 @@ from spmd_engine.planning.stage_sums import StageSums
 LONG = 2048  #: forwards of all stages beyond which a schedule is executed for fewer micro-batches, and continued
 
 
-@dataclass(frozen=True)
+@immutable
 class Estimate:
     """A candidate with what it costs."""
 
@@ -42,7 +43,7 @@ class Estimate:
         return self.candidate.batch_size / self.seconds
 
 
-@dataclass(frozen=True)
+@immutable
 class Bound:
     """What no way to fill in the rest of a candidate can go below."""
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 from spmd_engine.engine.composition import composed_assignment
+from spmd_engine.immutable import immutable
 from spmd_engine.models import layout_for
 from spmd_engine.planning.answer import Request
 from spmd_engine.planning.estimate import Estimate
@@ -22,7 +23,7 @@ MOST_BATCH = 1 << 20
 MOST_DOUBLINGS = 12
 
 
-@dataclass(frozen=True)
+@immutable
 class Explanation:
     """A question and its answer, as lines to read and as data."""
 

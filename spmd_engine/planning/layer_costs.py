@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import cached_property
 
 import numpy as np
 
 from spmd_engine.engine.recompute import Recompute, segments
 from spmd_engine.engine.reducer import IN_FLIGHT
+from spmd_engine.immutable import immutable
 from spmd_engine.models import Model
 from spmd_engine.planning.hashed import HashedOnce
 
 
-@dataclass(frozen=True)
+@immutable
 class LayerCosts:
     """Of one layer, on a rank that has its part of a micro-batch. Seconds are of work alone, and of waiting inside."""
 

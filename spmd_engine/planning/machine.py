@@ -9,19 +9,20 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 from functools import cached_property
 from math import exp, log
 
 import numpy as np
 
 from spmd_engine.errors import UsageError
+from spmd_engine.immutable import immutable
 
 KINDS = ("cloud", "edge", "browser")
 TOPOLOGIES = ("flat", "fat-tree", "ring", "torus", "graph")
 
 
-@dataclass(frozen=True)
+@immutable
 class Curve:
     """A speed that depends on the size of what is done: straight between the given points in logarithms, flat beyond.
 
@@ -50,7 +51,7 @@ class Curve:
         return exp(log(slow) * (1 - share) + log(fast) * share)
 
 
-@dataclass(frozen=True)
+@immutable
 class Link:
     """What a message takes: ``latency`` + bytes / ``bandwidth`` seconds.
 
@@ -64,7 +65,7 @@ class Link:
     by_copy: bool = False
 
 
-@dataclass(frozen=True)
+@immutable
 class NodeKind:
     """Nodes of one kind. Speeds are those of one rank that has the cores, or the device, it asks for."""
 
@@ -84,7 +85,7 @@ class NodeKind:
         return self.cores is None
 
 
-@dataclass(frozen=True)
+@immutable
 class Topology:
     """How nodes are connected: ``flat`` (one switch), ``fat-tree`` (leaves of ``leaf`` nodes, whose way up has
     1/``oversubscription`` of their bandwidth), ``ring``, ``torus`` (of the ``shape``) or ``graph`` (these ``edges``).
@@ -97,7 +98,7 @@ class Topology:
     edges: tuple[tuple[int, int], ...] = ()
 
 
-@dataclass(frozen=True)
+@immutable
 class Fitted:
     """Numbers fitted to measured steps, of which a machine has at most these six. The defaults change nothing."""
 
@@ -110,7 +111,7 @@ class Fitted:
     wait_seconds: float = 0.0  #: for every collective, beside its latency
 
 
-@dataclass(frozen=True)
+@immutable
 class Machine:
     """Nodes and what connects them. Ranks are numbered node by node, in the order of ``nodes``."""
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from spmd_engine.errors import UsageError
+from spmd_engine.immutable import immutable
 
 RECOMPUTED = ("none", "selective", "full")
 PARTS = ("first", "attention", "mlp", "last")  #: before the blocks, of a block, and behind them
 
 
-@dataclass(frozen=True)
+@immutable
 class SavedTensor:
     """A tensor that a block keeps for its backward."""
 
@@ -28,7 +29,7 @@ class SavedTensor:
     of: str = "block"  #: or "last": of what comes behind the blocks
 
 
-@dataclass(frozen=True)
+@immutable
 class SystemWork:
     """Something that a layer does: a matrix product, a pass over elements, or a collective; one of these is given.
 
@@ -56,7 +57,7 @@ class SystemWork:
             raise ValueError(f"{self.what}: a product is of rows, what is summed over, and columns")
 
 
-@dataclass(frozen=True)
+@immutable
 class System:
     """What another system keeps, and what it computes."""
 
@@ -71,7 +72,7 @@ class System:
     accumulate: float = 0  #: bytes read and written for a parameter whose gradient a micro-batch adds to
 
 
-@dataclass(frozen=True)
+@immutable
 class Transformer:
     """Sizes of the model that it trains."""
 

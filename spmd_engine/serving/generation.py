@@ -15,6 +15,7 @@ from spmd_engine.arrays.random import key_of
 from spmd_engine.comm.agreement import text_from_rank_zero
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import UsageError
+from spmd_engine.immutable import immutable
 from spmd_engine.serving.next_tokens import LOG_PROB, MARGIN, TOKEN, NextTokens, call
 from spmd_engine.serving.options import SamplingOptions
 from spmd_engine.tokens import TextStream, Tokenizer
@@ -24,7 +25,7 @@ BATCH = 32  #: sequences at a time
 ROUNDING = {4: 1e-4, 8: 1e-12}
 
 
-@dataclass(frozen=True)
+@immutable
 class StoppingCriteria:
     """When a text ends."""
 
@@ -35,7 +36,7 @@ class StoppingCriteria:
     slide: bool = False
 
 
-@dataclass(frozen=True)
+@immutable
 class Completion:
     """What followed a prompt."""
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import log
 from typing import Any, Self
 
+from spmd_engine.immutable import immutable
 
-@dataclass(frozen=True)
+
+@immutable
 class ExpertLoad:
     """Of all layers with experts in one step. A pair is a token and an expert that it chose."""
 

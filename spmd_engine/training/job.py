@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,6 +12,7 @@ from spmd_engine.comm.pending import TIMEOUT
 from spmd_engine.configuration import Configuration, section_of, setting
 from spmd_engine.engine.composition import Composition, ModelConfig
 from spmd_engine.errors import UsageError
+from spmd_engine.immutable import immutable
 from spmd_engine.layers.router_options import RouterOptions
 from spmd_engine.models.names import IMAGES
 from spmd_engine.training.augment import AUGMENT
@@ -53,7 +54,7 @@ _SHORT = {
 }
 
 
-@dataclass(frozen=True)
+@immutable
 class DataConfig(Configuration):
     """What is learnt from, and in which pieces."""
 
@@ -67,7 +68,7 @@ class DataConfig(Configuration):
     augment: str = setting("none", choices=AUGMENT)  #: how images to learn from are changed, at random
 
 
-@dataclass(frozen=True)
+@immutable
 class TrainingConfig(Configuration):
     """How parameters are updated, and what is done between steps."""
 
@@ -87,7 +88,7 @@ class TrainingConfig(Configuration):
     go_on_unsaved: bool = False  #: whether training goes on when a checkpoint could not be written
 
 
-@dataclass(frozen=True)
+@immutable
 class CorpusFacts(Configuration):
     """What a corpus was read from: equal where the data are."""
 
@@ -95,7 +96,7 @@ class CorpusFacts(Configuration):
     sha256: str = ""  #: of their names, sizes and contents, in hexadecimal digits
 
 
-@dataclass(frozen=True)
+@immutable
 class Job(Configuration):
     """A training run, whole: equal jobs on equal data compute the same, to rounding, whatever the composition."""
 

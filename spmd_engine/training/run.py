@@ -13,11 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from spmd_engine.checkpoints import CheckpointFolder, Save, load_checkpoint
+from spmd_engine.checkpoints import CheckpointFolder, Save
 from spmd_engine.checkpoints.folder import make_folder, replace_file
 from spmd_engine.checkpoints.lock import RunLock
-from spmd_engine.checkpoints.read import read_manifest
-from spmd_engine.checkpoints.replicas import compare_replicas
 from spmd_engine.checkpoints.save import KEEP, mesh_name
 from spmd_engine.comm.agreement import on_rank_zero
 from spmd_engine.engine.base import ShardedEngine
@@ -26,7 +24,6 @@ from spmd_engine.engine.evaluation import Evaluation
 from spmd_engine.errors import CheckpointError, UsageError
 from spmd_engine.signals import StopFlag
 from spmd_engine.training.observers import MetricsFile, Observer
-from spmd_engine.training.trace import Trace
 from spmd_engine.training.trainer import StepReport, Trainer
 
 logger = logging.getLogger(__name__)
@@ -115,8 +112,7 @@ class Run:
                 self.after_step(report.step)
                 ends = last or bool(stop.taken)
                 if _due(self._check_replicas_every, report.step):
-                    with self._phase("comparing replicas, step", report.step):
-                        compare_replicas(self.engine, self.trainer.optimizer)
+                    self._compare_replicas(report.step)
                 if self._saving and self._written_everywhere():
                     self._finish_saving(must=ends)
                 if ends or _due(self.save_every, report.step):
@@ -202,6 +198,8 @@ class Run:
 
         Raises UsageError if there is none, or if it was made with other ``facts``.
         """
+        from spmd_engine.checkpoints import load_checkpoint
+
         with self._phase("loading a checkpoint"):
             facts = load_checkpoint(self.folder, self.engine, self.trainer.optimizer)
             if self.engine.device_id == 0:
@@ -214,6 +212,8 @@ class Run:
         self.trainer.steps_done = facts["step"]
 
     def _tell_of_another_mesh(self) -> None:
+        from spmd_engine.checkpoints.read import read_manifest
+
         newest = CheckpointFolder(self.folder).newest()
         saved_on, here = read_manifest(newest).mesh if newest else "", mesh_name(self.engine)
         if saved_on and saved_on != here:
@@ -263,9 +263,17 @@ class Run:
         if self.validation:
             self.evaluation = self.trainer.evaluation(self.validation)
 
+    def _compare_replicas(self, step: int) -> None:
+        from spmd_engine.checkpoints.replicas import compare_replicas
+
+        with self._phase("comparing replicas, step", step):
+            compare_replicas(self.engine, self.trainer.optimizer)
+
     def _traced(self, steps: int) -> Iterator[StepReport]:
         """The training's steps; those that are traced come second, when everything is warm."""
         if self.trace:
+            from spmd_engine.training.trace import Trace
+
             yield from self.trainer.run(min(steps, self.steps_done + 1))
             trace = Trace(self.engine.mesh)
             with trace.of(self.engine):

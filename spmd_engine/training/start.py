@@ -11,9 +11,6 @@ from typing import Any
 
 from spmd_engine.checkpoints import CheckpointFolder
 from spmd_engine.checkpoints.folder import find_checkpoint, make_folder, replace_file
-from spmd_engine.checkpoints.pretrained import load_pretrained, with_shape
-from spmd_engine.checkpoints.pretrained_table import table
-from spmd_engine.checkpoints.read import read_manifest
 from spmd_engine.comm.agreement import text_from_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
@@ -22,12 +19,10 @@ from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import UsageError
 from spmd_engine.strategies import default_axes, strategy_named
 from spmd_engine.tokens import ByteTokenizer, Tokenizer
-from spmd_engine.tokens.hugging_face import tokenizer_of
 from spmd_engine.training.foresight import first_step_check
 from spmd_engine.training.job import CorpusFacts, Job
 from spmd_engine.training.observers import Observer
 from spmd_engine.training.prepared import PreparedData
-from spmd_engine.training.rebalance import Rebalancer
 from spmd_engine.training.run import CONFIG, Run
 from spmd_engine.training.trainer import Trainer
 from spmd_engine.training.workload import Workload, make_trainer, open_workload
@@ -71,7 +66,7 @@ def train(
     if resume and run is None:
         raise UsageError("--resume needs --run NAME: which run shall go on?")
     with _open_mesh(job) as mesh:
-        job = job.changed(model=with_shape(job.model, mesh.group()))
+        job = _with_shape(job, mesh)
         if job.model.lora is not None and job.model.path is None:
             raise UsageError(f"adapters are of trained weights, but {job.model.name} begins with none: --model PATH")
         job, notices = _fitted(job, mesh, resume, given)
@@ -104,6 +99,15 @@ def _open_mesh(job: Job) -> Mesh:
     if job.strategy and not axes:
         axes = default_axes(strategy_named(job.strategy), world().size)
     return Mesh(check=job.check, timeout=job.timeout, deterministic=job.deterministic, **(axes or {}))
+
+
+def _with_shape(job: Job, mesh: Mesh) -> Job:
+    """The job, whose model knows the shape of the weights that it begins with, if there are any."""
+    if job.model.path is None and job.model.adapter is None:
+        return job
+    from spmd_engine.checkpoints.pretrained import with_shape
+
+    return job.changed(model=with_shape(job.model, mesh.group()))
 
 
 def _fitted(job: Job, mesh: Mesh, resume: bool, given: Collection[str]) -> tuple[Job, list[str]]:
@@ -140,6 +144,9 @@ def _load_weights(workload: Workload) -> list[str]:
     model, engine = workload.job.model, workload.engine
     if model.path is None or not isinstance(engine, LayeredEngine):
         return []
+    from spmd_engine.checkpoints.pretrained import load_pretrained
+    from spmd_engine.checkpoints.pretrained_table import table
+
     pretrained = load_pretrained(engine, model.path, model.adapter)
     specs = {name: str(engine.layout.spec(each.view.dims)) for name, each in pretrained.filled.items()}
     return list(table(pretrained, specs))
@@ -190,6 +197,8 @@ def _tokenizer(workload: Workload) -> Tokenizer | None:
     files = workload.corpus.file.tokenizer if isinstance(workload.corpus, PreparedData) else {}
     if not files:
         return ByteTokenizer()
+    from spmd_engine.tokens.hugging_face import tokenizer_of
+
     return tokenizer_of(files, workload.corpus.file.path) if find_spec("tokenizers") else None
 
 
@@ -205,6 +214,8 @@ def _rebalancing(composition: Composition, trainer: Trainer) -> dict[str, Callab
     engine, every = trainer.engine, composition.rebalance_every
     if not every or not isinstance(engine, LayeredEngine):
         return {}
+    from spmd_engine.training.rebalance import Rebalancer
+
     return {"after_step": Rebalancer(engine, trainer.optimizer, every, **composition.how_on(engine.mesh.axes)).after}
 
 
@@ -224,11 +235,15 @@ def read_run(run: str | Path) -> Job:
         newest = CheckpointFolder(path.parent).newest()
         if os.path.exists(path) and not os.path.isfile(path):
             raise UsageError(f"{path} is no file: move it away, and the job is taken from the newest checkpoint")
-        if not os.path.isfile(path) and newest is None:
-            raise UsageError(f"{path}: no such run; --run wants the folder that 'train' wrote, as in runs/gpt-nano-1")
-        kept = read_manifest(newest).config if newest and not os.path.isfile(path) else None
-        if kept is not None:
-            return Job.from_json(kept, f"{newest}")
+        if not os.path.isfile(path):
+            if newest is None:
+                raise UsageError(
+                    f"{path}: no such run; --run wants the folder that 'train' wrote, as in runs/gpt-nano-1"
+                )
+            from spmd_engine.checkpoints.read import read_manifest
+
+            if (kept := read_manifest(newest).config) is not None:
+                return Job.from_json(kept, f"{newest}")
         try:
             return Job.read(path)
         except UsageError as error:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
 
+from spmd_engine.immutable import immutable
 from spmd_engine.verify.report import Element
 
 Teams = dict[tuple[str, ...], list[list["ComparedBlock"]]]
 
 
-@dataclass(frozen=True)
+@immutable
 class ComparedBlock:
     """One rank's part."""
 

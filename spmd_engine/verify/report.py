@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
+
+from spmd_engine.immutable import immutable
 
 
 class Cause(Enum):
@@ -20,7 +21,7 @@ class Cause(Enum):
     REPLICAS_DIFFER = "replicas differ"  #: ranks that should have the same values have not
 
 
-@dataclass(frozen=True)
+@immutable
 class Finding:
     """A cause that was tried and fits."""
 
@@ -30,7 +31,7 @@ class Finding:
     factor: float = 1.0  #: by which found values exceed right ones
 
 
-@dataclass(frozen=True)
+@immutable
 class Element:
     """One number that is off."""
 
@@ -46,7 +47,7 @@ class Element:
         return f"{at}on rank {self.rank} ({where}): {self.found:.10g}, one device has {self.expected:.10g}"
 
 
-@dataclass(frozen=True)
+@immutable
 class Disagreement:
     """The first tensor, in order of computation, that differs from one device's, and what would explain it."""
 
@@ -81,7 +82,7 @@ class Disagreement:
         return "\n".join([*lines, *(f"  {cause}" for cause in causes)])
 
 
-@dataclass(frozen=True)
+@immutable
 class Distances:
     """How far one step was from one device's: the largest difference of each kind, relative to tensors' scales."""
 
@@ -104,7 +105,7 @@ class Distances:
 HEADING = f"{'step':>4}  {'loss':>10}  {'of loss':>10}  {'gradients':>10}  {'parameters':>10}"
 
 
-@dataclass(frozen=True)
+@immutable
 class Slope:
     """How the loss of one device changes along a random direction in one parameter: two answers."""
 
@@ -124,7 +125,7 @@ class Slope:
         return text if self.multiple is None else f"{text}\n  it is {self.multiple:.4g} times what it should be"
 
 
-@dataclass(frozen=True)
+@immutable
 class GradientCheck:
     """One device's gradients beside finite differences of its loss."""
 
@@ -146,7 +147,7 @@ class GradientCheck:
         return "\n".join([str(self.wrong[0]), *lines])
 
 
-@dataclass(frozen=True)
+@immutable
 class Report:
     """A whole verification; the same on every rank."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -16,11 +15,12 @@ from spmd_engine.cli.show.ways_table import ways_on_mesh
 from spmd_engine.comm.mesh import Mesh, parse_axes
 from spmd_engine.comm.threads import run
 from spmd_engine.errors import UsageError
+from spmd_engine.immutable import immutable
 
 MOST = 12  # ranks
 
 
-@dataclass(frozen=True)
+@immutable
 class Example:
     """A collective, run on small vectors: ``before(rank, ranks)`` gives a rank's, ``program(mesh, x)`` is run."""
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
+
+from spmd_engine.immutable import immutable
 
 #: Colours that colour-blind people tell apart (Okabe and Ito, 2008); labels say the same in words.
 ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
@@ -14,7 +16,7 @@ COLOURS = (SKY, ORANGE, GREEN, YELLOW, PURPLE, BLUE, VERMILLION)
 WIDEST = 110  # columns: what is drawn side by side goes on below, so that text looks the same everywhere
 
 
-@dataclass(frozen=True)
+@immutable
 class Cell:
     """A rectangle with a label, which may have several lines.
 
@@ -45,7 +47,7 @@ class Cell:
         return self.y + self.height + self.outline
 
 
-@dataclass(frozen=True)
+@immutable
 class Picture:
     """A title, the drawing, and below it a table and notes.
 
