@@ -1,11 +1,12 @@
 """``python -m spmd_engine``: see ``--help``."""
 
 from spmd_engine.importing import many_imports
+from spmd_engine.launchers import one_blas_thread
 from spmd_engine.signals import StopFlag, exit_code
 
 if __name__ == "__main__":
     try:
-        with StopFlag(), many_imports():
+        with StopFlag(), many_imports(), one_blas_thread():
             # A signal while modules load is heard once they are: a half-loaded program cannot end well.
             from spmd_engine.cli import main
     except KeyboardInterrupt as error:

@@ -24,13 +24,12 @@ from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.pending import Progress
 from spmd_engine.comm.threads import current_thread_communicator, solo
 from spmd_engine.errors import RankAborted, SpmdError, UsageError
-from spmd_engine.launchers import is_launched, launcher_rank, launcher_size
+from spmd_engine.launchers import THREAD_VARIABLES, is_launched, launcher_rank, launcher_size
 from spmd_engine.signals import exit_code
 from spmd_engine.watchdog.activity import SIZE, Activity, Memory
 from spmd_engine.watchdog.records import Record
 from spmd_engine.watchdog.watchdog import Watchdog
 
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 JOIN = 10  #: seconds within which other ranks should come, too, when one joins MPI only to leave
 FINALIZE = 120  #: seconds that the end of MPI may take after all ranks have come to the end of their programs
 _FAILED = 32767  # the largest tag that every MPI allows

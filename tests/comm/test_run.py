@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -10,8 +12,8 @@ import pytest
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from spmd_engine import Mesh, run, world
-from spmd_engine.comm.world import THREAD_VARIABLES
 from spmd_engine.errors import UsageError
+from spmd_engine.launchers import RANK_VARIABLES, SIZE_VARIABLES, THREAD_VARIABLES
 
 
 def test_results_are_in_rank_order():
@@ -158,6 +160,31 @@ def test_a_rank_has_no_more_threads_than_were_allowed_before(monkeypatch):
     with threadpool_limits(2, user_api="blas"):
         assert run(blas_threads, 1) == [{2}]
         assert run(lambda: run(blas_threads, 2), 5) == [[{1}] * 2] * 5
+
+
+LOADS_NUMPY = """
+import os
+from spmd_engine.launchers import one_blas_thread
+with one_blas_thread():
+    import numpy
+from threadpoolctl import threadpool_info, threadpool_limits
+threads = lambda: [pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"]
+print(threads(), os.environ.get("OPENBLAS_NUM_THREADS"))
+threadpool_limits(2, user_api="blas")
+print(threads())
+"""
+
+
+@pytest.mark.parametrize("ranks, said, loaded", [(8, None, 1), (8, 2, 2), (1, None, None)])
+def test_one_of_several_ranks_loads_numpy_with_one_thread_and_has_more_later(ranks, said, loaded):
+    ours = {*RANK_VARIABLES, *SIZE_VARIABLES, *THREAD_VARIABLES}
+    environment = {name: value for name, value in os.environ.items() if name not in ours} | {"PMI_SIZE": str(ranks)}
+    environment |= {"OPENBLAS_NUM_THREADS": str(said)} if said else {}
+    command = [sys.executable, "-c", LOADS_NUMPY]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    first, then = done.stdout.splitlines()
+    assert first == f"[{loaded or len(os.sched_getaffinity(0))}] {said}"
+    assert then == "[2]"
 
 
 @pytest.mark.mpi(ranks=2)
