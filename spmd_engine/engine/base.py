@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,10 +18,7 @@ from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.mesh import Collectives, Mesh, Over
 from spmd_engine.engine.batch import Batch, MicroBatch
 from spmd_engine.engine.evaluation import Evaluation, Scores
-from spmd_engine.engine.gather import assemble
 from spmd_engine.engine.parameter_store import Index
-from spmd_engine.engine.replicas import check_replicas
-from spmd_engine.engine.serving import Writer, serve
 from spmd_engine.engine.tape import Tape, Tapes
 from spmd_engine.errors import UnknownParameter, UsageError
 from spmd_engine.immutable import immutable
@@ -30,6 +27,9 @@ from spmd_engine.sharding.asking import ask_placement, ask_shapes
 from spmd_engine.sharding.notation import Spec
 from spmd_engine.sharding.placement import Placement
 from spmd_engine.sharding.rectangles import Rectangle
+
+if TYPE_CHECKING:
+    from spmd_engine.engine.serving import Writer
 
 Loss = Callable[..., tuple[float, Array]]
 Metric = Callable[..., float]
@@ -152,7 +152,7 @@ class ShardedEngine(Collectives, ABC):
 
     def gather_buffer(self, name: str, *, root: int | None = None) -> Array | None:
         """As ``gather``, of a buffer."""
-        return assemble(self, name, self.buffers.get(name), False, root)
+        return self._gathered(name, self.buffers.get(name), False, root)
 
     @property
     def names(self) -> Sequence[str]:
@@ -280,11 +280,16 @@ class ShardedEngine(Collectives, ABC):
 
         A rank that ends instead, or gathers something else, turns it into a MismatchError on all, never a hang.
         """
-        return assemble(self, name, self.parameters.get(name), False, root)
+        return self._gathered(name, self.parameters.get(name), False, root)
 
     def gather_owned(self, name: str, arrays: Mapping[str, Array], *, root: int | None = None) -> Array | None:
         """As ``gather``, of arrays like ``owned`` (``gradients``, a kind of optimizer state)."""
-        return assemble(self, name, self.named(arrays).get(name), True, root)
+        return self._gathered(name, self.named(arrays).get(name), True, root)
+
+    def _gathered(self, name: str, part: Array | None, owned: bool, root: int | None) -> Array | None:
+        from spmd_engine.engine.gather import assemble
+
+        return assemble(self, name, part, owned, root)
 
     def counts_here(self, name: str) -> bool:
         """Whether this rank is the one, among those that own the same part of a parameter, to count it in a sum."""
@@ -393,6 +398,8 @@ class ShardedEngine(Collectives, ABC):
                 for name, array in self.backward(gradient).items():
                     gradients[name] = gradients[name] + array if name in gradients else array
         if self.mesh.checks and self.checks_replicas:
+            from spmd_engine.engine.replicas import check_replicas
+
             check_replicas(self, gradients)
             self.checks_replicas = False  # a reduction that is there once is there in every step
         self.gradients = gradients
@@ -447,6 +454,8 @@ class ShardedEngine(Collectives, ABC):
         iterate over; ``output_stream`` anything with ``write(array)``. Each input is cut by ``input_sharding``
         and the output gathered by ``output_sharding``. No tape is kept.
         """
+        from spmd_engine.engine.serving import serve
+
         serve(self, input_stream, output_stream)
 
 

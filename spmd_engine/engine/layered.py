@@ -19,8 +19,6 @@ from spmd_engine.engine.assignment import PIPE, Assignment, Storage
 from spmd_engine.engine.base import Loss, Metric
 from spmd_engine.engine.batch import Batch, MicroBatch
 from spmd_engine.engine.evaluation import Scores
-from spmd_engine.engine.growth import grow
-from spmd_engine.engine.move import StateMove
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.engine.parameter_store import Index
 from spmd_engine.engine.placed import PlacedModel, place
@@ -126,6 +124,8 @@ class LayeredEngine(StoredEngine):
         ``storage``, ``schedule``, ``stages``, ``recompute``. Collective over the old mesh, whose ledger counts what
         is sent, and which is not closed.
         """
+        from spmd_engine.engine.move import StateMove
+
         move = StateMove(self, optimizer)
         if mesh is None:
             move.leave()
@@ -216,6 +216,8 @@ class LayeredEngine(StoredEngine):
         """
         self.model.check_inputs(x)
         if cache is not None:
+            from spmd_engine.engine.growth import grow
+
             growth = grow(self, x, cache)
             x, ctx = growth.inputs, growth.ctx
         ctx = ctx or self._plain_context(x)

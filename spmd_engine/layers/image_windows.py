@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from spmd_engine.arrays.window import Window
 from spmd_engine.errors import UsageError
 from spmd_engine.immutable import immutable
 from spmd_engine.sharding.placement import Interval
-from spmd_engine.sharding.shards import Reading, Shards
+
+if TYPE_CHECKING:
+    from spmd_engine.sharding.shards import Reading, Shards
 
 Pair = int | tuple[int, int]  #: of rows and of columns; a number stands for both
 

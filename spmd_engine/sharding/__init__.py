@@ -14,13 +14,18 @@ the same ways back and adds. ``reshard``, an engine's ``gather`` and halos of co
     dx = plan.adjoint().execute(mesh.group(), {"x": [d_padded]})["x"][0]
 """
 
-from spmd_engine.sharding.layout import Layout
-from spmd_engine.sharding.notation import Spec
-from spmd_engine.sharding.placement import ArrayPlacement, Placement
-from spmd_engine.sharding.rectangles import Rectangle
-from spmd_engine.sharding.reshard import gather, reshard, reshard_plan, shard
-from spmd_engine.sharding.shards import Shards
-from spmd_engine.sharding.transfer import TransferPlan, plan_transfer
+from typing import TYPE_CHECKING
+
+from spmd_engine.importing import imported_when_asked
+
+if TYPE_CHECKING:
+    from spmd_engine.sharding.layout import Layout
+    from spmd_engine.sharding.notation import Spec
+    from spmd_engine.sharding.placement import ArrayPlacement, Placement
+    from spmd_engine.sharding.rectangles import Rectangle
+    from spmd_engine.sharding.resharding import gather, reshard, reshard_plan, shard
+    from spmd_engine.sharding.shards import Shards
+    from spmd_engine.sharding.transfer import TransferPlan, plan_transfer
 
 __all__ = [
     "ArrayPlacement",
@@ -36,3 +41,14 @@ __all__ = [
     "reshard_plan",
     "shard",
 ]
+
+_PUBLIC = {
+    "layout": ("Layout",),
+    "notation": ("Spec",),
+    "placement": ("ArrayPlacement", "Placement"),
+    "rectangles": ("Rectangle",),
+    "resharding": ("gather", "reshard", "reshard_plan", "shard"),
+    "shards": ("Shards",),
+    "transfer": ("TransferPlan", "plan_transfer"),
+}
+__getattr__ = imported_when_asked(__name__, _PUBLIC)

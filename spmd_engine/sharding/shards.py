@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.pending import Pending
 from spmd_engine.errors import MeshError, NotationError
-from spmd_engine.sharding.halos import Reach, Reads, plan_halos
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.sharding.notation import nested_span
-from spmd_engine.sharding.recuts import Axes, plan_recut, recut_axes
-from spmd_engine.sharding.transfer import Blocks, TransferPlan, UnderWay
 
-Reading = tuple[int, Reads]  #: how long a letter is in all, and what outputs read of it
+if TYPE_CHECKING:
+    from spmd_engine.sharding.halos import Reach, Reads
+    from spmd_engine.sharding.recuts import Axes
+    from spmd_engine.sharding.transfer import Blocks, TransferPlan, UnderWay
+
+    Reading = tuple[int, Reads]  #: how long a letter is in all, and what outputs read of it
 
 
 class Transferred:
@@ -190,6 +192,8 @@ class Shards:
             return x
         key = "recut", tuple(shape), x.dtype, dims, after
         if key not in self._plans:
+            from spmd_engine.sharding.recuts import plan_recut
+
             self._plans[key] = plan_recut(shape, x.dtype, changes, self.mesh.peers(axes))
         return self._plans[key].execute(self.mesh.group(axes), {"x": [x]}, label=self.label)["x"][0]
 
@@ -208,10 +212,14 @@ class Shards:
         return x
 
     def _change(self, dims: str, after: str) -> tuple[tuple[str, ...], list[tuple[Axes, Axes]]]:
+        from spmd_engine.sharding.recuts import recut_axes
+
         return recut_axes(*([self.axes_in_order(x) for x in each.split()] for each in (dims, after)), self.mesh)
 
     def reach(self, letter: str, length: int, reads: Reads, where: str = "inside") -> Reach:
         """What this rank has of a letter, ``length`` long in all, which outputs it makes of it, and what they read."""
+        from spmd_engine.sharding.halos import Reach
+
         self._check_consecutive(letter)
         return Reach.of(length, reads, self.axes_in_order(letter, where), self.mesh)
 
@@ -262,6 +270,8 @@ class Shards:
         key = shape, x.dtype, where, tuple((dim, letter, *reads[letter]) for dim, letter in cut.items())
         group_axes = self.axes("".join(cut.values()), where)
         if key not in self._plans:
+            from spmd_engine.sharding.halos import Reach, plan_halos
+
             axes = {letter: self.axes_in_order(letter, where) for letter in cut.values()}
             reaches = tuple(
                 tuple((dim, Reach.of(*reads[letter], axes[letter], peer)) for dim, letter in cut.items())

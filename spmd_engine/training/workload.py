@@ -22,7 +22,6 @@ from spmd_engine.models.gpt import BYTES
 from spmd_engine.models.names import IMAGES
 from spmd_engine.sharding.notation import Spec
 from spmd_engine.strategies import strategy_named
-from spmd_engine.strategies.two_convolutions import IMAGE
 from spmd_engine.training.data import Corpus, load_corpus
 from spmd_engine.training.job import Job, TrainingConfig
 from spmd_engine.training.prepared import PreparedData
@@ -171,6 +170,8 @@ def _fitting(found: dict[str, int], job: Job) -> dict[str, int]:
 
 
 def _page(job: Job, mesh: Mesh) -> Workload:
+    from spmd_engine.strategies.two_convolutions import IMAGE
+
     name, dtype = job.strategy, job.model.dtype
     page = strategy_named(name)
     if job.model.name != PAGE_MODEL:
