@@ -19,7 +19,8 @@ T = TypeVar("T")
 def immutable(cls: type[T]) -> type[T]:
     """As ``@dataclass(frozen=True)``, for classes all of whose fields can be given to ``__init__``.
 
-    It inherits from no dataclass that was made otherwise, nor such a one from it: ``dataclass`` refuses.
+    It inherits from no dataclass that was made otherwise, nor such a one from it: ``dataclass`` refuses. So what others
+    may inherit from, such as a Schedule, is made by ``dataclass`` itself.
     """
     dataclass(init=False, repr=False, eq=False)(cls)
     compared = [each.name for each in fields(cls) if each.compare]

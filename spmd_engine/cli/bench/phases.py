@@ -18,12 +18,14 @@ def main() -> None:
     def over(phase: str) -> None:
         ends.append((phase, process_time()))
 
-    import mpi4py.MPI  # noqa: F401
-    import numpy as np
+    from spmd_engine.importing import many_imports
+    from spmd_engine.launchers import one_blas_thread
+
+    with one_blas_thread():
+        import mpi4py.MPI  # noqa: F401
+        import numpy as np
 
     over("NumPy and MPI")
-    from spmd_engine.importing import many_imports
-
     with many_imports():
         import spmd_engine.cli.train  # noqa: F401
         from spmd_engine.checkpoints import save_checkpoint

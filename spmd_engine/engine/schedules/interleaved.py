@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar
 
 from spmd_engine.engine.schedules.instructions import Backward, Compute, Forward
 from spmd_engine.engine.schedules.schedule import Schedule, staggered
 from spmd_engine.errors import UsageError
-from spmd_engine.immutable import immutable
 
 
-@immutable
+@dataclass(frozen=True)
 class Interleaved(Schedule):
     """1F1B over v chunks of layers a stage; filling the pipeline takes 1/v of the time, for v times the transfers.
 

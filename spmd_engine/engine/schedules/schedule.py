@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import ClassVar
 
 from spmd_engine.engine.schedules.instructions import Compute, Program
 from spmd_engine.engine.schedules.transfers import with_transfers
 from spmd_engine.errors import UsageError
-from spmd_engine.immutable import immutable
 
 
-@immutable
+@dataclass(frozen=True)
 class Schedule(ABC):
     """What each stage of a pipeline computes, in order. An engine, or a timeline, executes its ``program``.
 
