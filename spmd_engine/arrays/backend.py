@@ -11,14 +11,15 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from spmd_engine.arrays.cuda_functions import CudaFunctions
 from spmd_engine.arrays.fast_functions import FastFunctions, fast_functions
-from spmd_engine.arrays.fast_images import FastImages, fast_images
 from spmd_engine.errors import UsageError
+
+if TYPE_CHECKING:
+    from spmd_engine.arrays.fast_images import FastImages
 
 Array = Any  # numpy.ndarray or cupy.ndarray; neither library offers a common base class
 
@@ -70,6 +71,8 @@ class Host(Backend):
     @cached_property
     def image_kernels(self) -> FastImages | None:
         """Apart, since to compile them takes longer than all others, and most models have no images."""
+        from spmd_engine.arrays.fast_images import fast_images
+
         return fast_images()
 
 
@@ -89,6 +92,8 @@ class CudaBackend(Backend):
             cupy.cuda.Device(index % cupy.cuda.runtime.getDeviceCount()).use()
         except cupy.cuda.runtime.CUDARuntimeError as error:
             raise UsageError(f"device 'cuda': {error}. Is there a GPU, and its driver?") from error
+        from spmd_engine.arrays.cuda_functions import CudaFunctions
+
         self.xp = cupy
         self.kernels = CudaFunctions(cupy)
 
