@@ -18,7 +18,8 @@ from spmd_engine.tokens.chat import chat_text
 
 library = pytest.importorskip("tokenizers")
 from spmd_engine.tokens.gguf import gguf_tokenizer  # noqa: E402 (only with the library)
-from spmd_engine.tokens.hugging_face import read_tokenizer  # noqa: E402
+from spmd_engine.tokens.gguf_splits import SPLITS  # noqa: E402
+from spmd_engine.tokens.hugging_face import read_tokenizer, tokenizers_library  # noqa: E402
 
 TEXT = "Hello world, naïve 数字 🙂 1234\n  end"
 
@@ -159,6 +160,44 @@ def test_a_gguf_vocabulary_encodes_as_the_original(byte_level):
     for text in (TEXT, "the cat<|end|>sat", "  two  spaces"):
         assert found.encode(text) == original.encode(text)
     assert found.decode(found.encode(TEXT)) == TEXT and found.end == original.end and found.chat_template
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("gpt-2", ["It", "'ll", " be", " 12345", " HiThere", "!?", "\n"]),
+        ("smollm", ["It", "'ll", " be", " ", "1", "2", "3", "4", "5", " HiThere", "!?", "\n"]),
+        ("qwen2", ["It", "'ll", " be", " ", "1", "2", "3", "4", "5", " HiThere", "!?\n"]),
+        ("llama-bpe", ["It", "'ll", " be", " ", "123", "45", " HiThere", "!?\n"]),
+        ("tekken", ["It", "'ll", " be", " ", "1", "2", "3", "4", "5", " Hi", "There", "!?\n"]),
+        ("gpt-4o", ["It'll", " be", " ", "123", "45", " Hi", "There", "!?\n"]),
+        ("deepseek-coder", ["It", "'", "ll", " be", " ", "1", "2", "3", "4", "5", " HiThere", "!?", "\n"]),
+        ("deepseek-v3", ["It", "'ll", " be", " ", "123", "45", " HiThere", "!?\n"]),
+    ],
+)
+def test_a_gguf_vocabulary_splits_a_text_as_its_model(pre, pieces):
+    text = "It'll be 12345 HiThere!?\n"
+    found = SPLITS[pre].pre_tokenizer(tokenizers_library()).pre_tokenize_str(text)
+    assert [text[slice(*span)] for _, span in found] == pieces
+
+
+def test_a_word_of_a_llama_3_is_its_own_token_whatever_is_merged_and_its_texts_have_a_beginning():
+    tokens = ["a", "b", "c", "bc", "abc", "<s>", "</s>"]
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1, 1, 1, 1, 1, 3, 3],
+        "tokenizer.ggml.merges": ["b c"],
+        "tokenizer.ggml.bos_token_id": 5,
+        "tokenizer.ggml.eos_token_id": 6,
+    }
+    for pre, around, wanted in (
+        ("llama-bpe", {}, [5, 4]),
+        ("gpt-2", {}, [0, 3]),
+        ("llama-bpe", {"tokenizer.ggml.add_bos_token": False}, [4]),
+        ("gpt-2", {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": True}, [5, 0, 3, 6]),
+    ):
+        assert gguf_tokenizer(metadata | around | {"tokenizer.ggml.pre": pre}).encode("abc") == wanted
 
 
 def test_sentence_piece_s_pairs_are_merged_by_score():
