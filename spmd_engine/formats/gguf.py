@@ -1,4 +1,4 @@
-"""GGUF files, as llama.cpp writes them: facts by name, and tensors, plain or in blocks of 32 small numbers.
+"""GGUF files, as llama.cpp writes them: facts by name, and tensors, plain or packed in blocks.
 
 After https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian.
 """
@@ -16,15 +16,13 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.errors import CheckpointError
+from spmd_engine.formats.gguf_blocks import BY_NAME, KINDS
 from spmd_engine.formats.tensor import FileTensor, Index, PlainTensor
 
 _MAGIC = b"GGUF"
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _LIST = 8, 9
 _PLAIN = {0: ("F32", "float32"), 1: ("F16", "float16"), 28: ("F64", "float64"), 30: ("BF16", "bfloat16")}
-_IN_BLOCKS = {2: "Q4_0", 3: "Q4_1", 8: "Q8_0"}
-_BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}
-BLOCK = 32  #: numbers that share a scale
 MOST_DIMS = 4
 ELEMENTS = 1 << 22  #: unpacked at a time
 
@@ -39,14 +37,11 @@ class GGUF:
 
 @dataclass(frozen=True)
 class BlockedTensor(FileTensor):
-    """One in blocks of 32 neighbours of its last dim: a scale, for Q4_1 an offset, and 8 or 4 bits each.
-
-    A number is q · scale of Q8_0, (q - 8) · scale of Q4_0, q · scale + offset of Q4_1.
-    """
+    """One in blocks of neighbours of its last dim, each with a scale and a few bits a number."""
 
     def read(self, split: Sequence[Sequence[int]], index: Index) -> np.ndarray:
         outer = [size for sizes in split[:-1] for size in sizes]
-        row = self.shape[-1] // BLOCK * _BLOCK_BYTES[self.dtype]
+        row = self.shape[-1] // BY_NAME[self.dtype].numbers * BY_NAME[self.dtype].nbytes
         raw = np.memmap(self.path, np.uint8, "r", self.offset, (*outer, row))[tuple(index[: len(outer)])]
         inner = tuple(index[len(outer) :])
         rows = raw.reshape(-1, row)
@@ -60,22 +55,13 @@ class BlockedTensor(FileTensor):
 
     def _unpacked(self, rows: np.ndarray) -> np.ndarray:
         """float32[n last] of rows[n bytes]."""
-        blocks = rows.reshape(-1, _BLOCK_BYTES[self.dtype])
-        scale = blocks[:, :2].copy().view(np.float16).astype(np.float32)
-        with np.errstate(invalid="ignore"):  # who reads it refuses what is not finite
-            if self.dtype == "Q8_0":
-                return (blocks[:, 2:].view(np.int8) * scale).reshape(len(rows), -1)
-            packed = blocks[:, -BLOCK // 2 :]
-            small = np.concatenate((packed & 15, packed >> 4), axis=1)
-            if self.dtype == "Q4_0":
-                numbers = (small.astype(np.int8) - 8) * scale
-            else:
-                numbers = small * scale + blocks[:, 2:4].copy().view(np.float16).astype(np.float32)
-        return numbers.reshape(len(rows), -1)
+        kind = BY_NAME[self.dtype]
+        with np.errstate(invalid="ignore", over="ignore"):  # who reads it refuses what is not finite
+            return kind.unpack(rows.reshape(-1, kind.nbytes)).reshape(len(rows), -1)
 
     @property
     def nbytes(self) -> int:
-        return prod(self.shape) // BLOCK * _BLOCK_BYTES[self.dtype]
+        return prod(self.shape) // BY_NAME[self.dtype].numbers * BY_NAME[self.dtype].nbytes
 
 
 def read_gguf(path: str | Path) -> GGUF:
@@ -126,12 +112,13 @@ def _tensor(path: Path, name: str, shape: tuple[int, ...], kind: int, offset: in
     if kind in _PLAIN:
         dtype, numpy = _PLAIN[kind]
         tensor = PlainTensor(*where, dtype, begin + offset, numpy)
-    elif kind in _IN_BLOCKS:
-        if not shape or shape[-1] % BLOCK:
-            raise CheckpointError(f"{path}: {name} is {list(shape)}, which does not fall into blocks of {BLOCK}")
-        tensor = BlockedTensor(*where, _IN_BLOCKS[kind], begin + offset)
+    elif kind in KINDS:
+        if not shape or shape[-1] % KINDS[kind].numbers:
+            blocks = f"blocks of {KINDS[kind].numbers}"
+            raise CheckpointError(f"{path}: {name} is {list(shape)}, which does not fall into {blocks}")
+        tensor = BlockedTensor(*where, KINDS[kind].name, begin + offset)
     else:
-        known = ", ".join([dtype for dtype, _ in _PLAIN.values()] + list(_IN_BLOCKS.values()))
+        known = ", ".join([dtype for dtype, _ in _PLAIN.values()] + list(BY_NAME))
         raise CheckpointError(
             f"{path}: {name} is of type number {kind}, which is not read here. Take the file in one of {known}"
         )
