@@ -96,6 +96,8 @@ def _read(path: Path, cursor: _Cursor) -> GGUF:
         if dims > MOST_DIMS:
             raise CheckpointError(f"{path}: {name} has {dims} dims; fetch it again")
         shape = tuple(cursor.number("Q") for _ in range(dims))[::-1]
+        while len(shape) > 1 and shape[0] == 1:  # some programs write these, and some do not
+            shape = shape[1:]
         described.append((name, shape, cursor.number("I"), cursor.number("Q")))
     alignment = facts.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1:

@@ -8,7 +8,7 @@ from spmd_engine.errors import CheckpointError
 from spmd_engine.formats.gguf import read_gguf
 from spmd_engine.formats.huggingface import CONFIG, read_json
 from spmd_engine.models.decoder import DecoderShape
-from spmd_engine.models.gguf_names import shape_of_gguf
+from spmd_engine.models.gguf_shape import shape_of_gguf
 from spmd_engine.models.huggingface_config import read_config, shape_of_config
 
 
