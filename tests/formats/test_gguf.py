@@ -85,8 +85,10 @@ def spoilt(tmp_path, change):
         (lambda c: c.replace(b"attn_output", b"attn_outptu"), "no tensor blk.0.attn_output.weight to fill"),
         (lambda c: c.replace(b"rope.dimension_count", b"rope.dimension_scale"), "llama.rope.dimension_scale is 16, "),
         (lambda c: c[:8] + b"\xff" * 8 + c[16:], "ends within its header|cannot be read"),
+        (lambda c: c.replace(b"\2" + b"\0" * 7 + b"t7", b"\xff" * 8 + b"t7"), "ends within its header"),
+        (lambda c: c.replace(b"\3" + b"\0" * 7 + b"t39", b"\3" + b"\0" * 6 + b"\1t39"), "ends within its header"),
     ],
-    ids=["short", "header", "empty", "zip", "version", "fact", "architecture", "name", "unknown", "count"],
+    ids=["short", "header", "empty", "zip", "version", "fact", "kind", "name", "unknown", "count", "text", "last text"],
 )
 def test_what_is_damaged_is_said(tmp_path, change, said):
     with pytest.raises(CheckpointError, match=said):
