@@ -85,6 +85,7 @@ MODELS = {
     "arcee": ("arcee", {}, {}),
     "jais2": ("jais2", {}, {}),
 }  # fmt: skip
+IN_PARTS = {"arcee": 12}  # tensors in each of several files
 #: Parts of tensors' names of models that transformers has not.
 RENAMED = {
     "exaone": {
@@ -152,7 +153,8 @@ def convert(name, beside, folder):
 
     said = ModelBase.load_hparams(folder, False) | beside
     kind = get_model_class(said["architectures"][0])
-    made = kind(folder, gguf.LlamaFileType.ALL_F32, FOLDER / f"{name}.gguf", eager=True, hparams=said)
+    options = {"eager": True, "hparams": said, "split_max_tensors": IN_PARTS.get(name, 0)}
+    made = kind(folder, gguf.LlamaFileType.ALL_F32, FOLDER / f"{name}.gguf", **options)
     for each in (made, getattr(made, "impl", made)):
         each.set_vocab = lambda each=each: each.gguf_writer.add_tokenizer_model("none")
     made.write()
@@ -180,7 +182,7 @@ def main():
         with torch.no_grad():
             logits = model(tokens, use_cache=False).logits[:, -LAST:]
         np.savez_compressed(FOLDER / f"{name}.npz", tokens=tokens.numpy(), logits=logits.numpy())
-        print(name, (FOLDER / f"{name}.gguf").stat().st_size, "bytes, logits to", f"{logits.abs().max():.2f}")
+        print(name, "logits to", f"{logits.abs().max():.2f}")
 
 
 if __name__ == "__main__":

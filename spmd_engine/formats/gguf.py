@@ -6,6 +6,7 @@ After https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 
 from __future__ import annotations
 
 import mmap
+import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from spmd_engine.formats.gguf_blocks import BY_NAME, KINDS
 from spmd_engine.formats.tensor import FileTensor, Index, PlainTensor
 
 _MAGIC = b"GGUF"
+_PART = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")  # of a model in several files
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _LIST = 8, 9
 _PLAIN = {0: ("F32", "float32"), 1: ("F16", "float16"), 28: ("F64", "float64"), 30: ("BF16", "bfloat16")}
@@ -67,10 +69,40 @@ class BlockedTensor(FileTensor):
 def read_gguf(path: str | Path) -> GGUF:
     """The facts and the tensors of a file, of which no number is read. Dims come outermost first, as elsewhere.
 
-    Raises CheckpointError, naming the tensor, for a file that is none, is cut short, or has tensors of types that are
-    not known here, or that lie outside of it.
+    Of a model in several files any of them may be given; the first has the facts. Raises CheckpointError, naming the
+    tensor, for a file that is none, is cut short, or has tensors of types that are not known here, or that lie outside
+    of it, and for a file that is missing.
     """
     path = Path(path)
+    file = _read_file(path)
+    count = file.facts.get("split.count", 1)
+    return file if count in (0, 1) else _joined([_read_file(each) for each in _parts(path, count)], path)
+
+
+def _parts(path: Path, count: int) -> list[Path]:
+    """The files of a model in so many, of which this is one."""
+    found = _PART.fullmatch(path.name)
+    if found is None or int(found[2]) != count:
+        raise CheckpointError(f"{path} is one of {count} files of a model; call them NAME-00001-of-00003.gguf, ...")
+    parts = [path.with_name(f"{found[1]}-{number:05}-of-{found[2]}.gguf") for number in range(1, count + 1)]
+    for each in parts:
+        if not each.is_file():
+            raise CheckpointError(f"{path} is one of {count} files of a model, of which {each.name} is not there")
+    return parts
+
+
+def _joined(parts: Sequence[GGUF], path: Path) -> GGUF:
+    for number, part in enumerate(parts):
+        if (part.facts.get("split.no"), part.facts.get("split.count")) != (number, len(parts)):
+            raise CheckpointError(f"{path}: file {number + 1} of {len(parts)} says that it is another one")
+    tensors = {name: tensor for part in parts for name, tensor in part.tensors.items()}
+    count = parts[0].facts.get("split.tensors.count", len(tensors))
+    if not len(tensors) == count == sum(len(part.tensors) for part in parts):
+        raise CheckpointError(f"{path}: its files have {len(tensors)} tensors of {count}; fetch them again")
+    return GGUF(parts[0].facts, tensors)
+
+
+def _read_file(path: Path) -> GGUF:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             return _read(path, _Cursor(content))

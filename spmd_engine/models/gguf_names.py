@@ -9,7 +9,7 @@ from spmd_engine.models.stored import Names, Stored
 from spmd_engine.models.stored_tables import rows_of
 
 #: Families whose rows of queries and keys the converter puts in another order: neighbours are turned.
-_NEIGHBOURS = (
+PUT_IN_ORDER = (
     "llama", "mixtral", "mistral", "ministral3", "granite", "granitemoe", "minicpm", "smollm3", "olmo", "internlm2",
     "arcee",
 )  # fmt: skip
@@ -73,7 +73,7 @@ def _of_attention(shape: DecoderShape, own: str, blk: str) -> Names:
     queries = "hr" if shape.heads > (shape.key_value_heads or shape.heads) else "h"
     for name, short in _ATTENTION.items():
         dims, rows = f"{queries if name == 'query' else 'h'}k", rows_of(shape, name)
-        pairs = "neighbours" if shape.family in _NEIGHBOURS and name != "value" else ""
+        pairs = "neighbours" if shape.family in PUT_IN_ORDER and name != "value" else ""
 
         def at(dims: str, kind: str, short: str = short, rows: Any = rows, pairs: str = pairs) -> tuple[Stored, ...]:
             apart = _at(f"{blk}attn_{short}", dims, kind, pairs=pairs)

@@ -19,7 +19,8 @@ IGNORED = (_FREQUENCIES, _SHORT, "rope_factors_long.weight")  #: tensors whose n
 
 def as_written(value: float) -> float:
     """1e-5, of which a file keeps 32 bits: the shortest number that has these."""
-    return next(found for digits in range(6, 18) if _narrow(found := float(f"{value:.{digits}g}")) == _narrow(value))
+    shorter = (float(f"{value:.{digits}g}") for digits in range(6, 10))
+    return next((found for found in shorter if _narrow(found) == _narrow(value)), value)
 
 
 def rotary_of_gguf(

@@ -16,6 +16,7 @@ from spmd_engine.layers.rotary import Rotary
 from spmd_engine.layers.router_options import RouterOptions
 from spmd_engine.models.block_numbers import as_text
 from spmd_engine.models.decoder import DecoderShape
+from spmd_engine.models.gguf_names import PUT_IN_ORDER
 from spmd_engine.models.gguf_rope import as_written, rotary_in_window_of_gguf, rotary_of_gguf
 from spmd_engine.models.huggingface_families import always
 from spmd_engine.models.huggingface_fields import Fields, must_be
@@ -60,7 +61,7 @@ _WITHOUT_EFFECT: Mapping[str, Any] = {
     "vocab_size": None, "tensor_data_layout": None, "attention.layer_norm_epsilon": None,
     "attention.layer_norm_rms_epsilon": None, "rope.scaling.finetuned": None, "rope.dimension_count": None,
     "rope.scaling.original_context_length": None, "use_parallel_residual": None, "expert_used_count": None,
-    "expert_feed_forward_length": None, "expert_shared_feed_forward_length": None, "attention.causal": True,
+    "expert_feed_forward_length": None, "expert_shared_feed_forward_length": None,
     "expert_weights_scale": 1.0, "expert_gating_func": 1, "logit_scale": 1.0, "residual_scale": 1.0,
     "embedding_scale": 1.0, "rope.scaling.attn_factor": 1.0,
 }  # fmt: skip
@@ -108,6 +109,9 @@ def _shape(family: str, facts: Mapping[str, Any], tensors: Mapping[str, FileTens
     epsilon = "layer_norm_rms_epsilon" if usual.get("norm", "rms") == "rms" else "layer_norm_epsilon"
     head_width = facts.get("attention.key_length") or width // heads
     must_be("attention.value_length", facts.get("attention.value_length") or head_width, head_width)
+    must_be("attention.causal", facts.get("attention.causal", True), True)
+    if family in PUT_IN_ORDER:  # whole heads are
+        must_be("rope.dimension_count", facts.get("rope.dimension_count") or head_width, head_width)
     shape = DecoderShape(
         family=family,
         layers=facts["block_count"],
@@ -226,7 +230,9 @@ def _ministral3(facts: Mapping[str, Any], tensors: Mapping[str, FileTensor], sha
 
 
 def _mpt(facts: Mapping[str, Any], tensors: Mapping[str, FileTensor], shape: DecoderShape) -> DecoderShape:
-    return shape.changed(alibi=as_written(facts["attention.max_alibi_bias"]))
+    if not (alibi := as_written(facts["attention.max_alibi_bias"])):
+        raise UsageError("attention.max_alibi_bias is 0: learned positions of an MPT are not known here")
+    return shape.changed(alibi=alibi)
 
 
 def _olmo3(facts: Mapping[str, Any], tensors: Mapping[str, FileTensor], shape: DecoderShape) -> DecoderShape:
