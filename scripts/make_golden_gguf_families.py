@@ -40,6 +40,7 @@ MODELS = {
     "olmo2_windows": ("olmo3", {}, {}),
     "starcoder2": ("starcoder2", {"sliding_window": None}, {}),
     "granite": ("granite", {}, {}),
+    "granite_4": ("granitemoehybrid", {}, {"layer_types": ["attention"] * 2, "num_experts_per_tok": 0}),
     "granitemoe": ("granitemoe", {"num_hidden_layers": 1}, {}),
     "llama_biased": ("llama_biased", {"hidden_act": "silu"}, {}),
     "llama_short": ("llama", {}, {}),
@@ -171,9 +172,10 @@ def main():
     for name in names or MODELS:
         base, changes, beside = MODELS[name]
         made[name] = model_of(name, base, configuration(base, changes))
-        with tempfile.TemporaryDirectory() as folder:
-            save(name, made[name], beside, Path(folder))
-            convert(name, beside, Path(folder))
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary) / name  # which is what the file calls the model
+            save(name, made[name], beside, folder)
+            convert(name, beside, folder)
     decoders.without_casts()
     for name, model in made.items():
         tokens = torch.randint(model.config.vocab_size, (1, 72), generator=torch.Generator().manual_seed(2))

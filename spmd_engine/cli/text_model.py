@@ -18,7 +18,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.formats.gguf import read_gguf
 from spmd_engine.serving.options import GenerationConfig, read_generation_config
 from spmd_engine.tokens import ByteTokenizer, Tokenizer
-from spmd_engine.tokens.gguf import gguf_tokenizer
+from spmd_engine.tokens.gguf import gguf_ends, gguf_tokenizer
 from spmd_engine.tokens.hugging_face import read_tokenizer
 
 
@@ -64,7 +64,9 @@ def open_text_model(
     path = Path(str(model))
     if path.is_dir():
         return TextModel(engine, read_tokenizer(path), read_generation_config(path))
-    return TextModel(engine, gguf_tokenizer(read_gguf(path).facts, str(path)), GenerationConfig())
+    facts = read_gguf(path).facts
+    tokenizer = gguf_tokenizer(facts, str(path))
+    return TextModel(engine, tokenizer, GenerationConfig(ends=gguf_ends(facts, str(path))))
 
 
 def _of_run(run: str, mesh: Mesh, device: str) -> TextModel:

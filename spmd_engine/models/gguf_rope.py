@@ -47,7 +47,8 @@ def rotary_of_gguf(
     if kind == "linear":
         return plain.changed(scaling="linear", factor=factor)
     if kind != "yarn":
-        raise UsageError(f"rope.scaling.type {kind!r} is not known here; known are none, linear, yarn and longrope")
+        known = f"none, linear, yarn, and longrope with {_SHORT}"
+        raise UsageError(f"rope.scaling.type {kind!r} is not known here; known are {known}")
     must_be("rope.scaling.yarn_ext_factor", facts.get("rope.scaling.yarn_ext_factor", 1.0), 1.0)
     usual = _magnitude(factor) / _magnitude(factor, as_written(facts.get("rope.scaling.yarn_log_multiplier", 0.0)))
     return plain.changed(

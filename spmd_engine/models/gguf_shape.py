@@ -244,7 +244,7 @@ def _smollm3(facts: Mapping[str, Any], tensors: Mapping[str, FileTensor], shape:
 
 
 def _stablelm(facts: Mapping[str, Any], tensors: Mapping[str, FileTensor], shape: DecoderShape) -> DecoderShape:
-    """By its norms: the fact that speaks of it is wrong in many files."""
+    """By its norms: of a model that says nothing of it, ``use_parallel_residual`` does."""
     return shape if "blk.0.ffn_norm.weight" in tensors else shape.changed(parallel="one-norm")
 
 

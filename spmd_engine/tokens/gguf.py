@@ -10,6 +10,10 @@ from spmd_engine.tokens.gguf_splits import SPLITS
 from spmd_engine.tokens.hugging_face import JsonTokenizer, tokenizers_library
 
 CONTROL, USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
+#: What chat models call the end of a turn or of a text: of many files no fact says so.
+_ENDS = frozenset((
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>",
+))  # fmt: skip
 
 
 def gguf_tokenizer(metadata: Mapping[str, Any], where: str = "the GGUF file") -> JsonTokenizer:
@@ -56,6 +60,20 @@ def gguf_tokenizer(metadata: Mapping[str, Any], where: str = "the GGUF file") ->
         special=names,
         around=around,
     )
+
+
+def gguf_ends(metadata: Mapping[str, Any], where: str = "the GGUF file") -> tuple[int, ...]:
+    """The tokens that end what is generated: those that facts say end a text, a turn or a message, and control tokens
+    that are called so. Raises UsageError for a number that is none of a token."""
+    tokens = _field(metadata, "tokens", where)
+    types = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
+    said = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")}
+    for name, number in said.items():
+        if number is not None and not 0 <= number < len(tokens):
+            raise UsageError(f"{where}: tokenizer.ggml.{name}_token_id is {number}, of {len(tokens)} tokens")
+    both = enumerate(zip(tokens, types, strict=True))
+    called = [number for number, (token, kind) in both if token in _ENDS and kind == CONTROL]
+    return tuple(dict.fromkeys(number for number in (*said.values(), *called) if number is not None))
 
 
 def _byte_level(library: Any, metadata: Mapping[str, Any], vocabulary: Mapping[str, int], where: str) -> Any:

@@ -42,15 +42,23 @@ _DEEPSEEK_V3 = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
     r"""| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+""",
 )
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_FALCON = (r"[\p{P}$+<=>^~|`]+", _GPT2, r"[0-9][0-9][0-9]")
+_SEED = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+_BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 _KINDS = (
-    (TextSplit(), "default gpt-2 phi-2 mpt olmo jais gigachat trillion"),
+    (TextSplit(), "default gpt-2 phi-2 mpt olmo jais gigachat trillion granite-docling exaone4"),
     (TextSplit((r"\p{N}",)), "smollm starcoder refact command-r codeshell exaone minerva-7b"),
     (TextSplit((_LLAMA3,), is_gpt2=False, whole_words=True, begins=True), "llama-bpe llama3 llama-v3 falcon3 pixtral"),
-    (TextSplit((_LLAMA3,), is_gpt2=False), "smaug-bpe dbrx"),
-    (TextSplit((_QWEN2,), is_gpt2=False), "qwen2 deepseek-r1-qwen stablelm2 megrez"),
+    (TextSplit((_LLAMA3,), is_gpt2=False), "smaug-bpe dbrx chatglm-bpe"),
+    (TextSplit((_LLAMA3,), is_gpt2=False, whole_words=True), "glm4"),
+    (TextSplit((_QWEN2,), is_gpt2=False), "qwen2 deepseek-r1-qwen stablelm2 megrez hunyuan"),
     (TextSplit((_TEKKEN,), is_gpt2=False, whole_words=True, begins=True), "tekken"),
     (TextSplit((_GPT4O,), is_gpt2=False), "gpt-4o"),
     (TextSplit(_DEEPSEEK_CODER, is_gpt2=False), "deepseek-coder"),
-    (TextSplit(_DEEPSEEK_V3, is_gpt2=False), "deepseek-v3"),
+    (TextSplit(_DEEPSEEK_V3, is_gpt2=False), "deepseek-v3 hunyuan-dense"),
+    (TextSplit(_FALCON, is_gpt2=False), "falcon"),
+    (TextSplit((_SEED,), is_gpt2=False), "seed-coder"),
+    (TextSplit((_BLOOM,), is_gpt2=False), "bloom poro-chat gpt3-finnish"),
 )
 SPLITS = {name: split for split, names in _KINDS for name in names.split()}

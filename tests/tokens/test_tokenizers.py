@@ -17,7 +17,7 @@ from spmd_engine.tokens import ByteTokenizer, TextStream
 from spmd_engine.tokens.chat import chat_text
 
 library = pytest.importorskip("tokenizers")
-from spmd_engine.tokens.gguf import gguf_tokenizer  # noqa: E402 (only with the library)
+from spmd_engine.tokens.gguf import gguf_ends, gguf_tokenizer  # noqa: E402 (only with the library)
 from spmd_engine.tokens.gguf_splits import SPLITS  # noqa: E402
 from spmd_engine.tokens.hugging_face import read_tokenizer, tokenizers_library  # noqa: E402
 
@@ -173,6 +173,10 @@ def test_a_gguf_vocabulary_encodes_as_the_original(byte_level):
         ("gpt-4o", ["It'll", " be", " ", "123", "45", " Hi", "There", "!?\n"]),
         ("deepseek-coder", ["It", "'", "ll", " be", " ", "1", "2", "3", "4", "5", " HiThere", "!?", "\n"]),
         ("deepseek-v3", ["It", "'ll", " be", " ", "123", "45", " HiThere", "!?\n"]),
+        ("falcon", ["It", "'", "ll", " be", " ", "123", "45", " HiThere", "!?", "\n"]),
+        ("glm4", ["It", "'ll", " be", " ", "123", "45", " HiThere", "!?\n"]),
+        ("seed-coder", ["It", "'ll", " be", " ", "1", "2", "3", "4", "5", " HiThere", "!?", "\n"]),
+        ("bloom", ["It'll", " be", " 12345", " HiThere", "!?\n"]),
     ],
 )
 def test_a_gguf_vocabulary_splits_a_text_as_its_model(pre, pieces):
@@ -198,6 +202,18 @@ def test_a_word_of_a_llama_3_is_its_own_token_whatever_is_merged_and_its_texts_h
         ("gpt-2", {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": True}, [5, 0, 3, 6]),
     ):
         assert gguf_tokenizer(metadata | around | {"tokenizer.ggml.pre": pre}).encode("abc") == wanted
+
+
+def test_a_gguf_file_s_texts_end_with_more_than_one_token(byte_level):
+    metadata = metadata_of(byte_level)
+    end = metadata["tokenizer.ggml.eos_token_id"]
+    assert gguf_ends(metadata) == (end,)  # which is called so, too
+    more = {"tokenizer.ggml.eos_token_id": 5, "tokenizer.ggml.eot_token_id": 7}
+    assert gguf_ends(metadata | more) == (5, 7, end)
+    ordinary = {"tokenizer.ggml.token_type": [1] * len(metadata["tokenizer.ggml.tokens"])}
+    assert gguf_ends(metadata | more | ordinary) == (5, 7)
+    with pytest.raises(UsageError, match="eot_token_id is 900, of 300 tokens"):
+        gguf_ends(metadata | {"tokenizer.ggml.eot_token_id": 900})
 
 
 def test_sentence_piece_s_pairs_are_merged_by_score():
