@@ -126,7 +126,7 @@ def _shape(family: str, facts: Mapping[str, Any], tensors: Mapping[str, FileTens
         tied="output.weight" not in tensors,
     )
     if family == "gpt2":
-        return shape
+        return shape.changed(key_value_heads=None)
     usual |= {
         "bias": "blk.0.attn_q.bias" in tensors or "blk.0.attn_qkv.bias" in tensors,
         "output_bias": "blk.0.attn_output.bias" in tensors,
