@@ -63,6 +63,7 @@ MODELS = {
         "num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0], "hidden_size": 8, "num_attention_heads": 2,
         "num_key_value_heads": 1, "use_sliding_window": False, "sliding_window": None,
         "layer_types": ["full_attention"] * 4}, {}),
+    "chatglm": ("glm", {"hidden_size": 24, "rms_norm_eps": 1e-5}, {"seq_length": 96}),
     "glm4": ("glm4", {}, {}),
     "mistral3": ("ministral3", {}, {}),
     "ernie4_5": ("ernie4_5", {}, {}),

@@ -13,7 +13,7 @@ PUT_IN_ORDER = (
     "llama", "mixtral", "mistral", "ministral3", "granite", "granitemoe", "minicpm", "smollm3", "olmo", "internlm2",
     "arcee",
 )  # fmt: skip
-_FUSED = ("phi3", "glm4")  # gate and up are one tensor
+_FUSED = ("phi3", "glm", "glm4")  # gate and up are one tensor
 _NORM_AFTER_ATTENTION = ("seed-oss",)  # is what they call the norm before the perceptron
 _NORMS_OF_FALCON = {"attn_norm": "attn_norm_2", "ffn_norm": "attn_norm"}  # if there are two
 _GPT2 = {

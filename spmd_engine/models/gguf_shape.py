@@ -31,7 +31,7 @@ FAMILIES = {
     "smollm3": "smollm3", "glm4": "glm4", "mistral3": "mistral", "ernie4_5": "ernie4-5", "exaone": "exaone",
     "exaone4": "exaone4", "hunyuan-dense": "hunyuan-v1-dense", "seed_oss": "seed-oss", "bloom": "bloom", "mpt": "mpt",
     "gptneox": "gpt-neox", "phi2": "phi", "internlm2": "internlm2", "minicpm": "minicpm", "starcoder": "gpt-bigcode",
-    "arcee": "arcee", "jais2": "jais2",
+    "arcee": "arcee", "jais2": "jais2", "chatglm": "glm",
 }  # fmt: skip
 _MULTIPLIERS = {"embedding_scale": "embedding_scale", "residual_scale": "residual_scale"}
 _GRANITE = _MULTIPLIERS | {"attention_scale": "attention.scale", "logits_divisor": "logit_scale"}
@@ -53,7 +53,7 @@ _WINDOWS = {
 _TURNED_IN_WINDOWS = ("cohere2", "exaone4")  # alone
 #: Blocks of the one model of these families (27B) whose queries are divided by more than their width's root.
 _OF_27B = {"gemma2": 46, "gemma3-text": 62}
-_NEIGHBOURS = ("cohere", "cohere2", "glm4", "ernie4-5")  # are turned, in the model that was trained, too
+_NEIGHBOURS = ("cohere", "cohere2", "glm", "glm4", "ernie4-5")  # are turned, in the model that was trained, too
 #: Families with experts: whether the weights of a token's sum to 1.
 _RENORMALISED = {"mixtral": True, "qwen3-moe": True, "granitemoe": True, "qwen2-moe": False, "olmoe": False}
 #: Facts that say nothing new, or change nothing up to the context; a value is the one that does not.
