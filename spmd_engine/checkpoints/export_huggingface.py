@@ -124,9 +124,12 @@ def tensors_of(model: Model, names: Names, dtype: str) -> list[TensorToWrite]:
 def _lay_out(tensors: Sequence[TensorToWrite], largest: int) -> int:
     """Give each tensor its file; returns how many these are."""
     files: list[list[TensorToWrite]] = [[]]
+    size = 0
     for each in tensors:
-        if files[-1] and sum(one.nbytes for one in [*files[-1], each]) > largest:
+        size += each.nbytes
+        if files[-1] and size > largest:
             files.append([])
+            size = each.nbytes
         files[-1].append(each)
     for number, held in enumerate(files, 1):
         for each in held:

@@ -23,6 +23,8 @@ from spmd_engine.comm.group import Group
 from spmd_engine.errors import CheckpointError
 from spmd_engine.sharding.rectangles import Rectangle
 
+AT_ONCE = 8 << 20  #: bytes; tensors up to this are put together in memory
+
 
 @dataclass
 class TensorToWrite:
@@ -71,9 +73,10 @@ def write_tensors(
                 opened.write(text)
 
     def write() -> None:
+        memory = np.empty(AT_ONCE, np.uint8)
         for tensor, blocks in _share(arrays, tensors, rank, ranks):
             with unfinished_name(folder / tensor.file).open("r+b", buffering=0) as file:
-                _write(file, tensor, [(tensor.parts[name], block, arrays[name]) for name, block in blocks])
+                _write(file, tensor, [(tensor.parts[name], block, arrays[name]) for name, block in blocks], memory)
 
     try:
         on_rank_zero(group, make, CheckpointError) if group else make()
@@ -100,35 +103,48 @@ def _header(held: Sequence[TensorToWrite], facts: Mapping[str, str]) -> bytes:
 def _share(
     arrays: Mapping[str, Sliceable], tensors: Sequence[TensorToWrite], rank: int, ranks: int
 ) -> Iterator[tuple[TensorToWrite, list[tuple[str, Rectangle]]]]:
-    """The tensors that a rank writes some of, and which blocks of which arrays: of all of them in order one run, as
-    many bytes as those of others."""
+    """The tensors that a rank writes some of, and which blocks of which arrays: of all of them in order one run, about
+    as many bytes as those of others. Small tensors are written by one."""
     total, before = sum(each.nbytes for each in tensors), 0
     for tensor in tensors:
-        own = []
+        own, begin, is_small = [], before, tensor.nbytes <= AT_ONCE
         for name, view in tensor.parts.items():
-            if name not in arrays or tuple(arrays[name].shape) != view.shape:
+            if name not in arrays or tuple((array := arrays[name]).shape) != view.shape:
                 raise CheckpointError(f"there is no {name} of shape {list(view.shape)}: is this another model?")
-            for block in arrays[name].blocks:
-                if before * ranks // total == rank:
+            for block in array.blocks:
+                if (begin if is_small else before) * ranks // total == rank:
                     own.append((name, block))
                 before += block.size * DTYPES[tensor.dtype].itemsize
         if own:
             yield tensor, own
 
 
-def _write(file: BinaryIO, tensor: TensorToWrite, parts: Sequence[tuple[StoredView, Rectangle, Sliceable]]) -> None:
-    """Put parts into their places: what is one run of bytes there at once, else by way of the file's pages in memory,
-    which takes more than twice the time."""
-    whole = np.memmap(file, DTYPES[tensor.dtype], "r+", tensor.offset, tensor.shape or (1,))
-    begin = _address(whole)
+def _write(
+    file: BinaryIO,
+    tensor: TensorToWrite,
+    parts: Sequence[tuple[StoredView, Rectangle, Sliceable]],
+    memory: np.ndarray,
+) -> None:
+    """Put parts into their places in a tensor: a small one is put together in ``memory``, and written at once.
+
+    So are parts of a large one that are one run of bytes there. Others are brought there by way of the file's pages,
+    which takes more than twice the time.
+    """
+    dtype, is_small = DTYPES[tensor.dtype], tensor.nbytes <= AT_ONCE
+    if is_small:
+        whole = memory[: tensor.nbytes].view(dtype).reshape(tensor.shape)
+    else:
+        whole = np.memmap(file, dtype, "r+", tensor.offset, tensor.shape)
     for view, block, array in parts:
         part, place = np.asarray(array[block.index]), view.place(whole, block.index)
-        if place.size > part.size or not place.flags.c_contiguous:
+        if is_small or place.size > part.size or not place.flags.c_contiguous:
             view.fill(place, block.index, part)
             continue
-        run = np.empty(place.shape, place.dtype)
+        run = np.empty(place.shape, dtype)
         view.fill(run, block.index, part)
-        _write_run(file.fileno(), bytes_of(run), tensor.offset + _address(place) - begin)
+        _write_run(file.fileno(), bytes_of(run), tensor.offset + _address(place) - _address(whole))
+    if is_small:
+        _write_run(file.fileno(), bytes_of(whole), tensor.offset)
 
 
 def _write_run(descriptor: int, data: memoryview, offset: int) -> None:
