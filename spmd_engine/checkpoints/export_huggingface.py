@@ -56,13 +56,13 @@ def export_huggingface(
 
     def describe() -> dict[str, bytes]:
         texts = _handed_on(beside)
-        if files > 1:
+        if len(files) > 1:
             total = sum(each.nbytes for each in tensors)
-            weight_map = {each.name: each.file for each in tensors}
+            weight_map = {each.name: file for file, held in files.items() for each in held}
             texts[INDEX] = _as_json({"metadata": {"total_size": total}, "weight_map": weight_map})
         return texts | {CONFIG: _as_json(config_of_shape(shape, dtype) | _special_tokens(beside))}
 
-    _write(arrays, tensors, Path(folder), group, describe)
+    _write(arrays, files, Path(folder), group, describe)
 
 
 def export_adapters(
@@ -81,30 +81,28 @@ def export_adapters(
     """
     model = with_adapters(decoder(shape), options, shape.family)
     tensors = tensors_of(model, adapter_names(shape, options), NAMES[dtype])
-    for each in tensors:
-        each.file = WEIGHTS
 
     def describe() -> dict[str, bytes]:
         return {ADAPTER_CONFIG: _as_json(config_of_options(options, shape.family, base))}
 
-    _write(arrays, tensors, Path(folder), group, describe)
+    _write(arrays, {WEIGHTS: tensors}, Path(folder), group, describe)
 
 
 def _write(
     arrays: Mapping[str, Sliceable],
-    tensors: Sequence[TensorToWrite],
+    files: Mapping[str, Sequence[TensorToWrite]],
     folder: Path,
     group: Group | None,
     describe: Callable[[], Mapping[str, bytes]],
 ) -> None:
     """The files, by all ranks of the group, beside those that ``describe`` what they are, by the first."""
 
-    def begin() -> Mapping[str, bytes]:
+    def begin() -> Mapping[Path, bytes]:
         if found := next(folder.glob("*.safetensors"), None):
             raise CheckpointError(f"{found} is there already; export into another folder")
-        return describe()
+        return {folder / file: text for file, text in describe().items()}
 
-    write_tensors(arrays, tensors, folder, group, {"format": "pt"}, begin)
+    write_tensors(arrays, {folder / file: held for file, held in files.items()}, group, {"format": "pt"}, begin)
 
 
 def tensors_of(model: Model, names: Names, dtype: str) -> list[TensorToWrite]:
@@ -121,8 +119,8 @@ def tensors_of(model: Model, names: Names, dtype: str) -> list[TensorToWrite]:
     return list(found.values())
 
 
-def _lay_out(tensors: Sequence[TensorToWrite], largest: int) -> int:
-    """Give each tensor its file; returns how many these are."""
+def _lay_out(tensors: Sequence[TensorToWrite], largest: int) -> dict[str, list[TensorToWrite]]:
+    """The tensors of each file."""
     files: list[list[TensorToWrite]] = [[]]
     size = 0
     for each in tensors:
@@ -131,10 +129,9 @@ def _lay_out(tensors: Sequence[TensorToWrite], largest: int) -> int:
             files.append([])
             size = each.nbytes
         files[-1].append(each)
-    for number, held in enumerate(files, 1):
-        for each in held:
-            each.file = ONE_FILE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
-    return len(files)
+    if len(files) == 1:
+        return {ONE_FILE: files[0]}
+    return {f"model-{n:05}-of-{len(files):05}.safetensors": held for n, held in enumerate(files, 1)}
 
 
 def _handed_on(source: str | os.PathLike | None) -> dict[str, bytes]:

@@ -28,13 +28,12 @@ AT_ONCE = 8 << 20  #: bytes; tensors up to this are put together in memory
 
 @dataclass
 class TensorToWrite:
-    """One to be written: the parameters in it, and where in which file it begins."""
+    """One to be written: the parameters in it, and where in its file it begins."""
 
     name: str
     dtype: str  #: as files call it
     shape: tuple[int, ...]
     parts: dict[str, StoredView] = field(default_factory=dict)
-    file: str = ""
     offset: int = 0
 
     @property
@@ -42,15 +41,17 @@ class TensorToWrite:
         return prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
+Files = Mapping[Path, Sequence[TensorToWrite]]
+
+
 def write_tensors(
     arrays: Mapping[str, Sliceable],
-    tensors: Sequence[TensorToWrite],
-    folder: Path,
+    files: Files,
     group: Group | None,
     facts: Mapping[str, str],
-    begin: Callable[[], Mapping[str, bytes]] = dict,
+    begin: Callable[[], Mapping[Path, bytes]] = dict,
 ) -> None:
-    """Write tensors, made of ``arrays`` by name, into their files in a folder.
+    """Write new files of tensors, which are made of ``arrays``, and ``facts`` of them.
 
     The ranks of a ``group``, if one is given, share the blocks that the arrays are stored in: each is read by one of
     them, once, and written to where it belongs. Collective then. No rank holds more than a few blocks. ``begin``, on
@@ -59,23 +60,22 @@ def write_tensors(
     have their names only when all are complete.
     """
     rank, ranks, new = group.rank if group else 0, group.size if group else 1, ExportedFiles()
-    heads = {file: _header([each for each in tensors if each.file == file], facts) for file in _files(tensors)}
+    heads = {path: _header(held, facts) for path, held in files.items()}
 
     def make() -> None:
         others = begin()
-        for file, head in heads.items():
-            with new.open(folder / file) as opened:
-                opened.write(head)
-                size = sum(each.nbytes for each in tensors if each.file == file)
-                os.posix_fallocate(opened.fileno(), 0, len(head) + size)
-        for file, text in others.items():
-            with new.open(folder / file) as opened:
-                opened.write(text)
+        for path, held in files.items():
+            with new.open(path) as opened:
+                opened.write(heads[path])
+                os.posix_fallocate(opened.fileno(), 0, len(heads[path]) + sum(each.nbytes for each in held))
+        for path, content in others.items():
+            with new.open(path) as opened:
+                opened.write(content)
 
     def write() -> None:
         memory = np.empty(AT_ONCE, np.uint8)
-        for tensor, blocks in _share(arrays, tensors, rank, ranks):
-            with unfinished_name(folder / tensor.file).open("r+b", buffering=0) as file:
+        for path, tensor, blocks in _share(arrays, files, rank, ranks):
+            with unfinished_name(path).open("r+b", buffering=0) as file:
                 _write(file, tensor, [(tensor.parts[name], block, arrays[name]) for name, block in blocks], memory)
 
     try:
@@ -84,10 +84,6 @@ def write_tensors(
         on_rank_zero(group, new.commit, CheckpointError) if group else new.commit()
     finally:
         new.discard()
-
-
-def _files(tensors: Sequence[TensorToWrite]) -> list[str]:
-    return list(dict.fromkeys(each.file for each in tensors))
 
 
 def _header(held: Sequence[TensorToWrite], facts: Mapping[str, str]) -> bytes:
@@ -101,12 +97,15 @@ def _header(held: Sequence[TensorToWrite], facts: Mapping[str, str]) -> bytes:
 
 
 def _share(
-    arrays: Mapping[str, Sliceable], tensors: Sequence[TensorToWrite], rank: int, ranks: int
-) -> Iterator[tuple[TensorToWrite, list[tuple[str, Rectangle]]]]:
-    """The tensors that a rank writes some of, and which blocks of which arrays: of all of them in order one run, about
-    as many bytes as those of others. Small tensors are written by one."""
-    total, before = sum(each.nbytes for each in tensors), 0
-    for tensor in tensors:
+    arrays: Mapping[str, Sliceable], files: Files, rank: int, ranks: int
+) -> Iterator[tuple[Path, TensorToWrite, list[tuple[str, Rectangle]]]]:
+    """The tensors that a rank writes some of, and which blocks of which arrays.
+
+    Of all in order that is one run, about as many bytes as those of others. A small tensor is one rank's.
+    """
+    tensors = [(path, each) for path, held in files.items() for each in held]
+    total, before = sum(each.nbytes for _, each in tensors), 0
+    for path, tensor in tensors:
         own, begin, is_small = [], before, tensor.nbytes <= AT_ONCE
         for name, view in tensor.parts.items():
             if name not in arrays or tuple((array := arrays[name]).shape) != view.shape:
@@ -116,7 +115,7 @@ def _share(
                     own.append((name, block))
                 before += block.size * DTYPES[tensor.dtype].itemsize
         if own:
-            yield tensor, own
+            yield path, tensor, own
 
 
 def _write(
@@ -127,22 +126,23 @@ def _write(
 ) -> None:
     """Put parts into their places in a tensor: a small one is put together in ``memory``, and written at once.
 
-    So are parts of a large one that are one run of bytes there. Others are brought there by way of the file's pages,
-    which takes more than twice the time.
+    Parts of a large one are written where they are one run of bytes there. Others are brought there by way of the
+    file's pages, which takes more than twice the time.
     """
     dtype, is_small = DTYPES[tensor.dtype], tensor.nbytes <= AT_ONCE
     if is_small:
         whole = memory[: tensor.nbytes].view(dtype).reshape(tensor.shape)
+        whole[...] = 0  # what no parameter fills, if any is not
     else:
         whole = np.memmap(file, dtype, "r+", tensor.offset, tensor.shape)
     for view, block, array in parts:
         part, place = np.asarray(array[block.index]), view.place(whole, block.index)
         if is_small or place.size > part.size or not place.flags.c_contiguous:
             view.fill(place, block.index, part)
-            continue
-        run = np.empty(place.shape, dtype)
-        view.fill(run, block.index, part)
-        _write_run(file.fileno(), bytes_of(run), tensor.offset + _address(place) - _address(whole))
+        else:
+            run = np.empty(place.shape, dtype)
+            view.fill(run, block.index, part)
+            _write_run(file.fileno(), bytes_of(run), tensor.offset + _address(place) - _address(whole))
     if is_small:
         _write_run(file.fileno(), bytes_of(whole), tensor.offset)
 

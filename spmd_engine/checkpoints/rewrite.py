@@ -33,13 +33,9 @@ def export_checkpoint(
 
     All else is as of ``write_tensors``.
     """
-    path, stored = Path(path), _arrays(checkpoint, section)
-    tensors = [
-        TensorToWrite(name, each.dtype, each.shape, {name: as_it_is(each.shape)}) for name, each in stored.items()
-    ]
-    for each in tensors:
-        each.file = path.name
-    write_tensors(checkpoint.section(section), tensors, path.parent, group, {"format": "np"})
+    arrays = _arrays(checkpoint, section).items()
+    tensors = [TensorToWrite(name, each.dtype, each.shape, {name: as_it_is(each.shape)}) for name, each in arrays]
+    write_tensors(checkpoint.section(section), {Path(path): tensors}, group, {"format": "np"})
 
 
 def reshard_checkpoint(checkpoint: Checkpoint, folder: str | os.PathLike, files: int) -> Path:
