@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
@@ -23,6 +24,7 @@ from spmd_engine.comm.group import Group
 from spmd_engine.errors import CheckpointError
 from spmd_engine.sharding.rectangles import Rectangle
 
+WRITERS = 4  #: threads of a rank, where it has so many cores
 AT_ONCE = 8 << 20  #: bytes; tensors up to this are put together in memory
 
 
@@ -60,6 +62,7 @@ def write_tensors(
     have their names only when all are complete.
     """
     rank, ranks, new = group.rank if group else 0, group.size if group else 1, ExportedFiles()
+    threads = max(1, min(WRITERS, len(os.sched_getaffinity(0)) // ranks))
     heads = {path: _header(held, facts) for path, held in files.items()}
 
     def make() -> None:
@@ -73,10 +76,13 @@ def write_tensors(
                 opened.write(content)
 
     def write() -> None:
-        memory = np.empty(AT_ONCE, np.uint8)
-        for path, tensor, blocks in _share(arrays, files, rank, ranks):
-            with unfinished_name(path).open("r+b", buffering=0) as file:
-                _write(file, tensor, [(tensor.parts[name], block, arrays[name]) for name, block in blocks], memory)
+        with ThreadPoolExecutor(threads, "exporting") as pool:
+            list(pool.map(write_blocks, _share(arrays, files, rank, ranks)))
+
+    def write_blocks(work: tuple[Path, TensorToWrite, list[tuple[str, Rectangle]]]) -> None:
+        path, tensor, blocks = work
+        with unfinished_name(path).open("r+b", buffering=0) as file:
+            _write(file, tensor, [(tensor.parts[name], block, arrays[name]) for name, block in blocks])
 
     try:
         on_rank_zero(group, make, CheckpointError) if group else make()
@@ -118,21 +124,15 @@ def _share(
             yield path, tensor, own
 
 
-def _write(
-    file: BinaryIO,
-    tensor: TensorToWrite,
-    parts: Sequence[tuple[StoredView, Rectangle, Sliceable]],
-    memory: np.ndarray,
-) -> None:
-    """Put parts into their places in a tensor: a small one is put together in ``memory``, and written at once.
+def _write(file: BinaryIO, tensor: TensorToWrite, parts: Sequence[tuple[StoredView, Rectangle, Sliceable]]) -> None:
+    """Put parts into their places in a tensor: a small one is put together in memory, and written at once.
 
     Parts of a large one are written where they are one run of bytes there. Others are brought there by way of the
     file's pages, which takes more than twice the time.
     """
     dtype, is_small = DTYPES[tensor.dtype], tensor.nbytes <= AT_ONCE
     if is_small:
-        whole = memory[: tensor.nbytes].view(dtype).reshape(tensor.shape)
-        whole[...] = 0  # what no parameter fills, if any is not
+        whole = np.zeros(tensor.shape, dtype)
     else:
         whole = np.memmap(file, dtype, "r+", tensor.offset, tensor.shape)
     for view, block, array in parts:

@@ -260,9 +260,10 @@ def _sliceable(name: str, array: StoredArray, read_block: Callable[..., np.ndarr
     last: list[tuple[StoredBlock, np.ndarray]] = []  # of many small slices, most are of the block before
 
     def loaded(block: StoredBlock) -> np.ndarray:
-        if not last or last[0][0] is not block:
-            last[:] = [(block, read_block(name, array, block))]
-        return last[0][1]
+        found = last[:]  # which another thread may change
+        if not found or found[0][0] is not block:
+            last[:] = found = [(block, read_block(name, array, block))]
+        return found[0][1]
 
     def read(spans: tuple[slice, ...]) -> np.ndarray:
         wanted = Rectangle.of(spans)
