@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
@@ -14,7 +15,8 @@ from spmd_engine.checkpoints.peft import WEIGHTS
 from spmd_engine.checkpoints.read import Sliceable
 from spmd_engine.checkpoints.stored_view import StoredView
 from spmd_engine.comm.group import Group
-from spmd_engine.errors import CheckpointError
+from spmd_engine.errors import CheckpointError, UsageError
+from spmd_engine.formats.gguf import is_gguf, read_gguf
 from spmd_engine.formats.huggingface import CONFIG, INDEX, ONE_FILE, read_json
 from spmd_engine.models.adapters import LoRAOptions, adapter_names, config_of_options, with_adapters
 from spmd_engine.models.decoder import DecoderShape, decoder
@@ -22,6 +24,11 @@ from spmd_engine.models.huggingface_written import config_of_shape
 from spmd_engine.models.model import Model
 from spmd_engine.models.stored import Names
 from spmd_engine.models.stored_names import stored_names
+from spmd_engine.models.tokenizer_at import tokenizer_at
+from spmd_engine.tokens.hugging_face import CONFIG as TOKENIZER_CONFIG
+from spmd_engine.tokens.hugging_face import TOKENIZER
+
+logger = logging.getLogger(__name__)
 
 LARGEST_FILE = 5_000_000_000  #: bytes of tensors in a file, as transformers has it; one that is larger has its own
 NAMES = {"float32": "F32", "float64": "F64", "bfloat16": "BF16", "float16": "F16"}
@@ -45,11 +52,11 @@ def export_huggingface(
 ) -> None:
     """Write the parameters of a decoder as ``config.json`` and safetensors files that transformers reads.
 
-    ``arrays`` are those of a Checkpoint, or of several put together. ``beside`` is the folder that the weights once
-    came from: its tokenizer and its numbers of special tokens are handed on. The ranks of a ``group``, if one is given,
-    share the work: collective then. None holds more than a few megabytes. Raises CheckpointError, on all of them, where
-    something is damaged or cannot be written, or where a file is there already; files have their names only when all
-    are complete.
+    ``arrays`` are those of a Checkpoint, or of several put together. ``beside`` is the folder, or GGUF file, that the
+    weights once came from: its tokenizer and its numbers of special tokens are handed on. The ranks of a ``group``, if
+    one is given, share the work: collective then. None holds more than a few megabytes. Raises CheckpointError, on all
+    of them, where something is damaged or cannot be written, or where a file is there already; files have their names
+    only when all are complete.
     """
     tensors = tensors_of(decoder(shape), stored_names(shape), NAMES[dtype])
     files = _lay_out(tensors, largest)
@@ -135,13 +142,27 @@ def _lay_out(tensors: Sequence[TensorToWrite], largest: int) -> dict[str, list[T
 
 
 def _handed_on(source: str | os.PathLike | None) -> dict[str, bytes]:
-    """By name, the files of a model's folder that belong to it beside its weights."""
+    """By name, the files that belong to a model beside its weights: of its folder, or as its GGUF file says them."""
+    if source is not None and is_gguf(source):
+        try:
+            files = tokenizer_at(source).files
+        except UsageError as error:
+            logger.warning("its tokenizer is not handed on: %s", error)
+            return {}
+        as_it_is = {**json.loads(files[TOKENIZER_CONFIG]), "tokenizer_class": "PreTrainedTokenizerFast"}
+        return {TOKENIZER: files[TOKENIZER].encode(), TOKENIZER_CONFIG: _as_json(as_it_is)}
     found = [Path(source, name) for name in BESIDE] if source is not None else []
     return {path.name: path.read_bytes() for path in found if path.is_file()}
 
 
 def _special_tokens(source: str | os.PathLike | None) -> Mapping[str, object]:
-    if source is None or not Path(source, CONFIG).is_file():
+    if source is None:
+        return {}
+    if is_gguf(source):
+        facts = read_gguf(source).facts
+        said = {name: facts.get(f"tokenizer.ggml.{name.replace('pad_', 'padding_')}") for name in _TOKENS}
+        return {name: number for name, number in said.items() if number is not None}
+    if not Path(source, CONFIG).is_file():
         return {}
     said = read_json(Path(source, CONFIG))
     return {name: said[name] for name in _TOKENS if name in said}

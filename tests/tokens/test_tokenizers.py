@@ -9,7 +9,9 @@ import pytest
 import tiny
 from pairwise import in_turn
 from spmd_engine import Mesh, run
+from spmd_engine.checkpoints.export_huggingface import export_huggingface
 from spmd_engine.checkpoints.pretrained import open_pretrained
+from spmd_engine.checkpoints.weights import Pretrained
 from spmd_engine.engine.composition import ModelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models.tokenizer_at import tokenizer_at
@@ -173,6 +175,20 @@ def test_one_in_a_gguf_file_encodes_a_corpus(byte_level, tmp_path):
         file = prepare(mesh.group(), [str(tmp_path / "text")], found, str(tmp_path / "tokens"))
     assert found.encode(TEXT) == gguf_tokenizer(facts).encode(TEXT)
     assert file.facts.tokenizer_sha256 == tokenizer_at(tmp_path / "model.gguf").sha256
+
+
+def test_one_in_a_gguf_file_goes_along_with_an_export(byte_level, tmp_path, caplog):
+    facts, arrays = metadata_of(byte_level), Pretrained(Path(__file__).parents[1] / "golden" / "decoders" / "llama")
+    (tmp_path / "model.gguf").write_bytes(gguf_of(facts))
+    export_huggingface(arrays, arrays.shape, tmp_path / "out", beside=tmp_path / "model.gguf")
+    found = read_tokenizer(tmp_path / "out")
+    assert found.encode(TEXT) == gguf_tokenizer(facts).encode(TEXT) and found.chat_template
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["eos_token_id"] == facts["tokenizer.ggml.eos_token_id"] and "pad_token_id" not in config
+
+    (tmp_path / "model.gguf").write_bytes(gguf_of(facts | {"tokenizer.ggml.pre": "odd"}))
+    export_huggingface(arrays, arrays.shape, tmp_path / "without", beside=tmp_path / "model.gguf")
+    assert "its tokenizer is not handed on" in caplog.text and not (tmp_path / "without" / "tokenizer.json").exists()
 
 
 def gguf_of(facts):
