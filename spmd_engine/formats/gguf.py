@@ -66,6 +66,15 @@ class BlockedTensor(FileTensor):
         return prod(self.shape) // BY_NAME[self.dtype].numbers * BY_NAME[self.dtype].nbytes
 
 
+def is_gguf(path: str | Path) -> bool:
+    """Whether there is a file that begins as these do."""
+    try:
+        with Path(path).open("rb") as file:
+            return file.read(len(_MAGIC)) == _MAGIC
+    except OSError:
+        return False
+
+
 def read_gguf(path: str | Path) -> GGUF:
     """The facts and the tensors of a file, of which no number is read. Dims come outermost first, as elsewhere.
 

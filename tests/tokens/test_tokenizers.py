@@ -9,12 +9,16 @@ import pytest
 import tiny
 from pairwise import in_turn
 from spmd_engine import Mesh, run
+from spmd_engine.checkpoints.export_huggingface import export_huggingface
 from spmd_engine.checkpoints.pretrained import open_pretrained
+from spmd_engine.checkpoints.weights import Pretrained
 from spmd_engine.engine.composition import ModelConfig
 from spmd_engine.errors import UsageError
+from spmd_engine.models.tokenizer_at import tokenizer_at
 from spmd_engine.serving import SamplingOptions, StoppingCriteria, generate
 from spmd_engine.tokens import ByteTokenizer, TextStream
 from spmd_engine.tokens.chat import chat_text
+from spmd_engine.training.prepare import prepare
 
 library = pytest.importorskip("tokenizers")
 from spmd_engine.tokens.gguf import gguf_ends, gguf_tokenizer  # noqa: E402 (only with the library)
@@ -160,6 +164,51 @@ def test_a_gguf_vocabulary_encodes_as_the_original(byte_level):
     for text in (TEXT, "the cat<|end|>sat", "  two  spaces"):
         assert found.encode(text) == original.encode(text)
     assert found.decode(found.encode(TEXT)) == TEXT and found.end == original.end and found.chat_template
+
+
+def test_one_in_a_gguf_file_encodes_a_corpus(byte_level, tmp_path):
+    facts = metadata_of(byte_level)
+    (tmp_path / "model.gguf").write_bytes(gguf_of(facts))
+    (tmp_path / "text").write_text(TEXT)
+    with Mesh() as mesh:
+        found = tokenizer_at(tmp_path / "model.gguf")
+        file = prepare(mesh.group(), [str(tmp_path / "text")], found, str(tmp_path / "tokens"))
+    assert found.encode(TEXT) == gguf_tokenizer(facts).encode(TEXT)
+    assert file.facts.tokenizer_sha256 == tokenizer_at(tmp_path / "model.gguf").sha256
+
+
+def test_one_in_a_gguf_file_goes_along_with_an_export(byte_level, tmp_path, caplog):
+    facts, arrays = metadata_of(byte_level), Pretrained(Path(__file__).parents[1] / "golden" / "decoders" / "llama")
+    (tmp_path / "model.gguf").write_bytes(gguf_of(facts))
+    export_huggingface(arrays, arrays.shape, tmp_path / "out", beside=tmp_path / "model.gguf")
+    found = read_tokenizer(tmp_path / "out")
+    assert found.encode(TEXT) == gguf_tokenizer(facts).encode(TEXT) and found.chat_template
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["eos_token_id"] == facts["tokenizer.ggml.eos_token_id"] and "pad_token_id" not in config
+
+    (tmp_path / "model.gguf").write_bytes(gguf_of(facts | {"tokenizer.ggml.pre": "odd"}))
+    export_huggingface(arrays, arrays.shape, tmp_path / "without", beside=tmp_path / "model.gguf")
+    assert "its tokenizer is not handed on" in caplog.text and not (tmp_path / "without" / "tokenizer.json").exists()
+
+
+def gguf_of(facts):
+    """A file without tensors."""
+
+    def text(value):
+        return len(value.encode()).to_bytes(8, "little") + value.encode()
+
+    def fact(value):
+        if isinstance(value, str):
+            return 8, text(value)
+        if isinstance(value, int):
+            return 4, value.to_bytes(4, "little")
+        each = [fact(one) for one in value]
+        content = len(value).to_bytes(8, "little") + b"".join(one for _, one in each)
+        return 9, each[0][0].to_bytes(4, "little") + content
+
+    head = b"GGUF\3\0\0\0" + bytes(8) + len(facts).to_bytes(8, "little")
+    told = [(text(name), *fact(value)) for name, value in facts.items()]
+    return head + b"".join(name + kind.to_bytes(4, "little") + content for name, kind, content in told)
 
 
 @pytest.mark.parametrize(
