@@ -25,6 +25,7 @@ from spmd_engine.models.model import Model
 from spmd_engine.models.stored import Names
 from spmd_engine.models.stored_names import stored_names
 from spmd_engine.models.tokenizer_at import tokenizer_at
+from spmd_engine.tokens.gguf import gguf_ends
 from spmd_engine.tokens.hugging_face import CONFIG as TOKENIZER_CONFIG
 from spmd_engine.tokens.hugging_face import TOKENIZER
 
@@ -161,6 +162,8 @@ def _special_tokens(source: str | os.PathLike | None) -> Mapping[str, object]:
     if is_gguf(source):
         facts = read_gguf(source).facts
         said = {name: facts.get(f"tokenizer.ggml.{name.replace('pad_', 'padding_')}") for name in _TOKENS}
+        if len(ends := gguf_ends(facts) if facts.get("tokenizer.ggml.tokens") else ()) > 1:
+            said["eos_token_id"] = list(ends)
         return {name: number for name, number in said.items() if number is not None}
     if not Path(source, CONFIG).is_file():
         return {}

@@ -71,7 +71,7 @@ def gguf_ends(metadata: Mapping[str, Any], where: str = "the GGUF file") -> tupl
     for name, number in said.items():
         if number is not None and not 0 <= number < len(tokens):
             raise UsageError(f"{where}: tokenizer.ggml.{name}_token_id is {number}, of {len(tokens)} tokens")
-    both = enumerate(zip(tokens, types, strict=True))
+    both = enumerate(zip(tokens, types, strict=False))
     called = [number for number, (token, kind) in both if token in _ENDS and kind == CONTROL]
     return tuple(dict.fromkeys(number for number in (*said.values(), *called) if number is not None))
 

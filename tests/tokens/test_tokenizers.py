@@ -186,6 +186,11 @@ def test_one_in_a_gguf_file_goes_along_with_an_export(byte_level, tmp_path, capl
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["eos_token_id"] == facts["tokenizer.ggml.eos_token_id"] and "pad_token_id" not in config
 
+    (tmp_path / "model.gguf").write_bytes(gguf_of(facts | {"tokenizer.ggml.eot_token_id": 7}))
+    export_huggingface(arrays, arrays.shape, tmp_path / "turns", beside=tmp_path / "model.gguf")
+    config = json.loads((tmp_path / "turns" / "config.json").read_text())
+    assert config["eos_token_id"] == [facts["tokenizer.ggml.eos_token_id"], 7]
+
     (tmp_path / "model.gguf").write_bytes(gguf_of(facts | {"tokenizer.ggml.pre": "odd"}))
     export_huggingface(arrays, arrays.shape, tmp_path / "without", beside=tmp_path / "model.gguf")
     assert "its tokenizer is not handed on" in caplog.text and not (tmp_path / "without" / "tokenizer.json").exists()
