@@ -1,10 +1,11 @@
 """Write `tests/golden/gguf_families/`: tiny decoders as llama.cpp's own converter writes them, and their logits.
 
-    pip install torch==2.13.0 transformers==5.23.0 safetensors sentencepiece numpy
+    pip install torch==2.13.0 transformers==5.23.0 gguf==0.18.0 sentencepiece numpy
     python scripts/make_golden_gguf_families.py LLAMA_CPP [NAME ...]
 
 `LLAMA_CPP` is a folder of its sources, with `conversion/` and `gguf-py/`, as the source archive of PyPI's
-llama-cpp-python 0.3.36 has one in `vendor/llama.cpp`. Each NAME is a general.architecture, or begins with one.
+llama-cpp-python 0.3.36 has one in `vendor/llama.cpp`; its own `gguf` is taken. A NAME is, or begins with, what the file
+has as its general.architecture, unless it is one that is converted as another.
 
 A model of transformers with random weights, as in make_golden_decoders.py, is saved, converted to float32, and asked:
 `NAME.npz` has `tokens`[b s] and, of the last eight positions, the `logits` that it computes in float64. Weights of one

@@ -31,7 +31,6 @@ def rotary_of_gguf(
     plain = RotaryOptions(as_written(facts.get("rope.freq_base", 10_000.0)), part=turned / head_width)
     kind = facts.get("rope.scaling.type", "linear")
     factor = as_written(facts.get("rope.scaling.factor") or facts.get("rope.scale_linear") or 1.0)
-    learnt = facts.get("rope.scaling.original_context_length") or context
     name = next((each for each in (_SHORT, _FREQUENCIES) if each in tensors), None)
     if name is not None:
         if kind not in ("none", "longrope"):
@@ -39,9 +38,8 @@ def rotary_of_gguf(
         divisors = tensors[name].read([[turned // 2]], [slice(None)]).tolist()
         if name == _FREQUENCIES:
             return _of_llama3(plain, divisors) or _divided(plain, divisors, context)
-        return _divided(plain, divisors, learnt).changed(
-            magnitude=as_written(facts.get("rope.scaling.attn_factor") or 1.0)
-        )
+        magnitude = as_written(facts.get("rope.scaling.attn_factor") or 1.0)
+        return _divided(plain, divisors, facts["rope.scaling.original_context_length"]).changed(magnitude=magnitude)
     if kind == "none" or factor == 1 and kind == "linear":
         return plain
     if kind == "linear":
@@ -54,7 +52,7 @@ def rotary_of_gguf(
     return plain.changed(
         scaling="yarn",
         factor=factor,
-        original_context=learnt,
+        original_context=facts.get("rope.scaling.original_context_length") or context,
         fast_turns=as_written(facts.get("rope.scaling.yarn_beta_fast", 32.0)),
         slow_turns=as_written(facts.get("rope.scaling.yarn_beta_slow", 1.0)),
         magnitude=as_written(facts.get("rope.scaling.yarn_attn_factor") or 0.0) or usual,

@@ -44,7 +44,10 @@ _FACTORS: Mapping[str, Mapping[str, str]] = {
     "minicpm": _MULTIPLIERS | {"logits_divisor": "logit_scale"},
 }
 #: Facts that are missing in old files, whose models had others than these.
-_NEEDED = {"minicpm": ("embedding_scale", "residual_scale", "logit_scale"), "granite": ("logit_scale",)}
+_NEEDED = {
+    "minicpm": ("embedding_scale", "residual_scale", "logit_scale"), "granite": ("logit_scale",),
+    "gemma2": ("attn_logit_softcapping", "final_logit_softcapping"),
+}  # fmt: skip
 #: Families that have windows: the usual one, and the block of each so many that sees all (0: none), unless files say.
 _WINDOWS = {
     "gemma2": (4096, 2), "gemma3-text": (0, 6), "olmo3": (0, 4), "cohere2": (4096, 4), "exaone4": (0, 4),

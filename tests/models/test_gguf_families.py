@@ -76,6 +76,8 @@ def shape_with(name, **changed):
         ("granitemoe", {"expert_weights_norm": False}, "expert_weights_norm is False"),
         ("granitemoe", {"expert_gating_func": 2}, "granitemoe.expert_gating_func is 2"),
         ("qwen2moe", {"expert_shared_feed_forward_length": 9}, "expert_shared_feed_forward_length is 9"),
+        ("gemma2", {"attn_logit_softcapping": None}, "nothing says 'attn_logit_softcapping'"),
+        ("phi3", {"rope__scaling__original_context_length": None}, "nothing says 'rope.scaling.original_context_"),
         ("minicpm", {"residual_scale": None}, "nothing says 'residual_scale'"),
         ("mixtral", {"rope__dimension_count": 1}, "rope.dimension_count is 1"),
         ("falcon", {"rope__dimension_count": 3}, "have one left over"),
