@@ -71,25 +71,23 @@ def main() -> None:
             engine = build_engine(ModelConfig("llama", shape=SHAPE), mesh, drawn=False)
             load_pretrained(engine, model)
             save_checkpoint(folder / "run", engine, step=0)
-            for number in range(asked.rounds + 1):
-                plain, out = folder / f"plain-{number}-{rank}", folder / f"out-{number}"
-                single = out.with_suffix(".safetensors")
-                checkpoint = Checkpoint(folder / "run")
-                does = {
-                    "load": lambda: load_pretrained(engine, model),
-                    "read and hash": lambda: read_and_hash(weights, rank, ranks),
-                    "on one rank": lambda: None if rank else read_and_hash(weights, 0, 1),
-                    "export, huggingface": lambda: export_huggingface(checkpoint, SHAPE, out, world),  # noqa: B023
-                    "read, hash, write": lambda: read_and_hash(weights, rank, ranks, plain),  # noqa: B023
-                    "export, safetensors": lambda: export_checkpoint(checkpoint, MODEL, single, world),  # noqa: B023
-                }
+            checkpoint = Checkpoint(folder / "run")
+            out, single, plain = folder / "out", folder / "out.safetensors", folder / f"plain-{rank}"
+            does = {
+                "load": lambda: load_pretrained(engine, model),
+                "read and hash": lambda: read_and_hash(weights, rank, ranks),
+                "on one rank": lambda: None if rank else read_and_hash(weights, 0, 1),
+                "export, huggingface": lambda: export_huggingface(checkpoint, SHAPE, out, world),
+                "read, hash, write": lambda: read_and_hash(weights, rank, ranks, plain),
+                "export, safetensors": lambda: export_checkpoint(checkpoint, MODEL, single, world),
+            }
+            for _ in range(asked.rounds + 1):
                 for name, do in does.items():
                     found.setdefault(name, []).append(timed(world, do))
-                plain.unlink()
-                world.barrier()
-                if rank == 0:
-                    shutil.rmtree(out)
-                    single.unlink()
+                    if rank == 0:  # at once: the next finds the memory that held it in the cache, and needs no new one
+                        shutil.rmtree(out, ignore_errors=True)
+                        single.unlink(missing_ok=True)
+                    plain.unlink(missing_ok=True)
         world.barrier()
         if rank:
             return

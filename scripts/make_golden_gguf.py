@@ -5,6 +5,7 @@
 
 `llama.gguf` has Llama 3's rope_freqs and queries and keys whose pairs are neighbours, as llama.cpp's converter makes
 them; `qwen3moe.gguf` has experts, all of a layer in one tensor. Numbers are packed and unpacked by the `gguf` package;
+`blocks.npz` has blocks of random bytes of every packed type, and what the package unpacks.
 `NAME.npz` has `tokens` and the `logits` that transformers computes in float64, as in make_golden_decoders.py, with the
 unpacked weights.
 """
@@ -174,11 +175,25 @@ def write_gpt2():
     return model
 
 
+def write_blocks():
+    """Three blocks of each type, whose float16 numbers, the bytes said here, are finite."""
+    halves = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}
+    halves |= {"Q4_K": (0, 2), "Q5_K": (0, 2)}
+    rng, found = np.random.default_rng(5), {}
+    for name in ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"]:
+        blocks = rng.integers(0, 256, (3, gguf.GGML_QUANT_SIZES[Type[name]][1]), np.uint8)
+        for at in halves.get(name, (0,)):
+            blocks[:, at : at + 2] = rng.normal(size=(3, 1)).astype(np.float16).view(np.uint8)
+        found |= {f"{name} bytes": blocks, name: gguf.dequantize(blocks, Type[name])}
+    np.savez_compressed(FOLDER / "blocks.npz", **found)
+
+
 @torch.no_grad()
 def main():
     """All files, then their logits."""
     torch.set_num_threads(1)
     FOLDER.mkdir(parents=True, exist_ok=True)
+    write_blocks()
     made = {name: write(name, config) for name, config in MODELS.items()}
     made["gpt2"] = write_gpt2()
     decoders.without_casts()

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tracemalloc
 from math import prod
+from mmap import mmap
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from spmd_engine import Mesh
 from spmd_engine.comm.mesh import parse_axes
 from spmd_engine.engine import AdamW
 from spmd_engine.engine.composition import Composition, ModelConfig, build_engine
+from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.node.arena import HEAD, Arena
 from spmd_engine.planning import analyze
 from spmd_engine.planning.samples import foretold_batch
@@ -80,6 +82,12 @@ class Peak:
         tracemalloc.reset_peak()
 
 
+def mapped_bytes(engine: LayeredEngine) -> int:
+    """Of parameters and gradients that a rank alone maps from the system (``fresh_zeros``), which nobody traces."""
+    arrays = [each for storage in engine.storages for each in (storage.whole_parameters, storage.whole_gradients)]
+    return sum(each.nbytes for each in arrays if each is not None and isinstance(each.base, memoryview | mmap))
+
+
 def python_bytes() -> int:
     """What is traced beside NumPy's arrays."""
     snapshot = tracemalloc.take_snapshot()
@@ -103,7 +111,7 @@ def measure(name: str) -> list[dict]:
         peak.begin()
         trainer.step()
         peak.look()
-        measured = peak.bytes - python_bytes()
+        measured = peak.bytes - python_bytes() + mapped_bytes(engine)
         everyone = mesh.all_gather(np.array([measured])).tolist()
     if mesh.rank:
         return []

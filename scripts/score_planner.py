@@ -522,7 +522,7 @@ def score_iteration_times(rows: Sequence[Row]) -> None:
             recompute="block" if full else "none",
         )
         seconds, repeats = float(row["published"]), "none" if full else "selective"
-        runs.append((row["model"], Run(MODELS[row["model"]], candidate, seconds, "a100", MEGATRON, repeats)))
+        runs.append((row["model"], Run(MODELS[row["model"]], candidate, seconds, "a100", "megatron-lm", repeats)))
     if not runs:
         print("  no iteration times")
         return

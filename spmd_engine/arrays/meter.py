@@ -25,12 +25,13 @@ _current = threading.local()
 class Memory:
     """So many bytes that some views share; they are given back with the last of these."""
 
-    __slots__ = ("meter", "bytes", "kind", "what", "young", "number", "written", "__weakref__")
+    __slots__ = ("meter", "bytes", "kind", "what", "young", "number", "written", "shared", "__weakref__")
 
     def __init__(self, meter: Meter, size: int, kind: str, what: str) -> None:
         self.meter, self.bytes, self.kind, self.what = meter, size, kind, what
         self.young = True  #: whether it was taken in the phase that is under way
         self.written = False
+        self.shared = False  #: whether ranks of the node reach it
         self.number = -1
 
     def __del__(self) -> None:

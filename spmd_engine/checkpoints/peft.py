@@ -65,7 +65,7 @@ class Merged(Mapping[str, Sliceable]):
             b = self._arrays[of_b][(slice(None), *spans[inputs:])]
             return array[spans] + array.dtype.type(self._scale) * einsum(pattern, a, b)
 
-        return Sliceable(array.shape, array.dtype, read)
+        return Sliceable(array.shape, array.dtype, read, blocks=array.blocks)
 
     def __iter__(self) -> Iterator[str]:
         return (name for name in self._arrays if name not in self._left_out)

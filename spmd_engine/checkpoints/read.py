@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from spmd_engine.checkpoints.fill import Wanted, fill
 from spmd_engine.checkpoints.folder import CHECKPOINTS, MANIFEST, find_checkpoint, step_in_name
 from spmd_engine.checkpoints.headers import LARGEST, Headers
 from spmd_engine.checkpoints.manifest import MODEL, OPTIMIZER, RESIDUES, Manifest, StoredArray, StoredBlock
-from spmd_engine.checkpoints.save import mesh_name
+from spmd_engine.checkpoints.save import BLOCK, mesh_name, pieces_of
 from spmd_engine.comm.agreement import text_from_rank_zero
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.optimizers import Optimizer
@@ -99,9 +99,20 @@ class Sliceable:
         read: Callable[[tuple[slice, ...]], np.ndarray],
         *,
         rows_are_cheap: bool = False,
+        blocks: Sequence[Rectangle] = (),
     ) -> None:
-        """``rows_are_cheap`` says that some rows at a time cost no more than all at once."""
+        """``rows_are_cheap`` says that some rows at a time cost no more than all at once.
+
+        ``blocks``, which make up the array, are those that are read as a whole, if it consists of such.
+        """
         self.shape, self.dtype, self._read_spans, self.rows_are_cheap = shape, dtype, read, rows_are_cheap
+        self._blocks = blocks
+
+    @property
+    def blocks(self) -> Sequence[Rectangle]:
+        """Parts, of a few megabytes if rows are, in which all of it is read without reading anything twice."""
+        whole = Rectangle.whole(self.shape)
+        return self._blocks or (list(pieces_of(whole, self.dtype.itemsize, BLOCK)) if whole.size else [])
 
     def __getitem__(self, index: Any) -> np.ndarray:
         """``self[...]``, ``self[2:5]``, ``self[-1, :, ::2]``, ...; only what lies between the ends is read.
@@ -249,9 +260,10 @@ def _sliceable(name: str, array: StoredArray, read_block: Callable[..., np.ndarr
     last: list[tuple[StoredBlock, np.ndarray]] = []  # of many small slices, most are of the block before
 
     def loaded(block: StoredBlock) -> np.ndarray:
-        if not last or last[0][0] is not block:
-            last[:] = [(block, read_block(name, array, block))]
-        return last[0][1]
+        found = last[:]  # which another thread may change
+        if not found or found[0][0] is not block:
+            last[:] = found = [(block, read_block(name, array, block))]
+        return found[0][1]
 
     def read(spans: tuple[slice, ...]) -> np.ndarray:
         wanted = Rectangle.of(spans)
@@ -267,7 +279,7 @@ def _sliceable(name: str, array: StoredArray, read_block: Callable[..., np.ndarr
                 place[...] = loaded(block)[shared.within(block.rectangle).index]
         return out
 
-    return Sliceable(array.shape, dtype, read)
+    return Sliceable(array.shape, dtype, read, blocks=[block.rectangle for block in array.blocks])
 
 
 def _plain_file(path: Path) -> tuple[dict[str, Sliceable], dict[str, Any]]:

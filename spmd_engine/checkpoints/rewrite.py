@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from spmd_engine.checkpoints.dtypes import DTYPES
-from spmd_engine.checkpoints.exported_files import ExportedFiles, unfinished_name
+from spmd_engine.checkpoints.exported_tensors import TensorToWrite, write_tensors
 from spmd_engine.checkpoints.files import block_name, is_finite, read_block
 from spmd_engine.checkpoints.folder import CheckpointFolder, discard
 from spmd_engine.checkpoints.headers import read_file_header
@@ -18,8 +18,8 @@ from spmd_engine.checkpoints.lock import RunLock
 from spmd_engine.checkpoints.manifest import Arrays, StoredArray, StoredBlock
 from spmd_engine.checkpoints.read import Checkpoint, Sliceable
 from spmd_engine.checkpoints.save import deal, file_name, stored_arrays
-from spmd_engine.checkpoints.write import BlockToWrite, header, write_files
-from spmd_engine.comm.agreement import on_rank_zero
+from spmd_engine.checkpoints.stored_view import as_it_is
+from spmd_engine.checkpoints.write import BlockToWrite, write_files
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import CheckpointError
 from spmd_engine.sharding.placement import ArrayPlacement, Placement
@@ -31,36 +31,11 @@ def export_checkpoint(
 ) -> None:
     """Write a section of a checkpoint as one plain safetensors file, in which every array is whole.
 
-    The ranks of a ``group``, if one is given, share the blocks and write them side by side: collective then. No rank
-    holds more than a block. Raises CheckpointError where something is damaged or the file is there already, OSError or
-    UsageError where it cannot be written; it has its name only when it is complete.
+    All else is as of ``write_tensors``.
     """
-    path, rank, ranks = Path(path), group.rank if group else 0, group.size if group else 1
-    arrays = _arrays(checkpoint, section)
-    head = header([(name, each.dtype, each.shape) for name, each in arrays.items()], {"format": "np"})
-    new = ExportedFiles()
-
-    def begin() -> None:
-        with new.open(path) as file:
-            file.write(head)
-            os.posix_fallocate(file.fileno(), 0, len(head) + sum(each.nbytes for each in arrays.values()))
-
-    def first(do) -> None:
-        do() if group is None else on_rank_zero(group, do)
-
-    try:
-        first(begin)
-        offset, unfinished = len(head), unfinished_name(path)
-        for number, (name, array) in enumerate(arrays.items()):
-            for place, block in enumerate(array.blocks):
-                if (number + place) % ranks == rank:
-                    _write_rectangle(unfinished, offset, array, block, _read(checkpoint, name, array, block))
-            offset += array.nbytes
-        if group is not None:
-            group.barrier()
-        first(new.commit)
-    finally:
-        new.discard()
+    arrays = _arrays(checkpoint, section).items()
+    tensors = [TensorToWrite(name, each.dtype, each.shape, {name: as_it_is(each.shape)}) for name, each in arrays]
+    write_tensors(checkpoint.section(section), {Path(path): tensors}, group, {"format": "np"})
 
 
 def reshard_checkpoint(checkpoint: Checkpoint, folder: str | os.PathLike, files: int) -> Path:
@@ -136,15 +111,6 @@ def _arrays(checkpoint: Checkpoint, section: str) -> Arrays:
 def _read(checkpoint: Checkpoint, name: str, array: StoredArray, block: StoredBlock) -> np.ndarray:
     said, shape = f"{name}{block.rectangle}", block.rectangle.shape
     return read_block(checkpoint.path / block.file, block.offset, shape, DTYPES[array.dtype], block.sha256, said)
-
-
-def _write_rectangle(path: Path, offset: int, array: StoredArray, block: StoredBlock, data: np.ndarray) -> None:
-    """Into the place that a rectangle has in a file where the whole array begins at ``offset``."""
-    if not data.size:
-        return
-    whole = np.memmap(path, DTYPES[array.dtype], "r+", offset, array.shape or (1,))
-    whole[block.rectangle.index or slice(None)] = data
-    whole.flush()
 
 
 def _source(name: str, array: Sliceable, piece: Rectangle) -> BlockToWrite:

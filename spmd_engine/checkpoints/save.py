@@ -185,7 +185,7 @@ def deal(placement: Placement, loads: list[int], *, block_bytes: int = BLOCK) ->
     for name, array in placement.items():
         if id(array) not in parts:
             parts[id(array)] = [
-                (list(_pieces(rectangle, array.dtype.itemsize, block_bytes)), sorted(ranks))
+                (list(pieces_of(rectangle, array.dtype.itemsize, block_bytes)), sorted(ranks))
                 for rectangle, ranks in _holders(array)
             ]
         for pieces, ranks in parts[id(array)]:
@@ -206,7 +206,7 @@ def _holders(array: ArrayPlacement) -> Iterator[tuple[Rectangle, list[int]]]:
                 yield each, ranks[within]
 
 
-def _pieces(rectangle: Rectangle, itemsize: int, block_bytes: int) -> Iterator[Rectangle]:
+def pieces_of(rectangle: Rectangle, itemsize: int, block_bytes: int) -> Iterator[Rectangle]:
     """A rectangle, which is not empty, in runs of whole rows, of about so many bytes."""
     row = prod(rectangle.shape[1:])
     run = row * max(1, block_bytes // (row * itemsize))

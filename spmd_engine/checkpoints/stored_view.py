@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from string import ascii_lowercase
 
 import numpy as np
 
 from spmd_engine.immutable import immutable
 from spmd_engine.models.stored import Stored
 
-CHUNK = 1 << 17  #: elements that are widened at a time
+CHUNK, ROWS = 1 << 14, 16  #: elements, and rows, at least, that are copied at a time
 
 
 @immutable
@@ -49,36 +50,35 @@ class StoredView:
         return [wanted[letter] for letter in self.in_file]
 
     def copy(self, part: np.ndarray, spans: tuple[slice, ...], out: np.ndarray) -> None:
-        """Copy what ``index`` has of the tensor into ``out``, that part of the parameter, in its dtype.
-
-        Some rows of the tensor at a time are widened as they lie and only then turned, which takes a third of the time.
-        """
-        left = [letter for letter in self.in_file if letter not in self.stored.at]
+        """Copy what ``index`` has of the tensor into ``out``, that part of the parameter, in its dtype."""
         if self.stored.pairs:
             k = self.dims.split().index("k")
-            part = part.take(self._places()[spans[k]], axis=left.index("k"))
-        target = out.transpose([self.dims.split().index(letter) for letter in left])
-        rows = max(1, CHUNK * len(part) // max(1, part.size))
-        for first in range(0, len(part), rows):
-            target[first : first + rows] = part[first : first + rows].astype(out.dtype)
+            part = part.take(self._places()[spans[k]], axis=self._left.index("k"))
+        _turn(part, out.transpose([self.dims.split().index(letter) for letter in self._left]))
         if self.stored.less:
             out += self.stored.less
 
-    def write(self, tensor: np.ndarray, spans: tuple[slice, ...], part: np.ndarray) -> None:
-        """Put a part of the parameter into its place in the whole tensor, whose dtype it gets."""
+    def place(self, tensor: np.ndarray, spans: tuple[slice, ...]) -> np.ndarray:
+        """What ``index`` has of the whole tensor: a view."""
         if self.stored.rows is not None:
             tensor = tensor[slice(*self.stored.rows[:2])]
+        return tensor.reshape([size for sizes in self.split for size in sizes])[(..., *self.index(spans))]
+
+    def fill(self, place: np.ndarray, spans: tuple[slice, ...], part: np.ndarray) -> None:
+        """Put a part of the parameter into its ``place``, or an array like that, whose dtype it gets."""
         if self.stored.less:
             part = part - self.stored.less
-        whole = tensor.reshape([size for sizes in self.split for size in sizes])
-        view = whole[tuple(self.index(spans))]
-        left = [letter for letter in self.in_file if letter not in self.stored.at]
-        view = view.transpose([left.index(letter) for letter in self.dims.split()])
-        if not self.stored.pairs:
-            view[...] = part
-            return
-        k = self.dims.split().index("k")
-        np.moveaxis(view, k, 0)[self._places()[spans[k]]] = np.moveaxis(part, k, 0)
+        place = place.transpose([self._left.index(letter) for letter in self.dims.split()])
+        if self.stored.pairs:
+            k = self.dims.split().index("k")
+            np.moveaxis(place, k, 0)[self._places()[spans[k]]] = np.moveaxis(part, k, 0)
+        else:
+            _turn(part, place)
+
+    @property
+    def _left(self) -> list[str]:
+        """The letters of the tensor that the parameter has, in the tensor's order."""
+        return [letter for letter in self.in_file if letter not in self.stored.at]
 
     def _places(self) -> np.ndarray:
         """Where in the file each number of a head is."""
@@ -86,3 +86,20 @@ class StoredView:
         if self.stored.pairs == "halves":  # there, and neighbours here
             return numbers.reshape(2, -1).T.reshape(-1)
         return numbers.reshape(-1, 2).T.reshape(-1)
+
+
+def as_it_is(shape: tuple[int, ...]) -> StoredView:
+    """The view of an array that is stored as a tensor of the same dims."""
+    dims = " ".join(ascii_lowercase[: len(shape)])
+    return StoredView(dims, dict(zip(dims.split(), shape, strict=True)), Stored("", dims))
+
+
+def _turn(part: np.ndarray, target: np.ndarray) -> None:
+    """Copy, some rows at a time, which get their dtype as they lie and are then turned: a third of the time and less.
+
+    So many rows that what is a column of them there fills a line of the processor's cache.
+    """
+    part, target = np.atleast_1d(part), np.atleast_1d(target)
+    rows = max(ROWS, CHUNK * len(part) // max(1, part.size))
+    for first in range(0, len(part), rows):
+        target[first : first + rows] = part[first : first + rows].astype(target.dtype, copy=False)

@@ -18,8 +18,9 @@ from spmd_engine.formats.tensor import FileTensor
 from spmd_engine.immutable import immutable
 from spmd_engine.models.beside_pictures import is_beside_pictures, tensors_of_text
 from spmd_engine.models.decoder import DecoderShape, decoder
-from spmd_engine.models.gguf_names import IGNORED as OF_GGUF
-from spmd_engine.models.gguf_names import gguf_names, shape_of_gguf
+from spmd_engine.models.gguf_names import gguf_names
+from spmd_engine.models.gguf_rope import IGNORED as OF_GGUF
+from spmd_engine.models.gguf_shape import shape_of_gguf
 from spmd_engine.models.model import Model
 from spmd_engine.models.shape_at import shape_at
 from spmd_engine.models.stored import Names

@@ -56,7 +56,8 @@ def main(args: Sequence[str] | None = None) -> None:
             sys.exit(leave.exit_code)
     except click.ClickException as error:  # found before any rank knows of others: the same on each
         if launcher_rank() == 0:
-            click.echo(f"spmd_engine: {error.format_message()}", err=True)
+            said = error.format_message()  # of a group without a command its help
+            click.echo(said if said.startswith("Usage:") else f"spmd_engine: {said}", err=True)
         sys.exit(2)
     except UsageError as error:
         fail(f"spmd_engine: {error}")

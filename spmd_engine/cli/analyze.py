@@ -32,6 +32,8 @@ from spmd_engine.comm.world import launcher_rank
 from spmd_engine.errors import UsageError
 from spmd_engine.planning import analyze as analyze_step
 
+WIDTH = 240  # columns that a table may have, however narrow the terminal is: a number whose end is cut off is none
+
 
 @click.command(short_help="Compute, bytes and memory of a step, rank by rank, before one is started.")
 @config_option
@@ -95,7 +97,7 @@ def analyze(
     peaks = analysis.peak_bytes_by_rank()
     rank = peaks.index(max(peaks)) if rank is None else rank
     picture = draw_memory_of_step(analysis, rank)
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=WIDTH, soft_wrap=True)
     describe(analysis, rank, console)
     if output is not None:
         present(picture, output)

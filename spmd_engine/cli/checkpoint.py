@@ -64,7 +64,8 @@ def inspect(path: str, arrays: bool, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(facts | ({"arrays": listed} if arrays else {}), indent=2))
         return
-    for name, value in facts.items():
+    told = {"bytes": ", ".join(f"{section} {count:,}" for section, count in sizes.items())}
+    for name, value in (facts | told).items():
         click.echo(f"{name:<16}{value}")
     if arrays:
         width = max((len(each["name"]) for each in listed), default=0)
@@ -189,5 +190,3 @@ def _open(path: str) -> Checkpoint:
     if found.manifest is None:
         raise UsageError(f"{path} is a plain safetensors file; this is for checkpoints, which are folders")
     return found
-
-

@@ -59,8 +59,8 @@ _OPTIONS = [
         metavar="none|bfloat16|float16|top-k:FRACTION|powersgd:RANK",
         default="none",
         show_default=True,
-        help="How gradients travel. The last two need whole gradients (no --zero); what they leave out of a step is "
-        "not saved, so a resumed run differs a little from one that was not stopped.",
+        help="How gradients travel. The last two need whole gradients (no --zero); what they leave out of a step "
+        "comes with later ones, also after --resume on the same mesh.",
     ),
     click.option(
         "--group-threshold",

@@ -12,8 +12,8 @@ from spmd_engine.comm.agreement import on_all_ranks, on_rank_zero
 from spmd_engine.comm.world import launcher_rank
 from spmd_engine.errors import UsageError
 from spmd_engine.formats.token_file import TokenFile, open_token_file
+from spmd_engine.models.tokenizer_at import tokenizer_at
 from spmd_engine.tokens import ByteTokenizer, Tokenizer
-from spmd_engine.tokens.hugging_face import read_tokenizer
 from spmd_engine.training.prepare import prepare as prepare_file
 
 BYTES = "bytes"
@@ -28,7 +28,11 @@ def data() -> None:
 @click.argument("paths", nargs=-1, required=True)
 @click.option("--output", metavar="FILE", required=True, help="The file to be written.")
 @click.option(
-    "--tokenizer", metavar="PATH", default=BYTES, show_default=True, help="A model's folder, or tokenizer.json."
+    "--tokenizer",
+    metavar="PATH",
+    default=BYTES,
+    show_default=True,
+    help="A model's folder or GGUF file, or tokenizer.json.",
 )
 @check_option
 def prepare(paths, output, tokenizer, check) -> None:
@@ -41,7 +45,7 @@ def prepare(paths, output, tokenizer, check) -> None:
     with open_mesh(None, check=check) as mesh:
         chosen: Tokenizer = ByteTokenizer()
         if tokenizer != BYTES:
-            chosen = on_all_ranks(mesh.group(), lambda: read_tokenizer(tokenizer))
+            chosen = on_all_ranks(mesh.group(), lambda: tokenizer_at(tokenizer))
         file = prepare_file(mesh.group(), paths, chosen, output)
         on_rank_zero(mesh.group(), lambda: click.echo(_told(file)))
 

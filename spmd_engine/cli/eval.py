@@ -59,6 +59,9 @@ def _read(served: TextModel, texts: tuple[str, ...], files: tuple[str, ...]) -> 
         found.append((file, served.tokenizer.encode(text)))
     if not found:
         raise UsageError("eval needs a text: give --text TEXT or --file FILE")
+    for name, tokens in found:
+        if len(tokens) < 2:
+            raise UsageError(f"{name!r} has {len(tokens)} token(s); at least two are needed to score one")
     return found
 
 

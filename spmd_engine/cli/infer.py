@@ -21,6 +21,7 @@ from spmd_engine.cli.options import (
     run_folder,
     what_it_computes,
 )
+from spmd_engine.cli.output_file import output_file
 from spmd_engine.comm.agreement import on_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.base import ShardedEngine
@@ -90,7 +91,7 @@ class _Outputs:
         self.arrays.append(array)
 
     def save(self, target: str) -> None:
-        with Path(target).open("wb") as file:  # np.save would add .npy to another ending
+        with output_file(target) as file:  # np.save would add .npy to another ending
             np.save(file, np.concatenate(self.arrays))
 
 
@@ -100,10 +101,10 @@ def _read(source: str, target: str) -> np.ndarray:
     if not Path(source).is_file():
         raise UsageError(f"--input {source}: no such file")
     try:
-        inputs = np.load(source, mmap_mode="r")
+        inputs = np.lib.format.open_memmap(source, mode="r")
     except (ValueError, EOFError, OSError) as error:
         raise UsageError(f"--input {source} is not an .npy array: {error}") from error
-    if not isinstance(inputs, np.ndarray) or inputs.dtype.kind not in "biufc":
+    if inputs.dtype.kind not in "biufc":
         raise UsageError(f"--input {source} must be one .npy array of numbers")
     if not inputs.ndim or not len(inputs):
         raise UsageError(f"--input {source}: shape {inputs.shape}; the first dim is the batch, and must not be empty")

@@ -14,11 +14,10 @@ from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.composition import ModelConfig, build_engine
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import UsageError
-from spmd_engine.formats.gguf import read_gguf
 from spmd_engine.immutable import immutable
+from spmd_engine.models.tokenizer_at import ends_at, tokenizer_at
 from spmd_engine.serving.options import GenerationConfig, read_generation_config
 from spmd_engine.tokens import ByteTokenizer, Tokenizer
-from spmd_engine.tokens.gguf import gguf_tokenizer
 from spmd_engine.tokens.hugging_face import read_tokenizer
 
 
@@ -62,9 +61,8 @@ def open_text_model(
         return _of_run(run, mesh, device)
     engine, _ = open_pretrained(ModelConfig(str(model), adapter=adapter, dtype=dtype or "float32"), mesh, device=device)
     path = Path(str(model))
-    if path.is_dir():
-        return TextModel(engine, read_tokenizer(path), read_generation_config(path))
-    return TextModel(engine, gguf_tokenizer(read_gguf(path).facts, str(path)), GenerationConfig())
+    generation = read_generation_config(path) if path.is_dir() else GenerationConfig(ends=ends_at(path))
+    return TextModel(engine, tokenizer_at(path), generation)
 
 
 def _of_run(run: str, mesh: Mesh, device: str) -> TextModel:

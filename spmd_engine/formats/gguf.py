@@ -1,4 +1,4 @@
-"""GGUF files, as llama.cpp writes them: facts by name, and tensors, plain or in blocks of 32 small numbers.
+"""GGUF files, as llama.cpp writes them: facts by name, and tensors, plain or packed in blocks.
 
 After https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian.
 """
@@ -6,6 +6,7 @@ After https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 
 from __future__ import annotations
 
 import mmap
+import re
 import struct
 from collections.abc import Sequence
 from math import prod
@@ -15,16 +16,15 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.errors import CheckpointError
+from spmd_engine.formats.gguf_blocks import BY_NAME, KINDS
 from spmd_engine.formats.tensor import FileTensor, Index, PlainTensor
 from spmd_engine.immutable import immutable
 
 _MAGIC = b"GGUF"
+_PART = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")  # of a model in several files
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _LIST = 8, 9
 _PLAIN = {0: ("F32", "float32"), 1: ("F16", "float16"), 28: ("F64", "float64"), 30: ("BF16", "bfloat16")}
-_IN_BLOCKS = {2: "Q4_0", 3: "Q4_1", 8: "Q8_0"}
-_BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}
-BLOCK = 32  #: numbers that share a scale
 MOST_DIMS = 4
 ELEMENTS = 1 << 22  #: unpacked at a time
 
@@ -39,14 +39,11 @@ class GGUF:
 
 @immutable
 class BlockedTensor(FileTensor):
-    """One in blocks of 32 neighbours of its last dim: a scale, for Q4_1 an offset, and 8 or 4 bits each.
-
-    A number is q · scale of Q8_0, (q - 8) · scale of Q4_0, q · scale + offset of Q4_1.
-    """
+    """One in blocks of neighbours of its last dim, each with a scale and a few bits a number."""
 
     def read(self, split: Sequence[Sequence[int]], index: Index) -> np.ndarray:
         outer = [size for sizes in split[:-1] for size in sizes]
-        row = self.shape[-1] // BLOCK * _BLOCK_BYTES[self.dtype]
+        row = self.shape[-1] // BY_NAME[self.dtype].numbers * BY_NAME[self.dtype].nbytes
         raw = np.memmap(self.path, np.uint8, "r", self.offset, (*outer, row))[tuple(index[: len(outer)])]
         inner = tuple(index[len(outer) :])
         rows = raw.reshape(-1, row)
@@ -60,37 +57,67 @@ class BlockedTensor(FileTensor):
 
     def _unpacked(self, rows: np.ndarray) -> np.ndarray:
         """float32[n last] of rows[n bytes]."""
-        blocks = rows.reshape(-1, _BLOCK_BYTES[self.dtype])
-        scale = blocks[:, :2].copy().view(np.float16).astype(np.float32)
-        with np.errstate(invalid="ignore"):  # who reads it refuses what is not finite
-            if self.dtype == "Q8_0":
-                return (blocks[:, 2:].view(np.int8) * scale).reshape(len(rows), -1)
-            packed = blocks[:, -BLOCK // 2 :]
-            small = np.concatenate((packed & 15, packed >> 4), axis=1)
-            if self.dtype == "Q4_0":
-                numbers = (small.astype(np.int8) - 8) * scale
-            else:
-                numbers = small * scale + blocks[:, 2:4].copy().view(np.float16).astype(np.float32)
-        return numbers.reshape(len(rows), -1)
+        kind = BY_NAME[self.dtype]
+        with np.errstate(invalid="ignore", over="ignore"):  # who reads it refuses what is not finite
+            return kind.unpack(rows.reshape(-1, kind.nbytes)).reshape(len(rows), -1)
 
     @property
     def nbytes(self) -> int:
-        return prod(self.shape) // BLOCK * _BLOCK_BYTES[self.dtype]
+        return prod(self.shape) // BY_NAME[self.dtype].numbers * BY_NAME[self.dtype].nbytes
+
+
+def is_gguf(path: str | Path) -> bool:
+    """Whether there is a file that begins as these do."""
+    try:
+        with Path(path).open("rb") as file:
+            return file.read(len(_MAGIC)) == _MAGIC
+    except OSError:
+        return False
 
 
 def read_gguf(path: str | Path) -> GGUF:
     """The facts and the tensors of a file, of which no number is read. Dims come outermost first, as elsewhere.
 
-    Raises CheckpointError, naming the tensor, for a file that is none, is cut short, or has tensors of types that are
-    not known here, or that lie outside of it.
+    Of a model in several files any of them may be given; the first has the facts. Raises CheckpointError, naming the
+    tensor, for a file that is none, is cut short, or has tensors of types that are not known here, or that lie outside
+    of it, and for a file that is missing.
     """
     path = Path(path)
+    file = _read_file(path)
+    count = file.facts.get("split.count", 1)
+    return file if count in (0, 1) else _joined([_read_file(each) for each in _parts(path, count)], path)
+
+
+def _parts(path: Path, count: int) -> list[Path]:
+    """The files of a model in so many, of which this is one."""
+    found = _PART.fullmatch(path.name)
+    if found is None or int(found[2]) != count:
+        raise CheckpointError(f"{path} is one of {count} files of a model; call them NAME-00001-of-00003.gguf, ...")
+    parts = [path.with_name(f"{found[1]}-{number:05}-of-{found[2]}.gguf") for number in range(1, count + 1)]
+    for each in parts:
+        if not each.is_file():
+            raise CheckpointError(f"{path} is one of {count} files of a model, of which {each.name} is not there")
+    return parts
+
+
+def _joined(parts: Sequence[GGUF], path: Path) -> GGUF:
+    for number, part in enumerate(parts):
+        if (part.facts.get("split.no"), part.facts.get("split.count")) != (number, len(parts)):
+            raise CheckpointError(f"{path}: file {number + 1} of {len(parts)} says that it is another one")
+    tensors = {name: tensor for part in parts for name, tensor in part.tensors.items()}
+    count = parts[0].facts.get("split.tensors.count", len(tensors))
+    if not len(tensors) == count == sum(len(part.tensors) for part in parts):
+        raise CheckpointError(f"{path}: its files have {len(tensors)} tensors of {count}; fetch them again")
+    return GGUF(parts[0].facts, tensors)
+
+
+def _read_file(path: Path) -> GGUF:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             return _read(path, _Cursor(content))
     except (OSError, ValueError) as error:  # of an empty file, too
         raise CheckpointError(f"{path} cannot be read as a GGUF file: {error}") from error
-    except (struct.error, IndexError) as error:
+    except (struct.error, IndexError, OverflowError) as error:
         raise CheckpointError(f"{path} ends within its header: it was cut short. Fetch it again") from error
 
 
@@ -110,6 +137,8 @@ def _read(path: Path, cursor: _Cursor) -> GGUF:
         if dims > MOST_DIMS:
             raise CheckpointError(f"{path}: {name} has {dims} dims; fetch it again")
         shape = tuple(cursor.number("Q") for _ in range(dims))[::-1]
+        while len(shape) > 1 and shape[0] == 1:  # some programs write these, and some do not
+            shape = shape[1:]
         described.append((name, shape, cursor.number("I"), cursor.number("Q")))
     alignment = facts.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1:
@@ -126,12 +155,13 @@ def _tensor(path: Path, name: str, shape: tuple[int, ...], kind: int, offset: in
     if kind in _PLAIN:
         dtype, numpy = _PLAIN[kind]
         tensor = PlainTensor(*where, dtype, begin + offset, numpy)
-    elif kind in _IN_BLOCKS:
-        if not shape or shape[-1] % BLOCK:
-            raise CheckpointError(f"{path}: {name} is {list(shape)}, which does not fall into blocks of {BLOCK}")
-        tensor = BlockedTensor(*where, _IN_BLOCKS[kind], begin + offset)
+    elif kind in KINDS:
+        if not shape or shape[-1] % KINDS[kind].numbers:
+            blocks = f"blocks of {KINDS[kind].numbers}"
+            raise CheckpointError(f"{path}: {name} is {list(shape)}, which does not fall into {blocks}")
+        tensor = BlockedTensor(*where, KINDS[kind].name, begin + offset)
     else:
-        known = ", ".join([dtype for dtype, _ in _PLAIN.values()] + list(_IN_BLOCKS.values()))
+        known = ", ".join([dtype for dtype, _ in _PLAIN.values()] + list(BY_NAME))
         raise CheckpointError(
             f"{path}: {name} is of type number {kind}, which is not read here. Take the file in one of {known}"
         )
@@ -169,4 +199,15 @@ class _Cursor:
         if of in _NUMBERS:
             code = np.dtype(f"<{_NUMBERS[of]}")
             return np.frombuffer(self.take(count * code.itemsize), code).tolist()
-        return [self.value(of) for _ in range(count)]
+        return self._texts(count) if of == _TEXT else [self.value(of) for _ in range(count)]
+
+    def _texts(self, count: int) -> list[str]:
+        """As so many times ``text``, in a loop of its own: a vocabulary has a quarter of a million."""
+        found, at, content, length = [], self.at, self.content, struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            begin = at + 8
+            at = begin + length(content, at)[0]
+            found.append(content[begin:at].decode("utf-8", errors="surrogateescape"))
+        self.at = at
+        self.take(0)
+        return found

@@ -1,195 +1,129 @@
-"""What a GGUF file says of a decoder: its shape, and where each parameter stands."""
+"""Where each parameter of a decoder stands in a GGUF file, whose tensors are called alike in all architectures."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spmd_engine.errors import CheckpointError, UsageError
-from spmd_engine.formats.gguf import GGUF
-from spmd_engine.formats.tensor import FileTensor
-from spmd_engine.layers.rotary import RotaryOptions
-from spmd_engine.layers.router_options import RouterOptions
 from spmd_engine.models.decoder import DecoderShape
-from spmd_engine.models.mixture import Mixture
 from spmd_engine.models.stored import Names, Stored
+from spmd_engine.models.stored_tables import rows_of
 
-_FAMILIES = {"gpt2": "gpt2", "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3-moe"}
-IGNORED = ("rope_freqs.weight",)  #: says what the shape's rotary options say
-#: Values of others by which nothing changes: routers take a softmax whose chosen weights sum to 1.
-_WITHOUT_EFFECT = (
-    ("expert_weights_norm", True), ("expert_weights_scale", 1.0), ("expert_gating_func", 1), ("logit_scale", 1.0),
-    ("residual_scale", 1.0), ("embedding_scale", 1.0), ("rope.scale_linear", 1.0), ("rope.scaling.attn_factor", 1.0),
+#: Families whose rows of queries and keys the converter puts in another order: neighbours are turned.
+PUT_IN_ORDER = (
+    "llama", "mixtral", "mistral", "ministral3", "granite", "granitemoe", "minicpm", "smollm3", "olmo", "internlm2",
+    "arcee",
 )  # fmt: skip
-_LEARNT = 8192  # positions before Llama 3.1 was scaled: what ``rope_freqs`` is made of, with a factor
-#: What may be said of a decoder: what is looked at here, and what changes nothing, or not up to the context.
-_KNOWN = frozenset((
-    "block_count", "context_length", "embedding_length", "feed_forward_length", "expert_feed_forward_length",
-    "expert_count", "expert_used_count", "vocab_size", "attention.head_count", "attention.head_count_kv",
-    "attention.key_length", "attention.value_length", "attention.layer_norm_epsilon",
-    "attention.layer_norm_rms_epsilon", "attention.causal", "rope.dimension_count", "rope.freq_base",
-    "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.finetuned",
-    "tensor_data_layout",
-))  # fmt: skip
-
-
-def shape_of_gguf(file: GGUF, where: str) -> DecoderShape:
-    """The decoder that a file describes; raises CheckpointError for an architecture or feature not known here."""
-    kind = file.facts.get("general.architecture")
-    if kind not in _FAMILIES:
-        raise CheckpointError(f"{where}: architecture {kind!r} is not known here; known are {', '.join(_FAMILIES)}")
-    if not file.tensors:
-        raise CheckpointError(f"{where} has no weights, at most a vocabulary; fetch the model's own file")
-    facts = {name.removeprefix(f"{kind}."): value for name, value in file.facts.items() if name.startswith(f"{kind}.")}
-    try:
-        shape = _shape(_FAMILIES[kind], facts, file.tensors, where)
-    except CheckpointError:
-        raise
-    except KeyError as error:
-        raise CheckpointError(f"{where}: nothing says {error}") from error
-    except (UsageError, TypeError, ValueError, ArithmeticError, IndexError) as error:
-        raise CheckpointError(f"{where}: {error}") from error
-    for name, value in facts.items():
-        if value and name not in _KNOWN and (name, value) not in _WITHOUT_EFFECT:
-            raise CheckpointError(f"{where}: {kind}.{name} is {value!r}, a feature that is not known here")
-    return shape
-
-
-def _shape(family: str, facts: Mapping[str, Any], tensors: Mapping[str, FileTensor], where: str) -> DecoderShape:
-    heads, width = facts["attention.head_count"], facts["embedding_length"]
-    if family == "gpt2":
-        return DecoderShape(
-            family=family,
-            layers=facts["block_count"],
-            width=width,
-            heads=heads,
-            head_width=width // heads,
-            hidden=facts["feed_forward_length"],
-            vocabulary=tensors["token_embd.weight"].shape[0],
-            context=facts["context_length"],
-            epsilon=_as_written(facts["attention.layer_norm_epsilon"]),
-            tied="output.weight" not in tensors,
-        )
-    experts = facts.get("expert_count", 0)
-    mixture = None
-    if experts:
-        family = "mixtral" if family == "llama" else family
-        hidden = facts.get("expert_feed_forward_length") or facts["feed_forward_length"]
-        mixture = Mixture(experts=experts, hidden=hidden, router=RouterOptions(top_k=facts["expert_used_count"]))
-    head_width = facts.get("attention.key_length") or width // heads
-    if facts.get("attention.value_length", head_width) != head_width:
-        raise CheckpointError(f"{where}: heads of values are {facts['attention.value_length']} wide, keys {head_width}")
-    if facts.get("rope.dimension_count", head_width) != head_width:
-        raise CheckpointError(f"{where}: rope.dimension_count {facts['rope.dimension_count']} is not the head's width")
-    return DecoderShape(
-        family=family,
-        layers=facts["block_count"],
-        width=width,
-        heads=heads,
-        key_value_heads=facts.get("attention.head_count_kv", heads),
-        head_width=head_width,
-        hidden=facts["feed_forward_length"],
-        vocabulary=tensors["token_embd.weight"].shape[0],
-        context=facts["context_length"],
-        epsilon=_as_written(facts["attention.layer_norm_rms_epsilon"]),
-        tied="output.weight" not in tensors,
-        rotary=_rotary(facts, tensors, head_width // 2, where),
-        bias="blk.0.attn_q.bias" in tensors,
-        output_bias="blk.0.attn_output.bias" in tensors,
-        query_key_norm=family.startswith("qwen3"),
-        mixture=mixture,
-    )
-
-
-def _as_written(value: float) -> float:
-    """1e-5, of which a file keeps 32 bits."""
-    return float(f"{value:.7g}")
-
-
-def _rotary(facts: Mapping[str, Any], tensors: Mapping[str, FileTensor], pairs: int, where: str) -> RotaryOptions:
-    plain = RotaryOptions(_as_written(facts.get("rope.freq_base", 10_000.0)))
-    kind = facts.get("rope.scaling.type", "none")
-    if kind == "linear":
-        return plain.changed(scaling="linear", factor=float(facts["rope.scaling.factor"]))
-    if kind != "none":
-        raise CheckpointError(f"{where}: rope.scaling.type {kind!r} is not known here; known are none and linear")
-    if "rope_freqs.weight" not in tensors:
-        return plain
-    divided = tensors["rope_freqs.weight"].read([[pairs]], [slice(None)]).tolist()
-    found = plain.changed(scaling="llama3", factor=float(round(max(divided), 3)), original_context=_LEARNT)
-    expected = [old / new for old, new in zip(plain.frequencies(pairs), found.frequencies(pairs), strict=True)]
-    if any(abs(one - other) > 1e-4 * other for one, other in zip(divided, expected, strict=True)):
-        raise CheckpointError(f"{where}: rope_freqs.weight is not that of Llama 3.1, and others are not known here")
-    return found
+_FUSED = ("phi3", "glm", "glm4")  # gate and up are one tensor
+_NORM_AFTER_ATTENTION = ("seed-oss",)  # is what they call the norm before the perceptron
+_NORMS_OF_FALCON = {"attn_norm": "attn_norm_2", "ffn_norm": "attn_norm"}  # if there are two
+_GPT2 = {
+    "learned": True, "norm": "layer", "bias": True, "output_bias": True, "perceptron_bias": True, "gated": False,
+    "activation": "gelu",
+}  # fmt: skip
+_ATTENTION = {"query": "q", "key": "k", "value": "v"}
+#: Of perceptrons: what they are called here, and in the file, dims, and what their biases are called here.
+_GATED = (("gate", "ffn_gate", "f d", "gate_bias"), ("up", "ffn_up", "f d", "up_bias"))
+_PLAIN = (("w0", "ffn_up", "f d", "b0"), ("w1", "ffn_down", "d f", "b1"))
+_DOWN = ("down", "ffn_down", "d f", "down_bias")
 
 
 def gguf_names(shape: DecoderShape) -> Names:
-    """All parameters of a decoder, in its order. Of a llama, queries and keys pair neighbours in the file."""
-    if shape.family == "gpt2":
-        yield from _of_gpt2(shape)
-        return
-    pairs = "neighbours" if shape.family in ("llama", "mixtral") else ""
+    """All parameters of a decoder, in its order."""
+    if shape.family == "gpt2":  # of which its shape does not speak
+        shape = shape.changed(**_GPT2)
+    yield "embedding/table", _at("token_embd", "v d")
+    if shape.embedding_norm:
+        yield from _norm(shape, "embedding_norm", "token_embd_norm")
+    if shape.learned:
+        yield "positions/table", _at("position_embd", "p d")
+    for i in range(shape.layers):
+        yield from _of_block(shape, f"block{i}" if shape.parallel == "none" else f"block{i}/parallel", f"blk.{i}.")
+    yield from _norm(shape, "norm", "output_norm")
+    if not shape.tied:
+        yield "head/table", _at("output", "v d")
+    if shape.head_bias:
+        yield "head/bias", _at("output", "v", "bias")
+
+
+def _of_block(shape: DecoderShape, own: str, blk: str) -> Names:
+    renamed = _NORMS_OF_FALCON if shape.family == "falcon" and shape.parallel == "two-norms" else {}
+    if shape.family in _NORM_AFTER_ATTENTION:
+        renamed = {"ffn_norm": "post_attention_norm"}
+
+    def norm(name: str, tensor: str) -> Names:
+        return _norm(shape, f"{own}/{name}", blk + renamed.get(tensor, tensor))
+
+    if shape.parallel == "one-norm":
+        yield from norm("norm", "attn_norm")
+    elif shape.norms != "after":
+        yield from norm("attention/norm", "attn_norm")
+    yield from _of_attention(shape, f"{own}/attention", blk)
+    if shape.norms != "before":
+        yield from norm("attention/norm_after", "post_attention_norm")
+    kind = "mlp" if shape.mixture is None else "moe"
+    if shape.parallel != "one-norm" and shape.norms != "after":
+        yield from norm(f"{kind}/norm", "ffn_norm")
+    yield from _of_perceptron(shape, f"{own}/{kind}", blk)
+    if shape.norms != "before":
+        yield from norm(f"{kind}/norm_after", "post_ffw_norm")
+
+
+def _of_attention(shape: DecoderShape, own: str, blk: str) -> Names:
+    """Queries, keys and values have a tensor each, or are one behind the other in one."""
     queries = "hr" if shape.heads > (shape.key_value_heads or shape.heads) else "h"
+    for name, short in _ATTENTION.items():
+        dims, rows = f"{queries if name == 'query' else 'h'}k", rows_of(shape, name)
+        pairs = "neighbours" if shape.family in PUT_IN_ORDER and name != "value" else ""
 
-    def at(tensor: str, dims: str, **options: Any) -> tuple[Stored, ...]:
-        return (Stored(tensor, dims, **options),)
+        def at(dims: str, kind: str, short: str = short, rows: Any = rows, pairs: str = pairs) -> tuple[Stored, ...]:
+            apart = _at(f"{blk}attn_{short}", dims, kind, pairs=pairs)
+            return apart + _at(f"{blk}attn_qkv", dims, kind, pairs=pairs, rows=rows)
 
-    yield "embedding/table", at("token_embd.weight", "v d")
-    for i in range(shape.layers):
-        block = f"block{i}/attention"
-        yield f"{block}/norm/scale", at(f"blk.{i}.attn_norm.weight", "d")
-        for name, short in (("query", "q"), ("key", "k"), ("value", "v")):
-            heads, order = queries if name == "query" else "h", "" if name == "value" else pairs
-            yield f"{block}/{name}", at(f"blk.{i}.attn_{short}.weight", f"{heads}k d", pairs=order)
-            if shape.bias:
-                yield f"{block}/{name}_bias", at(f"blk.{i}.attn_{short}.bias", f"{heads}k", pairs=order)
-        if shape.query_key_norm:
-            yield f"{block}/query_norm", at(f"blk.{i}.attn_q_norm.weight", "k")
-            yield f"{block}/key_norm", at(f"blk.{i}.attn_k_norm.weight", "k")
-        yield f"{block}/output", at(f"blk.{i}.attn_output.weight", f"d {queries}k")
-        if shape.output_bias:
-            yield f"{block}/output_bias", at(f"blk.{i}.attn_output.bias", "d")
-        kind = "mlp" if shape.mixture is None else "moe"
-        yield f"block{i}/{kind}/norm/scale", at(f"blk.{i}.ffn_norm.weight", "d")
-        yield from _perceptrons(shape, i)
-    yield "norm/scale", at("output_norm.weight", "d")
-    if not shape.tied:
-        yield "head/table", at("output.weight", "v d")
+        yield f"{own}/{name}", at(f"{dims} d", "weight")
+        if shape.bias:
+            yield f"{own}/{name}_bias", at(dims, "bias")
+    if shape.query_key_norm:
+        of_query, of_key = (f"{queries}k", "hk") if shape.norm_together else ("k", "k")
+        yield f"{own}/query_norm", _at(f"{blk}attn_q_norm", of_query)
+        yield f"{own}/key_norm", _at(f"{blk}attn_k_norm", of_key)
+    yield f"{own}/output", _at(f"{blk}attn_output", f"d {queries}k")
+    if shape.output_bias:
+        yield f"{own}/output_bias", _at(f"{blk}attn_output", "d", "bias")
 
 
-def _of_gpt2(shape: DecoderShape) -> Names:
-    """Weights have their outputs first, as those of the others, and not as in Hugging Face's files of GPT-2."""
-
-    def both(name: str, own: tuple[str, str], tensor: str, dims: str) -> Names:
-        yield f"{name}/{own[0]}", (Stored(f"{tensor}.weight", dims),)
-        yield f"{name}/{own[1]}", (Stored(f"{tensor}.bias", dims.split()[0]),)
-
-    yield "embedding/table", (Stored("token_embd.weight", "v d"),)
-    yield "positions/table", (Stored("position_embd.weight", "p d"),)
-    for i in range(shape.layers):
-        attention, mlp = f"block{i}/attention", f"block{i}/mlp"
-        yield from both(f"{attention}/norm", ("scale", "shift"), f"blk.{i}.attn_norm", "d")
-        for number, name in enumerate(("query", "key", "value")):
-            at = {"n": (number, 3)}
-            yield f"{attention}/{name}", (Stored(f"blk.{i}.attn_qkv.weight", "nhk d", at),)
-            yield f"{attention}/{name}_bias", (Stored(f"blk.{i}.attn_qkv.bias", "nhk", at),)
-        yield from both(attention, ("output", "output_bias"), f"blk.{i}.attn_output", "d hk")
-        yield from both(f"{mlp}/norm", ("scale", "shift"), f"blk.{i}.ffn_norm", "d")
-        yield from both(mlp, ("w0", "b0"), f"blk.{i}.ffn_up", "f d")
-        yield from both(mlp, ("w1", "b1"), f"blk.{i}.ffn_down", "d f")
-    yield from both("norm", ("scale", "shift"), "output_norm", "d")
-    if not shape.tied:
-        yield "head/table", (Stored("output.weight", "v d"),)
-
-
-def _perceptrons(shape: DecoderShape, i: int) -> Names:
-    dims: Sequence[tuple[str, str]] = (("gate", "f d"), ("up", "f d"), ("down", "d f"))
-    if shape.mixture is None:
-        for name, order in dims:
-            yield f"block{i}/mlp/{name}", (Stored(f"blk.{i}.ffn_{name}.weight", order),)
+def _of_perceptron(shape: DecoderShape, own: str, blk: str) -> Names:
+    if shape.mixture is not None:
+        yield from _of_experts(shape, own, blk)
         return
-    yield f"block{i}/moe/router", (Stored(f"blk.{i}.ffn_gate_inp.weight", "E d"),)
-    for e in range(shape.mixture.experts):
-        for name, order in dims:
-            at = {"e": (e, shape.mixture.experts)}
-            yield f"block{i}/moe/expert{e}/{name}", (Stored(f"blk.{i}.ffn_{name}_exps.weight", f"e {order}", at),)
+    for name, tensor, dims, bias in (*_GATED, _DOWN) if shape.gated else _PLAIN:
+        if shape.family in _FUSED and name != "down":
+            yield f"{own}/{name}", _at(f"{blk}ffn_up", "nf d", at={"n": (int(name == "up"), 2)})
+            continue
+        yield f"{own}/{name}", _at(blk + tensor, dims)
+        if shape.perceptron_bias:
+            yield f"{own}/{bias}", _at(blk + tensor, dims[0], "bias")
+
+
+def _of_experts(shape: DecoderShape, own: str, blk: str) -> Names:
+    """All of a block in one tensor; those that every token goes through in another, side by side."""
+    experts, shared = shape.mixture.experts, shape.mixture.shared
+    yield f"{own}/router", _at(f"{blk}ffn_gate_inp", "E d")
+    for name, tensor, dims, _ in (*_GATED, _DOWN):
+        for e in range(experts):
+            yield f"{own}/expert{e}/{name}", _at(f"{blk}{tensor}_exps", f"e {dims}", at={"e": (e, experts)})
+        for number in range(shared):
+            of_all = dims.replace("f", "nf")
+            yield f"{own}/shared{number}/{name}", _at(f"{blk}{tensor}_shexp", of_all, at={"n": (number, shared)})
+    if shape.mixture.shared_gate:
+        yield f"{own}/shared_gate", _at(f"{blk}ffn_gate_inp_shexp", "d")
+
+
+def _norm(shape: DecoderShape, own: str, tensor: str) -> Names:
+    if shape.norm != "layer-plain":
+        yield f"{own}/scale", _at(tensor, "d")
+    if shape.norm == "layer":
+        yield f"{own}/shift", _at(tensor, "d", "bias")
+
+
+def _at(tensor: str, dims: str, kind: str = "weight", **options: Any) -> tuple[Stored, ...]:
+    return (Stored(f"{tensor}.{kind}", dims, **options),)

@@ -83,12 +83,17 @@ class Fields(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._content)
 
+    def left(self) -> list[str]:
+        """The fields that nobody asked for."""
+        return [name for name in self._content if name not in self._asked]
+
     def check_rest(self, where: str) -> list[str]:
         """The fields that nobody asked for and of which nothing is known; raises CheckpointError, naming the field, for
         one that changes what is computed, or would, to go by its name."""
         unknown = []
-        for name, value in self._content.items():
-            if name in self._asked or name in HARMLESS:
+        for name in self.left():
+            value = self._content[name]
+            if name in HARMLESS:
                 continue
             if name in REFUSED:
                 computed = REFUSED[name]

@@ -13,3 +13,6 @@ class ImageShape:
     width: int = 8
     channels: int = 1
     classes: int = 10
+
+    def __str__(self) -> str:
+        return f"images of {self.height} x {self.width} x {self.channels} in {self.classes} classes"

@@ -17,7 +17,7 @@ def shape_at(path: str | Path) -> DecoderShape:
     """What is there: a folder with ``config.json``, or a GGUF file. Raises CheckpointError."""
     from spmd_engine.formats.gguf import read_gguf
     from spmd_engine.formats.huggingface import CONFIG, read_json
-    from spmd_engine.models.gguf_names import shape_of_gguf
+    from spmd_engine.models.gguf_shape import shape_of_gguf
     from spmd_engine.models.huggingface_config import shape_of_config
 
     path = Path(path)

@@ -170,7 +170,7 @@ class Estimator:
         if self.on.cut > 1 and self.candidate.zero >= 2:
             if self.candidate.zero >= 3:
                 held["gathered groups"] = division.gathered * self.itemsize
-            held["whole gradients"] = division.whole_gradients * self.itemsize
+            held["whole gradients"] = division.whole_gradients(self.m) * self.itemsize
         # while a layer runs backward, what the layers behind it kept is gone
         held["activations"] = self._in_flight(division, slots) + np.minimum(division.running, 0.0)
         held["temporaries"] = np.maximum(division.running, 0.0)

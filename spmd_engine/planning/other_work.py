@@ -8,6 +8,7 @@ engine's own text, as for any model.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from math import prod
 
 from spmd_engine.arrays.meter import meter
@@ -16,6 +17,7 @@ from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import Parameter
 from spmd_engine.layers.declarations import Activation
+from spmd_engine.layers.later import then, wait_for
 from spmd_engine.layers.layer import Layer
 from spmd_engine.models import Model
 from spmd_engine.planning.system_file import PARTS, RECOMPUTED, System, SystemWork, Transformer
@@ -85,6 +87,7 @@ class _WorkLayer(Layer):
         self.sizes = {letter: size for letter, size in transformer.sizes.items() if letter in letters}
         self.parameters = {name: Parameter(dims) for name, dims in matrices.items()}
         self.tied, self.sequence, self.accumulate = tied, transformer.sequence, system.accumulate
+        self.overlap = system.overlap
         self.is_first = part == "first"
         if self.is_first:
             self.inputs = Activation("b s", where="inside")
@@ -101,14 +104,21 @@ class _WorkLayer(Layer):
                 self._product(sh, samples, each.each, rows, columns, summed)
             elif each.elements is not None:
                 self._elementwise(sh, samples, each, each.bytes[0])
+            elif each.gather is not None:
+                x = self._gathered(sh, x, each.gather)
             else:
-                x = self._collective(sh, each, x, each.gather is not None)
+                x = sh.reduce_scatter(self._stream(sh, samples, "inside"), "b s d", over=each.reduce, onto="s")
         return x
 
     def backward_input(self, sh, p, saved, dy):
-        samples, shape = len(dy), dy.shape
+        samples = len(dy)
         self._forward(sh, self.repeated, dy)
-        for each in reversed(self.operations):
+        dx = self._backward(sh, self.operations[::-1], samples, dy)
+        return (None if self.is_first else dx), samples
+
+    def _backward(self, sh, operations: Sequence[SystemWork], samples: int, dy):
+        """The gradient of the input, or, where what follows is under way, that to come."""
+        for number, each in enumerate(operations, start=1):
             if each.product is not None:
                 rows, summed, columns = each.product.split(",")
                 self._product(sh, samples, each.each, rows, summed, columns)
@@ -116,9 +126,14 @@ class _WorkLayer(Layer):
                     self._product(sh, samples, each.each, summed, columns, rows)
             elif each.elements is not None:
                 self._elementwise(sh, samples, each, each.bytes[1])
+            elif each.reduce is not None:
+                dy = self._gathered(sh, dy, each.reduce)
             else:
-                dy = self._collective(sh, each, dy, each.gather is None)
-        return (None if self.is_first else ShapedArray.new(shape, dy.dtype)), samples
+                stream, over = self._stream(sh, samples, "inside"), each.gather
+                summed = sh.start_reduce_scatter(stream, "b s d", over=over, onto="s")
+                rest = partial(self._backward, sh, operations[number:], samples)
+                return then(summed, rest) if self.overlap else rest(wait_for(summed))
+        return ShapedArray.new(dy.shape, dy.dtype)
 
     def backward_weight(self, sh, rest, g):
         for each in self.operations:
@@ -138,11 +153,8 @@ class _WorkLayer(Layer):
         if size:
             meter().elementwise(count, round(count * size), 0)
 
-    def _collective(self, sh, operation: SystemWork, x: ShapedArray, gathers: bool) -> ShapedArray:
-        letter = operation.gather or operation.reduce
-        if gathers:
-            return sh.all_gather(x, "b s d", "s", across=letter)
-        return sh.reduce_scatter(self._stream(sh, len(x), "inside"), "b s d", over=letter, onto="s")
+    def _gathered(self, sh, x: ShapedArray, letter: str) -> ShapedArray:
+        return sh.all_gather(x, "b s d", "s", across=letter)
 
     def _stream(self, sh, samples: int, where: str) -> ShapedArray:
         shape = samples, self._count(sh, samples, "s", where), self.sizes["d"]

@@ -181,7 +181,7 @@ class LayerAlone:
         kept, keeps = _kept(self._held, self._given)
         return LayerPass(
             recorder.computations[first:],
-            [max(0, top - total) for top in recorder.tops[first:]],
+            [max(0, top.total - total) for top in recorder.tops[first:]],
             [each.as_communication(last).moved(-first) for each in made],
             [number for number, each in enumerate(made) if each.ends is None],
             kept=kept,

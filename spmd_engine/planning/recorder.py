@@ -19,6 +19,7 @@ from spmd_engine.planning.step_analysis import (
     Products,
 )
 
+ARRIVED = "communication buffers"  #: what kind of memory holds what came before it was waited for
 LABEL = "the layer"  #: in the place of a layer's name, where what is written down may be any layer's
 _FACTS = ("operation", "axes", "label", "ranks", "place", "payload", "sent", "peer", "channel", "received")
 
@@ -42,13 +43,14 @@ class Recorder:
         self.computations: list[Computation] = []
         self.communications: list[_Call] = []
         self.timeline: list[Moment] = []
-        self.tops: list[int] = []  #: bytes held at the most while each computation ran
+        self.tops: list[Top] = []  #: the most that was held while each computation ran
         self.own_class = 0  #: of the rank whose step it is
         self.saved: dict[str, int] = {}  #: bytes that a forward leaves, by layer
         self.temporaries: dict[str, int] = {}  #: bytes at their peak, by a phase's name
         self.sending: list[list] = []  #: what was handed to others, and in how many phases since
+        #: what came before it was waited for: since when, and till when, by numbers of computations, and bytes
+        self._arriving: list[tuple[int, int, int]] = []
         self._now = Phase("before the step")
-        self._peak = _Top(0, 0, 0)
 
     def restart(self) -> None:
         """Forget all but what is held: a step begins."""
@@ -56,7 +58,6 @@ class Recorder:
         self.meter.take_top()
         self._now = Phase("between layers")
         self.computations, self.communications, self.timeline, self.tops = [], [], [], []
-        self._peak = _Top(0, 0, 0)
 
     @property
     def place(self) -> int:
@@ -76,20 +77,21 @@ class Recorder:
             self.flush()
             if phase.phase == FORWARD:
                 self.saved[phase.layer] = max(self.saved.get(phase.layer, 0), self.meter.total - total)
-            most = max(self.tops[first:], default=total) - total
+            most = max((top.total for top in self.tops[first:]), default=total) - total
             self.temporaries[phase.name] = max(self.temporaries.get(phase.name, 0), most)
             self.meter.keep_young("activations")
             self._now = before
             self.meter.what = before.name
-            self._let_go()
+            for each in self.sending:
+                each[0] += 1
 
-    def _let_go(self) -> None:
-        """Ranks are taken to be in step: what was handed to others has left once the next phase is over."""
-        for each in self.sending:
-            each[0] += 1
-            if each[0] > 1:
+    def waited(self, at_once: bool) -> None:
+        """The rank has waited for something, ``at_once`` after that began: so long that it saw what else was done.
+        Ranks are taken to be in step: two phases after something was handed to others, they have taken it."""
+        for each in self.sending if at_once else ():
+            if each[0] > 2:
                 each[1].has_left()
-        self.sending = [each for each in self.sending if each[0] < 2]
+        self.sending = [each for each in self.sending if each[1].held]
 
     def flush(self) -> None:
         """Write down what was computed since, as one computation."""
@@ -115,10 +117,8 @@ class Recorder:
             total = self.meter.total + more
         else:
             more = 0
-        if total > self._peak.total:
-            self._peak = _Top(total, len(self.computations), len(self.meter.events) if more else top.event, more)
         self.timeline.append(Moment(len(self.computations), {kind: n for kind, n in by_kind.items() if n}))
-        self.tops.append(total)
+        self.tops.append(Top(total, len(self.meter.events) if more else top.event, more))
         self.computations.append(computation)
 
     def repeat(self, layer_pass: Any, under_way: list[_Call]) -> list[_Call]:
@@ -138,6 +138,7 @@ class Recorder:
             if number in layer_pass.begun:
                 call.ends = None
         self.communications += calls
+        self.waited(any(each.begins == each.ends for each in layer_pass.communications))
         return [call for call in (*under_way, *calls) if call.ends is None]
 
     def begin(self, **facts: Any) -> _Call:
@@ -146,17 +147,29 @@ class Recorder:
         self.communications.append(call)
         return call
 
+    def arrived(self, begun: int, size: int) -> None:
+        """What was asked for before the computation ``begun`` is here, and is taken to have been so since then."""
+        self._arriving.append((begun, len(self.computations), size))
+
     def finish(self) -> tuple[list[Communication], Peak]:
         """What was sent, and the peak."""
         self.flush()
+        for begun, end, size in self._arriving:
+            for number in range(begun, end):
+                held = self.timeline[number].bytes_by_kind
+                self.timeline[number] = Moment(number, {**held, ARRIVED: held.get(ARRIVED, 0) + size})
         last = len(self.computations)
         return [call.as_communication(last) for call in self.communications], self._find_peak()
 
     def _find_peak(self) -> Peak:
         """The peak, with what was held then: the arrays of each phase and kind together."""
-        total, computation, event = self._peak.total, self._peak.computation, self._peak.event
+        if not self.timeline:
+            return Peak(0, 0, {})
+        moment = max(self.timeline, key=lambda each: each.total)
+        computation = moment.computation
+        top = self.tops[computation]
         held: dict[int, tuple[int, str, str]] = {}
-        for size, number, kind, what in self.meter.events[:event]:
+        for size, number, kind, what in self.meter.events[: top.event]:
             if size < 0:
                 held.pop(number, None)
             else:
@@ -164,19 +177,19 @@ class Recorder:
         sums: dict[tuple[str, str], int] = {}
         for size, kind, what in held.values():
             sums[kind, what] = sums.get((kind, what), 0) + size
-        if self._peak.more:
-            sums[TEMPORARIES, self.computations[computation].name] = self._peak.more
+        if top.more:
+            sums[TEMPORARIES, self.computations[computation].name] = top.more
+        if early := moment.total - top.total:
+            sums[ARRIVED, "from other stages, ahead of time"] = early
         listed = sorted(((kind, what, size) for (kind, what), size in sums.items()), key=lambda each: -each[2])
-        by_kind = self.timeline[computation].bytes_by_kind if self.timeline else {}
-        return Peak(total, computation, by_kind, tuple(listed[:24]))
+        return Peak(moment.total, computation, moment.bytes_by_kind, tuple(listed[:24]))
 
 
 @immutable
-class _Top:
-    """The most that was held: bytes, in which computation, after which event, and how much of it for a moment alone."""
+class Top:
+    """The most that was held in a computation: bytes, after which event, and how much of it for a moment alone."""
 
     total: int
-    computation: int
     event: int
     more: int = 0
 

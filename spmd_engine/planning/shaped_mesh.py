@@ -19,6 +19,7 @@ from spmd_engine.comm.mesh_position import MeshPosition, Over
 from spmd_engine.comm.pending import Pending, Progress
 from spmd_engine.comm.reducing import reduce_into
 from spmd_engine.comm.spans import joined
+from spmd_engine.comm.transports.shared_memory import CACHE
 from spmd_engine.comm.tuning import Tuning
 from spmd_engine.immutable import immutable
 from spmd_engine.planning.meeting_point import MeetingPoint
@@ -109,7 +110,9 @@ class ShapedMesh(Mesh):
         return list(keys)
 
     def empty(self, shape: int | Sequence[int], dtype: Any = np.float32, *, zero: bool = False) -> ShapedArray:
-        return ShapedArray.new(shape, dtype)
+        array = ShapedArray.new(shape, dtype)
+        array.memory.shared = True
+        return array
 
     def close(self) -> None:
         """There is nothing to give back."""
@@ -137,7 +140,8 @@ class ShapedGroup(Group):
         result = self._result(call, x, out)
         sent = self._sent(call, result)
         begun = self._mesh.recorder.begin(**self._facts(operation, call.where[2], call.payload, sent))
-        return _Answer(self._mesh.recorder, begun, lambda: result, held=x if packed is None else (x, packed))
+        passing = self._passing(call, x, result)
+        return _Answer(self._mesh.recorder, begun, lambda: result, x if packed is None else (x, packed), passing)
 
     def _packed(self, call: PreparedCall, x: Array | None) -> ShapedArray | None:
         """The copy in which parts that are cut along a later axis lie in one piece each: see ``Collective.packed``."""
@@ -146,6 +150,20 @@ class ShapedGroup(Group):
         if call.signature.inline or x.ndim == 1 or len(call.parts[0]) == 1:
             return None
         return ShapedArray.new((x.size,), x.dtype)
+
+    def _passing(self, call: PreparedCall, x: Array | None, result: Any) -> int:
+        """Bytes that are held while data move: what is joined along a later axis, before it is in its place, and, on
+        one node, pieces of neighbours' own memory that are added up at a time."""
+        operation = call.where[0]
+        if call.signature.inline or not isinstance(x, ShapedArray) or not isinstance(result, ShapedArray):
+            return 0
+        if operation in ("all_gather", "all_to_all"):
+            return result.nbytes if call.signature.concat_axis else 0
+        if operation not in ("all_reduce", "reduce_scatter") or len(set(self._mesh.nodes)) > 1:
+            return 0
+        part = result.nbytes if operation == "reduce_scatter" else -(-result.nbytes // self.size)
+        apart = x.memory is None or not x.memory.shared
+        return min(CACHE // self.size, part) * ((self.size - 1) * apart + (self.size > 2))
 
     def _sent(self, call: PreparedCall, result: Any) -> float:
         """As the ledger counts it; where this rank stands for several whose parts differ a little, the mean."""
@@ -246,13 +264,14 @@ class ShapedGroup(Group):
 
 
 class _Answer(Pending):
-    """A call under way, whose result is known; what was handed in is held until it is waited for."""
+    """A call under way, whose result is known; what was handed in is held until it is waited for, and then for a moment
+    ``passing`` bytes more."""
 
-    __slots__ = ("_recorder", "_call", "_make", "_held")
+    __slots__ = ("_recorder", "_call", "_make", "_held", "_passing")
 
-    def __init__(self, recorder: Recorder, call: Any, make: Any, held: Any = None) -> None:
+    def __init__(self, recorder: Recorder, call: Any, make: Any, held: Any = None, passing: int = 0) -> None:
         super().__init__(None, None)
-        self._recorder, self._call, self._make, self._held = recorder, call, make, held
+        self._recorder, self._call, self._make, self._held, self._passing = recorder, call, make, held, passing
         if held is not None:
             recorder.sending.append([0, self])
 
@@ -260,12 +279,23 @@ class _Answer(Pending):
         """What was handed in is needed no longer: others have it."""
         self._held = None
 
+    @property
+    def held(self) -> bool:
+        """Whether what was handed in is still needed."""
+        return self._held is not None
+
     def wait(self) -> Any:
         if not self.done:
-            place = self._recorder.place
+            place, call = self._recorder.place, self._call
             self.result, self.done = self._make(), True
+            if self._passing:
+                self._recorder.meter.allocate(self._passing)
             self._make = self._held = None
-            self._call.end(place, getattr(self.result, "nbytes", 0))
+            received = getattr(self.result, "nbytes", 0)
+            call.end(place, received)
+            if call.facts.get("channel") is not None and received:
+                self._recorder.arrived(call.begins, received)
+            self._recorder.waited(call.begins == place)
         return self.result
 
 

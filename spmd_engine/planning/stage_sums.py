@@ -102,10 +102,9 @@ class StageSums:
         before[self.starts] = after[self.edges[1:] - 1] = 0  # of other chunks
         return self.worst_chunk(np.maximum.reduceat(self.layers.gathered + np.maximum(before, after), self.starts))
 
-    @cached_property
-    def whole_gradients(self) -> np.ndarray:
+    def whole_gradients(self, micro_batches: int) -> np.ndarray:
         """Elements at the most of whole gradients under ZeRO-2 and 3: a layer's, and those on their way of the one
-        that ran backward before it."""
+        that ran backward before it, which may have been the chunk's first with the micro-batch before."""
         leaving = np.roll(self.layers.last_groups, -1)
-        leaving[self.edges[1:] - 1] = 0
+        leaving[self.edges[1:] - 1] = self.layers.last_groups[self.starts] if micro_batches > 1 else 0
         return self.worst_chunk(np.maximum.reduceat(self.layers.elements + leaving, self.starts))

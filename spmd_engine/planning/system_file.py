@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,7 @@ class System:
     last: Mapping[str, str] = field(default_factory=dict)  #: and behind them
     work: tuple[SystemWork, ...] = ()  #: in the order of the forward
     update: float = 0  #: bytes read and written for a parameter that is updated
+    overlap: bool = False  #: whether sums of inputs' gradients travel while the weights' gradients are made
     accumulate: float = 0  #: bytes read and written for a parameter whose gradient a micro-batch adds to
 
 
@@ -92,7 +93,8 @@ class Transformer:
 
 
 def read_system(name: str | Path) -> System:
-    """A system by the name of a file that comes with the package ("megatron"), or by the path of another.
+    """A system by the name of a file that comes with the package ("megatron"), or by the path of another. A file that
+    says which other it is ``like`` has what it does not say from that one.
 
     Raises UsageError, in one line, for a file that cannot be read, or with fields that are unknown or missing.
     """
@@ -100,11 +102,11 @@ def read_system(name: str | Path) -> System:
     path = path if path.is_file() else Path(name)
     try:
         content = tomllib.loads(path.read_text())
-        lists = {
-            "saved": tuple(_saved(each, name) for each in content["saved"]),
-            "work": tuple(_operation(each, name) for each in content.get("work", ())),
-        }
-        system = System(**content | lists)
+        like = read_system(content.pop("like")) if "like" in content else None
+        readers = {"saved": _saved, "work": _operation}
+        given = {key: read for key, read in readers.items() if key in content}
+        lists = {key: tuple(read(each, name) for each in content[key]) for key, read in given.items()}
+        system = replace(like, **content | lists) if like else System(**content | lists)
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise UsageError(f"{name}: no description of a system: {error}") from error
     return system

@@ -6,20 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from spmd_engine.errors import UsageError
+from spmd_engine.tokens.gguf_splits import SPLITS
 from spmd_engine.tokens.hugging_face import JsonTokenizer, tokenizers_library
 
 CONTROL, USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_WORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-#: How a text is split before pairs are merged, by ``tokenizer.ggml.pre``: a pattern, or None for GPT-2's own.
-SPLITS = {
-    "default": None,
-    "gpt-2": None,
-    "smollm": None,
-    "llama-bpe": _CONTRACTIONS + _WORDS % r"\p{N}{1,3}",
-    "qwen2": _CONTRACTIONS + _WORDS % r"\p{N}",
-}
-SINGLE_DIGITS = ("smollm",)  #: of these, the splits that take digits apart first
+#: What chat models call the end of a turn or of a text: of many files no fact says so.
+_ENDS = frozenset((
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>",
+))  # fmt: skip
 
 
 def gguf_tokenizer(metadata: Mapping[str, Any], where: str = "the GGUF file") -> JsonTokenizer:
@@ -54,35 +48,44 @@ def gguf_tokenizer(metadata: Mapping[str, Any], where: str = "the GGUF file") ->
             if not 0 <= number < len(tokens):
                 raise UsageError(f"{where}: tokenizer.ggml.{field} is {number}, of {len(tokens)} tokens")
             names[name] = tokens[number]
-    if metadata.get("tokenizer.ggml.add_bos_token", kind == "llama") and "bos_token" in names:
-        begin = names["bos_token"]
-        tokenizer.post_processor = library.processors.TemplateProcessing(
-            single=f"{begin} $A", pair=f"{begin} $A $B", special_tokens=[(begin, vocabulary[begin])]
-        )
+    pre = metadata.get("tokenizer.ggml.pre", "default")
+    around = {"add_bos_token": kind == "llama" or SPLITS[pre].begins, "add_eos_token": False}
+    for each in around:
+        around[each] = bool(metadata.get(f"tokenizer.ggml.{each}", around[each]))
     return JsonTokenizer(
         tokenizer.to_str(),
         where,
         end=names.get("eos_token"),
         chat_template=metadata.get("tokenizer.chat_template"),
         special=names,
+        around=around,
     )
 
 
+def gguf_ends(metadata: Mapping[str, Any], where: str = "the GGUF file") -> tuple[int, ...]:
+    """The tokens that end what is generated: those that facts say end a text, a turn or a message, and control tokens
+    that are called so. Raises UsageError for a number that is none of a token."""
+    tokens = _field(metadata, "tokens", where)
+    types = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
+    said = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")}
+    for name, number in said.items():
+        if number is not None and not 0 <= number < len(tokens):
+            raise UsageError(f"{where}: tokenizer.ggml.{name}_token_id is {number}, of {len(tokens)} tokens")
+    both = enumerate(zip(tokens, types, strict=False))
+    called = [number for number, (token, kind) in both if token in _ENDS and kind == CONTROL]
+    return tuple(dict.fromkeys(number for number in (*said.values(), *called) if number is not None))
+
+
 def _byte_level(library: Any, metadata: Mapping[str, Any], vocabulary: Mapping[str, int], where: str) -> Any:
-    split = metadata.get("tokenizer.ggml.pre", "default")
-    if split not in SPLITS:
-        raise UsageError(f"{where}: tokenizer.ggml.pre is {split!r}; known are {', '.join(SPLITS)}")
+    split = SPLITS.get(pre := metadata.get("tokenizer.ggml.pre", "default"))
+    if split is None:
+        raise UsageError(f"{where}: tokenizer.ggml.pre is {pre!r}; known are {', '.join(SPLITS)}")
     merges = [tuple(pair.split(" ", 1)) for pair in _field(metadata, "merges", where)]
     try:
-        tokenizer = library.Tokenizer(library.models.BPE(dict(vocabulary), merges))
+        tokenizer = library.Tokenizer(library.models.BPE(dict(vocabulary), merges, ignore_merges=split.whole_words))
     except Exception as error:  # the library raises plain Exceptions
         raise UsageError(f"{where}: its vocabulary cannot be read: {error}; get the file anew") from None
-    before = library.pre_tokenizers
-    pieces = [before.Digits(individual_digits=True)] if split in SINGLE_DIGITS else []
-    if SPLITS[split]:
-        pieces.append(before.Split(library.Regex(SPLITS[split]), "isolated"))
-    pieces.append(before.ByteLevel(add_prefix_space=False, use_regex=SPLITS[split] is None))
-    tokenizer.pre_tokenizer = before.Sequence(pieces)
+    tokenizer.pre_tokenizer = split.pre_tokenizer(library)
     tokenizer.decoder = library.decoders.ByteLevel()
     return tokenizer
 

@@ -93,7 +93,9 @@ def _npz(file: Path) -> ImageSource:
     there = set(npz_names(file))
     for pairs in NPZ_NAMES:
         if there.issuperset(pairs[0]):
-            found = [pair for pair in pairs if there.issuperset(pair)]
+            found = [pair for pair in pairs if there.intersection(pair)]
+            if missing := sorted({name for pair in found for name in pair} - there):
+                raise UsageError(f"--data {file}: it has no {missing[0]}, which goes with what it holds out")
             return _checked([(str(file), read_npz(file, x), _whole(read_npz(file, y))) for x, y in found], 1)
     raise UsageError(
         f"--data {file}: it has the arrays {', '.join(sorted(there)) or 'none'}; call images x and their classes y (or "

@@ -63,11 +63,8 @@ class Images:
         return ImageShape(*self.x.shape[1:], int(self.y.max()) + 1)
 
     def __str__(self) -> str:
-        shape, held_out = self.shape, len(self.held_out)
-        return (
-            f"{len(self.y) - held_out:,} images of {shape.height} x {shape.width} x {shape.channels} in "
-            f"{shape.classes} classes, {held_out:,} more held out"
-        )
+        held_out = len(self.held_out)
+        return f"{len(self.y) - held_out:,} {self.shape}, {held_out:,} more held out"
 
 
 def load_images(group: Group, path: str | None) -> Images:

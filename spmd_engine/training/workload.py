@@ -19,6 +19,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.formats.token_file import is_token_file, open_token_file
 from spmd_engine.immutable import immutable
 from spmd_engine.models.gpt import BYTES
+from spmd_engine.models.images import ImageShape
 from spmd_engine.models.names import IMAGES
 from spmd_engine.sharding.notation import Spec
 from spmd_engine.strategies import strategy_named
@@ -165,7 +166,8 @@ def _fitting(found: dict[str, int], job: Job) -> dict[str, int]:
     said = job.model.images or found
     alike = all(found[name] == said[name] for name in ("height", "width", "channels"))
     if not alike or found["classes"] > said["classes"]:
-        raise UsageError(f"{job.data.path or 'the digits'}: images of {found}, but the model is for {said}")
+        here, wanted = ImageShape(**found), ImageShape(**said)
+        raise UsageError(f"{job.data.path or 'the digits'}: {here}, but the model is for {wanted}")
     return dict(said)
 
 

@@ -33,10 +33,11 @@ class Hang:
 def look_at(states: Sequence[State], size: int) -> Hang | None:
     """What keeps ranks waiting for too long; None if nobody waits so. ``size``: how many ranks there are in all."""
     by_rank = {state.rank: state for state in states}
-    late = [state for state in states if state.wait and state.wait.overdue]
+    waiters = [state for state in states if state.wait and not state.condition]  # who is stopped waits for nobody
+    late = [state for state in waiters if state.wait and state.wait.overdue]
     if not late:
         return None
-    waits_for = {state.rank: awaited(state, by_rank) for state in states if state.wait}
+    waits_for = {state.rank: awaited(state, by_rank) for state in waiters}
     reached: set[int] = set()
     ahead = [state.rank for state in late]
     while ahead:
@@ -61,17 +62,21 @@ def look_at(states: Sequence[State], size: int) -> Hang | None:
 
 
 def awaited(state: State, by_rank: Mapping[int, State]) -> list[int]:
-    """The ranks for whom a rank waits: of a collective, the members that have not begun it; else those it names."""
+    """The ranks for whom a rank waits: of a collective, the members that have not begun it; else those it names.
+
+    If all have begun it, some have their part still to do: those that cannot go on, or else do not wait for it.
+    """
     wait = state.wait
     assert wait
     if not wait.call.number:
         return list(wait.missing)
+    others = [rank for rank in wait.call.members if rank != state.rank]
     missing = [
-        rank
-        for rank in wait.call.members
-        if rank != state.rank and (rank not in by_rank or last_begun(by_rank[rank], wait.call) < wait.call.number)
+        rank for rank in others if rank not in by_rank or last_begun(by_rank[rank], wait.call) < wait.call.number
     ]
-    return missing or [rank for rank in wait.missing if rank != state.rank]
+    named = [rank for rank in wait.missing if rank != state.rank]
+    halted = [rank for rank in others if rank in by_rank and by_rank[rank].condition]
+    return missing or named or halted or [rank for rank in others if not by_rank[rank].wait]
 
 
 def last_begun(state: State, of: CallRecord) -> int:

@@ -11,7 +11,8 @@ from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.checkpoints.weights import Pretrained
 from spmd_engine.engine.composition import ModelConfig
 from spmd_engine.errors import CheckpointError
-from spmd_engine.formats.gguf import read_gguf
+from spmd_engine.formats.gguf import BlockedTensor, read_gguf
+from spmd_engine.formats.gguf_blocks import BY_NAME
 
 FOLDER = Path(__file__).parents[1] / "golden" / "gguf"
 
@@ -48,6 +49,19 @@ def test_all_types_are_there_and_any_slice_is_that_of_the_whole():
         np.testing.assert_array_equal(found[name][index], found[name][...][index])
 
 
+@pytest.mark.parametrize("name", BY_NAME)
+def test_blocks_are_unpacked_as_others_do_and_any_slice_is_that_of_the_whole(name, tmp_path):
+    golden = np.load(FOLDER / "blocks.npz")
+    blocks, expected = golden[f"{name} bytes"], golden[name]
+    np.testing.assert_array_equal(BY_NAME[name].unpack(blocks), expected)
+    (tmp_path / "file").write_bytes(b"head" + blocks.repeat(4, 0).tobytes())
+    tensor = BlockedTensor("w", str(tmp_path / "file"), (6, 2 * expected.shape[1]), name, 4)
+    whole = expected.repeat(4, 0).reshape(6, 2, -1)
+    assert tensor.nbytes == 4 * blocks.nbytes
+    found = tensor.read([[6], [2, expected.shape[1]]], np.s_[1:5, 1:, 3:20])
+    np.testing.assert_array_equal(found, whole[1:5, 1:, 3:20])
+
+
 def test_facts():
     facts = read_gguf(FOLDER / "llama.gguf").facts
     assert facts["general.architecture"] == "llama" and facts["tokenizer.ggml.tokens"][7] == "t7"
@@ -71,8 +85,10 @@ def spoilt(tmp_path, change):
         (lambda c: c.replace(b"attn_output", b"attn_outptu"), "no tensor blk.0.attn_output.weight to fill"),
         (lambda c: c.replace(b"rope.dimension_count", b"rope.dimension_scale"), "llama.rope.dimension_scale is 16, "),
         (lambda c: c[:8] + b"\xff" * 8 + c[16:], "ends within its header|cannot be read"),
+        (lambda c: c.replace(b"\2" + b"\0" * 7 + b"t7", b"\xff" * 8 + b"t7"), "ends within its header"),
+        (lambda c: c.replace(b"\3" + b"\0" * 7 + b"t39", b"\3" + b"\0" * 6 + b"\1t39"), "ends within its header"),
     ],
-    ids=["short", "header", "empty", "zip", "version", "fact", "architecture", "name", "unknown", "count"],
+    ids=["short", "header", "empty", "zip", "version", "fact", "kind", "name", "unknown", "count", "text", "last text"],
 )
 def test_what_is_damaged_is_said(tmp_path, change, said):
     with pytest.raises(CheckpointError, match=said):

@@ -78,6 +78,23 @@ def test_peak_memory_is_what_numpy_takes(model, recompute, dtype):
     assert foretold == pytest.approx(measured, rel=0.02)
 
 
+def test_what_other_stages_send_ahead_of_time_is_in_the_peak():
+    """The last stage has asked for the next micro-batch before the backward, and the stage before is one ahead."""
+    step = analyze(deep_mlp(4, 64), {"pipe": 2}, batch_size=64, micro_batches=4).of_rank(1)
+    early = sum(size for _, what, size in step.peak.holds if what == "from other stages, ahead of time")
+    assert early == 16 * 64 * 4
+    assert step.peak.bytes == max(moment.total for moment in step.timeline)
+
+
+def test_what_is_joined_along_a_later_axis_is_there_twice_while_it_comes():
+    """First as it comes, then in its place. A head gathers [512 7 12] along the second axis."""
+    parallel = Composition(sequence_parallel=True)
+    step = analyze(GPT, {"model": 2}, parallel, batch_size=512, sequence=7).of_rank(0)
+    apart = analyze(GPT, {"model": 2}, batch_size=512, sequence=7).of_rank(0)
+    gathered = 512 * 7 * 12 * 4
+    assert step.temporaries["head forward"] >= apart.temporaries["head forward"] + gathered
+
+
 def test_layers_alike_are_looked_at_once_and_counted_each_time():
     one, six = (analyze(deep_mlp(n, 16), {"data": 1}, **SIZES).of_rank(0) for n in (2, 12))
     assert six.flops == 6 * one.flops

@@ -9,16 +9,21 @@ import pytest
 import tiny
 from pairwise import in_turn
 from spmd_engine import Mesh, run
+from spmd_engine.checkpoints.export_huggingface import export_huggingface
 from spmd_engine.checkpoints.pretrained import open_pretrained
+from spmd_engine.checkpoints.weights import Pretrained
 from spmd_engine.engine.composition import ModelConfig
 from spmd_engine.errors import UsageError
+from spmd_engine.models.tokenizer_at import tokenizer_at
 from spmd_engine.serving import SamplingOptions, StoppingCriteria, generate
 from spmd_engine.tokens import ByteTokenizer, TextStream
 from spmd_engine.tokens.chat import chat_text
+from spmd_engine.training.prepare import prepare
 
 library = pytest.importorskip("tokenizers")
-from spmd_engine.tokens.gguf import gguf_tokenizer  # noqa: E402 (only with the library)
-from spmd_engine.tokens.hugging_face import read_tokenizer  # noqa: E402
+from spmd_engine.tokens.gguf import gguf_ends, gguf_tokenizer  # noqa: E402 (only with the library)
+from spmd_engine.tokens.gguf_splits import SPLITS  # noqa: E402
+from spmd_engine.tokens.hugging_face import read_tokenizer, tokenizers_library  # noqa: E402
 
 TEXT = "Hello world, naïve 数字 🙂 1234\n  end"
 
@@ -159,6 +164,110 @@ def test_a_gguf_vocabulary_encodes_as_the_original(byte_level):
     for text in (TEXT, "the cat<|end|>sat", "  two  spaces"):
         assert found.encode(text) == original.encode(text)
     assert found.decode(found.encode(TEXT)) == TEXT and found.end == original.end and found.chat_template
+
+
+def test_one_in_a_gguf_file_encodes_a_corpus(byte_level, tmp_path):
+    facts = metadata_of(byte_level)
+    (tmp_path / "model.gguf").write_bytes(gguf_of(facts))
+    (tmp_path / "text").write_text(TEXT)
+    with Mesh() as mesh:
+        found = tokenizer_at(tmp_path / "model.gguf")
+        file = prepare(mesh.group(), [str(tmp_path / "text")], found, str(tmp_path / "tokens"))
+    assert found.encode(TEXT) == gguf_tokenizer(facts).encode(TEXT)
+    assert file.facts.tokenizer_sha256 == tokenizer_at(tmp_path / "model.gguf").sha256
+
+
+def test_one_in_a_gguf_file_goes_along_with_an_export(byte_level, tmp_path, caplog):
+    facts, arrays = metadata_of(byte_level), Pretrained(Path(__file__).parents[1] / "golden" / "decoders" / "llama")
+    (tmp_path / "model.gguf").write_bytes(gguf_of(facts))
+    export_huggingface(arrays, arrays.shape, tmp_path / "out", beside=tmp_path / "model.gguf")
+    found = read_tokenizer(tmp_path / "out")
+    assert found.encode(TEXT) == gguf_tokenizer(facts).encode(TEXT) and found.chat_template
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["eos_token_id"] == facts["tokenizer.ggml.eos_token_id"] and "pad_token_id" not in config
+
+    (tmp_path / "model.gguf").write_bytes(gguf_of(facts | {"tokenizer.ggml.eot_token_id": 7}))
+    export_huggingface(arrays, arrays.shape, tmp_path / "turns", beside=tmp_path / "model.gguf")
+    config = json.loads((tmp_path / "turns" / "config.json").read_text())
+    assert config["eos_token_id"] == [facts["tokenizer.ggml.eos_token_id"], 7]
+
+    (tmp_path / "model.gguf").write_bytes(gguf_of(facts | {"tokenizer.ggml.pre": "odd"}))
+    export_huggingface(arrays, arrays.shape, tmp_path / "without", beside=tmp_path / "model.gguf")
+    assert "its tokenizer is not handed on" in caplog.text and not (tmp_path / "without" / "tokenizer.json").exists()
+
+
+def gguf_of(facts):
+    """A file without tensors."""
+
+    def text(value):
+        return len(value.encode()).to_bytes(8, "little") + value.encode()
+
+    def fact(value):
+        if isinstance(value, str):
+            return 8, text(value)
+        if isinstance(value, int):
+            return 4, value.to_bytes(4, "little")
+        each = [fact(one) for one in value]
+        content = len(value).to_bytes(8, "little") + b"".join(one for _, one in each)
+        return 9, each[0][0].to_bytes(4, "little") + content
+
+    head = b"GGUF\3\0\0\0" + bytes(8) + len(facts).to_bytes(8, "little")
+    told = [(text(name), *fact(value)) for name, value in facts.items()]
+    return head + b"".join(name + kind.to_bytes(4, "little") + content for name, kind, content in told)
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("gpt-2", ["It", "'ll", " be", " 12345", " HiThere", "!?", "\n"]),
+        ("smollm", ["It", "'ll", " be", " ", "1", "2", "3", "4", "5", " HiThere", "!?", "\n"]),
+        ("qwen2", ["It", "'ll", " be", " ", "1", "2", "3", "4", "5", " HiThere", "!?\n"]),
+        ("llama-bpe", ["It", "'ll", " be", " ", "123", "45", " HiThere", "!?\n"]),
+        ("tekken", ["It", "'ll", " be", " ", "1", "2", "3", "4", "5", " Hi", "There", "!?\n"]),
+        ("gpt-4o", ["It'll", " be", " ", "123", "45", " Hi", "There", "!?\n"]),
+        ("deepseek-coder", ["It", "'", "ll", " be", " ", "1", "2", "3", "4", "5", " HiThere", "!?", "\n"]),
+        ("deepseek-v3", ["It", "'ll", " be", " ", "123", "45", " HiThere", "!?\n"]),
+        ("falcon", ["It", "'", "ll", " be", " ", "123", "45", " HiThere", "!?", "\n"]),
+        ("glm4", ["It", "'ll", " be", " ", "123", "45", " HiThere", "!?\n"]),
+        ("seed-coder", ["It", "'ll", " be", " ", "1", "2", "3", "4", "5", " HiThere", "!?", "\n"]),
+        ("bloom", ["It'll", " be", " 12345", " HiThere", "!?\n"]),
+    ],
+)
+def test_a_gguf_vocabulary_splits_a_text_as_its_model(pre, pieces):
+    text = "It'll be 12345 HiThere!?\n"
+    found = SPLITS[pre].pre_tokenizer(tokenizers_library()).pre_tokenize_str(text)
+    assert [text[slice(*span)] for _, span in found] == pieces
+
+
+def test_a_word_of_a_llama_3_is_its_own_token_whatever_is_merged_and_its_texts_have_a_beginning():
+    tokens = ["a", "b", "c", "bc", "abc", "<s>", "</s>"]
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1, 1, 1, 1, 1, 3, 3],
+        "tokenizer.ggml.merges": ["b c"],
+        "tokenizer.ggml.bos_token_id": 5,
+        "tokenizer.ggml.eos_token_id": 6,
+    }
+    for pre, around, wanted in (
+        ("llama-bpe", {}, [5, 4]),
+        ("gpt-2", {}, [0, 3]),
+        ("llama-bpe", {"tokenizer.ggml.add_bos_token": False}, [4]),
+        ("gpt-2", {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": True}, [5, 0, 3, 6]),
+    ):
+        assert gguf_tokenizer(metadata | around | {"tokenizer.ggml.pre": pre}).encode("abc") == wanted
+
+
+def test_a_gguf_file_s_texts_end_with_more_than_one_token(byte_level):
+    metadata = metadata_of(byte_level)
+    end = metadata["tokenizer.ggml.eos_token_id"]
+    assert gguf_ends(metadata) == (end,)  # which is called so, too
+    more = {"tokenizer.ggml.eos_token_id": 5, "tokenizer.ggml.eot_token_id": 7}
+    assert gguf_ends(metadata | more) == (5, 7, end)
+    ordinary = {"tokenizer.ggml.token_type": [1] * len(metadata["tokenizer.ggml.tokens"])}
+    assert gguf_ends(metadata | more | ordinary) == (5, 7)
+    with pytest.raises(UsageError, match="eot_token_id is 900, of 300 tokens"):
+        gguf_ends(metadata | {"tokenizer.ggml.eot_token_id": 900})
 
 
 def test_sentence_piece_s_pairs_are_merged_by_score():

@@ -128,8 +128,9 @@ def spoiled(tmp_path, how):
             "none": {"x": PIXELS[:0], "y": LABELS[:0]},
             "one": {"x": PIXELS[:1], "y": LABELS[:1]},
             "other names": {"pixels": PIXELS},
+            "held out without classes": {"x_train": PIXELS, "y_train": LABELS, "x_test": PIXELS},
         }[how]
-        write_npz(file, **(change if how == "other names" else good | change))
+        write_npz(file, **(good | change if change.keys() <= good.keys() else change))
     return file if file.exists() else folder
 
 
@@ -151,6 +152,7 @@ BAD = {
     "not a number": "a.npz: image 7, counted from 0, has pixels that are not finite",
     "none": r"a.npz: images of shape \(0, 6, 5\); save some",
     "one": "a.npz: 1 images, too few to learn from some and hold out others",
+    "held out without classes": "a.npz: it has no y_test, which goes with what it holds out",
     "other names": "a.npz: it has the arrays pixels; call images x and their classes y",
 }
 

@@ -70,6 +70,22 @@ def test_ranks_that_wait_for_each_other():
     )
 
 
+def test_who_was_stopped_while_it_waited_is_named():
+    """All have begun the call; what each of them does for it, one does no more."""
+    states = [state(rank, [(ALL, 74)], waiting(ALL, 74)) for rank in (0, 1, 3)]
+    states.insert(2, state(2, [(ALL, 74)], waiting(ALL, 72), condition="its process is stopped"))
+    hang = look_at(states, 4)
+    assert hang.summary == "ranks 0-1,3 of 4 have waited for 30 s, for rank 2:"
+    assert hang.lines[0].startswith("rank 2 in all_reduce #72") and hang.lines[0].endswith("its process is stopped")
+    assert look_at([states[2]], 4) is None  # nobody waits for it yet
+
+
+def test_who_began_a_call_and_does_something_else_is_named():
+    states = [state(rank, [(ALL, 74)], waiting(ALL, 74)) for rank in (0, 1, 3)]
+    states.insert(2, state(2, [(ALL, 75)], stack="  /a/b.py:3 in x"))
+    assert look_at(states, 4).lines[0] == "rank 2 waiting for nobody, at b.py:3 in x"
+
+
 def test_who_is_not_seen_is_said():
     hang = look_at([state(0, [(ALL, 2)], waiting(ALL, 2)), state(1, [(ALL, 2)], waiting(ALL, 2))], 4)
     assert hang.stuck == (2, 3) and "ranks 2-3 not heard from" in hang.lines[0]

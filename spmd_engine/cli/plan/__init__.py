@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from spmd_engine.cli.adapters import lora_of, lora_options
+from spmd_engine.cli.output_file import output_file
 from spmd_engine.cli.plan.compare import compare_run
 from spmd_engine.cli.plan.options import fixed_options, request_of, source_options
 from spmd_engine.cli.plan.page import print_answer, print_comparison, print_fixed
@@ -76,7 +77,8 @@ def plan(context: click.Context, what: str | None, **options: Any) -> None:
     if options["timeline"] and answer.foresight is not None:
         from spmd_engine.planning.trace_text import trace_of
 
-        options["timeline"].write_text(trace_of(answer.foresight.prediction, answer.foresight.analysis.axes))
+        with output_file(options["timeline"], "--timeline") as file:
+            file.write(trace_of(answer.foresight.prediction, answer.foresight.analysis.axes).encode())
     if options["as_json"]:
         click.echo(json.dumps(answer.as_json()))
     elif "mesh" in request.fixed:

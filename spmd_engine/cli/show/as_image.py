@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
+from spmd_engine.cli.output_file import output_file
 from spmd_engine.cli.show.picture import Cell, Picture, ink, size
 from spmd_engine.errors import UsageError
 
@@ -18,15 +19,13 @@ def write_image(picture: Picture, path: Path) -> None:
     writers = {".svg": write_svg, ".png": write_png}
     if path.suffix.lower() not in writers:
         raise UsageError(f"--output {path}: write a picture as .svg or .png")
-    try:
-        writers[path.suffix.lower()](picture, path)
-    except OSError as error:
-        raise UsageError(f"--output {path}: cannot be written ({error.strerror or error})") from error
+    writers[path.suffix.lower()](picture, path)
 
 
 def write_svg(picture: Picture, path: Path) -> None:
     """A ``rect`` for each cell that is not plain text, a ``text`` for each line of a label."""
-    path.write_text(svg(picture), encoding="utf-8")
+    with output_file(path) as file:
+        file.write(svg(picture).encode())
 
 
 def svg(picture: Picture) -> str:
@@ -76,7 +75,8 @@ def write_png(picture: Picture, path: Path) -> None:
             anchor = {"left": "lm", "center": "mm", "right": "rm"}[cell.align]
             colour = ink(cell.fill) if cell.fill else BORDER
             draw.text((scale * x, scale * y), label, fill=colour, font=font, anchor=anchor)
-    image.save(path)
+    with output_file(path) as file:
+        image.save(file, "PNG")
 
 
 def _pixels(picture: Picture) -> tuple[int, int]:

@@ -83,8 +83,8 @@ def placement_text(
     """
     routed = {name: each.sizes["e"] for name, each in model.layers if "e" in each.sizes}
     if not routed or layer not in (None, *routed):
-        there = f"it has {', '.join(routed)}" if routed else "it has none"
-        raise UsageError(f"{model.name}: no layer {layer or 'with experts'}; {there}")
+        there = f"layer {layer}; it has {', '.join(routed)}" if routed else "layer with experts: try gpt-moe-nano"
+        raise UsageError(f"{model.name} has no {there}")
     axes = layout.axes("e")
     alike: dict[tuple[int, ...], list[str]] = {}
     for name in [layer] if layer else routed:

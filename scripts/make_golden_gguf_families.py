@@ -1,0 +1,193 @@
+"""Write `tests/golden/gguf_families/`: tiny decoders as llama.cpp's own converter writes them, and their logits.
+
+    pip install torch==2.13.0 transformers==5.23.0 gguf==0.18.0 sentencepiece numpy
+    python scripts/make_golden_gguf_families.py LLAMA_CPP [NAME ...]
+
+`LLAMA_CPP` is a folder of its sources, with `conversion/` and `gguf-py/`, as the source archive of PyPI's
+llama-cpp-python 0.3.36 has one in `vendor/llama.cpp`; its own `gguf` is taken. A NAME is, or begins with, what the file
+has as its general.architecture, unless it is one that is converted as another.
+
+A model of transformers with random weights, as in make_golden_decoders.py, is saved, converted to float32, and asked:
+`NAME.npz` has `tokens`[b s] and, of the last eight positions, the `logits` that it computes in float64. Weights of one
+dim are multiples of 1/256: a Gemma's, to which the converter adds 1, are then those of the file. What the converter
+looks for in a `config.json`, and transformers 5 no longer writes, is written beside.
+"""
+
+import json
+import logging
+import sys
+import tempfile
+from pathlib import Path
+
+import make_golden_decoders as decoders
+import numpy as np
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+FOLDER = Path(__file__).resolve().parent.parent / "tests" / "golden" / "gguf_families"
+LAST = 8
+PLAIN = {"rope_type": "default", "rope_theta": 1e6}
+FAR = decoders.LLAMA3 | {"rope_theta": 1e7, "original_max_position_embeddings": 8192}  # as of Llama 3.1
+#: Of each: the model of make_golden_decoders.py, what its configuration has otherwise, and its config.json beside.
+MODELS = {
+    "gemma": ("gemma", {}, {}),
+    "gemma2": ("gemma2", {"query_pre_attn_scalar": 4}, {}),
+    "gemma3": ("gemma3", {
+        "query_pre_attn_scalar": 4, "num_hidden_layers": 6, "hidden_size": 8, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "layer_types": ["sliding_attention"] * 5 + ["full_attention"]}, {}),
+    "phi3": ("phi3", {}, {}),
+    "olmo2": ("olmo2", {}, {}),
+    "olmo2_windows": ("olmo3", {}, {}),
+    "starcoder2": ("starcoder2", {"sliding_window": None}, {}),
+    "granite": ("granite", {}, {}),
+    "granite_4": ("granitemoehybrid", {}, {"layer_types": ["attention"] * 2, "num_experts_per_tok": 0}),
+    "granitemoe": ("granitemoe", {"num_hidden_layers": 1}, {}),
+    "llama_biased": ("llama_biased", {"hidden_act": "silu"}, {}),
+    "llama_short": ("llama", {}, {}),
+    "mixtral": ("mixtral", {"num_hidden_layers": 1}, {}),
+    "qwen2_yarn": ("qwen2_yarn", {"use_sliding_window": False, "layer_types": ["full_attention"] * 2}, {}),
+    "qwen2moe": ("qwen2_moe", {
+        "num_hidden_layers": 1, "decoder_sparse_step": 1, "layer_types": ["full_attention"]}, {}),
+    "olmoe": ("olmoe", {"num_hidden_layers": 1}, {}),
+    "olmo": ("olmo", {}, {}),
+    "command-r": ("cohere", {}, {}),
+    "cohere2": ("cohere2", {
+        "num_hidden_layers": 4, "hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}, {"rotary_pct": 1.0}),
+    "falcon": ("falcon", {"ffn_hidden_size": 48, "num_kv_heads": 1}, {}),
+    "falcon_grouped": ("falcon_grouped", {"ffn_hidden_size": 96, "bias": False, "num_hidden_layers": 1}, {}),
+    "stablelm": ("stablelm", {}, {}),
+    "stablelm_parallel": ("stablelm", {"use_parallel_residual": True, "num_hidden_layers": 1}, {}),
+    "nemotron": ("nemotron", {}, {}),
+    "smollm3": ("smollm3", {
+        "num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0], "hidden_size": 8, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "use_sliding_window": False, "sliding_window": None,
+        "layer_types": ["full_attention"] * 4}, {}),
+    "chatglm": ("glm", {"hidden_size": 24, "rms_norm_eps": 1e-5}, {"seq_length": 96}),
+    "glm4": ("glm4", {}, {}),
+    "mistral3": ("ministral3", {}, {}),
+    "ernie4_5": ("ernie4_5", {}, {}),
+    "exaone": ("llama", {"attention_bias": False, "hidden_size": 24, "rope_parameters": FAR}, {
+        "model_type": "exaone", "architectures": ["ExaoneForCausalLM"], "activation_function": "silu"}),
+    "exaone4": ("exaone4", {}, {}),
+    "hunyuan-dense": ("hunyuan_v1_dense", {
+        "max_position_embeddings": 32768, "rope_parameters": {
+            "rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0}}, {}),
+    "seed_oss": ("seed_oss", {}, {}),
+    "bloom": ("bloom", {}, {}),
+    "mpt": ("mpt", {"attn_config": {}, "d_model": 12, "n_layers": 1}, {"architectures": ["MPTForCausalLM"]}),
+    "gptneox": ("gpt_neox", {}, {"rotary_pct": 0.5}),
+    "phi2": ("phi", {"num_key_value_heads": 6, "intermediate_size": 96, "num_hidden_layers": 1}, {}),
+    "internlm2": ("llama", {"attention_bias": False, "head_dim": 2, "rope_parameters": PLAIN}, {
+        "model_type": "internlm2", "architectures": ["InternLM2ForCausalLM"]}),
+    "minicpm": ("granite", {"attention_multiplier": 2**-0.5, "logits_scaling": 1.5}, {
+        "model_type": "minicpm", "architectures": ["MiniCPMForCausalLM"], "scale_emb": 1.7, "dim_model_base": 8,
+        "scale_depth": 0.6 * 2**0.5}),
+    "starcoder": ("gpt_bigcode", {"n_inner": 48}, {}),
+    "arcee": ("arcee", {}, {}),
+    "jais2": ("jais2", {}, {}),
+}  # fmt: skip
+IN_PARTS = {"arcee": 12}  # tensors in each of several files
+#: Parts of tensors' names of models that transformers has not.
+RENAMED = {
+    "exaone": {
+        "model.layers": "transformer.h", "model.embed_tokens": "transformer.wte", "model.norm": "transformer.ln_f",
+        "self_attn": "attn.attention", "o_proj": "out_proj", "input_layernorm": "ln_1",
+        "post_attention_layernorm": "ln_2", "mlp.gate_proj": "mlp.c_fc_0", "mlp.up_proj": "mlp.c_fc_1",
+        "mlp.down_proj": "mlp.c_proj",
+    },
+    "internlm2": {
+        "model.embed_tokens": "model.tok_embeddings", "lm_head": "output", "self_attn.o_proj": "attention.wo",
+        "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "feed_forward.w1",
+        "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2",
+    },
+}  # fmt: skip
+
+
+def configuration(base, changes):
+    """One of make_golden_decoders.py's, with changes."""
+    said = {name: each for name, each in decoders.MODELS[base].to_dict().items() if name not in changes}
+    return type(decoders.MODELS[base])(**{**said, **changes})
+
+
+def model_of(name, base, config):
+    """With random weights, those of one dim multiples of 1/256."""
+    torch.manual_seed(1)
+    gentle = getattr(config, "hidden_size", 12) > 12 or base in decoders.GENTLE
+    config.initializer_range = config.init_std = 0.1 if gentle else 0.3
+    config._attn_implementation = config._experts_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.3 * torch.randn_like(parameter)
+                parameter.copy_((parameter * 256).round() / 256)
+    return model
+
+
+def save(name, model, beside, folder):
+    """As transformers does, but for the names of models that it has not, and fields that the converter asks for."""
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(json.dumps({
+        "model": {"vocab": dict.fromkeys(map(str, range(model.config.vocab_size)))}, "added_tokens": []}))  # fmt: skip
+    config = json.loads((folder / "config.json").read_text()) | beside
+    if name == "exaone":
+        config["num_layers"] = config.pop("num_hidden_layers")
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    if name == "internlm2":
+        for layer in range(config["num_hidden_layers"]):
+            parts = [tensors.pop(f"model.layers.{layer}.self_attn.{each}_proj.weight") for each in "qkv"]
+            groups = [part.reshape(config["num_key_value_heads"], -1, config["hidden_size"]) for part in parts]
+            fused = torch.cat(groups, 1).reshape(-1, config["hidden_size"])
+            tensors[f"model.layers.{layer}.attention.wqkv.weight"] = fused
+    for old, new in RENAMED.get(name, {}).items():
+        tensors = {each.replace(old, new): tensor for each, tensor in tensors.items()}
+    tensors = {each: tensor.clone() for each, tensor in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def convert(name, beside, folder):
+    """By llama.cpp's converter, without a vocabulary; ``beside`` has what it looks for in vain."""
+    import gguf
+    from conversion import get_model_class
+    from conversion.base import ModelBase
+
+    said = ModelBase.load_hparams(folder, False) | beside
+    kind = get_model_class(said["architectures"][0])
+    options = {"eager": True, "hparams": said, "split_max_tensors": IN_PARTS.get(name, 0)}
+    made = kind(folder, gguf.LlamaFileType.ALL_F32, FOLDER / f"{name}.gguf", **options)
+    for each in (made, getattr(made, "impl", made)):
+        each.set_vocab = lambda each=each: each.gguf_writer.add_tokenizer_model("none")
+    made.write()
+
+
+def main():
+    """All, or those that are named: first the files, then the logits."""
+    sources, *names = sys.argv[1:]
+    sys.path[:0] = [sources, f"{sources}/gguf-py"]
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    made = {}
+    for name in names or MODELS:
+        base, changes, beside = MODELS[name]
+        made[name] = model_of(name, base, configuration(base, changes))
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary) / name  # which is what the file calls the model
+            save(name, made[name], beside, folder)
+            convert(name, beside, folder)
+    decoders.without_casts()
+    for name, model in made.items():
+        tokens = torch.randint(model.config.vocab_size, (1, 72), generator=torch.Generator().manual_seed(2))
+        model = model.double()
+        decoders.frequencies(model)
+        with torch.no_grad():
+            logits = model(tokens, use_cache=False).logits[:, -LAST:]
+        np.savez_compressed(FOLDER / f"{name}.npz", tokens=tokens.numpy(), logits=logits.numpy())
+        print(name, "logits to", f"{logits.abs().max():.2f}")
+
+
+if __name__ == "__main__":
+    main()

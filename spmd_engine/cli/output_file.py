@@ -1,0 +1,35 @@
+"""Files that commands write where an option says: whole, or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from spmd_engine.errors import UsageError
+
+
+@contextmanager
+def output_file(path: str | Path, option: str = "--output") -> Iterator[BinaryIO]:
+    """A file to write to, which has its name when it is complete; until then, what was there stays.
+
+    Raises UsageError, which names the option and the file, for what the system refuses.
+    """
+    path = Path(path)
+    try:
+        if path.exists() and not path.is_file():  # a device or a pipe; a folder is refused
+            with path.open("wb") as file:
+                yield file
+            return
+        target = path.resolve()  # through links, which stay
+        fresh = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            with fresh.open("wb") as file:
+                yield file
+            fresh.replace(target)
+        finally:
+            fresh.unlink(missing_ok=True)
+    except OSError as error:
+        raise UsageError(f"{option} {path}: cannot be written ({error.strerror or error})") from error

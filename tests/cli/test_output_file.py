@@ -1,0 +1,63 @@
+"""What commands write is there whole, or not at all; and what they say of what cannot be."""
+
+import json
+
+import numpy as np
+import pytest
+
+from command_line import QUIET
+from spmd_engine.cli.output_file import output_file
+from spmd_engine.errors import UsageError
+
+
+def test_a_file_that_cannot_be_completed_leaves_what_was_there(tmp_path):
+    path = tmp_path / "y.npy"
+    path.write_bytes(b"old")
+    with pytest.raises(UsageError, match=r"--output .*y\.npy: cannot be written \(No space"), output_file(path) as file:
+        file.write(b"half of")
+        raise OSError(28, "No space left on device")
+    assert path.read_bytes() == b"old" and [each.name for each in tmp_path.iterdir()] == ["y.npy"]
+    (tmp_path / "link").symlink_to(path)
+    with output_file(tmp_path / "link") as file:
+        file.write(b"new")
+    assert path.read_bytes() == b"new" and (tmp_path / "link").is_symlink()
+
+
+def test_what_cannot_be_written_is_named_by_its_option(here, tmp_path):
+    here("train", "--model", "mlp", "--run", "mine", "--steps", "1", "--batch-size", "2", *QUIET)
+    np.save(tmp_path / "x.npy", np.zeros((1, 784)))
+    infer = ["infer", "--run", "mine", "--input", "x.npy", "--output"]
+    assert here(*infer, "/dev/full")[2].startswith("spmd_engine: --output /dev/full: cannot be written (")
+    assert here(*infer, "/dev/null")[0] == 0
+    (tmp_path / "text").write_text("def")
+    code, _, errors = here("infer", "--run", "mine", "--input", "text", "--output", "y.npy")
+    assert code == 2 and "text is not an .npy array" in errors and "pickle" not in errors
+    code, _, errors = here("plan", "--ranks", "2", "--model", "mlp", "--mesh", "data=2", "--timeline", "/dev/full")
+    assert code == 2 and "--timeline /dev/full: cannot be written (No space" in errors
+
+
+def test_a_text_too_short_to_be_scored_is_named(here, tmp_path):
+    here("train", "--run", "mine", "--steps", "0", "--batch-size", "2", *QUIET)
+    (tmp_path / "empty.txt").write_bytes(b"")
+    code, _, errors = here("eval", "--run", "mine", "--file", "empty.txt")
+    assert code == 2 and "'empty.txt' has 0 token(s)" in errors
+
+
+def test_no_command_is_answered_with_all_of_them(here):
+    code, _, errors = here()
+    assert code == 2 and errors.startswith("Usage:") and "checkpoint" in errors
+
+
+def test_numbers_are_whole_however_narrow_the_terminal(here, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    code, output, _ = here("analyze", "--model", "gpt2", "--mesh", "data=4,model=2")
+    assert code == 0 and "\N{HORIZONTAL ELLIPSIS}" not in output
+    (total,) = (line for line in output.splitlines() if line.startswith("a step of all ranks"))
+    assert total.endswith("bytes sent")
+
+
+def test_a_checkpoint_s_sizes_are_told_in_words_and_as_json(here, tmp_path):
+    here("train", "--model", "mlp", "--run", "mine", "--steps", "1", "--batch-size", "2", *QUIET)
+    told = here("checkpoint", "inspect", "mine", "--no-arrays")[1]
+    sizes = json.loads(here("checkpoint", "inspect", "mine", "--no-arrays", "--json")[1])["bytes"]
+    assert f"model {sizes['model']:,}, optimizer {sizes['optimizer']:,}\n" in told
