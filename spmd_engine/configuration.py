@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, field, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from math import isfinite
 from types import NoneType, UnionType
 from typing import Any, Self, Union, get_args, get_origin, get_type_hints
 
 from spmd_engine.errors import UsageError
-from spmd_engine.immutable import immutable
 
 
 def setting(
@@ -31,7 +30,7 @@ def setting(
 _types = cache(get_type_hints)  #: which compiles each annotation, a fifth of a millisecond for a class
 
 
-@immutable
+@dataclass(frozen=True)
 class Configuration:
     """Base of frozen dataclasses that are checked when they are made: each value by its field's type and ``setting``.
 

@@ -8,6 +8,7 @@ results does not grow with the images. Of one tap, pixels are patches already: s
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import prod
 
 from spmd_engine.arrays import pointwise
@@ -15,7 +16,6 @@ from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.fused import fused_of_images
 from spmd_engine.arrays.pointwise import by_product
 from spmd_engine.arrays.window import Window, check_convolution, check_gradient, outputs_of
-from spmd_engine.immutable import immutable
 
 PANEL_ELEMENTS = 1 << 18  # 1 MiB of float32: fits a core's L2 cache
 DEVICE_PANEL_ELEMENTS = 1 << 26  # a device wants few and large launches
@@ -79,7 +79,7 @@ def _by_group(y: Array, groups: int) -> Array:
     return y.reshape(prod(y.shape[:3]), groups, y.shape[3] // groups).transpose(1, 0, 2)
 
 
-@immutable
+@dataclass(frozen=True)
 class _Panel:
     """Some rows of outputs of some samples, and their patches."""
 

@@ -15,13 +15,13 @@ side; otherwise one copy is made. A letter of one operand alone is summed first.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
 from spmd_engine.arrays import few_rows
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.errors import NotationError
-from spmd_engine.immutable import immutable
 
 Shape = tuple[int, ...]
 
@@ -46,7 +46,7 @@ def einsum(pattern: str, *operands: Array, out: Array | None = None, accumulate:
     return out
 
 
-@immutable
+@dataclass(frozen=True)
 class _View:
     """How an array is summed, transposed and reshaped, in this order; None: not at all."""
 
@@ -73,7 +73,7 @@ class _View:
         return x if self.shape is None else x.reshape(self.shape)
 
 
-@immutable
+@dataclass(frozen=True)
 class _Plan:
     """The view of one operand is the result already; those of two are multiplied."""
 

@@ -6,6 +6,7 @@ float64 in a loop, hence ``f32`` around each.
 """
 
 from collections.abc import Callable, Set
+from dataclasses import dataclass
 
 import numpy as np
 from llvmlite import ir
@@ -14,7 +15,6 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from spmd_engine.arrays.factors import GELU_A, GELU_C
-from spmd_engine.immutable import immutable
 
 f32 = np.float32
 
@@ -26,7 +26,7 @@ Number, Integer, Four = types.float32, types.int64, types.UniTuple(types.int64, 
 _LOWEST, _HIGHEST = -87.33, 89.0  # exp is 0 below, where float32 has no normal numbers, and infinite from 88.4 on
 
 
-@immutable
+@dataclass(frozen=True)
 class Loop:
     """A function to compile, and in what LLVM need not hold to the order and rounding in which it is written."""
 

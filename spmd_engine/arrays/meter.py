@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
 from spmd_engine.errors import UsageError
-from spmd_engine.immutable import immutable
 
 TEMPORARIES = "temporaries"
 
@@ -49,7 +48,7 @@ class Work:
     written: int = 0  #: bytes
 
 
-@immutable
+@dataclass(frozen=True)
 class Held:
     """The most that was held at a moment, by kind, and after which event that was."""
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-from spmd_engine.immutable import immutable
 
-
-@immutable
+@dataclass(frozen=True)
 class Window:
     """Output p reads the inputs p * stride - before + tap * dilation, for every tap in [0, size).
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
 from zlib import crc32
 
@@ -24,14 +25,13 @@ from spmd_engine.checkpoints.read import Checkpoint
 from spmd_engine.checkpoints.save import shares_of
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.optimizers import Optimizer
-from spmd_engine.immutable import immutable
 from spmd_engine.sharding.rectangles import Rectangle
 
 CHUNK = 1 << 18  #: elements, about
 _AT_ONCE = 1 << 15  # elements: a few temporaries of that size stay in cache
 
 
-@immutable
+@dataclass(frozen=True)
 class ArrayDigest:
     """The sums of an array's chunks."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
@@ -23,7 +24,6 @@ from spmd_engine.checkpoints.parts import PartOfBlock, PartReader
 from spmd_engine.comm.agreement import on_all_ranks
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import CheckpointError
-from spmd_engine.immutable import immutable
 from spmd_engine.sharding.placement import ArrayPlacement, Rectangles
 from spmd_engine.sharding.rectangles import Rectangle, meetings
 from spmd_engine.sharding.routes import ranks_of_blocks
@@ -33,7 +33,7 @@ UNEVEN = 8 << 20  #: bytes that a rank may check more than others, rather than t
 READERS = 4  #: threads that read and hash for a rank, where it has so many cores
 
 
-@immutable
+@dataclass(frozen=True)
 class Wanted:
     """An array to be filled."""
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import combinations
 from math import prod
@@ -21,7 +21,6 @@ import numpy as np
 
 from spmd_engine.checkpoints.dtypes import DTYPES
 from spmd_engine.errors import CheckpointError
-from spmd_engine.immutable import immutable
 from spmd_engine.sharding.rectangles import Rectangle
 
 FORMAT, VERSION = "spmd_engine checkpoint", 1
@@ -33,7 +32,7 @@ _TEXT = re.compile(r"[^\x00\ud800-\udfff]*", re.DOTALL)
 _LARGEST = 1 << 62
 
 
-@immutable
+@dataclass(frozen=True)
 class StoredBlock:
     """A rectangle of an array, in a file."""
 
@@ -43,7 +42,7 @@ class StoredBlock:
     sha256: str
 
 
-@immutable
+@dataclass(frozen=True)
 class StoredArray:
     """An array in blocks, each of its elements in one of them."""
 
@@ -65,7 +64,7 @@ class StoredArray:
 Arrays = Mapping[str, StoredArray]
 
 
-@immutable
+@dataclass(frozen=True)
 class Manifest:
     """What a checkpoint holds."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from dataclasses import dataclass
 from hashlib import sha256
 from math import prod
 from pathlib import Path
@@ -17,11 +18,10 @@ from spmd_engine.checkpoints.files import IN_CACHE, bytes_of, cut_short, damaged
 from spmd_engine.checkpoints.headers import Headers
 from spmd_engine.checkpoints.manifest import StoredArray, StoredBlock
 from spmd_engine.errors import CheckpointError
-from spmd_engine.immutable import immutable
 from spmd_engine.sharding.rectangles import Rectangle
 
 
-@immutable
+@dataclass(frozen=True)
 class PartOfBlock:
     """A part of a stored block, and where it is to be read to. Neither is empty."""
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from string import ascii_lowercase
 
 import numpy as np
 
-from spmd_engine.immutable import immutable
 from spmd_engine.models.stored import Stored
 
 CHUNK, ROWS = 1 << 14, 16  #: elements, and rows, at least, that are copied at a time
 
 
-@immutable
+@dataclass(frozen=True)
 class StoredView:
     """The letters of a parameter, ``dims`` as "d h r k", and those of the tensor that it is ``stored`` in."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -15,7 +16,6 @@ from spmd_engine.errors import CheckpointError
 from spmd_engine.formats.gguf import read_gguf
 from spmd_engine.formats.huggingface import CONFIG, folder_tensors, read_json
 from spmd_engine.formats.tensor import FileTensor
-from spmd_engine.immutable import immutable
 from spmd_engine.models.beside_pictures import is_beside_pictures, tensors_of_text
 from spmd_engine.models.decoder import DecoderShape, decoder
 from spmd_engine.models.gguf_names import gguf_names
@@ -29,7 +29,7 @@ from spmd_engine.models.stored_names import HEADS, IGNORED, stored_names
 COMPARED = 1 << 22  #: elements at a time
 
 
-@immutable
+@dataclass(frozen=True)
 class Filled:
     """A parameter, and the tensor that it is read from."""
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -21,13 +22,12 @@ from spmd_engine.checkpoints.dtypes import DTYPES, dtype_name
 from spmd_engine.checkpoints.files import IN_CACHE, host_array, is_finite
 from spmd_engine.checkpoints.new_file import NewFile
 from spmd_engine.errors import CheckpointError
-from spmd_engine.immutable import immutable
 
 WRITERS = 3  #: threads of a rank: while one waits for the disk, two hash, of which one is slower than many disks
 AT_ONCE = 16  #: blocks that are held, until they have been written
 
 
-@immutable
+@dataclass(frozen=True)
 class BlockToWrite:
     """A block to be written: what it is, known before it is there."""
 
@@ -37,7 +37,7 @@ class BlockToWrite:
     read: Callable[[], Array]
 
 
-@immutable
+@dataclass(frozen=True)
 class Written:
     """Where a block lies in its file."""
 

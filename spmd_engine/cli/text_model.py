@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -14,14 +15,13 @@ from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.composition import ModelConfig, build_engine
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import UsageError
-from spmd_engine.immutable import immutable
 from spmd_engine.models.tokenizer_at import ends_at, tokenizer_at
 from spmd_engine.serving.options import GenerationConfig, read_generation_config
 from spmd_engine.tokens import ByteTokenizer, Tokenizer
 from spmd_engine.tokens.hugging_face import read_tokenizer
 
 
-@immutable
+@dataclass(frozen=True)
 class TextModel:
     """What a command that reads or writes text works with."""
 

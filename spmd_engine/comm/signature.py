@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import marshal
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import cached_property
 from hashlib import blake2b
 from math import prod
@@ -15,7 +15,6 @@ import numpy as np
 from spmd_engine.comm import dtypes
 from spmd_engine.comm.spans import span
 from spmd_engine.errors import MismatchError, UsageError
-from spmd_engine.immutable import immutable
 
 MAX_DIMS = 16
 SAME, ALIKE, KNOWN, HOST, MOST, ENDED = 0, 2, 4, 6, 7, 8  # where in ``words``; three with their negatives behind them
@@ -28,7 +27,7 @@ def room(ranks: int) -> int:
     return 192 + _NUMBER * (MAX_DIMS + ranks) + dtypes.LONGEST
 
 
-@immutable
+@dataclass(frozen=True)
 class Signature:
     """What one rank calls: what must be equal on all, and besides what each offers, and its own lengths."""
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from spmd_engine.immutable import immutable
+from dataclasses import dataclass
 
 
-@immutable
+@dataclass(frozen=True)
 class Tuning:
     """Sizes in bytes, unless it says otherwise. Equal on all ranks: the choice of a way follows from it."""
 

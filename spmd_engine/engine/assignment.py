@@ -7,7 +7,7 @@ A pure function of the model, a place on a mesh (which need not exist) and the o
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cache
 from math import prod
 
@@ -15,7 +15,6 @@ from spmd_engine.comm.mesh_position import MeshPosition
 from spmd_engine.engine.shares import Shares, shares_along
 from spmd_engine.engine.stages import Division, divide
 from spmd_engine.errors import UsageError
-from spmd_engine.immutable import immutable
 from spmd_engine.layers.declarations import Buffer, Parameter
 from spmd_engine.models.model import Model
 from spmd_engine.sharding.groups import CAP, THRESHOLD, Home, Member, ParameterGroup, Sum, make_groups
@@ -25,7 +24,7 @@ from spmd_engine.sharding.shards import Shards
 PIPE = "pipe"
 
 
-@immutable
+@dataclass(frozen=True)
 class Storage:
     """How parameters, gradients and optimizer state are stored.
 
@@ -63,7 +62,7 @@ class Storage:
         return Sum(summed, cut, stages, shares_along(cut, axes, self.shares))
 
 
-@immutable
+@dataclass(frozen=True)
 class Assignment:
     """One rank's share of a model."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,6 @@ from spmd_engine.engine.evaluation import Evaluation, Scores
 from spmd_engine.engine.parameter_store import Index
 from spmd_engine.engine.tape import Tape, Tapes
 from spmd_engine.errors import UnknownParameter, UsageError
-from spmd_engine.immutable import immutable
 from spmd_engine.layers.loss import mean_squared_error
 from spmd_engine.sharding.asking import ask_placement, ask_shapes
 from spmd_engine.sharding.notation import Spec
@@ -35,7 +35,7 @@ Loss = Callable[..., tuple[float, Array]]
 Metric = Callable[..., float]
 
 
-@immutable
+@dataclass(frozen=True)
 class Shard:
     """A rank's part of an array: ``data`` is ``whole[index]``."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,7 +12,6 @@ from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.mesh_position import MeshPosition
 from spmd_engine.comm.spans import span
 from spmd_engine.errors import UsageError
-from spmd_engine.immutable import immutable
 from spmd_engine.layers.documents import Documents
 from spmd_engine.sharding.notation import Spec
 
@@ -26,7 +26,7 @@ class CutsBatches(Protocol):
         """This rank's part of samples that are whole beyond their first dim."""
 
 
-@immutable
+@dataclass(frozen=True)
 class MicroBatch:
     """This rank's block of one micro-batch."""
 
@@ -47,7 +47,7 @@ class MicroBatch:
         return {} if self.mask is None else {"mask": self.mask}
 
 
-@immutable
+@dataclass(frozen=True)
 class Batch:
     """All micro-batches of one optimizer step."""
 

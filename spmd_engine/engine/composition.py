@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,6 @@ from spmd_engine.engine.recompute import Recompute
 from spmd_engine.engine.shares import STATE, WORK, Shares, misfit, parse_shares
 from spmd_engine.engine.stages import Division, divide, parse_division
 from spmd_engine.errors import UsageError
-from spmd_engine.immutable import immutable
 from spmd_engine.layers.names import CONTEXT_METHODS
 from spmd_engine.models import DecoderShape, ImageShape, Mixture, Model, layout_for
 from spmd_engine.models.adapters import LoRAOptions, with_adapters
@@ -34,7 +33,7 @@ PIPELINES = tuple(name for name in schedules.SCHEDULES if name != "sequential")
 RECOMPUTE = tuple(each.value for each in Recompute)
 
 
-@immutable
+@dataclass(frozen=True)
 class ModelConfig(Configuration):
     """A model by name, and what its parameters begin with."""
 
@@ -77,7 +76,7 @@ def _check_images(name: str, images: Mapping[str, int]) -> None:
         raise UsageError(f"images is {images}: it must have {', '.join(sizes)}, from 1")
 
 
-@immutable
+@dataclass(frozen=True)
 class Composition(Configuration):
     """How a model is spread over ranks. But for ``compress``, this says how something is computed, not what.
 

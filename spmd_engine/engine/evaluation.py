@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.engine.batch import MicroBatch
-from spmd_engine.immutable import immutable
 
 
-@immutable
+@dataclass(frozen=True)
 class Evaluation:
     """A model on some batches, all ranks and micro-batches together: exact, however they are cut."""
 

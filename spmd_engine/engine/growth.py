@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,7 +11,6 @@ import numpy as np
 from spmd_engine.arrays.backend import Array
 from spmd_engine.arrays.cached_attention import HIDDEN
 from spmd_engine.errors import UsageError
-from spmd_engine.immutable import immutable
 from spmd_engine.layers.cache import Cache
 from spmd_engine.layers.layer import ForwardContext
 from spmd_engine.sharding.notation import nested_span
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from spmd_engine.engine.layered import LayeredEngine
 
 
-@immutable
+@dataclass(frozen=True)
 class Growth:
     """What ``engine.forward(growth.inputs, growth.ctx)`` is given."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from math import cos, pi
 
@@ -10,7 +11,6 @@ from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.updates import adamw, momentum_sgd
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.errors import UsageError
-from spmd_engine.immutable import immutable
 
 State = dict[str, dict[str, Array]]  # kind ("mean") -> key of ``owned`` -> array
 
@@ -84,7 +84,7 @@ class SGD(Optimizer):
 OPTIMIZERS = {"adamw": AdamW, "sgd": partial(SGD, momentum=0.9)}
 
 
-@immutable
+@dataclass(frozen=True)
 class WarmupCosine:
     """The learning rate: linear up to ``peak`` over ``warmup`` steps, then a cosine down to ``floor`` of it."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -21,14 +22,13 @@ from spmd_engine.engine.reducer import Reducer
 from spmd_engine.engine.schedules import Program, Schedule, named
 from spmd_engine.engine.stages import Division
 from spmd_engine.engine.unsharder import Unsharder
-from spmd_engine.immutable import immutable
 from spmd_engine.layers.layer import ForwardContext, Layer
 from spmd_engine.models import Model
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.sharding.shards import Shards
 
 
-@immutable
+@dataclass(frozen=True)
 class PlacedModel:
     """Where a model's parts are, and who works on them when; made anew for another mesh."""
 

@@ -10,6 +10,8 @@ flat array a rank, over the ranks that would otherwise hold copies:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, Backend
@@ -19,11 +21,10 @@ from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.pending import Pending
 from spmd_engine.engine.compression import PendingReduction, compression
 from spmd_engine.errors import UsageError
-from spmd_engine.immutable import immutable
 from spmd_engine.sharding.groups import ParameterGroup, Sum
 
 
-@immutable
+@dataclass(frozen=True)
 class SumGroups:
     """The ranks of a ``Sum``: those that own parts of it, and those to sum each part over afterwards."""
 

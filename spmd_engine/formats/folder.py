@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -10,13 +11,12 @@ from types import ModuleType
 import numpy as np
 
 from spmd_engine.errors import UsageError
-from spmd_engine.immutable import immutable
 
 _GREY = {"1", "L", "I;16", "LA"}  # Pillow's modes of one channel; all others become three
 _HINT = "pip install 'spmd_engine[images]'"
 
 
-@immutable
+@dataclass(frozen=True)
 class ImageFiles:
     """Images[n h w c] of bytes, one a file: rows by numbers or slices, read anew each time.
 

@@ -9,6 +9,7 @@ import mmap
 import re
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ import numpy as np
 from spmd_engine.errors import CheckpointError
 from spmd_engine.formats.gguf_blocks import BY_NAME, KINDS
 from spmd_engine.formats.tensor import FileTensor, Index, PlainTensor
-from spmd_engine.immutable import immutable
 
 _MAGIC = b"GGUF"
 _PART = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")  # of a model in several files
@@ -29,7 +29,7 @@ MOST_DIMS = 4
 ELEMENTS = 1 << 22  #: unpacked at a time
 
 
-@immutable
+@dataclass(frozen=True)
 class GGUF:
     """What a file says of itself, and its tensors."""
 
@@ -37,7 +37,7 @@ class GGUF:
     tensors: dict[str, FileTensor]
 
 
-@immutable
+@dataclass(frozen=True)
 class BlockedTensor(FileTensor):
     """One in blocks of neighbours of its last dim, each with a scale and a few bits a number."""
 

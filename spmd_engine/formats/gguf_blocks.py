@@ -7,16 +7,15 @@ uint8[n bytes]; the result is float32[n numbers], computed as ggml does, product
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
-
-from spmd_engine.immutable import immutable
 
 #: What the 4 bits of an IQ4 number stand for.
 _LEVELS = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
 
 
-@immutable
+@dataclass(frozen=True)
 class BlockKind:
     """A way to pack: how many numbers lie in how many bytes."""
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from spmd_engine.errors import UsageError
-from spmd_engine.immutable import immutable
 
 
-@immutable
+@dataclass(frozen=True)
 class MappedArray:
     """Where an array in C order lies in a file. Plain values: another rank can open it by them."""
 

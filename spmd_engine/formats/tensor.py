@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
 
 from spmd_engine.errors import CheckpointError
 from spmd_engine.formats.mapped import MappedArray
-from spmd_engine.immutable import immutable
 
 Index = Sequence[slice | int]
 
 
-@immutable
+@dataclass(frozen=True)
 class FileTensor(ABC):
     """Where a tensor lies, and as what; plain values."""
 
@@ -55,7 +54,7 @@ class FileTensor(ABC):
             )
 
 
-@immutable
+@dataclass(frozen=True)
 class PlainTensor(FileTensor):
     """One that is stored as it is, in C order; ``numpy`` is its dtype's name there."""
 

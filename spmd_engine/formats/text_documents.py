@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from spmd_engine.errors import UsageError
-from spmd_engine.immutable import immutable
 
 LINES = ".jsonl"  #: files of this ending hold a document a line, as an object; any other file is a document
 
 Message = Mapping[str, Any]
 
 
-@immutable
+@dataclass(frozen=True)
 class Document:
     """One document: a text; or a prompt and what is to be learnt after it; or a conversation."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from hashlib import sha256
 from math import prod
@@ -21,13 +21,12 @@ import numpy as np
 from spmd_engine.errors import CheckpointError, UsageError
 from spmd_engine.formats.mapped import MappedArray
 from spmd_engine.formats.safetensors_file import read_header
-from spmd_engine.immutable import immutable
 
 FORMAT = "spmd_engine tokens 1"
 _DTYPES = {"U8": "<u1", "U16": "<u2", "U32": "<u4", "I64": "<i8"}
 
 
-@immutable
+@dataclass(frozen=True)
 class TokenFacts:
     """What a file of tokens holds."""
 
@@ -47,7 +46,7 @@ class TokenFacts:
         return "U16" if self.vocabulary <= 1 << 16 else "U32"
 
 
-@immutable
+@dataclass(frozen=True)
 class TokenFile:
     """A file of tokens, mapped."""
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.convolution import conv2d, conv2d_input_gradient, conv2d_weight_gradient
 from spmd_engine.arrays.window import Window
-from spmd_engine.immutable import immutable
 from spmd_engine.sharding.placement import Interval
 
 
-@immutable
+@dataclass(frozen=True)
 class ChannelGroups:
     """Which input channels the output channels read, in so many groups: all outputs of a group all inputs of it."""
 
@@ -54,7 +54,7 @@ class ChannelGroups:
                 yield slice(*(n - inputs[0] for n in needed)), slice(begin - outputs[0], end - outputs[0]), groups
 
 
-@immutable
+@dataclass(frozen=True)
 class PartsOfGroups:
     """Convolutions side by side: of each, which input channels x and which output channels y it has, and its groups.
 

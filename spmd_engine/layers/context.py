@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 from spmd_engine.arrays.attention import causal_attention, causal_attention_backward
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import UsageError
-from spmd_engine.immutable import immutable
 from spmd_engine.layers.documents import Documents
 from spmd_engine.layers.layer import ForwardContext
 from spmd_engine.sharding.shards import Shards
@@ -62,7 +62,7 @@ class ContextMethod(ABC):
         """``backward`` of a sequence that is cut."""
 
 
-@immutable
+@dataclass(frozen=True)
 class CutSequence:
     """A sequence, and the ranks among which it is cut."""
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.errors import NotationError
-from spmd_engine.immutable import immutable
 
 
-@immutable
+@dataclass(frozen=True)
 class Parameter:
     """A parameter of a layer, described by its letters; its shape comes from the layer's ``sizes``.
 
@@ -42,7 +42,7 @@ class Parameter:
             raise NotationError(f'Parameter("{self.dims}"): dims are letters with blanks between them, as in "{apart}"')
 
 
-@immutable
+@dataclass(frozen=True)
 class Activation:
     """What goes into a layer or comes out of it, described by its letters: ``Activation("b h w c")``.
 
@@ -55,7 +55,7 @@ class Activation:
     whole: str = ""
 
 
-@immutable
+@dataclass(frozen=True)
 class Buffer:
     """State of a layer that no gradient changes: running statistics, the load of experts.
 
@@ -85,7 +85,7 @@ class Buffer:
         return self.shape if self.shape is not None else tuple(sizes[letter] for letter in self.dims.split())
 
 
-@immutable
+@dataclass(frozen=True)
 class SideOutput:
     """Something that a layer computes beside its output: an auxiliary loss, or counts that people want to see.
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from spmd_engine.arrays.backend import Array, Backend, backend_of
-from spmd_engine.immutable import immutable
 
 
-@immutable
+@dataclass(frozen=True)
 class Documents:
     """Which document each position of this rank's samples belongs to; of whole sequences, however they are cut."""
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from spmd_engine.arrays.window import Window
 from spmd_engine.errors import UsageError
-from spmd_engine.immutable import immutable
 from spmd_engine.sharding.placement import Interval
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ Pair = int | tuple[int, int]  #: of rows and of columns; a number stands for bot
 Padding = int | tuple[Interval, Interval] | str
 
 
-@immutable
+@dataclass(frozen=True)
 class ImageWindows:
     """What each output of a layer reads of an image whose letters are ``y`` and ``x``, and that is so large in all."""
 
@@ -79,7 +78,7 @@ class ImageWindows:
         return WindowsHere(*zip(*sides, strict=True))
 
 
-@immutable
+@dataclass(frozen=True)
 class WindowsHere:
     """Windows over the rows and columns that a rank has: intervals of the whole image, and of all outputs."""
 

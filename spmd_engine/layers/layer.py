@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from math import prod
 from types import MappingProxyType
 from typing import Any
 
 from spmd_engine.arrays.backend import Array
-from spmd_engine.immutable import immutable
 from spmd_engine.layers.cache import Cache
 from spmd_engine.layers.declarations import Activation, Buffer, Parameter, SideOutput
 from spmd_engine.layers.documents import Documents
@@ -21,7 +20,7 @@ from spmd_engine.sharding.shards import Shards
 Parameters = Mapping[str, Array]
 
 
-@immutable
+@dataclass(frozen=True)
 class ForwardContext:
     """Where and when a layer is called: all of it global, so that no result depends on the mesh."""
 
@@ -44,7 +43,7 @@ class ForwardContext:
     decided: Any = None  #: in a recomputation: ``Extra.decided`` of the first forward
 
 
-@immutable
+@dataclass(frozen=True)
 class Extra:
     """What a forward may return third, beside the output and what the backward needs."""
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import ceil, floor, log, pi
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.rotary import Turn, turn_at
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.errors import UsageError
-from spmd_engine.immutable import immutable
 
 
-@immutable
+@dataclass(frozen=True)
 class RotaryOptions(Configuration):
     """How queries and keys are turned: pair number i of n by position · theta^(-i/n), unless ``scaling`` says else.
 

@@ -7,16 +7,17 @@ and a sigmoid, renormalised or not, share one backward, and no sum of tiny score
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.random import hash_bits, key_of, uniform_at
 from spmd_engine.arrays.scatter import count_each
-from spmd_engine.immutable import immutable
 from spmd_engine.layers.router_options import RouterOptions
 
 POSITIONS = 1 << 24  # more than any sequence has: a token's number must not depend on the sequence's length
 
 
-@immutable
+@dataclass(frozen=True)
 class Tokens:
     """Which tokens of the micro-batch a rank has: some positions of some samples, both by their global numbers."""
 
@@ -38,7 +39,7 @@ class Tokens:
         return first.reshape(-1), xp.arange(len(first))[:, None] * first.shape[1] + begins.cumsum() - 1
 
 
-@immutable
+@dataclass(frozen=True)
 class Choices:
     """What the tokens of this rank chose, and what the gradients need of it."""
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import sqrt
 from typing import TYPE_CHECKING, Any
 
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.errors import CheckpointError, UsageError
-from spmd_engine.immutable import immutable
 from spmd_engine.layers import Layer, Parallel
 from spmd_engine.models.decoder import DecoderShape, decoder
 from spmd_engine.models.model import Model
@@ -83,7 +82,7 @@ _REFUSED: Mapping[str, Any] = {
 }  # fmt: skip
 
 
-@immutable
+@dataclass(frozen=True)
 class LoRAOptions(Configuration):
     """Of each weight w of the ``targets``, w + (alpha / rank) · a · b is used, and a and b alone are trained."""
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import sqrt
 
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.errors import UsageError
-from spmd_engine.immutable import immutable
 from spmd_engine.layers import (
     MLP,
     Attention,
@@ -42,7 +42,7 @@ FAMILIES = (
 )  # fmt: skip
 
 
-@immutable
+@dataclass(frozen=True)
 class DecoderShape(Configuration):
     """All that decides what a decoder computes, but its parameters. Raises UsageError for what does not go together.
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from math import sqrt
 
 from spmd_engine.errors import UsageError
-from spmd_engine.immutable import immutable
 from spmd_engine.layers import MLP, Attention, Embedding, Head, LayerNorm, Positions, Residual
 from spmd_engine.layers.loss import cross_entropy
 from spmd_engine.layers.names import context_method as method_called
@@ -16,7 +16,7 @@ from spmd_engine.models.model import Model
 BYTES = 257  # every byte, and the end of a file
 
 
-@immutable
+@dataclass(frozen=True)
 class GPTSize:
     """The shape of a GPT."""
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from spmd_engine.immutable import immutable
+from dataclasses import dataclass
 
 
-@immutable
+@dataclass(frozen=True)
 class ImageShape:
     """The size of all images of a data set, and the number of their classes."""
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.errors import UsageError
-from spmd_engine.immutable import immutable
 from spmd_engine.layers.router_options import RouterOptions
 from spmd_engine.models.block_numbers import block_numbers
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from spmd_engine.layers.moe import MoE
 
 
-@immutable
+@dataclass(frozen=True)
 class Mixture(Configuration):
     """What stands in the place of a block's MLP; ``router`` has all that is about choosing experts."""
 

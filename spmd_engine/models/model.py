@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from math import prod
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.errors import UsageError
-from spmd_engine.immutable import immutable
 from spmd_engine.layers.declarations import Buffer, Parameter
 from spmd_engine.layers.layer import Layer
 
 
-@immutable
+@dataclass(frozen=True)
 class Model:
     """Everything an engine needs to know, and nothing of any mesh."""
 

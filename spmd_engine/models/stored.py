@@ -9,12 +9,10 @@ in a tensor, then its key and its value, these are r + 2 in all, of which the qu
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import field
-
-from spmd_engine.immutable import immutable
+from dataclasses import dataclass, field
 
 
-@immutable
+@dataclass(frozen=True)
 class Stored:
     """A parameter in a tensor."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -17,7 +18,6 @@ from spmd_engine.engine.batch import Batch, make_batch
 from spmd_engine.engine.made import make_engine, name_of
 from spmd_engine.engine.optimizers import AdamW, Optimizer
 from spmd_engine.errors import UsageError
-from spmd_engine.immutable import immutable
 from spmd_engine.planning.meeting_point import MeetingPoint
 from spmd_engine.planning.rank_classes import every_rank
 from spmd_engine.planning.recorder import Phase, Recorder
@@ -25,7 +25,7 @@ from spmd_engine.planning.shaped_mesh import ForetoldRanks, ShapedMesh
 from spmd_engine.planning.step_analysis import NORM, UPDATE, RankClass, RankStep, StepAnalysis
 
 
-@immutable
+@dataclass(frozen=True)
 class Samples:
     """What an engine is given in a step: sizes of one sample's input and target, whole, and how many there are."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
@@ -12,7 +12,6 @@ import numpy as np
 from spmd_engine.engine.composition import Composition, ModelConfig
 from spmd_engine.engine.optimizers import OPTIMIZERS
 from spmd_engine.errors import UsageError
-from spmd_engine.immutable import immutable
 from spmd_engine.models import Model
 from spmd_engine.models.adapters import LoRAOptions
 from spmd_engine.models.names import MODELS
@@ -28,7 +27,7 @@ from spmd_engine.planning.search import Certificate, Found
 from spmd_engine.units import readable_bytes
 
 
-@immutable
+@dataclass(frozen=True)
 class Request:
     """What is asked."""
 
@@ -79,7 +78,7 @@ class Request:
         return {"dtype": self.dtype, "sequence": self.sequence, "optimizer": OPTIMIZERS[self.optimizer]()}
 
 
-@immutable
+@dataclass(frozen=True)
 class Answer:
     """What was found: the plan, looked at closely, or the conflict."""
 

@@ -16,9 +16,9 @@ The library is taken to choose the quickest.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import ceil, log2
 
-from spmd_engine.immutable import immutable
 from spmd_engine.planning.group_links import GroupLinks
 from spmd_engine.planning.hashed import HashedOnce
 from spmd_engine.planning.machine import Link, Machine
@@ -28,7 +28,7 @@ from spmd_engine.planning.network import Network
 ROUNDS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1, "reduce": 1, "gather": 1, "scatter": 1}
 
 
-@immutable
+@dataclass(frozen=True)
 class Duration:
     """Seconds of a communication: ``begin`` before any byte moves, ``move`` while they do.
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from spmd_engine.immutable import immutable
 from spmd_engine.planning.machine import Machine
 from spmd_engine.planning.simulation import COMMUNICATION, COMPUTE, Prediction
 
@@ -20,7 +20,7 @@ PARTS = ("compute", "contention", "waiting", "rest")
 OTHERS = ("loss", "gradient norm", "update")  #: predicted computations that a trace has no spans of
 
 
-@immutable
+@dataclass(frozen=True)
 class Split:
     """Seconds of a step, the mean over ranks, by part."""
 
@@ -29,7 +29,7 @@ class Split:
     layers: Mapping[str, float]  #: seconds of compute and contention by what is computed, of all ranks
 
 
-@immutable
+@dataclass(frozen=True)
 class Comparison:
     """A step as predicted, and as measured."""
 

@@ -8,15 +8,15 @@ as long as the slower of the two.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from spmd_engine.immutable import immutable
 from spmd_engine.planning.machine import Machine
 from spmd_engine.planning.step_analysis import Computation, Product
 
 DTYPES = {2: "float16", 4: "float32", 8: "float64"}  #: of a product whose elements have so many bytes
 
 
-@immutable
+@dataclass(frozen=True)
 class ComputeTime:
     """Seconds that a rank works, with one core where cores are shared: in products, and in all else.
 

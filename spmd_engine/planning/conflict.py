@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 
-from spmd_engine.immutable import immutable
 from spmd_engine.planning.estimate import Estimate
 from spmd_engine.planning.goals import LIMITS, Constraints, Limits
 from spmd_engine.planning.lattice import SearchSpace
@@ -15,7 +14,7 @@ from spmd_engine.planning.search import Planner
 MORE = (2, 4, 8)  #: times as many ranks, and parts of a batch, that are looked at where those are given up
 
 
-@immutable
+@dataclass(frozen=True)
 class WayOut:
     """What would help: a plan that fits once one constraint is given up as far as it needs."""
 
@@ -24,7 +23,7 @@ class WayOut:
     plan: Estimate
 
 
-@immutable
+@dataclass(frozen=True)
 class Conflict:
     """Constraints of which any can be kept without the others, but not all together; or, if it is not ``decided``,
     those that nothing was found to keep before the time ran out."""
@@ -35,7 +34,7 @@ class Conflict:
     decided: bool = True
 
 
-@immutable
+@dataclass(frozen=True)
 class Question:
     """What is asked of a planner."""
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from spmd_engine.immutable import immutable
 from spmd_engine.planning.step_analysis import Communication, RankStep, StepAnalysis
 
 Node = tuple[int, int]  # class of ranks, number of the computation
 
 
-@immutable
+@dataclass(frozen=True)
 class CriticalPath:
     """A chain of computations, each of which waits for the one before, on its own rank or on another."""
 

@@ -8,11 +8,10 @@ compares candidates by; of those it proposes, the whole step is analyzed and sim
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from spmd_engine.immutable import immutable
 from spmd_engine.planning.collective_time import Duration
 from spmd_engine.planning.lattice import Candidate
 from spmd_engine.planning.pipeline_time import Slots
@@ -23,7 +22,7 @@ from spmd_engine.planning.stage_sums import StageSums
 LONG = 2048  #: forwards of all stages beyond which a schedule is executed for fewer micro-batches, and continued
 
 
-@immutable
+@dataclass(frozen=True)
 class Estimate:
     """A candidate with what it costs."""
 
@@ -43,7 +42,7 @@ class Estimate:
         return self.candidate.batch_size / self.seconds
 
 
-@immutable
+@dataclass(frozen=True)
 class Bound:
     """What no way to fill in the rest of a candidate can go below."""
 

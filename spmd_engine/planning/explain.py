@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 from spmd_engine.engine.composition import composed_assignment
-from spmd_engine.immutable import immutable
 from spmd_engine.models import layout_for
 from spmd_engine.planning.answer import Request
 from spmd_engine.planning.estimate import Estimate
@@ -23,7 +22,7 @@ MOST_BATCH = 1 << 20
 MOST_DOUBLINGS = 12
 
 
-@immutable
+@dataclass(frozen=True)
 class Explanation:
     """A question and its answer, as lines to read and as data."""
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from spmd_engine.engine.composition import Composition
-from spmd_engine.immutable import immutable
 from spmd_engine.models import Model
 from spmd_engine.planning.analyze import analyze
 from spmd_engine.planning.lattice import Candidate
@@ -19,7 +18,7 @@ from spmd_engine.planning.tables import tables_of
 MOST_SLOTS = 12_000  #: layers of a stage, times stages and micro-batches, that are analyzed one by one
 
 
-@immutable
+@dataclass(frozen=True)
 class Foresight:
     """What a plan's step will do. ``whole`` is False if it is too long to be looked at in all its micro-batches: then
     ``analysis`` is of as many as fill the pipeline, each as large as the plan's, and the seconds are continued."""

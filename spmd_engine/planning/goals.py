@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from spmd_engine.errors import UsageError
-from spmd_engine.immutable import immutable
 from spmd_engine.planning.estimate import Bound, Estimate
 from spmd_engine.planning.lattice import FIXABLE, Candidate
 from spmd_engine.units import readable_bytes, readable_seconds
@@ -35,7 +34,7 @@ def least(goal: str, candidate: Candidate, bound: Bound) -> tuple[float, ...]:
     }[goal]
 
 
-@immutable
+@dataclass(frozen=True)
 class Limits:
     """Constraints of numbers; None: none. Raises UsageError for what nothing can keep to."""
 
@@ -85,7 +84,7 @@ class Limits:
 LIMITS = tuple(each.name for each in fields(Limits))
 
 
-@immutable
+@dataclass(frozen=True)
 class Constraints:
     """Limits, and choices that are fixed."""
 

@@ -8,14 +8,13 @@ one collective is quicker than two.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
 from spmd_engine.comm.mesh_position import MeshPosition
 from spmd_engine.engine.composition import Composition
 from spmd_engine.errors import SpmdError
-from spmd_engine.immutable import immutable
 from spmd_engine.models import Model, layout_for
 from spmd_engine.models.layouts import with_queries_apart
 from spmd_engine.sharding.layout import TENSOR
@@ -25,7 +24,7 @@ PIPE, BATCH = "pipe", ("data", "replicate", "shard", "expert")
 HYBRID = ("replicate", "shard")  #: axes of hybrid sharding, in the place of data
 
 
-@immutable
+@dataclass(frozen=True)
 class Candidate:
     """One way to spread a step over ranks."""
 
@@ -92,7 +91,7 @@ class Candidate:
         return "; ".join(parts)
 
 
-@immutable
+@dataclass(frozen=True)
 class SearchSpace:
     """What may be chosen; a field that is given fixes it."""
 

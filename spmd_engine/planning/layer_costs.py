@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import numpy as np
 
 from spmd_engine.engine.recompute import Recompute, segments
 from spmd_engine.engine.reducer import IN_FLIGHT
-from spmd_engine.immutable import immutable
 from spmd_engine.models import Model
 from spmd_engine.planning.hashed import HashedOnce
 
 
-@immutable
+@dataclass(frozen=True)
 class LayerCosts:
     """Of one layer, on a rank that has its part of a micro-batch. Seconds are of work alone, and of waiting inside."""
 

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from math import exp, log
 
 import numpy as np
 
 from spmd_engine.errors import UsageError
-from spmd_engine.immutable import immutable
 
 KINDS = ("cloud", "edge", "browser")
 TOPOLOGIES = ("flat", "fat-tree", "ring", "torus", "graph")
 
 
-@immutable
+@dataclass(frozen=True)
 class Curve:
     """A speed that depends on the size of what is done: straight between the given points in logarithms, flat beyond.
 
@@ -51,7 +50,7 @@ class Curve:
         return exp(log(slow) * (1 - share) + log(fast) * share)
 
 
-@immutable
+@dataclass(frozen=True)
 class Link:
     """What a message takes: ``latency`` + bytes / ``bandwidth`` seconds.
 
@@ -65,7 +64,7 @@ class Link:
     by_copy: bool = False
 
 
-@immutable
+@dataclass(frozen=True)
 class NodeKind:
     """Nodes of one kind. Speeds are those of one rank that has the cores, or the device, it asks for."""
 
@@ -85,7 +84,7 @@ class NodeKind:
         return self.cores is None
 
 
-@immutable
+@dataclass(frozen=True)
 class Topology:
     """How nodes are connected: ``flat`` (one switch), ``fat-tree`` (leaves of ``leaf`` nodes, whose way up has
     1/``oversubscription`` of their bandwidth), ``ring``, ``torus`` (of the ``shape``) or ``graph`` (these ``edges``).
@@ -98,7 +97,7 @@ class Topology:
     edges: tuple[tuple[int, int], ...] = ()
 
 
-@immutable
+@dataclass(frozen=True)
 class Fitted:
     """Numbers fitted to measured steps, of which a machine has at most these six. The defaults change nothing."""
 
@@ -111,7 +110,7 @@ class Fitted:
     wait_seconds: float = 0.0  #: for every collective, beside its latency
 
 
-@immutable
+@dataclass(frozen=True)
 class Machine:
     """Nodes and what connects them. Ranks are numbered node by node, in the order of ``nodes``."""
 

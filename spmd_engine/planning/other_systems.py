@@ -8,6 +8,7 @@ and not said.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,7 +16,6 @@ from spmd_engine.arrays.meter import meter
 from spmd_engine.arrays.shaped import ShapedArray
 from spmd_engine.engine.composition import Composition
 from spmd_engine.errors import UsageError
-from spmd_engine.immutable import immutable
 from spmd_engine.layers import Parameter
 from spmd_engine.layers.layer import Layer
 from spmd_engine.models import Model
@@ -28,7 +28,7 @@ _DTYPES = {1: np.uint8, 2: np.float16, 4: np.float32, 8: np.float64}
 CUT_FROM = {"parameters": 3, "gradients": 2, "optimizer state": 1}
 
 
-@immutable
+@dataclass(frozen=True)
 class SystemMemory:
     """Of the ranks of one stage."""
 

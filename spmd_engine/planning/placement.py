@@ -7,7 +7,7 @@ quadratic assignment, for which annealing and a genetic search are good, and try
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from itertools import product
 from math import exp, prod
 from random import Random
@@ -15,13 +15,12 @@ from random import Random
 import numpy as np
 
 from spmd_engine.errors import UsageError
-from spmd_engine.immutable import immutable
 
 Places = tuple[int, ...]  #: the node of each task
 MOST_TRIED = 2_000_000  #: placements that ``exact`` tries
 
 
-@immutable
+@dataclass(frozen=True)
 class Tasks:
     """What is to be placed, and on what.
 

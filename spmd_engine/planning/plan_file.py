@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.engine.composition import Composition, ModelConfig
 from spmd_engine.errors import UsageError
-from spmd_engine.immutable import immutable
 
 VERSION = 1
 
 
-@immutable
+@dataclass(frozen=True)
 class PlanFile(Configuration):
     """What ``plan --output`` writes and ``train --plan`` runs."""
 

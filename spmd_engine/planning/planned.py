@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import perf_counter, process_time
 
 from spmd_engine.comm.mesh_position import MeshPosition
 from spmd_engine.engine.batch import check_batch
 from spmd_engine.engine.composition import composed_layout
 from spmd_engine.errors import UsageError
-from spmd_engine.immutable import immutable
 from spmd_engine.planning.answer import Answer, Request, rooms_of, within
 from spmd_engine.planning.conflict import MORE, Conflict, Question, WayOut, closest, conflict_of, instead
 from spmd_engine.planning.estimate import Estimate
@@ -29,7 +28,7 @@ LOOKING = 1.0  #: seconds of the processor for looking closely at more than what
 TIGHTENED = 4  #: searches at most, each within limits that make up for how far the estimates of the last one erred
 
 
-@immutable
+@dataclass(frozen=True)
 class _Seen:
     """A plan as it was estimated, and looked at closely."""
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from spmd_engine.arrays.meter import TEMPORARIES, Meter
-from spmd_engine.immutable import immutable
 from spmd_engine.planning.step_analysis import (
     FORWARD,
     OTHER,
@@ -24,7 +24,7 @@ LABEL = "the layer"  #: in the place of a layer's name, where what is written do
 _FACTS = ("operation", "axes", "label", "ranks", "place", "payload", "sent", "peer", "channel", "received")
 
 
-@immutable
+@dataclass(frozen=True)
 class Phase:
     """What a rank is at."""
 
@@ -185,7 +185,7 @@ class Recorder:
         return Peak(moment.total, computation, moment.bytes_by_kind, tuple(listed[:24]))
 
 
-@immutable
+@dataclass(frozen=True)
 class Top:
     """The most that was held in a computation: bytes, after which event, and how much of it for a moment alone."""
 

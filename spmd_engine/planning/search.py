@@ -9,7 +9,7 @@ much the best could still be beaten.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from time import process_time
 from typing import Any
 
@@ -19,7 +19,6 @@ from spmd_engine.engine.composition import Composition
 from spmd_engine.engine.optimizers import AdamW, Optimizer
 from spmd_engine.engine.shares import WORK, parse_shares
 from spmd_engine.errors import SpmdError
-from spmd_engine.immutable import immutable
 from spmd_engine.models import Model
 from spmd_engine.planning.estimate import Bound, Estimate, Estimator
 from spmd_engine.planning.goals import Constraints, least, value
@@ -35,7 +34,7 @@ PATIENCE = 3  #: times as long is searched on while nothing was found
 OF_FRONT = 0.2  #: seconds for what belongs to the front and was not looked at before
 
 
-@immutable
+@dataclass(frozen=True)
 class Certificate:
     """What is known of how good the best plan is, by the planner's own estimates."""
 
@@ -52,7 +51,7 @@ class Certificate:
         return max(0.0, (self.best - self.bound) / abs(self.best)) if self.best else 0.0
 
 
-@immutable
+@dataclass(frozen=True)
 class Found:
     """What a search found."""
 

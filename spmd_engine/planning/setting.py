@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from spmd_engine.engine import schedules
-from spmd_engine.immutable import immutable
 from spmd_engine.models import Model
 from spmd_engine.planning.collective_time import CollectiveTimes
 from spmd_engine.planning.hashed import HashedOnce
@@ -21,7 +20,7 @@ from spmd_engine.planning.pipeline_time import Slots
 from spmd_engine.planning.travel import Travel
 
 
-@immutable
+@dataclass(frozen=True)
 class OnMesh:
     """What a mesh's axes mean for a step."""
 
@@ -58,7 +57,7 @@ class OnMesh:
         return cls(stride, pipe, along(summed), along(stored), along(["replicate"]), strides.get(PIPE, 1))
 
 
-@immutable
+@dataclass(frozen=True)
 class Busy:
     """Seconds of each layer for a micro-batch, with what it waits for gathers and reductions: float64[layers]."""
 
@@ -81,7 +80,7 @@ class Busy:
         return cls(work, before, float(work.sum()), way)
 
 
-@immutable
+@dataclass(frozen=True)
 class Cut:
     """Layers as a mesh cuts them and a stage of ZeRO stores them: what candidates have in common that differ in their
     micro-batches' number, or their schedule."""
@@ -94,7 +93,7 @@ class Cut:
     paces: np.ndarray | None = None  #: of each stage, where nodes are unlike: see ``stage_paces``
 
 
-@immutable
+@dataclass(frozen=True)
 class Setting:
     """What is the same for all candidates, and what was found for some of them and serves others."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -21,13 +22,12 @@ from spmd_engine.comm.reducing import reduce_into
 from spmd_engine.comm.spans import joined
 from spmd_engine.comm.transports.shared_memory import CACHE
 from spmd_engine.comm.tuning import Tuning
-from spmd_engine.immutable import immutable
 from spmd_engine.planning.meeting_point import MeetingPoint
 from spmd_engine.planning.recorder import Recorder
 from spmd_engine.planning.step_analysis import Communication, GroupKey
 
 
-@immutable
+@dataclass(frozen=True)
 class ForetoldRanks:
     """Which class each rank of a mesh is of, and where the ranks of different classes meet."""
 

@@ -10,12 +10,12 @@ they do that when they wait, with a core.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
 from typing import Any
 
 from spmd_engine.errors import UsageError
-from spmd_engine.immutable import immutable
 from spmd_engine.planning.collective_time import CollectiveTimes, Duration
 from spmd_engine.planning.compute_time import ComputeTimes
 from spmd_engine.planning.machine import Machine
@@ -35,7 +35,7 @@ COMPUTE, COMMUNICATION = "compute", "communication"
 REDUCES = ("all_reduce", "reduce_scatter", "reduce")
 
 
-@immutable
+@dataclass(frozen=True)
 class Span:
     """What a rank did from ``start`` to ``end``, in seconds."""
 
@@ -46,7 +46,7 @@ class Span:
     end: float
 
 
-@immutable
+@dataclass(frozen=True)
 class Prediction:
     """A step as it would run."""
 

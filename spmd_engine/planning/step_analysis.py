@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any
 
-from spmd_engine.immutable import immutable
 from spmd_engine.planning.hashed import HashedOnce
 
 FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHTS, RECOMPUTED = (
@@ -37,7 +36,7 @@ KINDS = (
 )
 
 
-@immutable
+@dataclass(frozen=True)
 class Product:
     """So many matrix products alike, [m k] by [k n] each: ``batch`` of them in a call, ``calls`` calls."""
 
@@ -61,7 +60,7 @@ class Products(HashedOnce):
         return sum(product.flops for product in self)
 
 
-@immutable
+@dataclass(frozen=True)
 class Computation:
     """What a rank computes without a pause: of one layer, one phase and one micro-batch, between two communications.
 
@@ -85,7 +84,7 @@ class Computation:
         return self.products.flops
 
 
-@immutable
+@dataclass(frozen=True)
 class Communication:
     """Something that a rank sends, or waits for, while it computes.
 
@@ -122,7 +121,7 @@ class Communication:
         return self.operation, self.axes, self.label
 
 
-@immutable
+@dataclass(frozen=True)
 class Moment:
     """Memory while a computation runs: the most that was held at once, by kind."""
 
@@ -134,7 +133,7 @@ class Moment:
         return sum(self.bytes_by_kind.values())
 
 
-@immutable
+@dataclass(frozen=True)
 class Peak:
     """The moment at which a rank holds most, and the largest of what it then holds, with the bytes of each."""
 
@@ -144,7 +143,7 @@ class Peak:
     holds: Sequence[tuple[str, str, int]] = ()  #: kind, what, bytes: the largest first
 
 
-@immutable
+@dataclass(frozen=True)
 class ModelShard:
     """What a rank has of one parameter."""
 
@@ -166,7 +165,7 @@ class ModelShard:
 GroupKey = tuple[tuple[str, ...], tuple[tuple[str, tuple[int, ...]], ...]]
 
 
-@immutable
+@dataclass(frozen=True)
 class RankStep:
     """One step of one rank: what it computes, in order, what it sends meanwhile, and what it holds."""
 
@@ -200,7 +199,7 @@ class RankStep:
         return {where: (calls, payload, sent) for where, (calls, payload, sent) in lines.items()}
 
 
-@immutable
+@dataclass(frozen=True)
 class RankClass:
     """Ranks whose steps are the same but for where they are: the step of one, and who they all are."""
 
@@ -212,7 +211,7 @@ class RankClass:
         return len(self.ranks)
 
 
-@immutable
+@dataclass(frozen=True)
 class StepAnalysis:
     """One step of all ranks."""
 

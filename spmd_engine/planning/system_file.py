@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from spmd_engine.errors import UsageError
-from spmd_engine.immutable import immutable
 
 RECOMPUTED = ("none", "selective", "full")
 PARTS = ("first", "attention", "mlp", "last")  #: before the blocks, of a block, and behind them
 
 
-@immutable
+@dataclass(frozen=True)
 class SavedTensor:
     """A tensor that a block keeps for its backward."""
 
@@ -29,7 +28,7 @@ class SavedTensor:
     of: str = "block"  #: or "last": of what comes behind the blocks
 
 
-@immutable
+@dataclass(frozen=True)
 class SystemWork:
     """Something that a layer does: a matrix product, a pass over elements, or a collective; one of these is given.
 
@@ -57,7 +56,7 @@ class SystemWork:
             raise ValueError(f"{self.what}: a product is of rows, what is summed over, and columns")
 
 
-@immutable
+@dataclass(frozen=True)
 class System:
     """What another system keeps, and what it computes."""
 
@@ -73,7 +72,7 @@ class System:
     accumulate: float = 0  #: bytes read and written for a parameter whose gradient a micro-batch adds to
 
 
-@immutable
+@dataclass(frozen=True)
 class Transformer:
     """Sizes of the model that it trains."""
 

@@ -9,18 +9,18 @@ segment all groups are gathered at its beginning. From ZeRO-2 on gradients trave
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from spmd_engine.engine.reducer import IN_FLIGHT
-from spmd_engine.immutable import immutable
 from spmd_engine.planning.collective_time import CollectiveTimes
 from spmd_engine.planning.layer_costs import CutLayers
 
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
-@immutable
+@dataclass(frozen=True)
 class Travel:
     """Seconds of each layer's groups over some ranks, float64[layers], each alone on its link.
 

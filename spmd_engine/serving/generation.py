@@ -15,7 +15,6 @@ from spmd_engine.arrays.random import key_of
 from spmd_engine.comm.agreement import text_from_rank_zero
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import UsageError
-from spmd_engine.immutable import immutable
 from spmd_engine.serving.next_tokens import LOG_PROB, MARGIN, TOKEN, NextTokens, call
 from spmd_engine.serving.options import SamplingOptions
 from spmd_engine.tokens import TextStream, Tokenizer
@@ -25,7 +24,7 @@ BATCH = 32  #: sequences at a time
 ROUNDING = {4: 1e-4, 8: 1e-12}
 
 
-@immutable
+@dataclass(frozen=True)
 class StoppingCriteria:
     """When a text ends."""
 
@@ -36,7 +35,7 @@ class StoppingCriteria:
     slide: bool = False
 
 
-@immutable
+@dataclass(frozen=True)
 class Completion:
     """What followed a prompt."""
 

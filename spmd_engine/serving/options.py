@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.errors import UsageError
-from spmd_engine.immutable import immutable
 
 LARGEST = 1e6  #: of temperatures and penalties
 #: Options that say how it is chosen at random: where one is given, it is.
 AT_RANDOM = ("temperature", "top_k", "top_p", "min_p")
 
 
-@immutable
+@dataclass(frozen=True)
 class SamplingOptions(Configuration):
     """What is done to scores, in the order of the fields, before the best one is taken, or one is drawn."""
 
@@ -44,7 +43,7 @@ class SamplingOptions(Configuration):
         return self.changed(**given)
 
 
-@immutable
+@dataclass(frozen=True)
 class GenerationConfig:
     """What a model's ``generation_config.json`` says."""
 

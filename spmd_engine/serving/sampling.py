@@ -9,19 +9,19 @@ the other sequences of a batch can change it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from spmd_engine.arrays.random import gumbel_at
 from spmd_engine.comm.group import Group
-from spmd_engine.immutable import immutable
 from spmd_engine.serving.options import SamplingOptions
 
 _FIRST_CANDIDATES = 64  # of each rank, when the likeliest tokens that reach a probability are looked for
 _NONE = -np.inf
 
 
-@immutable
+@dataclass(frozen=True)
 class Vocabulary:
     """This rank's part of the tokens, and the ranks that have the others."""
 
@@ -39,7 +39,7 @@ class Vocabulary:
         return x if self.over is None else self.over.all_reduce(x, op, label="sampling")
 
 
-@immutable
+@dataclass(frozen=True)
 class Chosen:
     """One token for each row."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import exp
 
 import numpy as np
@@ -10,11 +11,10 @@ import numpy as np
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import NotFiniteError, UsageError
-from spmd_engine.immutable import immutable
 from spmd_engine.sharding.shards import Shards
 
 
-@immutable
+@dataclass(frozen=True)
 class Score:
     """A text's log-probabilities: of all its tokens but the first, before which nothing is."""
 

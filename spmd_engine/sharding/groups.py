@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.mesh_position import MeshPosition
-from spmd_engine.immutable import immutable
 
 THRESHOLD = 1 << 20  # bytes: below this, one more neighbour costs less than one more collective
 CAP = 32 << 20  # bytes: beyond this, neighbours share nothing: what is gathered for one is held for all
 
 
-@immutable
+@dataclass(frozen=True)
 class Sum:
     """The ranks over which a gradient is unreduced after a backward, and which of them share its state.
 
@@ -29,7 +29,7 @@ class Sum:
     shares: tuple[int, ...] = ()  #: what each owner has beside the others, in their order; (): as much each
 
 
-@immutable
+@dataclass(frozen=True)
 class Home:
     """The ranks that have a parameter, where not all of a stage do: those with this ``part`` along these axes."""
 
@@ -41,7 +41,7 @@ class Home:
         return place.index(self.axes) == self.part
 
 
-@immutable
+@dataclass(frozen=True)
 class Member:
     """A parameter as this rank uses it."""
 

@@ -7,13 +7,13 @@ behind its own part, inside it, several neighbours away, or nowhere, if it has n
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
 
 from spmd_engine.comm.mesh_position import MeshPosition
-from spmd_engine.immutable import immutable
 from spmd_engine.sharding.notation import nested_span
 from spmd_engine.sharding.placement import ArrayPlacement, Interval, Placement
 from spmd_engine.sharding.rectangles import Rectangle
@@ -30,7 +30,7 @@ class Reads(Protocol):
         """The interval of inputs, within [0, length), that the outputs [first, stop) read."""
 
 
-@immutable
+@dataclass(frozen=True)
 class Reach:
     """A dim, and outputs made of it, as one rank has them: intervals of the whole dim and of all outputs."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -12,14 +13,13 @@ from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.mesh_position import MeshPosition
 from spmd_engine.errors import NotationError
-from spmd_engine.immutable import immutable
 from spmd_engine.sharding.notation import Spec, nested_span
 from spmd_engine.sharding.placement import ArrayPlacement, Placement
 from spmd_engine.sharding.rectangles import Rectangle
 from spmd_engine.sharding.transfer import TransferPlan, plan_transfer
 
 
-@immutable
+@dataclass(frozen=True)
 class Move(ABC):
     """One step from blocks cut as ``source`` to blocks cut as ``target``: the same letters, other axes.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 
@@ -11,12 +12,11 @@ from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.mesh_position import MeshPosition
 from spmd_engine.comm.spans import span
 from spmd_engine.errors import MeshError, NotationError
-from spmd_engine.immutable import immutable
 
 EVEN: Mapping[str, tuple[int, ...]] = MappingProxyType({})  #: no axis cuts by weights
 
 
-@immutable
+@dataclass(frozen=True)
 class Spec:
     """The dims of an array, by letter, with the mesh axes that cut each.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -11,14 +11,13 @@ from spmd_engine.arrays.backend import Array, Backend, backend_of
 from spmd_engine.arrays.memory import address_of
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import UsageError
-from spmd_engine.immutable import immutable
 from spmd_engine.sharding.placement import Placement
 from spmd_engine.sharding.routes import Route
 
 Blocks = Mapping[str, Sequence[Array]]  #: by name, an array for each rectangle that a rank holds, in their order
 
 
-@immutable
+@dataclass(frozen=True)
 class Copy:
     """Consecutive elements of a flat array that are a rectangle of one of a rank's blocks."""
 
@@ -37,7 +36,7 @@ class Copy:
         return blocks[self.name][self.number][self.index]
 
 
-@immutable
+@dataclass(frozen=True)
 class Segment:
     """What of a piece one route brings to, or from, one other rank."""
 
@@ -70,7 +69,7 @@ class Segment:
             add(copy.of(flat), copy.at(blocks))
 
 
-@immutable
+@dataclass(frozen=True)
 class Piece:
     """All that a rank sends, or receives, in a round: segments in the order of the other ranks."""
 

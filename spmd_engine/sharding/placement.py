@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import ItemsView, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
 
@@ -11,7 +12,6 @@ import numpy as np
 from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.mesh_position import MeshPosition
 from spmd_engine.errors import UsageError
-from spmd_engine.immutable import immutable
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.sharding.notation import Spec
 from spmd_engine.sharding.rectangles import Grid, Rectangle
@@ -20,7 +20,7 @@ Rectangles = tuple[Rectangle, ...]
 Interval = tuple[int, int]  # start and stop along a dim
 
 
-@immutable
+@dataclass(frozen=True)
 class ArrayPlacement:
     """Who has what of one array. Ranks are numbers in the group that will communicate.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 
 import numpy as np
@@ -11,7 +12,6 @@ from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.mesh_position import MeshPosition
 from spmd_engine.errors import MeshError, NotationError
-from spmd_engine.immutable import immutable
 from spmd_engine.sharding.moves import AllGather, AllToAll, GeneralMove, Move, Slice, beyond
 from spmd_engine.sharding.notation import Spec
 
@@ -102,7 +102,7 @@ def reshard_plan(source: str | Spec, target: str | Spec, axes: Mapping[str, int]
     return ReshardPlan(source, target, axes, tuple(moves))
 
 
-@immutable
+@dataclass(frozen=True)
 class ReshardPlan:
     """What ``reshard`` will do: ``moves`` in order, none where nothing changes."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 
@@ -11,12 +12,11 @@ import numpy as np
 
 from spmd_engine.comm.spans import span
 from spmd_engine.errors import UsageError
-from spmd_engine.immutable import immutable
 from spmd_engine.sharding.placement import ArrayPlacement, Rectangles
 from spmd_engine.sharding.rectangles import Grid, Rectangle, meetings
 
 
-@immutable
+@dataclass(frozen=True)
 class Route:
     """What one rank gives to some ranks, itself perhaps among them: ``parts``, one behind the other."""
 
@@ -75,7 +75,7 @@ def find_routes(
     }
 
 
-@immutable
+@dataclass(frozen=True)
 class SharedPart:
     """Elements of an array that the same ranks have and the same ranks want; never across two blocks of a rank."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,6 @@ from spmd_engine.comm.group import Group
 from spmd_engine.comm.pending import Pending
 from spmd_engine.comm.reducing import reduce_into
 from spmd_engine.errors import UsageError
-from spmd_engine.immutable import immutable
 from spmd_engine.sharding.pieces import (
     Blocks,
     Copy,
@@ -111,7 +110,7 @@ class PlannedExchange(ABC):
         """Yields what leaves in each round and is sent what came; returns this rank's blocks of the target."""
 
 
-@immutable
+@dataclass(frozen=True)
 class TransferPlan(PlannedExchange):
     """What ``plan_transfer`` found: made once, the same on every rank, and executed as often as one likes."""
 
@@ -210,7 +209,7 @@ class TransferPlan(PlannedExchange):
         return self._made[key]
 
 
-@immutable
+@dataclass(frozen=True)
 class Adjoint(PlannedExchange):
     """The transpose of a transfer: what an element was given to several ranks as, comes back from them and is added.
 

@@ -5,12 +5,11 @@ Each name says what the ``tokenizer.json`` of the models says that such files ar
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-from spmd_engine.immutable import immutable
 
-
-@immutable
+@dataclass(frozen=True)
 class TextSplit:
     """Patterns, of which each takes apart what those before it left; and what else depends on that name."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
@@ -18,14 +19,13 @@ from spmd_engine.comm.shared_array import share_array
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, make_batch
 from spmd_engine.errors import UsageError
-from spmd_engine.immutable import immutable
 from spmd_engine.tokens.bytes import END_OF_FILE
 
 HELD_OUT = 20  #: one file in so many is for validation (of a single file, its last part)
 _NOT_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3", "turtledemo"}
 
 
-@immutable
+@dataclass(frozen=True)
 class Corpus:
     """Tokens[n] to train on and to validate on, equal on every rank, and what they were read from."""
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import log
 from typing import Any, Self
 
-from spmd_engine.immutable import immutable
 
-
-@immutable
+@dataclass(frozen=True)
 class ExpertLoad:
     """Of all layers with experts in one step. A pair is a token and an expert that it chose."""
 

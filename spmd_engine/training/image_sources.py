@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import os
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,7 +12,6 @@ import numpy as np
 
 from spmd_engine.errors import UsageError
 from spmd_engine.formats import ImageFiles, MappedArray, image_files, npz_names, read_idx, read_npz
-from spmd_engine.immutable import immutable
 from spmd_engine.training.array_data import part_of
 
 HELD_OUT = 5  #: one image in so many is for validation where the data have no part for that; the same in every run
@@ -32,7 +32,7 @@ _KNOWN = (
 Part = MappedArray | ImageFiles | np.ndarray
 
 
-@immutable
+@dataclass(frozen=True)
 class ImageSource:
     """Labelled images as they were found, and checked."""
 

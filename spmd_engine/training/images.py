@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,6 @@ from spmd_engine.comm.group import Group
 from spmd_engine.comm.shared_array import share_array
 from spmd_engine.errors import UsageError
 from spmd_engine.formats import ImageFiles, MappedArray
-from spmd_engine.immutable import immutable
 from spmd_engine.models import ImageShape
 from spmd_engine.training.array_data import ArrayData
 from spmd_engine.training.augment import augmented
@@ -47,7 +46,7 @@ class ImageRows:
         return rows
 
 
-@immutable
+@dataclass(frozen=True)
 class Images:
     """Images[n h w c], the class of each, and what they were read from: the same on every rank."""
 

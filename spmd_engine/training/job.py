@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,7 +12,6 @@ from spmd_engine.comm.pending import TIMEOUT
 from spmd_engine.configuration import Configuration, section_of, setting
 from spmd_engine.engine.composition import Composition, ModelConfig
 from spmd_engine.errors import UsageError
-from spmd_engine.immutable import immutable
 from spmd_engine.layers.router_options import RouterOptions
 from spmd_engine.models.names import IMAGES
 from spmd_engine.training.augment import AUGMENT
@@ -54,7 +53,7 @@ _SHORT = {
 }
 
 
-@immutable
+@dataclass(frozen=True)
 class DataConfig(Configuration):
     """What is learnt from, and in which pieces."""
 
@@ -68,7 +67,7 @@ class DataConfig(Configuration):
     augment: str = setting("none", choices=AUGMENT)  #: how images to learn from are changed, at random
 
 
-@immutable
+@dataclass(frozen=True)
 class TrainingConfig(Configuration):
     """How parameters are updated, and what is done between steps."""
 
@@ -88,7 +87,7 @@ class TrainingConfig(Configuration):
     go_on_unsaved: bool = False  #: whether training goes on when a checkpoint could not be written
 
 
-@immutable
+@dataclass(frozen=True)
 class CorpusFacts(Configuration):
     """What a corpus was read from: equal where the data are."""
 
@@ -96,7 +95,7 @@ class CorpusFacts(Configuration):
     sha256: str = ""  #: of their names, sizes and contents, in hexadecimal digits
 
 
-@immutable
+@dataclass(frozen=True)
 class Job(Configuration):
     """A training run, whole: equal jobs on equal data compute the same, to rounding, whatever the composition."""
 

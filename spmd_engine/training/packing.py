@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from spmd_engine.immutable import immutable
 
-
-@immutable
+@dataclass(frozen=True)
 class Packed:
     """Rows of a number of positions, each made of pieces of the corpus.
 

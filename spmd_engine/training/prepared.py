@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -11,7 +12,6 @@ from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, make_batch
 from spmd_engine.errors import UsageError
 from spmd_engine.formats.token_file import TokenFile
-from spmd_engine.immutable import immutable
 from spmd_engine.layers.documents import Documents, documents_of
 from spmd_engine.training.packing import Packed, whole_documents, windows
 
@@ -20,7 +20,7 @@ DOCUMENTS = ("joined", "apart", "restarted")
 HELD_OUT = 20  #: one row in so many is to validate on, if the file has no documents for that
 
 
-@immutable
+@dataclass(frozen=True)
 class PreparedData:
     """Rows of ``context`` positions from a file of tokens, with the interface of ``Corpus``.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,6 @@ from spmd_engine.engine.batch import Batch
 from spmd_engine.engine.evaluation import Evaluation
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.errors import NotFiniteError
-from spmd_engine.immutable import immutable
 from spmd_engine.signals import StopFlag
 from spmd_engine.training.step_metrics import StepMetrics
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from spmd_engine.training.foresight import FirstStepCheck
 
 
-@immutable
+@dataclass(frozen=True)
 class StepReport:
     """One step, as a line of ``metrics.jsonl``."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from string import ascii_uppercase, digits
 from typing import Any
 
@@ -12,7 +13,6 @@ from spmd_engine.arrays.random import integers, key_of
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, make_batch
 from spmd_engine.errors import UsageError
-from spmd_engine.immutable import immutable
 from spmd_engine.models.model import Model
 from spmd_engine.tokens.bytes import END_OF_FILE
 from spmd_engine.training.data import Corpus
@@ -33,7 +33,7 @@ CLASSES = {
 }
 
 
-@immutable
+@dataclass(frozen=True)
 class Windows(ABC):
     """Samples cut from a corpus, with the interface of ``Corpus``: batches are functions of seed and numbers alone.
 
@@ -138,7 +138,7 @@ class BytePairs(Windows):
         return scaled[:, :-1], scaled[:, 1:]
 
 
-@immutable
+@dataclass(frozen=True)
 class ShapedBytePairs(BytePairs):
     """x[b s d], or x[b h w c]: the windows of ``BytePairs``, each in the ``shape`` of a sample; targets alike."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,6 @@ from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.optimizers import SGD, AdamW, Optimizer, WarmupCosine
 from spmd_engine.errors import UsageError
 from spmd_engine.formats.token_file import is_token_file, open_token_file
-from spmd_engine.immutable import immutable
 from spmd_engine.models.gpt import BYTES
 from spmd_engine.models.images import ImageShape
 from spmd_engine.models.names import IMAGES
@@ -36,7 +35,7 @@ PAGE_MODEL = "mlp"  #: what the model's name is for any page: each has its own s
 _WIDTH, _HIDDEN, _HEADS, _LENGTH = 64, 256, 4, 16
 
 
-@immutable
+@dataclass(frozen=True)
 class Sampled:
     """Text, with the length of its samples and the seed that chooses them."""
 
@@ -54,7 +53,7 @@ class Sampled:
         return self.source.validation_batches(engine, samples=samples, size=size, context=self.context)
 
 
-@immutable
+@dataclass(frozen=True)
 class Workload:
     """An engine, and what it learns from."""
 

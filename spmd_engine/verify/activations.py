@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -11,14 +12,13 @@ import numpy as np
 from spmd_engine.arrays.backend import backend_of
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import UsageError
-from spmd_engine.immutable import immutable
 from spmd_engine.layers import Layer
 
 INPUTS = "tokens"
 _HIDDEN = re.compile(r"hidden_states\.(\d+)")
 
 
-@immutable
+@dataclass(frozen=True)
 class LayerDistance:
     """How far a layer's output is from its reference."""
 

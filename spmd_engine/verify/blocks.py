@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import numpy as np
 
-from spmd_engine.immutable import immutable
 from spmd_engine.verify.report import Element
 
 Teams = dict[tuple[str, ...], list[list["ComparedBlock"]]]
 
 
-@immutable
+@dataclass(frozen=True)
 class ComparedBlock:
     """One rank's part."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,6 @@ from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.comm.group import Group
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.errors import UsageError
-from spmd_engine.immutable import immutable
 from spmd_engine.verify.blocks import ComparedBlock, difference, first_and_largest
 from spmd_engine.verify.diagnosis import diagnose
 from spmd_engine.verify.report import Disagreement
@@ -24,7 +24,7 @@ SMALLEST_SCALE = 1e-3
 TOGETHER = 1 << 20  # bytes: small arrays up to here travel in one message
 
 
-@immutable
+@dataclass(frozen=True)
 class LocalPart:
     """What this rank has of a tensor."""
 
@@ -34,7 +34,7 @@ class LocalPart:
     base: Array | None = None  #: to which the rest was added
 
 
-@immutable
+@dataclass(frozen=True)
 class ComparedTensor:
     """Something that both engines have computed."""
 
@@ -47,7 +47,7 @@ class ComparedTensor:
     micro_batch: int | None = None
 
 
-@immutable
+@dataclass(frozen=True)
 class Measured:
     """How far a tensor is off."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,6 @@ from spmd_engine.engine.base import Loss, ShardedEngine
 from spmd_engine.engine.batch import Batch
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import UsageError
-from spmd_engine.immutable import immutable
 from spmd_engine.layers import Activation, Layer
 from spmd_engine.layers.later import wait_for
 from spmd_engine.sharding.notation import Spec
@@ -23,7 +23,7 @@ OUTPUT, OUTPUT_GRADIENT, INPUT_GRADIENT = "output", "gradient of the outputs", "
 Place = Callable[[tuple[int, ...]], Index]  # the shape of a whole array -> this rank's part of it
 
 
-@immutable
+@dataclass(frozen=True)
 class ProbePoint:
     """When an array passes by."""
 
@@ -32,7 +32,7 @@ class ProbePoint:
     micro_batch: int
 
 
-@immutable
+@dataclass(frozen=True)
 class Probed:
     """An array that passed by on this rank."""
 

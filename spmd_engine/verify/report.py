@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
-
-from spmd_engine.immutable import immutable
 
 
 class Cause(Enum):
@@ -21,7 +20,7 @@ class Cause(Enum):
     REPLICAS_DIFFER = "replicas differ"  #: ranks that should have the same values have not
 
 
-@immutable
+@dataclass(frozen=True)
 class Finding:
     """A cause that was tried and fits."""
 
@@ -31,7 +30,7 @@ class Finding:
     factor: float = 1.0  #: by which found values exceed right ones
 
 
-@immutable
+@dataclass(frozen=True)
 class Element:
     """One number that is off."""
 
@@ -47,7 +46,7 @@ class Element:
         return f"{at}on rank {self.rank} ({where}): {self.found:.10g}, one device has {self.expected:.10g}"
 
 
-@immutable
+@dataclass(frozen=True)
 class Disagreement:
     """The first tensor, in order of computation, that differs from one device's, and what would explain it."""
 
@@ -82,7 +81,7 @@ class Disagreement:
         return "\n".join([*lines, *(f"  {cause}" for cause in causes)])
 
 
-@immutable
+@dataclass(frozen=True)
 class Distances:
     """How far one step was from one device's: the largest difference of each kind, relative to tensors' scales."""
 
@@ -105,7 +104,7 @@ class Distances:
 HEADING = f"{'step':>4}  {'loss':>10}  {'of loss':>10}  {'gradients':>10}  {'parameters':>10}"
 
 
-@immutable
+@dataclass(frozen=True)
 class Slope:
     """How the loss of one device changes along a random direction in one parameter: two answers."""
 
@@ -125,7 +124,7 @@ class Slope:
         return text if self.multiple is None else f"{text}\n  it is {self.multiple:.4g} times what it should be"
 
 
-@immutable
+@dataclass(frozen=True)
 class GradientCheck:
     """One device's gradients beside finite differences of its loss."""
 
@@ -147,7 +146,7 @@ class GradientCheck:
         return "\n".join([str(self.wrong[0]), *lines])
 
 
-@immutable
+@dataclass(frozen=True)
 class Report:
     """A whole verification; the same on every rank."""
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from spmd_engine.immutable import immutable
 from spmd_engine.watchdog.activity import ranges
 from spmd_engine.watchdog.records import CallRecord, State
 
@@ -17,7 +17,7 @@ _STANDARD = os.path.dirname(os.__file__)
 HELD = 5.0  #: seconds without a sign of life from a process that runs, after which this is told
 
 
-@immutable
+@dataclass(frozen=True)
 class Hang:
     """What came of looking at all ranks' states."""
 

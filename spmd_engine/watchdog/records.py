@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from zlib import crc32
 
-from spmd_engine.immutable import immutable
 from spmd_engine.watchdog.activity import (
     BEAT,
     LINE,
@@ -31,7 +31,7 @@ from spmd_engine.watchdog.activity import (
 )
 
 
-@immutable
+@dataclass(frozen=True)
 class CallRecord:
     """A call of a communicator, as its ranks count them."""
 
@@ -47,7 +47,7 @@ class CallRecord:
         return self.members, self.which
 
 
-@immutable
+@dataclass(frozen=True)
 class WaitRecord:
     """What a rank waits for."""
 
@@ -59,7 +59,7 @@ class WaitRecord:
     at: str = ""  #: the line that called
 
 
-@immutable
+@dataclass(frozen=True)
 class State:
     """What a rank is doing, as its record says."""
 

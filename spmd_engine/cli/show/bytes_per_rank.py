@@ -4,6 +4,7 @@ and how much of it a step makes whole for a while, by its analysis."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 
 import numpy as np
@@ -12,7 +13,6 @@ from spmd_engine.comm.mesh_position import MeshPosition, all_positions
 from spmd_engine.engine.assignment import PIPE
 from spmd_engine.engine.composition import Composition, composed_assignment, composed_layout
 from spmd_engine.engine.optimizers import AdamW, Optimizer
-from spmd_engine.immutable import immutable
 from spmd_engine.models import Model
 from spmd_engine.planning import analyze
 from spmd_engine.planning.passes import PassCache
@@ -75,7 +75,7 @@ def bytes_per_rank(
     return ranks
 
 
-@immutable
+@dataclass(frozen=True)
 class _Share:
     """What the ranks of a stage that hold the same blocks have, in elements."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -15,12 +16,11 @@ from spmd_engine.cli.show.ways_table import ways_on_mesh
 from spmd_engine.comm.mesh import Mesh, parse_axes
 from spmd_engine.comm.threads import run
 from spmd_engine.errors import UsageError
-from spmd_engine.immutable import immutable
 
 MOST = 12  # ranks
 
 
-@immutable
+@dataclass(frozen=True)
 class Example:
     """A collective, run on small vectors: ``before(rank, ranks)`` gives a rank's, ``program(mesh, x)`` is run."""
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
-
-from spmd_engine.immutable import immutable
 
 #: Colours that colour-blind people tell apart (Okabe and Ito, 2008); labels say the same in words.
 ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
@@ -16,7 +14,7 @@ COLOURS = (SKY, ORANGE, GREEN, YELLOW, PURPLE, BLUE, VERMILLION)
 WIDEST = 110  # columns: what is drawn side by side goes on below, so that text looks the same everywhere
 
 
-@immutable
+@dataclass(frozen=True)
 class Cell:
     """A rectangle with a label, which may have several lines.
 
@@ -47,7 +45,7 @@ class Cell:
         return self.y + self.height + self.outline
 
 
-@immutable
+@dataclass(frozen=True)
 class Picture:
     """A title, the drawing, and below it a table and notes.
 

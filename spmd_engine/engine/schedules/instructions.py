@@ -6,10 +6,10 @@ chunk a stage, which all schedules but the interleaved one have, a chunk's numbe
 
 from __future__ import annotations
 
-from spmd_engine.immutable import immutable
+from dataclasses import dataclass
 
 
-@immutable
+@dataclass(frozen=True)
 class Instruction:
     """One thing to do with micro-batch ``m`` and the layers of ``chunk``."""
 
@@ -64,7 +64,7 @@ class StartSendGradient(Transfer):
     """Begin to send the gradient of the chunk's input, to the stage of the chunk before."""
 
 
-@immutable
+@dataclass(frozen=True)
 class Wait:
     """Wait until a transfer that this stage has started is over: received, or its array free to be used again."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from spmd_engine.engine.schedules.instructions import (
     Backward,
@@ -20,13 +21,12 @@ from spmd_engine.engine.schedules.instructions import (
 from spmd_engine.engine.schedules.schedule import Schedule
 from spmd_engine.engine.schedules.transfers import other_end, receive_before
 from spmd_engine.errors import UsageError
-from spmd_engine.immutable import immutable
 
 #: Time that a stage needs for all its layers and one micro-batch; a whole backward is the sum of its parts.
 COSTS: Mapping[type[Compute], float] = {Forward: 1.0, BackwardInput: 1.0, BackwardWeight: 1.0}
 
 
-@immutable
+@dataclass(frozen=True)
 class Slot:
     """A stage computes ``instruction`` from ``start`` to ``end``, in the units of the costs."""
 
