@@ -173,6 +173,7 @@ def _node(table: _Table) -> NodeKind:
         inside=_link(table.table("inside")),
         cores=cores or None,
         kind=table.text("kind", "cloud", choices=KINDS),
+        processors=table.whole("processors", 0, least=0),
     )
     table.finish()
     return node

@@ -44,6 +44,8 @@ def _node(node: NodeKind, number: int | None) -> Iterator[str]:
     yield f"memory_bandwidth = {_curve(node.memory_bandwidth)}"
     if node.cores is not None:
         yield f"cores = {node.cores!r}"
+    if node.processors:
+        yield f"processors = {node.processors}"
     yield f'kind = "{node.kind}"'
     yield from ("", "[nodes.speeds]", *(f"{dtype} = {_curve(curve)}" for dtype, curve in node.speeds.items()))
     yield from ("", "[nodes.inside]", *_link(node.inside))

@@ -3,6 +3,7 @@
 import pytest
 
 from spmd_engine.errors import UsageError
+from spmd_engine.planning.compute_time import rounds_of_tiles
 from spmd_engine.planning.machine import Curve
 from spmd_engine.planning.machine_file import PACKAGED, machine_of, read_machine
 from spmd_engine.planning.machine_text import text_of
@@ -44,6 +45,14 @@ def test_fewer_ranks_fill_nodes_one_after_the_other():
     assert [node for node, _ in machine.places] == [0, 0, 1]
     with pytest.raises(UsageError, match="4 ranks, fewer than 5"):
         machine_of(TEXT).with_ranks(5)
+
+
+def test_products_go_by_rounds_of_tiles():
+    """175B's queries, keys and values on eight A100: 16 by 18 tiles, the last third of three rounds idle in part."""
+    assert rounds_of_tiles(2048, 4608, 1, 108) == 3 * 108 / (16 * 18)
+    assert rounds_of_tiles(2048, 1024, 1, 108) == 1.0  # less than a round: what they lose is fitted
+    assert rounds_of_tiles(256 * 108, 128, 1, 108) == 1.0
+    assert 1.5 < rounds_of_tiles(256 * 109, 128, 1, 108) < 2 * 108 / 109  # smaller tiles leave less idle
 
 
 def test_speeds_between_points_follow_a_line_of_logarithms():
