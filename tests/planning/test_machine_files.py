@@ -56,7 +56,7 @@ def test_speeds_between_points_follow_a_line_of_logarithms():
     ("text", "said"),
     [
         (TEXT.replace("count = 2", "count = 2\ncolour = 1"), "unknown field 'colour'"),
-        ("colour = 1\n" + TEXT, "unknown field 'colour'; there are: between, fitted, name, nodes, pairs, source, topology"),
+        ("colour = 1\n" + TEXT, "there are: between, fitted, name, nodes, pairs, source, topology"),
         (NODE, "the field 'between' is missing"),
         (NODE.replace("count = 2", "count = 0"), "the field 'between' is missing"),
         (TEXT.replace('memory = "1GiB"\n', ""), "'memory' is missing"),
