@@ -31,7 +31,7 @@ def test_packaged_machines_have_sources_and_are_written_as_they_are_read(name):
     assert machine.source
     again = machine_of(text_of(machine).replace(f'source = "{machine.source}"', 'source = "x"'))
     assert [node.speeds.keys() for node in again.nodes] == [node.speeds.keys() for node in machine.nodes]
-    assert again.nodes[0].inside == machine.nodes[0].inside
+    assert again.nodes[0].inside == machine.nodes[0].inside and again.between == machine.between
     assert again.fitted == machine.fitted
 
 
@@ -65,6 +65,9 @@ def test_speeds_between_points_follow_a_line_of_logarithms():
     ("text", "said"),
     [
         (TEXT.replace("count = 2", "count = 2\ncolour = 1"), "unknown field 'colour'"),
+        ("colour = 1\n" + TEXT, "there are: between, fitted, name, nodes, pairs, source, topology"),
+        (NODE, "the field 'between' is missing"),
+        (NODE.replace("count = 2", "count = 0"), "the field 'between' is missing"),
         (TEXT.replace('memory = "1GiB"\n', ""), "'memory' is missing"),
         (TEXT.replace("float32 = 1e9", "float32 = 0"), "float32 is 0: it must be above 0"),
         (TEXT.replace("float32 = 1e9", "float32 = -1"), "float32 is -1"),
