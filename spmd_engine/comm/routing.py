@@ -31,7 +31,7 @@ class Routing:
 
     def shows(self, call: PreparedCall, own: Array, size: int) -> bool:
         """Whether this rank offers the others of its node to read its data: arrays of ``size`` bytes."""
-        if self.node_table is None or not isinstance(own, np.ndarray) or call.signature.waits:
+        if self.node_table is None or not isinstance(own, np.ndarray):
             return False
         return not call.signature.inline and (self.one_node or size >= self.comm.tuning.hierarchical)
 
@@ -61,15 +61,12 @@ class Routing:
             by_nodes=self._lanes is not None,
             library=comm.collectives is not None,
             lengths_known=agreed.alike or agreed.sizes_known,
-            waits=met is not None and met.signatures.wait,
             shown=met is not None and met.shown,
             host=agreed.host,
         )
         match way(facts, tuning):
             case Way.SHARED_MEMORY:
                 return met
-            case Way.BLOCKING:
-                return comm.library
             case Way.HIERARCHICAL:
                 return Hierarchical(self._lanes, self._local(call, number, met), self._lane(number, facts))
             case Way.MPI:

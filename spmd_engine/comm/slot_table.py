@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 SLOTS = 8  # calls of a group that can be under way at once; more wait for their turn
 SMALL = 1 << 12  # bytes of data that lie in an entry
 STAGING = 2  # buffers for larger data of each rank, used in turn as slots are; SLOTS is a multiple
-ROOM = 1 << 18  # bytes of data that fit into one, where ranks are few
+ROOM = 1 << 19  # bytes of data that fit into one, where ranks are few
 CALLED, REDUCED, LEFT = 1, 2, 3  # phases of a call, as each rank says them
 
 _STEPS = 4  # words count in steps of a call's phases
@@ -161,23 +161,29 @@ class SlotTable:
         for word, value in zip(self._addresses[slot], (*(at or unshown), *(result or unshown)), strict=True):
             word[self.rank] = value
 
-    def read(self, number: int, expected: Signatures) -> tuple[Signatures, list[Block | None]]:
-        """All ranks' signatures, ``expected`` itself if these are, and their data where they lie (None: not shown)."""
+    def read(
+        self, number: int, expected: Signatures, own: np.ndarray | None
+    ) -> tuple[Signatures, list[Block | None]]:
+        """All ranks' signatures, ``expected`` itself if these are, and their data where they lie (None: not shown).
+
+        ``own``: this rank's, if it has shown them.
+        """
         slot, found = number % SLOTS, expected
         if self._digests[slot].tolist() != expected.digests:
             found = Signatures([Signature.unpack(each.tobytes()) for each in self._signatures[slot]])
         blocks: list[Block | None] = list(found.inline.get(slot) or self._lay_out(slot, found))
         for rank, signature in enumerate(found.by_rank):
             if not signature.inline and signature.shape is not None:
-                blocks[rank] = self._block(slot, rank, signature)
+                mine = rank == self.rank and own is not None
+                blocks[rank] = own if mine else self._block(slot, rank, signature)
         return found, blocks
 
     def meet_at_once(
         self, number: int, expected: Signatures, data: np.ndarray | None, progress: Progress, spin_tests: int
-    ) -> list[np.ndarray | None] | None:
-        """Write and read, if the others are not far and call what is ``expected``: everyone's inline data.
+    ) -> list[Block | None] | None:
+        """Write and read, if the others are not far and call what is ``expected``: everyone's data where they lie.
 
-        None: not so, or not within so many tests. Then the call is to be begun again, as if this had not been.
+        None: not so, or not within so many tests. Then the call is to be begun again, and to show the same.
         """
         slot, signature = number % SLOTS, expected.by_rank[self.rank]
         words, inline, left = self._phases[slot], signature.inline, (number - SLOTS) * _STEPS + LEFT
@@ -186,24 +192,36 @@ class SlotTable:
         free = min(words.tolist()) >= left if few else self.is_free(number, inline)
         if not free and not progress.spin(partial(self.is_free, number, inline), spin_tests):
             return None
-        blocks = expected.inline.get(slot) or self._lay_out(slot, expected)
-        self._sign(slot, signature)
-        if inline:
-            blocks[self.rank][...] = data
-        elif data is not None:
-            self._addresses[slot][_DATA][self.rank] = self._addresses[slot][_RESULT][self.rank] = NOWHERE
+        if expected.inline_all:
+            blocks = expected.inline.get(slot) or self._lay_out(slot, expected)
+            self._sign(slot, signature)
+            if inline:
+                blocks[self.rank][...] = data
+        else:
+            self.write(number, signature, data, self.address(data) if data is not None and not inline else None)
         self.say(number, CALLED)
         if min(words.tolist()) < called and not progress.spin(lambda: min(words.tolist()) >= called, spin_tests):
             return None
         if self._weak:
             self._waker.fence()
-        return blocks if self._digests[slot].tolist() == expected.digests else None
+        if expected.inline_all:
+            return blocks if self._digests[slot].tolist() == expected.digests else None
+        found, blocks = self.read(number, expected, data)
+        return blocks if found is expected and self.shown(found, blocks) else None
 
     def leave_at_once(self, number: int) -> None:
         """As ``say`` of LEFT, where nobody sleeps until then but for a slot: of a later call, which will wake it."""
         if self._weak:
             self._waker.fence()
         self._phases[number % SLOTS][self.rank] = number * _STEPS + LEFT
+
+    @staticmethod
+    def shown(found: Signatures, blocks: Sequence[Block | None]) -> bool:
+        """Whether all data can be read, by all ranks."""
+        for block, each in zip(blocks, found.by_rank, strict=True):
+            if block is None and each.shape is not None:
+                return False
+        return True
 
     def _sign(self, slot: int, signature: Signature) -> None:
         """Write this rank's signature, unless it is there from an earlier call."""
@@ -249,6 +267,10 @@ class SlotTable:
         if offset is not None:
             return self.neighbours.local_rank, offset
         return (-2 - self.neighbours.local_rank, address_of(x)) if self.neighbours.cross_memory else None
+
+    def can_show(self, x: np.ndarray) -> bool:
+        """Whether there is such an address."""
+        return self.neighbours.cross_memory is not None or self.neighbours.offset(x) is not None
 
     def close(self) -> bool:
         """This rank comes here no more. False, and to be asked again, while others may still read what is its own."""

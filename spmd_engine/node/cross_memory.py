@@ -98,6 +98,11 @@ def here(block: Block) -> np.ndarray:
     return block.read() if isinstance(block, RemoteArray) else block
 
 
+def copy_of(block: Block) -> np.ndarray:
+    """An array of its own with the values of ``block``."""
+    return block.read() if isinstance(block, RemoteArray) else block.copy()
+
+
 def flat(block: Block) -> Block:
     """``block`` with one dimension."""
     return block.flat() if isinstance(block, RemoteArray) else block.reshape(-1)

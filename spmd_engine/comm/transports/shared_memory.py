@@ -40,10 +40,7 @@ class SharedMemory(Transport):
     @property
     def shown(self) -> bool:
         """Whether all data can be read, by all ranks."""
-        for block, each in zip(self.blocks, self.signatures.by_rank, strict=True):
-            if block is None and each.shape is not None:
-                return False
-        return True
+        return self.table.shown(self.signatures, self.blocks)
 
     @property
     def results_shown(self) -> bool:
@@ -81,7 +78,7 @@ class SharedMemory(Transport):
         self, x: np.ndarray, parts: Parts, out: np.ndarray, reduction: str, *, last: bool = True
     ) -> Steps:
         mine = parts[self.rank]
-        _reduce_in_pieces([out], [flat(block)[mine] for block in self.blocks], reducer(reduction, x.dtype, np))
+        reduce_in_pieces([out], [flat(block)[mine] for block in self.blocks], reducer(reduction, x.dtype, np))
         yield from ()
 
     def all_reduce(self, x: np.ndarray, out: np.ndarray, reduction: str) -> Steps:
@@ -92,7 +89,7 @@ class SharedMemory(Transport):
         mine, shared = parts[self.rank], min(self.table.result_arenas(self.number)) >= 0
         written = [out, *(each for r, each in enumerate(results) if r != self.rank)] if shared else [out]
         blocks = [flat(block)[mine] for block in self.blocks]
-        _reduce_in_pieces([each[mine] for each in written], blocks, reducer(reduction, x.dtype, np))
+        reduce_in_pieces([each[mine] for each in written], blocks, reducer(reduction, x.dtype, np))
         yield from self.table.come_to(self.number, REDUCED)
         if shared:
             self._exposed = False  # all have read and written what they had to
@@ -125,9 +122,7 @@ def meet(
     at = table.address(data) if data is not None and not own.inline and data.size else None
     table.write(number, own, data, at, table.address(result) if result is not None else None)
     yield from table.come_to(number, CALLED)
-    signatures, blocks = table.read(number, expected)
-    if at is not None:
-        blocks[table.rank] = data
+    signatures, blocks = table.read(number, expected, data if at is not None else None)
     return SharedMemory(table, number, signatures, blocks, at is not None or result is not None)
 
 
@@ -175,7 +170,7 @@ def _between_lines(x: np.ndarray, parts: int, index: int) -> slice:
     return slice(min(part.start * unit, x.size), min(part.stop * unit, x.size))
 
 
-def _reduce_in_pieces(outs: Sequence[np.ndarray], blocks: Sequence[Block], reduce: Reducer) -> None:
+def reduce_in_pieces(outs: Sequence[np.ndarray], blocks: Sequence[Block], reduce: Reducer) -> None:
     """Each of ``outs``, all flat, = the reduction of ``blocks``. The first may be one of them, else they overlap none.
 
     As many bytes of each block are worked on at a time as fit into the cache together.
