@@ -163,20 +163,20 @@ class Calls:
     def _at_once(self, call: PreparedCall, x: np.ndarray | None, out: np.ndarray | None) -> Array:
         """The whole of a call that takes one phase; by its steps where the others are far away, or do not agree."""
         began, comm, table, expected = perf_counter(), self.comm, self._table, call.expected
-        number = comm.next_call(call.text)
-        progress, spin_tests, unread = comm.progress, comm.spin_tests, expected.inline_all or x is None
+        number, small = comm.next_call(call.text), expected.inline_all
+        progress = comm.progress
         with progress.lock:
-            blocks = table.meet_at_once(number, expected, x, progress, spin_tests)
+            blocks = table.meet_at_once(number, expected, x, progress, comm.spin_tests)
             if blocks is None:
                 return self._start(call, x, out, number=number).wait()
             try:
                 result = call.finish(None if expected.same else expected, blocks, out)
             finally:
-                if expected.inline_all:
+                if small:
                     table.leave_at_once(number)
                 else:
                     table.say(number, LEFT)
-            if not (unread or progress.spin(partial(table.reached, number, LEFT), spin_tests)):
+            if not (small or x is None or progress.spin(partial(table.reached, number, LEFT), comm.spin_tests)):
                 return progress.begin(Operation(self, call, number, _unread(table, number, result))).wait()
         call.record(self.ledger, result, perf_counter() - began)
         return result

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
@@ -59,10 +59,11 @@ class PreparedCall:
     reduce: Reducer | None = None
     expected: Signatures | None = None  # everyone's on the node, last time
     spins: bool = False  # whether who waits for it spins, with an array that needs no cast
-    at_once: bool = False  # whether it does, and needs to hear of the others but once
+    at_once: bool = False  # whether it does, and the call is finished when all have come
     rank: int = 0  # of the group, that calls
     ranks: int = 1
     text: int = 0  # the number of what it is, see ``Activity.called``; 0: not asked for yet
+    one_phase: ClassVar[bool] = True  # whether ranks that can read everyone's array ``finish`` it, of any size
 
     def steps(self, routing: Routing, number: int, x: Array | None, out: Any) -> Steps:
         """All of call ``number``, a generator (see ``pending``)."""
@@ -78,18 +79,17 @@ class PreparedCall:
     def expect(self, found: Signatures) -> None:
         """The next such call will probably find these on the table."""
         self.expected = found
-        one_phase = self.signature.operation != "all_reduce" and self.cut_along_rows
-        self.at_once = self.spins and (one_phase or found.inline_all)
+        self.at_once = self.spins and (self.one_phase or found.inline_all)
 
     @property
-    def cut_along_rows(self) -> bool:
-        """Whether all parts, if there are any, lie in one piece."""
-        return self.parts is None or len(self.parts[0]) == 1
+    def sliced(self) -> bool:
+        """Whether arrays are cut, and not along their first axis."""
+        return self.parts is not None and len(self.parts[0]) > 1
 
     def lies_ready(self, x: np.ndarray, out: Array | None, table: SlotTable) -> bool:
         """Whether ``x`` can be shown to the others, as it is, until they have read it."""
         apart = out is None or not np.may_share_memory(x, out)
-        return apart and x.flags.c_contiguous and table.can_show(x)
+        return apart and x.flags.c_contiguous and table.address(x, self.sliced) is not None
 
     def record(self, ledger: Ledger, result: Any, seconds: float | None = None) -> None:
         """Enter one such call, with this ``result``, in the ledger; ``seconds``: of the one wait for it."""
@@ -153,16 +153,20 @@ class Collective(PreparedCall, ABC):
         shape = self.shape_of(lengths)
         fits = out is None or out.shape == shape  # if not, this rank is still to give the others what is theirs
         target = target if fits else None
-        if agreed.rows is not None:
-            result = self.finish(agreed.met.signatures if routing.one_node else None, agreed.rows, target)
+        blocks, end = agreed.rows, ()
+        if blocks is None:
+            came = prod(shape) * own.itemsize
+            size = agreed.most if self.signature.operation == "all_to_all" else max(self.payload, came)
+            transport = routing.transport(self, number, agreed, size)
+            blocks, end = transport.blocks if self.one_phase else None, transport.end()
+        if blocks is not None:
+            result = self.finish(agreed.met.signatures if routing.one_node else None, blocks, target)
             result = result[0] if self.tells else result
         else:
             if result is None or result.shape != shape:
                 result = target if target is not None else backend_of(own).empty(shape, own.dtype)
-            size = agreed.most if self.signature.operation == "all_to_all" else max(self.payload, result.nbytes)
-            transport = routing.transport(self, number, agreed, size)
             yield from self.move(transport, given, result, lengths)
-            yield from transport.end()
+        yield from end
         if not fits:
             raise UsageError(f"{self.signature.operation}: out has shape {out.shape}, the result {shape}")
         result = home(result) if out is None else copied(home(result), out)
@@ -170,7 +174,7 @@ class Collective(PreparedCall, ABC):
 
     def packed(self, x: Array) -> Array:
         """The parts of ``x``, each in one piece of flat memory, as the transports want them: at their ``places``."""
-        if x.ndim == 1 or self.cut_along_rows:  # or packed before
+        if x.ndim == 1 or not self.sliced:  # or packed before
             return x.reshape(-1)
         flat = backend_of(x).empty((x.size,), x.dtype)
         for part, place in zip(self.parts, self.places, strict=True):
@@ -223,15 +227,21 @@ class BroadcastCall(PreparedCall):
         if agreed.rows is not None:
             return home.asarray(self.finish(None, agreed.rows, None))
         where = home if comm.device_aware and not agreed.host else CPU
-        data = mine.copy() if mine is not None else where.empty(*agreed.root.array_type)
-        transport = routing.transport(self, number, agreed, data.nbytes)
-        yield from transport.broadcast(data.reshape(-1), self.signature.root)
+        shape, dtype = agreed.root.array_type
+        transport = routing.transport(self, number, agreed, prod(shape) * dtype.itemsize)
+        if transport.blocks is not None:
+            data = self.finish(None, transport.blocks, None)
+        else:
+            data = mine.copy() if mine is not None else where.empty(shape, dtype)
+            yield from transport.broadcast(data.reshape(-1), self.signature.root)
         yield from transport.end()
         return home.asarray(data)
 
 
 class AllReduceCall(Collective):
-    """Everyone's array, reduced."""
+    """Everyone's array, reduced: of a large one each rank reduces a part, and then shows that to the others."""
+
+    one_phase = False
 
     @classmethod
     def of(cls, calls: Calls, x: Array, op: str, label: str) -> AllReduceCall:
@@ -245,7 +255,7 @@ class AllReduceCall(Collective):
     def finish(self, found: Signatures | None, blocks: Sequence[Array], out: Array | None) -> Array:
         """``out`` may be one of the blocks, else it overlaps none."""
         out = np.empty(self.shape, self.dtype) if out is None else out
-        if self.signature.inline:
+        if self.signature.inline or self.sliced:
             self.reduce(out, blocks)
         else:
             reduce_in_pieces([out.reshape(-1)], [flat(block) for block in blocks], self.reduce)
@@ -281,8 +291,8 @@ class ReduceScatterCall(Collective):
 
     def offer(self, routing: Routing, own: Array, target: Array | None) -> Offer:
         own = own if target is None or keeps_apart(target, own, self.parts[self.rank]) else own.copy()
-        flat = own if self.signature.inline else self.packed(own)
-        return flat, routing.readable(self, flat), None
+        given = own if self.signature.inline or routing.one_node else self.packed(own)
+        return given, routing.readable(self, given), None
 
     def move(self, transport: Transport, x: Array, result: Array, lengths: None) -> Steps:
         reduction = self.signature.reduction
@@ -291,6 +301,12 @@ class ReduceScatterCall(Collective):
 
 class Joining(Collective):
     """What comes from each rank is joined along an axis, ``concat_axis``; how long it is, others may have to tell."""
+
+    def join(self, found: Signatures | None, blocks: Sequence[Block], out: Array | None) -> Array:
+        """What came from each rank, in ``out`` if there is one; ``found``: see ``finish``."""
+        if out is None and found is None:
+            out = np.empty(self.shape, self.dtype)
+        return joined(blocks, self.signature.concat_axis, self.dtype, out)
 
     def lengths(self, routing: Routing, number: int, agreed: Agreed) -> Steps:
         if agreed.alike:
@@ -348,7 +364,7 @@ class AllGatherCall(Joining):
         return cls.prepare(calls, "all_gather", x, label, told, **how)
 
     def finish(self, found: Signatures | None, blocks: Sequence[Array], out: Array | None) -> Array:
-        return joined(blocks, self.signature.axis, self.dtype, out)
+        return self.join(found, blocks, out)
 
     def offer(self, routing: Routing, own: Array, target: Array | None) -> Offer:
         """Ranks of one node show their arrays; where there are several nodes, the result, with their part in it."""
@@ -404,12 +420,11 @@ class AllToAllCall(Joining):
         if found is not None and not found.same:
             cuts = [each.part_for(self.rank, self.ranks) for each in found.by_rank]
         came = [block[cut] for block, cut in zip(blocks, cuts, strict=True)]
-        y = joined(came, concat, self.dtype, out)
+        y = self.join(found, came, out)
         return (y, [each.shape[concat] for each in came]) if self.tells else y
 
     def offer(self, routing: Routing, own: Array, target: Array | None) -> Offer:
-        flat = own if self.signature.inline else self.packed(own)
-        return flat, routing.readable(self, flat) if routing.one_node else None, None
+        return own, routing.readable(self, own) if routing.one_node else None, None
 
     def fill(self, transport: Transport, x: Array, flat: Array, places: list[slice], alike: bool) -> Steps:
         sent = self.packed(x)

@@ -95,11 +95,6 @@ class Signature:
         part = self.part_for(rank, ranks)[-1]
         return part.stop - part.start
 
-    def packed_part_for(self, rank: int, ranks: int) -> slice:
-        """Where a part lies in the array once all parts are ``packed``."""
-        part, row = self.part_for(rank, ranks)[-1], prod(self.shape[: self.axis] + self.shape[self.axis + 1 :])
-        return slice(part.start * row, part.stop * row)
-
     def __str__(self) -> str:
         if self.operation == "leave":
             return "nothing more: its program ended"

@@ -161,9 +161,7 @@ class SlotTable:
         for word, value in zip(self._addresses[slot], (*(at or unshown), *(result or unshown)), strict=True):
             word[self.rank] = value
 
-    def read(
-        self, number: int, expected: Signatures, own: np.ndarray | None
-    ) -> tuple[Signatures, list[Block | None]]:
+    def read(self, number: int, expected: Signatures, own: np.ndarray | None) -> tuple[Signatures, list[Block | None]]:
         """All ranks' signatures, ``expected`` itself if these are, and their data where they lie (None: not shown).
 
         ``own``: this rank's, if it has shown them.
@@ -185,14 +183,14 @@ class SlotTable:
 
         None: not so, or not within so many tests. Then the call is to be begun again, and to show the same.
         """
-        slot, signature = number % SLOTS, expected.by_rank[self.rank]
+        slot, signature, small = number % SLOTS, expected.by_rank[self.rank], expected.inline_all
         words, inline, left = self._phases[slot], signature.inline, (number - SLOTS) * _STEPS + LEFT
         called = number * _STEPS + CALLED
         few = inline <= SMALL and not self._weak  # then this one look is enough
         free = min(words.tolist()) >= left if few else self.is_free(number, inline)
         if not free and not progress.spin(partial(self.is_free, number, inline), spin_tests):
             return None
-        if expected.inline_all:
+        if small:
             blocks = expected.inline.get(slot) or self._lay_out(slot, expected)
             self._sign(slot, signature)
             if inline:
@@ -204,7 +202,7 @@ class SlotTable:
             return None
         if self._weak:
             self._waker.fence()
-        if expected.inline_all:
+        if small:
             return blocks if self._digests[slot].tolist() == expected.digests else None
         found, blocks = self.read(number, expected, data)
         return blocks if found is expected and self.shown(found, blocks) else None
@@ -244,7 +242,7 @@ class SlotTable:
         return self._addresses[number % SLOTS][_RESULT].tolist()
 
     def _block(self, slot: int, rank: int, signature: Signature) -> Block | None:
-        if 0 in signature.shape:
+        if 0 in signature.shape and signature.host:
             return np.empty(*signature.array_type)
         return self._at(slot, rank, signature.array_type, _DATA)
 
@@ -261,16 +259,14 @@ class SlotTable:
             return np.ndarray(shape, dtype, self._staging[slot % STAGING][rank])
         return np.ndarray(shape, dtype, self._entries[slot][rank], _data(self.size))
 
-    def address(self, x: np.ndarray) -> Address | None:
-        """Where the others find contiguous ``x``: in this rank's arena, or in its own memory if they can read that."""
+    def address(self, x: np.ndarray, sliced: bool = False) -> Address | None:
+        """Where the others find contiguous ``x``: in this rank's arena, or in its own memory if they can read that:
+        not to have ``sliced`` along another axis than the first."""
         offset = self.neighbours.offset(x)
         if offset is not None:
             return self.neighbours.local_rank, offset
-        return (-2 - self.neighbours.local_rank, address_of(x)) if self.neighbours.cross_memory else None
-
-    def can_show(self, x: np.ndarray) -> bool:
-        """Whether there is such an address."""
-        return self.neighbours.cross_memory is not None or self.neighbours.offset(x) is not None
+        reads = self.neighbours.cross_memory is not None and not sliced
+        return (-2 - self.neighbours.local_rank, address_of(x)) if reads else None
 
     def close(self) -> bool:
         """This rank comes here no more. False, and to be asked again, while others may still read what is its own."""

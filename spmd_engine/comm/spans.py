@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from spmd_engine.node.cross_memory import Block, fill
+from spmd_engine.node.cross_memory import Block, RemoteArray, fill
 
 
 def span(length: int, parts: int, index: int) -> slice:
@@ -32,7 +32,7 @@ def joined(blocks: Sequence[Block], axis: int, dtype: np.dtype, out: np.ndarray 
         shape = list(blocks[0].shape)
         shape[axis] = sum([block.shape[axis] for block in blocks])
         out = np.empty(shape, dtype)
-    if all([isinstance(block, np.ndarray) for block in blocks]):
+    if RemoteArray not in map(type, blocks):
         return np.concatenate(blocks, axis, out)
     for block, place in zip(blocks, spans([block.shape[axis] for block in blocks]), strict=True):
         fill(out[(slice(None),) * axis + (place,)], block)

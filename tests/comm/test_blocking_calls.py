@@ -3,6 +3,7 @@
 import itertools
 import sys
 import threading
+import time
 from collections import defaultdict
 from contextlib import nullcontext
 from dataclasses import replace
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from on_ranks import assert_same, numbers_of_ranks, on_ranks, reduced, values
-from spmd_engine import world
+from spmd_engine import run, world
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.routing import Routing
@@ -336,3 +337,29 @@ def test_a_rank_alone_has_its_own_array_however_often(ranks):
         return group.ledger.total().calls
 
     assert set(on_ranks(program, ranks)) == {0}
+
+
+def test_memory_is_the_callers_again_when_all_have_read_it(ranks=3):
+    """Also where one of them is slow: the others, whose results are there, wait for it."""
+
+    def program():
+        group, _ = group_with_short_ways()
+        read = group.comm.table.read
+        if group.rank == 1:
+            group.comm.table.read = lambda *arguments: time.sleep(2e-3) or read(*arguments)
+        for turn in range(3 * TIMES):
+            arrays = [values((90,), FLOAT, turn + r) for r in range(ranks)]
+            x = arrays[group.rank].copy()
+            for name, expected in {
+                "broadcast": arrays[0],
+                "all_gather": np.concatenate(arrays),
+                "all_to_all": np.concatenate([np.split(each, ranks)[group.rank] for each in arrays]),
+                "reduce_scatter": np.split(reduced(arrays, "sum"), ranks)[group.rank],
+            }.items():
+                result = getattr(group, name)(x)
+                x.fill(0)
+                assert_same(result, expected, name, turn)
+                x[...] = arrays[group.rank]
+        return group.ledger.total().calls
+
+    assert set(run(program, ranks)) == {3 * TIMES * 4}

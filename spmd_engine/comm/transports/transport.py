@@ -23,6 +23,7 @@ class GatherAndReduce(ABC):
 
     rank: int
     size: int
+    blocks: Sequence[Array | None] | None = None  #: everyone's arrays, if this rank can read them where they are
 
     @abstractmethod
     def all_gather(self, x: Array, parts: Parts, *, last: bool = True) -> Steps:
