@@ -25,7 +25,7 @@ from spmd_engine.comm.staging import copied, is_reachable, ready
 from spmd_engine.comm.transports.shared_memory import keeps_apart, readable_with_result, reduce_in_pieces
 from spmd_engine.comm.transports.transport import Transport
 from spmd_engine.errors import UsageError
-from spmd_engine.node.cross_memory import Block, copy_of, flat
+from spmd_engine.node.cross_memory import Block, flat
 
 if TYPE_CHECKING:
     from spmd_engine.comm.call_agreement import Agreed
@@ -215,7 +215,7 @@ class BroadcastCall(PreparedCall):
         return cls(signature, where, payload=payload, sent=sent, dtype=dtype)
 
     def finish(self, found: Signatures | None, blocks: Sequence[Block | None], out: Any) -> Array:
-        return copy_of(blocks[self.signature.root])
+        return blocks[self.signature.root].copy()
 
     def steps(self, routing: Routing, number: int, mine: Array | None, home: Backend | None) -> Steps:
         """The description of the root's array, and the array itself if it is small, come with the agreement."""
@@ -302,12 +302,6 @@ class ReduceScatterCall(Collective):
 class Joining(Collective):
     """What comes from each rank is joined along an axis, ``concat_axis``; how long it is, others may have to tell."""
 
-    def join(self, found: Signatures | None, blocks: Sequence[Block], out: Array | None) -> Array:
-        """What came from each rank, in ``out`` if there is one; ``found``: see ``finish``."""
-        if out is None and found is None:
-            out = np.empty(self.shape, self.dtype)
-        return joined(blocks, self.signature.concat_axis, self.dtype, out)
-
     def lengths(self, routing: Routing, number: int, agreed: Agreed) -> Steps:
         if agreed.alike:
             lengths = None
@@ -364,7 +358,8 @@ class AllGatherCall(Joining):
         return cls.prepare(calls, "all_gather", x, label, told, **how)
 
     def finish(self, found: Signatures | None, blocks: Sequence[Array], out: Array | None) -> Array:
-        return self.join(found, blocks, out)
+        out = np.empty(self.shape, self.dtype) if out is None and found is None else out
+        return joined(blocks, self.signature.axis, self.dtype, out)
 
     def offer(self, routing: Routing, own: Array, target: Array | None) -> Offer:
         """Ranks of one node show their arrays; where there are several nodes, the result, with their part in it."""
@@ -420,7 +415,8 @@ class AllToAllCall(Joining):
         if found is not None and not found.same:
             cuts = [each.part_for(self.rank, self.ranks) for each in found.by_rank]
         came = [block[cut] for block, cut in zip(blocks, cuts, strict=True)]
-        y = self.join(found, came, out)
+        out = np.empty(self.shape, self.dtype) if out is None and found is None else out
+        y = joined(came, concat, self.dtype, out)
         return (y, [each.shape[concat] for each in came]) if self.tells else y
 
     def offer(self, routing: Routing, own: Array, target: Array | None) -> Offer:

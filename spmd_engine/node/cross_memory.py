@@ -89,6 +89,9 @@ class RemoteArray:
         self.reader.read(self.local_rank, self.address, here)
         return here
 
+    def copy(self) -> np.ndarray:
+        return self.read()
+
 
 Block = np.ndarray | RemoteArray  #: everyone's data, where this rank can read them
 
@@ -96,11 +99,6 @@ Block = np.ndarray | RemoteArray  #: everyone's data, where this rank can read t
 def here(block: Block) -> np.ndarray:
     """``block`` as an array to compute with."""
     return block.read() if isinstance(block, RemoteArray) else block
-
-
-def copy_of(block: Block) -> np.ndarray:
-    """An array of its own with the values of ``block``."""
-    return block.read() if isinstance(block, RemoteArray) else block.copy()
 
 
 def flat(block: Block) -> Block:
