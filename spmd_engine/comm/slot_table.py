@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 SLOTS = 8  # calls of a group that can be under way at once; more wait for their turn
 SMALL = 1 << 12  # bytes of data that lie in an entry
 STAGING = 2  # buffers for larger data of each rank, used in turn as slots are; SLOTS is a multiple
-ROOM = 1 << 19  # bytes of data that fit into one, where ranks are few
+ROOM = 1 << 18  # bytes of data that fit into one, where ranks are few
 CALLED, REDUCED, LEFT = 1, 2, 3  # phases of a call, as each rank says them
 
 _STEPS = 4  # words count in steps of a call's phases
