@@ -47,9 +47,10 @@ def main(batches=3, size=100):
                 features = mesh.receive(0, over="pipe")
                 print(f"batch {batch}: {(classify(features) == names).mean():.0%} right")
             held = features.nbytes
-            del features, images, names  # passed on, or used: nothing is kept, but code that the first batch loads
+            del features, images, names  # passed on, or used: nothing is kept
             kept = tracemalloc.get_traced_memory()[0] - before
-            print(f"rank {mesh.rank} held {held:,} bytes of features; of this batch it keeps {kept:,}")
+            if batch:  # the first one loads code, too
+                print(f"rank {mesh.rank} held {held:,} bytes of features; of this batch it keeps {kept:,}")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ def test_two_shards_classify_and_keep_nothing(mpi_run, tmp_path):
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("100% right") == 3
     told = re.findall(r"rank (\d) held ([\d,]+) bytes of features; of this batch it keeps (-?[\d,]+)", result.stdout)
-    assert sorted(rank for rank, _, _ in told) == ["0"] * 3 + ["1"] * 3
+    assert sorted(rank for rank, _, _ in told) == ["0"] * 2 + ["1"] * 2
     assert all(int(held.replace(",", "")) == 100 * 15 * 15 * 2 * 4 for _, held, _ in told)
-    kept_by_rank = [int(kept.replace(",", "")) for rank in "01" for of, _, kept in told if of == rank]
-    assert max(kept_by_rank[1:3] + kept_by_rank[4:]) < 5_000  # the first batch loads code
+    assert all(int(kept.replace(",", "")) < 5_000 for _, _, kept in told)

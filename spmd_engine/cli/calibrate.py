@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import click
 
 from spmd_engine.cli.bench.launch import launch
+from spmd_engine.cli.output_file import output_file
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.comm.world import world
+from spmd_engine.comm.world import launcher_rank, world
 from spmd_engine.errors import UsageError
 from spmd_engine.planning.machine import Machine
 from spmd_engine.planning.machine_file import read_machine
@@ -39,7 +41,9 @@ def calibrate(output: Path | None, seconds: float, fit: bool) -> None:
       mpiexec -n 8 python -m spmd_engine calibrate --output cluster.toml
     """
     file = output or calibrated_file()
-    machine = _of_two(file, seconds, fit) if world().size == 1 else _measured(seconds, fit)
+    if launcher_rank() == 0:
+        click.echo("measuring products, memory, links and a few steps ...", err=True)
+    machine = _of_two(seconds, fit) if world().size == 1 else _measured(seconds, fit)
     if machine is not None:
         _write(file, machine)
 
@@ -54,27 +58,31 @@ def _measured(seconds: float, fit: bool) -> Machine | None:
     return machine if machine is None or steps is None else fitted(machine, steps)
 
 
-def _of_two(file: Path, seconds: float, fit: bool) -> Machine:
+def _of_two(seconds: float, fit: bool) -> Machine:
     """Measured by two ranks, if there is an mpiexec; by this process, if not."""
-    temporary = file.with_suffix(".two")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        said = ["--fit" if fit else "--no-fit", "--seconds", str(seconds), "--output", str(temporary)]
-        launch(2, ["spmd_engine", "calibrate", *said])
-        return read_machine(temporary)
-    except (UsageError, OSError) as error:
-        click.echo(f"spmd_engine: note: no links were measured ({str(error).splitlines()[0]})", err=True)
-        machine = _measured(seconds, fit)
-        assert machine is not None
-        return machine
-    finally:
-        temporary.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        temporary = Path(folder) / "machine.toml"
+        try:
+            said = ["--fit" if fit else "--no-fit", "--seconds", str(seconds), "--output", str(temporary)]
+            launch(2, ["spmd_engine", "calibrate", *said])
+            return read_machine(temporary)
+        except (UsageError, OSError) as error:
+            click.echo(f"spmd_engine: note: no links were measured ({str(error).splitlines()[0]})", err=True)
+            machine = _measured(seconds, fit)
+            assert machine is not None
+            return machine
 
 
 def _write(file: Path, machine: Machine) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text_of(machine))
     except OSError as error:
         raise UsageError(f"--output {file}: {error.strerror or error}") from error
-    click.echo(f"wrote {file}")
+    with output_file(file) as opened:
+        opened.write(text_of(machine).encode())
+    node = machine.nodes[0]
+    speeds = ", ".join(f"{speed.most / 1e9:,.1f} GFLOP/s in {dtype}" for dtype, speed in node.speeds.items())
+    click.echo(
+        f"wrote {file}: products at most {speeds}; memory {node.memory_bandwidth.most / 1e9:,.1f} GB/s; between ranks "
+        f"{node.inside.bandwidth / 1e9:,.1f} GB/s"
+    )

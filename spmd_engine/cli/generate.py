@@ -61,6 +61,8 @@ def generate(run, model, adapter, dtype, mesh, device, check, **options: Any) ->
     nor the other prompts change it. A text ends with the model's own end, a --stop string (which is left out), --tokens
     or the context.
     """
+    if options["log_probs"] and not options["as_json"]:
+        raise UsageError("--log-probs goes with --json, which prints them")
     with open_mesh(mesh, check=check) as opened:
         read = text_from_rank_zero(opened.group(), lambda: json.dumps(_prompts(options["prompts"], options["file"])))
         served = open_text_model(run, model, adapter, dtype, opened, device)
@@ -124,6 +126,8 @@ def _object(line: str, file: str, number: int) -> Any:
 def _written(served: TextModel, prompt: str | list, options: dict[str, Any]) -> tuple[str, bool]:
     """The text of a prompt, and whether what belongs before every text is still to be added."""
     if isinstance(prompt, str) and not options["chat"]:
+        if options["system"] is not None:
+            raise UsageError("--system goes with --chat, or with prompts that are messages")
         return prompt, True
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if options["system"] is not None:

@@ -82,8 +82,8 @@ class Agreement:
             _raise_what_is_wrong(calls, met.blocks, own, self._axes, self._check)
             call.expect(found)
         root = found.by_rank[own.root] if own.operation == "broadcast" else None
-        inline = found.at_once if root is None else root.inline > 0
-        host = inline or found.wait or met.shown
+        inline = found.inline_all if root is None else root.inline > 0
+        host = inline or met.shown
         return Agreed(found.same, True, host, call.payload, met.blocks if inline else None, root, met)
 
     def _between_nodes(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -17,9 +17,9 @@ from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.pending import TIMEOUT, Pending, Steps
 from spmd_engine.comm.routing import Routing
 from spmd_engine.comm.signature import NumberedCall, Signature, Signatures
-from spmd_engine.comm.slot_table import LEFT
+from spmd_engine.comm.slot_table import LEFT, SlotTable
 from spmd_engine.comm.staging import copied
-from spmd_engine.comm.ways import inline_at_most, library_offered
+from spmd_engine.comm.ways import inline_at_most
 from spmd_engine.errors import UsageError
 from spmd_engine.watchdog.activity import Line
 
@@ -59,7 +59,7 @@ class Calls:
         """The result of the next call, for which this rank waits; ``arguments``: as ``PREPARE`` has them."""
         key = _key(operation, x, arguments, label)
         call = self._prepared.get(key)
-        if call is not None and call.at_once and call.suits(out):
+        if call is not None and call.at_once and call.suits(x, out, self._table):
             return self._at_once(call, x, out)
         try:
             call, x = self._find(key, x, arguments, out)
@@ -67,10 +67,6 @@ class Calls:
             return self._refuse(operation, label, error).wait()
         if self.size == 1:
             return self._alone(call, x, out)
-        if call.waiting is not None and self._may_offer(operation, x, out):
-            call = call.waiting
-            if call.at_once and call.suits(out):
-                return self._at_once(call, x, out)
         return self._start(call, x, out, spin_tests=self.comm.spin_tests).wait()
 
     def _begin(
@@ -107,8 +103,8 @@ class Calls:
             self._prepared.clear()
         call.text = self.comm.progress.activity.called(*call.where)
         call.expected = self._all_like(call)
-        if self._spins and (x is None or (type(x) is np.ndarray and x.dtype == call.dtype)):
-            call.waiting = self._blocking(call, x)
+        call.spins = self._spins and (x is None or (type(x) is np.ndarray and x.dtype == call.dtype))
+        call.expect(call.expected)
         self._prepared[key] = call
         return call
 
@@ -116,16 +112,6 @@ class Calls:
         """What the ranks of this node would say if all called the same."""
         table = self.comm.node_table
         return Signatures([call.signature] * table.size) if table is not None else None
-
-    def _blocking(self, call: PreparedCall, x: Array | None) -> PreparedCall:
-        """The same for a rank that waits, with ordinary memory: larger data are for the library to move."""
-        told, library = call.signature, self.comm.library
-        offered = x is not None and library is not None
-        if offered and library_offered(told.operation, x.nbytes, told.inline > 0, not told.sizes, self.comm.tuning):
-            call = replace(call, signature=replace(told, waits=True, inline=0))
-        call.blocking = True
-        call.expect(self._all_like(call))
-        return call
 
     def signature_of(self, operation: str, x: Array | None, **fields: Any) -> Signature:
         """What to tell the others."""
@@ -175,31 +161,25 @@ class Calls:
             self.comm.node_table.say(number, LEFT)
 
     def _at_once(self, call: PreparedCall, x: np.ndarray | None, out: np.ndarray | None) -> Array:
-        """The whole of a call of small data, or for the library; by its steps where the others are far away, or do not
-        agree."""
+        """The whole of a call that takes one phase; by its steps where the others are far away, or do not agree."""
         began, comm, table, expected = perf_counter(), self.comm, self._table, call.expected
-        number = comm.next_call(call.text)
+        number, small = comm.next_call(call.text), expected.inline_all
         progress = comm.progress
         with progress.lock:
             blocks = table.meet_at_once(number, expected, x, progress, comm.spin_tests)
             if blocks is None:
                 return self._start(call, x, out, number=number).wait()
             try:
-                if expected.wait:
-                    result = call.by_library(comm.library, x, out)
-                else:
-                    result = call.finish(None if expected.same else expected, blocks, out)
+                result = call.finish(None if expected.same else expected, blocks, out)
             finally:
-                table.leave_at_once(number)
+                if small:
+                    table.leave_at_once(number)
+                else:
+                    table.say(number, LEFT)
+            if not (small or x is None or progress.spin(partial(table.reached, number, LEFT), comm.spin_tests)):
+                return progress.begin(Operation(self, call, number, _unread(table, number, result))).wait()
         call.record(self.ledger, result, perf_counter() - began)
         return result
-
-    def _may_offer(self, operation: str, x: Array | None, out: Array | None) -> bool:
-        """Whether they are in memory of this process alone: what ranks share is mostly faster read where it is."""
-        if operation == "all_to_all" and x.nbytes <= self.comm.tuning.blocking_shared_parts:
-            return True
-        offset = self._table.neighbours.offset
-        return all(each is None or (type(each) is np.ndarray and offset(each) is None) for each in (x, out))
 
 
 class Operation(Pending):
@@ -230,6 +210,12 @@ class Operation(Pending):
 
     def on_wait(self, seconds: float) -> None:
         self._calls.ledger.record_wait(*self._call.where, seconds)
+
+
+def _unread(table: SlotTable, number: int, result: Any) -> Steps:
+    """The end of a call whose ``result`` is here: until nobody reads this rank's memory any more."""
+    yield from table.come_to(number, LEFT)
+    return result
 
 
 def _key(operation: str, x: Array | None, arguments: tuple, label: str) -> tuple:

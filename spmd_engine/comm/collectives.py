@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
@@ -22,14 +22,16 @@ from spmd_engine.comm.reducing import Reducer, reducer, reducible
 from spmd_engine.comm.signature import Signature, Signatures, number_of
 from spmd_engine.comm.spans import joined, span, spans
 from spmd_engine.comm.staging import copied, is_reachable, ready
-from spmd_engine.comm.transports.shared_memory import keeps_apart, readable_with_result
+from spmd_engine.comm.transports.shared_memory import keeps_apart, readable_with_result, reduce_in_pieces
 from spmd_engine.comm.transports.transport import Transport
 from spmd_engine.errors import UsageError
+from spmd_engine.node.cross_memory import Block, flat
 
 if TYPE_CHECKING:
     from spmd_engine.comm.call_agreement import Agreed
     from spmd_engine.comm.calls import Calls
     from spmd_engine.comm.routing import Routing
+    from spmd_engine.comm.slot_table import SlotTable
 
 Shape = tuple[int, ...]
 #: A rank's array as the others are to get it, what those of its node can read, and where its result is to come.
@@ -56,19 +58,20 @@ class PreparedCall:
     tells: bool = False  # whether an all_to_all returns, besides, how much came from each rank
     reduce: Reducer | None = None
     expected: Signatures | None = None  # everyone's on the node, last time
-    blocking: bool = False  # whether this is for a rank that waits, with an array in its own memory
-    at_once: bool = False  # whether all others do so, with all data inline, or all for the library to move
-    waiting: PreparedCall | None = None  # the same for who waits: it may offer its data to the library
+    spins: bool = False  # whether who waits for it spins, with an array that needs no cast
+    at_once: bool = False  # whether it does, and the call is finished when all have come
     rank: int = 0  # of the group, that calls
     ranks: int = 1
     text: int = 0  # the number of what it is, see ``Activity.called``; 0: not asked for yet
+    one_phase: ClassVar[bool] = True  # whether ranks that can read everyone's array ``finish`` it, of any size
 
     def steps(self, routing: Routing, number: int, x: Array | None, out: Any) -> Steps:
         """All of call ``number``, a generator (see ``pending``)."""
         yield from routing.agreement.reach(self, number, x)
 
-    def finish(self, found: Signatures, blocks: Sequence[Array], out: Any) -> Any:
-        """The result, where everyone's arrays came with the signatures; it comes to ``out``, if there is one."""
+    def finish(self, found: Signatures | None, blocks: Sequence[Block], out: Any) -> Any:
+        """The result of everyone's arrays, which came with the signatures, or lie where this rank can read them; it
+        comes to ``out``, if there is one. ``found``: all signatures, unless they are the same."""
 
     def check_out(self, x: Array, out: Any, ranks: int) -> None:
         """Raise UsageError unless ``out`` can receive the result of a call of ``x``."""
@@ -76,15 +79,27 @@ class PreparedCall:
     def expect(self, found: Signatures) -> None:
         """The next such call will probably find these on the table."""
         self.expected = found
-        self.at_once = self.blocking and (found.at_once or (found.wait and found.same))
+        self.at_once = self.spins and (self.one_phase or found.inline_all)
+
+    @property
+    def sliced(self) -> bool:
+        """Whether arrays are cut, and not along their first axis."""
+        return self.parts is not None and len(self.parts[0]) > 1
+
+    def lies_ready(self, x: np.ndarray, out: Array | None, table: SlotTable) -> bool:
+        """Whether ``x`` can be shown to the others, as it is, until they have read it."""
+        apart = out is None or not np.may_share_memory(x, out)
+        return apart and x.flags.c_contiguous and table.address(x, self.sliced) is not None
 
     def record(self, ledger: Ledger, result: Any, seconds: float | None = None) -> None:
         """Enter one such call, with this ``result``, in the ledger; ``seconds``: of the one wait for it."""
         sent = self.sent if type(self.sent) is int else self.sent(result)
         ledger.record(self.where, self.payload, sent, seconds)
 
-    def suits(self, out: Array | None) -> bool:
-        """Whether ``out`` can receive the result at once."""
+    def suits(self, x: Array | None, out: Array | None, table: SlotTable) -> bool:
+        """Whether it can be made at once: the others can read ``x`` where it is, and ``out`` be written to."""
+        if not (self.expected.inline_all or x is None or self.lies_ready(x, out, table)):
+            return False
         return out is None or (
             self.expected.same
             and type(out) is np.ndarray
@@ -138,31 +153,28 @@ class Collective(PreparedCall, ABC):
         shape = self.shape_of(lengths)
         fits = out is None or out.shape == shape  # if not, this rank is still to give the others what is theirs
         target = target if fits else None
-        if agreed.rows is not None:
-            result = self.finish(agreed.met.signatures if routing.one_node else None, agreed.rows, target)
+        blocks, end = agreed.rows, ()
+        if blocks is None:
+            came = prod(shape) * own.itemsize
+            size = agreed.most if self.signature.operation == "all_to_all" else max(self.payload, came)
+            transport = routing.transport(self, number, agreed, size)
+            blocks, end = transport.blocks if self.one_phase else None, transport.end()
+        if blocks is not None:
+            result = self.finish(agreed.met.signatures if routing.one_node else None, blocks, target)
             result = result[0] if self.tells else result
         else:
             if result is None or result.shape != shape:
                 result = target if target is not None else backend_of(own).empty(shape, own.dtype)
-            size = agreed.most if self.signature.operation == "all_to_all" else max(self.payload, result.nbytes)
-            transport = routing.transport(self, number, agreed, size)
             yield from self.move(transport, given, result, lengths)
-            yield from transport.end()
+        yield from end
         if not fits:
             raise UsageError(f"{self.signature.operation}: out has shape {out.shape}, the result {shape}")
         result = home(result) if out is None else copied(home(result), out)
         return (result, lengths or list(self.even)) if self.tells else result
 
-    def by_library(self, library: Transport, x: np.ndarray, out: np.ndarray | None) -> Any:
-        """The result, where all ranks of a node call the same and wait: the MPI library makes it at once."""
-        result = out if out is not None else np.empty(self.shape, self.dtype)
-        for _ in self.move(library, np.ascontiguousarray(x), result, None):
-            pass  # nothing is waited for but in the library
-        return (result, list(self.even)) if self.tells else result
-
     def packed(self, x: Array) -> Array:
         """The parts of ``x``, each in one piece of flat memory, as the transports want them: at their ``places``."""
-        if x.ndim == 1 or len(self.parts[0]) == 1:  # cut along the first axis, or packed before
+        if x.ndim == 1 or not self.sliced:  # or packed before
             return x.reshape(-1)
         flat = backend_of(x).empty((x.size,), x.dtype)
         for part, place in zip(self.parts, self.places, strict=True):
@@ -202,7 +214,7 @@ class BroadcastCall(PreparedCall):
         payload, dtype = (mine.nbytes, mine.dtype) if mine is not None else (0, None)
         return cls(signature, where, payload=payload, sent=sent, dtype=dtype)
 
-    def finish(self, found: Signatures | None, blocks: Sequence[Array | None], out: Any) -> Array:
+    def finish(self, found: Signatures | None, blocks: Sequence[Block | None], out: Any) -> Array:
         return blocks[self.signature.root].copy()
 
     def steps(self, routing: Routing, number: int, mine: Array | None, home: Backend | None) -> Steps:
@@ -215,15 +227,21 @@ class BroadcastCall(PreparedCall):
         if agreed.rows is not None:
             return home.asarray(self.finish(None, agreed.rows, None))
         where = home if comm.device_aware and not agreed.host else CPU
-        data = mine.copy() if mine is not None else where.empty(*agreed.root.array_type)
-        transport = routing.transport(self, number, agreed, data.nbytes)
-        yield from transport.broadcast(data.reshape(-1), self.signature.root)
+        shape, dtype = agreed.root.array_type
+        transport = routing.transport(self, number, agreed, prod(shape) * dtype.itemsize)
+        if transport.blocks is not None:
+            data = self.finish(None, transport.blocks, None)
+        else:
+            data = mine.copy() if mine is not None else where.empty(shape, dtype)
+            yield from transport.broadcast(data.reshape(-1), self.signature.root)
         yield from transport.end()
         return home.asarray(data)
 
 
 class AllReduceCall(Collective):
-    """Everyone's array, reduced."""
+    """Everyone's array, reduced: of a large one each rank reduces a part, and then shows that to the others."""
+
+    one_phase = False
 
     @classmethod
     def of(cls, calls: Calls, x: Array, op: str, label: str) -> AllReduceCall:
@@ -237,7 +255,10 @@ class AllReduceCall(Collective):
     def finish(self, found: Signatures | None, blocks: Sequence[Array], out: Array | None) -> Array:
         """``out`` may be one of the blocks, else it overlaps none."""
         out = np.empty(self.shape, self.dtype) if out is None else out
-        self.reduce(out, blocks)
+        if self.signature.inline or self.sliced:
+            self.reduce(out, blocks)
+        else:
+            reduce_in_pieces([out.reshape(-1)], [flat(block) for block in blocks], self.reduce)
         return out
 
     def offer(self, routing: Routing, own: Array, target: Array | None) -> Offer:
@@ -270,8 +291,8 @@ class ReduceScatterCall(Collective):
 
     def offer(self, routing: Routing, own: Array, target: Array | None) -> Offer:
         own = own if target is None or keeps_apart(target, own, self.parts[self.rank]) else own.copy()
-        flat = own if self.signature.inline else self.packed(own)
-        return flat, routing.readable(self, flat), None
+        given = own if self.signature.inline or routing.one_node else self.packed(own)
+        return given, routing.readable(self, given), None
 
     def move(self, transport: Transport, x: Array, result: Array, lengths: None) -> Steps:
         reduction = self.signature.reduction
@@ -337,6 +358,7 @@ class AllGatherCall(Joining):
         return cls.prepare(calls, "all_gather", x, label, told, **how)
 
     def finish(self, found: Signatures | None, blocks: Sequence[Array], out: Array | None) -> Array:
+        out = np.empty(self.shape, self.dtype) if out is None and found is None else out
         return joined(blocks, self.signature.axis, self.dtype, out)
 
     def offer(self, routing: Routing, own: Array, target: Array | None) -> Offer:
@@ -393,17 +415,15 @@ class AllToAllCall(Joining):
         if found is not None and not found.same:
             cuts = [each.part_for(self.rank, self.ranks) for each in found.by_rank]
         came = [block[cut] for block, cut in zip(blocks, cuts, strict=True)]
+        out = np.empty(self.shape, self.dtype) if out is None and found is None else out
         y = joined(came, concat, self.dtype, out)
         return (y, [each.shape[concat] for each in came]) if self.tells else y
 
     def offer(self, routing: Routing, own: Array, target: Array | None) -> Offer:
-        flat = own if self.signature.inline else self.packed(own)
-        return flat, routing.readable(self, flat) if routing.one_node else None, None
+        return own, routing.readable(self, own) if routing.one_node else None, None
 
     def fill(self, transport: Transport, x: Array, flat: Array, places: list[slice], alike: bool) -> Steps:
         sent = self.packed(x)
-        if alike and self.places == places:
-            return transport.all_to_all_even(sent, flat)
         copied(sent[self.places[self.rank]], flat[places[self.rank]])
         return transport.all_to_all(sent, self.places, flat, places)
 

@@ -22,7 +22,7 @@ from spmd_engine.watchdog.activity import Line
 
 if TYPE_CHECKING:
     from spmd_engine.comm.transports.hierarchical import Lanes
-    from spmd_engine.comm.transports.mpi import BlockingCollectives, NonblockingCollectives
+    from spmd_engine.comm.transports.mpi import NonblockingCollectives
 
 
 class Communicator(ABC):
@@ -44,7 +44,6 @@ class Communicator(ABC):
     lanes: Lanes | None = None  #: the ways between its nodes, if there are several, with as many ranks each
     collectives: NonblockingCollectives | None = None  #: the MPI library's, of these ranks, for calls between nodes
     lane_collectives: NonblockingCollectives | None = None  #: the same for this rank's lane
-    library: BlockingCollectives | None = None  #: MPI's, if all have a core each
 
     @property
     def node_table(self) -> SlotTable | None:

@@ -23,7 +23,7 @@ from spmd_engine.comm.signature import Signature
 from spmd_engine.comm.slot_table import SlotTable, room_for_table, size_of_table, table_on
 from spmd_engine.comm.transports.hierarchical import Lanes, even_nodes
 from spmd_engine.comm.transports.messages import MessagePart
-from spmd_engine.comm.transports.mpi import BlockingCollectives, NonblockingCollectives
+from spmd_engine.comm.transports.mpi import NonblockingCollectives
 from spmd_engine.errors import MeshError
 from spmd_engine.node.node import Node, open_node
 
@@ -99,7 +99,6 @@ class MPICommunicator(Communicator):
         """Take what ways there are: ``table``, of this rank's of the ``nodes``, and MPI's collectives between them."""
         self._node, self.neighbours = node, node.neighbours if node is not None else None
         self.spin_tests, self._yields = (0, _OVERSUBSCRIBED) if oversubscribed else (_SPIN_TESTS, _YIELDS)
-        self.library = BlockingCollectives(self._comm, self.tuning) if not oversubscribed else None
         if table is not None and len(nodes) == 1:
             self.table = table
             return

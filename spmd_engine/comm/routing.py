@@ -15,7 +15,7 @@ from spmd_engine.comm.spans import spans
 from spmd_engine.comm.transports.hierarchical import Hierarchical
 from spmd_engine.comm.transports.messages import Messages
 from spmd_engine.comm.transports.shared_memory import SharedMemory, readable
-from spmd_engine.comm.transports.transport import Transport
+from spmd_engine.comm.transports.transport import GatherAndReduce, Transport
 from spmd_engine.comm.ways import Facts, Way, between_nodes, way, within_node
 
 if TYPE_CHECKING:
@@ -31,13 +31,14 @@ class Routing:
 
     def shows(self, call: PreparedCall, own: Array, size: int) -> bool:
         """Whether this rank offers the others of its node to read its data: arrays of ``size`` bytes."""
-        if self.node_table is None or not isinstance(own, np.ndarray) or call.signature.waits:
+        if self.node_table is None or not isinstance(own, np.ndarray):
             return False
         return not call.signature.inline and (self.one_node or size >= self.comm.tuning.hierarchical)
 
     def readable(self, call: PreparedCall, x: Array) -> np.ndarray | None:
         """What this rank shows to the others of its node of contiguous ``x``: itself, a copy of it, or nothing."""
-        return readable(self.node_table, x, self.comm.tuning) if self.shows(call, x, x.nbytes) else None
+        sliced = call.sliced and self.one_node
+        return readable(self.node_table, x, self.comm.tuning, sliced) if self.shows(call, x, x.nbytes) else None
 
     def numbers(self, number: int, mine: Sequence[int]) -> Steps:
         """One number from each rank, of which this one gives each ``mine``, in call ``number``."""
@@ -49,7 +50,7 @@ class Routing:
         comes[self.comm.rank] = sent[self.comm.rank]
         return comes.tolist()
 
-    def transport(self, call: PreparedCall, number: int, agreed: Agreed, size: int) -> Transport | Hierarchical:
+    def transport(self, call: PreparedCall, number: int, agreed: Agreed, size: int) -> GatherAndReduce:
         """What moves the data of a call on which all have agreed: ``size`` bytes, of all ranks or of each."""
         comm, tuning, met = self.comm, self.comm.tuning, agreed.met
         facts = Facts(
@@ -61,15 +62,12 @@ class Routing:
             by_nodes=self._lanes is not None,
             library=comm.collectives is not None,
             lengths_known=agreed.alike or agreed.sizes_known,
-            waits=met is not None and met.signatures.wait,
             shown=met is not None and met.shown,
             host=agreed.host,
         )
         match way(facts, tuning):
             case Way.SHARED_MEMORY:
                 return met
-            case Way.BLOCKING:
-                return comm.library
             case Way.HIERARCHICAL:
                 return Hierarchical(self._lanes, self._local(call, number, met), self._lane(number, facts))
             case Way.MPI:
@@ -77,7 +75,7 @@ class Routing:
         comm.turns.over(number)
         return Messages(comm, number)
 
-    def _local(self, call: PreparedCall, number: int, met: SharedMemory) -> Transport:
+    def _local(self, call: PreparedCall, number: int, met: SharedMemory) -> GatherAndReduce:
         """What moves a hierarchical call's data within this node."""
         shown = met.results_shown if call.signature.operation == "all_gather" else met.shown
         return met if within_node(shown) is Way.SHARED_MEMORY else Messages(self._lanes.local, number)

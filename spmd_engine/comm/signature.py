@@ -40,7 +40,6 @@ class Signature:
     root: int = 0
     sizes: tuple[int, ...] = ()  # the parts of reduce_scatter and all_to_all, if the caller gave them
     inline: int = 0  # bytes of data that come with the signature
-    waits: bool = False  # whether this rank waits in the call, with data that the MPI library can take
     host: bool = True  # whether its array is in the host's memory
     known: int = -1  # a number for what ranks of several nodes know of each other's lengths; -1: nothing
 
@@ -96,11 +95,6 @@ class Signature:
         part = self.part_for(rank, ranks)[-1]
         return part.stop - part.start
 
-    def packed_part_for(self, rank: int, ranks: int) -> slice:
-        """Where a part lies in the array once all parts are ``packed``."""
-        part, row = self.part_for(rank, ranks)[-1], prod(self.shape[: self.axis] + self.shape[self.axis + 1 :])
-        return slice(part.start * row, part.stop * row)
-
     def __str__(self) -> str:
         if self.operation == "leave":
             return "nothing more: its program ended"
@@ -153,14 +147,13 @@ class NumberedCall(NamedTuple):
 class Signatures:
     """Those of all ranks in a call: kept, so that they are recognized, and need not be read, when they come again."""
 
-    __slots__ = ("by_rank", "digests", "same", "wait", "at_once", "inline")
+    __slots__ = ("by_rank", "digests", "same", "inline_all", "inline")
 
     def __init__(self, by_rank: Sequence[Signature]) -> None:
         self.by_rank, self.digests = list(by_rank), [each.digest for each in by_rank]
         self.same = len(set(self.digests)) == 1  #: whether all are the same
-        self.wait = all(each.waits for each in by_rank)  #: whether all ranks wait in the call
         #: whether all data come with the signatures
-        self.at_once = all(each.inline or each.shape is None for each in by_rank)
+        self.inline_all = all(each.inline or each.shape is None for each in by_rank)
         self.inline: dict[int, list[np.ndarray | None]] = {}  #: by slot: where everyone's data lie, None: no data
 
 

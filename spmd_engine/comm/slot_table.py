@@ -161,49 +161,65 @@ class SlotTable:
         for word, value in zip(self._addresses[slot], (*(at or unshown), *(result or unshown)), strict=True):
             word[self.rank] = value
 
-    def read(self, number: int, expected: Signatures) -> tuple[Signatures, list[Block | None]]:
-        """All ranks' signatures, ``expected`` itself if these are, and their data where they lie (None: not shown)."""
+    def read(self, number: int, expected: Signatures, own: np.ndarray | None) -> tuple[Signatures, list[Block | None]]:
+        """All ranks' signatures, ``expected`` itself if these are, and their data where they lie (None: not shown).
+
+        ``own``: this rank's, if it has shown them.
+        """
         slot, found = number % SLOTS, expected
         if self._digests[slot].tolist() != expected.digests:
             found = Signatures([Signature.unpack(each.tobytes()) for each in self._signatures[slot]])
         blocks: list[Block | None] = list(found.inline.get(slot) or self._lay_out(slot, found))
         for rank, signature in enumerate(found.by_rank):
             if not signature.inline and signature.shape is not None:
-                blocks[rank] = self._block(slot, rank, signature)
+                mine = rank == self.rank and own is not None
+                blocks[rank] = own if mine else self._block(slot, rank, signature)
         return found, blocks
 
     def meet_at_once(
         self, number: int, expected: Signatures, data: np.ndarray | None, progress: Progress, spin_tests: int
-    ) -> list[np.ndarray | None] | None:
-        """Write and read, if the others are not far and call what is ``expected``: everyone's inline data.
+    ) -> list[Block | None] | None:
+        """Write and read, if the others are not far and call what is ``expected``: everyone's data where they lie.
 
-        None: not so, or not within so many tests. Then the call is to be begun again, as if this had not been.
+        None: not so, or not within so many tests. Then the call is to be begun again, and to show the same.
         """
-        slot, signature = number % SLOTS, expected.by_rank[self.rank]
+        slot, signature, small = number % SLOTS, expected.by_rank[self.rank], expected.inline_all
         words, inline, left = self._phases[slot], signature.inline, (number - SLOTS) * _STEPS + LEFT
         called = number * _STEPS + CALLED
         few = inline <= SMALL and not self._weak  # then this one look is enough
         free = min(words.tolist()) >= left if few else self.is_free(number, inline)
         if not free and not progress.spin(partial(self.is_free, number, inline), spin_tests):
             return None
-        blocks = expected.inline.get(slot) or self._lay_out(slot, expected)
-        self._sign(slot, signature)
-        if inline:
-            blocks[self.rank][...] = data
-        elif data is not None:
-            self._addresses[slot][_DATA][self.rank] = self._addresses[slot][_RESULT][self.rank] = NOWHERE
+        if small:
+            blocks = expected.inline.get(slot) or self._lay_out(slot, expected)
+            self._sign(slot, signature)
+            if inline:
+                blocks[self.rank][...] = data
+        else:
+            self.write(number, signature, data, self.address(data) if data is not None and not inline else None)
         self.say(number, CALLED)
         if min(words.tolist()) < called and not progress.spin(lambda: min(words.tolist()) >= called, spin_tests):
             return None
         if self._weak:
             self._waker.fence()
-        return blocks if self._digests[slot].tolist() == expected.digests else None
+        if small:
+            return blocks if self._digests[slot].tolist() == expected.digests else None
+        found, blocks = self.read(number, expected, data)
+        return blocks if found is expected and self.shown(found, blocks) else None
 
     def leave_at_once(self, number: int) -> None:
         """As ``say`` of LEFT, where nobody sleeps until then but for a slot: of a later call, which will wake it."""
         if self._weak:
             self._waker.fence()
         self._phases[number % SLOTS][self.rank] = number * _STEPS + LEFT
+
+    @staticmethod
+    def shown(found: Signatures, blocks: Sequence[Block | None]) -> bool:
+        """Whether all data can be read, by all ranks."""
+        for block, each in zip(blocks, found.by_rank, strict=True):
+            if block is None and each.shape is not None:
+                return False
+        return True
 
     def _sign(self, slot: int, signature: Signature) -> None:
         """Write this rank's signature, unless it is there from an earlier call."""
@@ -226,7 +242,7 @@ class SlotTable:
         return self._addresses[number % SLOTS][_RESULT].tolist()
 
     def _block(self, slot: int, rank: int, signature: Signature) -> Block | None:
-        if 0 in signature.shape:
+        if 0 in signature.shape and signature.host:
             return np.empty(*signature.array_type)
         return self._at(slot, rank, signature.array_type, _DATA)
 
@@ -243,12 +259,14 @@ class SlotTable:
             return np.ndarray(shape, dtype, self._staging[slot % STAGING][rank])
         return np.ndarray(shape, dtype, self._entries[slot][rank], _data(self.size))
 
-    def address(self, x: np.ndarray) -> Address | None:
-        """Where the others find contiguous ``x``: in this rank's arena, or in its own memory if they can read that."""
+    def address(self, x: np.ndarray, sliced: bool = False) -> Address | None:
+        """Where the others find contiguous ``x``: in this rank's arena, or in its own memory if they can read that:
+        not to have ``sliced`` along another axis than the first."""
         offset = self.neighbours.offset(x)
         if offset is not None:
             return self.neighbours.local_rank, offset
-        return (-2 - self.neighbours.local_rank, address_of(x)) if self.neighbours.cross_memory else None
+        reads = self.neighbours.cross_memory is not None and not sliced
+        return (-2 - self.neighbours.local_rank, address_of(x)) if reads else None
 
     def close(self) -> bool:
         """This rank comes here no more. False, and to be asked again, while others may still read what is its own."""

@@ -7,6 +7,8 @@ from itertools import accumulate
 
 import numpy as np
 
+from spmd_engine.node.cross_memory import Block, RemoteArray, fill
+
 
 def span(length: int, parts: int, index: int) -> slice:
     """Part ``index`` of ``length`` cut in ``parts``: with length = q parts + r, the first r have one more."""
@@ -21,7 +23,7 @@ def spans(lengths: Sequence[int]) -> list[slice]:
     return [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
 
 
-def joined(blocks: Sequence[np.ndarray], axis: int, dtype: np.dtype, out: np.ndarray | None = None) -> np.ndarray:
+def joined(blocks: Sequence[Block], axis: int, dtype: np.dtype, out: np.ndarray | None = None) -> np.ndarray:
     """``blocks`` of this ``dtype``, one after the other along ``axis``.
 
     NumPy alone would bring their bytes into the machine's order, and their fields into an order of its own.
@@ -30,4 +32,8 @@ def joined(blocks: Sequence[np.ndarray], axis: int, dtype: np.dtype, out: np.nda
         shape = list(blocks[0].shape)
         shape[axis] = sum([block.shape[axis] for block in blocks])
         out = np.empty(shape, dtype)
-    return np.concatenate(blocks, axis, out)
+    if RemoteArray not in map(type, blocks):
+        return np.concatenate(blocks, axis, out)
+    for block, place in zip(blocks, spans([block.shape[axis] for block in blocks]), strict=True):
+        fill(out[(slice(None),) * axis + (place,)], block)
+    return out

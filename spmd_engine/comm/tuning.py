@@ -13,16 +13,6 @@ class Tuning:
     with_agreement: int = 1 << 14
     #: Of all ranks of a node, up to which each of them reduces all rather than a part, which would take a phase more.
     reduced_by_all: int = 1 << 19
-    #: A rank's array up to which, where all of a node wait and have a core each, the MPI library moves what is too
-    #: large for the table. There a copy is faster (2 ranks, 256 KiB: all_reduce 88 us against 174), and larger arrays
-    #: are faster read where they lie; so is what is broadcast, always (1 MiB: 230 us against 280).
-    blocking_gather: int = 1 << 22
-    #: From where it moves the even parts of an all_to_all, though the table could (256 KiB: 20 us against 29).
-    blocking_even_parts: int = 1 << 16
-    #: Up to where it moves these also if they lie in memory that ranks share.
-    blocking_shared_parts: int = 1 << 20
-    blocking_all_to_all: int = 1 << 23
-    blocking_reduction: int = 1 << 21
     #: Of an array that the others cannot read, up to which it is copied to where they can.
     copied: int = 1 << 22
     #: A whole array from which ranks of a node first combine theirs, and then one of each node exchange them.

@@ -12,7 +12,6 @@ class Way(Enum):
     """A transport; see the files of ``transports``."""
 
     INLINE = "with the agreement"
-    BLOCKING = "the MPI library's blocking call"
     SHARED_MEMORY = "shared memory"
     HIERARCHICAL = "within nodes, then between them"
     MPI = "the MPI library's nonblocking call"
@@ -31,7 +30,6 @@ class Facts(NamedTuple):
     library: bool = False  #: whether there is an MPI library
     lengths_known: bool = True  #: whether all ranks knew before how long the others' arrays are
     inline: bool = False  #: offered: the data came with the agreement
-    waits: bool = False  #: offered: the rank waits, and the library can take its data
     shown: bool = False  #: offered: the node's other ranks can read the data
     host: bool = True  #: offered: the data are in the host's memory
 
@@ -41,8 +39,6 @@ def way(facts: Facts, tuning: Tuning) -> Way:
     if facts.inline and facts.host:
         return Way.INLINE
     if facts.one_node:
-        if facts.waits:
-            return Way.BLOCKING
         return within_node(facts.shown)
     gathers = facts.operation == "all_gather" and facts.axis == 0 and facts.lengths_known
     has_lanes = facts.operation in ("all_reduce", "reduce_scatter") or gathers
@@ -67,18 +63,3 @@ def between_nodes(facts: Facts, largest: int, tuning: Tuning) -> Way:
 def inline_at_most(operation: str, ranks: int, room: int, tuning: Tuning) -> int:
     """Bytes of a rank's array that come with the agreement, if there is ``room`` for so many."""
     return min(room, tuning.reduced_by_all // ranks) if operation == "all_reduce" else room
-
-
-def library_offered(operation: str, size: int, inline: bool, even: bool, tuning: Tuning) -> bool:
-    """Whether who waits offers an array of ``size`` bytes to the library; ``inline``: it could come along as well.
-
-    ``even``: whether it is cut into even parts, if into any, as then all ranks' arrays mostly are of one size.
-    """
-    most = {
-        "all_gather": tuning.blocking_gather,
-        "all_to_all": tuning.blocking_all_to_all,
-        "all_reduce": tuning.blocking_reduction,
-        "reduce_scatter": tuning.blocking_reduction,
-    }.get(operation, 0)
-    rather = operation == "all_to_all" and even and size > tuning.blocking_even_parts
-    return 0 < size <= most and (rather or not inline)

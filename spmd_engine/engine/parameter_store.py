@@ -52,7 +52,9 @@ class ParameterStore:
             lambda each: each.group.views(each.stored_parameters, each.stored)
         )
         self._stored_rows = self._by_name(lambda each: each.group.rows(each.stored))
-        self._owned_rows = self._by_name(lambda each: each.group.rows(each.interval))
+        self._owned_rows = self._stored_rows
+        if not self.owns_what_it_stores:
+            self._owned_rows = self._by_name(lambda each: each.group.rows(each.interval))
         self.owned: dict[str, Array] = {}  #: what this rank updates, by segment
         self.gradients: dict[str, Array] = {}  #: like ``owned``, in the same memory in every step
         for each in self.storages:

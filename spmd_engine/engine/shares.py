@@ -29,7 +29,7 @@ def parse_shares(text: str | None, option: str, known: Sequence[str], *, least: 
         given = numbers.split(":")
         if not equals or axis in shares or not all(number.isdecimal() for number in given):
             raise UsageError(
-                f"cannot read {option} {text!r} at {term!r}; write shares of an axis' ranks as in data=3:1"
+                f"cannot read {option} {text!r} at {term!r}; write whole numbers, each rank's share, as in data=3:1"
             )
         shares[axis] = tuple(map(int, given))
         if axis not in known:

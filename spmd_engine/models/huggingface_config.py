@@ -39,6 +39,11 @@ _NO_WINDOW = (
 )  # one in their config is refused with the rest
 _GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu")  # of gemma's first configs the last meant the others
 _WINDOW = "sliding_attention"
+#: What fields that hold more than one value must be.
+_KINDS = dict.fromkeys(("rope_parameters", "rope_scaling", "attn_config"), (Mapping, "an object")) | dict.fromkeys(
+    ("layer_types", "mlp_only_layers", "no_rope_layers", "attention_types", "attention_layers"),
+    ((list, tuple), "a list"),
+)
 
 
 def shape_of_config(config: Mapping[str, Any], where: str) -> DecoderShape:
@@ -61,6 +66,9 @@ def read_config(config: Mapping[str, Any], where: str) -> tuple[DecoderShape, li
     if not isinstance(kind, str) or kind not in MODEL_TYPES:
         raise CheckpointError(f"{where}: model_type {kind!r} is not known here; known are {', '.join(MODEL_TYPES)}")
     family, fields = MODEL_TYPES[kind], Fields(config)
+    for name, (wanted, said) in _KINDS.items():
+        if config.get(name) is not None and not isinstance(config[name], wanted):
+            raise CheckpointError(f"{where}: {name} is {config[name]!r}: it must be {said}")
     try:
         if family in BY_TABLE:
             shape = shape_by_table(family, fields)
@@ -74,8 +82,10 @@ def read_config(config: Mapping[str, Any], where: str) -> tuple[DecoderShape, li
         raise
     except KeyError as error:
         raise CheckpointError(f"{where}: the field {error} is missing") from error
-    except (UsageError, TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
+    except UsageError as error:
         raise CheckpointError(f"{where}: {error}") from error
+    except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
+        raise CheckpointError(f"{where}: a field is not what it should be: {error}") from error
 
 
 def _gpt2(config: Mapping[str, Any]) -> DecoderShape:

@@ -77,6 +77,7 @@ class NodeKind:
     inside: Link  #: between ranks of a node
     cores: float | None = None  #: that the ranks of a node share, one each at full speed; None: each has its own
     kind: str = "cloud"  #: one of KINDS
+    processors: int = 0  #: of a device, of which each makes one tile of a product at a time; 0: any number
 
     @property
     def has_devices(self) -> bool:

@@ -51,13 +51,14 @@ def machine_of(text: str, where: str = "machine") -> Machine:
     table = _Table(content, where)
     nodes = tuple(_node(each) for each in table.tables("nodes"))
     check_distinct([node.name for node in nodes], f"{where}: a node called")
-    between = _link(table.table("between")) if "between" in content or len(nodes) > 1 else _alone(nodes[0])
+    alone = len(nodes) == 1 and nodes[0].count == 1
+    between = _link(table.table("between")) if table.has("between") or not alone else nodes[0].inside
     pairs = {}
     for pair in table.tables("pairs", optional=True):
         a, b = pair.ranks()
         pairs[min(a, b), max(a, b)] = _link(pair)
-    topology = _topology(table.table("topology")) if "topology" in content else Topology()
-    fitted = _fitted(table.table("fitted")) if "fitted" in content else Fitted()
+    topology = _topology(table.table("topology")) if table.has("topology") else Topology()
+    fitted = _fitted(table.table("fitted")) if table.has("fitted") else Fitted()
     machine = Machine(table.text("name"), nodes, between, pairs, topology, fitted, table.text("source", ""))
     table.finish()
     _check(machine, where)
@@ -77,6 +78,11 @@ class _Table:
                 return default[0]
             raise UsageError(f"{self.where}: the field {name!r} is missing")
         return self.content[name]
+
+    def has(self, name: str) -> bool:
+        """Whether something is there that may be left out."""
+        self.taken.add(name)
+        return name in self.content
 
     def text(self, name: str, *default: str, choices: Sequence[str] = ()) -> str:
         value = self.take(name, *default)
@@ -173,6 +179,7 @@ def _node(table: _Table) -> NodeKind:
         inside=_link(table.table("inside")),
         cores=cores or None,
         kind=table.text("kind", "cloud", choices=KINDS),
+        processors=table.whole("processors", 0, least=0),
     )
     table.finish()
     return node
@@ -185,11 +192,6 @@ def _link(table: _Table) -> Link:
     )
     table.finish()
     return link
-
-
-def _alone(node: NodeKind) -> Link:
-    """Between nodes of a machine that says nothing of it, having one: what is inside."""
-    return node.inside
 
 
 def _topology(table: _Table) -> Topology:

@@ -18,7 +18,7 @@ def _lines(machine: Machine) -> Iterator[str]:
     yield f'source = "{machine.source}"'
     for number, node in enumerate(machine.nodes):
         yield from _node(node, number if len({n.name for n in machine.nodes}) < len(machine.nodes) else None)
-    if machine.node_count > 1:
+    if machine.node_count != 1:  # 0: as many as are asked for
         yield from ("", "[between]", *_link(machine.between))
     for (a, b), link in machine.pairs.items():
         yield from ("", "[[pairs]]", f"ranks = [{a}, {b}]", *_link(link))
@@ -44,6 +44,8 @@ def _node(node: NodeKind, number: int | None) -> Iterator[str]:
     yield f"memory_bandwidth = {_curve(node.memory_bandwidth)}"
     if node.cores is not None:
         yield f"cores = {node.cores!r}"
+    if node.processors:
+        yield f"processors = {node.processors}"
     yield f'kind = "{node.kind}"'
     yield from ("", "[nodes.speeds]", *(f"{dtype} = {_curve(curve)}" for dtype, curve in node.speeds.items()))
     yield from ("", "[nodes.inside]", *_link(node.inside))

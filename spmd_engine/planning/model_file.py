@@ -28,7 +28,7 @@ LARGE = MappingProxyType(
         "megatron-1t": GPTSize(128, 25600, 160, 2048, 51200),
     }
 )
-KINDS = {int: "a whole number from 1", bool: "true or false"}
+KINDS = {int: "a whole number from 1", bool: "true or false", float: "a number above 0, as 1e-5"}
 
 
 def planned_model(
@@ -69,7 +69,7 @@ def _read(name: str, method: str, recut_after: int | None) -> tuple[Model, str]:
         raise UsageError(f"model {name}: {error.strerror or error}") from error
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"model {name}: no TOML: {error}") from error
-    return gpt(_size(content, name), Path(name).stem, context_method=method), family_of(name)
+    return gpt(_size(content, name), Path(name).stem, context_method=method), "gpt2"  # whose names a GPT's weights have
 
 
 def _of_config(path: Path, method: str) -> tuple[Model, str]:
@@ -95,7 +95,7 @@ def _size(content: dict, where: str) -> GPTSize:
         if each.default is MISSING and name not in content:
             raise UsageError(f"model {where}: the field {name!r} is missing")
     for name, value in content.items():
-        kind = bool if name == "tied" else int
-        if type(value) is not kind or kind is int and value < 1:
+        kind = {"tied": bool, "epsilon": float}.get(name, int)
+        if type(value) is not kind or not value >= {bool: 0, int: 1, float: 1e-30}[kind]:
             raise UsageError(f"model {where}: {name} is {value!r}: it must be {KINDS[kind]}")
     return GPTSize(**content)

@@ -39,9 +39,10 @@ def classes_of(
         for letter, size in layer.sizes.items():
             lengths.setdefault(letter, set()).add(size)
     unlike = {"pipe"}
-    for letter in UNLIKE:
-        if letter != "h" or images:
-            unlike.update(layout.axes(letter))
+    # of images channels, too, may travel from rank to rank, in a plan in which none sends to itself
+    letters = {*UNLIKE, *layout.inside, *layout.residual} - {"b"} if images else set(UNLIKE) - {"h"}
+    for letter in letters:
+        unlike.update(layout.axes(letter))
     numbers = []
     for axis, size in axes.items():
         if axis in unlike:

@@ -103,10 +103,10 @@ def read_system(name: str | Path) -> System:
         content = tomllib.loads(path.read_text())
         like = read_system(content.pop("like")) if "like" in content else None
         readers = {"saved": _saved, "work": _operation}
-        given = {key: read for key, read in readers.items() if key in content}
-        lists = {key: tuple(read(each, name) for each in content[key]) for key, read in given.items()}
-        system = replace(like, **content | lists) if like else System(**content | lists)
-    except (OSError, KeyError, TypeError, ValueError) as error:
+        for key in readers.keys() & content.keys():
+            content[key] = tuple(readers[key](each, name) for each in content[key])
+        system = replace(like, **content) if like else System(**content)
+    except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"{name}: no description of a system: {error}") from error
     return system
 

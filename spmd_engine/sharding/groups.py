@@ -217,5 +217,7 @@ def _part_ways(one: Member, other: Member) -> bool:
 
 def _part_within(span: slice, interval: slice) -> slice:
     """The part of ``span`` that lies in an interval: within ``span``, and empty, where they do not meet."""
+    if interval.start <= span.start and span.stop <= interval.stop:
+        return span
     start = min(max(span.start, interval.start), span.stop)
     return slice(start, max(start, min(span.stop, interval.stop)))

@@ -147,8 +147,7 @@ def check_blocks(placement: Placement, group: Group, blocks: Blocks) -> Backend 
         raise UsageError(f"transfer over {group.axes!r}, {group.size} ranks: it is planned for {placement.ranks}")
     for name, array in placement.items():
         found, held = blocks.get(name, ()), array.held[group.rank]
-        alike = (x.shape == each.shape and x.dtype == array.dtype for x, each in zip(found, held, strict=False))
-        if len(found) != len(held) or not all(alike):
+        if [(x.shape, x.dtype) for x in found] != [(each.shape, array.dtype) for each in held]:
             here = ", ".join(f"{x.dtype}{list(x.shape)}" for x in found)
             there = ", ".join(f"{array.dtype}{list(each.shape)}" for each in held)
             raise UsageError(

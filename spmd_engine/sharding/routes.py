@@ -35,6 +35,9 @@ class Route:
 
     def portion(self, number: int, of: int) -> Iterator[tuple[str, Rectangle]]:
         """One of so many consecutive portions, as even as can be, as rectangles."""
+        if of == 1:
+            yield from self.parts
+            return
         mine = span(self.size, of, number)
         for (name, part), (start, stop) in zip(self.parts, pairwise(self._ends), strict=True):
             for each in part.elements(max(mine.start, start) - start, min(mine.stop, stop) - start):

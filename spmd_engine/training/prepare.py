@@ -65,12 +65,20 @@ def prepare(group: Group, paths: Sequence[str], tokenizer: Tokenizer, output: st
         kinds = group.all_reduce(kinds, label="prepare")
         if kinds.all():
             raise UsageError(f"{', '.join(paths)}: texts and instructions do not go together; prepare each by itself")
-        return _write(group, parts, bool(kinds[1]), tokenizer, len(files), Path(output))
+        unfinished = Path(output).with_name(f".{Path(output).name}.unfinished")
+        try:
+            return _write(group, parts, bool(kinds[1]), tokenizer, len(files), Path(output), unfinished)
+        except UsageError as error:
+            if group.rank == 0:
+                unfinished.unlink(missing_ok=True)
+            raise UsageError(f"--output {output}: {error}") from error
 
 
 def _found(paths: Sequence[str], output: str | Path) -> list[tuple[str, int]]:
     if not Path(output).resolve().parent.is_dir():
         raise UsageError(f"--output {output}: there is no such folder")
+    if Path(output).is_dir():
+        raise UsageError(f"--output {output}: a folder; name the file")
     files = find_files(paths)
     if not sum(size for _, size in files):
         raise UsageError(f"{', '.join(paths)}: there is nothing to read in it")
@@ -144,7 +152,13 @@ def _spooled(
 
 
 def _write(
-    group: Group, parts: Sequence[_Part], with_learnt: bool, tokenizer: Tokenizer, files: int, output: Path
+    group: Group,
+    parts: Sequence[_Part],
+    with_learnt: bool,
+    tokenizer: Tokenizer,
+    files: int,
+    output: Path,
+    unfinished: Path,
 ) -> TokenFile:
     mine = np.array([[part.count, len(part.ends)] for part in parts], np.int64)
     of_ranks = group.all_gather(mine[None], label="prepare")  # [rank kind (tokens, documents)]
@@ -170,7 +184,6 @@ def _write(
     )
     described = json.dumps(dict(tokenizer.files)).encode()
     header, offsets = layout(facts, with_learnt, described)
-    unfinished = output.with_name(f".{output.name}.unfinished")
 
     def begin() -> None:
         with unfinished.open("wb") as file:

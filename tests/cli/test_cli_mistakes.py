@@ -21,6 +21,13 @@ def test_runs_that_cannot_answer_say_why(here, tmp_path):
         assert code == 2 and why in errors
 
 
+def test_generate_takes_no_option_without_what_it_goes_with(here):
+    here("train", "--run", "text", "--steps", "0", "--batch-size", "2", *QUIET)
+    for option, why in {"--log-probs": "goes with --json", "--system=Be brief": "goes with --chat"}.items():
+        code, output, errors = here("generate", "--run", "text", "--prompt", "def ", "--tokens", "1", option)
+        assert code == 2 and why in errors and not output
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [

@@ -9,21 +9,19 @@ from spmd_engine.comm.tuning import Tuning
 
 def test_the_ways_of_a_mesh_by_axis():
     library = "the MPI library's nonblocking call; else within nodes, then between them"
-    blocking = "up to 4.00 MiB the MPI library's blocking call; else shared memory"
     lines = ways_on_mesh("all_gather", {"data": 4, "model": 2}, nodes=2)
     assert lines == [
         "over data (4 ranks on 2 nodes):",
         f"  up to 4.00 KiB with the agreement; below 16.00 KiB {library}",
         "over model (2 ranks on 1 node):",
-        f"  waited for: up to 256.00 KiB with the agreement; {blocking}",
-        "  started:    up to 256.00 KiB with the agreement; else shared memory",
+        "  up to 256.00 KiB with the agreement; else shared memory",
         "over data,model (8 ranks on 2 nodes):",
         f"  up to 2.00 KiB with the agreement; below 8.00 KiB {library}",
     ]
 
 
 def test_thresholds_are_those_of_the_tuning():
-    words = ways_by_size("broadcast", [0, 1, 2, 3], True, Tuning(with_agreement=1 << 10, by_library=1 << 12))
+    words = ways_by_size("broadcast", [0, 1, 2, 3], Tuning(with_agreement=1 << 10, by_library=1 << 12))
     assert words == [
         "up to 256 B with the agreement",
         "below 16.00 KiB the MPI library's nonblocking call",

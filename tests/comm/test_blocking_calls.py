@@ -1,8 +1,9 @@
-"""Blocking calls made at once, and those whose data the MPI library moves: against NumPy, mixed with all other ways."""
+"""Blocking calls made at once, with data that come along or lie elsewhere: against NumPy, mixed with all other ways."""
 
 import itertools
 import sys
 import threading
+import time
 from collections import defaultdict
 from contextlib import nullcontext
 from dataclasses import replace
@@ -12,21 +13,17 @@ import numpy as np
 import pytest
 
 from on_ranks import assert_same, numbers_of_ranks, on_ranks, reduced, values
-from spmd_engine import world
+from spmd_engine import run, world
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
-from spmd_engine.comm.mpi import MPICommunicator
-from spmd_engine.comm.pending import Progress
 from spmd_engine.comm.routing import Routing
 from spmd_engine.comm.slot_table import SLOTS
 from spmd_engine.comm.transports.messages import Messages
-from spmd_engine.comm.transports.mpi import BlockingCollectives
 from spmd_engine.comm.transports.shared_memory import SharedMemory
 from spmd_engine.errors import UsageError
 
 ROOM = 256  # bytes that come along with a call here: few, so that small arrays take the ways of large ones
 SPINS = 100  # tests for what is awaited before a rank gives way: few, as there are more ranks than cores
-EVEN = 90  # bytes, of even parts together, that do not come along, where the library can have them
 TIMES = 2  # that a call is made: what the others said is known only after the first
 TIMEOUT = 20.0  # seconds, of what would else wait for ever
 FLOAT = np.dtype(np.float32)
@@ -41,52 +38,18 @@ def _quick_threads():
     sys.setswitchinterval(before)
 
 
-class Counted(BlockingCollectives):
-    """A library that counts its calls; on threads, made of the collectives of another group."""
+def group_with_short_ways():
+    """A group of all ranks, each of which acts as if it had a core; and the calls that it has tried to make at once."""
+    comm = world().subset(range(world().size))
+    comm.spin_tests, comm.table.room = SPINS, ROOM
+    tried, meet_at_once = [], comm.table.meet_at_once
 
-    def __init__(self, comm):
-        self.calls, self._group = 0, None
-        if isinstance(comm, MPICommunicator):
-            super().__init__(comm._comm, comm.tuning)
-        else:
-            self.rank, self.size, self.tuning = comm.rank, comm.size, comm.tuning
-            comm.progress = Progress()  # the library knows nothing of what else this rank has under way
-            self._group = Group(comm, "library", Ledger(), timeout=TIMEOUT)
+    def counted(number, *arguments):
+        tried.append(number)
+        return meet_at_once(number, *arguments)
 
-    def all_gather(self, x, parts, *, last=True):
-        self.calls += 1
-        if self._group is None:
-            return super().all_gather(x, parts)
-        x[...] = self._group.all_gather(x[parts[self.rank]].copy())
-        return iter(())
-
-    def all_to_all(self, x, parts, out, out_parts, *, last=True):
-        self.calls += 1
-        if self._group is None:
-            return super().all_to_all(x, parts, out, out_parts)
-        splits = [part.stop - part.start if r != self.rank else 0 for r, part in enumerate(parts)]
-        given = [x[part] for r, part in enumerate(parts) if r != self.rank]
-        came, received = self._group.all_to_all(np.concatenate(given), splits=splits)
-        for r, block in enumerate(np.split(came, np.cumsum(received)[:-1])):
-            if r != self.rank:
-                out[out_parts[r]] = block
-        return iter(())
-
-    def all_to_all_even(self, x, out):
-        self.calls += 1
-        if self._group is None:
-            return super().all_to_all_even(x, out)
-        out[...] = self._group.all_to_all(x)
-        return iter(())
-
-
-def group_with_short_ways(room=ROOM):
-    """A group of all ranks, each of which acts as if it had a core; and its library."""
-    everyone = range(world().size)
-    comm = world().subset(everyone)
-    comm.spin_tests, comm.table.room, comm.library = SPINS, room, Counted(world().subset(everyone))
-    comm.tuning = replace(comm.tuning, blocking_even_parts=EVEN)
-    return Group(comm, "all", Ledger(), timeout=TIMEOUT), comm.library
+    comm.table.meet_at_once = counted
+    return Group(comm, "all", Ledger(), timeout=TIMEOUT), tried
 
 
 def of_rank(r, n, dtype, shape, axis, uneven):
@@ -106,7 +69,7 @@ def outputs(group, like):
 
 
 def all_gather(dtype):
-    group, library = group_with_short_ways()
+    group, at_once = group_with_short_ways()
     n, rank = group.size, group.rank
     for shape, axis, uneven in [((50,), 0, False), ((40, 6), 0, True), ((6, 40), 1, False), ((5, 40, 2), 1, True)]:
         arrays = [of_rank(r, n, dtype, shape, axis, uneven) for r in range(n)]
@@ -127,12 +90,12 @@ def all_gather(dtype):
                 own = out[begin : begin + len(arrays[rank])]
                 own[...] = arrays[rank]
                 assert_same(group.all_gather(own if turn % 2 or rank else own.copy(), out=out), whole, "in place", turn)
-    assert library.calls > 10
+    assert len(at_once) > 5
     return group.ledger.total().calls
 
 
 def all_to_all(dtype):
-    group, library = group_with_short_ways()
+    group, at_once = group_with_short_ways()
     n, rank = group.size, group.rank
     for shape, axis, concat in [((60, 5), 0, 0), ((60,), 0, 0), ((60, 4), 0, 1), ((3, 61), 1, 0), ((2, 7, 40), 2, 1)]:
         arrays = [values(shape, dtype, r) for r in range(n)]
@@ -147,25 +110,25 @@ def all_to_all(dtype):
             for _ in range(TIMES):
                 result = group.all_to_all(arrays[rank], axis, concat, splits=cuts[rank] if splits else None)
                 assert_same(result[0] if splits else result, whole, shape, splits)
-    assert library.calls > 10
+    assert len(at_once) > 5
     return group.ledger.total().calls
 
 
 def parts_that_are_even_on_some_ranks(dtype):
     """What most ranks send and receive is all of one length; only the last has a longer part, for itself."""
-    group, library = group_with_short_ways()
+    group, at_once = group_with_short_ways()
     n, rank = group.size, group.rank
     cuts = [[90 if r == part == n - 1 else 70 for part in range(n)] for r in range(n)]
     arrays = [values((sum(cuts[r]),), dtype, r) for r in range(n)]
     whole = np.concatenate([np.split(x, np.cumsum(cuts[r])[:-1])[rank] for r, x in enumerate(arrays)])
     for _ in range(TIMES):
         assert_same(group.all_to_all(arrays[rank], splits=cuts[rank])[0], whole)
-    assert library.calls == TIMES
+    assert at_once
     return group.ledger.total().calls
 
 
 def reductions(dtype):
-    group, library = group_with_short_ways()
+    group, at_once = group_with_short_ways()
     n, rank = group.size, group.rank
     for shape, op in [((300,), "sum"), ((48, 7), "mean"), ((300,), "max"), ((48, 7), "sum")]:
         arrays = [values(shape, dtype, r) for r in range(n)]
@@ -182,18 +145,18 @@ def reductions(dtype):
             for out in outputs(group, part):
                 for _ in range(TIMES):
                     assert_same(group.reduce_scatter(arrays[rank], axis, op, out=out), np.ascontiguousarray(part), op)
-    assert library.calls > 10
+    assert len(at_once) > 5
     return group.ledger.total().calls
 
 
 def broadcasts(dtype):
     """Roots, sizes and callers' arrays that change from call to call."""
-    group, library = group_with_short_ways()
+    group, at_once = group_with_short_ways()
     for root, size, times in itertools.product(range(group.size), [1, 0, 20, 500], range(TIMES)):
         x = values((size,), dtype, root + times)
         given = x if group.rank == root else (None, values((3,), dtype, 0))[times % 2]
         assert_same(group.broadcast(given, root), x, root, size)
-    assert not library.calls  # shared memory is as fast
+    assert len(at_once) > 5
     return group.ledger.total().calls
 
 
@@ -225,9 +188,14 @@ def some_wait_and_some_start(dtype):
 OFFERS = list(itertools.product(["ordinary", "shared"], ["waits", "starts"], ["", "shared"]))
 
 
-def every_pair_of_offers(dtype, room):
-    """Memory of either kind, for the array and for the result, in calls that are waited for or begun."""
-    group, _ = group_with_short_ways(room)
+def every_pair_of_offers(dtype, reads):
+    """Memory of either kind, for the array and for the result, in calls that are waited for or begun.
+
+    ``reads``: whether ranks can read each other's ordinary memory; else no copies are made for them.
+    """
+    group, _ = group_with_short_ways()
+    if not reads:
+        group.comm.neighbours.cross_memory, group.comm.tuning = None, replace(group.comm.tuning, copied=0)
     n, rank = group.size, group.rank
     arrays = [values((6 * n * 20,), dtype, r) for r in range(n)]
     total = reduced(arrays, "sum")
@@ -333,9 +301,9 @@ def test_the_short_ways_bring_what_numpy_computes(program, dtype, ranks):
     assert all(calls > 0 for calls in on_ranks(program, ranks, dtype))
 
 
-@pytest.mark.parametrize("room, expected", [(ROOM, {Counted, SharedMemory, Messages}), (1 << 12, {Counted, Messages})])
-def test_no_two_ranks_go_different_ways(room, expected, monkeypatch, ranks=3):
-    """Whatever each of them offers. A call that a rank does not ask about was done at once: by the library."""
+@pytest.mark.parametrize("reads, expected", [(True, {SharedMemory}), (False, {SharedMemory, Messages})])
+def test_no_two_ranks_go_different_ways(reads, expected, monkeypatch, ranks=3):
+    """Whatever each of them offers. A call that a rank does not ask about was done at once: in shared memory."""
     taken, transport_of = defaultdict(dict), Routing.transport
 
     def recorded(self, call, number, *facts):
@@ -345,10 +313,10 @@ def test_no_two_ranks_go_different_ways(room, expected, monkeypatch, ranks=3):
         return transport
 
     monkeypatch.setattr(Routing, "transport", recorded)
-    on_ranks(every_pair_of_offers, ranks, FLOAT, room)
+    on_ranks(every_pair_of_offers, ranks, FLOAT, reads)
     assert len(taken) == ranks
     numbers = {number for each in taken.values() for number in each}
-    ways = [{each.get(number, Counted) for each in taken.values()} for number in numbers]
+    ways = [{each.get(number, SharedMemory) for each in taken.values()} for number in numbers]
     assert {len(each) for each in ways} == {1}
     assert set.union(*ways) == expected
 
@@ -369,3 +337,29 @@ def test_a_rank_alone_has_its_own_array_however_often(ranks):
         return group.ledger.total().calls
 
     assert set(on_ranks(program, ranks)) == {0}
+
+
+def test_memory_is_the_callers_again_when_all_have_read_it(ranks=3):
+    """Also where one of them is slow: the others, whose results are there, wait for it."""
+
+    def program():
+        group, _ = group_with_short_ways()
+        read = group.comm.table.read
+        if group.rank == 1:
+            group.comm.table.read = lambda *arguments: time.sleep(2e-3) or read(*arguments)
+        for turn in range(3 * TIMES):
+            arrays = [values((90,), FLOAT, turn + r) for r in range(ranks)]
+            x = arrays[group.rank].copy()
+            for name, expected in {
+                "broadcast": arrays[0],
+                "all_gather": np.concatenate(arrays),
+                "all_to_all": np.concatenate([np.split(each, ranks)[group.rank] for each in arrays]),
+                "reduce_scatter": np.split(reduced(arrays, "sum"), ranks)[group.rank],
+            }.items():
+                result = getattr(group, name)(x)
+                x.fill(0)
+                assert_same(result, expected, name, turn)
+                x[...] = arrays[group.rank]
+        return group.ledger.total().calls
+
+    assert set(run(program, ranks)) == {3 * TIMES * 4}

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from spmd_engine.comm.tuning import Tuning
-from spmd_engine.comm.ways import Facts, Way, inline_at_most, library_offered, way
+from spmd_engine.comm.ways import Facts, Way, inline_at_most, way
 
 KIB, MIB = 1 << 10, 1 << 20
 BY_NODES, LIBRARY, MESSAGES = Way.HIERARCHICAL, Way.MPI, Way.MESSAGES
@@ -60,28 +60,19 @@ def test_the_library_never_gets_what_it_cannot_take():
 @pytest.mark.parametrize(
     "offered, expected",
     [
-        ({"waits": True, "shown": True}, Way.BLOCKING),
-        ({"waits": True}, Way.BLOCKING),
         ({"shown": True}, Way.SHARED_MEMORY),
         ({}, MESSAGES),
-        ({"inline": True, "waits": True, "shown": True}, Way.INLINE),
+        ({"inline": True, "shown": True}, Way.INLINE),
         ({"inline": True, "host": False}, MESSAGES),
     ],
 )
 def test_within_a_node_by_what_all_offer(operation, offered, expected):
-    """Of any size: who offers to wait, and who brings data along, has looked at that before."""
+    """Of any size: who brings data along has looked at that before."""
     for size, library in product((0, 8, MIB, 1 << 40), (False, True)):
         assert chosen(operation, size, 4, one_node=True, library=library, **offered) is expected
 
 
-def test_what_a_rank_brings_along_and_when_it_offers_to_wait():
+def test_what_a_rank_brings_along():
     tuning = Tuning()
     assert inline_at_most("all_gather", 2, 256 * KIB, tuning) == 256 * KIB
     assert inline_at_most("all_reduce", 64, 256 * KIB, tuning) == tuning.reduced_by_all // 64
-    large = MIB, False, True, tuning
-    assert {library_offered(each, *large) for each in OPERATIONS if each != "broadcast"} == {True}
-    assert not library_offered("barrier", *large) and not library_offered("broadcast", *large)
-    assert not library_offered("all_to_all", 16 * MIB, False, True, tuning)
-    offered = {each: library_offered(each, 128 * KIB, True, True, tuning) for each in OPERATIONS}
-    assert offered == {each: each == "all_to_all" for each in OPERATIONS}  # what could come along as well
-    assert not library_offered("all_to_all", 128 * KIB, True, False, tuning)

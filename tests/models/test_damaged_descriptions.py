@@ -30,6 +30,14 @@ def test_damaged_configs(family, count, tmp_path):
             assert "config.json" in str(error), spoilt
 
 
+@pytest.mark.parametrize("name, value", [("rope_parameters", 5), ("rope_scaling", [1]), ("layer_types", 7)], ids=str)
+def test_a_field_of_another_kind_is_named(name, value, tmp_path):
+    content = json.loads((FOLDERS / "qwen3" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(content | {name: value}))
+    with pytest.raises(UsageError, match=rf"config.json: {name} is .*: it must be an? (object|list)"):
+        shape_at(tmp_path)
+
+
 @pytest.fixture(scope="module")
 def tokenizer():
     """What describes a byte-level BPE of a few merges."""

@@ -40,6 +40,13 @@ def test_ranks_with_unlike_parts_of_a_sequence_are_told_apart():
     assert found.peak_bytes_by_rank() == every.peak_bytes_by_rank()
 
 
+def test_ranks_that_have_channels_are_told_apart():
+    """In a bottleneck each sends channels to each other: who stood for all would get what it sends to itself."""
+    model = build_model("resnet50")
+    found, every = (analyze(model, {"model": 2}, batch_size=1, every=each) for each in (False, True))
+    assert found.totals() == every.totals()
+
+
 @pytest.mark.parametrize("recompute, forwards", [("none", 1), ("block", 2)])
 def test_recomputation_is_a_second_forward(recompute, forwards):
     plain = analyze(GPT, {"data": 1}, **SIZES).of_rank(0)

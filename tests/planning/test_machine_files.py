@@ -3,6 +3,7 @@
 import pytest
 
 from spmd_engine.errors import UsageError
+from spmd_engine.planning.compute_time import rounds_of_tiles
 from spmd_engine.planning.machine import Curve
 from spmd_engine.planning.machine_file import PACKAGED, machine_of, read_machine
 from spmd_engine.planning.machine_text import text_of
@@ -30,7 +31,7 @@ def test_packaged_machines_have_sources_and_are_written_as_they_are_read(name):
     assert machine.source
     again = machine_of(text_of(machine).replace(f'source = "{machine.source}"', 'source = "x"'))
     assert [node.speeds.keys() for node in again.nodes] == [node.speeds.keys() for node in machine.nodes]
-    assert again.nodes[0].inside == machine.nodes[0].inside
+    assert again.nodes[0].inside == machine.nodes[0].inside and again.between == machine.between
     assert again.fitted == machine.fitted
 
 
@@ -46,6 +47,14 @@ def test_fewer_ranks_fill_nodes_one_after_the_other():
         machine_of(TEXT).with_ranks(5)
 
 
+def test_products_go_by_rounds_of_tiles():
+    """175B's queries, keys and values on eight A100: 16 by 18 tiles, the last third of three rounds idle in part."""
+    assert rounds_of_tiles(2048, 4608, 1, 108) == 3 * 108 / (16 * 18)
+    assert rounds_of_tiles(2048, 1024, 1, 108) == 1.0  # less than a round: what they lose is fitted
+    assert rounds_of_tiles(256 * 108, 128, 1, 108) == 1.0
+    assert 1.5 < rounds_of_tiles(256 * 109, 128, 1, 108) < 2 * 108 / 109  # smaller tiles leave less idle
+
+
 def test_speeds_between_points_follow_a_line_of_logarithms():
     curve = Curve(((1e2, 1.0), (1e4, 100.0)))
     assert curve(1e3) == pytest.approx(10.0)
@@ -56,6 +65,9 @@ def test_speeds_between_points_follow_a_line_of_logarithms():
     ("text", "said"),
     [
         (TEXT.replace("count = 2", "count = 2\ncolour = 1"), "unknown field 'colour'"),
+        ("colour = 1\n" + TEXT, "there are: between, fitted, name, nodes, pairs, source, topology"),
+        (NODE, "the field 'between' is missing"),
+        (NODE.replace("count = 2", "count = 0"), "the field 'between' is missing"),
         (TEXT.replace('memory = "1GiB"\n', ""), "'memory' is missing"),
         (TEXT.replace("float32 = 1e9", "float32 = 0"), "float32 is 0: it must be above 0"),
         (TEXT.replace("float32 = 1e9", "float32 = -1"), "float32 is -1"),

@@ -9,7 +9,7 @@ from spmd_engine.engine.composition import Composition
 from spmd_engine.errors import UsageError
 from spmd_engine.planning import analyze
 from spmd_engine.planning.other_work import SystemUpdate, model_of
-from spmd_engine.planning.step_analysis import UPDATE
+from spmd_engine.planning.step_analysis import BACKWARD_WEIGHTS, UPDATE
 from spmd_engine.planning.system_file import System, Transformer, read_system
 
 LAYERS, WIDTH, HEADS, SEQUENCE, VOCABULARY, SAMPLES = 2, 64, 4, 32, 256, 3
@@ -17,11 +17,11 @@ SIZES = Transformer(LAYERS, WIDTH, HEADS, SEQUENCE, VOCABULARY)
 MEGATRON = read_system("megatron-deepspeed")
 
 
-def step(axes, repeats="none", **options):
+def step(axes, repeats="none", system=MEGATRON, **options):
     """Of the first rank."""
-    model = model_of(MEGATRON, SIZES, repeats)
+    model = model_of(system, SIZES, repeats)
     found = analyze(
-        model, axes, Composition(**options), batch_size=SAMPLES, dtype=np.float16, optimizer=SystemUpdate(MEGATRON)
+        model, axes, Composition(**options), batch_size=SAMPLES, dtype=np.float16, optimizer=SystemUpdate(system)
     )
     return found.classes[0].step
 
@@ -57,6 +57,16 @@ def test_sequence_parallel_ranks_gather_and_scatter_instead():
     calls = Counter(each.operation for each in found.communications)
     assert calls["reduce_scatter"] == calls["all_gather"] == 4 * LAYERS + 2
     assert found.flops == published(72) / 4
+
+
+def test_sums_of_inputs_gradients_travel_while_weights_get_theirs_where_the_file_says_so():
+    later = read_system("megatron-lm")
+    assert (later.work, later.update) == (MEGATRON.work, 58)  # like the other, but for what it says itself
+    for system, hidden in ((MEGATRON, 0), (later, 2 * LAYERS + 1)):
+        found = step({"model": 4}, system=system)
+        during = [found.computations[each.begins : each.ends] for each in found.communications]
+        assert sum(any(c.phase == BACKWARD_WEIGHTS for c in some) for some in during) == hidden
+        assert found.flops == published(72) / 4
 
 
 def test_the_update_moves_the_bytes_that_the_file_says():

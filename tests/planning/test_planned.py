@@ -158,6 +158,16 @@ def test_estimates_are_near_what_the_whole_step_takes(candidate):
     assert estimate.memory == pytest.approx(seen.analysis.peak_bytes, rel=0.05)
 
 
+def test_a_file_of_a_gpt_s_sizes_is_a_model(tmp_path):
+    file = tmp_path / "odd.toml"
+    file.write_text("layers = 3\nwidth = 66\nheads = 6\ncontext = 37\nepsilon = 1e-6\n")
+    model = planned_model(str(file))
+    assert (model.name, model.context, len(model.layers)) == ("odd", 37, 10)
+    file.write_text(file.read_text().replace("1e-6", "0.0"))
+    with pytest.raises(UsageError, match=r"odd.toml: epsilon is 0.0: it must be a number above 0"):
+        planned_model(str(file))
+
+
 @pytest.mark.parametrize("name", ["gpt-nano", "gpt-moe-nano"])
 def test_fourteen_questions_are_answered(name):
     limits = Limits(memory=30 * 2**20)

@@ -119,6 +119,23 @@ def test_what_cannot_be_prepared(content, message, tmp_path):
 # --- rows
 
 
+def test_what_cannot_be_written_leaves_nothing_behind(texts, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    def program(output):
+        with Mesh() as mesh:
+            prepare(mesh.group(), [texts], ByteTokenizer(), output)
+
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(UsageError, match="--output .*/folder: a folder; name the file"):
+        program(tmp_path / "folder")
+    monkeypatch.setattr("spmd_engine.training.prepare._copy", full)
+    with pytest.raises(UsageError, match="--output .*/c.tokens: .*No space left on device"):
+        program(tmp_path / "c.tokens")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "texts"]
+
+
 def test_windows_tell_every_target_once():
     packed = windows(3, 26, 5)
     places, pieces = packed.rows(np.arange(len(packed)))

@@ -8,7 +8,7 @@ from spmd_engine.comm.mesh_position import all_positions
 from spmd_engine.comm.slot_table import room_of
 from spmd_engine.comm.transports.hierarchical import even_nodes
 from spmd_engine.comm.tuning import Tuning
-from spmd_engine.comm.ways import Facts, Way, inline_at_most, library_offered, way
+from spmd_engine.comm.ways import Facts, Way, inline_at_most, way
 from spmd_engine.units import readable_bytes
 
 LARGEST = 34  # a power of two, of bytes: sizes to look at
@@ -17,7 +17,7 @@ LARGEST = 34  # a power of two, of bytes: sizes to look at
 def ways_on_mesh(operation: str, axes: Mapping[str, int], nodes: int) -> list[str]:
     """A line for each mesh axis, and for all of them together: the ways of an array by its size, of rank 0's group.
 
-    Its ranks are on so many ``nodes``, one after the other; each has a core, and sends ordinary arrays, all as long.
+    Its ranks are on so many ``nodes``, one after the other; each sends ordinary arrays, all as long.
     """
     places = all_positions(axes)
     hosts = [rank * nodes // len(places) for rank in range(len(places))]
@@ -26,22 +26,19 @@ def ways_on_mesh(operation: str, axes: Mapping[str, int], nodes: int) -> list[st
         group = [hosts[place.index(None)] for place in places[0].peers(names)]
         count = len(set(group))
         lines.append(f"over {','.join(names)} ({len(group)} ranks on {count} node{'s' if count > 1 else ''}):")
-        for label, waits in (("waited for: ", True), ("started:    ", False)) if count == 1 else (("", True),):
-            lines.append(f"  {label}{'; '.join(ways_by_size(operation, group, waits, Tuning()))}")
+        lines.append(f"  {'; '.join(ways_by_size(operation, group, Tuning()))}")
     return lines
 
 
-def ways_by_size(operation: str, hosts: Sequence[int], waits: bool, tuning: Tuning) -> list[str]:
+def ways_by_size(operation: str, hosts: Sequence[int], tuning: Tuning) -> list[str]:
     """The bytes of a rank's array up to which each way is taken, of ranks on these ``hosts``; in words."""
     ranks, one_node, by_nodes = len(hosts), len(set(hosts)) == 1, even_nodes(hosts) is not None
     room = room_of(ranks) if one_node else tuning.with_agreement // ranks
 
     def way_of(size: int) -> Way:
         inline = size <= inline_at_most(operation, ranks, room, tuning)
-        offers = one_node and waits and library_offered(operation, size, inline, True, tuning)
-        inline = inline and not offers
         whole = size * ranks if operation == "all_gather" and not one_node else size
-        facts = Facts(operation, whole, ranks, 0, one_node, by_nodes, True, inline=inline, waits=offers, shown=True)
+        facts = Facts(operation, whole, ranks, 0, one_node, by_nodes, True, inline=inline, shown=True)
         return way(facts, tuning)
 
     parts = []

@@ -51,7 +51,7 @@ class Hierarchical(GatherAndReduce):
     writes to no part of its memory but its lane's until all have read there what they need.
     """
 
-    def __init__(self, lanes: Lanes, local: Transport, lane: Transport) -> None:
+    def __init__(self, lanes: Lanes, local: GatherAndReduce, lane: Transport) -> None:
         self.rank, self.size = lanes.rank, lanes.size
         self._lanes, self._local, self._lane = lanes, local, lane
 

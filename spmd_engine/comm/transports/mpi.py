@@ -1,6 +1,4 @@
-"""By the MPI library's collectives, which know their fabric, with data in the host's memory: nonblocking, and blocking.
-
-Between nodes they are nonblocking.
+"""By the MPI library's collectives, which know their fabric, with data in the host's memory.
 
 Ranks must begin them in one order on a communicator. So calls take turns, in the order in which they were made: a call
 begins to move data when all before it have begun the last of theirs, or need none, or have failed. And they begin only
@@ -71,29 +69,6 @@ class NonblockingCollectives(Transport):
         if last:
             self._turns.over(self._number)
         yield Condition(request.Test, lambda rank: True, messages=True)  # all have agreed to it: nobody is missing
-
-
-class BlockingCollectives(Transport):
-    """See ``Transport``: for ranks of one node that all wait in the call, and have a core each. Nothing is yielded."""
-
-    def __init__(self, comm: MPI.Comm, tuning: Tuning) -> None:
-        self.rank, self.size, self.tuning, self._comm = comm.rank, comm.size, tuning, comm
-
-    def all_gather(self, x: Array, parts: Parts, *, last: bool = True) -> Steps:
-        lengths = {part.stop - part.start for part in parts}
-        if len(lengths) == 1:
-            self._comm.Allgather(MPI.IN_PLACE, [x.view(np.uint8), lengths.pop() * x.itemsize, MPI.BYTE])
-        else:
-            self._comm.Allgatherv(MPI.IN_PLACE, _in_bytes(x, parts))
-        yield from ()
-
-    def all_to_all(self, x: Array, parts: Parts, out: Array, out_parts: Parts, *, last: bool = True) -> Steps:
-        self._comm.Alltoallv(_in_bytes(x, parts, self.rank), _in_bytes(out, out_parts, self.rank))
-        yield from ()
-
-    def all_to_all_even(self, x: Array, out: Array) -> Steps:
-        self._comm.Alltoall([x.view(np.uint8), MPI.BYTE], [out.view(np.uint8), MPI.BYTE])
-        yield from ()
 
 
 def _in_bytes(x: np.ndarray, parts: Parts, but: int | None = None) -> list:

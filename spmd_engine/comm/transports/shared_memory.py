@@ -16,7 +16,7 @@ from spmd_engine.comm.reducing import Reducer, reducer
 from spmd_engine.comm.signature import Signature, Signatures
 from spmd_engine.comm.slot_table import CALLED, LEFT, NOWHERE, REDUCED, SlotTable
 from spmd_engine.comm.spans import span
-from spmd_engine.comm.transports.transport import Parts, Transport
+from spmd_engine.comm.transports.transport import GatherAndReduce, Parts
 from spmd_engine.comm.tuning import Tuning
 from spmd_engine.node.cross_memory import Block, fill, flat, here
 
@@ -24,8 +24,8 @@ CACHE = 1 << 19  # bytes of all ranks' blocks together that are worked on at a t
 LINE = 64  # bytes that ranks do not share, as they would have to pass them to and fro
 
 
-class SharedMemory(Transport):
-    """See ``Transport``, of the ranks of a node that have met in call ``number``: what they call, and where data lie.
+class SharedMemory(GatherAndReduce):
+    """See ``GatherAndReduce``, of the ranks of a node that have met in call ``number``: what they call, and their data.
 
     ``blocks`` are everyone's arrays, None where this rank cannot read them; what is not shown is not read.
     """
@@ -40,10 +40,7 @@ class SharedMemory(Transport):
     @property
     def shown(self) -> bool:
         """Whether all data can be read, by all ranks."""
-        for block, each in zip(self.blocks, self.signatures.by_rank, strict=True):
-            if block is None and each.shape is not None:
-                return False
-        return True
+        return self.table.shown(self.signatures, self.blocks)
 
     @property
     def results_shown(self) -> bool:
@@ -51,37 +48,18 @@ class SharedMemory(Transport):
         return NOWHERE not in self.table.result_arenas(self.number)
 
     def all_gather(self, x: np.ndarray, parts: Parts, *, last: bool = True) -> Steps:
-        """See ``Transport``. Where all have shown ``x``, it is from there that the others read."""
-        if self.results_shown:
-            results = self.table.results(self.number, x.shape, x.dtype)
-            blocks = [each[part] for each, part in zip(results, parts, strict=True)]
-            yield from self.table.come_to(self.number, REDUCED)
-        else:
-            blocks = [flat(block) for block in self.blocks]
+        """See ``GatherAndReduce``. All have shown ``x`` as their results, from where the others read."""
+        results = self.table.results(self.number, x.shape, x.dtype)
+        yield from self.table.come_to(self.number, REDUCED)
         for r, part in enumerate(parts):
             if r != self.rank and part.stop > part.start:
-                fill(x[part], blocks[r])
-
-    def all_to_all(self, x: np.ndarray, parts: Parts, out: np.ndarray, out_parts: Parts, *, last: bool = True) -> Steps:
-        for r, signature in enumerate(self.signatures.by_rank):
-            if r == self.rank or out_parts[r].stop == out_parts[r].start:
-                continue
-            if signature.inline:  # not packed
-                fill(out[out_parts[r]], self.blocks[r][signature.part_for(self.rank, self.size)].reshape(-1))
-            else:
-                fill(out[out_parts[r]], flat(self.blocks[r])[signature.packed_part_for(self.rank, self.size)])
-        yield from ()
-
-    def broadcast(self, x: np.ndarray, root: int) -> Steps:
-        if self.rank != root and x.size:
-            fill(x, flat(self.blocks[root]))
-        yield from ()
+                fill(x[part], results[r][part])
 
     def reduce_scatter(
         self, x: np.ndarray, parts: Parts, out: np.ndarray, reduction: str, *, last: bool = True
     ) -> Steps:
         mine = parts[self.rank]
-        _reduce_in_pieces([out], [flat(block)[mine] for block in self.blocks], reducer(reduction, x.dtype, np))
+        reduce_in_pieces([out], [flat(block)[mine] for block in self.blocks], reducer(reduction, x.dtype, np))
         yield from ()
 
     def all_reduce(self, x: np.ndarray, out: np.ndarray, reduction: str) -> Steps:
@@ -92,7 +70,7 @@ class SharedMemory(Transport):
         mine, shared = parts[self.rank], min(self.table.result_arenas(self.number)) >= 0
         written = [out, *(each for r, each in enumerate(results) if r != self.rank)] if shared else [out]
         blocks = [flat(block)[mine] for block in self.blocks]
-        _reduce_in_pieces([each[mine] for each in written], blocks, reducer(reduction, x.dtype, np))
+        reduce_in_pieces([each[mine] for each in written], blocks, reducer(reduction, x.dtype, np))
         yield from self.table.come_to(self.number, REDUCED)
         if shared:
             self._exposed = False  # all have read and written what they had to
@@ -125,17 +103,18 @@ def meet(
     at = table.address(data) if data is not None and not own.inline and data.size else None
     table.write(number, own, data, at, table.address(result) if result is not None else None)
     yield from table.come_to(number, CALLED)
-    signatures, blocks = table.read(number, expected)
-    if at is not None:
-        blocks[table.rank] = data
+    signatures, blocks = table.read(number, expected, data if at is not None else None)
     return SharedMemory(table, number, signatures, blocks, at is not None or result is not None)
 
 
-def readable(table: SlotTable, x: np.ndarray, tuning: Tuning) -> np.ndarray | None:
-    """Flat ``x``, or a copy of it, where the others can read it; None if there is no such place."""
-    if not x.size or table.address(x) is not None:
+def readable(table: SlotTable, x: np.ndarray, tuning: Tuning, sliced: bool) -> np.ndarray | None:
+    """Contiguous ``x``, or a copy of it, where the others can read it; None if there is no such place.
+
+    ``sliced``: see ``SlotTable.address``.
+    """
+    if not x.size or table.address(x, sliced) is not None:
         return x
-    copy = table.neighbours.own.empty(x.shape, x.dtype) if x.nbytes <= tuning.copied else None
+    copy = table.neighbours.own.empty(x.shape, x.dtype) if sliced or x.nbytes <= tuning.copied else None
     if copy is not None:
         copy[...] = x
     return copy
@@ -175,7 +154,7 @@ def _between_lines(x: np.ndarray, parts: int, index: int) -> slice:
     return slice(min(part.start * unit, x.size), min(part.stop * unit, x.size))
 
 
-def _reduce_in_pieces(outs: Sequence[np.ndarray], blocks: Sequence[Block], reduce: Reducer) -> None:
+def reduce_in_pieces(outs: Sequence[np.ndarray], blocks: Sequence[Block], reduce: Reducer) -> None:
     """Each of ``outs``, all flat, = the reduction of ``blocks``. The first may be one of them, else they overlap none.
 
     As many bytes of each block are worked on at a time as fit into the cache together.

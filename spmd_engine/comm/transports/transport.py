@@ -23,6 +23,7 @@ class GatherAndReduce(ABC):
 
     rank: int
     size: int
+    blocks: Sequence[Array | None] | None = None  #: everyone's arrays, if this rank can read them where they are
 
     @abstractmethod
     def all_gather(self, x: Array, parts: Parts, *, last: bool = True) -> Steps:
@@ -60,12 +61,6 @@ class Transport(GatherAndReduce):
 
         This rank's own part of ``x`` is not moved, and its part of ``out`` not written to.
         """
-
-    def all_to_all_even(self, x: Array, out: Array) -> Steps:
-        """The same where all parts, of all ranks, are as long; this rank's own part comes to ``out``, too."""
-        parts = [span(x.size, self.size, r) for r in range(self.size)]
-        out[parts[self.rank]] = x[parts[self.rank]]
-        yield from self.all_to_all(x, parts, out, parts)
 
     def broadcast(self, x: Array, root: int) -> Steps:
         """Fill ``x`` from ``root``: cut into a part a rank, then gathered, so that no one sends it n times."""
