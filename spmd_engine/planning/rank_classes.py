@@ -41,8 +41,11 @@ def classes_of(
     unlike = {"pipe"}
     # of images channels, too, may travel from rank to rank, in a plan in which none sends to itself
     letters = {*UNLIKE, *layout.inside, *layout.residual} - {"b"} if images else set(UNLIKE) - {"h"}
+    batch = layout.axes("b")
     for letter in letters:
-        unlike.update(layout.axes(letter))
+        cut = layout.axes(letter)
+        # samples that are cut again, further than the batch, travel between ranks with the same part of that
+        unlike.update(cut[len(batch) :] if images and letter == "n" and cut[: len(batch)] == batch else cut)
     numbers = []
     for axis, size in axes.items():
         if axis in unlike:

@@ -47,6 +47,14 @@ def test_ranks_that_have_channels_are_told_apart():
     assert found.totals() == every.totals()
 
 
+@pytest.mark.parametrize(("axes", "classes"), [({"data": 4}, 1), ({"data": 2, "columns": 2}, 2)], ids=str)
+def test_ranks_with_other_images_are_alike(axes, classes):
+    model, how = build_model("convnet"), {"batch_size": 8, "micro_batches": 2}
+    found, every = (analyze(model, axes, every=each, **how) for each in (False, True))
+    assert len(found.classes) == classes and found.totals() == every.totals()
+    assert found.peak_bytes_by_rank() == every.peak_bytes_by_rank()
+
+
 @pytest.mark.parametrize("recompute, forwards", [("none", 1), ("block", 2)])
 def test_recomputation_is_a_second_forward(recompute, forwards):
     plain = analyze(GPT, {"data": 1}, **SIZES).of_rank(0)
