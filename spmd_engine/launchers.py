@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -33,6 +34,13 @@ def launcher_size() -> int:
     by_mpi = [os.environ[name] for name in SIZE_VARIABLES if os.environ.get(name, "").isdigit()]
     by_srun = os.environ.get("SLURM_STEP_NUM_TASKS", "")  # also where its step is mpiexec's own, with a task a node
     return int(next(iter(by_mpi), by_srun if by_srun.isdigit() else "1"))
+
+
+def let_rank_zero_speak() -> None:
+    """Wait a moment on the other ranks, which are about to end with an error that all found: Open MPI's launcher ends
+    the job at the first such end, and rank 0 may not have said why."""
+    if launcher_rank() > 0 and "OMPI_COMM_WORLD_RANK" in os.environ:
+        time.sleep(1)
 
 
 @contextmanager

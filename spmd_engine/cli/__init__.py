@@ -13,7 +13,7 @@ from spmd_engine import __version__
 from spmd_engine.cli.lazy import LazyGroup, modules_of
 from spmd_engine.comm.world import end_at_once, fail
 from spmd_engine.errors import UsageError
-from spmd_engine.launchers import launcher_rank
+from spmd_engine.launchers import launcher_rank, let_rank_zero_speak
 from spmd_engine.signals import exit_code, raise_interrupted
 
 
@@ -58,6 +58,7 @@ def main(args: Sequence[str] | None = None) -> None:
         if launcher_rank() == 0:
             said = error.format_message()  # of a group without a command its help
             click.echo(said if said.startswith("Usage:") else f"spmd_engine: {said}", err=True)
+        let_rank_zero_speak()
         sys.exit(2)
     except UsageError as error:
         fail(f"spmd_engine: {error}")

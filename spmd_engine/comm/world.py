@@ -24,7 +24,7 @@ from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.pending import Progress
 from spmd_engine.comm.threads import current_thread_communicator, solo
 from spmd_engine.errors import RankAborted, SpmdError, UsageError
-from spmd_engine.launchers import THREAD_VARIABLES, is_launched, launcher_rank, launcher_size
+from spmd_engine.launchers import THREAD_VARIABLES, is_launched, launcher_rank, launcher_size, let_rank_zero_speak
 from spmd_engine.signals import exit_code
 from spmd_engine.watchdog.activity import SIZE, Activity, Memory
 from spmd_engine.watchdog.records import Record
@@ -185,6 +185,8 @@ def fail(message: str) -> None:
     if comm is None or comm.size == 1:
         if launcher_rank() == 0:  # before the world is known, every rank finds the same
             sys.stderr.write(f"{message}\n")
+            sys.stderr.flush()
+        let_rank_zero_speak()
         return
     atexit.unregister(_leave)
     if _speaks(comm._comm):
