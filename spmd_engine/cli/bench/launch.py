@@ -41,7 +41,7 @@ def start_ranks(ranks: int, arguments: Sequence[str], environment: Mapping[str, 
     except subprocess.TimeoutExpired as error:
         raise UsageError(f"bench: {ranks} ranks took more than {TIMEOUT:g} s for {what}") from error
     if done.returncode:
-        tail = "\n".join(done.stderr.strip().splitlines()[-12:])  # of which Open MPI's launcher adds seven
+        tail = "\n".join(done.stderr.strip().splitlines()[-24:])  # Open MPI adds a dozen of its own
         raise UsageError(f"bench: {ranks} ranks failed ({done.returncode}) with {what}:\n{tail}")
     return done.stdout
 
