@@ -257,8 +257,8 @@ def frequencies(model):
             setattr(module, f"{layer_type}_attention_scaling" if layer_type else "attention_scaling", scaling)
 
 
-def make(family, config):
-    """One family's folder and the model, with what it computes as it is."""
+def with_random_weights(family, config):
+    """A model, of which nothing that is usually 0 or 1 is."""
     torch.manual_seed(1)
     gentle = getattr(config, "hidden_size", 12) > 12 or family in GENTLE
     config.initializer_range = config.init_std = 0.1 if gentle else 0.3
@@ -268,6 +268,12 @@ def make(family, config):
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter += 0.3 * torch.randn_like(parameter)
+    return model
+
+
+def make(family, config):
+    """One family's folder and the model, with what it computes as it is."""
+    model = with_random_weights(family, config)
     shutil.rmtree(FOLDER / family, ignore_errors=True)
     model.save_pretrained(FOLDER / family)
     (FOLDER / family / "generation_config.json").unlink(missing_ok=True)

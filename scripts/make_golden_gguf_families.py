@@ -22,7 +22,6 @@ from pathlib import Path
 import make_golden_decoders as decoders
 import numpy as np
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 FOLDER = Path(__file__).resolve().parent.parent / "tests" / "golden" / "gguf_families"
@@ -113,15 +112,10 @@ def configuration(base, changes):
 
 def model_of(name, base, config):
     """With random weights, those of one dim multiples of 1/256."""
-    torch.manual_seed(1)
-    gentle = getattr(config, "hidden_size", 12) > 12 or base in decoders.GENTLE
-    config.initializer_range = config.init_std = 0.1 if gentle else 0.3
-    config._attn_implementation = config._experts_implementation = "eager"
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model = decoders.with_random_weights(base, config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
-                parameter += 0.3 * torch.randn_like(parameter)
                 parameter.copy_((parameter * 256).round() / 256)
     return model
 

@@ -102,9 +102,8 @@ class Calls:
         if len(self._prepared) >= KEPT:
             self._prepared.clear()
         call.text = self.comm.progress.activity.called(*call.where)
-        call.expected = self._all_like(call)
         call.spins = self._spins and (x is None or (type(x) is np.ndarray and x.dtype == call.dtype))
-        call.expect(call.expected)
+        call.expect(self._all_like(call))
         self._prepared[key] = call
         return call
 

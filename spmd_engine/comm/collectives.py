@@ -325,18 +325,18 @@ class Joining(Collective):
         return *self.shape[:axis], sum(lengths), *self.shape[axis + 1 :]
 
     def move(self, transport: Transport, x: Array, result: Array, lengths: list[int] | None) -> Steps:
-        axis, alike, lengths = self.signature.concat_axis, lengths is None, lengths or self.even
+        axis, lengths = self.signature.concat_axis, lengths or self.even
         row = result.size // max(1, sum(lengths))
         places = spans([length * row for length in lengths])
         flat = backend_of(x).empty((result.size,), x.dtype) if axis else result.reshape(-1)
-        yield from self.fill(transport, x, flat, places, alike)
+        yield from self.fill(transport, x, flat, places)
         for cut, place in zip(spans(lengths), places, strict=True) if axis else ():
             part = result[(slice(None),) * axis + (cut,)]
             part[...] = flat[place].reshape(part.shape)
 
     @abstractmethod
-    def fill(self, transport: Transport, x: Array, flat: Array, places: list[slice], alike: bool) -> Steps:
-        """Bring what comes from each rank to its place in ``flat``; ``alike``: whether all ranks call the same."""
+    def fill(self, transport: Transport, x: Array, flat: Array, places: list[slice]) -> Steps:
+        """Bring what comes from each rank to its place in ``flat``."""
 
 
 class AllGatherCall(Joining):
@@ -378,7 +378,7 @@ class AllGatherCall(Joining):
         copied(own, result[spans(lengths)[self.rank]])
         return own, None, result
 
-    def fill(self, transport: Transport, x: Array, flat: Array, places: list[slice], alike: bool) -> Steps:
+    def fill(self, transport: Transport, x: Array, flat: Array, places: list[slice]) -> Steps:
         copied(x.reshape(-1), flat[places[self.rank]])
         return transport.all_gather(flat, places)
 
@@ -422,7 +422,7 @@ class AllToAllCall(Joining):
     def offer(self, routing: Routing, own: Array, target: Array | None) -> Offer:
         return own, routing.readable(self, own) if routing.one_node else None, None
 
-    def fill(self, transport: Transport, x: Array, flat: Array, places: list[slice], alike: bool) -> Steps:
+    def fill(self, transport: Transport, x: Array, flat: Array, places: list[slice]) -> Steps:
         sent = self.packed(x)
         copied(sent[self.places[self.rank]], flat[places[self.rank]])
         return transport.all_to_all(sent, self.places, flat, places)

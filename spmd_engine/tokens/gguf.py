@@ -43,10 +43,8 @@ def gguf_tokenizer(metadata: Mapping[str, Any], where: str = "the GGUF file") ->
         ("eos_token", "eos_token_id"),
         ("pad_token", "padding_token_id"),
     ):
-        number = metadata.get(f"tokenizer.ggml.{field}")
+        number = _token(metadata, field, len(tokens), where)
         if number is not None:
-            if not 0 <= number < len(tokens):
-                raise UsageError(f"{where}: tokenizer.ggml.{field} is {number}, of {len(tokens)} tokens")
             names[name] = tokens[number]
     pre = metadata.get("tokenizer.ggml.pre", "default")
     around = {"add_bos_token": kind == "llama" or SPLITS[pre].begins, "add_eos_token": False}
@@ -67,13 +65,10 @@ def gguf_ends(metadata: Mapping[str, Any], where: str = "the GGUF file") -> tupl
     that are called so. Raises UsageError for a number that is none of a token."""
     tokens = _field(metadata, "tokens", where)
     types = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
-    said = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")}
-    for name, number in said.items():
-        if number is not None and not 0 <= number < len(tokens):
-            raise UsageError(f"{where}: tokenizer.ggml.{name}_token_id is {number}, of {len(tokens)} tokens")
+    said = [_token(metadata, f"{name}_token_id", len(tokens), where) for name in ("eos", "eot", "eom")]
     both = enumerate(zip(tokens, types, strict=False))
     called = [number for number, (token, kind) in both if token in _ENDS and kind == CONTROL]
-    return tuple(dict.fromkeys(number for number in (*said.values(), *called) if number is not None))
+    return tuple(dict.fromkeys(number for number in (*said, *called) if number is not None))
 
 
 def _byte_level(library: Any, metadata: Mapping[str, Any], vocabulary: Mapping[str, int], where: str) -> Any:
@@ -119,6 +114,14 @@ def _merges(vocabulary: Mapping[str, int], scores: Sequence[float]) -> Iterator[
             if left in vocabulary and right in vocabulary:
                 pairs.append((-scores[number], vocabulary[left], vocabulary[right], left, right))
     return ((left, right) for *_, left, right in sorted(pairs))
+
+
+def _token(metadata: Mapping[str, Any], field: str, count: int, where: str) -> int | None:
+    """The number of a token that the file says, if it does."""
+    number = metadata.get(f"tokenizer.ggml.{field}")
+    if number is not None and not 0 <= number < count:
+        raise UsageError(f"{where}: tokenizer.ggml.{field} is {number}, of {count} tokens")
+    return number
 
 
 def _field(metadata: Mapping[str, Any], name: str, where: str) -> Sequence[Any]:
