@@ -55,4 +55,7 @@ def fresh_zeros(size: int, dtype: Any, *, huge: bool) -> Array:
 
 def address_of(x: Array) -> int:
     """Where in this process's memory ``x`` begins."""
-    return x.__array_interface__["data"][0]
+    try:
+        return ctypes.addressof(ctypes.c_char.from_buffer(x))  # in a fifth of the time
+    except (TypeError, ValueError, BufferError):  # read-only, empty, in pieces, or of a dtype that buffers do not know
+        return x.__array_interface__["data"][0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import numpy as np
 
@@ -19,8 +18,11 @@ def span(length: int, parts: int, index: int) -> slice:
 
 def spans(lengths: Sequence[int]) -> list[slice]:
     """Parts of these lengths, one after the other."""
-    ends = list(accumulate(lengths))
-    return [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+    parts, end = [], 0
+    for length in lengths:
+        start, end = end, end + length
+        parts.append(slice(start, end))
+    return parts
 
 
 def joined(blocks: Sequence[Block], axis: int, dtype: np.dtype, out: np.ndarray | None = None) -> np.ndarray:

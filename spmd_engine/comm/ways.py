@@ -60,6 +60,9 @@ def between_nodes(facts: Facts, largest: int, tuning: Tuning) -> Way:
     return Way.MPI if facts.library and facts.host and small else Way.MESSAGES
 
 
-def inline_at_most(operation: str, ranks: int, room: int, tuning: Tuning) -> int:
-    """Bytes of a rank's array that come with the agreement, if there is ``room`` for so many."""
-    return min(room, tuning.reduced_by_all // ranks) if operation == "all_reduce" else room
+def inline_at_most(operation: str, ranks: int, room: int, reads: bool, tuning: Tuning) -> int:
+    """Bytes of a rank's array that come with the agreement, if there is ``room`` for so many; ``reads``: whether the
+    others can read their parts of it where it lies."""
+    if operation == "all_reduce":
+        return min(room, tuning.reduced_by_all // ranks)
+    return room if operation == "reduce_scatter" or not reads else min(room, tuning.copied_to_table)

@@ -18,7 +18,7 @@ import numpy as np
 
 from spmd_engine.arrays.memory import address_of
 from spmd_engine.node.arena import HEAD, Neighbours, bound
-from spmd_engine.node.cross_memory import CrossMemory
+from spmd_engine.node.cross_memory import CrossMemory, allow_reading
 from spmd_engine.node.futex import Futexes
 
 _TOKEN = 16  # bytes at the beginning of an arena, by which the others know that it is the right one
@@ -89,6 +89,7 @@ class OwnMemory:
                 self._descriptor = os.memfd_create("spmd_engine", os.MFD_CLOEXEC)
                 os.fchmod(self._descriptor, 0o600)  # made with 0777, whatever the umask
                 os.ftruncate(self._descriptor, size)
+                allow_reading()
                 token = os.urandom(_TOKEN)
                 os.pwrite(self._descriptor, token, 0)
                 probe = f"{address_of(self._probe)} {self._probe.tobytes().hex()}"

@@ -74,5 +74,9 @@ def test_within_a_node_by_what_all_offer(operation, offered, expected):
 
 def test_what_a_rank_brings_along():
     tuning = Tuning()
-    assert inline_at_most("all_gather", 2, 256 * KIB, tuning) == 256 * KIB
-    assert inline_at_most("all_reduce", 64, 256 * KIB, tuning) == tuning.reduced_by_all // 64
+    for reads in (False, True):
+        assert inline_at_most("reduce_scatter", 2, 256 * KIB, reads, tuning) == 256 * KIB
+        assert inline_at_most("all_reduce", 64, 256 * KIB, reads, tuning) == tuning.reduced_by_all // 64
+        assert inline_at_most("all_gather", 2, 16 * KIB, reads, tuning) == 16 * KIB
+    assert inline_at_most("all_gather", 2, 256 * KIB, False, tuning) == 256 * KIB
+    assert inline_at_most("all_gather", 2, 256 * KIB, True, tuning) == tuning.copied_to_table

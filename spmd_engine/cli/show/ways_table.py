@@ -11,7 +11,7 @@ from spmd_engine.comm.tuning import Tuning
 from spmd_engine.comm.ways import Facts, Way, inline_at_most, way
 from spmd_engine.units import readable_bytes
 
-LARGEST = 34  # a power of two, of bytes: sizes to look at
+LARGEST = 34  # a power of two, of bytes: sizes to look at, and half as much again as each
 
 
 def ways_on_mesh(operation: str, axes: Mapping[str, int], nodes: int) -> list[str]:
@@ -36,13 +36,13 @@ def ways_by_size(operation: str, hosts: Sequence[int], tuning: Tuning) -> list[s
     room = room_of(ranks) if one_node else tuning.with_agreement // ranks
 
     def way_of(size: int) -> Way:
-        inline = size <= inline_at_most(operation, ranks, room, tuning)
+        inline = size <= inline_at_most(operation, ranks, room, one_node, tuning)
         whole = size * ranks if operation == "all_gather" and not one_node else size
         facts = Facts(operation, whole, ranks, 0, one_node, by_nodes, True, inline=inline, shown=True)
         return way(facts, tuning)
 
     parts = []
-    for size in [1 << power for power in range(3, LARGEST)]:
+    for size in [size for power in range(3, LARGEST) for size in (1 << power, 3 << power - 1)]:
         for most, word in (size - 1, "below"), (size, "up to"):
             if way_of(most) is not way_of(most + 1):
                 parts.append(f"{word} {readable_bytes(size)} {way_of(most).value}")
