@@ -1,8 +1,8 @@
 """``python -m spmd_engine``: see ``--help``."""
 
 from spmd_engine.importing import many_imports
-from spmd_engine.launchers import one_blas_thread
-from spmd_engine.signals import StopFlag, exit_code
+from spmd_engine.process.launchers import one_blas_thread
+from spmd_engine.process.signals import StopFlag, exit_code
 
 if __name__ == "__main__":
     try:
@@ -10,7 +10,7 @@ if __name__ == "__main__":
             # A signal while modules load is heard once they are: a half-loaded program cannot end well.
             from spmd_engine.cli import main
     except KeyboardInterrupt as error:
-        from spmd_engine.comm.world import end_at_once
+        from spmd_engine.process.ending import end_at_once
 
         end_at_once(f"spmd_engine: {error}", exit_code(error))
     main()

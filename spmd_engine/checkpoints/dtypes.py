@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from spmd_engine.comm.dtypes import described
+from spmd_engine.arrays.dtypes import described
 from spmd_engine.errors import CheckpointError
 
 _NAMES = {  # in files, by their names in NumPy and in ml_dtypes

@@ -28,9 +28,9 @@ from spmd_engine.cli.show.options import (
 from spmd_engine.cli.show.output import present
 from spmd_engine.comm.mesh import parse_axes
 from spmd_engine.comm.mesh_position import all_positions
-from spmd_engine.comm.world import launcher_rank
 from spmd_engine.errors import UsageError
 from spmd_engine.planning import analyze as analyze_step
+from spmd_engine.process.launchers import launcher_rank
 
 WIDTH = 240  # columns that a table may have, however narrow the terminal is: a number whose end is cut off is none
 

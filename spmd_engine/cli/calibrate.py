@@ -10,13 +10,14 @@ import click
 from spmd_engine.cli.bench.launch import launch
 from spmd_engine.cli.output_file import output_file
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.comm.world import launcher_rank, world
+from spmd_engine.comm.world import world
 from spmd_engine.errors import UsageError
 from spmd_engine.planning.machine import Machine
 from spmd_engine.planning.machine_file import read_machine
 from spmd_engine.planning.machine_text import text_of
 from spmd_engine.planning.machines_here import calibrated_file
 from spmd_engine.planning.measure import measure_machine
+from spmd_engine.process.launchers import launcher_rank
 
 
 @click.command(short_help="Measure this machine into a file that 'plan' reads.")

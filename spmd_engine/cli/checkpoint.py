@@ -19,8 +19,8 @@ from spmd_engine.checkpoints.rewrite import export_checkpoint, problems, reshard
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.errors import UsageError
-from spmd_engine.launchers import launcher_rank
 from spmd_engine.models.names import shape_named
+from spmd_engine.process.launchers import launcher_rank
 from spmd_engine.training.job import Job
 from spmd_engine.training.start import run_folder
 

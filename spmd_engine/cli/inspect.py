@@ -25,12 +25,12 @@ from spmd_engine.comm.mesh import parse_axes
 from spmd_engine.comm.mesh_position import MeshPosition, all_positions
 from spmd_engine.engine.assignment import PIPE, Assignment, homes_of
 from spmd_engine.engine.composition import composed_assignment, composed_layout
-from spmd_engine.launchers import launcher_rank
 from spmd_engine.layers import Parameter
 from spmd_engine.layers.declarations import Buffer
 from spmd_engine.models import Model
 from spmd_engine.models.names import MODELS
 from spmd_engine.models.shape_at import is_path
+from spmd_engine.process.launchers import launcher_rank
 from spmd_engine.sharding.groups import Home
 from spmd_engine.sharding.layout import Layout
 

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from spmd_engine.importing import many_imports
-from spmd_engine.signals import StopFlag
+from spmd_engine.process.signals import StopFlag
 
 
 class LazyGroup(click.Group):

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from spmd_engine.arrays import dtypes
 from spmd_engine.arrays.backend import Array, Backend
-from spmd_engine.comm import dtypes, signature
+from spmd_engine.comm import signature
 from spmd_engine.comm.call_agreement import bytes_of
 from spmd_engine.comm.collectives import PREPARE, PreparedCall
 from spmd_engine.comm.communicator import Communicator

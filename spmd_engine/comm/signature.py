@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spmd_engine.comm import dtypes
+from spmd_engine.arrays import dtypes
 from spmd_engine.comm.spans import span
 from spmd_engine.errors import MismatchError, UsageError
 

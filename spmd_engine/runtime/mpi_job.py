@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
-from spmd_engine.launchers import RANK_VARIABLES
+from spmd_engine.process.launchers import RANK_VARIABLES
 
 SHARED_MEMORY = ("mpich_shm_*", "sm_segment.*")  # what MPICH and Open MPI leave in /dev/shm when a rank is killed
 LAUNCHER_VARIABLES = ("PMI_", "PMIX_", "PRTE_", "HYDI_", "MPI_LOCAL", "OMPI_COMM_WORLD_")

@@ -12,8 +12,8 @@ from subprocess import TimeoutExpired
 
 from spmd_engine.checkpoints import CheckpointFolder
 from spmd_engine.errors import UsageError
+from spmd_engine.process.signals import ENDING, REQUEUE, Handlers
 from spmd_engine.runtime.mpi_job import MPIJob, find_mpiexec, is_open_mpi
-from spmd_engine.signals import ENDING, REQUEUE, Handlers
 from spmd_engine.training.start import run_folder
 
 USAGE_ERROR = 2  #: exit code of what would fail again in the same way

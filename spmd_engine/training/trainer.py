@@ -16,7 +16,7 @@ from spmd_engine.engine.batch import Batch
 from spmd_engine.engine.evaluation import Evaluation
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.errors import NotFiniteError
-from spmd_engine.signals import StopFlag
+from spmd_engine.process.signals import StopFlag
 from spmd_engine.training.step_metrics import StepMetrics
 
 if TYPE_CHECKING:

@@ -158,11 +158,11 @@ def test_an_end_while_another_waits_in_a_smaller_group_ends_the_job(mpi_run, tmp
 def test_a_rank_that_never_comes_out_of_the_end_of_mpi_is_ended(job):
     """Here one is stopped when all have met at the end; the others would wait for it in MPI_Finalize."""
     ended = job("""
-ending = sys.modules["spmd_engine.comm.world"]
+ending, Group = sys.modules["spmd_engine.process.ending"], sys.modules["spmd_engine.comm.group"].Group
 ending.FINALIZE = 3
 if mesh.rank == 1:
-    leave = ending.Group.leave
-    ending.Group.leave = lambda *args: (leave(*args), now(), os.kill(os.getpid(), signal.SIGSTOP))
+    leave = Group.leave
+    Group.leave = lambda *args: (leave(*args), now(), os.kill(os.getpid(), signal.SIGSTOP))
 """)
     assert ended.returncode != 0
     assert ended.seconds < 15

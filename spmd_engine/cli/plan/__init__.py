@@ -14,12 +14,12 @@ from spmd_engine.cli.output_file import output_file
 from spmd_engine.cli.plan.compare import compare_run
 from spmd_engine.cli.plan.options import fixed_options, request_of, source_options
 from spmd_engine.cli.plan.page import print_answer, print_comparison, print_fixed
-from spmd_engine.comm.world import launcher_rank
 from spmd_engine.errors import UsageError
 from spmd_engine.planning.answer import plan_file_of
 from spmd_engine.planning.goals import GOALS
 from spmd_engine.planning.planned import MISFIT, fixed_plan
 from spmd_engine.planning.planned import plan as find_plan
+from spmd_engine.process.launchers import launcher_rank
 
 
 @click.command(short_help="The best way to train a model on a machine, and why.")

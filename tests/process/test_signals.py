@@ -15,7 +15,7 @@ from mpi_harness.launch import Job, clean_environment, mpiexec
 from spmd_engine import Mesh
 from spmd_engine.cli import main
 from spmd_engine.engine import SGD
-from spmd_engine.signals import Interrupted, StopFlag, raise_interrupted
+from spmd_engine.process.signals import Interrupted, StopFlag, raise_interrupted
 from spmd_engine.training import Trainer
 
 needs_mpi = pytest.mark.skipif(mpiexec() is None, reason="needs an MPI library and its mpiexec")
@@ -40,7 +40,7 @@ def test_a_signal_is_noted_and_its_echo_too():
 
 @pytest.mark.parametrize("first", ["received", "told by another rank"])
 def test_a_second_signal_ends_at_once(monkeypatch, first):
-    monkeypatch.setattr("spmd_engine.signals.AGAIN", -1.0)
+    monkeypatch.setattr("spmd_engine.process.signals.AGAIN", -1.0)
     with pytest.raises(Interrupted, match="SIGTERM"), StopFlag() as flag:
         send() if first == "received" else flag.take(signal.SIGINT)
         send(signal.SIGTERM)
@@ -112,7 +112,7 @@ HEAD = """
 import os, signal, sys, threading, time
 from pathlib import Path
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from spmd_engine.launchers import launcher_rank
+from spmd_engine.process.launchers import launcher_rank
 """
 
 TRAIN = HEAD + """

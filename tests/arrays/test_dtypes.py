@@ -10,7 +10,7 @@ import pytest
 from on_ranks import everywhere, numbers_of_ranks, on_ranks
 from pairwise import every_pair
 from spmd_engine import Mesh, run
-from spmd_engine.comm import dtypes
+from spmd_engine.arrays import dtypes
 from spmd_engine.errors import MismatchError, UsageError
 
 INNER = np.dtype([("x", ">i2"), ("y", ml_dtypes.bfloat16, (2, 2))])

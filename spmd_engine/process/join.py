@@ -10,7 +10,7 @@ import sys
 import threading
 
 from spmd_engine.errors import UsageError
-from spmd_engine.launchers import launcher_rank
+from spmd_engine.process.launchers import launcher_rank
 
 TOLD = 30.0  #: seconds of waiting after which it is told
 MOST = 600.0  #: seconds of waiting after which a rank ends its job
