@@ -34,7 +34,6 @@ ROOM = 1 << 18  # bytes of data that fit into one, where ranks are few
 CALLED, REDUCED, LEFT = 1, 2, 3  # phases of a call, as each rank says them
 
 _STEPS = 4  # words count in steps of a call's phases
-_DATA, _RESULT = 0, 2  # which words of a call are addresses: where data lie, and where their result is to come
 _WORDS = 6 * SLOTS + 1  # of each rank: phases, digests, addresses, and whether it comes here no more
 NOWHERE = -1  # in place of an arena: not shown
 
@@ -87,7 +86,8 @@ class SlotTable:
         self._waker, self._weak = waker, waker.weak
         words = _pieces(memory[: 8 * n * _WORDS].cast("q"), n, _WORDS)
         self._phases, self._digests, self._closed = words[:SLOTS], words[SLOTS : 2 * SLOTS], words[-1]
-        self._addresses = [words[2 * SLOTS + 4 * slot :][:4] for slot in range(SLOTS)]
+        addresses = [words[start : start + 2] for start in range(2 * SLOTS, 6 * SLOTS, 2)]
+        self._data_at, self._results_at = addresses[:SLOTS], addresses[SLOTS:]
         entries = _pieces(memory[_words(n) :], _entry(n), SLOTS * n)
         staging = _pieces(memory[_words(n) + SLOTS * n * _entry(n) :], self.room, STAGING * n)
         self._entries = [entries[slot * n : (slot + 1) * n] for slot in range(SLOTS)]
@@ -157,9 +157,8 @@ class SlotTable:
         self._sign(slot, signature)
         if signature.inline:
             self._view(slot, self.rank, signature)[...] = data
-        unshown = NOWHERE, 0
-        for word, value in zip(self._addresses[slot], (*(at or unshown), *(result or unshown)), strict=True):
-            word[self.rank] = value
+        for words, address in (self._data_at[slot], at), (self._results_at[slot], result):
+            words[0][self.rank], words[1][self.rank] = address or (NOWHERE, 0)
 
     def read(self, number: int, expected: Signatures, own: np.ndarray | None) -> tuple[Signatures, list[Block | None]]:
         """All ranks' signatures, ``expected`` itself if these are, and their data where they lie (None: not shown).
@@ -235,23 +234,23 @@ class SlotTable:
 
     def results(self, number: int, shape: Sequence[int], dtype: np.dtype) -> list[Block | None]:
         """Where everyone's result is to come, of this shape."""
-        return [self._at(number % SLOTS, rank, (shape, dtype), _RESULT) for rank in range(self.size)]
+        words = self._results_at[number % SLOTS]
+        return [self._at(words, rank, shape, dtype) for rank in range(self.size)]
 
     def result_arenas(self, number: int) -> list[int]:
         """Whose arenas these are in, as of an Address; NOWHERE: not shown."""
-        return self._addresses[number % SLOTS][_RESULT].tolist()
+        return self._results_at[number % SLOTS][0].tolist()
 
     def _block(self, slot: int, rank: int, signature: Signature) -> Block | None:
         if 0 in signature.shape and signature.host:
             return np.empty(*signature.array_type)
-        return self._at(slot, rank, signature.array_type, _DATA)
+        return self._at(self._data_at[slot], rank, *signature.array_type)
 
-    def _at(self, slot: int, rank: int, kind: tuple[Sequence[int], np.dtype], where: int) -> Block | None:
-        addresses = self._addresses[slot]
-        local, offset = addresses[where][rank], addresses[where + 1][rank]
+    def _at(self, words: Sequence[memoryview], rank: int, shape: Sequence[int], dtype: np.dtype) -> Block | None:
+        local, offset = words[0][rank], words[1][rank]
         if local >= 0:
-            return self.neighbours.view(local, offset, *kind)
-        return None if local == NOWHERE else RemoteArray(self.neighbours.cross_memory, -2 - local, offset, *kind)
+            return self.neighbours.view(local, offset, shape, dtype)
+        return None if local == NOWHERE else RemoteArray(self.neighbours.cross_memory, -2 - local, offset, shape, dtype)
 
     def _view(self, slot: int, rank: int, signature: Signature) -> np.ndarray:
         shape, dtype = signature.array_type
