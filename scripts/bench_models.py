@@ -25,13 +25,13 @@ from bench_checkpoints import AT_ONCE, timed
 from bench_decoding import SHAPE, write_model
 
 from spmd_engine import Mesh
+from spmd_engine.axes import parse_axes
 from spmd_engine.checkpoints import Checkpoint, save_checkpoint
 from spmd_engine.checkpoints.export_huggingface import export_huggingface
 from spmd_engine.checkpoints.manifest import MODEL
 from spmd_engine.checkpoints.pretrained import load_pretrained
 from spmd_engine.checkpoints.rewrite import export_checkpoint
 from spmd_engine.comm.agreement import text_from_rank_zero
-from spmd_engine.comm.mesh import parse_axes
 from spmd_engine.engine.composition import ModelConfig, build_engine
 
 COMPARED = (("load", "read and hash"), ("load", "on one rank"), ("export, huggingface", "read, hash, write"))

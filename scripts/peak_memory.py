@@ -18,7 +18,7 @@ from mmap import mmap
 import numpy as np
 
 from spmd_engine import Mesh
-from spmd_engine.comm.mesh import parse_axes
+from spmd_engine.axes import parse_axes
 from spmd_engine.engine import AdamW
 from spmd_engine.engine.composition import Composition, ModelConfig, build_engine
 from spmd_engine.engine.layered import LayeredEngine

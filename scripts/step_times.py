@@ -25,8 +25,8 @@ from time import perf_counter
 import numpy as np
 
 from spmd_engine import Mesh
+from spmd_engine.axes import parse_axes
 from spmd_engine.cli.bench.launch import start_ranks
-from spmd_engine.comm.mesh import parse_axes
 from spmd_engine.engine import AdamW
 from spmd_engine.engine.composition import Composition, ModelConfig, build_engine
 from spmd_engine.errors import UsageError

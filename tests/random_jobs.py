@@ -14,8 +14,8 @@ import saved
 import tiny
 from labelled_images import write_npz
 from spmd_engine import Job, Mesh, run, train
+from spmd_engine.axes import MeshPosition
 from spmd_engine.checkpoints import Checkpoint
-from spmd_engine.comm.mesh_position import MeshPosition
 from spmd_engine.engine.composition import PIPELINES, RECOMPUTE, composed_layout
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import RouterOptions

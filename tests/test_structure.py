@@ -14,7 +14,7 @@ FILES = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.rglob("*.py")
 #: From the ground up; those of one line are neighbours, and do not import each other.
 FLOORS = [
     {"errors", "importing"},
-    {"configuration", "process", "units"},
+    {"axes", "configuration", "process", "units"},
     {"arrays", "formats", "tokens", "watchdog"},
     {"node"},
     {"comm"},

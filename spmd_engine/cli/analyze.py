@@ -9,6 +9,7 @@ from typing import Any
 import click
 from rich.console import Console
 
+from spmd_engine.axes import all_positions, parse_axes
 from spmd_engine.cli.adapters import adapted, lora_options
 from spmd_engine.cli.analysis_text import describe
 from spmd_engine.cli.composition import composition_of, composition_options, model_of
@@ -26,8 +27,6 @@ from spmd_engine.cli.show.options import (
     output_option,
 )
 from spmd_engine.cli.show.output import present
-from spmd_engine.comm.mesh import parse_axes
-from spmd_engine.comm.mesh_position import all_positions
 from spmd_engine.errors import UsageError
 from spmd_engine.planning import analyze as analyze_step
 from spmd_engine.process.launchers import launcher_rank

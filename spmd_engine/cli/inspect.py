@@ -11,6 +11,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from spmd_engine.axes import MeshPosition, all_positions, parse_axes
 from spmd_engine.checkpoints.pretrained_table import table as tensor_table
 from spmd_engine.checkpoints.weights import Pretrained
 from spmd_engine.cli.adapters import adapted, lora_options
@@ -21,8 +22,6 @@ from spmd_engine.cli.options import images_option, mesh_option
 from spmd_engine.cli.show.bytes_per_rank import bytes_per_rank
 from spmd_engine.cli.show.experts import placement_text
 from spmd_engine.cli.show.options import dtype_option
-from spmd_engine.comm.mesh import parse_axes
-from spmd_engine.comm.mesh_position import MeshPosition, all_positions
 from spmd_engine.engine.assignment import PIPE, Assignment, homes_of
 from spmd_engine.engine.composition import composed_assignment, composed_layout
 from spmd_engine.layers import Parameter

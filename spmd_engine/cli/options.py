@@ -9,7 +9,8 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from spmd_engine.comm.mesh import Mesh, parse_axes
+from spmd_engine.axes import parse_axes
+from spmd_engine.comm.mesh import Mesh
 from spmd_engine.configuration import Configuration, default_of
 from spmd_engine.engine.composition import ModelConfig
 from spmd_engine.errors import UsageError

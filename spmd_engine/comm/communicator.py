@@ -7,7 +7,9 @@ of one process run the same collective code.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Sequence
+from itertools import count
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -59,9 +61,7 @@ class Communicator(ABC):
 
     def next_message(self, way: str, rank: int) -> int:
         """The number of this message among those to, or from, one other rank."""
-        messages = self.__dict__.setdefault("_messages", {})
-        messages[way, rank] = messages.get((way, rank), -1) + 1
-        return messages[way, rank]
+        return next(self.__dict__.setdefault("_messages", defaultdict(count))[way, rank])
 
     def empty(self, shape: Sequence[int], dtype) -> np.ndarray:
         """An array of any values, in memory that the node's ranks share if there is some left."""
@@ -73,7 +73,7 @@ class Communicator(ABC):
         return x if x is not None else np.empty(shape, dtype)
 
     def outer(self, rank: int) -> int:
-        """The number of ``rank`` in this communicator: the same; see ``transports.messages.Part``."""
+        """The number of ``rank`` in this communicator: the same; see ``transports.messages.MessagePart``."""
         return rank
 
     @abstractmethod

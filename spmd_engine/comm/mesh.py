@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
+from spmd_engine.axes import MeshPosition, Over
 from spmd_engine.comm.communicator import Communicator
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
-from spmd_engine.comm.mesh_position import MeshPosition, Over
 from spmd_engine.comm.pending import TIMEOUT, Pending
 from spmd_engine.comm.world import world
 from spmd_engine.errors import MeshError, UsageError, WrongNumberOfRanks
@@ -198,18 +198,3 @@ class Mesh(Collectives, MeshPosition):
 
     def __repr__(self) -> str:
         return f"Mesh({self})"
-
-
-def parse_axes(text: str) -> dict[str, int]:
-    """``"data=4,model=2"`` as {"data": 4, "model": 2}; raises MeshError saying what is wrong."""
-    axes: dict[str, int] = {}
-    for part in filter(None, (p.strip() for p in text.split(","))):
-        name, equals, size = (p.strip() for p in part.partition("="))
-        if not equals or not name.isidentifier() or not size.isdigit():
-            raise MeshError(f"cannot read mesh {text!r} at {part!r}; write axes as in data=4,model=2")
-        if name in axes:
-            raise MeshError(f"mesh {text!r} names axis {name!r} twice")
-        axes[name] = int(size)
-    if not axes:
-        raise MeshError(f"mesh {text!r} names no axis; write axes as in data=4,model=2")
-    return axes

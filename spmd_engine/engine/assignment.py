@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from math import prod
 
-from spmd_engine.comm.mesh_position import MeshPosition
+from spmd_engine.axes import MeshPosition
 from spmd_engine.engine.shares import Shares, shares_along
 from spmd_engine.engine.stages import Division, divide
 from spmd_engine.errors import UsageError

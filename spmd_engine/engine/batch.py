@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
-from spmd_engine.comm.mesh_position import MeshPosition
+from spmd_engine.axes import MeshPosition
 from spmd_engine.comm.spans import span
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.documents import Documents

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.arrays.backend import get_backend
+from spmd_engine.axes import MeshPosition
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.comm.mesh_position import MeshPosition
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.engine import schedules
 from spmd_engine.engine.assignment import PIPE, Assignment, Storage, assign

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from spmd_engine.comm.mesh_position import MeshPosition
+from spmd_engine.axes import MeshPosition
 from spmd_engine.errors import MeshError
 from spmd_engine.models.model import Model
 from spmd_engine.sharding.layout import Layout

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from math import prod
 
-from spmd_engine.comm.mesh_position import MeshPosition, all_positions
+from spmd_engine.axes import MeshPosition, all_positions
 from spmd_engine.layers.chain import Chain
 from spmd_engine.layers.image_windows import ImageWindows
 from spmd_engine.layers.layer import Layer

@@ -14,7 +14,7 @@ import numpy as np
 from spmd_engine.arrays.fast_functions import loops_are_there
 from spmd_engine.arrays.meter import Meter, metered
 from spmd_engine.arrays.shapes import Shapes, on_shapes
-from spmd_engine.comm.mesh_position import MeshPosition
+from spmd_engine.axes import MeshPosition
 from spmd_engine.comm.spans import span
 from spmd_engine.engine.assignment import PIPE
 from spmd_engine.engine.composition import Composition, ModelConfig, composed_assignment, composed_layout

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
-from spmd_engine.comm.mesh_position import MeshPosition
+from spmd_engine.axes import MeshPosition
 from spmd_engine.engine.composition import Composition
 from spmd_engine.errors import SpmdError
 from spmd_engine.models import Model, layout_for

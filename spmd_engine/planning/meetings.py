@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from spmd_engine.comm.mesh_position import MeshPosition
+from spmd_engine.axes import MeshPosition
 from spmd_engine.errors import UsageError
 from spmd_engine.planning.step_analysis import Communication, RankStep, StepAnalysis
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter, process_time
 
-from spmd_engine.comm.mesh_position import MeshPosition
+from spmd_engine.axes import MeshPosition
 from spmd_engine.engine.batch import check_batch
 from spmd_engine.engine.composition import composed_layout
 from spmd_engine.errors import UsageError

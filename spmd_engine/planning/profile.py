@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd_engine.comm.mesh_position import MeshPosition
+from spmd_engine.axes import MeshPosition
 from spmd_engine.engine.assignment import assign
 from spmd_engine.engine.composition import Composition, composed_layout
 from spmd_engine.models import Model, layout_for

@@ -12,11 +12,11 @@ import numpy as np
 
 from spmd_engine.arrays.backend import CPU, Array, Backend
 from spmd_engine.arrays.shaped import ShapedArray
+from spmd_engine.axes import MeshPosition, Over
 from spmd_engine.comm.collectives import PreparedCall
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.comm.mesh_position import MeshPosition, Over
 from spmd_engine.comm.pending import Pending, Progress
 from spmd_engine.comm.reducing import reduce_into
 from spmd_engine.comm.spans import joined

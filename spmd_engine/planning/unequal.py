@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from math import gcd
 from statistics import fmean
 
-from spmd_engine.comm.mesh_position import MeshPosition
+from spmd_engine.axes import MeshPosition
 from spmd_engine.engine.shares import STATE, WORK, said
 from spmd_engine.planning.foresight import Foresight
 from spmd_engine.planning.lattice import Candidate

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.arrays.dtypes import describe, described
+from spmd_engine.axes import MeshPosition
 from spmd_engine.comm.agreement import gather_json
 from spmd_engine.comm.group import Group
-from spmd_engine.comm.mesh_position import MeshPosition
 from spmd_engine.sharding.notation import Spec
 from spmd_engine.sharding.placement import ArrayPlacement, Placement
 from spmd_engine.sharding.rectangles import Rectangle

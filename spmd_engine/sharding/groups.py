@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from math import prod
 
 from spmd_engine.arrays.backend import Array
-from spmd_engine.comm.mesh_position import MeshPosition
+from spmd_engine.axes import MeshPosition
 
 THRESHOLD = 1 << 20  # bytes: below this, one more neighbour costs less than one more collective
 CAP = 32 << 20  # bytes: beyond this, neighbours share nothing: what is gathered for one is held for all

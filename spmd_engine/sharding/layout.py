@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from spmd_engine.comm.mesh_position import MeshPosition
+from spmd_engine.axes import MeshPosition
 from spmd_engine.errors import MeshError, NotationError
 from spmd_engine.sharding.notation import EVEN, Spec, nested_span
 

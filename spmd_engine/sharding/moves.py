@@ -10,8 +10,8 @@ from functools import lru_cache
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
+from spmd_engine.axes import MeshPosition
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.comm.mesh_position import MeshPosition
 from spmd_engine.errors import NotationError
 from spmd_engine.sharding.notation import Spec, nested_span
 from spmd_engine.sharding.placement import ArrayPlacement, Placement

@@ -8,8 +8,8 @@ from functools import cache
 from types import MappingProxyType
 
 from spmd_engine.arrays.backend import Array
+from spmd_engine.axes import MeshPosition
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.comm.mesh_position import MeshPosition
 from spmd_engine.comm.spans import span
 from spmd_engine.errors import MeshError, NotationError
 

@@ -10,7 +10,7 @@ from itertools import product
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
-from spmd_engine.comm.mesh_position import MeshPosition
+from spmd_engine.axes import MeshPosition
 from spmd_engine.errors import UsageError
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.sharding.notation import Spec
@@ -64,7 +64,7 @@ class ArrayPlacement:
         along h a block goes on for 1 element before and 2 behind what it owns, as far as the array goes; a block
         that owns nothing holds nothing.
 
-        >>> from spmd_engine.comm.mesh_position import all_positions
+        >>> from spmd_engine.axes import all_positions
         >>> ranks = all_positions({"data": 2})
         >>> placement = ArrayPlacement.of_spec("b/data", (5,), "f4", ranks, halos={"b": (1, 1)})
         >>> [str(held) for held, in placement.held], [str(owned) for owned, in placement.owned]

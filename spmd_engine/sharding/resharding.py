@@ -9,8 +9,8 @@ from itertools import takewhile
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
+from spmd_engine.axes import MeshPosition
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.comm.mesh_position import MeshPosition
 from spmd_engine.errors import MeshError, NotationError
 from spmd_engine.sharding.moves import AllGather, AllToAll, GeneralMove, Move, Slice, beyond
 from spmd_engine.sharding.notation import Spec

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.comm.mesh_position import MeshPosition
+from spmd_engine.axes import MeshPosition
 from spmd_engine.sharding.layout import Layout
 
 

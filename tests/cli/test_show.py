@@ -5,10 +5,10 @@ from itertools import product
 import numpy as np
 import pytest
 
+from spmd_engine.axes import MeshPosition, all_positions
 from spmd_engine.cli import main
 from spmd_engine.cli.show.collective import EXAMPLES, run_example
 from spmd_engine.cli.show.sharding import draw_sharding
-from spmd_engine.comm.mesh_position import MeshPosition, all_positions
 from spmd_engine.sharding import Spec
 
 

@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
+from spmd_engine.axes import all_positions
 from spmd_engine.cli import main
 from spmd_engine.cli.show.as_image import svg
 from spmd_engine.cli.show.as_text import lines, print_picture
@@ -16,7 +17,6 @@ from spmd_engine.cli.show.mesh import draw_mesh
 from spmd_engine.cli.show.picture import BLUE, COLOURS, YELLOW, Cell, Picture, ink, listed, table, text, tint
 from spmd_engine.cli.show.schedule import draw_schedule
 from spmd_engine.cli.show.sharding import draw_sharding
-from spmd_engine.comm.mesh_position import all_positions
 from spmd_engine.engine.schedules.names import named
 from spmd_engine.sharding import Spec
 

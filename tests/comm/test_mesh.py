@@ -5,8 +5,8 @@ import pytest
 
 from on_ranks import assert_same
 from spmd_engine import Mesh, run, world
+from spmd_engine.axes import parse_axes
 from spmd_engine.comm import Ledger
-from spmd_engine.comm.mesh import parse_axes
 from spmd_engine.errors import MeshError, UsageError
 
 CUBE = {"data": 2, "pipe": 3, "model": 2}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import tiny
 from spmd_engine import Mesh, run
-from spmd_engine.comm.mesh_position import all_positions
+from spmd_engine.axes import all_positions
 from spmd_engine.engine.assignment import Storage, assign
 from spmd_engine.engine.stages import divide, parse_division
 from spmd_engine.errors import UsageError

@@ -6,8 +6,8 @@ import pytest
 import routed
 import tiny
 from spmd_engine import Mesh, run
+from spmd_engine.axes import all_positions
 from spmd_engine.checkpoints import load_checkpoint, save_checkpoint
-from spmd_engine.comm.mesh_position import all_positions
 from spmd_engine.engine import AdamW, schedules
 from spmd_engine.engine.assignment import Storage, assign
 from spmd_engine.engine.recompute import Recompute

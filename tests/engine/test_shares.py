@@ -10,7 +10,7 @@ import parts
 import tiny
 from planning.real_steps import ledgers
 from spmd_engine import Mesh, run
-from spmd_engine.comm.mesh_position import all_positions
+from spmd_engine.axes import all_positions
 from spmd_engine.engine import AdamW, LayeredEngine
 from spmd_engine.engine.batch import check_batch
 from spmd_engine.engine.composition import Composition, composed_assignment, composed_layout

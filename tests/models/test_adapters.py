@@ -11,12 +11,12 @@ from safetensors.numpy import load_file
 
 import tiny
 from spmd_engine import Mesh, run
+from spmd_engine.axes import all_positions
 from spmd_engine.checkpoints import Checkpoint, save_checkpoint
 from spmd_engine.checkpoints.export_huggingface import export_adapters, export_huggingface
 from spmd_engine.checkpoints.peft import Merged, adapter_options
 from spmd_engine.checkpoints.pretrained import open_pretrained, with_shape
 from spmd_engine.cli.show.bytes_per_rank import bytes_per_rank
-from spmd_engine.comm.mesh_position import all_positions
 from spmd_engine.engine import AdamW
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.composition import (

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from spmd_engine.comm.mesh_position import MeshPosition
+from spmd_engine.axes import MeshPosition
 from spmd_engine.errors import MeshError, UsageError
 from spmd_engine.layers import LayerNorm, Residual
 from spmd_engine.layers.ring_attention import RingAttention

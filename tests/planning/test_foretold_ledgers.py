@@ -7,7 +7,7 @@ import pytest
 from real_steps import ledgers
 
 import tiny
-from spmd_engine.comm.mesh import parse_axes
+from spmd_engine.axes import parse_axes
 from spmd_engine.engine.composition import Composition
 from spmd_engine.models import DecoderShape, gpt
 from spmd_engine.models.adapters import LoRAOptions, with_adapters

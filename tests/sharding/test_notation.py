@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd_engine import Mesh, run
-from spmd_engine.comm.mesh_position import all_positions
+from spmd_engine.axes import all_positions
 from spmd_engine.errors import MeshError, NotationError
 from spmd_engine.sharding import Spec
 from spmd_engine.sharding.notation import weighted_lengths

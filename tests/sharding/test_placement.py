@@ -5,7 +5,7 @@ from math import prod
 import numpy as np
 import pytest
 
-from spmd_engine.comm.mesh_position import all_positions
+from spmd_engine.axes import all_positions
 from spmd_engine.errors import UsageError
 from spmd_engine.sharding import Layout, Spec
 from spmd_engine.sharding.placement import ArrayPlacement, Placement, views

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resharding import MESHES, numbered, specs
-from spmd_engine.comm.mesh_position import all_positions
+from spmd_engine.axes import all_positions
 from spmd_engine.sharding import Spec, reshard_plan
 
 ON = {"data": 2, "model": 2, "expert": 2}

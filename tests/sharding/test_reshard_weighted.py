@@ -7,7 +7,7 @@ import pytest
 
 from on_ranks import assert_same
 from resharding import numbered, on_mesh
-from spmd_engine.comm.mesh_position import all_positions
+from spmd_engine.axes import all_positions
 from spmd_engine.sharding import Spec, gather, reshard, reshard_plan, shard
 
 WEIGHTED = ["b s f", "b/data s f", "b/data:3:1 s f", "b s/data:1:2 f/model:0:1", "b/model,data:1:4 s f", "b s f/model"]

@@ -12,7 +12,7 @@ from on_ranks import on_ranks
 from pairwise import every_pair
 from spmd_engine import Mesh, run
 from spmd_engine.arrays.backend import register_backend, unregister_backend
-from spmd_engine.comm.mesh_position import all_positions
+from spmd_engine.axes import all_positions
 from spmd_engine.errors import UsageError
 from spmd_engine.sharding import Layout
 from spmd_engine.sharding.placement import ArrayPlacement, Placement

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from spmd_engine import Mesh, run
-from spmd_engine.comm.mesh_position import all_positions
+from spmd_engine.axes import all_positions
 from spmd_engine.sharding import Layout
 from spmd_engine.sharding.zigzag import block_of, in_order
 

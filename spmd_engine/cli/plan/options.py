@@ -10,10 +10,10 @@ import click
 import numpy as np
 from click.core import ParameterSource
 
+from spmd_engine.axes import parse_axes
 from spmd_engine.cli.adapters import lora_of
 from spmd_engine.cli.composition import COMPOSITION
 from spmd_engine.cli.options import with_options
-from spmd_engine.comm.mesh import parse_axes
 from spmd_engine.engine.composition import PIPELINES, RECOMPUTE, Composition
 from spmd_engine.engine.stages import parse_division
 from spmd_engine.errors import UsageError

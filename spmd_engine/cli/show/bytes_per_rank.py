@@ -9,7 +9,7 @@ from math import prod
 
 import numpy as np
 
-from spmd_engine.comm.mesh_position import MeshPosition, all_positions
+from spmd_engine.axes import MeshPosition, all_positions
 from spmd_engine.engine.assignment import PIPE
 from spmd_engine.engine.composition import Composition, composed_assignment, composed_layout
 from spmd_engine.engine.optimizers import AdamW, Optimizer

@@ -9,11 +9,12 @@ from pathlib import Path
 import click
 import numpy as np
 
+from spmd_engine.axes import parse_axes
 from spmd_engine.cli.show.options import output_option
 from spmd_engine.cli.show.output import present
 from spmd_engine.cli.show.picture import COLOURS, PALE, Cell, Picture, text
 from spmd_engine.cli.show.ways_table import ways_on_mesh
-from spmd_engine.comm.mesh import Mesh, parse_axes
+from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.threads import run
 from spmd_engine.errors import UsageError
 

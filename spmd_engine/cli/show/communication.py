@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from spmd_engine.axes import all_positions, parse_axes
 from spmd_engine.cli.composition import composition_of, composition_options, model_of
 from spmd_engine.cli.config_file import config_option
 from spmd_engine.cli.experts import mixture_options
@@ -14,8 +15,6 @@ from spmd_engine.cli.options import images_option
 from spmd_engine.cli.show.options import dtype_option, mesh_option, model_option, output_option
 from spmd_engine.cli.show.output import present
 from spmd_engine.cli.show.picture import BLUE, GREEN, ORANGE, PALE, PURPLE, SKY, YELLOW, Cell, Picture, table, text
-from spmd_engine.comm.mesh import parse_axes
-from spmd_engine.comm.mesh_position import all_positions
 from spmd_engine.errors import UsageError
 from spmd_engine.planning import analyze
 from spmd_engine.planning.step_analysis import Communication, RankStep

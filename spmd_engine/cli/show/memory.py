@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from spmd_engine.axes import MeshPosition, parse_axes
 from spmd_engine.cli.config_file import config_option
 from spmd_engine.cli.options import image_shape, images_option
 from spmd_engine.cli.show.bytes_per_rank import CLASSES, bytes_per_rank
@@ -21,8 +22,6 @@ from spmd_engine.cli.show.options import (
 )
 from spmd_engine.cli.show.output import present
 from spmd_engine.cli.show.picture import BLUE, GREEN, ORANGE, PURPLE, Cell, Picture, listed, table, text
-from spmd_engine.comm.mesh import parse_axes
-from spmd_engine.comm.mesh_position import MeshPosition
 from spmd_engine.engine.composition import Composition
 from spmd_engine.models.images import ImageShape
 from spmd_engine.models.names import build_model

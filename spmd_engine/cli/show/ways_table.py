@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from spmd_engine.comm.mesh_position import all_positions
+from spmd_engine.axes import all_positions
 from spmd_engine.comm.slot_table import room_of
 from spmd_engine.comm.transports.hierarchical import even_nodes
 from spmd_engine.comm.tuning import Tuning

@@ -1,4 +1,4 @@
-"""A rank's place on named axes, of a mesh that need not exist: what shardings are planned and drawn on."""
+"""Named axes of ranks, and a place on them: of a mesh that need not exist, what shardings are planned and drawn on."""
 
 from __future__ import annotations
 
@@ -72,3 +72,18 @@ def all_positions(axes: Mapping[str, int]) -> list[MeshPosition]:
     if 0 in axes.values() or prod(axes.values()) > MOST:
         raise MeshError(f"mesh {mesh}: sizes are from 1, and together at most {MOST} ranks here")
     return mesh.peers(None)
+
+
+def parse_axes(text: str) -> dict[str, int]:
+    """``"data=4,model=2"`` as {"data": 4, "model": 2}; raises MeshError saying what is wrong."""
+    axes: dict[str, int] = {}
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        name, equals, size = (p.strip() for p in part.partition("="))
+        if not equals or not name.isidentifier() or not size.isdigit():
+            raise MeshError(f"cannot read mesh {text!r} at {part!r}; write axes as in data=4,model=2")
+        if name in axes:
+            raise MeshError(f"mesh {text!r} names axis {name!r} twice")
+        axes[name] = int(size)
+    if not axes:
+        raise MeshError(f"mesh {text!r} names no axis; write axes as in data=4,model=2")
+    return axes
