@@ -88,7 +88,7 @@ class Cache:
         Raises UsageError if a window would then reach positions that are dropped already.
         """
         limits = [length] * len(self.lengths) if isinstance(length, int) else list(length)
-        if not self._columns or all(limit >= have for limit, have in zip(limits, self.lengths, strict=True)):
+        if not self._lengths or all(limit >= have for limit, have in zip(limits, self.lengths, strict=True)):
             return
         limits = [min(pair) for pair in zip(limits, self.lengths, strict=True)]
         for columns in self._columns.values():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import ceil
 
 from spmd_engine.planning.machine import Machine
@@ -71,8 +72,8 @@ class ComputeTimes:
         key = self.machine.node(rank).name, id(computations)
         if key not in self._steps:  # with the computations, so that their id stays their own
             times, passes = [self.of(rank, each) for each in computations], [_pass(each) for each in computations]
-            following = (*passes[1:], None)
-            hosts = [time.host * (this != after) for time, this, after in zip(times, passes, following, strict=True)]
+            following = pairwise((*passes, None))
+            hosts = [time.host * (this != after) for time, (this, after) in zip(times, following, strict=True)]
             self._steps[key] = computations, ([time.seconds for time in times], hosts)
         return self._steps[key][1]
 

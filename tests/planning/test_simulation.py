@@ -74,6 +74,11 @@ def test_ranks_share_cores():
     assert ms(simulate(analysis(*steps), machine(cores=1))) == 6  # both until 4 ms, then one alone
 
 
+def test_a_rank_without_samples_only_takes_part():
+    steps = [([work("a", 4)], [all_reduce(0, 2_000_000, 1, 1)]), ([], [all_reduce(1, 2_000_000, 0, 0)])]
+    assert ms(simulate(analysis(*steps), machine())) == 6
+
+
 def test_moving_bytes_by_copy_needs_a_core():
     steps = [([work("a", 4)], [all_reduce(rank, 1_000_000, 1, 1)]) for rank in range(2)]
     # an all_reduce copies twice its bytes: 2 ms of a core on each rank
