@@ -66,6 +66,24 @@ class ComputeTimes:
             self._known[key] = self._of(rank, computation)
         return self._known[key]
 
+    def least(self, rank: int, computation: Computation, parts: int) -> float:
+        """Seconds that a rank takes at least which has one of so many parts of a computation, however it is cut."""
+        node, fitted = self.machine.node(rank), self.machine.fitted
+
+        def bandwidth(size: float) -> float:
+            return max(node.memory_bandwidth(size), node.memory_bandwidth(size / parts)) * fitted.memory_share
+
+        seconds = 0.0
+        for product in computation.products:
+            moved, each = bytes_of(product), 2 * product.m * product.n * product.k * product.batch
+            if each:
+                speed = self.machine.speed(rank, DTYPES[product.itemsize], each)
+                seconds += max(product.flops / speed, moved / bandwidth(moved / product.calls))
+        moved = computation.bytes_read + computation.bytes_written - sum(map(bytes_of, computation.products))
+        calls = computation.calls - sum(product.calls for product in computation.products)
+        seconds += max(moved, 0) / bandwidth(max(moved, 1) / max(calls, 1))
+        return seconds / parts + (0.0 if node.has_devices else fitted.pass_seconds)
+
     def seconds(self, rank: int, computations: Sequence[Computation]) -> tuple[list[float], list[float]]:
         """Of each computation of a step, and of the host that hands it over; those of ranks that have the same step on
         nodes of one kind are found once. A pass has been handed over before the last of its computations is done."""

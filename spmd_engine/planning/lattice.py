@@ -132,9 +132,13 @@ def meshes(choices: SearchSpace) -> Iterator[dict[str, int]]:
     model = choices.model
     limits = _limits(model, choices.axes or ())
     names = [axis for axis in limits if choices.axes is None or axis in choices.axes]
+    lengths = dict(zip(model.inputs.split()[1:], model.sample or (), strict=False))
+    square = lengths.get("h") == lengths.get("w")
     for ranks in sorted(set(choices.ranks)):
         for sizes in _factorings(ranks, [limits[axis] for axis in names]):
             axes = {axis: size for axis, size in zip(names, sizes, strict=True) if size > 1} or {"data": 1}
+            if axes.get("columns", 1) > axes.get("rows", 1) and square and choices.axes is None:
+                continue  # as many rows and as few columns are the same, but for rows that lie in one piece
             if choices.axes is None or "queries" in choices.axes:
                 axes = with_queries_apart(model, axes)
             for ordered in _orders(axes, choices.node_ranks):

@@ -6,7 +6,7 @@ images) is on the small mesh that is analyzed; what only repeats them (data, pip
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from math import prod
@@ -17,6 +17,7 @@ import numpy as np
 from spmd_engine.axes import MeshPosition
 from spmd_engine.engine.assignment import assign
 from spmd_engine.engine.composition import Composition, composed_layout
+from spmd_engine.layers.layer import Layer
 from spmd_engine.models import Model, layout_for
 from spmd_engine.planning.analyze import analyze
 from spmd_engine.planning.collective_time import CollectiveTimes
@@ -25,19 +26,22 @@ from spmd_engine.planning.lattice import BATCH, PIPE, Candidate
 from spmd_engine.planning.layer_costs import LayerCosts, between
 from spmd_engine.planning.machine import Machine
 from spmd_engine.planning.meetings import place_of, whole_bytes
-from spmd_engine.planning.passes import PassCache
+from spmd_engine.planning.passes import PassCache, kind_of
 from spmd_engine.planning.step_analysis import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHTS,
     FORWARD,
     NORM,
     UPDATE,
+    Computation,
     RankStep,
     StepAnalysis,
 )
 
 #: Samples of a micro-batch on a rank for which layers are looked at; in between, and beyond, costs follow a line.
 SAMPLES = (1, 8)
+Costs = tuple[dict[str, LayerCosts], float]  #: of layers by name, and the optimizer's seconds an element
+Find = Callable[[Mapping[str, int], Candidate, int], Costs]  #: of layers on a small mesh, with so many samples
 STATES = ("parameters", "gradients", "optimizer state")
 
 
@@ -58,7 +62,7 @@ class Profiles:
         self.compute, self.collectives = ComputeTimes(machine), CollectiveTimes(machine)
         self.small, self.like = reduced(model)
         self._images = {"h", "w"} <= set(model.inputs.split())
-        self._known: dict[tuple, tuple[dict[str, LayerCosts], float]] = {}
+        self._known: dict[tuple, Costs] = {}
         self._listed: dict[tuple, tuple[list[LayerCosts], float]] = {}
         #: analyses by what is on the small mesh: they are the same on any machine
         self.raw: dict[tuple, StepAnalysis] = {}
@@ -68,41 +72,80 @@ class Profiles:
     def of(self, candidate: Candidate) -> tuple[list[LayerCosts], float]:
         """Of each layer of the model, as this candidate cuts it; named as the first that is like it. And the seconds
         of the optimizer, and of the gradient's norm, for each element that a rank updates."""
-        outer = (PIPE, "replicate", "shard") if self._images else (PIPE, "data", "replicate", "shard")
-        inner = {axis: size for axis, size in candidate.axes if axis not in outer and size > 1}
-        full = tuple(inner.items()), candidate.sequence_parallel, candidate.context_method, candidate.samples
-        if full not in self._listed:
-            costs, update = self._at(inner, candidate, candidate.samples)
-            self._listed[full] = [costs[self.like[name]] for name, _ in self.model.layers], update
-        return self._listed[full]
+        return self._all(self._found, self._inner(candidate), candidate)
 
-    def _at(self, inner: Mapping[str, int], candidate: Candidate, samples: int) -> tuple[dict[str, LayerCosts], float]:
+    def least(self, candidate: Candidate) -> tuple[list[LayerCosts], float]:
+        """What these costs are not below: of parts as large as this candidate's, of layers that were looked at whole,
+        with nothing sent inside of them."""
+        return self._all(self._part, self._inner(candidate), candidate)
+
+    def cuts(self, candidate: Candidate) -> bool:
+        """Whether it cuts layers: else ``of`` has to look at no more than ``least``."""
+        return _parts(self._inner(candidate)) > 1
+
+    def _inner(self, candidate: Candidate) -> dict[str, int]:
+        """The axes of the small mesh."""
+        outer = (PIPE, "replicate", "shard") if self._images else (PIPE, "data", "replicate", "shard")
+        return {axis: size for axis, size in candidate.axes if axis not in outer and size > 1}
+
+    def _all(self, find: Find, inner: Mapping[str, int], candidate: Candidate) -> tuple[list[LayerCosts], float]:
+        """Of each layer of the model, what is ``find``'s of the small one's."""
+        key = self._key(find, inner, candidate, candidate.samples)
+        if key not in self._listed:
+            costs, update = self._at(find, inner, candidate, candidate.samples)
+            self._listed[key] = [costs[self.like[name]] for name, _ in self.model.layers], update
+        return self._listed[key]
+
+    @staticmethod
+    def _key(find: Find, inner: Mapping[str, int], candidate: Candidate, samples: int) -> tuple:
+        how = candidate.sequence_parallel, candidate.context_method
+        return find.__name__, tuple(inner.items()), *how, samples
+
+    def _at(self, find: Find, inner: Mapping[str, int], candidate: Candidate, samples: int) -> Costs:
         """Of the small model's layers by name, and the optimizer's, with so many samples: looked at, or on a line."""
         if samples in SAMPLES:
-            key = tuple(inner.items()), candidate.sequence_parallel, candidate.context_method, samples
+            key = self._key(find, inner, candidate, samples)
             if key not in self._known:
-                self._known[key] = self._find(inner, candidate, samples)
+                self._known[key] = find(inner, candidate, samples)
             return self._known[key]
         above = min((n for n in SAMPLES if n > samples), default=SAMPLES[-1])
         low = max(n for n in SAMPLES if n < above)
-        (few, _), (many, update) = (self._at(inner, candidate, n) for n in (low, above))
+        (few, _), (many, update) = (self._at(find, inner, candidate, n) for n in (low, above))
         share = (samples - low) / (above - low)
         return {name: between(few[name], many[name], share) for name in few}, update
 
-    def _find(
-        self, inner: Mapping[str, int], candidate: Candidate, samples: int
-    ) -> tuple[dict[str, LayerCosts], float]:
+    def _found(self, inner: Mapping[str, int], candidate: Candidate, samples: int) -> Costs:
+        """What layers take that are cut so."""
         found = self._analyzed(inner, candidate, samples)
         step = max((kind.step for kind in found.classes), key=lambda step: step.flops)
         place = MeshPosition(dict(inner) or {"data": 1}, dict(step.coordinates))
+        return self._costs(step, place, candidate, samples)
+
+    def _part(self, inner: Mapping[str, int], candidate: Candidate, samples: int) -> Costs:
+        """What a part takes, if layers that are not cut are cut into so many; nothing is said of what they save, which
+        of two layers may be counted for either."""
+        step = (
+            self._analyzed({}, replace(candidate, sequence_parallel=False, context_method=None), samples)
+            .classes[0]
+            .step
+        )
+        place = MeshPosition(dict(inner), dict.fromkeys(inner, 0))
+        return self._costs(step, place, candidate, samples, _parts(inner))
+
+    def _costs(self, step: RankStep, place: MeshPosition, candidate: Candidate, samples: int, parts: int = 1) -> Costs:
+        """Of a step, or of a part of it: one of so many."""
         layout = layout_for(self.small, place, sequence_parallel=candidate.sequence_parallel)
-        costs = self._layers(step, place, layout, candidate, samples)
+        costs = self._layers(step, place, layout, candidate, samples, parts)
         if self.machine.unlike and not self.of_nodes:
             self.of_nodes = self._by_node(step)
         elements = sum(each.parameters - each.tied for each in costs)
         rest = [c for c in step.computations if c.phase in (UPDATE, NORM)]
-        seconds = sum(self.compute.of(0, each).seconds for each in rest)
+        seconds = sum(self._seconds(each, parts) for each in rest)
         return {each.name: each for each in costs}, seconds / max(elements, 1)
+
+    def _seconds(self, computation: Computation, parts: int) -> float:
+        compute = self.compute
+        return compute.of(0, computation).seconds if parts == 1 else compute.least(0, computation, parts)
 
     def _by_node(self, step: RankStep) -> dict[str, float]:
         """Seconds of a step on a rank of each kind of node, while all ranks of the node compute."""
@@ -133,12 +176,12 @@ class Profiles:
         return self.raw[key]
 
     def _layers(
-        self, step: RankStep, place: MeshPosition, layout, candidate: Candidate, samples: int
+        self, step: RankStep, place: MeshPosition, layout, candidate: Candidate, samples: int, parts: int
     ) -> list[LayerCosts]:
         work = {name: dict.fromkeys((FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHTS), 0.0) for name, _ in self.small.layers}
         for each in step.computations:
             if each.layer in work and each.phase in work[each.layer]:
-                work[each.layer][each.phase] += self.compute.of(0, each).seconds
+                work[each.layer][each.phase] += self._seconds(each, parts)
         host = {name: dict.fromkeys((FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHTS), 0.0) for name in work}
         for each in step.computations:
             if each.layer in host and each.phase in host[each.layer]:
@@ -146,9 +189,10 @@ class Profiles:
         last = self.small.layers[-1][0]
         for each in step.computations:
             if each.phase == "loss":
-                work[last][FORWARD] += self.compute.of(0, each).seconds
-        inside, sent = self._communication(step, place, candidate)
-        memory = _memory(step, [name for name, _ in self.small.layers])
+                work[last][FORWARD] += self._seconds(each, parts)
+        inside, sent = self._communication(step, place, candidate) if parts == 1 else ({}, {})
+        names = [name for name, _ in self.small.layers]
+        memory = _memory(step, names) if parts == 1 else dict.fromkeys(names, (0, 0, 0))
         sizes = _outputs(self.small, place, layout, samples, self.sequence, self.dtype)
         elements = _parameters(self.small, place, layout)
         groups = _groups(self.small, place, layout, np.dtype(self.dtype).itemsize, self.base)
@@ -203,22 +247,32 @@ class Profiles:
 
 
 def reduced(model: Model) -> tuple[Model, dict[str, str]]:
-    """The model with one of all layers that are alike, and for each layer's name the name of the one that is left."""
-    seen: dict[tuple, str] = {}
+    """The model with one of all layers that are alike, and for each layer's name the name of the one that is left.
+
+    Of layers of images, which may be alike and yet of other sizes, one is left of those that follow each other.
+    """
+    seen: dict[Hashable, str] = {}
     like: dict[str, str] = {}
     kept = []
     images = {"h", "w"} <= set(model.inputs.split())
     for name, layer in model.layers:
-        declared = tuple((own, each.dims, each.whole(layer.sizes)) for own, each in layer.parameters.items())
-        what = type(layer).__name__, layer.inputs, layer.outputs, name.partition("/")[2]
-        key = (*what, tuple(sorted(layer.sizes.items())), declared)
-        if images or layer.inputs.dims != layer.outputs.dims or key not in seen:
+        key = kind_of(layer) if images else _kind(name, layer)
+        if images and key not in seen:
+            seen.clear()
+        if layer.inputs.dims != layer.outputs.dims or key not in seen:
             seen.setdefault(key, name)
             like[name] = name
             kept.append((name, layer))
         else:
             like[name] = seen[key]
     return replace(model, layers=tuple(kept)), like
+
+
+def _kind(name: str, layer: Layer) -> Hashable:
+    """Equal for layers that are alike."""
+    declared = tuple((own, each.dims, each.whole(layer.sizes)) for own, each in layer.parameters.items())
+    what = type(layer).__name__, layer.inputs, layer.outputs, name.partition("/")[2]
+    return *what, tuple(sorted(layer.sizes.items())), declared
 
 
 def with_even_vocabulary(model: Model, axes: Mapping[str, int], composition: Composition) -> Model:
@@ -233,6 +287,11 @@ def with_even_vocabulary(model: Model, axes: Mapping[str, int], composition: Com
             layer.sizes = {**layer.sizes, "v": even}
         layers.append((name, layer))
     return replace(model, layers=tuple(layers), vocabulary=even)
+
+
+def _parts(inner: Mapping[str, int]) -> int:
+    """Into how many parts a mesh cuts layers, beside the samples."""
+    return prod(size for axis, size in inner.items() if axis not in BATCH)
 
 
 def _memory(step: RankStep, names: Sequence[str]) -> dict[str, tuple[int, int, int]]:

@@ -1,17 +1,20 @@
 """The planner's search: branch and bound over the lattice, with a certificate.
 
-Every candidate has a bound, which costs microseconds: no way to divide its layers into stages is quicker or needs
-less memory. Candidates are estimated in the order of their bounds, and the search ends when the next bound is no better
-than what was found: then nothing that was left out is better. If time runs out before, the certificate says by how
-much the best could still be beaten.
+Every candidate has two bounds: no way to cut its layers into as many parts is quicker or needs less memory than the
+first, no way to divide them into stages than the second. Each costs microseconds; but for the second one must look at
+layers that are cut as the candidate cuts them, for the first only at whole ones. The candidate of the least bound comes
+next: it gets its second bound, or is estimated. The search ends when the next bound is no better than what was found:
+then nothing that was left out is better. If time runs out before, the certificate says by how much the best could still
+be beaten.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush
 from time import process_time
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,7 +24,7 @@ from spmd_engine.engine.shares import WORK, parse_shares
 from spmd_engine.errors import SpmdError
 from spmd_engine.models import Model
 from spmd_engine.planning.estimate import Bound, Estimate, Estimator
-from spmd_engine.planning.goals import Constraints, least, value
+from spmd_engine.planning.goals import Constraints, Limits, least, value
 from spmd_engine.planning.lattice import Candidate, SearchSpace, candidates
 from spmd_engine.planning.layer_costs import CutLayers, repeated_layers
 from spmd_engine.planning.machine import Machine
@@ -61,6 +64,16 @@ class Found:
     broken: Mapping[frozenset[str], Estimate] = field(default_factory=dict)  #: limits that are not kept -> by whom
 
 
+class _Entry(NamedTuple):
+    """A candidate that was not estimated yet; the first is the one that comes next."""
+
+    least: tuple[float, ...]  #: of the goal
+    number: int  #: in the lattice
+    candidate: Candidate
+    bound: Bound
+    first: bool  #: whether that is its first bound
+
+
 class Planner:
     """Searches; what it learns of layers is kept from one search to the next."""
 
@@ -85,24 +98,25 @@ class Planner:
         self._given = parse_shares(base.shares, "--shares", WORK, least=1)
         self._cut: dict[tuple, Cut | None] = {}  # None where the model cannot be cut so
 
-    def estimator(self, candidate: Candidate) -> Estimator | None:
-        """What estimates a candidate; None if the model cannot be cut so."""
+    def estimator(self, candidate: Candidate, first: bool = False) -> Estimator | None:
+        """What estimates a candidate, or finds its ``first`` bound; None if the model cannot be cut so."""
         each = candidate.batch_size // candidate.micro_batches
-        key = candidate.axes, each, candidate.sequence_parallel, candidate.recompute, candidate.zero
+        key = candidate.axes, each, candidate.sequence_parallel, candidate.recompute, candidate.zero, first
         if key not in self._cut:
-            self._cut[key] = self._find_cut(candidate)
+            self._cut[key] = self._find_cut(candidate, first)
         cut = self._cut[key]
         return Estimator(self._setting, candidate, cut) if cut is not None else None
 
-    def _find_cut(self, candidate: Candidate) -> Cut | None:
+    def _find_cut(self, candidate: Candidate, first: bool) -> Cut | None:
         try:
-            costs, update = self.profiles.of(candidate)
+            costs, update = (self.profiles.least if first else self.profiles.of)(candidate)
         except SpmdError:
             return None
         key = id(costs), candidate.recompute
         if key not in self._layers:
             self._layers[key] = CutLayers(self.model, costs, self._repeated(candidate.recompute))
-        cut = self._setting.cut(candidate.axes, candidate.zero, self._layers[key], update)
+        waits = 0 if first else candidate.zero  # for what ZeRO gathers: less work would hide less of it
+        cut = self._setting.cut(candidate.axes, waits, self._layers[key], update)
         paces = stage_paces(self.machine, self.profiles.of_nodes, candidate, self._given)
         return cut if paces is None else replace(cut, paces=paces)
 
@@ -127,33 +141,46 @@ class Planner:
         """
         deadline = process_time() + seconds
         limits = constraints.limits
-        entries: list[tuple[tuple[float, ...], int, Candidate, Bound]] = []
+        entries: list[_Entry] = []
         total = excluded = 0
         for candidate in candidates(choices):
             total += 1
-            estimator = self.estimator(candidate)
-            if estimator is None:
+            entry = self._entry(goal, candidate, total, limits, first=self.profiles.cuts(candidate))
+            if entry is None:
                 excluded += 1
-                continue
-            bound = estimator.bound()
-            if limits.surely_broken(bound):
-                excluded += 1
-                continue
-            entries.append((least(goal, candidate, bound), total, candidate, bound))
-        entries.sort(key=lambda entry: entry[:2])
+            else:
+                entries.append(entry)
+        heapify(entries)
+        second_bounds = sum(not entry.first for entry in entries)
         best: list[Estimate] = []
         known: dict[Candidate, Estimate | None] = {}
         broken: dict[frozenset[str], Estimate] = {}
+        left: list[tuple[float, ...]] = []  # bounds of what was not looked at
         complete = True
-        left = None  # the least bound of what was not looked at
         patience = max(deadline, process_time()) + PATIENCE * seconds
-        for at_least, _, candidate, _ in entries:
-            if first and best or len(best) == keep and at_least >= value(goal, best[-1]):
-                left = at_least
+        while entries:
+            entry = heappop(entries)
+            if first and best or len(best) == keep and entry.least >= value(goal, best[-1]):
+                left.append(entry.least)
                 break
-            if process_time() > (deadline if best else patience) and len(known) >= keep:
-                left, complete = at_least, False
+            late = process_time() > (deadline if best else patience)
+            if late and len(known) >= keep:
+                left.append(entry.least)
+                complete = False
                 break
+            candidate = entry.candidate
+            if entry.first and process_time() > deadline and second_bounds > len(known):
+                left.append(entry.least)  # rather than look at more, estimate what was looked at
+                complete = False
+                continue
+            if entry.first:
+                second = self._entry(goal, candidate, entry.number, limits, first=False)
+                if second is None:
+                    excluded += 1
+                else:
+                    heappush(entries, second)
+                    second_bounds += 1
+                continue
             estimate = known[candidate] = self._estimate(candidate, limits.memory)
             if estimate is None:
                 continue
@@ -164,27 +191,34 @@ class Planner:
             best = sorted([*best, estimate], key=lambda each: value(goal, each))[:keep]
         reached = value(goal, best[0])[0] if best else float("inf")
         certificate = Certificate(
-            reached, min(reached, left[0]) if left is not None else reached, total, excluded, len(known), complete
+            reached, min([reached, *(each[0] for each in left)]), total, excluded, len(known), complete
         )
         points = [each for each in known.values() if each is not None and not limits.broken(each)]
         if front and best:
-            points += self._more(entries, known, points, limits, min(deadline, process_time() + OF_FRONT))
+            points += self._more(entries, points, limits, min(deadline, process_time() + OF_FRONT))
         return Found(best, pareto(points), certificate, broken)
+
+    def _entry(self, goal: str, candidate: Candidate, number: int, limits: Limits, *, first: bool) -> _Entry | None:
+        """A candidate with its first bound, or its second; None if it cannot be, or breaks a limit."""
+        estimator = self.estimator(candidate, first)
+        if estimator is None or limits.surely_broken(bound := estimator.bound()):
+            return None
+        return _Entry(least(goal, candidate, bound), number, candidate, bound, first)
 
     def _estimate(self, candidate: Candidate, memory: float | None) -> Estimate | None:
         estimator = self.estimator(candidate)
         assert estimator is not None
         return estimator.estimate(memory if memory is not None else np.inf) or estimator.estimate()
 
-    def _more(self, entries, known, points: Sequence[Estimate], limits, deadline: float) -> Iterator[Estimate]:
+    def _more(
+        self, entries: Sequence[_Entry], points: Sequence[Estimate], limits: Limits, deadline: float
+    ) -> Iterator[Estimate]:
         """Estimates of what may belong to the front: its bounds are not beaten in both."""
         front = pareto(points)
-        for _, _, candidate, bound in sorted(entries, key=lambda entry: entry[3].memory):
+        for _, _, candidate, bound, _ in sorted(entries, key=lambda entry: entry.bound.memory):
             if process_time() > deadline:
                 return
-            if candidate in known or any(
-                each.seconds <= bound.seconds and each.memory <= bound.memory for each in front
-            ):
+            if any(each.seconds <= bound.seconds and each.memory <= bound.memory for each in front):
                 continue
             estimate = self._estimate(candidate, limits.memory)
             if estimate is not None and not limits.broken(estimate):

@@ -57,6 +57,40 @@ def test_nothing_is_better_than_its_bound(everything, goal):
         assert first <= value(goal, estimate)[0] + 1e-9 * abs(first), candidate
 
 
+@pytest.mark.parametrize(
+    ("name", "machine"),
+    [
+        ("llama-nano", "a100"),
+        ("resnet-nano", "cpu"),
+        ("gpt-moe-nano", "h100"),
+        pytest.param("convnet", "a100", marks=pytest.mark.soak),
+        pytest.param("mlp", "cpu", marks=pytest.mark.soak),
+        pytest.param("gpt2", "a100", marks=pytest.mark.soak),
+    ],
+)
+def test_what_is_known_before_looking_at_cut_layers_is_no_more_than_after(name, machine):
+    model = build_model(name)
+    planner = Planner(model, read_machine(machine).with_ranks(8))
+    looked = 0
+    for candidate in candidates(SearchSpace(model, [4], [8], 8)):
+        if planner.profiles.cuts(candidate) and (second := planner.estimator(candidate)) is not None:
+            before, after = planner.estimator(candidate, first=True).bound(), second.bound()
+            assert before.seconds <= after.seconds * (1 + 1e-9), candidate
+            assert before.memory <= after.memory * (1 + 1e-9), candidate
+            looked += 1
+    assert looked > 0
+
+
+def test_when_time_is_over_nothing_more_is_looked_at(asked, everything, monkeypatch):
+    """Each question after the time takes a second."""
+    planner, choices = asked
+    clock = iter(range(1 << 20))
+    monkeypatch.setattr("spmd_engine.planning.search.process_time", lambda: next(clock))
+    found = planner.search(choices, Constraints(), seconds=9.5, keep=3)
+    assert not found.certificate.complete and found.certificate.estimated < 10
+    assert found.certificate.bound <= min(estimate.seconds for _, _, estimate in everything) <= found.best[0].seconds
+
+
 def test_the_front_is_of_plans_that_none_beats_in_both(everything):
     front = pareto([estimate for _, _, estimate in everything])
     for each in front:
