@@ -283,7 +283,9 @@ known_system = lru_cache(read_system)
 @lru_cache
 def known_work(system: str, size: GPTSize, repeats: str) -> Model:
     """A GPT as a system computes it."""
-    transformer = Transformer(size.layers, size.width, size.heads, size.context, size.vocabulary, size.hidden)
+    transformer = Transformer(
+        size.layers, size.width, size.heads, size.context, size.vocabulary, size.hidden, size.key_value_heads
+    )
     return model_of(known_system(system), transformer, repeats)
 
 
