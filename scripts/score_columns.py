@@ -30,6 +30,7 @@ NAMES: Mapping[str, Sequence[str]] = {
     "gpus": ("gpus", "num_gpus", "n_gpus", "gpu_count", "number_of_gpus", "world_size", "devices", "ranks"),
     "nodes": ("nodes", "num_nodes", "n_nodes", "servers"),
     "per_node": ("gpus_per_node", "per_node", "ranks_per_node"),
+    "between": ("node_gbps", "interconnect_gbps", "internode_gbps", "network_gbps"),  # of a node
     "tp": ("tp", "tensor", "tensor_parallel", "tensor_parallel_size", "model_parallel", "t"),
     "pp": ("pp", "pipe", "pipeline", "pipeline_parallel", "pipeline_parallel_size", "p"),
     "virtual": ("virtual", "virtual_chunks", "vpp", "vp", "chunks", "interleave", "virtual_pipeline"),
@@ -76,7 +77,7 @@ TIME_NAMES = "step_seconds", "iteration_ms", "tokens_per_second_per_gpu", "tflop
 DEFAULTS = {
     "sequence": 2048, "vocabulary": 51200, "tp": 1, "pp": 1, "dp": 0, "micro_batch": 0, "virtual": 1, "zero": 0,
     "accumulation": 0, "global_batch": 0, "kv_heads": 0, "ffn": 0, "gpus": 0, "nodes": 0, "per_node": 0, "cp": 1,
-    "ep": 1,
+    "ep": 1, "between": 0,
 }  # fmt: skip
 TOLD = "sequence", "vocabulary", "tp", "pp", "dp", "gpu"  #: of which it is said that they were taken
 #: What a run has of these, as it is told.
@@ -121,6 +122,7 @@ class TransformerRun:
     flash: bool | None = None
     framework: str = ""
     per_node: int = 8  #: GPUs of a node
+    between: int = 0  #: Gbit/s that a node sends to others; 0: as the machine's file says
 
     @property
     def ranks(self) -> int:
@@ -226,6 +228,7 @@ class Columns:
             flash=yes(cells["flash"]) if cells.get("flash") else None,
             framework=plain_name(cells.get("framework", "")),
             per_node=per_node,
+            between=n["between"],
         )
         return self._measured(run, row)
 

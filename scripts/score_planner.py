@@ -257,7 +257,7 @@ def run_of(told: TransformerRun, way: Way) -> Run:
     size = GPTSize(*sizes, tied=not told.gated, key_value_heads=told.kv_heads)
     repeats = "selective" if recompute == "selective" else "none"
     run = Run(size, candidate, told.seconds or 0.0, told.gpu, system_of(told), repeats, way.overlap)
-    run.counted, run.per_node = told.flops(repeated=True), told.per_node
+    run.counted, run.node = told.flops(repeated=True), (told.per_node, told.between)
     return run
 
 
@@ -342,7 +342,7 @@ class Run:
         self.size, self.candidate, self.seconds, self.machine = size, candidate, seconds, machine
         self.system, self.repeats, self.overlap = system, repeats, overlap
         self.counted: float | None = None  #: FLOPs, where others than a GPT's are
-        self.per_node = 0  #: GPUs of a node; 0: as many as the machine's file says
+        self.node = 0, 0  #: GPUs of a node, and Gbit/s that it sends; 0: as the machine's file says
 
     @property
     def flops(self) -> float:
@@ -385,14 +385,15 @@ class HalfPlanner(Planner):
 
 
 @lru_cache
-def known_machine(name: str, per_node: int) -> Machine:
-    """A machine whose nodes have so many GPUs, each with its adapter; 0: as many as its file says."""
+def known_machine(name: str, per_node: int, between: int) -> Machine:
+    """A machine whose nodes have so many GPUs and send so many Gbit/s; 0: as its file says."""
     machine = read_machine(name)
-    node, between = machine.nodes[0], machine.between
-    if per_node in (0, node.ranks):
-        return machine
-    lanes = round((between.lanes or node.ranks) * per_node / node.ranks)
-    return replace(machine, nodes=(replace(node, ranks=per_node),), between=replace(between, lanes=max(lanes, 1)))
+    node, link = machine.nodes[0], machine.between
+    ranks = per_node or node.ranks
+    lanes = max(round((link.lanes or node.ranks) * ranks / node.ranks), 1)
+    bandwidth = between * 1e9 / 8 / lanes if between else link.bandwidth
+    nodes = (replace(node, ranks=ranks),)
+    return replace(machine, nodes=nodes, between=replace(link, lanes=lanes, bandwidth=bandwidth))
 
 
 known_model = lru_cache(gpt)  # built once for all trials of a fit
@@ -424,7 +425,7 @@ class Predictor:
             return None
 
     def _seconds(self, run: Run, **fitted: float) -> float | None:
-        machine = known_machine(run.machine, run.per_node).with_fitted(**fitted).with_ranks(run.candidate.ranks)
+        machine = known_machine(run.machine, *run.node).with_fitted(**fitted).with_ranks(run.candidate.ranks)
         size, candidate = run.size, run.candidate
         if run.system is None:
             planner = HalfPlanner(known_model(size), machine)
