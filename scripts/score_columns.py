@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
+from spmd_engine.errors import UsageError
 from spmd_engine.planning.machine_file import read_machine
 from spmd_engine.planning.model_file import LARGE
 
@@ -84,6 +85,8 @@ TOLD = "sequence", "vocabulary", "tp", "pp", "dp", "gpu"  #: of which it is said
 SIZES = ("layers", "hidden", "heads", "sequence", "vocabulary", "tp", "pp", "dp", "micro_batch", "global_batch")
 SIZES += "virtual", "zero"
 SHARDED = {"full_shard": 3, "fsdp": 3, "zero3": 3, "hybrid_shard": 3, "shard_grad_op": 2, "no_shard": 0, "ddp": 0}
+FULLY_SHARDED = "fsdp", "fsdp2", "fsdp_gpt", "torchtitan"
+NOT = "", "0", "no", "false", "n/a"  #: cells that deny
 RECOMPUTED = {"block": "full", "uniform": "full", "partial": "selective"}
 GPUS = {"a100": "a100", "a800": "a100", "h100": "h100", "h800": "h100", "h200": "h200"}
 #: Llamas (Touvron et al., 2023; Dubey et al., 2024): layers, width, heads, of keys, inside the MLP, vocabulary.
@@ -192,15 +195,18 @@ class Columns:
             told = {what: value for what, value in told.items() if value is not None}
             shape = self._shape(cells)
             gpu = self._gpu(cells.get("gpu", ""))
-        except ValueError as error:
+        except (ValueError, UsageError) as error:
             return str(error)
+        if not re.search("16|mixed|amp|half|^$", cells.get("precision", "").lower()):
+            return f"precision {cells['precision']!r} is not foretold here: products are of 16 bits"
         n = DEFAULTS | shape | told
         per_node, gated = n["per_node"] or 8, yes(cells.get("gated", "")) or bool(shape.get("gated"))
         gpus = n["gpus"] or n["nodes"] * per_node or n["tp"] * n["pp"] * max(n["dp"], 1)
         for what in ("cp", "ep"):
             if n[what] > 1:
                 return f"{what} above 1 is not foretold here"
-        if "zero" not in told and cells.get("fsdp", "").lower() not in ("", "0", "no", "false", "n/a"):
+        framework = plain_name(cells.get("framework", ""))
+        if "zero" not in told and (framework in FULLY_SHARDED or cells.get("fsdp", "").lower() not in NOT):
             n["zero"] = 3
         n["dp"] = n["dp"] or max(gpus // (n["tp"] * n["pp"]), 1)
         if n["tp"] * n["pp"] * n["dp"] != gpus:
@@ -226,7 +232,7 @@ class Columns:
             gpu=gpu,
             recompute=_recompute(cells.get("recompute", "")),
             flash=yes(cells["flash"]) if cells.get("flash") else None,
-            framework=plain_name(cells.get("framework", "")),
+            framework=framework,
             per_node=per_node,
             between=n["between"],
         )
@@ -251,9 +257,12 @@ class Columns:
         return dict(zip(names, LLAMAS[short], strict=True)) | {"gated": 1}
 
     def _gpu(self, cell: str) -> str:
-        """The machine file of a GPU."""
-        if "gpu" not in self.found or not cell:
+        """The machine of a GPU, or the file that a row names."""
+        if not cell:
             return "a100"
+        if cell.endswith(".toml"):
+            read_machine(cell)
+            return cell
         known = next((machine for name, machine in GPUS.items() if name in cell.lower()), None)
         if known is None:
             raise ValueError(
@@ -272,16 +281,24 @@ class Columns:
         what, _, unit = self.time
         value *= unit
         samples, tokens = run.global_batch, run.global_batch * run.sequence
-        seconds = {
-            "seconds": value,
-            "tokens of a GPU": tokens / (value * run.ranks),
-            "tokens": tokens / value,
-            "samples of a GPU": samples / (value * run.ranks),
-            "samples": samples / value,
-            "model FLOPs of a GPU": run.flops(repeated=False) / value,
-            "FLOPs of a GPU": run.flops(repeated=True) / value,
-            "of the peak, by the model's FLOPs": run.flops(repeated=False) / (_part(value) * peak(run.gpu)),
-        }[what]
+        match what:
+            case "seconds":
+                seconds = value
+            case "tokens of a GPU":
+                seconds = tokens / (value * run.ranks)
+            case "tokens":
+                seconds = tokens / value
+            case "samples of a GPU":
+                seconds = samples / (value * run.ranks)
+            case "samples":
+                seconds = samples / value
+            case "FLOPs of a GPU":
+                seconds = run.flops(repeated=True) / value
+            case "model FLOPs of a GPU":
+                seconds = run.flops(repeated=False) / value
+            case _:  # of the peak, perhaps in percent
+                reached = value / 100 if value > 1 else value
+                seconds = run.flops(repeated=False) / (reached * peak(run.gpu))
         return replace(run, seconds=seconds, memory=memory)
 
 
@@ -289,11 +306,6 @@ class Columns:
 def peak(gpu: str) -> float:
     """FLOP/s of products of 16 bits."""
     return read_machine(gpu).nodes[0].speeds["float16"].most
-
-
-def _part(value: float) -> float:
-    """Of 1, where percent may have been told."""
-    return value / 100 if value > 1 else value
 
 
 def plain_name(name: str) -> str:

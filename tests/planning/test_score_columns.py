@@ -1,5 +1,7 @@
 """The reader of tables that nobody prepared for."""
 
+from importlib import resources
+
 import pytest
 
 from script_module import script
@@ -30,6 +32,7 @@ def test_columns_are_known_by_their_usual_names():
         ({"dp": "3"}, "global_batch is no multiple of micro_batch x dp"),
         ({"GPU": "V100"}, "of the GPU 'V100' there is no machine file; there are: a100, h100, h200"),
         ({"cp": "2"}, "cp above 1 is not foretold here"),
+        ({"precision": "FP8"}, "precision 'FP8' is not foretold here: products are of 16 bits"),
     ],
 )
 def test_why_a_row_cannot_be_used_is_said(change, reason):
@@ -82,5 +85,15 @@ def test_sharding_recomputation_and_memory_are_told_in_many_ways():
     run = run_of(row)
     assert (run.zero, run.recompute, run.memory, run.flash) == (3, "full", 2.0, None)
     assert run_of(ROW | {"fsdp": "yes", "activation_ckpt": "no"}).zero == 3
+    assert run_of(ROW | {"fsdp": "0"}).zero == 0 and run_of(ROW | {"Framework": "torchtitan"}).zero == 3
+
+
+def test_a_row_may_name_a_machine_file(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text((resources.files("spmd_engine.planning") / "machines" / "h100.toml").read_text())
+    share_of_peak = {name: value for name, value in ROW.items() if name != "step_ms"} | {"MFU": "50%"}
+    run = run_of(share_of_peak | {"gpu": str(file)})
+    assert run.gpu == str(file) and run.seconds == pytest.approx(run.flops(repeated=False) / (0.5 * 989e12))
+    assert str(tmp_path / "none.toml") in run_of(ROW | {"gpu": str(tmp_path / "none.toml")})
     memory_alone = {name: value for name, value in ROW.items() if name != "step_ms"} | {"memory_gb": "40"}
     assert (run_of(memory_alone).memory, run_of(memory_alone).seconds) == (40.0, None)
