@@ -18,22 +18,24 @@ from spmd_engine.planning.model_file import LARGE
 
 #: What is used, and how columns are called that tell it.
 NAMES: Mapping[str, Sequence[str]] = {
-    "layers": ("layers", "num_layers", "n_layers", "n_layer", "depth", "l"),
-    "hidden": ("hidden", "hidden_size", "width", "d_model", "dim", "embedding", "embedding_size", "n_embd", "h"),
-    "heads": ("heads", "num_heads", "attention_heads", "num_attention_heads", "n_heads", "n_head", "a"),
-    "kv_heads": ("kv_heads", "key_value_heads", "num_key_value_heads", "n_kv_heads", "num_query_groups"),
+    "layers": ("layers", "layer", "depth", "l"),
+    "hidden": ("hidden", "hidden_size", "width", "d_model", "dim", "embedding", "embedding_size", "embd", "h"),
+    "heads": ("heads", "attention_heads", "head", "a"),
+    "kv_heads": ("kv_heads", "key_value_heads", "query_groups"),
     "ffn": ("ffn", "ffn_size", "ffn_hidden_size", "intermediate_size", "mlp", "mlp_hidden", "d_ff"),
     "gated": ("gated", "swiglu", "gated_mlp", "glu"),
     "vocabulary": ("vocabulary", "vocab", "vocab_size", "vocabulary_size"),
     "sequence": ("sequence", "seq", "seq_len", "seqlen", "sequence_length", "seq_length", "context", "seqlen_t", "s"),
     "model": ("model", "model_name", "case", "size", "name"),
     "gpu": ("gpu", "gpu_type", "device", "accelerator", "hardware", "machine", "system"),
-    "gpus": ("gpus", "num_gpus", "n_gpus", "gpu_count", "number_of_gpus", "world_size", "devices", "ranks"),
-    "nodes": ("nodes", "num_nodes", "n_nodes", "servers"),
+    "gpus": ("gpus", "gpu_count", "gpu_num", "world_size", "devices", "ranks"),
+    "nodes": ("nodes", "servers"),
     "per_node": ("gpus_per_node", "per_node", "ranks_per_node"),
     "between": ("node_gbps", "interconnect_gbps", "internode_gbps", "network_gbps"),  # of a node
-    "tp": ("tp", "tensor", "tensor_parallel", "tensor_parallel_size", "model_parallel", "t"),
-    "pp": ("pp", "pipe", "pipeline", "pipeline_parallel", "pipeline_parallel_size", "p"),
+    "tp": ("tp", "tensor", "tensor_parallel", "tensor_parallel_size", "tensor_model_parallel_size", "model_parallel")
+    + ("t",),
+    "pp": ("pp", "pipe", "pipeline", "pipeline_parallel", "pipeline_parallel_size", "pipeline_model_parallel_size")
+    + ("p",),
     "virtual": ("virtual", "virtual_chunks", "vpp", "vp", "chunks", "interleave", "virtual_pipeline"),
     "dp": ("dp", "data", "data_parallel", "data_parallel_size", "dp_fsdp", "d"),
     "cp": ("cp", "context_parallel", "context_parallel_size"),
@@ -41,14 +43,15 @@ NAMES: Mapping[str, Sequence[str]] = {
     "zero": ("zero", "zero_stage", "sharding", "sharding_strategy"),
     "fsdp": ("fsdp", "dp_fsdp", "fully_sharded"),
     "sequence_parallel": ("sequence_parallel", "sequence_parallelism", "sp"),
-    "micro_batch": ("micro_batch", "micro_batch_size", "microbatch", "microbatch_size", "mbs", "micro_bsz", "b"),
+    "micro_batch": ("micro_batch", "micro_batch_size", "microbatch", "microbatch_size", "microbatchsize", "mbs")
+    + ("micro_bsz",),
     "accumulation": ("accumulation", "grad_accumulation", "gradaccum", "gradient_accumulation", "ga", "micro_num"),
     "global_batch": ("global_batch", "global_batch_size", "globalbatchsize", "gbs", "batch_size", "batch"),
     "recompute": ("recompute", "recomputation", "activation_checkpointing", "activation_ckpt", "checkpointing", "ckpt"),
     "flash": ("flash", "flash_attention", "flash_attn", "fused_attention"),
     "precision": ("precision", "dtype"),
     "framework": ("framework", "library", "codebase"),
-}
+}  # fmt: skip
 
 
 def _units(unit: float, names: str) -> dict[str, float]:
@@ -131,13 +134,18 @@ class TransformerRun:
     def ranks(self) -> int:
         return self.tp * self.pp * self.dp
 
+    @property
+    def repeats(self) -> str:
+        """What is recomputed; where that is not told, all, but with fused attention nothing."""
+        return self.recompute or ("none" if self.flash or self.zero == 3 else "full")
+
     def flops(self, *, repeated: bool) -> float:
         """Of a step, each rank's: of the model, or with what full recomputation repeats. All scores count."""
         d, f = self.hidden, self.ffn or 4 * self.hidden
         keys = (self.kv_heads or self.heads) / self.heads
         weights = self.layers * ((2 + 2 * keys) * d * d + (3 if self.gated else 2) * d * f)
         blocks = 2 * weights + 4 * self.layers * self.sequence * d  # of a token's forward
-        ways = 4 if repeated and self.recompute == "full" else 3
+        ways = 4 if repeated and self.repeats == "full" else 3
         return self.global_batch * self.sequence * (ways * blocks + 6 * self.vocabulary * d) / self.ranks
 
 
@@ -177,6 +185,8 @@ class Columns:
         defaults = DEFAULTS | {"gpu": "a100"}
         looked_up = {"vocabulary"} if "layers" not in found else set()
         assumed = {what: defaults[what] for what in TOLD if what not in found.keys() | looked_up and defaults[what]}
+        if "recompute" not in found:
+            assumed["recompute"] = "full, or none with fused attention or ZeRO-3"
         used = {*found.values(), *(time[1:2] if time else ()), *(memory[:1] if memory else ())}
         return cls(found, time, memory, missing, assumed, [name for name in names if name not in used])
 
@@ -309,8 +319,9 @@ def peak(gpu: str) -> float:
 
 
 def plain_name(name: str) -> str:
-    """A name in lower case, all but letters and digits as single underscores."""
-    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+    """A name in lower case, all but letters and digits as single underscores, without "number of" before it."""
+    plain = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+    return re.sub(r"^(number_of|num|n|no_of)_", "", plain)
 
 
 def number(cell: str) -> float | None:

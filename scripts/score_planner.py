@@ -125,7 +125,7 @@ def score_told_steps(name: str, runs: Sequence[TransformerRun], most: int) -> No
     enough = len(runs) >= 2 * few
     scored = runs[few : few + most] if enough and most else runs[few:] if enough else runs
     start = START | STARTS.get(runs[0].gpu, {})
-    plain = [run_of(run, Way(run.recompute or ("none" if run.flash else "full"), True)) for run in scored]
+    plain = [run_of(run, Way(run.repeats, True)) for run in scored]
     score_as_it_is(f"{name}: nothing fitted", plain, start)
     if not enough:
         print(f"  {len(runs)} rows are too few to fit to some and score others")
@@ -184,7 +184,7 @@ def told_memory(run: TransformerRun) -> list[SystemMemory]:
         axes_of(pipe=run.pp, data=run.dp, model=run.tp),
         micro_batch=run.micro_batch,
         micro_batches=max(min(run.global_batch // (run.micro_batch * run.dp), flight), 1),
-        recompute=repeated_by(run) or ("none" if run.flash else "full"),
+        recompute=repeated_by(run) or run.repeats,
         sequence_parallel=run.sequence_parallel,
         chunks=run.virtual if run.pp > 1 else 1,
         zero=run.zero,

@@ -102,10 +102,11 @@ class ComputeTimes:
 
     def _speed(self, rank: int, product: Product, flops: float) -> float:
         """FLOP/s of a product of so many FLOPs, or of a fused kernel, whose share of the device's is published."""
+        dtype = DTYPES[product.itemsize]
         if not product.fused:
-            return self.machine.speed(rank, DTYPES[product.itemsize], flops)
-        speeds = self.machine.node(rank).speeds
-        return product.fused * (speeds.get(FUSED) or speeds[DTYPES[product.itemsize]])(flops)
+            return self.machine.speed(rank, dtype, flops)
+        fused = FUSED in self.machine.node(rank).speeds
+        return product.fused * self.machine.peak(rank, FUSED if fused else dtype, flops)
 
 
 def rounds_of_tiles(m: int, n: int, batch: int, processors: int) -> float:

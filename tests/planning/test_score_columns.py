@@ -17,7 +17,8 @@ def run_of(row):
 def test_columns_are_known_by_their_usual_names():
     columns = Columns.of(list(ROW))
     assert not columns.missing and columns.unused == ["note"]
-    assert columns.assumed == {"sequence": 2048, "vocabulary": 51200, "pp": 1, "gpu": "a100"}
+    taken = {"sequence": 2048, "vocabulary": 51200, "pp": 1, "gpu": "a100"}
+    assert columns.assumed == taken | {"recompute": "full, or none with fused attention or ZeRO-3"}
     run = columns.run(ROW)
     assert (run.layers, run.hidden, run.tp, run.micro_batch, run.seconds) == (24, 1024, 2, 32, 0.25)
 
@@ -53,12 +54,22 @@ def test_what_no_column_tells_is_named_with_what_it_may_be_called():
         {"tokens/sec": "65536"},
         {"samples_per_second": "32"},
         {"seconds": "1"},
-        {"TFLOPS": str(32 * 2048 * (72 * 24 * 1024**2 + 12 * 24 * 2048 * 1024 + 6 * 51200 * 1024) / 4e12)},
+        {"Model TFLOPS": str(32 * 2048 * (72 * 24 * 1024**2 + 12 * 24 * 2048 * 1024 + 6 * 51200 * 1024) / 4e12)},
     ],
 )
 def test_a_rate_tells_the_steps_time(speed):
     row = {name: value for name, value in ROW.items() if name != "step_ms"}
     assert run_of(row | speed | {"#-GPUs": "4"}).seconds == pytest.approx(1)
+
+
+def test_the_header_of_a_famous_table_is_understood():
+    """arXiv 2104.04473, table 1."""
+    row = {"Number of parameters (billion)": "145.6", "Attention heads": "96", "Hidden size": "12288"}
+    row |= {"Number of layers": "80", "Tensor model-parallel size": "8", "Pipeline model-parallel size": "8"}
+    run = run_of(row | {"Number of GPUs": "1536", "Batch size": "2304", "Achieved teraFLOP/s per GPU": "148"})
+    assert (run.layers, run.tp, run.pp, run.dp, run.micro_batch, run.repeats) == (80, 8, 8, 24, 1, "full")
+    flops = 96 * 2304 * 2048 * 80 * 12288**2 * (1 + 2048 / (6 * 12288) + 51200 / (16 * 80 * 12288))
+    assert run.seconds == pytest.approx(flops / (1536 * 148e12))
 
 
 def test_full_recomputation_counts_in_flops_that_a_gpu_makes_and_not_in_the_models():
