@@ -39,7 +39,7 @@ from spmd_engine.planning.machine_file import read_machine
 from spmd_engine.planning.other_systems import SystemMemory, memory_of
 from spmd_engine.planning.other_work import SystemUpdate, model_of
 from spmd_engine.planning.search import Planner
-from spmd_engine.planning.system_file import Transformer, read_system
+from spmd_engine.planning.system_file import RECOMPUTED, Transformer, read_system
 
 Row = dict[str, str]
 
@@ -127,6 +127,10 @@ def score_told_steps(name: str, runs: Sequence[TransformerRun], most: int) -> No
     start = START | STARTS.get(runs[0].gpu, {})
     plain = [run_of(run, Way(run.repeats, True)) for run in scored]
     score_as_it_is(f"{name}: nothing fitted", plain, start)
+    if any(run.recompute is None for run in scored):
+        for repeats in RECOMPUTED:
+            pairs = foretold([run_of(run, Way(repeats, True)) for run in scored], start)
+            told(f"  if what is recomputed is {repeats}", [seconds / run.seconds - 1 for seconds, run in pairs])
     if not enough:
         print(f"  {len(runs)} rows are too few to fit to some and score others")
         return
@@ -136,11 +140,16 @@ def score_told_steps(name: str, runs: Sequence[TransformerRun], most: int) -> No
     score_runs(name, [run_of(run, best) for run in fitting], [run_of(run, best) for run in scored], start)
 
 
-def score_as_it_is(name: str, runs: Sequence[Run], fitted: dict[str, float]) -> None:
-    """Errors with the numbers that are taken where none are fitted, beside a rate that is the median of these rows."""
+def foretold(runs: Sequence[Run], fitted: dict[str, float]) -> list[tuple[float, Run]]:
+    """Seconds, and the runs that they are of: those that this engine cuts so."""
     predictor = Predictor()
     found = [(predictor.seconds(run, **fitted), run) for run in runs]
-    known = [(seconds, run) for seconds, run in found if seconds is not None]
+    return [(seconds, run) for seconds, run in found if seconds is not None]
+
+
+def score_as_it_is(name: str, runs: Sequence[Run], fitted: dict[str, float]) -> None:
+    """Errors with the numbers that are taken where none are fitted, beside a rate that is the median of these rows."""
+    known = foretold(runs, fitted)
     told(name, [seconds / run.seconds - 1 for seconds, run in known])
     if len(known) > 2:
         rates = [[run.flops / seconds for seconds, run in known], [run.flops / run.seconds for _, run in known]]
@@ -232,10 +241,8 @@ def ways_of(runs: Sequence[TransformerRun]) -> list[Way]:
 
 def fit_error(runs: Sequence[Run], start: dict[str, float]) -> float:
     """The mean error of runs that numbers were fitted to."""
-    predictor = Predictor()
-    fitted = fit(predictor.seconds, runs, start)
-    found = [(predictor.seconds(run, **fitted), run.seconds) for run in runs]
-    errors = [abs(seconds / measured - 1) for seconds, measured in found if seconds is not None]
+    fitted = fit(Predictor().seconds, runs, start)
+    errors = [abs(seconds / run.seconds - 1) for seconds, run in foretold(runs, fitted)]
     return mean(errors) if errors else float("inf")
 
 
