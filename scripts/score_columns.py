@@ -1,63 +1,367 @@
-"""Runs of GPTs in a table that was not prepared for: each column by one of the names that it usually has."""
+"""Steps of transformers in a table that was not prepared for: each column by one of the names that it usually has.
+
+What is understood, with other names that columns may have (upper and lower case, spaces and signs make no difference):
+``NAMES``. A step's time may be told as seconds, or by a rate of tokens, samples or FLOPs; of a model by name, its
+shape is looked up.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
-#: What is needed of a run, and how columns are called that tell it.
-NAMES = {
-    "hidden": ("hidden", "hidden_size", "width", "d_model", "embedding"),
-    "layers": ("layers", "num_layers", "n_layers", "depth"),
-    "heads": ("heads", "num_heads", "attention_heads", "n_heads"),
-    "global_batch": ("global_batch", "global_batch_size", "gbs", "batch_size", "batch"),
+from spmd_engine.errors import UsageError
+from spmd_engine.planning.machine_file import read_machine
+from spmd_engine.planning.model_file import LARGE
+
+#: What is used, and how columns are called that tell it.
+NAMES: Mapping[str, Sequence[str]] = {
+    "layers": ("layers", "layer", "depth", "l"),
+    "hidden": ("hidden", "hidden_size", "width", "d_model", "dim", "embedding", "embedding_size", "embd", "h"),
+    "heads": ("heads", "attention_heads", "head", "a"),
+    "kv_heads": ("kv_heads", "key_value_heads", "query_groups"),
+    "ffn": ("ffn", "ffn_size", "ffn_hidden_size", "intermediate_size", "mlp", "mlp_hidden", "d_ff"),
+    "gated": ("gated", "swiglu", "gated_mlp", "glu"),
+    "vocabulary": ("vocabulary", "vocab", "vocab_size", "vocabulary_size"),
+    "sequence": ("sequence", "seq", "seq_len", "seqlen", "sequence_length", "seq_length", "context", "seqlen_t", "s"),
+    "model": ("model", "model_name", "case", "size", "name"),
+    "gpu": ("gpu", "gpu_type", "device", "accelerator", "hardware", "machine", "system"),
+    "gpus": ("gpus", "gpu_count", "gpu_num", "world_size", "devices", "ranks"),
+    "nodes": ("nodes", "servers"),
+    "per_node": ("gpus_per_node", "per_node", "ranks_per_node"),
+    "between": ("node_gbps", "interconnect_gbps", "internode_gbps", "network_gbps"),  # of a node
+    "tp": ("tp", "tensor", "tensor_parallel", "tensor_parallel_size", "tensor_model_parallel_size", "model_parallel")
+    + ("t",),
+    "pp": ("pp", "pipe", "pipeline", "pipeline_parallel", "pipeline_parallel_size", "pipeline_model_parallel_size")
+    + ("p",),
+    "virtual": ("virtual", "virtual_chunks", "vpp", "vp", "chunks", "interleave", "virtual_pipeline"),
+    "dp": ("dp", "data", "data_parallel", "data_parallel_size", "dp_fsdp", "d"),
+    "cp": ("cp", "context_parallel", "context_parallel_size"),
+    "ep": ("ep", "expert_parallel", "expert_parallel_size"),
+    "zero": ("zero", "zero_stage", "sharding", "sharding_strategy"),
+    "fsdp": ("fsdp", "dp_fsdp", "fully_sharded"),
+    "sequence_parallel": ("sequence_parallel", "sequence_parallelism", "sp"),
+    "micro_batch": ("micro_batch", "micro_batch_size", "microbatch", "microbatch_size", "microbatchsize", "mbs")
+    + ("micro_bsz",),
+    "accumulation": ("accumulation", "grad_accumulation", "gradaccum", "gradient_accumulation", "ga", "micro_num"),
+    "global_batch": ("global_batch", "global_batch_size", "globalbatchsize", "gbs", "batch_size", "batch"),
+    "recompute": ("recompute", "recomputation", "activation_checkpointing", "activation_ckpt", "checkpointing", "ckpt"),
+    "flash": ("flash", "flash_attention", "flash_attn", "fused_attention"),
+    "precision": ("precision", "dtype"),
+    "framework": ("framework", "library", "codebase"),
+}  # fmt: skip
+
+
+def _units(unit: float, names: str) -> dict[str, float]:
+    return dict.fromkeys(names.split(), unit)
+
+
+#: Columns of a step's time, or of what it follows from, and how many of the named unit one of theirs is.
+SPEEDS: Mapping[str, Mapping[str, float]] = {
+    "seconds": _units(1.0, "seconds step_seconds iteration_seconds step_s iteration_s time_s step_time step_time_s")
+    | _units(1.0, "iteration_time iteration_time_s seconds_per_iteration time_per_global_step_s")
+    | _units(1e-3, "iteration_ms step_ms step_time_ms iteration_time_ms ms elapsed_time_per_iteration_ms"),
+    "tokens of a GPU": _units(1.0, "tokens_per_second_per_gpu tokens_per_sec_per_gpu tokens_s_gpu tokens_sec_gpu")
+    | _units(1.0, "tokens_per_gpu_per_second tokens_gpu_s throughput_t_s_gpu tps_gpu tgs"),
+    "tokens": _units(1.0, "tokens_per_second tokens_per_sec tokens_per_s tokens_s tokens_sec throughput_t_s"),
+    "samples of a GPU": _units(1.0, "samples_per_second_per_gpu samples_per_gpu_per_second samples_s_gpu"),
+    "samples": _units(1.0, "samples_per_second samples_per_sec samples_s throughput_s_s"),
+    "model FLOPs of a GPU": _units(1e12, "model_tflops_per_gpu model_tflops model_tflop_sec_gpu model_tflops_sec_gpu"),
+    "FLOPs of a GPU": _units(1e12, "tflops_per_gpu tflops tflop_s_per_gpu tflop_s tflops_gpu tflops_s_gpu")
+    | _units(1e12, "achieved_tflops achieved_tflops_per_gpu achieved_teraflop_s_per_gpu hardware_tflops_per_gpu"),
+    "of the peak, by the model's FLOPs": _units(1.0, "mfu mfu_percent"),
 }
-#: What else is used, and what is taken where no column tells it.
-OTHERS: Mapping[str, tuple[Sequence[str], int]] = {
-    "sequence": (("sequence", "seq", "seq_len", "sequence_length", "seq_length", "context"), 2048),
-    "vocabulary": (("vocabulary", "vocab", "vocab_size"), 51200),
-    "tp": (("tp", "tensor", "tensor_parallel", "model_parallel"), 1),
-    "dp": (("dp", "data", "data_parallel", "dp_fsdp"), 1),
-    "pp": (("pp", "pipe", "pipeline", "pipeline_parallel"), 1),
-    "micro_batch": (("micro_batch", "micro_batch_size", "mbs"), 0),
-}
-#: Columns of a step's time, and how many seconds one of their units is.
-TIMES = {"seconds": 1.0, "step_s": 1.0, "iteration_s": 1.0, "step_seconds": 1.0, "iteration_ms": 1e-3, "step_ms": 1e-3}
+#: Columns of the most memory that a GPU held, and how many GiB one of their units is; what tools print as GB is GiB.
+MEMORIES = _units(1.0, "memory_gib peak_memory_gib max_memory_gib memory_gb peak_memory_gb gpu_memory_gb memory")
+MEMORIES |= _units(1.0, "peak_memory") | _units(1 / 1024, "memory_mib peak_memory_mib peak_allocated_mib")
+TIME_NAMES = "step_seconds", "iteration_ms", "tokens_per_second_per_gpu", "tflops_per_gpu", "memory_gib"  #: some
+#: What is taken where no column tells it; 0: found from others.
+DEFAULTS = {
+    "sequence": 2048, "vocabulary": 51200, "tp": 1, "pp": 1, "dp": 0, "micro_batch": 0, "virtual": 1, "zero": 0,
+    "accumulation": 0, "global_batch": 0, "kv_heads": 0, "ffn": 0, "gpus": 0, "nodes": 0, "per_node": 0, "cp": 1,
+    "ep": 1, "between": 0,
+}  # fmt: skip
+TOLD = "sequence", "vocabulary", "tp", "pp", "dp", "gpu"  #: of which it is said that they were taken
+#: What a run has of these, as it is told.
+SIZES = ("layers", "hidden", "heads", "sequence", "vocabulary", "tp", "pp", "dp", "micro_batch", "global_batch")
+SIZES += "virtual", "zero"
+SHARDED = {"full_shard": 3, "fsdp": 3, "zero3": 3, "hybrid_shard": 3, "shard_grad_op": 2, "no_shard": 0, "ddp": 0}
+FULLY_SHARDED = "fsdp", "fsdp2", "fsdp_gpt", "torchtitan"
+NOT = "", "0", "no", "false", "n/a"  #: cells that deny
+RECOMPUTED = {"block": "full", "uniform": "full", "partial": "selective"}
+GPUS = {"a100": "a100", "a800": "a100", "h100": "h100", "h800": "h100", "h200": "h200"}
+#: Llamas (Touvron et al., 2023; Dubey et al., 2024): layers, width, heads, of keys, inside the MLP, vocabulary.
+LLAMAS = {
+    "llama7b": (32, 4096, 32, 32, 11008, 32000), "llama13b": (40, 5120, 40, 40, 13824, 32000),
+    "llama30b": (60, 6656, 52, 52, 17920, 32000), "llama65b": (80, 8192, 64, 64, 22016, 32000),
+    "llama270b": (80, 8192, 64, 8, 28672, 32000), "llama38b": (32, 4096, 32, 8, 14336, 128256),
+    "llama370b": (80, 8192, 64, 8, 28672, 128256), "llama3405b": (126, 16384, 128, 8, 53248, 128256),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TransformerRun:
+    """A row: sizes of a transformer, how it was spread, and what was measured."""
+
+    layers: int
+    hidden: int
+    heads: int
+    sequence: int
+    vocabulary: int
+    tp: int
+    pp: int
+    dp: int
+    micro_batch: int
+    global_batch: int
+    seconds: float | None  #: of a step
+    memory: float | None = None  #: GiB of the GPU that holds most
+    kv_heads: int | None = None  #: None: as many as heads
+    ffn: int | None = None  #: None: four times the width
+    gated: bool = False
+    virtual: int = 1
+    zero: int = 0
+    sequence_parallel: bool = False
+    gpu: str = "a100"
+    recompute: str | None = None  #: none, selective or full; None: not told
+    flash: bool | None = None
+    framework: str = ""
+    per_node: int = 8  #: GPUs of a node
+    between: int = 0  #: Gbit/s that a node sends to others; 0: as the machine's file says
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def repeats(self) -> str:
+        """What is recomputed; where that is not told, all, but with fused attention nothing."""
+        return self.recompute or ("none" if self.flash or self.zero == 3 else "full")
+
+    def flops(self, *, repeated: bool) -> float:
+        """Of a step, each rank's: of the model, or with what full recomputation repeats. All scores count."""
+        d, f = self.hidden, self.ffn or 4 * self.hidden
+        keys = (self.kv_heads or self.heads) / self.heads
+        weights = self.layers * ((2 + 2 * keys) * d * d + (3 if self.gated else 2) * d * f)
+        blocks = 2 * weights + 4 * self.layers * self.sequence * d  # of a token's forward
+        ways = 4 if repeated and self.repeats == "full" else 3
+        return self.global_batch * self.sequence * (ways * blocks + 6 * self.vocabulary * d) / self.ranks
 
 
 @dataclass(frozen=True)
 class Columns:
     """Which columns of a table tell what, and what of it is not told."""
 
-    found: Mapping[str, str]  #: what is needed -> the column
-    time: str | None
+    found: Mapping[str, str]  #: what is used -> the column
+    time: tuple[str, str, float] | None  #: what it tells, the column, and its unit
+    memory: tuple[str, float] | None  #: the column, and its unit in GiB
     missing: Sequence[str]
-    assumed: Mapping[str, int]
-    unused: Sequence[str]
+    assumed: Mapping[str, int | str]
+    unused: Sequence[str] = field(default=())
 
     @classmethod
     def of(cls, names: Sequence[str]) -> Columns:
         """Of a table with these columns."""
-        lower = {name.strip().lower(): name for name in names}
-        found = {}
-        for what, known in (*NAMES.items(), *((what, known) for what, (known, _) in OTHERS.items())):
-            if column := next((lower[each] for each in known if each in lower), None):
-                found[what] = column
-        time = next((lower[each] for each in TIMES if each in lower), None)
-        missing = [what for what in NAMES if what not in found] + ["a step's time"] * (time is None)
-        assumed = {what: default for what, (_, default) in OTHERS.items() if what not in found and default}
-        used = {*found.values(), time}
-        return cls(found, time, missing, assumed, [name for name in names if name not in used])
+        plain = {plain_name(name): name for name in reversed(names)}  # of columns alike, the first
+        found = {what: plain[first] for what, known in NAMES.items() if (first := _first(known, plain))}
+        time = next(
+            (
+                (what, plain[name], unit)
+                for what, known in SPEEDS.items()
+                for name, unit in known.items()
+                if name in plain
+            ),
+            None,
+        )
+        memory = next(((plain[name], unit) for name, unit in MEMORIES.items() if name in plain), None)
+        missing = []
+        if not found.keys() >= {"layers", "hidden"} and "model" not in found:
+            missing += [what for what in ("layers", "hidden") if what not in found]
+        if "global_batch" not in found and not found.keys() >= {"micro_batch", "accumulation"}:
+            missing.append("global_batch")
+        if time is None and memory is None:
+            missing.append("a step's time or memory")
+        defaults = DEFAULTS | {"gpu": "a100"}
+        looked_up = {"vocabulary"} if "layers" not in found else set()
+        assumed = {what: defaults[what] for what in TOLD if what not in found.keys() | looked_up and defaults[what]}
+        if "recompute" not in found:
+            assumed["recompute"] = "full, or none with fused attention or ZeRO-3"
+        used = {*found.values(), *(time[1:2] if time else ()), *(memory[:1] if memory else ())}
+        return cls(found, time, memory, missing, assumed, [name for name in names if name not in used])
 
-    def run(self, row: Mapping[str, str]) -> dict[str, float] | None:
-        """The numbers of a row; None if one of them is none, or makes no sense."""
+    @property
+    def help(self) -> str:
+        """How what is missing may be called."""
+        known = {what: NAMES.get(what, ()) for what in self.missing}
+        known["a step's time or memory"] = TIME_NAMES
+        return "; ".join(f"{what} (as {', '.join(known[what][:6])})" for what in self.missing)
+
+    def run(self, row: Mapping[str, str]) -> TransformerRun | str:
+        """What a row tells, or why it cannot be used."""
+        cells = {what: (row.get(column) or "").strip() for what, column in self.found.items()}
         try:
-            values = {what: int(row[column]) for what, column in self.found.items()}
-            seconds = float(row[self.time or ""]) * TIMES[(self.time or "").strip().lower()]
-        except (KeyError, TypeError, ValueError):
-            return None
-        values = {what: default for what, (_, default) in OTHERS.items()} | values
-        values["micro_batch"] = values["micro_batch"] or values["global_batch"] // max(values["dp"], 1)
-        sensible = all(value > 0 for value in values.values()) and 0 < seconds < float("inf")
-        whole = sensible and values["global_batch"] % (values["micro_batch"] * values["dp"]) == 0
-        return values | {"seconds": seconds} if whole and values["hidden"] % values["heads"] == 0 else None
+            told = {what: whole(cells[what], self.found[what]) for what in DEFAULTS if cells.get(what)}
+            told = {what: value for what, value in told.items() if value is not None}
+            shape = self._shape(cells)
+            gpu = self._gpu(cells.get("gpu", ""))
+        except (ValueError, UsageError) as error:
+            return str(error)
+        if not re.search("16|mixed|amp|half|^$", cells.get("precision", "").lower()):
+            return f"precision {cells['precision']!r} is not foretold here: products are of 16 bits"
+        n = DEFAULTS | shape | told
+        per_node, gated = n["per_node"] or 8, yes(cells.get("gated", "")) or bool(shape.get("gated"))
+        gpus = n["gpus"] or n["nodes"] * per_node or n["tp"] * n["pp"] * max(n["dp"], 1)
+        for what in ("cp", "ep"):
+            if n[what] > 1:
+                return f"{what} above 1 is not foretold here"
+        framework = plain_name(cells.get("framework", ""))
+        if "zero" not in told and (framework in FULLY_SHARDED or cells.get("fsdp", "").lower() not in NOT):
+            n["zero"] = 3
+        n["dp"] = n["dp"] or max(gpus // (n["tp"] * n["pp"]), 1)
+        if n["tp"] * n["pp"] * n["dp"] != gpus:
+            return "tp x pp x dp is not the number of GPUs"
+        accumulation = n["accumulation"] or 1
+        at_once = n["global_batch"] // (n["dp"] * accumulation) if n["pp"] == 1 or n["accumulation"] else 1
+        n["micro_batch"] = n["micro_batch"] or max(at_once, 1)
+        n["global_batch"] = n["global_batch"] or n["micro_batch"] * n["dp"] * accumulation
+        if n["global_batch"] % (n["micro_batch"] * n["dp"]):
+            return "global_batch is no multiple of micro_batch x dp"
+        if not n.get("layers") or not n.get("hidden"):
+            return "layers or hidden is not told"
+        n["heads"] = n.get("heads") or max(n["hidden"] // 128, 1)
+        if n["hidden"] % n["heads"]:
+            return "hidden is no multiple of heads"
+        run = TransformerRun(
+            **{name: n[name] for name in SIZES},
+            seconds=None,
+            kv_heads=n["kv_heads"] or None,
+            ffn=n["ffn"] or None,
+            gated=gated,
+            sequence_parallel=n["tp"] > 1 and yes(cells.get("sequence_parallel", "")),
+            gpu=gpu,
+            recompute=_recompute(cells.get("recompute", "")),
+            flash=yes(cells["flash"]) if cells.get("flash") else None,
+            framework=framework,
+            per_node=per_node,
+            between=n["between"],
+        )
+        return self._measured(run, row)
+
+    def _shape(self, cells: Mapping[str, str]) -> dict[str, int]:
+        """Of the model by its columns, else by its name."""
+        if cells.get("layers") and cells.get("hidden"):
+            shape = {
+                what: whole(cells[what], self.found[what]) for what in ("layers", "hidden", "heads") if cells.get(what)
+            }
+            return {what: value for what, value in shape.items() if value is not None}
+        name = cells.get("model", "")
+        if name.lower() in LARGE:
+            size = LARGE[name.lower()]
+            return {"layers": size.layers, "hidden": size.width, "heads": size.heads, "vocabulary": size.vocabulary}
+        short = re.sub(r"[^a-z0-9]", "", name.lower())
+        short = re.sub(r"^llama31(?=8b|70b|405b)", "llama3", re.sub(r"^(meta)?llama2(?=7b|13b)", "llama", short))
+        if short not in LLAMAS:
+            raise ValueError(f"of the model {name!r} neither layers and hidden are told nor is its shape known")
+        names = "layers", "hidden", "heads", "kv_heads", "ffn", "vocabulary"
+        return dict(zip(names, LLAMAS[short], strict=True)) | {"gated": 1}
+
+    def _gpu(self, cell: str) -> str:
+        """The machine of a GPU, or the file that a row names."""
+        if not cell:
+            return "a100"
+        if cell.endswith(".toml"):
+            read_machine(cell)
+            return cell
+        known = next((machine for name, machine in GPUS.items() if name in cell.lower()), None)
+        if known is None:
+            raise ValueError(
+                f"of the GPU {cell!r} there is no machine file; there are: {', '.join(sorted({*GPUS.values()}))}"
+            )
+        return known
+
+    def _measured(self, run: TransformerRun, row: Mapping[str, str]) -> TransformerRun | str:
+        """The run with its time and memory, of which one must be there."""
+        memory = number(row.get(self.memory[0]) or "") if self.memory else None
+        memory = memory * self.memory[1] if memory and self.memory else None
+        value = number(row.get(self.time[1]) or "") if self.time else None
+        if self.time is None or value is None:
+            columns = [*(self.time[1:2] if self.time else ()), *(self.memory[:1] if self.memory else ())]
+            return replace(run, memory=memory) if memory else f"{' and '.join(columns)} is no number above 0"
+        what, _, unit = self.time
+        value *= unit
+        samples, tokens = run.global_batch, run.global_batch * run.sequence
+        match what:
+            case "seconds":
+                seconds = value
+            case "tokens of a GPU":
+                seconds = tokens / (value * run.ranks)
+            case "tokens":
+                seconds = tokens / value
+            case "samples of a GPU":
+                seconds = samples / (value * run.ranks)
+            case "samples":
+                seconds = samples / value
+            case "FLOPs of a GPU":
+                seconds = run.flops(repeated=True) / value
+            case "model FLOPs of a GPU":
+                seconds = run.flops(repeated=False) / value
+            case _:  # of the peak, perhaps in percent
+                reached = value / 100 if value > 1 else value
+                seconds = run.flops(repeated=False) / (reached * peak(run.gpu))
+        return replace(run, seconds=seconds, memory=memory)
+
+
+@lru_cache
+def peak(gpu: str) -> float:
+    """FLOP/s of products of 16 bits."""
+    return read_machine(gpu).nodes[0].speeds["float16"].most
+
+
+def plain_name(name: str) -> str:
+    """A name in lower case, all but letters and digits as single underscores, without "number of" before it."""
+    plain = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+    return re.sub(r"^(number_of|num|n|no_of)_", "", plain)
+
+
+def number(cell: str) -> float | None:
+    """A finite number above 0, perhaps with commas; None for anything else."""
+    try:
+        value = float(cell.replace(",", "").strip().removesuffix("%"))
+    except ValueError:
+        return None
+    return value if 0 < value < float("inf") else None
+
+
+def whole(cell: str, column: str) -> int | None:
+    """A whole number of a cell; None for n/a. Raises ValueError for what is none."""
+    text = cell.replace(",", "").strip().lower()
+    if text in ("", "n/a", "na", "-", "none", "auto"):
+        return None
+    if plain_name(text) in SHARDED:
+        return SHARDED[plain_name(text)]
+    try:
+        value = float(text.removesuffix("b")) if column.lower().startswith("zero") else float(text)
+    except ValueError:
+        raise ValueError(f"{column} is no whole number: {cell!r}") from None
+    if value != int(value) or value < 0:
+        raise ValueError(f"{column} is no whole number from 0: {cell!r}")
+    return int(value)
+
+
+def yes(cell: str) -> bool:
+    """Whether a cell says so."""
+    return cell.strip().lower() in ("yes", "true", "1", "on", "y", "t")
+
+
+def _recompute(cell: str) -> str | None:
+    text = plain_name(cell)
+    if text in ("", "n_a"):
+        return None
+    if text in ("none", "selective", "full"):
+        return text
+    return RECOMPUTED.get(text) or ("full" if yes(cell) else "none")
+
+
+def _first(known: Sequence[str], names: Mapping[str, str]) -> str | None:
+    return next((name for name in known if name in names), None)

@@ -5,17 +5,20 @@ out. Machine files have a few fitted numbers; those for a table are fitted to ot
 split that a hash of the row fixes, or to another table. Beside each error stand naive baselines: a constant rate of
 model FLOPs, fitted alike, and the same with the pipeline's bubble.
 
-Other tables there are looked at for columns that tell of steps of GPTs, and it is said what cannot be used of them.
+Other tables there are looked at for columns that tell of steps of transformers, or of their memory, by the names that
+``score_columns.py`` knows, and it is said what cannot be used of them. Errors with nothing fitted are told, too.
 
-Systems other than this engine compute in 16 bits with other kernels. Those of Megatron are described operation by
-operation by a file of the package (``systems/megatron-deepspeed.toml``); of other systems layers are this engine's own,
-of a GPT with the row's sizes, products and arrays at half the bytes. Schedules and collectives are always the engine's.
+Systems other than this engine compute in 16 bits with other kernels. They are described operation by operation by
+files of the package (``systems/megatron-deepspeed.toml``, ``fsdp.toml``, ...); of the table of H200 layers are this
+engine's own, of a GPT with the row's sizes, products and arrays at half the bytes. Schedules and collectives are always
+the engine's.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -26,7 +29,7 @@ from statistics import mean, median
 from textwrap import fill
 
 import numpy as np
-from score_columns import Columns
+from score_columns import Columns, TransformerRun
 
 from spmd_engine.errors import SpmdError
 from spmd_engine.models import GPTSize, Model, gpt
@@ -36,7 +39,7 @@ from spmd_engine.planning.machine_file import read_machine
 from spmd_engine.planning.other_systems import SystemMemory, memory_of
 from spmd_engine.planning.other_work import SystemUpdate, model_of
 from spmd_engine.planning.search import Planner
-from spmd_engine.planning.system_file import Transformer, read_system
+from spmd_engine.planning.system_file import RECOMPUTED, Transformer, read_system
 
 Row = dict[str, str]
 
@@ -90,29 +93,130 @@ def score_table(path: Path, score: Score, arguments: argparse.Namespace) -> None
 
 
 def score_by_columns(rows: Sequence[Row], arguments: argparse.Namespace) -> None:
-    """Steps of GPTs on A100, as far as columns tell of them: 5% of the rows to fit, eight at least, the others to
-    score."""
+    """Steps of transformers, as far as columns tell of them, on each kind of GPU: as they are foretold with nothing
+    fitted, and with numbers fitted to 5% of the rows, eight at least, the others to score. And memory."""
     columns = Columns.of([name for name in rows[0] if name])
     if columns.missing:
-        print(f"  no table of steps of GPTs: it does not tell {', '.join(columns.missing)}")
+        print(f"  no table of steps of transformers: it does not tell {columns.help}")
         return
     if columns.assumed:
         print("  taken, since no column tells it: " + ", ".join(f"{k} {v}" for k, v in columns.assumed.items()))
     if columns.unused:
         print(f"  not used: {', '.join(columns.unused)}")
     found = [(share(row), columns.run(row)) for row in rows]
-    runs = [(at, run) for at, run in found if run is not None]
-    if len(runs) < len(rows):
-        print(f"  {len(rows) - len(runs)} rows left out: a number is missing, or they make no sense together")
-    runs = [run for _, run in sorted(runs, key=lambda each: each[0])]
+    reasons = Counter(run for _, run in found if isinstance(run, str))
+    for reason, count in reasons.most_common():
+        print(f"  {count} rows left out: {reason}")
+    found.sort(key=lambda each: each[0])
+    runs = [(at, run) for at, run in found if isinstance(run, TransformerRun)]
+    for gpu in sorted({run.gpu for _, run in runs}):
+        here = [(at, run) for at, run in runs if run.gpu == gpu]
+        timed = [run for _, run in here if run.seconds]
+        if timed:
+            score_told_steps(f"steps on {gpu}", timed, arguments.rows)
+        read_of = [(at, run) for at, run in here if run.memory]
+        if read_of:
+            score_told_memory(f"memory on {gpu}", read_of)
+
+
+def score_told_steps(name: str, runs: Sequence[TransformerRun], most: int) -> None:
+    """Runs on one kind of GPU, in the order of their hashes."""
     few = max(8, len(runs) // 20)
-    if len(runs) <= few:
+    enough = len(runs) >= 2 * few
+    scored = runs[few : few + most] if enough and most else runs[few:] if enough else runs
+    start = START | STARTS.get(runs[0].gpu, {})
+    plain = [run_of(run, Way(run.repeats, True)) for run in scored]
+    score_as_it_is(f"{name}: nothing fitted", plain, start)
+    if any(run.recompute is None for run in scored):
+        for repeats in RECOMPUTED:
+            pairs = foretold([run_of(run, Way(repeats, True)) for run in scored], start)
+            told(f"  if what is recomputed is {repeats}", [seconds / run.seconds - 1 for seconds, run in pairs])
+    if not enough:
         print(f"  {len(runs)} rows are too few to fit to some and score others")
         return
-    scored = runs[few : few + arguments.rows] if arguments.rows else runs[few:]
-    best = min(ways_of(runs), key=lambda way: fit_error([run_of(run, way) for run in runs[:few]]))
+    fitting = runs[:few]
+    best = min(ways_of(runs), key=lambda way: fit_error([run_of(run, way) for run in fitting], start))
     print("  taken, since rows to fit to are foretold best so: " + best.told)
-    score_runs("steps", [run_of(run, best) for run in runs[:few]], [run_of(run, best) for run in scored])
+    score_runs(name, [run_of(run, best) for run in fitting], [run_of(run, best) for run in scored], start)
+
+
+def foretold(runs: Sequence[Run], fitted: dict[str, float]) -> list[tuple[float, Run]]:
+    """Seconds, and the runs that they are of: those that this engine cuts so."""
+    predictor = Predictor()
+    found = [(predictor.seconds(run, **fitted), run) for run in runs]
+    return [(seconds, run) for seconds, run in found if seconds is not None]
+
+
+def score_as_it_is(name: str, runs: Sequence[Run], fitted: dict[str, float]) -> None:
+    """Errors with the numbers that are taken where none are fitted, beside a rate that is the median of these rows."""
+    known = foretold(runs, fitted)
+    told(name, [seconds / run.seconds - 1 for seconds, run in known])
+    if len(known) > 2:
+        rates = [[run.flops / seconds for seconds, run in known], [run.flops / run.seconds for _, run in known]]
+        print(f"  {'':<44} Spearman's correlation of FLOP/s {spearman(*rates):.2f}")
+    if known:
+        rate = median(run.flops / run.seconds for _, run in known)
+        told("baseline: their own median rate", [run.flops / rate / run.seconds - 1 for _, run in known])
+    if len(known) < len(runs):
+        print(f"  {len(runs) - len(known)} rows left out: this engine does not cut models so")
+
+
+def spearman(a: Sequence[float], b: Sequence[float]) -> float:
+    """The correlation of their ranks; 0 where one of them is all alike."""
+    ranks = [np.argsort(np.argsort(each)) for each in (a, b)]
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def score_told_memory(name: str, runs: Sequence[tuple[float, TransformerRun]]) -> None:
+    """Memory by the file of the system that a run is like: as it is foretold, and with a base fitted to a third."""
+    readings = []
+    for at, run in runs:
+        try:
+            stages = told_memory(run)
+        except SpmdError:
+            continue
+        peak, state = (max(part) / 2**30 for part in zip(*((s.peak, s.state) for s in stages), strict=True))
+        readings.append((at, peak, state, float(run.memory or 0)))
+    told(f"{name}: nothing fitted", [peak / read - 1 for _, peak, _, read in readings])
+    if len(readings) >= 6:
+        score_memory(name, readings[: len(readings) // 3], readings[len(readings) // 3 :])
+    if len(readings) < len(runs):
+        print(f"  {len(runs) - len(readings)} rows left out: this engine does not cut models so")
+
+
+def told_memory(run: TransformerRun) -> list[SystemMemory]:
+    """What each stage's ranks hold; of an interleaved schedule as many micro-batches as are ever in flight."""
+    flight = run.pp + 1 if run.virtual == 1 else 2 * run.pp
+    return memory_of(
+        known_system(system_of(run)),
+        Transformer(run.layers, run.hidden, run.heads, run.sequence, run.vocabulary, run.ffn, run.kv_heads),
+        axes_of(pipe=run.pp, data=run.dp, model=run.tp),
+        micro_batch=run.micro_batch,
+        micro_batches=max(min(run.global_batch // (run.micro_batch * run.dp), flight), 1),
+        recompute=repeated_by(run) or run.repeats,
+        sequence_parallel=run.sequence_parallel,
+        chunks=run.virtual if run.pp > 1 else 1,
+        zero=run.zero,
+    )
+
+
+def repeated_by(run: TransformerRun) -> str | None:
+    """What a run recomputes, if that is told. What Megatron means by selective, scores, fused attention never keeps."""
+    if run.recompute == "selective" and system_of(run) in ("megatron-core", "fsdp-gpt"):
+        return "none"
+    return run.recompute
+
+
+def system_of(run: TransformerRun) -> str:
+    """The file that tells what such a run computes and keeps: that of its framework, if there is one for its blocks;
+    else by these, whether attention is fused, and whether parameters are cut over data."""
+    named, gated = run.framework.replace("_", "-"), bool(run.gated or run.kv_heads)
+    if gated:
+        return named if named in LLAMAS else "fsdp" if run.zero == 3 else "megatron-core"
+    if named in GPTS:
+        return named
+    fused = run.zero == 3 if run.flash is None else run.flash
+    return "fsdp-gpt" if fused else MEGATRON
 
 
 @dataclass(frozen=True)
@@ -127,31 +231,41 @@ class Way:
         return f"recompute {self.recompute}, gradients summed {'during' if self.overlap else 'behind'} the backward"
 
 
-def ways_of(runs: Sequence[dict[str, float]]) -> list[Way]:
+def ways_of(runs: Sequence[TransformerRun]) -> list[Way]:
     """Those that make a difference."""
-    overlaps = (True, False) if any(run["dp"] > 1 for run in runs) else (True,)
-    return [Way(recompute, overlap) for recompute in ("full", "selective", "none") for overlap in overlaps]
+    overlaps = (True, False) if any(run.dp > 1 for run in runs) else (True,)
+    untold = any(run.recompute is None for run in runs)
+    recomputed = ("full", "selective", "none") if untold else ("as told",)
+    return [Way(recompute, overlap) for recompute in recomputed for overlap in overlaps]
 
 
-def fit_error(runs: Sequence[Run]) -> float:
+def fit_error(runs: Sequence[Run], start: dict[str, float]) -> float:
     """The mean error of runs that numbers were fitted to."""
-    predictor = Predictor()
-    fitted = fit(predictor.seconds, runs, START)
-    found = [(predictor.seconds(run, **fitted), run.seconds) for run in runs]
-    return mean(abs(seconds / measured - 1) for seconds, measured in found if seconds is not None)
+    fitted = fit(Predictor().seconds, runs, start)
+    errors = [abs(seconds / run.seconds - 1) for seconds, run in foretold(runs, fitted)]
+    return mean(errors) if errors else float("inf")
 
 
-def run_of(values: dict[str, float], way: Way) -> Run:
-    """A run under 1F1B."""
-    number = {name: int(value) for name, value in values.items() if name != "seconds"}
-    sizes = (number[name] for name in ("layers", "hidden", "heads", "sequence", "vocabulary"))
-    tp, dp, pp, batch = (number[name] for name in ("tp", "dp", "pp", "global_batch"))
-    schedule = "1f1b" if pp > 1 else None
-    micro_batches = batch // (number["micro_batch"] * dp)
-    full = way.recompute == "full"
-    recompute, repeats = ("block", "none") if full else ("none", way.recompute)
-    candidate = Candidate(mesh_of(pp, dp, tp), batch, micro_batches, schedule=schedule, recompute=recompute)
-    return Run(GPTSize(*sizes), candidate, values["seconds"], "a100", MEGATRON, repeats, way.overlap)
+def run_of(told: TransformerRun, way: Way) -> Run:
+    """A run under 1F1B, interleaved if stages have several chunks."""
+    sizes = told.layers, told.hidden, told.heads, told.sequence, told.vocabulary, told.ffn
+    schedule = ("interleaved" if told.virtual > 1 else "1f1b") if told.pp > 1 else None
+    recompute = repeated_by(told) or way.recompute
+    candidate = Candidate(
+        mesh_of(told.pp, told.dp, told.tp),
+        told.global_batch,
+        told.global_batch // (told.micro_batch * told.dp),
+        zero=told.zero if told.dp > 1 else 0,
+        sequence_parallel=told.sequence_parallel,
+        schedule=schedule,
+        chunks=told.virtual if told.pp > 1 else 1,
+        recompute="block" if recompute == "full" else "none",
+    )
+    size = GPTSize(*sizes, tied=not told.gated, key_value_heads=told.kv_heads)
+    repeats = "selective" if recompute == "selective" else "none"
+    run = Run(size, candidate, told.seconds or 0.0, told.gpu, system_of(told), repeats, way.overlap)
+    run.counted, run.node = told.flops(repeated=True), (told.per_node, told.between)
+    return run
 
 
 def read(path: Path) -> list[Row]:
@@ -234,10 +348,14 @@ class Run:
         whether gradients are summed over data while the backward goes on."""
         self.size, self.candidate, self.seconds, self.machine = size, candidate, seconds, machine
         self.system, self.repeats, self.overlap = system, repeats, overlap
+        self.counted: float | None = None  #: FLOPs, where others than a GPT's are
+        self.node = 0, 0  #: GPUs of a node, and Gbit/s that it sends; 0: as the machine's file says
 
     @property
     def flops(self) -> float:
         """Of the model, forward and backward, on each rank; with full recomputation a forward more."""
+        if self.counted is not None:
+            return self.counted
         size, tokens = self.size, self.candidate.batch_size * self.size.context
         width, length = size.width, size.context
         each = 72 * size.layers * width**2 * (1 + length / (6 * width) + size.vocabulary / (16 * size.layers * width))
@@ -273,7 +391,18 @@ class HalfPlanner(Planner):
         super().__init__(model, halved)
 
 
-known_machine = lru_cache(read_machine)
+@lru_cache
+def known_machine(name: str, per_node: int, between: int) -> Machine:
+    """A machine whose nodes have so many GPUs and send so many Gbit/s; 0: as its file says."""
+    machine = read_machine(name)
+    node, link = machine.nodes[0], machine.between
+    ranks = per_node or node.ranks
+    lanes = max(round((link.lanes or node.ranks) * ranks / node.ranks), 1)
+    bandwidth = between * 1e9 / 8 / lanes if between else link.bandwidth
+    nodes = (replace(node, ranks=ranks),)
+    return replace(machine, nodes=nodes, between=replace(link, lanes=lanes, bandwidth=bandwidth))
+
+
 known_model = lru_cache(gpt)  # built once for all trials of a fit
 
 
@@ -283,7 +412,9 @@ known_system = lru_cache(read_system)
 @lru_cache
 def known_work(system: str, size: GPTSize, repeats: str) -> Model:
     """A GPT as a system computes it."""
-    transformer = Transformer(size.layers, size.width, size.heads, size.context, size.vocabulary, size.hidden)
+    transformer = Transformer(
+        size.layers, size.width, size.heads, size.context, size.vocabulary, size.hidden, size.key_value_heads
+    )
     return model_of(known_system(system), transformer, repeats)
 
 
@@ -301,7 +432,7 @@ class Predictor:
             return None
 
     def _seconds(self, run: Run, **fitted: float) -> float | None:
-        machine = known_machine(run.machine).with_fitted(**fitted).with_ranks(run.candidate.ranks)
+        machine = known_machine(run.machine, *run.node).with_fitted(**fitted).with_ranks(run.candidate.ranks)
         size, candidate = run.size, run.candidate
         if run.system is None:
             planner = HalfPlanner(known_model(size), machine)
@@ -340,6 +471,13 @@ START = {
     "pass_seconds": 2e-4,
     "link_share": 0.7,
     "wait_seconds": 2e-5,
+}
+#: What is another of a table that was not prepared for: fitted to half of the rows of llm-foundry's tables (MPT under
+#: FSDP, 2023) and of arXiv 2104.04473's first, and to KempnerForge's.
+STARTS: dict[str, dict[str, float]] = {
+    "a100": {"product_share": 0.75},
+    "h100": {"product_share": 0.65},
+    "h200": {"product_share": 0.7},
 }
 #: Of this engine's own layers: their attention's products are of small blocks, which a device's kernel makes together.
 START_OWN = START | {"product_half": 1e8}
@@ -394,11 +532,11 @@ def fit(predict: Callable[..., float | None], runs: Sequence[Run], start: dict[s
     return values(x)
 
 
-def score_runs(name: str, fitting: Sequence[Run], scored: Sequence[Run]) -> None:
-    """Fit to some runs, and score others beside the baselines."""
+def score_runs(name: str, fitting: Sequence[Run], scored: Sequence[Run], start: dict[str, float] | None = None) -> None:
+    """Fit to some runs, near ``start``, and score others beside the baselines."""
     predictor = Predictor()
     own = all(run.system is None for run in fitting)
-    fitted = fit(predictor.seconds, fitting, START_OWN if own else START)
+    fitted = fit(predictor.seconds, fitting, start or (START_OWN if own else START))
     print(f"  fitted to {len(fitting)} rows: {fitted}")
     errors, left_out = [], 0
     for run in scored:
@@ -426,6 +564,8 @@ def mesh_of(pipe: int, data: int, model: int) -> tuple[tuple[str, int], ...]:
 
 
 MEGATRON = "megatron-deepspeed"
+#: Systems whose files tell their work, of a GPT's blocks and of a Llama's.
+GPTS, LLAMAS = (MEGATRON, "megatron-lm", "fsdp-gpt"), ("megatron-core", "fsdp", "torchtitan")
 
 
 def score_vtrain(rows: Sequence[Row], arguments: argparse.Namespace) -> None:

@@ -22,6 +22,7 @@ TILES = (256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64
 FETCH = 1024 / (5120 / 108 / 2)
 
 DTYPES = {2: "float16", 4: "float32", 8: "float64"}  #: of a product whose elements have so many bytes
+FUSED = "fused16"  #: what a machine may say of products inside of fused kernels
 
 
 @dataclass(frozen=True)
@@ -111,12 +112,20 @@ class ComputeTimes:
         each = 2 * product.m * product.n * product.k * together
         if not each:
             return 0.0
-        speed = self.machine.speed(rank, DTYPES[product.itemsize], each)
+        speed = self._speed(rank, product, each)
         moved = bytes_of(product)
         bandwidth = self.machine.node(rank).memory_bandwidth(moved / product.calls) * self.machine.fitted.memory_share
         processors = self.machine.node(rank).processors
         idle = rounds_of_tiles(product.m, product.n, product.batch, processors) if processors else 1.0
         return max(product.flops / speed * idle, moved / bandwidth)
+
+    def _speed(self, rank: int, product: Product, flops: float) -> float:
+        """FLOP/s of a product of so many FLOPs, or of a fused kernel, whose share of the device's is published."""
+        dtype = DTYPES[product.itemsize]
+        if not product.fused:
+            return self.machine.speed(rank, dtype, flops)
+        fused = FUSED in self.machine.node(rank).speeds
+        return product.fused * self.machine.peak(rank, FUSED if fused else dtype, flops)
 
 
 def rounds_of_tiles(m: int, n: int, batch: int, processors: int) -> float:
@@ -143,5 +152,5 @@ def _pass(computation: Computation) -> tuple:
 
 def bytes_of(product: Product) -> int:
     """Read and written by all calls of a product."""
-    one = product.m * product.k + product.k * product.n + product.m * product.n
+    one = product.m * product.k + product.k * product.n + product.m * product.n * (not product.fused)
     return product.itemsize * product.batch * product.calls * one

@@ -205,14 +205,18 @@ class Machine:
         (here, node), (there, _) = self.places[a], self.places[b]
         return node.inside if here == there else self.between
 
-    def speed(self, rank: int, dtype: str, flops: float) -> float:
-        """FLOP/s of a rank in a matrix product of so many FLOPs, within a step."""
+    def peak(self, rank: int, dtype: str, flops: float) -> float:
+        """FLOP/s that are said of a rank in a matrix product of so many FLOPs."""
         speeds = self.node(rank).speeds
         if dtype not in speeds:
             raise UsageError(f"machine {self.name} says no speed for {dtype}; it has: {', '.join(speeds)}")
+        return speeds[dtype](flops)
+
+    def speed(self, rank: int, dtype: str, flops: float) -> float:
+        """FLOP/s of a rank in a matrix product of so many FLOPs, within a step."""
         fitted = self.fitted
         reached = fitted.product_share * (flops / (flops + fitted.product_half) if fitted.product_half else 1.0)
-        return speeds[dtype](flops) * reached
+        return self.peak(rank, dtype, flops) * reached
 
 
 def check_distinct(names: Sequence[str], what: str) -> None:

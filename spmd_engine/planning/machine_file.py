@@ -164,7 +164,7 @@ def _node(table: _Table) -> NodeKind:
     curves = {dtype: speeds.curve(dtype) for dtype in speeds.content}
     if not curves:
         raise UsageError(f"{speeds.where}: there must be one at least, as in float32 = 1e12")
-    known = ("float16", "bfloat16", "float32", "float64")
+    known = ("float16", "bfloat16", "float32", "float64", "fused16")
     for dtype in curves:
         if dtype not in known:
             raise UsageError(f"{speeds.where}: unknown field {dtype!r}; there are: {', '.join(known)}")

@@ -102,6 +102,8 @@ class _WorkLayer(Layer):
             if each.product is not None:
                 rows, summed, columns = each.product.split(",")
                 self._product(sh, samples, each.each, rows, columns, summed)
+            elif each.fused is not None:
+                self._fused(sh, samples, each, each.products[0], each.reached[0])
             elif each.elements is not None:
                 self._elementwise(sh, samples, each, each.bytes[0])
             elif each.gather is not None:
@@ -124,6 +126,8 @@ class _WorkLayer(Layer):
                 self._product(sh, samples, each.each, rows, summed, columns)
                 if not each.weights:
                     self._product(sh, samples, each.each, summed, columns, rows)
+            elif each.fused is not None:
+                self._fused(sh, samples, each, each.products[1], each.reached[1])
             elif each.elements is not None:
                 self._elementwise(sh, samples, each, each.bytes[1])
             elif each.reduce is not None:
@@ -147,6 +151,12 @@ class _WorkLayer(Layer):
     def _product(self, sh, samples: int, each: str, rows: str, columns: str, summed: str) -> None:
         batch, m, n, k = (self._count(sh, samples, dims, "inside") for dims in (each, rows, columns, summed))
         meter().product(batch, m, n, k, ITEMSIZE)
+
+    def _fused(self, sh, samples: int, operation: SystemWork, products: float, reached: float) -> None:
+        """So many products at this share of the speed, in one kernel that stores none of them."""
+        parts = (operation.each, *(operation.fused or "").split(","))
+        batch, m, k, n = (self._count(sh, samples, dims, "inside") for dims in parts)
+        meter().product(batch, m, n, round(products * k), ITEMSIZE, fused=reached)
 
     def _elementwise(self, sh, samples: int, operation: SystemWork, size: float) -> None:
         count = self._count(sh, samples, operation.elements or "", operation.where)
@@ -176,7 +186,7 @@ class _WorkLayer(Layer):
 
 
 def _texts(operation: SystemWork) -> list[str]:
-    return [operation.product or "", operation.each, operation.elements or ""]
+    return [operation.product or "", operation.fused or "", operation.each, operation.elements or ""]
 
 
 def _no_loss(sh, outputs, targets, **options):

@@ -46,6 +46,9 @@ class Product:
     batch: int = 1
     itemsize: int = 4
     calls: int = 1
+    #: of a kernel that uses up what comes out where it is made, the share of the device's speed that it reaches; 0: the
+    #: product is for itself, and what comes out goes to memory
+    fused: float = 0.0
 
     @property
     def flops(self) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 from spmd_engine.errors import UsageError
 
+_LISTS = "bytes", "products", "reached", "repeated"  #: fields of an operation that are lists
 RECOMPUTED = ("none", "selective", "full")
 PARTS = ("first", "attention", "mlp", "last")  #: before the blocks, of a block, and behind them
 
@@ -41,6 +42,9 @@ class SystemWork:
     product: str | None = None
     each: str = ""  #: of a product: dims of the batch of such products
     weights: bool = False  #: of a product: whether the second factor is a parameter
+    fused: str | None = None  #: "s, k, t": [s k] by [k t], made tile by tile in one kernel and used up there
+    products: tuple[float, float] = (0, 0)  #: of what is fused: how many of this size, forward and backward
+    reached: tuple[float, float] = (1, 1)  #: of what is fused: the share of the device's speed, forward and backward
     elements: str | None = None  #: dims of what is gone over
     where: str = "inside"  #: of elements: or on the "residual" stream
     bytes: tuple[float, float] = (0, 0)  #: read and written for each element, forward and backward
@@ -49,10 +53,12 @@ class SystemWork:
     repeated: tuple[str, ...] = ()  #: kinds of recomputation, but for full, under which it is done again
 
     def __post_init__(self) -> None:
-        kinds = [self.product, self.elements, self.gather, self.reduce]
+        kinds = [self.product, self.fused, self.elements, self.gather, self.reduce]
         if sum(kind is not None for kind in kinds) != 1 or self.part not in PARTS:
-            raise ValueError(f"{self.what}: one of product, elements, gather, reduce, and a part of {', '.join(PARTS)}")
-        if self.product is not None and self.product.count(",") != 2:
+            raise ValueError(
+                f"{self.what}: one of product, fused, elements, gather, reduce, and a part of {', '.join(PARTS)}"
+            )
+        if (self.product or self.fused or ",,").count(",") != 2:
             raise ValueError(f"{self.what}: a product is of rows, what is summed over, and columns")
 
 
@@ -120,7 +126,7 @@ def _saved(content: Mapping[str, Any], name: str | Path) -> SavedTensor:
 
 def _operation(content: Mapping[str, Any], name: str | Path) -> SystemWork:
     try:
-        lists = {key: tuple(content[key]) for key in ("bytes", "repeated") if key in content}
+        lists = {key: tuple(content[key]) for key in _LISTS if key in content}
         return SystemWork(**content | lists)
     except (TypeError, ValueError) as error:
         raise UsageError(f"{name}: an operation has wrong fields: {error}") from error

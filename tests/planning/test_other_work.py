@@ -1,4 +1,4 @@
-"""What Megatron computes, from the description of its operations, is what was published of it."""
+"""What other systems compute, from the description of their operations, is what was published of it."""
 
 from collections import Counter
 
@@ -8,8 +8,10 @@ import pytest
 from spmd_engine.engine.composition import Composition
 from spmd_engine.errors import UsageError
 from spmd_engine.planning import analyze
+from spmd_engine.planning.compute_time import ComputeTimes, bytes_of
+from spmd_engine.planning.machine_file import read_machine
 from spmd_engine.planning.other_work import SystemUpdate, model_of
-from spmd_engine.planning.step_analysis import BACKWARD_WEIGHTS, UPDATE
+from spmd_engine.planning.step_analysis import BACKWARD_WEIGHTS, UPDATE, Computation, Product, Products
 from spmd_engine.planning.system_file import System, Transformer, read_system
 
 LAYERS, WIDTH, HEADS, SEQUENCE, VOCABULARY, SAMPLES = 2, 64, 4, 32, 256, 3
@@ -86,3 +88,35 @@ def test_what_cannot_be_is_one_line(tmp_path):
         file.write_text('name = "mine"\nsaved = []\n[state]\n[matrices]\n' + operation)
         with pytest.raises(UsageError, match=r"mine.toml: an operation has wrong fields"):
             read_system(file)
+
+
+def test_fused_attention_makes_two_products_forward_five_backward_of_the_half_that_is_not_masked():
+    """arXiv 2307.08691, section 3.1; and stores none of them."""
+    system = read_system("fsdp-gpt")
+    fused = [p for each in step({"data": 1}, system=system).computations for p in each.products if p.fused]
+    scores = SAMPLES * SEQUENCE**2 * WIDTH  # FLOPs of one product over them, of half
+    assert sum(each.flops for each in fused) == (2 + 5) * scores * LAYERS
+    # of each head: a [s k] and a [k t] forward, and 2.5 of both backward
+    sides = 2 * SEQUENCE * WIDTH // HEADS
+    assert sum(map(bytes_of, fused)) == 3.5 * 2 * SAMPLES * HEADS * sides * LAYERS
+    dense = published(72) - 12 * SAMPLES * SEQUENCE**2 * WIDTH * LAYERS
+    assert step({"data": 1}, system=system).flops == dense + 7 * scores * LAYERS
+
+
+def test_queries_share_keys_and_values_in_llamas_blocks():
+    sizes = Transformer(LAYERS, WIDTH, HEADS, SEQUENCE, VOCABULARY, hidden=96, key_value_heads=2)
+    found = analyze(model_of(read_system("fsdp"), sizes), {"data": 1}, batch_size=SAMPLES, dtype=np.float16)
+    weights = LAYERS * (2 * WIDTH**2 + WIDTH**2 + 3 * WIDTH * 96) + VOCABULARY * WIDTH  # two heads of keys and values
+    attention = 7 * SAMPLES * SEQUENCE**2 * WIDTH * LAYERS
+    assert found.classes[0].step.flops == 6 * SAMPLES * SEQUENCE * weights + attention
+
+
+def test_a_fused_kernel_has_the_speed_that_is_published_of_such_and_not_what_is_fitted():
+    times = {}
+    for name in ("a100", "h100"):
+        machine = read_machine(name).with_ranks(1).with_fitted(product_share=0.5, product_half=1e12)
+        product = Product(4096, 4096, 128, batch=64, itemsize=2, fused=0.4)
+        computation = Computation("x", "x", "forward", products=Products([product]), calls=1)
+        times[name] = ComputeTimes(machine).of(0, computation).products, product.flops
+    assert times["a100"][0] == pytest.approx(times["a100"][1] / (0.4 * 312e12), rel=1e-2)
+    assert times["h100"][0] == pytest.approx(times["h100"][1] / (0.4 * 622e12), rel=1e-2)  # by mma
