@@ -119,7 +119,8 @@ def measure(quotas: Sequence[float], first: int, split: str | None, batch_size: 
     with threadpool_limits(1, "blas"), Mesh(data=MPI.COMM_WORLD.size) as mesh:
         engine = build_engine(ModelConfig(MODEL), mesh, Composition(shares=split))
         batch = foretold_batch(engine.model, engine, batch_size, 1, None, engine.dtype, real=True)
-        trainer = Trainer(engine, AdamW(), lambda step: batch, lambda step: 1e-3)
+        tells = not split  # what each computes, for a collective more
+        trainer = Trainer(engine, AdamW(), lambda step: batch, lambda step: 1e-3, step_metrics=tells)
         for _ in range(WARM):
             trainer.step()
         mesh.barrier()
