@@ -5,8 +5,9 @@
 
 Every rank is held to its part by a control group of its own (Linux, root, cgroup v1 or v2 with the cpu controller),
 which goes before other work of the machine. Each is timed alone with as many samples as an even split gives it; then
-all train together, with an even split and with shares by the speeds that were measured. Rounds alternate; a machine
-that others use wants several.
+all train together, with an even split, and with shares by what each computed of a step of that, as ``train`` tells it
+in its metrics (``shares``): there all are measured at the same time. Of the rounds so far it is the median. Rounds
+alternate; a machine that others use wants several.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from spmd_engine.planning.placement import shares
 GROUPS = Path("/sys/fs/cgroup")
 PERIOD = 20_000  #: microseconds in which a rank may have its part
 FIRST = 100_000  #: of 1,024 that others have: a part that others take away would measure them
-MODEL, WARM, STEPS = "gpt-nano", 2, 4
+MODEL, WARM, STEPS = "gpt-nano", 2, 8
 
 
 def main() -> int:
@@ -41,6 +42,8 @@ def main() -> int:
         first, split = options.rank.split(",")
         measure(quotas, int(first), split or None, options.batch_size)
         return 0
+    if options.batch_size % len(quotas):
+        parser.error(f"--batch-size {options.batch_size}: an even split needs a multiple of {len(quotas)}, the ranks")
     try:
         for number, quota in enumerate(quotas):
             group_of(number, quota)
@@ -75,20 +78,24 @@ def compare(quotas: Sequence[float], options: argparse.Namespace) -> None:
     """Rounds of: each alone, an even split, shares by speed."""
     batch, count = options.batch_size, len(quotas)
     found: dict[str, list[float]] = {"an even split": [], "shares by speed": []}
+    told: list[list[float]] = []
     for _ in range(options.rounds):
-        alone = [start(options.quotas, 1, batch // count, first=number) for number in range(count)]
+        alone = [start(options.quotas, 1, batch // count, first=number)[0] for number in range(count)]
         speeds = [batch // count / seconds for seconds in alone]
-        split = "data=" + ":".join(map(str, shares(speeds, batch)))
+        even, computing = start(options.quotas, count, batch)
+        told.append(computing)
+        split = "data=" + ":".join(map(str, shares([1 / median(each) for each in zip(*told, strict=True)], batch)))
         print(f"alone {', '.join(f'{speed:.1f}' for speed in speeds)} samples/s; {split}", flush=True)
-        for what, given in (("an even split", ""), ("shares by speed", split)):
-            found[what].append(batch / start(options.quotas, count, batch, split=given) / sum(speeds))
+        suited, _ = start(options.quotas, count, batch, split=split)
+        for what, seconds in (("an even split", even), ("shares by speed", suited)):
+            found[what].append(batch / seconds / sum(speeds))
     for what, parts in found.items():
         each = ", ".join(f"{part:.0%}" for part in parts)
         print(f"{what}: {median(parts):.0%} of the sum of speeds ({each})")
 
 
-def start(quotas: str, ranks: int, batch: int, *, first: int = 0, split: str = "") -> float:
-    """Seconds of a step of these ranks."""
+def start(quotas: str, ranks: int, batch: int, *, first: int = 0, split: str = "") -> tuple[float, list[float]]:
+    """Seconds of a step of these ranks, and the part of it that each computed."""
     command = [sys.executable, __file__, quotas, "--batch-size", str(batch), "--rank", f"{first},{split}"]
     done = subprocess.run(["mpiexec", "-n", str(ranks), *command], capture_output=True, text=True)
     if done.returncode:
@@ -112,16 +119,17 @@ def measure(quotas: Sequence[float], first: int, split: str | None, batch_size: 
     with threadpool_limits(1, "blas"), Mesh(data=MPI.COMM_WORLD.size) as mesh:
         engine = build_engine(ModelConfig(MODEL), mesh, Composition(shares=split))
         batch = foretold_batch(engine.model, engine, batch_size, 1, None, engine.dtype, real=True)
-        trainer = Trainer(engine, AdamW(), lambda step: batch, lambda step: 1e-3, step_metrics=False)
+        tells = not split  # what each computes, for a collective more
+        trainer = Trainer(engine, AdamW(), lambda step: batch, lambda step: 1e-3, step_metrics=tells)
         for _ in range(WARM):
             trainer.step()
         mesh.barrier()
         began = perf_counter()
-        for _ in range(STEPS):
-            trainer.step()
+        steps = [trainer.step().shares or [[1.0]] for _ in range(STEPS)]
         mesh.barrier()
         if mesh.rank == 0:
-            print((perf_counter() - began) / STEPS)
+            computing = [median(part[0] for part in parts) for parts in zip(*steps, strict=True)]
+            print(json.dumps([(perf_counter() - began) / STEPS, computing]))
 
 
 if __name__ == "__main__":

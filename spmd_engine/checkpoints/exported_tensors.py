@@ -22,6 +22,7 @@ from spmd_engine.checkpoints.write import header
 from spmd_engine.comm.agreement import on_all_ranks, on_rank_zero
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import CheckpointError
+from spmd_engine.node.cores import cores_here
 from spmd_engine.sharding.rectangles import Rectangle
 
 WRITERS = 4  #: threads of a rank, where it has so many cores
@@ -62,7 +63,7 @@ def write_tensors(
     have their names only when all are complete.
     """
     rank, ranks, new = group.rank if group else 0, group.size if group else 1, ExportedFiles()
-    threads = max(1, min(WRITERS, len(os.sched_getaffinity(0)) // ranks))
+    threads = max(1, min(WRITERS, int(cores_here() // ranks)))
     heads = {path: _header(held, facts) for path, held in files.items()}
 
     def make() -> None:

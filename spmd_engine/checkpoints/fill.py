@@ -7,7 +7,6 @@ reads what its ranks want from the disk once, hashes it once, and nothing passes
 
 from __future__ import annotations
 
-import os
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from spmd_engine.checkpoints.parts import PartOfBlock, PartReader
 from spmd_engine.comm.agreement import on_all_ranks
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import CheckpointError
+from spmd_engine.node.cores import cores_here
 from spmd_engine.sharding.placement import ArrayPlacement, Rectangles
 from spmd_engine.sharding.rectangles import Rectangle, meetings
 from spmd_engine.sharding.routes import ranks_of_blocks
@@ -63,7 +63,7 @@ def fill(group: Group, arrays: Sequence[Wanted], folder: Path, headers: Headers,
 
     def fill_here() -> None:
         near = [rank for rank, node in enumerate(nodes) if node == nodes[group.rank]]
-        threads = max(1, min(READERS, len(os.sched_getaffinity(0)) // len(near)))
+        threads = max(1, min(READERS, int(cores_here() // len(near))))
         with PartReader(folder, headers) as reader:
             reads: list[PartOfBlock] = []
             beside: list[tuple[Wanted, np.ndarray]] = []  # what cannot be read into, and what is read in its place

@@ -26,6 +26,7 @@ from spmd_engine.comm.slot_table import SlotTable, size_of_table
 from spmd_engine.comm.transports.hierarchical import Lanes, even_nodes
 from spmd_engine.errors import RankAborted, UsageError
 from spmd_engine.node.arena import Neighbours, bound
+from spmd_engine.node.cores import cores_here
 from spmd_engine.node.cross_memory import CrossMemory
 from spmd_engine.watchdog.watchdog import watch_threads
 
@@ -78,7 +79,7 @@ def run(
             fabric.fail(rank, error)
 
     threads = [threading.Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(ranks)]
-    with _threads_of_blas(max(1, len(os.sched_getaffinity(0)) // ranks)):
+    with _threads_of_blas(max(1, int(cores_here() // ranks))):
         try:
             for thread in threads:
                 thread.start()

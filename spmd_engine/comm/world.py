@@ -20,6 +20,7 @@ from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.pending import Progress
 from spmd_engine.comm.threads import current_thread_communicator, solo
 from spmd_engine.errors import SpmdError, UsageError
+from spmd_engine.node.cores import cores_here, cores_of, quota_here
 from spmd_engine.process.ending import FAILED, end_all_ranks_on_error, leave_at_exit, speaks, stay_at_exit
 from spmd_engine.process.join import join_mpi
 from spmd_engine.process.launchers import (
@@ -52,11 +53,9 @@ def _process_world() -> Communicator:
                 f"started by an MPI launcher, but mpi4py cannot load an MPI library ({error}). Install one: "
                 "pip install 'spmd_engine[mpich]', or load your cluster's MPI module"
             ) from error
-        _check_alone()
-        return solo()
+        return _alone()
     if MPI.COMM_WORLD.size == 1:
-        _check_alone()
-        return solo()
+        return _alone()
     end_all_ranks_on_error(MPI.COMM_WORLD)
     record = OwnMemory(SIZE)
     comm = MPICommunicator(MPI.COMM_WORLD, Progress(Activity(record.map())))
@@ -72,14 +71,17 @@ def _process_world() -> Communicator:
     return comm
 
 
-def _check_alone() -> None:
-    """Raise UsageError if this process, of which MPI says that it is alone, was started with others."""
+def _alone() -> Communicator:
+    """Just this process. Raises UsageError if it, of which MPI says that it is alone, was started with others."""
     if (size := launcher_size()) > 1:
         raise UsageError(
             f"started as one of {size} processes, but MPI sees this one alone: the launcher is not of this MPI "
             "library, and each process would do all the work by itself. Start it by the mpiexec of this environment; "
             "or by srun: 'srun --mpi=pmi2' with MPICH, or with an MPI that was built for it"
         )
+    if (cores := cores_here()) < len(os.sched_getaffinity(0)):  # for as many BLAS has made threads
+        _share_cores(int(cores))
+    return solo()
 
 
 def _watch(comm: Communicator, records: Mapping[int, Memory]) -> None:
@@ -97,9 +99,10 @@ def _hosts_and_cores(
     comm: Communicator, record: str, tell: Callable[[Any], list[Any]]
 ) -> tuple[list[str], int, list[str]]:
     """The host of each rank; how many cores the ranks of this one have between them; and where their records are."""
-    everyone = tell([comm.node, sorted(os.sched_getaffinity(0)), record])
-    here = [(cores, where) for host, cores, where in everyone if host == comm.node]
-    return [host for host, _, _ in everyone], len({core for cores, _ in here for core in cores}), [w for _, w in here]
+    everyone = tell([comm.node, sorted(os.sched_getaffinity(0)), quota_here(), record])
+    here = [told for host, *told in everyone if host == comm.node]
+    cores = cores_of([(cores, quota) for cores, quota, _ in here])
+    return [host for host, *_ in everyone], cores, [where for *_, where in here]
 
 
 def _share_cores(threads: int) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from spmd_engine.comm.mesh import Mesh
+from spmd_engine.node.cores import cores_here
 from spmd_engine.planning.machine import Curve, Link, Machine, NodeKind
 
 PRODUCTS = (8, 16, 32, 64, 128, 256, 512, 1024)  #: widths of square matrices
@@ -52,16 +53,16 @@ def _node(name, members, ranks, speeds, memory, inside) -> NodeKind:
         sizes = [size for size, _ in curve.points]
         curves.append(Curve(tuple(zip(sizes, map(float, slowest[at : at + len(sizes)]), strict=True))))
         at += len(sizes)
-    cores = len(os.sched_getaffinity(0))
+    cores = cores_here()
     return NodeKind(
         name=name,
         count=1,
-        ranks=max(len(members), OVERSUBSCRIBED * cores),
+        ranks=max(len(members), int(OVERSUBSCRIBED * cores)),
         speeds=dict(zip(speeds, curves, strict=False)),
         memory=float(_available_bytes()),
         memory_bandwidth=curves[-1],
         inside=inside,
-        cores=float(cores),
+        cores=cores,
     )
 
 

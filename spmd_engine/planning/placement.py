@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heapreplace
 from itertools import product
-from math import exp, prod
+from math import exp
 from random import Random
 
 import numpy as np
@@ -267,13 +268,20 @@ def stage_places(machine_speeds: Sequence[float], work: Sequence[float]) -> tupl
 
 
 def shares(speeds: Sequence[float], whole: int) -> tuple[int, ...]:
-    """Weights by speed, as layouts take them (``"b/data:3:1"``): of ``whole`` parts, so many for each rank.
+    """Weights by speed, as layouts take them (``"b/data:3:1"``): of ``whole`` parts, so many for each rank that the
+    last of them is done soonest. So what is rounded up is rather a quick one's: a part takes longest on a slow one.
 
-    >>> shares([0.8, 0.4], 12)
-    (8, 4)
+    >>> shares([0.8, 0.4], 12), shares([8, 1], 16)
+    ((8, 4), (15, 1))
     """
-    from spmd_engine.sharding.notation import weighted_lengths
-
-    if not speeds or min(speeds) < 0 or not prod([sum(speeds)]):
+    total = sum(speeds)
+    if not total or min(speeds) < 0:
         raise UsageError(f"speeds {tuple(speeds)}: they must not be below 0, nor all 0")
-    return tuple(weighted_lengths(whole, [round(speed / max(speeds) * 1_000_000) for speed in speeds]))
+    parts = [int(whole * speed / total) for speed in speeds]
+    done = [((parts[rank] + 1) / speed, rank) for rank, speed in enumerate(speeds) if speed]  # with one part more
+    heapify(done)
+    for _ in range(whole - sum(parts)):
+        _, rank = done[0]
+        parts[rank] += 1
+        heapreplace(done, ((parts[rank] + 1) / speeds[rank], rank))
+    return tuple(parts)

@@ -98,7 +98,7 @@ def test_what_one_thread_of_several_finds_damaged_ends_the_others(tmp_path, monk
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    monkeypatch.setattr("os.sched_getaffinity", lambda process: range(threads))
+    monkeypatch.setattr("spmd_engine.checkpoints.fill.cores_here", lambda: threads)
     used, read = set(), PartReader.read
 
     def slow(self, asked):

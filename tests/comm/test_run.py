@@ -13,6 +13,7 @@ from threadpoolctl import threadpool_info, threadpool_limits
 
 from spmd_engine import Mesh, run, world
 from spmd_engine.errors import UsageError
+from spmd_engine.node.cores import cores_here
 from spmd_engine.process.launchers import RANK_VARIABLES, SIZE_VARIABLES, THREAD_VARIABLES
 
 
@@ -145,7 +146,7 @@ def blas_threads():
 
 
 def test_ranks_share_the_cores(monkeypatch):
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(8))
+    monkeypatch.setattr("spmd_engine.comm.threads.cores_here", lambda: 8.0)
     assert blas_threads(), "NumPy's BLAS is not one that threadpoolctl knows"
     with threadpool_limits(3, user_api="blas"):
         assert run(blas_threads, 8) == [{1}] * 8
@@ -156,7 +157,7 @@ def test_ranks_share_the_cores(monkeypatch):
 
 def test_a_rank_has_no_more_threads_than_were_allowed_before(monkeypatch):
     """By the user's OMP_NUM_THREADS, or by the ranks among which this one runs others."""
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(8))
+    monkeypatch.setattr("spmd_engine.comm.threads.cores_here", lambda: 8.0)
     with threadpool_limits(2, user_api="blas"):
         assert run(blas_threads, 1) == [{2}]
         assert run(lambda: run(blas_threads, 2), 5) == [[{1}] * 2] * 5
@@ -191,4 +192,4 @@ def test_one_of_several_ranks_loads_numpy_with_one_thread_and_has_more_later(ran
 def test_mpi_ranks_share_the_cores():
     ranks = world().size
     if not any(name in os.environ for name in THREAD_VARIABLES):  # what the user says goes
-        assert blas_threads() == {max(1, len(os.sched_getaffinity(0)) // ranks)}
+        assert blas_threads() == {max(1, int(cores_here() // ranks))}

@@ -1,6 +1,7 @@
 """Placement: annealing and a genetic search beside the exact optimum, with all kinds of constraints."""
 
-from itertools import permutations
+from itertools import permutations, product
+from math import inf
 
 import numpy as np
 import pytest
@@ -64,3 +65,15 @@ def test_the_quickest_node_has_the_most_work():
 def test_shares_follow_speeds():
     assert shares([0.8, 0.4], 12) == (8, 4)
     assert sum(shares([0.4, 0.4, 0.4, 0.2], 100)) == 100
+
+
+@pytest.mark.parametrize("speeds", [(1.0, 1.0, 1.0, 0.48), (8.0, 1.0), (3.0, 3.0, 1.0), (0.0, 0.3), (2.0, 2.0)])
+def test_no_other_shares_are_done_sooner(speeds):
+    for whole in range(9):
+        found = shares(speeds, whole)
+        every = (each for each in product(range(whole + 1), repeat=len(speeds)) if sum(each) == whole)
+        assert sum(found) == whole and _seconds(found, speeds) == min(_seconds(each, speeds) for each in every)
+
+
+def _seconds(parts, speeds):
+    return max((part / speed if speed else inf for part, speed in zip(parts, speeds, strict=True) if part), default=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from statistics import median
 
@@ -10,6 +9,7 @@ import click
 
 from spmd_engine.cli.bench.figures import output_option, ranks_option, report, rounds_option, spread, steps_option
 from spmd_engine.cli.bench.launch import measure
+from spmd_engine.node.cores import cores_here
 
 
 @click.command(
@@ -23,7 +23,7 @@ from spmd_engine.cli.bench.launch import measure
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 def oversubscribed(ranks: int, steps: int, rounds: int, output: Path | None, options: tuple[str, ...]) -> None:
     """Ranks that wait must not spin: tokens a second on one rank a core and on more; options go to 'train'."""
-    cores = len(os.sched_getaffinity(0))
+    cores = max(1, int(cores_here()))
     arguments = {"options": ["--batch-size", "32", *options], "warm": 3, "time": steps}
     speeds: dict[int, list[float]] = {cores: [], ranks: []}
     for _ in range(rounds):
