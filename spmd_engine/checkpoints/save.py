@@ -24,9 +24,8 @@ from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.errors import CheckpointError, UsageError
 from spmd_engine.sharding.asking import ask_placement
-from spmd_engine.sharding.placement import ArrayPlacement, Placement
+from spmd_engine.sharding.placement import ArrayPlacement, Placement, ranks_of_blocks
 from spmd_engine.sharding.rectangles import Rectangle
-from spmd_engine.sharding.routes import ranks_of_blocks
 
 BLOCK = 4 << 20  #: bytes; larger rectangles are several blocks, so that who needs a part reads little more than that
 KEEP = 2  #: complete checkpoints that stay
