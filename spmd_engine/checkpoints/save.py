@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -261,7 +261,7 @@ def _blocks(share: Shares, rank: int) -> Iterator[BlockToWrite]:
 
 def _copied(block: BlockToWrite) -> BlockToWrite:
     x = block.read()
-    return replace(block, read=partial(_itself, np.array(backend_of(x).to_host(x), order="C", copy=True)))
+    return block._replace(read=partial(_itself, np.array(backend_of(x).to_host(x), order="C", copy=True)))
 
 
 def _itself(block: Array) -> Array:

@@ -11,7 +11,7 @@ flat array a rank, over the ranks that would otherwise hold copies:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,8 +25,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.sharding.groups import ParameterGroup, Sum
 
 
-@dataclass(frozen=True)
-class SumGroups:
+class SumGroups(NamedTuple):
     """The ranks of a ``Sum``: those that own parts of it, and those to sum each part over afterwards."""
 
     owners: Group | None
