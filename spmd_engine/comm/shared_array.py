@@ -22,8 +22,8 @@ def share_array(group: Group, parts: Sequence[np.ndarray] | None, *, dtype: Any 
     """Rank 0's ``parts``, joined along their first axis, on every rank, not to be written to. Collective.
 
     They are converted to ``dtype``; None: that of the first. What other ranks give is not looked at, and may be None.
-    Ranks of a node map the same memory, as they do each other's
-    arenas (see ``node``); where the system does not let them, each has an array of its own.
+    Ranks of a node map the same memory, as they do each other's arenas (see ``node``); where the system does not let
+    them, each has an array of its own.
     """
     mine = parts if group.rank == 0 and parts is not None else ()
     shape, name = json.loads(text_from_rank_zero(group, lambda: json.dumps(_joined(mine, dtype))))

@@ -118,13 +118,13 @@ class ParameterStore:
         What several ranks of a node hold is drawn once.
         """
 
-        def fill(group: ParameterGroup, interval: slice, flat: Array) -> None:
+        def draw_part(group: ParameterGroup, interval: slice, flat: Array) -> None:
             rows = group.rows(interval)
             for name, part in group.views(flat, interval).items():
                 if part.size:
                     draw(name, part, self._index_of_rows(name, rows[name]))
 
-        for pending in [each.start_fill(partial(fill, each.group)) for each in self.storages]:
+        for pending in [each.start_fill(partial(draw_part, each.group)) for each in self.storages]:
             if pending:
                 pending.wait()
 
