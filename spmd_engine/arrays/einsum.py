@@ -15,9 +15,9 @@ side; otherwise one copy is made. A letter of one operand alone is summed first.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 from spmd_engine.arrays import few_rows
 from spmd_engine.arrays.backend import Array, backend_of
@@ -46,8 +46,7 @@ def einsum(pattern: str, *operands: Array, out: Array | None = None, accumulate:
     return out
 
 
-@dataclass(frozen=True)
-class _View:
+class _View(NamedTuple):
     """How an array is summed, transposed and reshaped, in this order; None: not at all."""
 
     summed: Shape | None
@@ -73,8 +72,7 @@ class _View:
         return x if self.shape is None else x.reshape(self.shape)
 
 
-@dataclass(frozen=True)
-class _Plan:
+class _Plan(NamedTuple):
     """The view of one operand is the result already; those of two are multiplied."""
 
     shape: Shape  # of the result

@@ -24,9 +24,8 @@ from spmd_engine.comm.agreement import on_all_ranks
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import CheckpointError
 from spmd_engine.node.cores import cores_here
-from spmd_engine.sharding.placement import ArrayPlacement, Rectangles
+from spmd_engine.sharding.placement import ArrayPlacement, Rectangles, ranks_of_blocks
 from spmd_engine.sharding.rectangles import Rectangle, meetings
-from spmd_engine.sharding.routes import ranks_of_blocks
 
 AT_ONCE = 64 << 20  #: bytes, about, that are read beside the arrays, where those cannot be read into
 UNEVEN = 8 << 20  #: bytes that a rank may check more than others, rather than that several read one file

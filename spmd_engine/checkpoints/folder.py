@@ -13,7 +13,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import shutil
 from contextlib import suppress
 from pathlib import Path
 
@@ -179,6 +178,8 @@ def discard(path: Path) -> None:
         with suppress(OSError):
             path.unlink()
     else:
+        import shutil  # with all kinds of archives, which take longer to load than it mostly takes to save
+
         shutil.rmtree(path, ignore_errors=True)
 
 

@@ -64,16 +64,15 @@ def load_pretrained(engine: LayeredEngine, path: str | Path, adapter: str | Path
     UsageError, the same on all ranks, for whatever is wrong with the weights on any of them.
     """
 
-    def load() -> Pretrained:
+    def read() -> tuple[Pretrained, dict[str, Sliceable]]:
         pretrained = Pretrained(path)
         adapters = read_adapters(adapter, pretrained.shape) if adapter is not None else {}
-        arrays = {name: each.array for name, each in adapters.items()}
-        if not engine.parameters.keys() <= pretrained.keys() | arrays.keys():
-            engine.initialize(frozen=False)
-        engine.load_checkpoint(_Weights(engine, pretrained, arrays))
-        return pretrained
+        return pretrained, {name: each.array for name, each in adapters.items()}
 
-    found = on_all_ranks(engine.group(), load)
+    found, adapters = on_all_ranks(engine.group(), read)
+    if not {*engine.names} <= found.keys() | adapters.keys():
+        engine.initialize(frozen=False)
+    on_all_ranks(engine.group(), lambda: engine.load_checkpoint(_Weights(engine, found, adapters)))
     on_rank_zero(engine.group(), found.check_copies)
     engine.after_update()
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -24,9 +24,8 @@ from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.errors import CheckpointError, UsageError
 from spmd_engine.sharding.asking import ask_placement
-from spmd_engine.sharding.placement import ArrayPlacement, Placement
+from spmd_engine.sharding.placement import ArrayPlacement, Placement, ranks_of_blocks
 from spmd_engine.sharding.rectangles import Rectangle
-from spmd_engine.sharding.routes import ranks_of_blocks
 
 BLOCK = 4 << 20  #: bytes; larger rectangles are several blocks, so that who needs a part reads little more than that
 KEEP = 2  #: complete checkpoints that stay
@@ -262,7 +261,7 @@ def _blocks(share: Shares, rank: int) -> Iterator[BlockToWrite]:
 
 def _copied(block: BlockToWrite) -> BlockToWrite:
     x = block.read()
-    return replace(block, read=partial(_itself, np.array(backend_of(x).to_host(x), order="C", copy=True)))
+    return block._replace(read=partial(_itself, np.array(backend_of(x).to_host(x), order="C", copy=True)))
 
 
 def _itself(block: Array) -> Array:

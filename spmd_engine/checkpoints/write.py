@@ -11,9 +11,9 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,8 +27,7 @@ WRITERS = 3  #: threads of a rank: while one waits for the disk, two hash, of wh
 AT_ONCE = 16  #: blocks that are held, until they have been written
 
 
-@dataclass(frozen=True)
-class BlockToWrite:
+class BlockToWrite(NamedTuple):
     """A block to be written: what it is, known before it is there."""
 
     name: str
@@ -37,8 +36,7 @@ class BlockToWrite:
     read: Callable[[], Array]
 
 
-@dataclass(frozen=True)
-class Written:
+class Written(NamedTuple):
     """Where a block lies in its file."""
 
     dtype: str  #: as files call it

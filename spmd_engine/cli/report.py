@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 
 from spmd_engine.cli.terminal import console
 from spmd_engine.training.data import Corpus
-from spmd_engine.training.expert_load import ExpertLoad
-from spmd_engine.training.prepared import PreparedData
 from spmd_engine.training.run import Run
 from spmd_engine.training.start import JobObserver
 from spmd_engine.training.trainer import StepReport
@@ -18,11 +16,13 @@ from spmd_engine.training.workload import Workload
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from spmd_engine.training.expert_load import ExpertLoad
+
 
 class Reporter(JobObserver):
     """Tells a run's course on standard error: by a bar where there is a terminal, else by a line now and then.
 
-    What prints is imported when a run is opened: only rank 0 is told of that.
+    What prints is imported when there is something to print: only on rank 0.
     """
 
     def __init__(self) -> None:
@@ -35,9 +35,9 @@ class Reporter(JobObserver):
         self.console = console()
         job, mesh = workload.job, workload.engine.mesh
         if workload.writes:
-            self.unit = f" nats per {'token' if isinstance(workload.corpus, PreparedData) else 'byte'}"
+            self.unit = f" nats per {'token' if workload.token_file else 'byte'}"
             self.each = "tokens"
-        elif not isinstance(workload.corpus, Corpus | PreparedData):
+        elif not isinstance(workload.corpus, Corpus):
             self.each = "images"
         for notice in notices:
             self._say(f"spmd_engine: note: {notice}")
@@ -80,6 +80,8 @@ class Reporter(JobObserver):
         self._say(f"spmd_engine: {why}; training goes on after step {step}")
 
     def _look_at_experts(self, report: StepReport) -> None:
+        from spmd_engine.training.expert_load import ExpertLoad
+
         self.experts = ExpertLoad.of(report.side_outputs)
         if self.experts and self.experts.drops_most and not self.warned:
             self.warned = True

@@ -16,12 +16,12 @@ from spmd_engine.cli.planned_job import AUTO, planned_here, planned_values
 from spmd_engine.cli.report import Reporter
 from spmd_engine.engine.composition import ModelConfig
 from spmd_engine.errors import UsageError
+from spmd_engine.layers.documents import DOCUMENTS
 from spmd_engine.models.names import MODELS
 from spmd_engine.process.signals import REQUEUE
 from spmd_engine.strategies import STRATEGIES
 from spmd_engine.training.augment import AUGMENT
 from spmd_engine.training.job import FIXED, DataConfig, Job, TrainingConfig
-from spmd_engine.training.prepared import DOCUMENTS
 from spmd_engine.training.start import read_job, read_run, run_folder
 from spmd_engine.training.start import train as train_job
 from spmd_engine.training.workload import PAGE_MODEL

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from contextlib import closing
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -17,14 +18,15 @@ from spmd_engine.node.node import OwnMemory, mapped
 _AT_ONCE = 1 << 20  # bytes that pass between nodes at a time
 
 
-def share_array(group: Group, parts: Sequence[np.ndarray] | None, *, label: str = "") -> np.ndarray:
+def share_array(group: Group, parts: Sequence[np.ndarray] | None, *, dtype: Any = None, label: str = "") -> np.ndarray:
     """Rank 0's ``parts``, joined along their first axis, on every rank, not to be written to. Collective.
 
-    What the others give is not looked at, and may be None. Ranks of a node map the same memory, as they do each other's
-    arenas (see ``node``); where the system does not let them, each has an array of its own.
+    They are converted to ``dtype``; None: that of the first. What other ranks give is not looked at, and may be None.
+    Ranks of a node map the same memory, as they do each other's arenas (see ``node``); where the system does not let
+    them, each has an array of its own.
     """
     mine = parts if group.rank == 0 and parts is not None else ()
-    shape, name = json.loads(text_from_rank_zero(group, lambda: json.dumps(_joined(mine))))
+    shape, name = json.loads(text_from_rank_zero(group, lambda: json.dumps(_joined(mine, dtype))))
     dtype, size = np.dtype(name), ALIGNMENT + prod(shape) * np.dtype(name).itemsize
     hosts, host = group.comm.hosts, group.comm.node
     first, alone = hosts.index(host), hosts.count(host) == 1
@@ -32,7 +34,9 @@ def share_array(group: Group, parts: Sequence[np.ndarray] | None, *, label: str 
     with closing(OwnMemory(size if makes else 0)) as own:
         memories = mapped([gather_json(group, own.told, label)[first]])
         x = np.ndarray(shape, dtype, memories[0], ALIGNMENT) if memories else np.empty(shape, dtype)
-        if group.rank == 0:
+        if group.rank == 0 and memories:
+            own.write((np.ascontiguousarray(part, dtype) for part in mine), ALIGNMENT)
+        elif group.rank == 0:
             np.concatenate(mine, out=x)
         # All have opened what they could, and rank 0 has written:
         everywhere = bool(group.all_reduce(np.array(alone or bool(memories)), "min", label=label))
@@ -44,9 +48,9 @@ def share_array(group: Group, parts: Sequence[np.ndarray] | None, *, label: str 
     return x
 
 
-def _joined(parts: Sequence[np.ndarray]) -> tuple[tuple[int, ...], str]:
+def _joined(parts: Sequence[np.ndarray], dtype: Any) -> tuple[tuple[int, ...], str]:
     """Shape and dtype of ``parts``, joined."""
-    return (sum(map(len, parts)), *parts[0].shape[1:]), parts[0].dtype.str
+    return (sum(map(len, parts)), *parts[0].shape[1:]), np.dtype(dtype or parts[0].dtype).str
 
 
 def _pass_to_nodes(group: Group, x: np.ndarray, writes: bool, label: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.engine.extras import Extras
@@ -16,8 +16,7 @@ from spmd_engine.layers.layer import Extra, ForwardContext, Layer
 from spmd_engine.sharding.shards import Shards
 
 
-@dataclass(frozen=True)
-class LayerSegment:
+class LayerSegment(NamedTuple):
     """Neighbours among the layers of a chunk: if ``recomputed``, a forward keeps only what goes into them."""
 
     layers: range

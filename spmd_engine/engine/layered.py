@@ -137,10 +137,13 @@ class LayeredEngine(StoredEngine):
 
     def initialize(self, frozen: bool = True) -> None:
         """Fill the parameters with initial values: functions of seed, name and global index alone. Likewise ``frozen``
-        weights, unless these are going to be loaded."""
-        for name, target in self.parameters.items():
+        weights, unless these are going to be loaded. Collective."""
+
+        def draw(name: str, target: Array, index: Index) -> None:
             parameter, shape = self.store.described[name]
-            self._draw(target, name, shape, parameter.mean, parameter.std, self.index(name))
+            self._draw(target, name, shape, parameter.mean, parameter.std, index)
+
+        self.store.fill(draw)
         here = self.buffers
         for name, (buffer, shape) in self.model.buffers() if frozen else ():
             if buffer.frozen and name in here:

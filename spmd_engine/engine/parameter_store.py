@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from spmd_engine.engine.compression import compression
 from spmd_engine.engine.storage import GroupStorage
 from spmd_engine.errors import UnknownParameter
 from spmd_engine.layers.declarations import Parameter
-from spmd_engine.sharding.groups import Member, Place, joined
+from spmd_engine.sharding.groups import Member, ParameterGroup, Place, joined
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.sharding.notation import Spec
 from spmd_engine.sharding.placement import Placement
@@ -82,8 +82,10 @@ class ParameterStore:
     def index(self, name: str, owned: bool = False) -> Index | None:
         """Which part of a whole parameter is stored here, or is this rank's to update; None if nothing is."""
         rows = (self._owned_rows if owned else self._stored_rows).get(name)
-        if rows is None:
-            return None
+        return None if rows is None else self._index_of_rows(name, rows)
+
+    def _index_of_rows(self, name: str, rows: slice) -> Index | None:
+        """Where in the whole parameter these rows of this rank's block lie."""
         block = self._block(name)
         if not block:  # a number has no rows: it is here, or it is not
             return () if rows.stop > rows.start else None
@@ -109,6 +111,22 @@ class ParameterStore:
     def named(self, arrays: Mapping[str, Array]) -> Mapping[str, Array]:
         """Arrays by segment as arrays by name: views."""
         return _ByName(self._members, self._places, arrays)
+
+    def fill(self, draw: Callable[[str, Array, Index], None]) -> None:
+        """Fill all parameters here, by ``draw(name, array, where it lies in the whole)``. Collective.
+
+        What several ranks of a node hold is drawn once.
+        """
+
+        def draw_part(group: ParameterGroup, interval: slice, flat: Array) -> None:
+            rows = group.rows(interval)
+            for name, part in group.views(flat, interval).items():
+                if part.size:
+                    draw(name, part, self._index_of_rows(name, rows[name]))
+
+        for pending in [each.start_fill(partial(draw_part, each.group)) for each in self.storages]:
+            if pending:
+                pending.wait()
 
     def refresh(self) -> None:
         """Tell the updated parts to those who hold copies of the whole. Collective."""

@@ -10,7 +10,8 @@ flat array a rank, over the ranks that would otherwise hold copies:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,8 +25,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.sharding.groups import ParameterGroup, Sum
 
 
-@dataclass(frozen=True)
-class SumGroups:
+class SumGroups(NamedTuple):
     """The ranks of a ``Sum``: those that own parts of it, and those to sum each part over afterwards."""
 
     owners: Group | None
@@ -99,6 +99,22 @@ class GroupStorage:
         return self.own_parameters if self.zero == 3 else self.whole_parameters
 
     # --- parameters --------------------------------------------------------------------------------------
+
+    def start_fill(self, fill: Callable[[slice, Array], None]) -> Pending | None:
+        """Fill the parameters that are stored here, by ``fill(interval, flat array of it)``.
+
+        Ranks of one node that store the same ones fill a part each, and begin to gather the others'. Between nodes
+        they would travel for longer than it takes to compute them.
+        """
+        alike = None if self.zero == 3 else self.owners or self.rest
+        if alike is None or len(set(alike.comm.hosts)) > 1:
+            fill(self.stored, self.stored_parameters)
+            return None
+        parts = self.group.intervals(alike.size)
+        mine = self.whole_parameters[parts[alike.rank]]
+        fill(parts[alike.rank], mine)
+        sizes = [part.stop - part.start for part in parts]
+        return alike.start_all_gather(mine, sizes=sizes, out=self.whole_parameters, label="parameters")
 
     def start_gather(self) -> None:
         """Begin to gather the whole parameters, if they are not here or on their way."""

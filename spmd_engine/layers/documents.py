@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from spmd_engine.arrays.backend import Array, Backend, backend_of
 
+#: How documents share a row: as one text; seeing nothing of each other; and with learned positions from 0 in each.
+DOCUMENTS = ("joined", "apart", "restarted")
+
 
 @dataclass(frozen=True)
 class Documents:

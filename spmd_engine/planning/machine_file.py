@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
+from pkgutil import get_data
 from typing import Any
 
 from spmd_engine.errors import UsageError
@@ -32,7 +32,7 @@ def read_machine(name: str | Path) -> Machine:
     Raises UsageError, in one line, for a file that cannot be read or that describes no possible machine.
     """
     if str(name) in PACKAGED:
-        return machine_of(files("spmd_engine.planning").joinpath(f"machines/{name}.toml").read_text(), str(name))
+        return machine_of((get_data("spmd_engine.planning", f"machines/{name}.toml") or b"").decode(), str(name))
     try:
         text = Path(name).read_text()
     except OSError as error:

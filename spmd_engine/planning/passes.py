@@ -200,12 +200,12 @@ def _new(described: tuple) -> Any:
 
 def kind_of(x: Any) -> Hashable:
     """What an object consists of: equal for layers that do the same."""
+    if x is None or isinstance(x, (str, int, float, bool, type)):
+        return x
     if isinstance(x, Mapping):
         return tuple((name, kind_of(each)) for name, each in x.items())
     if isinstance(x, (list, tuple)):
         return tuple(kind_of(each) for each in x)
-    if x is None or isinstance(x, (str, int, float, bool, type)):
-        return x
     if isinstance(x, partial):
         return kind_of((x.func, x.args, x.keywords))
     if callable(x) and not hasattr(x, "__dict__"):

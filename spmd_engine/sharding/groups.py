@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
+from typing import NamedTuple
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.axes import MeshPosition
@@ -14,8 +15,7 @@ THRESHOLD = 1 << 20  # bytes: below this, one more neighbour costs less than one
 CAP = 32 << 20  # bytes: beyond this, neighbours share nothing: what is gathered for one is held for all
 
 
-@dataclass(frozen=True)
-class Sum:
+class Sum(NamedTuple):
     """The ranks over which a gradient is unreduced after a backward, and which of them share its state.
 
     ``over`` are mesh axes; ``cut`` those of them along which gradients, optimizer state and, fully sharded,
@@ -29,8 +29,7 @@ class Sum:
     shares: tuple[int, ...] = ()  #: what each owner has beside the others, in their order; (): as much each
 
 
-@dataclass(frozen=True)
-class Home:
+class Home(NamedTuple):
     """The ranks that have a parameter, where not all of a stage do: those with this ``part`` along these axes."""
 
     axes: tuple[str, ...]

@@ -190,6 +190,16 @@ def views(rectangles: Sequence[Rectangle], x: Array) -> list[Array]:
     return [x[(..., *index)] for index in indices]
 
 
+def ranks_of_blocks(placed: Sequence[Rectangles]) -> dict[Rectangle, list[int]]:
+    """Every block that is not empty, with the ranks that have it."""
+    ranks: dict[Rectangle, list[int]] = {}
+    for rank, held in enumerate(placed):
+        for each in held:
+            if each.size:
+                ranks.setdefault(each, []).append(rank)
+    return ranks
+
+
 @lru_cache(maxsize=256)
 def _first_holders(shape: tuple[int, ...], held: tuple[Rectangles, ...]) -> tuple[Rectangles, ...]:
     """The parts of the array of which each rank is the first that holds them; of layers of a kind, the same."""

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
 from operator import sub
+from typing import NamedTuple
 
 import numpy as np
 
 
-@dataclass(frozen=True, order=True)
-class Rectangle:
+class Rectangle(NamedTuple):
     """The elements of an array from ``start`` up to, and without, ``stop``, one number a dim.
 
     A number, an array without dims, is the rectangle ``Rectangle((), ())`` of one element. A rectangle may be empty.

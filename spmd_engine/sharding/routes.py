@@ -12,7 +12,7 @@ import numpy as np
 
 from spmd_engine.comm.spans import span
 from spmd_engine.errors import UsageError
-from spmd_engine.sharding.placement import ArrayPlacement, Rectangles
+from spmd_engine.sharding.placement import ArrayPlacement, Rectangles, ranks_of_blocks
 from spmd_engine.sharding.rectangles import Grid, Rectangle, meetings
 
 
@@ -122,16 +122,6 @@ def _parts(
     """
     of_blocks = _parts_of_blocks(ranks_of_blocks(given), ranks_of_blocks(wanted))
     return tuple(of_blocks if of_blocks is not None else _parts_of_grid(shape, given, wanted))
-
-
-def ranks_of_blocks(placed: Sequence[Rectangles]) -> dict[Rectangle, list[int]]:
-    """Every block that is not empty, with the ranks that have it."""
-    ranks: dict[Rectangle, list[int]] = {}
-    for rank, held in enumerate(placed):
-        for each in held:
-            if each.size:
-                ranks.setdefault(each, []).append(rank)
-    return ranks
 
 
 def _parts_of_blocks(

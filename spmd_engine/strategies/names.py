@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from spmd_engine.errors import UsageError
-from spmd_engine.strategies.page import Page
+
+if TYPE_CHECKING:
+    from spmd_engine.strategies.page import Page
 
 _CLASSES = {
     "single-device": "SingleDevice",
@@ -31,7 +34,7 @@ _CLASSES = {
 }
 
 
-class _Pages(Mapping[str, type[Page]]):
+class _Pages(Mapping[str, "type[Page]"]):
     """Each page in the module of its name, imported when it is asked for."""
 
     def __getitem__(self, name: str) -> type[Page]:

@@ -77,12 +77,12 @@ def load_corpus(group: Group, path: str | None, context: int) -> Corpus:
     read = on_rank_zero(group, lambda: _read(path, context))
     facts = text_from_rank_zero(group, lambda: json.dumps([read.train_size, read.files, read.sha256] if read else None))
     train_size, files, sha256 = json.loads(facts)
-    tokens = share_array(group, read.parts if read else None, label="corpus")
+    tokens = share_array(group, read.parts if read else None, dtype=np.uint16, label="corpus")
     return Corpus(tokens[:train_size], tokens[train_size:], files, sha256)
 
 
 class _Read(NamedTuple):
-    """What files hold: those to train on come first."""
+    """What files hold, bytes and ends by turns: those to train on come first."""
 
     parts: list[np.ndarray]
     train_size: int
@@ -97,7 +97,7 @@ def _read(path: str | None, context: int) -> _Read:
     if not os.path.exists(root):
         raise UsageError(f"--data {root}: no such file or folder")
     files = [root] if os.path.isfile(root) else _files(root, "*.py" if path is None else "*")
-    digest = hashlib.sha256()
+    digest, end = hashlib.sha256(), np.array([END_OF_FILE], np.uint16)
     train: list[np.ndarray] = []
     validation: list[np.ndarray] = []
     for number, file in enumerate(files):
@@ -107,7 +107,7 @@ def _read(path: str | None, context: int) -> _Read:
         digest.update(b"%s\0%d\0" % (name, len(content)))
         digest.update(content)
         held_out = len(files) > 1 and number % HELD_OUT == HELD_OUT // 2
-        (validation if held_out else train).append(_tokens(content))
+        (validation if held_out else train).extend((np.frombuffer(content, np.uint8), end))
     train_size, size = sum(map(len, train)), sum(map(len, (*train, *validation)))
     if size <= len(files):
         raise UsageError(f"--data {root}: there is nothing to read in it")
@@ -135,10 +135,3 @@ def _files(root: str, pattern: str) -> list[str]:
             if not (name.startswith(".") or name in left_out) and fnmatchcase(name, pattern):
                 found.append(os.path.join(folder, name))
     return sorted(filter(os.path.isfile, found), key=lambda path: path.split(os.sep))
-
-
-def _tokens(content: bytes) -> np.ndarray:
-    tokens = np.empty(len(content) + 1, np.uint16)
-    tokens[:-1] = np.frombuffer(content, np.uint8)
-    tokens[-1] = END_OF_FILE
-    return tokens

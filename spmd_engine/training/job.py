@@ -12,10 +12,10 @@ from spmd_engine.comm.pending import TIMEOUT
 from spmd_engine.configuration import Configuration, section_of, setting
 from spmd_engine.engine.composition import Composition, ModelConfig
 from spmd_engine.errors import UsageError
+from spmd_engine.layers.documents import DOCUMENTS
 from spmd_engine.layers.router_options import RouterOptions
 from spmd_engine.models.names import IMAGES
 from spmd_engine.training.augment import AUGMENT
-from spmd_engine.training.prepared import DOCUMENTS
 
 VERSION = 1  #: of the JSON that jobs are written as
 MOST = 1 << 24  #: samples, and parts of them: beyond it is a slip

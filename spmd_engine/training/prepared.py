@@ -15,8 +15,6 @@ from spmd_engine.formats.token_file import TokenFile
 from spmd_engine.layers.documents import Documents, documents_of
 from spmd_engine.training.packing import Packed, whole_documents, windows
 
-#: How documents share a row: as one text; seeing nothing of each other; and with learned positions from 0 in each.
-DOCUMENTS = ("joined", "apart", "restarted")
 HELD_OUT = 20  #: one row in so many is to validate on, if the file has no documents for that
 
 

@@ -22,7 +22,6 @@ from spmd_engine.tokens import ByteTokenizer, Tokenizer
 from spmd_engine.training.foresight import first_step_check
 from spmd_engine.training.job import CorpusFacts, Job
 from spmd_engine.training.observers import Observer
-from spmd_engine.training.prepared import PreparedData
 from spmd_engine.training.run import CONFIG, Run
 from spmd_engine.training.trainer import Trainer
 from spmd_engine.training.workload import Workload, make_trainer, open_workload
@@ -194,18 +193,19 @@ def _make_run(workload: Workload, folder: Path, observers: Sequence[Observer], t
 
 def _tokenizer(workload: Workload) -> Tokenizer | None:
     """What turns this workload's tokens into text; None if its library is not installed."""
-    files = workload.corpus.file.tokenizer if isinstance(workload.corpus, PreparedData) else {}
+    file = workload.token_file
+    files = file.tokenizer if file else {}
     if not files:
         return ByteTokenizer()
     from spmd_engine.tokens.hugging_face import tokenizer_of
 
-    return tokenizer_of(files, workload.corpus.file.path) if find_spec("tokenizers") else None
+    return tokenizer_of(files, file.path) if find_spec("tokenizers") else None
 
 
 def _keep_tokenizer(workload: Workload, folder: Path) -> None:
     """The run's folder has the files of the tokenizer by which its model reads and writes."""
-    if isinstance(workload.corpus, PreparedData):
-        for name, text in workload.corpus.file.tokenizer.items():
+    if workload.token_file:
+        for name, text in workload.token_file.tokenizer.items():
             replace_file(folder / name, text)
 
 

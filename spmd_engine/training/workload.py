@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from spmd_engine.comm.agreement import on_all_ranks, on_rank_zero
+from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, check_batch
@@ -16,7 +17,6 @@ from spmd_engine.engine.composition import Composition, build_engine
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.optimizers import SGD, AdamW, Optimizer, WarmupCosine
 from spmd_engine.errors import UsageError
-from spmd_engine.formats.token_file import is_token_file, open_token_file
 from spmd_engine.models.gpt import BYTES
 from spmd_engine.models.images import ImageShape
 from spmd_engine.models.names import IMAGES
@@ -24,12 +24,13 @@ from spmd_engine.sharding.notation import Spec
 from spmd_engine.strategies import strategy_named
 from spmd_engine.training.data import Corpus, load_corpus
 from spmd_engine.training.job import Job, TrainingConfig
-from spmd_engine.training.prepared import PreparedData
 from spmd_engine.training.trainer import Trainer
-from spmd_engine.training.windows import BytePairs, ShapedBytePairs, Windows, data_for
 
 if TYPE_CHECKING:
+    from spmd_engine.formats.token_file import TokenFile
     from spmd_engine.training.images import ImageData, Images
+    from spmd_engine.training.prepared import PreparedData
+    from spmd_engine.training.windows import Windows
 
 PAGE_MODEL = "mlp"  #: what the model's name is for any page: each has its own small model
 _WIDTH, _HIDDEN, _HEADS, _LENGTH = 64, 256, 4, 16
@@ -62,6 +63,7 @@ class Workload:
     corpus: Corpus | Images | PreparedData
     data: Sampled | ImageData
     writes: bool = False  #: whether it is a model of text
+    token_file: TokenFile | None = None  #: what the corpus is read from, if it is one
 
     @property
     def parameter_count(self) -> int:
@@ -104,8 +106,7 @@ def _check_corpus(job: Job, corpus: Corpus | Images | PreparedData) -> None:
 
 
 def _model(job: Job, mesh: Mesh) -> Workload:
-    prepared = on_rank_zero(mesh.group(), lambda: bool(job.data.path) and is_token_file(str(job.data.path)))
-    if int(mesh.group().broadcast(np.array(bool(prepared)), label="corpus")):
+    if job.data.path and _is_token_file(mesh.group(), str(job.data.path)):
         return _of_tokens(job, mesh)
     if job.data.documents is not None:
         raise UsageError(f"--documents {job.data.documents} goes with a file of tokens: 'data prepare' makes one")
@@ -118,12 +119,27 @@ def _model(job: Job, mesh: Mesh) -> Workload:
     length = _length(job, engine)
     corpus = load_corpus(mesh.group(), job.data.path, length)
     _check_corpus(job, corpus)
-    data = Sampled(data_for(engine.model, corpus, job.model.dtype), length, job.model.seed)
-    return Workload(job, engine, corpus, data, bool(engine.model.vocabulary))
+    source, writes = corpus, bool(engine.model.vocabulary)
+    if not writes:
+        from spmd_engine.training.windows import data_for
+
+        source = data_for(engine.model, corpus, job.model.dtype)
+    return Workload(job, engine, corpus, Sampled(source, length, job.model.seed), writes)
+
+
+def _is_token_file(group: Group, path: str) -> bool:
+    """Whether rank 0 finds one there. Collective."""
+    from spmd_engine.formats.token_file import is_token_file
+
+    found = on_rank_zero(group, lambda: is_token_file(path))
+    return bool(group.broadcast(np.array(bool(found)), label="corpus"))
 
 
 def _of_tokens(job: Job, mesh: Mesh) -> Workload:
     """A model that is drawn is built for the tokens that are found, and the job says so from now on."""
+    from spmd_engine.formats.token_file import open_token_file
+    from spmd_engine.training.prepared import PreparedData
+
     file = on_all_ranks(mesh.group(), lambda: open_token_file(str(job.data.path)))
     vocabulary = file.facts.vocabulary
     if job.model.path is None and job.model.vocabulary is None:
@@ -137,7 +153,7 @@ def _of_tokens(job: Job, mesh: Mesh) -> Workload:
     length = _length(job, engine)
     data = PreparedData.of(file, length, job.data.documents)
     _check_corpus(job, data)
-    return Workload(job, engine, data, Sampled(data, length, job.model.seed), writes=True)
+    return Workload(job, engine, data, Sampled(data, length, job.model.seed), writes=True, token_file=file)
 
 
 def _length(job: Job, engine: LayeredEngine) -> int:
@@ -172,6 +188,7 @@ def _fitting(found: dict[str, int], job: Job) -> dict[str, int]:
 
 def _page(job: Job, mesh: Mesh) -> Workload:
     from spmd_engine.strategies.two_convolutions import IMAGE
+    from spmd_engine.training.windows import BytePairs, ShapedBytePairs
 
     name, dtype = job.strategy, job.model.dtype
     page = strategy_named(name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from spmd_engine.watchdog.activity import ranges
 from spmd_engine.watchdog.records import CallRecord, State
@@ -17,8 +17,7 @@ _STANDARD = os.path.dirname(os.__file__)
 HELD = 5.0  #: seconds without a sign of life from a process that runs, after which this is told
 
 
-@dataclass(frozen=True)
-class Hang:
+class Hang(NamedTuple):
     """What came of looking at all ranks' states."""
 
     summary: str  #: in one line: how many wait, and for whom

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 from zlib import crc32
 
 from spmd_engine.watchdog.activity import (
@@ -31,8 +31,7 @@ from spmd_engine.watchdog.activity import (
 )
 
 
-@dataclass(frozen=True)
-class CallRecord:
+class CallRecord(NamedTuple):
     """A call of a communicator, as its ranks count them."""
 
     members: tuple[int, ...]  #: the communicator's ranks, by their numbers in the world
@@ -47,8 +46,7 @@ class CallRecord:
         return self.members, self.which
 
 
-@dataclass(frozen=True)
-class WaitRecord:
+class WaitRecord(NamedTuple):
     """What a rank waits for."""
 
     call: CallRecord
@@ -59,8 +57,7 @@ class WaitRecord:
     at: str = ""  #: the line that called
 
 
-@dataclass(frozen=True)
-class State:
+class State(NamedTuple):
     """What a rank is doing, as its record says."""
 
     rank: int

@@ -1,6 +1,7 @@
 """The layered engine computes on every mesh what one device computes."""
 
 import gc
+import math
 import weakref
 from dataclasses import replace
 from functools import cache, partial
@@ -11,6 +12,7 @@ import pytest
 
 import tiny
 from spmd_engine import Mesh, run
+from spmd_engine.arrays import random
 from spmd_engine.engine import SGD, Batch, LayeredEngine, MicroBatch, schedules
 from spmd_engine.errors import NotationError, UsageError
 from spmd_engine.models import gpt
@@ -133,15 +135,50 @@ def test_wrong_checkpoints_are_named():
             engine.load_checkpoint({**whole, "norm/scale": np.ones(3)})
 
 
-def test_initial_parameters_are_those_of_one_device():
+DRAWN_ON = [
+    ({"data": 2, "model": 4}, {}),
+    ({"data": 3}, {"zero": 1}),
+    ({"data": 2, "context": 2}, {"zero": 2, "group_threshold": 0}),
+    ({"replicate": 2, "shard": 2}, {}),
+    ({"pipe": 2, "data": 2}, {}),  # with a tied table, which both stages have
+]
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("axes, options", DRAWN_ON, ids=[tiny.mesh_id(axes) for axes, _ in DRAWN_ON])
+def test_initial_parameters_are_those_of_one_device(axes, options, nodes):
     def program(**axes):
         with Mesh(**axes) as mesh:
-            engine = tiny.make_engine(mesh)
-            return {name: engine.gather(name) for name in engine.parameters}
+            engine = tiny.make_engine(mesh, **options)
+            return {name: (engine.index(name), array.copy()) for name, array in engine.parameters.items()}
 
-    expected = run(program, 1)[0]
-    for result in run(partial(program, data=2, model=4), 8):
-        assert all(np.array_equal(result[name], expected[name]) for name in expected)
+    (expected,) = run(partial(program, data=1), 1)
+    ranks = tiny.ranks_of(axes)
+    for result in run(partial(program, **axes), ranks, nodes=[f"node{rank * nodes // ranks}" for rank in range(ranks)]):
+        for name, (index, array) in result.items():
+            assert index is None or np.array_equal(array, expected[name][1][index]), name
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_ranks_of_a_node_draw_an_initial_parameter_once(monkeypatch, zero, nodes):
+    """Those of several nodes that all store it draw it on each rank."""
+    drawn, normal = [], random.normal
+
+    def counted(*arguments):
+        drawn.append(normal(*arguments))
+        return drawn[-1]
+
+    monkeypatch.setattr(random, "normal", counted)
+
+    def program():
+        with Mesh(data=4) as mesh:
+            engine = tiny.make_engine(mesh, zero=zero)
+            described = engine.store.described.values()
+            return sum(math.prod(shape) for parameter, shape in described if parameter.std)
+
+    (size, *_) = run(program, 4, nodes=[f"node{rank * nodes // 4}" for rank in range(4)])
+    assert sum(array.size for array in drawn) == (4 if nodes > 1 and zero < 3 else 1) * size
 
 
 def test_a_plain_forward_draws_the_dropout_of_one_device():
