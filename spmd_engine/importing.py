@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
+from spmd_engine.garbage import uncollected
+
 
 def imported_when_asked(package: str, public: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
     """A package's ``__getattr__`` (PEP 562), for names that are in modules of its: names by module."""
@@ -31,11 +33,8 @@ def many_imports() -> Iterator[None]:
 
     Modules, their functions and classes stay. To go through them again and again took a sixth of the time of loading.
     """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        if was_enabled:
-            gc.enable()
+    with uncollected():
+        try:
+            yield
+        finally:
+            gc.freeze()

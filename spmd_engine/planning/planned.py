@@ -10,6 +10,7 @@ from spmd_engine.axes import MeshPosition
 from spmd_engine.engine.batch import check_batch
 from spmd_engine.engine.composition import composed_layout
 from spmd_engine.errors import UsageError
+from spmd_engine.garbage import uncollected
 from spmd_engine.planning.answer import Answer, Request, rooms_of, within
 from spmd_engine.planning.conflict import MORE, Conflict, Question, WayOut, closest, conflict_of, instead
 from spmd_engine.planning.estimate import Estimate
@@ -112,6 +113,7 @@ class _Looking:
         return len(self.request.model.layers) * filled <= MOST_TO_SIMULATE // max(candidate.pipe // 4, 1)
 
 
+@uncollected()  # costs of layers stay as long as the search: to go through them again and again took a third of it
 def plan(request: Request) -> Answer:
     """The best plan, or why there is none."""
     began, most = perf_counter(), max(request.ranks)

@@ -160,16 +160,14 @@ class Planner:
         patience = max(deadline, process_time()) + PATIENCE * seconds
         while entries:
             entry = heappop(entries)
-            if first and best or len(best) == keep and entry.least >= value(goal, best[-1]):
+            candidate, late = entry.candidate, process_time() > deadline
+            done = first and best or len(best) == keep and entry.least >= value(goal, best[-1])
+            given_up = late and len(known) >= keep and (best or process_time() > patience)
+            if done or given_up:
                 left.append(entry.least)
+                complete = complete and bool(done)
                 break
-            late = process_time() > (deadline if best else patience)
-            if late and len(known) >= keep:
-                left.append(entry.least)
-                complete = False
-                break
-            candidate = entry.candidate
-            if entry.first and process_time() > deadline and second_bounds > len(known):
+            if entry.first and late and second_bounds > len(known):
                 left.append(entry.least)  # rather than look at more, estimate what was looked at
                 complete = False
                 continue
