@@ -15,7 +15,7 @@ class Tuning:
     reduced_by_all: int = 1 << 19
     #: Of an array that is not reduced, up to which it travels with its signature through the node's table; a larger one
     #: is read where it lies, if it can be: one copy and a system call cost less than two copies.
-    copied_to_table: int = 96 << 10
+    copied_to_table: int = 48 << 10
     #: Of an array that the others cannot read, up to which it is copied to where they can.
     copied: int = 1 << 22
     #: A whole array from which ranks of a node first combine theirs, and then one of each node exchange them.
