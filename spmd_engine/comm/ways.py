@@ -65,4 +65,6 @@ def inline_at_most(operation: str, ranks: int, room: int, reads: bool, tuning: T
     others can read their parts of it where it lies."""
     if operation == "all_reduce":
         return min(room, tuning.reduced_by_all // ranks)
-    return room if operation == "reduce_scatter" or not reads else min(room, tuning.copied_to_table)
+    if operation == "reduce_scatter" or not reads:
+        return room
+    return min(room, tuning.copied_to_table * (ranks if operation == "all_to_all" else 1))

@@ -80,3 +80,4 @@ def test_what_a_rank_brings_along():
         assert inline_at_most("all_gather", 2, 16 * KIB, reads, tuning) == 16 * KIB
     assert inline_at_most("all_gather", 2, 256 * KIB, False, tuning) == 256 * KIB
     assert inline_at_most("all_gather", 2, 256 * KIB, True, tuning) == tuning.copied_to_table
+    assert inline_at_most("all_to_all", 3, 256 * KIB, True, tuning) == 3 * tuning.copied_to_table  # it is cut in three
