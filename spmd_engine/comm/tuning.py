@@ -13,9 +13,9 @@ class Tuning:
     with_agreement: int = 1 << 14
     #: Of all ranks of a node, up to which each of them reduces all rather than a part, which would take a phase more.
     reduced_by_all: int = 1 << 19
-    #: Of what a rank reads of another's array, which is not reduced, up to which that travels with its signature through
+    #: Of what a rank reads of another's array, which is not reduced, up to which that goes with its signature through
     #: the node's table; more is read where it lies, if it can be: a system call then costs less than a second copy.
-    copied_to_table: int = 48 << 10
+    copied_to_table: int = 64 << 10
     #: Of an array that the others cannot read, up to which it is copied to where they can.
     copied: int = 1 << 22
     #: A whole array from which ranks of a node first combine theirs, and then one of each node exchange them.

@@ -14,7 +14,7 @@ def test_the_ways_of_a_mesh_by_axis():
         "over data (4 ranks on 2 nodes):",
         f"  up to 4.00 KiB with the agreement; below 16.00 KiB {library}",
         "over model (2 ranks on 1 node):",
-        "  up to 48.00 KiB with the agreement; else shared memory",
+        "  up to 64.00 KiB with the agreement; else shared memory",
         "over data,model (8 ranks on 2 nodes):",
         f"  up to 2.00 KiB with the agreement; below 8.00 KiB {library}",
     ]
