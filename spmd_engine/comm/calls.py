@@ -119,8 +119,9 @@ class Calls:
             return Signature(operation, **fields)
         if x.ndim > signature.MAX_DIMS:
             raise UsageError(f"{operation}: {x.ndim} dimensions; at most {signature.MAX_DIMS} can be told to others")
-        whole = not (fields.get("axis") or fields.get("concat_axis"))  # what others get of it is in one piece
-        reads = whole and self._table is not None and self._table.neighbours.cross_memory is not None
+        # What others get of it is in one piece; and who has read must wait for the others, which is short if all spin.
+        whole = not (fields.get("axis") or fields.get("concat_axis"))
+        reads = whole and self._spins and self._table.neighbours.cross_memory is not None
         most = inline_at_most(operation, self.size, self._room, reads, self.comm.tuning)
         small = x.nbytes <= most and isinstance(x, np.ndarray)
         fields.setdefault("inline", x.nbytes if small else 0)
