@@ -1,23 +1,32 @@
 """Peak memory of plans, foretold and measured, rank by rank: arrays of NumPy (tracemalloc) and of the ranks' arena.
 
     python scripts/peak_memory.py                      # all plans, launched one after the other
-    mpiexec -n 4 python scripts/peak_memory.py PLAN    # one plan, measured; PLAN is one of those listed below
+    python scripts/peak_memory.py zero-3 tensor        # some of them
+    python scripts/peak_memory.py --resident           # by what the system says instead
 
-The measured peak is that of the third step, when everything that stays is there.
+The measured peak is that of the third step, when everything that stays is there. With --resident it is the rank's own
+memory in pages: what is anonymous, of files its share, and of what the node's ranks share its own arena. Memory that
+was freed stays (see ``arrays.memory``), so that is the most there ever was, start included. Of it a base is taken off:
+the same after a step of a small model on the same mesh, less what that step's arrays were foretold to hold.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
 import tracemalloc
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from mmap import mmap
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from spmd_engine import Mesh
+from spmd_engine.arrays.memory import address_of
 from spmd_engine.axes import parse_axes
 from spmd_engine.engine import AdamW
 from spmd_engine.engine.composition import Composition, ModelConfig, build_engine
@@ -50,6 +59,10 @@ PLANS = {  # model, mesh, composition, batch, micro-batches
     "resnet": ("resnet-nano", "data=2", {}, 2048, 1),
     "resnet-rows": ("resnet-nano", "rows=2", {}, 1024, 1),
 }
+
+
+#: For the base: a model of the same kind that is small.
+SMALL = {"gpt-mini": "gpt-nano", "gpt-moe-mini": "gpt-moe-nano"}
 
 
 class Peak:
@@ -95,59 +108,122 @@ def python_bytes() -> int:
     return sum(each.size for each in snapshot.filter_traces([numpy_domain]).traces)
 
 
-def measure(name: str) -> list[dict]:
+def resident_bytes(mesh: Mesh) -> int:
+    """Of this rank in pages, those that ranks share counted once: its own arena, and its share of files."""
+    told = dict(line.split()[:2] for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
+    arena = address_of(np.frombuffer(mesh.comm.neighbours.own.memory, np.uint8)) if mesh.comm.neighbours else None
+    own = next((kib for start, kib in mapped_kib() if start == arena), 0)
+    return 1024 * (int(told["Pss_Anon:"]) + int(told["Pss_File:"]) + own)
+
+
+def mapped_kib() -> Iterator[tuple[int, int]]:
+    """Each mapping's address, and the KiB of it that are there."""
+    start = 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if "-" in first and not first.endswith(":"):
+            start = int(first.split("-")[0], 16)
+        elif first == "Rss:":
+            yield start, int(rest[0])
+
+
+def use_blas_buffers(side: int = 2048) -> None:
+    """Have BLAS use all of the memory into which it packs factors, by a large product; its arrays are given back."""
+    a, b, c = (np.frombuffer(mmap(-1, 4 * side**2), np.float32).reshape(side, side) for _ in range(3))
+    np.matmul(a, b, out=c)
+
+
+def steps_of(config: ModelConfig, mesh: Mesh, composition: Composition, batch_size: int, micro_batches: int) -> Trainer:
+    """What trains a model; it has made two steps."""
+    engine = build_engine(config, mesh, composition)
+    batch = foretold_batch(engine.model, engine, batch_size, micro_batches, None, engine.dtype, real=True)
+    trainer = Trainer(engine, AdamW(), lambda step: batch, lambda step: 1e-3, step_metrics=False)
+    trainer.step()
+    trainer.step()
+    mesh.barrier()
+    return trainer
+
+
+def measure(name: str, resident: bool) -> list[dict]:
     """Each rank's peak, foretold and measured."""
     model, axes, options, batch_size, micro_batches = PLANS[name]
     composition, config = Composition(**options), ModelConfig(model)
     with Mesh(**parse_axes(axes)) as mesh:
-        tracemalloc.start()
-        peak = Peak(mesh)
-        engine = build_engine(config, mesh, composition)
-        batch = foretold_batch(engine.model, engine, batch_size, micro_batches, None, engine.dtype, real=True)
-        trainer = Trainer(engine, AdamW(), lambda step: batch, lambda step: 1e-3, step_metrics=False)
-        trainer.step()
-        trainer.step()
-        mesh.barrier()
-        peak.begin()
-        trainer.step()
-        peak.look()
-        measured = peak.bytes - python_bytes() + mapped_bytes(engine)
-        everyone = mesh.all_gather(np.array([measured])).tolist()
+        if resident:
+            small, few = ModelConfig(SMALL.get(model, model)), micro_batches * mesh.size
+            steps_of(small, mesh, composition, few, micro_batches).step()
+            use_blas_buffers()
+            base = resident_bytes(mesh) - foretold(small, axes, composition, few, micro_batches)[mesh.rank]
+            steps_of(config, mesh, composition, batch_size, micro_batches).step()
+            measured = resident_bytes(mesh) - base
+        else:
+            tracemalloc.start()
+            peak = Peak(mesh)
+            trainer = steps_of(config, mesh, composition, batch_size, micro_batches)
+            peak.begin()
+            trainer.step()
+            peak.look()
+            measured, base = peak.bytes - python_bytes() + mapped_bytes(trainer.engine), 0
+        everyone = mesh.all_gather(np.array([[measured, base]])).tolist()
     if mesh.rank:
         return []
-    sizes = {"batch_size": batch_size, "micro_batches": micro_batches}
-    foretold = analyze(config, parse_axes(axes), composition, every=True, **sizes)
+    peaks = foretold(config, axes, composition, batch_size, micro_batches)
     return [
-        {"rank": rank, "foretold": foretold.peak_bytes_by_rank()[rank], "measured": each}
-        for rank, each in enumerate(everyone)
+        {"rank": rank, "foretold": peak, "measured": each, "base": base}
+        for rank, (peak, (each, base)) in enumerate(zip(peaks, everyone, strict=True))
     ]
 
 
+def foretold(
+    config: ModelConfig, axes: str, composition: Composition, batch_size: int, micro_batches: int
+) -> Sequence[int]:
+    """The peak of each rank."""
+    sizes = {"batch_size": batch_size, "micro_batches": micro_batches}
+    return analyze(config, parse_axes(axes), composition, every=True, **sizes).peak_bytes_by_rank()
+
+
 def main() -> None:
-    if len(sys.argv) > 1 and sys.argv[1] != "--only":
-        found = measure(sys.argv[1])
-        if Mesh().rank == 0:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("plans", nargs="*", metavar="PLAN", help=f"some of {', '.join(PLANS)}; none: all")
+    parser.add_argument("--resident", action="store_true", help="by what the system says, above a base")
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)  # what one of the ranks does
+    options = parser.parse_args()
+    if unknown := {*options.plans} - {*PLANS}:
+        parser.error(f"no such plan: {', '.join(unknown)}; choose of {', '.join(PLANS)}")
+    if options.rank:
+        found = measure(options.plans[0], options.resident)
+        if found:
             print(json.dumps(found))
         return
-    names = sys.argv[2:] or list(PLANS)
-    errors = []
-    print(f"{'plan':<22} {'ranks':>5} {'foretold MB':>12} {'measured MB':>12} {'error':>7}")
-    for name in names:
+    errors: list[tuple[float, float]] = []
+    print(
+        f"{'plan':<22} {'ranks':>5} {'foretold MB':>12} {'measured MB':>12} {'error':>7} {'base MB':>9} {'with it':>7}"
+    )
+    for name in options.plans or PLANS:
         ranks = prod(parse_axes(PLANS[name][1]).values())
         start = ["mpiexec", "-n", str(ranks)] if ranks > 1 else []
-        done = subprocess.run([*start, sys.executable, __file__, name], capture_output=True, text=True)
+        command = [*start, sys.executable, __file__, name, "--rank", *["--resident"] * options.resident]
+        done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             print(f"{name:<22} failed: {done.stderr.strip().splitlines()[-1]}")
             continue
-        for each in json.loads(done.stdout.splitlines()[-1]):
-            error = each["foretold"] / each["measured"] - 1
-            errors.append(abs(error))
-            print(
-                f"{name:<22} {each['rank']:>5} {each['foretold'] / 1e6:>12.2f} {each['measured'] / 1e6:>12.2f} "
-                f"{error:>+7.1%}",
-                flush=True,
-            )
-    print(f"largest error {max(errors):.1%}, median {np.median(errors):.1%}")
+        errors += [told(name, each) for each in json.loads(done.stdout.splitlines()[-1])]
+    alone, whole = np.abs(errors).T
+    print(f"largest error {alone.max():.1%}, median {np.median(alone):.1%}", end="")
+    print(f"; with the base {whole.max():.1%}, {np.median(whole):.1%}" if options.resident else "")
+
+
+def told(name: str, each: Mapping[str, Any]) -> tuple[float, float]:
+    """The errors of a rank, without the base and with it, which are printed."""
+    alone = each["foretold"] / each["measured"] - 1
+    whole = (each["foretold"] + each["base"]) / (each["measured"] + each["base"]) - 1
+    foretold_mb, measured_mb, base_mb = (each[key] / 1e6 for key in ("foretold", "measured", "base"))
+    print(
+        f"{name:<22} {each['rank']:>5} {foretold_mb:>12.2f} {measured_mb:>12.2f} {alone:>+7.1%} {base_mb:>9.2f} "
+        f"{whole:>+7.1%}",
+        flush=True,
+    )
+    return alone, whole
 
 
 if __name__ == "__main__":
