@@ -46,6 +46,14 @@ def test_three():
 """
 
 
+CRASH_AT_EXIT = """
+@two_ranks
+def test_last():
+    import atexit
+    atexit.register(os._exit, 5)
+"""
+
+
 def test_parent_reports_every_end_and_goes_on(run_parent, sample):
     run = run_parent("--with-mpi", "-v", sample(EVERY_WAY_TO_END))
     assert dict(re.findall(r"::test_(\w+) ([A-Z]+)", run.stdout.partition("= FAILURES =")[0])) == {
@@ -68,8 +76,21 @@ def test_parent_reports_every_end_and_goes_on(run_parent, sample):
 
 
 def test_parent_reports_a_crash_after_the_last_test(run_parent, sample):
-    crash = "@two_ranks\ndef test_last():\n    import atexit\n    atexit.register(os._exit, 5)\n"
-    run = run_parent("--with-mpi", "-q", sample(crash))
+    run = run_parent("--with-mpi", "-q", sample(CRASH_AT_EXIT))
+    assert "1 passed, 1 error" in run.stdout.splitlines()[-1]
+    assert "ended with exit code 5 after the teardown" in run.stdout
+
+
+def test_parent_reports_a_crash_before_rank_0_could_report_the_last_test(run_parent, sample):
+    """Rank 1 exits while rank 0 still has to report the teardown that both have finished."""
+    slow_rank_0 = """
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_logreport(report):
+    if report.when == "teardown" and os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "0":
+        time.sleep(5)
+"""
+    sample(slow_rank_0, name="conftest.py")
+    run = run_parent("--with-mpi", "-q", sample(CRASH_AT_EXIT))
     assert "1 passed, 1 error" in run.stdout.splitlines()[-1]
     assert "ended with exit code 5 after the teardown" in run.stdout
 

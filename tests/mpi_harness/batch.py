@@ -128,7 +128,8 @@ class Batch:
     def conclude(self, ended):
         done = list(self.waiting) == [self.finished]
         if self.running:
-            victims, moment = [self.running], "during"
+            # A rank that leaves early may end rank 0 before it has written that the test finished.
+            victims, moment = [self.running], "after" if self._all_ranks_finished(self.running) else "during"
         elif self.left or (done and self.job.process.returncode == 0):
             victims, moment = [], ""
         elif done:
@@ -174,6 +175,10 @@ class Batch:
             return "setup"
         last = self.reports[nodeid][-1]
         return "call" if last.when == "setup" and last.passed else "teardown"
+
+    def _all_ranks_finished(self, nodeid):
+        ranks = {note["rank"] for note in self._notes() if (note["nodeid"], note["when"]) == (nodeid, "teardown")}
+        return len(ranks) == self.size > 0
 
     def _notes(self):
         for path in sorted(self.folder.glob("rank*.jsonl")):
