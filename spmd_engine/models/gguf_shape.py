@@ -12,7 +12,6 @@ from typing import Any
 from spmd_engine.errors import CheckpointError, UsageError
 from spmd_engine.formats.gguf import GGUF
 from spmd_engine.formats.tensor import FileTensor
-from spmd_engine.layers.rotary import Rotary
 from spmd_engine.layers.router_options import RouterOptions
 from spmd_engine.models.block_numbers import as_text
 from spmd_engine.models.decoder import DecoderShape
@@ -81,8 +80,7 @@ def shape_of_gguf(file: GGUF, where: str) -> DecoderShape:
     facts = Fields({name.removeprefix(own): each for name, each in file.facts.items() if name.startswith(own)})
     try:
         shape = _shape(_family(kind, facts), facts, file.tensors)
-        for rotary in filter(None, (shape.rotary, shape.rotary_in_window)):
-            Rotary(shape.head_width or shape.width // shape.heads, rotary)  # raises if the two do not go together
+        shape.rotaries()  # raises if heads are of a width that they cannot turn
     except CheckpointError:
         raise
     except KeyError as error:

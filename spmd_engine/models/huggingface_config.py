@@ -7,7 +7,7 @@ from math import sqrt
 from typing import Any
 
 from spmd_engine.errors import CheckpointError, UsageError
-from spmd_engine.layers.rotary import Rotary, RotaryOptions
+from spmd_engine.layers.rotary import RotaryOptions
 from spmd_engine.layers.router_options import RouterOptions
 from spmd_engine.models.beside_pictures import is_beside_pictures, text_of
 from spmd_engine.models.block_numbers import as_text
@@ -75,8 +75,7 @@ def read_config(config: Mapping[str, Any], where: str) -> tuple[DecoderShape, li
         else:
             shape = _gpt2(fields) if family == "gpt2" else _llama(family, fields)
         shape = shape.changed(head_width=shape.head_width or shape.width // shape.heads)
-        for rotary in filter(None, (shape.rotary, shape.rotary_in_window)):
-            Rotary(shape.head_width, rotary)  # raises if the two do not go together
+        shape.rotaries()  # raises if heads are of a width that they cannot turn
         return shape, fields.check_rest(where)
     except CheckpointError:
         raise
