@@ -23,7 +23,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.layers.names import CONTEXT_METHODS
 from spmd_engine.models import DecoderShape, ImageShape, Mixture, Model, layout_for
 from spmd_engine.models.adapters import LoRAOptions, with_adapters
-from spmd_engine.models.layouts import note_of_shared_keys
+from spmd_engine.models.layouts import attends, note_of_shared_keys
 from spmd_engine.models.names import IMAGES, MODELS, build_model, family_of
 from spmd_engine.models.shape_at import is_path
 from spmd_engine.sharding.groups import CAP, THRESHOLD
@@ -292,8 +292,8 @@ def composed_layout(model: Model, place: MeshPosition, composition: Composition)
         model,
         place,
         sequence_parallel=composition.sequence_parallel,
-        # but under ulysses, where all ranks have the whole sequence
-        zigzag="context" in place.axes and composition.context_method != "ulysses",
+        # so that causal attention is as much work on each rank; under ulysses all have the whole sequence
+        zigzag="context" in place.axes and composition.context_method != "ulysses" and attends(model),
         experts_over=composition.expert_axes,
     )
     return replace(layout, shares=composition.work_shares)

@@ -119,6 +119,11 @@ def note_of_shared_keys(model: Model, axes: Mapping[str, int]) -> str | None:
     )
 
 
+def attends(model: Model) -> bool:
+    """Whether it has attention layers, for which a sequence can be cut in a zigzag."""
+    return bool(_attentions(model))
+
+
 def _attentions(model: Model) -> list[Mapping[str, int]]:
     """The sizes of its attention layers."""
     return [layer.sizes for _, layer in model.layers if "h" in layer.sizes]
