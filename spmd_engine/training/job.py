@@ -31,6 +31,8 @@ OF_IMAGES = {
 
 #: Options of models that have experts, on which their parameters' shapes hang.
 MIXTURE = ("experts", "top_k", "shared_experts", "dense_layers")
+#: Options of routers, on which they do not hang.
+ROUTER = ("routing", "capacity_factor", "balance_loss", "z_loss", "bias_rate")
 #: Options of adapters.
 LORA = ("lora_rank", "lora_alpha", "lora_targets")
 #: Options that decide what a run computes, by their names for ``Job.with_options``: it goes on with its own.

@@ -12,8 +12,7 @@ import click
 from spmd_engine.axes import MeshPosition, all_positions, parse_axes
 from spmd_engine.cli.config_file import config_option
 from spmd_engine.cli.experts import mixture_of, mixture_options
-from spmd_engine.cli.options import read_config, run_folder
-from spmd_engine.cli.show.options import model_option
+from spmd_engine.cli.options import model_option, read_config, run_folder
 from spmd_engine.engine.composition import Composition, composed_layout
 from spmd_engine.errors import UsageError
 from spmd_engine.models import Model, build_model
