@@ -69,7 +69,8 @@ def _told(file: TokenFile) -> str:
     return "\n".join(
         [
             f"{file.path}: {facts.tokens:,} tokens of {facts.documents:,} documents, {facts.files:,} file(s){learnt}",
-            f"{facts.train_documents:,} documents to learn from, {others:,} to validate on",
+            f"{facts.train_documents:,} documents to learn from, {others:,} to validate on"
+            + ("" if others else ": the end of the others will be"),
             f"vocabulary {facts.vocabulary:,}, tokenizer {facts.tokenizer_sha256[:16]}, digest {facts.sha256[:16]}",
         ]
     )
