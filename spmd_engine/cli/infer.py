@@ -21,7 +21,7 @@ from spmd_engine.cli.options import (
     run_folder,
     what_it_computes,
 )
-from spmd_engine.cli.output_file import output_file
+from spmd_engine.cli.output_file import check_ending, output_file
 from spmd_engine.cli.text_model import weights_options
 from spmd_engine.comm.agreement import on_rank_zero
 from spmd_engine.comm.mesh import Mesh
@@ -98,6 +98,7 @@ class _Outputs:
 
 
 def _read(source: str, target: str) -> np.ndarray:
+    check_ending("--output", target, ".npy")
     if not Path(target).resolve().parent.is_dir():
         raise UsageError(f"--output {target}: there is no such folder")
     if not Path(source).is_file():
