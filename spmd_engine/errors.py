@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 
-LIKE = 0.6  #: from this likeness on, as difflib counts it, one name may be meant by another
+LIKE = 0.65  #: from this likeness on, as difflib counts it, one name may be meant by another
 
 
 def one_of(given: object, names: Iterable[str]) -> str:
@@ -59,7 +59,7 @@ class UnknownParameter(UsageError):
     """An engine has no parameter of this name."""
 
     def __init__(self, name: str, names: Iterable[str]) -> None:
-        super().__init__(f"no parameter {name!r}; this engine has: {', '.join(names)}")
+        super().__init__(f"this engine has no parameter {name!r}; {one_of(name, names)}")
 
 
 class NotationError(UsageError):

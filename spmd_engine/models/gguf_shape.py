@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from spmd_engine.errors import CheckpointError, UsageError
+from spmd_engine.errors import CheckpointError, UsageError, one_of
 from spmd_engine.formats.gguf import GGUF
 from spmd_engine.formats.tensor import FileTensor
 from spmd_engine.layers.router_options import RouterOptions
@@ -73,7 +73,7 @@ def shape_of_gguf(file: GGUF, where: str) -> DecoderShape:
     """The decoder that a file describes; raises CheckpointError for an architecture or feature not known here."""
     kind = file.facts.get("general.architecture")
     if kind not in FAMILIES:
-        raise CheckpointError(f"{where}: architecture {kind!r} is not known here; known are {', '.join(FAMILIES)}")
+        raise CheckpointError(f"{where}: architecture {kind!r} is not known here; {one_of(kind, FAMILIES)}")
     if not file.tensors:
         raise CheckpointError(f"{where} has no weights, at most a vocabulary; fetch the model's own file")
     own = f"{kind}."

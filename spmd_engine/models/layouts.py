@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from spmd_engine.axes import MeshPosition
-from spmd_engine.errors import MeshError
+from spmd_engine.errors import MeshError, one_of
 from spmd_engine.models.model import Model
 from spmd_engine.sharding.layout import Layout
 
@@ -75,10 +75,9 @@ def layout_of_images(model: Model, mesh: MeshPosition) -> Layout:
     cuts: dict[str, tuple[str, ...]] = {}
     for axis in mesh.axes:
         if axis not in OF_IMAGES and mesh.axes[axis] > 1:
-            *names, last = OF_IMAGES
             raise MeshError(
                 f"mesh {mesh}: axis {axis!r} cuts nothing that {model.name} has, which takes [{model.inputs}]; "
-                f"name it {', '.join(names)} or {last}"
+                f"{one_of(axis, OF_IMAGES)}"
             )
         for letter in OF_IMAGES.get(axis, ""):
             cuts[letter] = (*cuts.get(letter, ()), axis)

@@ -31,7 +31,7 @@ def shape_named(name: str) -> DecoderShape:
         return DECODERS[name]
     size = GPT_SIZES.get(name)
     if size is None or size.mixture is not None or size.key_value_heads is not None:
-        raise UsageError(f"{name} is of no family that others know; there are: {', '.join(FAMILIES)}")
+        raise UsageError(f"{name} is of no family that others know; {one_of(name, FAMILIES)}")
     return DecoderShape(
         family="gpt2",
         layers=size.layers,
