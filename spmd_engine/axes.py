@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from itertools import product
 from math import prod
 
-from spmd_engine.errors import MeshError
+from spmd_engine.errors import MeshError, one_of
 
 Over = str | Iterable[str] | None  #: one axis, several, or None for all
 
@@ -48,7 +48,7 @@ class MeshPosition:
         names = (over,) if isinstance(over, str) else tuple(over)
         for name in names:
             if name not in self.axes:
-                raise MeshError(f"unknown mesh axis {name!r}; this mesh is {self}")
+                raise MeshError(f"unknown mesh axis {name!r} of mesh {self}; {one_of(name, self.axes)}")
         if len(set(names)) < len(names):
             raise MeshError(f"mesh axes {', '.join(names)}: each can be named once")
         return names

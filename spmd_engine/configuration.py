@@ -10,7 +10,7 @@ from math import isfinite
 from types import NoneType, UnionType
 from typing import Any, Self, Union, get_args, get_origin, get_type_hints
 
-from spmd_engine.errors import UsageError
+from spmd_engine.errors import UsageError, one_of
 
 
 def setting(
@@ -66,7 +66,7 @@ class Configuration:
         types = _types(cls)
         known = [each.name for each in fields(cls)]
         if unknown := sorted(set(content) - set(known)):
-            raise UsageError(f"{where}: unknown field {unknown[0]!r}; there are: {', '.join(known)}")
+            raise UsageError(f"{where}: unknown field {unknown[0]!r}; {one_of(unknown[0], known)}")
         values = {}
         for name, value in content.items():
             section = _configuration(types[name])
@@ -132,7 +132,7 @@ def _check_range(name: str, value: Any, takes: Mapping[str, Any]) -> None:
     if value is None:
         return
     if "choices" in takes and value not in takes["choices"]:
-        raise UsageError(f"{name} is {value!r}: it is one of {', '.join(map(str, takes['choices']))}")
+        raise UsageError(f"{name} is {value!r}; {one_of(value, takes['choices'])}")
     if isinstance(value, float) and not isfinite(value):
         raise UsageError(f"{name} is {value}: it must be finite")
     least, most, below = takes.get("least"), takes.get("most"), takes.get("below")

@@ -3,6 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from difflib import SequenceMatcher
+
+LIKE = 0.65  #: from this likeness on, as difflib counts it, one name may be meant by another
+
+
+def one_of(given: object, names: Iterable[str]) -> str:
+    """For errors about a name that is unknown: the names there are, those nearest to the one ``given`` first.
+
+    >>> one_of("mpl", ["gpt", "mlp", "convnet"])
+    "did you mean 'mlp'? There are: mlp, gpt, convnet"
+    """
+
+    def likeness(name: str) -> float:
+        return SequenceMatcher(None, str(given).lower(), name.lower()).ratio()
+
+    known = list(names)
+    near = sorted((name for name in known if likeness(name) >= LIKE), key=likeness, reverse=True)
+    listed = ", ".join(dict.fromkeys([*near, *known]))
+    return f"did you mean {near[0]!r}? There are: {listed}" if near else f"there are: {listed or 'none'}"
 
 
 class SpmdError(Exception):
@@ -40,7 +59,7 @@ class UnknownParameter(UsageError):
     """An engine has no parameter of this name."""
 
     def __init__(self, name: str, names: Iterable[str]) -> None:
-        super().__init__(f"no parameter {name!r}; this engine has: {', '.join(names)}")
+        super().__init__(f"this engine has no parameter {name!r}; {one_of(name, names)}")
 
 
 class NotationError(UsageError):

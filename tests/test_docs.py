@@ -15,3 +15,13 @@ def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
     names = {"__name__": "page"}
     for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
         exec(compile(block, str(page), "exec"), names)
+
+
+def test_each_program_of_the_readme_runs_by_itself(tmp_path, monkeypatch):
+    """A reader copies one of them; what has no import is an excerpt."""
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGES[0].read_text(), re.MULTILINE | re.DOTALL)
+    programs = [block for block in blocks if re.search(r"^(import|from) ", block, re.MULTILINE)]
+    assert len(programs) > 1
+    for program in programs:
+        exec(compile(program, "README.md", "exec"), {"__name__": "page"})

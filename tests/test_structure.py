@@ -63,7 +63,7 @@ STATE = {
     "training/prepared.py: _order": "the cache of a pure function",
     "sharding/notation.py: _parsed": "the cache of a pure function",
     "comm/threads.py: _libraries": "the process's libraries of linear algebra, until more modules are there",
-    "node/arena.py: _memory": "the process's memory, asked for once",
+    "node/arena.py: memory_here": "the process's memory, asked for once",
     "node/cross_memory.py: _process_vm_readv": "the system's function, found once",
     "comm/threads.py: _current": "which virtual rank this thread is",
     "runtime/mpi_job.py: find_mpiexec": "where it is does not change",

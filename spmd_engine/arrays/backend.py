@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from spmd_engine.arrays.fast_functions import FastFunctions, fast_functions
-from spmd_engine.errors import UsageError
+from spmd_engine.errors import UsageError, one_of
 
 if TYPE_CHECKING:
     from spmd_engine.arrays.fast_images import FastImages
@@ -143,7 +143,7 @@ def get_backend(name: str, index: int = 0) -> Backend:
         if backend.name == name:
             return backend
     if name != "cuda":
-        raise UsageError(f"unknown device {name!r}; choose 'cpu' or 'cuda'")
+        raise UsageError(f"unknown device {name!r}; {one_of(name, ('cpu', 'cuda'))}")
     backend = CudaBackend(index)
     register_backend(backend)
     return backend

@@ -151,12 +151,67 @@ def _broadcast_to(x: Any, shape: Any, subok: bool = False) -> ShapedArray:
 
 
 def _split(x: ShapedArray, places: Any, axis: int = 0) -> list[ShapedArray]:
-    ends = (
-        [0, *places, x.shape[axis]]
-        if not isinstance(places, int)
-        else list(range(0, x.shape[axis] + 1, x.shape[axis] // places))
-    )
-    return [x[(slice(None),) * axis + (slice(a, b),)] for a, b in zip(ends, ends[1:])]
+    return [x._view(part) for part in np.split(x._like, places, axis)]
+
+
+def _array_split(x: ShapedArray, places: Any, axis: int = 0) -> list[ShapedArray]:
+    return [x._view(part) for part in np.array_split(x._like, places, axis)]
+
+
+def _viewed(function: Callable) -> Callable:
+    """What a function of NumPy makes of an array's shape and strides alone."""
+    return lambda x, *args, **options: x._view(function(x._like, *args, **options))
+
+
+def _pad(x: Any, pad_width: Any, mode: Any = "constant", **_: Any) -> ShapedArray:
+    if isinstance(pad_width, dict):  # by axis
+        pad_width = [pad_width.get(axis, pad_width.get(axis - x.ndim, 0)) for axis in range(x.ndim)]
+        pad_width = [np.broadcast_to(each, 2) for each in pad_width]
+    widths = np.broadcast_to(pad_width, (x.ndim, 2)).sum(1).tolist()
+    shape = [size + more for size, more in zip(x.shape, widths, strict=True)]
+    return _result(shape, x.dtype, prod(shape), (x,))
+
+
+def _copy_of(x: Any, *_: Any, **__: Any) -> ShapedArray:
+    return _result(x.shape, x.dtype, x.size, (x,))
+
+
+def _tile(x: Any, reps: Any) -> ShapedArray:
+    repeats = (reps,) if np.ndim(reps) == 0 else tuple(reps)
+    dims = max(x.ndim, len(repeats))
+    pairs = zip((1,) * (dims - x.ndim) + x.shape, (1,) * (dims - len(repeats)) + repeats, strict=True)
+    shape = [size * times for size, times in pairs]
+    return _result(shape, x.dtype, prod(shape), (x,))
+
+
+def _diff(x: Any, n: int = 1, axis: int = -1, **_: Any) -> ShapedArray:
+    shape = list(x.shape)
+    shape[axis] = max(0, shape[axis] - n)
+    return _result(shape, x.dtype, n * x.size, (x,))
+
+
+def _outer(a: Any, b: Any, out: Any = None) -> Any:
+    return np.multiply(a.reshape(-1, 1), b.reshape(1, -1), **({} if out is None else {"out": out}))
+
+
+def _tensordot(a: Any, b: Any, axes: Any = 2) -> Any:
+    if isinstance(axes, int):
+        axes = range(a.ndim - axes, a.ndim), range(axes)
+    ours, theirs = ([each] if isinstance(each, int) else each for each in axes)
+    of_a, of_b = list(range(a.ndim)), [a.ndim + dim for dim in range(b.ndim)]
+    for one, other in zip(ours, theirs, strict=True):
+        of_b[other] = of_a[one]
+    return np.einsum(_pattern(of_a, of_b), a, b)
+
+
+def _pattern(of_a: Sequence[int], of_b: Sequence[int]) -> str:
+    """An einsum of two arrays whose dims have these numbers, summed over those that both have."""
+    one, other = ("".join(chr(ord("a") + dim) for dim in dims) for dims in (of_a, of_b))
+    return f"{one},{other}->{''.join(letter for letter in one + other if (letter in one) != (letter in other))}"
+
+
+def _norm(x: Any, ord: Any = None, axis: Any = None, keepdims: bool = False) -> Any:
+    return _reduced(x, axis, keepdims, np.result_type(x.dtype, np.float32 if x.dtype.itemsize < 8 else np.float64))
 
 
 def _copyto(target: Any, source: Any, **_: Any) -> None:
@@ -256,6 +311,21 @@ FUNCTIONS: dict[Callable, Callable] = {
     np.swapaxes: lambda x, one, other: x.swapaxes(one, other),
     np.expand_dims: lambda x, axis: x._view(np.expand_dims(x._like, axis)),
     np.split: _split,
+    np.array_split: _array_split,
+    np.squeeze: lambda x, axis=None: x.squeeze(axis),
+    np.flip: _viewed(np.flip),
+    np.diagonal: _viewed(np.diagonal),
+    np.lib.stride_tricks.sliding_window_view: _viewed(np.lib.stride_tricks.sliding_window_view),
+    np.hstack: lambda arrays, **_: _concatenate(arrays, min(1, arrays[0].ndim - 1)),
+    np.vstack: lambda arrays, **_: _concatenate([x.reshape(1, -1) if x.ndim == 1 else x for x in arrays]),
+    np.pad: _pad,
+    np.roll: _copy_of,
+    np.tril: _copy_of,
+    np.triu: _copy_of,
+    np.tile: _tile,
+    np.diff: _diff,
+    np.outer: _outer,
+    np.tensordot: _tensordot,
     np.copyto: _copyto,
     np.sum: _summing(np.add),
     np.prod: _summing(np.multiply),
@@ -275,6 +345,7 @@ FUNCTIONS: dict[Callable, Callable] = {
     np.clip: _clip,
     np.round: _clip,
     np.repeat: _repeat,
+    np.linalg.norm: _norm,
     np.linalg.qr: _qr,
     np.argpartition: _argpartition,
     np.shape: lambda x: x.shape,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -17,10 +16,9 @@ from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.composition import Composition, ModelConfig, build_engine
 from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.errors import CheckpointError
-from spmd_engine.models.shape_at import not_understood, shape_at
-
-logger = logging.getLogger(__name__)
+from spmd_engine.errors import CheckpointError, UsageError
+from spmd_engine.models.names import other_meaning
+from spmd_engine.models.shape_at import located, read_shape
 
 
 def with_shape(model: ModelConfig, group: Group) -> ModelConfig:
@@ -32,11 +30,10 @@ def with_shape(model: ModelConfig, group: Group) -> ModelConfig:
     def read() -> str:
         found = model
         if model.path is not None and model.shape is None:
-            found = found.changed(name=str(Path(model.name).resolve()), shape=shape_at(model.name))
-            if unknown := not_understood(model.name):
-                logger.warning("%s: not known here, and not heeded: %s", model.name, ", ".join(unknown))
+            found = found.changed(name=str(located(model.name).absolute()), shape=read_shape(model.name))
         if model.adapter is not None and model.lora is None:
-            found = found.changed(adapter=str(Path(model.adapter).resolve()), lora=adapter_options(model.adapter))
+            folder = located(model.adapter, "adapter").absolute()
+            found = found.changed(adapter=str(folder), lora=adapter_options(folder))
         return json.dumps(found.as_json())
 
     if model.path is None and model.adapter is None:
@@ -51,7 +48,14 @@ def open_pretrained(
     *,
     device: str = "cpu",
 ) -> tuple[LayeredEngine, Pretrained]:
-    """The engine of a model by path with its weights, on this mesh, and where each came from. Collective."""
+    """The engine of a model by path with its weights, on this mesh, and where each came from. Collective.
+
+    Raises UsageError for a model that has none: one of ``MODELS``, which are drawn.
+    """
+    if model.path is None:
+        other = other_meaning(model.name)
+        hint = f"for those in {other} write {other}" if other else "give the path of a folder, or the run that has them"
+        raise UsageError(f"{model.name} is a built-in model, which has no weights; {hint}")
     model = with_shape(model, mesh.group())
     engine = build_engine(model, mesh, composition, device=device, drawn=False)
     return engine, load_pretrained(engine, model.name, model.adapter)

@@ -22,7 +22,7 @@ from spmd_engine.models.gguf_names import gguf_names
 from spmd_engine.models.gguf_rope import IGNORED as OF_GGUF
 from spmd_engine.models.gguf_shape import shape_of_gguf
 from spmd_engine.models.model import Model
-from spmd_engine.models.shape_at import shape_at
+from spmd_engine.models.shape_at import located, shape_at
 from spmd_engine.models.stored import Names
 from spmd_engine.models.stored_names import HEADS, IGNORED, stored_names
 
@@ -70,7 +70,7 @@ class Pretrained(Mapping[str, Sliceable]):
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.path = located(path)
         self.shape, tensors, names = _opened(self.path)
         self.filled = fill(str(self.path), decoder(self.shape), tensors, names)
         self._copy = _check_used(str(self.path), self.shape, tensors, self.filled.values())

@@ -65,7 +65,8 @@ def main(args: Sequence[str] | None = None) -> None:
         fail(f"spmd_engine: {error}")
         sys.exit(2)
     except MemoryError as error:
-        fail(f"spmd_engine: there is not enough memory for this: {error or 'no more is to be had'}")
+        why = str(error) or "an allocation failed; try a smaller batch, more micro-batches or more ranks"
+        fail(f"spmd_engine: there is not enough memory for this: {why}")
         sys.exit(2)
     except BrokenPipeError:  # whoever read our output has enough of it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

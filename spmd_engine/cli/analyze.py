@@ -14,18 +14,11 @@ from spmd_engine.cli.adapters import adapted, lora_options
 from spmd_engine.cli.analysis_text import describe
 from spmd_engine.cli.composition import composition_of, composition_options, model_of
 from spmd_engine.cli.config_file import config_option
-from spmd_engine.cli.experts import mixture_options
-from spmd_engine.cli.options import images_option
+from spmd_engine.cli.experts import expert_options
+from spmd_engine.cli.options import images_option, model_option
 from spmd_engine.cli.show.as_text import print_picture
 from spmd_engine.cli.show.memory_of_step import draw_memory_of_step
-from spmd_engine.cli.show.options import (
-    OPTIMIZERS,
-    dtype_option,
-    mesh_option,
-    model_option,
-    optimizer_option,
-    output_option,
-)
+from spmd_engine.cli.show.options import OPTIMIZERS, dtype_option, mesh_option, optimizer_option, output_option
 from spmd_engine.cli.show.output import present
 from spmd_engine.errors import UsageError
 from spmd_engine.planning import analyze as analyze_step
@@ -46,7 +39,7 @@ WIDTH = 240  # columns that a table may have, however narrow the terminal is: a 
 @optimizer_option
 @click.option("--rank", type=click.IntRange(0), help="Whose step is told. [default: the one that holds most]")
 @click.option("--json", "as_json", is_flag=True, help="Everything, of every class of ranks, as JSON.")
-@mixture_options
+@expert_options
 @lora_options
 @composition_options
 @output_option

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from spmd_engine.cli.bench.launch import launch
-from spmd_engine.cli.output_file import output_file
+from spmd_engine.cli.output_file import check_ending, output_file
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
 from spmd_engine.errors import UsageError
@@ -41,6 +41,8 @@ def calibrate(output: Path | None, seconds: float, fit: bool) -> None:
       python -m spmd_engine calibrate
       mpiexec -n 8 python -m spmd_engine calibrate --output cluster.toml
     """
+    if output is not None:
+        check_ending("--output", output, ".toml")
     file = output or calibrated_file()
     if launcher_rank() == 0:
         click.echo("measuring products, memory, links and a few steps ...", err=True)

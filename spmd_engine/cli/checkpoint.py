@@ -16,6 +16,7 @@ from spmd_engine.checkpoints.export_huggingface import NAMES, export_adapters, e
 from spmd_engine.checkpoints.manifest import MODEL, OPTIMIZER
 from spmd_engine.checkpoints.peft import Merged
 from spmd_engine.checkpoints.rewrite import export_checkpoint, problems, reshard_checkpoint
+from spmd_engine.cli.output_file import check_ending
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.errors import UsageError
@@ -151,6 +152,7 @@ def export(path: str, target: str, optimizer: bool, kind: str, dtype: str) -> No
     """
     if kind != "safetensors" and optimizer:
         raise UsageError(f"--format {kind} has parameters alone; leave --optimizer out")
+    check_ending("export", target, *([".safetensors"] if kind == "safetensors" else []))
     found = _open(path)
     with Mesh() as mesh, _writing(target):
         group = mesh.group() if mesh.size > 1 else None

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import click
 
 from spmd_engine.cli.experts import mixture_of
-from spmd_engine.cli.options import image_shape, with_options
+from spmd_engine.cli.options import image_shape, print_notices, with_options
 from spmd_engine.configuration import default_of
 from spmd_engine.engine.composition import PIPELINES, RECOMPUTE, Composition
 from spmd_engine.layers.names import CONTEXT_METHODS
 from spmd_engine.models import Model
 from spmd_engine.models.names import build_model
-from spmd_engine.process.launchers import launcher_rank
+from spmd_engine.models.shape_at import is_description
 
 _OPTIONS = [
     click.option(
@@ -121,7 +121,13 @@ def composition_of(options: Mapping[str, Any], axes: Mapping[str, int], model: M
 
 
 def model_of(name: str, images: str | None, options: Mapping[str, Any]) -> Model:
-    """The model of this name that a command's options describe, of ``images`` as they say, and how it is computed."""
+    """The model of this name that a command's options describe, of ``images`` as they say, and how it is computed; or
+    that of a file without weights, which ``plan`` takes, too."""
+    if is_description(name):
+        from spmd_engine.planning.model_file import planned_model
+
+        how = {each: options[each] for each in ("context_method", "recut_after")}
+        return planned_model(name, base=Composition(**how))
     return build_model(
         name,
         context_method=options["context_method"] or "ring",
@@ -129,9 +135,3 @@ def model_of(name: str, images: str | None, options: Mapping[str, Any]) -> Model
         recut_after=options["recut_after"],
         mixture=mixture_of(options),
     )
-
-
-def print_notices(notices: Sequence[str]) -> None:
-    """Say, from rank 0 on standard error, what has no effect."""
-    for notice in notices if launcher_rank() == 0 else ():
-        click.echo(f"spmd_engine: note: {notice}", err=True)

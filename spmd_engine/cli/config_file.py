@@ -9,7 +9,7 @@ import click
 from spmd_engine.errors import UsageError
 from spmd_engine.models import Mixture
 from spmd_engine.models.adapters import LoRAOptions
-from spmd_engine.training.job import LORA, MIXTURE, Job
+from spmd_engine.training.job import LORA, MIXTURE, ROUTER, Job
 from spmd_engine.training.start import read_job
 
 _JOB = "spmd_engine.job"  # in a context's meta
@@ -25,7 +25,7 @@ def _take(context: click.Context, _: click.Parameter, path: str | None) -> None:
     if job.strategy:
         names &= {"strategy", "mesh"}
     if job.model.mixture is None:
-        names -= set(MIXTURE)
+        names -= {*MIXTURE, *ROUTER}
     if job.model.lora is None:
         names -= set(LORA)
     found = {name: _option(job, name) for name in names}

@@ -8,6 +8,7 @@ from dataclasses import asdict
 import click
 
 from spmd_engine.cli.options import check_option, open_mesh
+from spmd_engine.cli.output_file import check_ending
 from spmd_engine.comm.agreement import on_all_ranks, on_rank_zero
 from spmd_engine.errors import UsageError
 from spmd_engine.formats.token_file import TokenFile, open_token_file
@@ -42,6 +43,7 @@ def prepare(paths, output, tokenizer, check) -> None:
     {"messages": [{"role": ..., "content": ...}, ...]}, written by the tokenizer's chat template. Of instructions only
     completions and the assistant's answers are learnt. One document in 20 is to validate on.
     """
+    check_ending("--output", output, ".tokens", ".bin")
     with open_mesh(None, check=check) as mesh:
         chosen: Tokenizer = ByteTokenizer()
         if tokenizer != BYTES:
@@ -69,7 +71,8 @@ def _told(file: TokenFile) -> str:
     return "\n".join(
         [
             f"{file.path}: {facts.tokens:,} tokens of {facts.documents:,} documents, {facts.files:,} file(s){learnt}",
-            f"{facts.train_documents:,} documents to learn from, {others:,} to validate on",
+            f"{facts.train_documents:,} documents to learn from, {others:,} to validate on"
+            + ("" if others else ": the end of the others will be"),
             f"vocabulary {facts.vocabulary:,}, tokenizer {facts.tokenizer_sha256[:16]}, digest {facts.sha256[:16]}",
         ]
     )

@@ -10,7 +10,7 @@ import click
 from spmd_engine.cli.config_file import configured_mixture
 from spmd_engine.cli.options import with_options
 from spmd_engine.models import Mixture
-from spmd_engine.training.job import MIXTURE
+from spmd_engine.training.job import MIXTURE, ROUTER
 
 _OF_MODELS = [
     click.option("--experts", type=int, help="Of a gpt-moe model, in each layer that has any. [default: 8]"),
@@ -48,5 +48,5 @@ def expert_options(command: Callable) -> Callable:
 
 def mixture_of(options: Mapping[str, Any]) -> Mixture | None:
     """The Mixture that a command's options describe; None if none of them was given."""
-    given = {name: options[name] for name in MIXTURE if options.get(name) is not None}
+    given = {name: options[name] for name in (*MIXTURE, *ROUTER) if options.get(name) is not None}
     return configured_mixture(given)

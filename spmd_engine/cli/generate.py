@@ -34,6 +34,7 @@ _SHARE = click.FloatRange(0, 1)
     "--prompts", "file", metavar="FILE", help="A prompt a line; of .jsonl, an object with prompt or messages."
 )
 @click.option("--chat", is_flag=True, help="Prompts are a user's messages, written by the model's chat template.")
+@click.option("--echo/--no-echo", default=None, help="Print prompts before the texts. [default: but for messages]")
 @click.option("--system", metavar="TEXT", help="With --chat: what comes before them.")
 @click.option("--tokens", type=_POSITIVE, help=f"At most so many new ones. [default: the model's, or {TOKENS}]")
 @click.option("--temperature", type=click.FloatRange(0, LARGEST), help="Divides scores; 0: the likeliest.")
@@ -54,7 +55,8 @@ _SHARE = click.FloatRange(0, 1)
 @device_option
 @check_option
 def generate(run, model, adapter, dtype, mesh, device, check, **options: Any) -> None:
-    """Continue prompts with a model, on any mesh. Texts go to standard output.
+    """Continue prompts with a model, on any mesh. Texts go to standard output, each after its prompt; of messages
+    (--chat) the reply alone.
 
     Tokens are the likeliest ones unless an option of drawing is given, or the model's generation_config.json says
     that they are drawn. What is drawn is a function of the seed, the prompt and the options alone: neither the mesh
@@ -81,7 +83,8 @@ def generate(run, model, adapter, dtype, mesh, device, check, **options: Any) ->
             tuple(options["stop"]),
             bool(run) if options["slide"] is None else options["slide"],
         )
-        printing = _Printing([text for text, _ in texts], options["as_json"])
+        echoed = [special if options["echo"] is None else options["echo"] for _, special in texts]
+        printing = _Printing([text for text, _ in texts], echoed, options["as_json"])
         written = generate_texts(
             served.engine,
             tokens,
@@ -138,8 +141,10 @@ def _written(served: TextModel, prompt: str | list, options: dict[str, Any]) -> 
 class _Printing:
     """Texts on standard output: one as it comes, several when they are done."""
 
-    def __init__(self, prompts: Sequence[str], as_json: bool) -> None:
+    def __init__(self, prompts: Sequence[str], echoed: Sequence[bool], as_json: bool) -> None:
+        """``echoed``: which prompts are printed before what continues them."""
         self._prompts, self._as_json = prompts, as_json
+        self._before = [prompt if echo else "" for prompt, echo in zip(prompts, echoed, strict=True)]
         self._streams, self._begun = len(prompts) == 1 and not as_json, False
 
     def as_it_comes(self) -> OnText | None:
@@ -156,7 +161,7 @@ class _Printing:
     def _begin(self) -> None:
         """With the prompt, which has been found to be one that can be continued."""
         if not self._begun:
-            click.echo(self._prompts[0], nl=False)
+            click.echo(self._before[0], nl=False)
         self._begun = True
 
     def finish(self, written: Sequence[Completion]) -> None:
@@ -164,9 +169,9 @@ class _Printing:
             self._begin()
             click.echo()
             return
-        for number, (prompt, each) in enumerate(zip(self._prompts, written, strict=True)):
+        for number, (prompt, before, each) in enumerate(zip(self._prompts, self._before, written, strict=True)):
             if self._as_json:
                 known = {key: value for key, value in asdict(each).items() if value is not None}
                 click.echo(json.dumps(known | {"prompt": prompt, "prompt_tokens": len(each.prompt)}))
             else:
-                click.echo(f"{'' if number == 0 else chr(10)}--- {number + 1} of {len(written)}\n{prompt}{each.text}")
+                click.echo(f"{'' if number == 0 else chr(10)}--- {number + 1} of {len(written)}\n{before}{each.text}")

@@ -21,7 +21,8 @@ from spmd_engine.cli.options import (
     run_folder,
     what_it_computes,
 )
-from spmd_engine.cli.output_file import output_file
+from spmd_engine.cli.output_file import check_ending, output_file
+from spmd_engine.cli.text_model import weights_options
 from spmd_engine.comm.agreement import on_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.base import ShardedEngine
@@ -39,15 +40,14 @@ from spmd_engine.training.images import as_floats
 @click.option("--input", "source", metavar="X.npy", required=True, help="Whole inputs; the first dim is the batch.")
 @click.option("--output", "target", metavar="Y.npy", required=True, help="Where whole outputs go.")
 @click.option("--run", metavar="DIR", help="Folder that 'train' wrote.")
-@click.option("--model", metavar="PATH", help="Or a model's folder of Hugging Face's format.")
-@click.option("--adapter", metavar="FOLDER", help="With --model: adapters that PEFT wrote.")
+@weights_options
 @click.option("--engine", metavar="MODULE:NAME", help="Or your own engine, MODULE as in import: a class or function.")
 @click.option("--checkpoint", metavar="PATH", help="Its parameters: a safetensors file, or a saved folder.")
 @click.option("--batch-size", type=click.IntRange(min=1), help="Inputs at a time. [default: all]")
 @mesh_option
 @device_option
 @check_option
-def infer(source, target, run, model, adapter, engine, checkpoint, batch_size, mesh, device, check) -> None:
+def infer(source, target, run, model, adapter, dtype, engine, checkpoint, batch_size, mesh, device, check) -> None:
     """Read an array on rank 0, run the model on all ranks, write the outputs from rank 0.
 
     Inputs of a model of text are tokens[b s], of a --run usually bytes or 256 for the end of a file, its outputs
@@ -58,8 +58,9 @@ def infer(source, target, run, model, adapter, engine, checkpoint, batch_size, m
     """
     if sum(map(bool, (run, model, engine))) != 1:
         raise UsageError("infer needs a model: either --run DIR, --model PATH or --engine MODULE:NAME")
-    if adapter and not model:
-        raise UsageError("--adapter goes with --model")
+    for name, given in (("dtype", dtype), ("adapter", adapter)):
+        if given and not model:
+            raise UsageError(f"--{name} goes with --model; a run or an engine of your own has its own")
     if checkpoint and not engine:
         raise UsageError("--checkpoint goes with --engine; a run has its own")
     config = read_config(run) if run else None
@@ -69,7 +70,8 @@ def infer(source, target, run, model, adapter, engine, checkpoint, batch_size, m
             serving: ShardedEngine = build_engine(what_it_computes(config), opened, device=device, drawn=False)
             load_checkpoint(run_folder(run), serving)
         elif model:
-            serving, _ = open_pretrained(ModelConfig(model, adapter=adapter), opened, device=device)
+            weights = ModelConfig(model, adapter=adapter, dtype=dtype or "float32")
+            serving, _ = open_pretrained(weights, opened, device=device)
         else:
             serving = _own_engine(engine, opened, mesh)
             if checkpoint:
@@ -96,6 +98,7 @@ class _Outputs:
 
 
 def _read(source: str, target: str) -> np.ndarray:
+    check_ending("--output", target, ".npy")
     if not Path(target).resolve().parent.is_dir():
         raise UsageError(f"--output {target}: there is no such folder")
     if not Path(source).is_file():

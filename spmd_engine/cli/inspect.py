@@ -18,7 +18,7 @@ from spmd_engine.cli.adapters import adapted, lora_options
 from spmd_engine.cli.composition import composition_of, composition_options, model_of
 from spmd_engine.cli.config_file import config_option
 from spmd_engine.cli.experts import mixture_options
-from spmd_engine.cli.options import images_option, mesh_option
+from spmd_engine.cli.options import images_option, mesh_option, model_option
 from spmd_engine.cli.show.bytes_per_rank import bytes_per_rank
 from spmd_engine.cli.show.experts import placement_text
 from spmd_engine.cli.show.options import dtype_option
@@ -27,8 +27,7 @@ from spmd_engine.engine.composition import composed_assignment, composed_layout
 from spmd_engine.layers import Parameter
 from spmd_engine.layers.declarations import Buffer
 from spmd_engine.models import Model
-from spmd_engine.models.names import MODELS
-from spmd_engine.models.shape_at import is_path
+from spmd_engine.models.names import has_weights
 from spmd_engine.process.launchers import launcher_rank
 from spmd_engine.sharding.groups import Home
 from spmd_engine.sharding.layout import Layout
@@ -38,7 +37,7 @@ WIDTH = 120  # columns that a line may have, however narrow the terminal is: a n
 
 @click.command(short_help="Show how a model is cut, and bytes per rank.")
 @config_option
-@click.option("--model", default="gpt-nano", show_default=True, help=f"One of {', '.join(MODELS)}, or a path.")
+@model_option
 @images_option
 @mesh_option
 @dtype_option
@@ -70,6 +69,8 @@ def inspect(model: str, images: str | None, mesh: str | None, dtype: str, **opti
     assignments = [
         composed_assignment(built, place, layout, itemsize, composition) for place in _one_a_stage(places)
     ]
+    pretrained = Pretrained(model) if has_weights(model) else None
+    held = bytes_per_rank(built, axes, composition, dtype=dtype)
     console = Console(highlight=False, width=max(WIDTH, Console().width))
     frozen = {name: each for name, each in built.buffers() if each[0].frozen}
     count = sum(prod(shape) for _, shape in frozen.values())
@@ -77,8 +78,7 @@ def inspect(model: str, images: str | None, mesh: str | None, dtype: str, **opti
     console.print(f"{model}: {built.parameter_count:,} parameters{beside}, {dtype}", soft_wrap=True)
     console.print(f"mesh {places[0]}: {len(places)} ranks")
     console.print(f"inputs {layout.spec(built.inputs)}, outputs {layout.spec(built.outputs)}\n")
-    if is_path(model) and model not in MODELS:
-        pretrained = Pretrained(model)
+    if pretrained is not None:
         specs = {name: str(layout.spec(each.view.dims)) for name, each in pretrained.filled.items()}
         for line in tensor_table(pretrained, specs):
             console.print(line, soft_wrap=True, markup=False)
@@ -97,7 +97,6 @@ def inspect(model: str, images: str | None, mesh: str | None, dtype: str, **opti
         console.print(f"{where}{here[0]} with {here[1]} -> {_counted(len(assignment.groups), 'group')}")
         if assignment.frozen:
             console.print(f"{where}frozen weights in parts -> {_counted(len(assignment.frozen), 'group')}")
-    held = bytes_per_rank(built, axes, composition, dtype=dtype)
     console.print()
     console.print(_summary(held))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from spmd_engine.errors import one_of
 from spmd_engine.importing import many_imports
 from spmd_engine.process.signals import StopFlag
 
@@ -24,6 +25,13 @@ class LazyGroup(click.Group):
 
     def list_commands(self, context: click.Context) -> list[str]:
         return sorted(self.modules)
+
+    def resolve_command(
+        self, context: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in self.modules and not args[0].startswith("-"):
+            context.fail(f"no command {args[0]!r}; {one_of(args[0], self.list_commands(context))}")
+        return super().resolve_command(context, args)
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name not in self.modules:

@@ -15,7 +15,8 @@ from spmd_engine.configuration import Configuration, default_of
 from spmd_engine.engine.composition import ModelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models import ImageShape
-from spmd_engine.models.names import IMAGES
+from spmd_engine.models.names import IMAGES, MODELS, other_meaning
+from spmd_engine.process.launchers import launcher_rank
 from spmd_engine.training.job import OF_IMAGES, Job
 from spmd_engine.training.start import read_run, run_folder
 
@@ -46,6 +47,30 @@ images_option = click.option(
     help="Of a model of images: their height, width and channels, and the classes. [default: 8,8,1,10; of resnet18 "
     "and resnet50 224,224,3,1000]",
 )
+
+
+def _note_other_meaning(context: click.Context, option: click.Parameter, name: str) -> str:
+    """One rule for all commands: a built-in name is that of the built-in model, whatever else has this name."""
+    given = context.get_parameter_source(option.name or "") is not ParameterSource.DEFAULT
+    if given and (other := other_meaning(name)):
+        print_notices([f"--model {name} is the built-in model; for the weights in {other} write --model {other}"])
+    return name
+
+
+def print_notices(notices: Sequence[str]) -> None:
+    """Print what the user should know, from rank 0 on standard error."""
+    for notice in notices if launcher_rank() == 0 else ():
+        click.echo(f"spmd_engine: note: {notice}", err=True)
+
+
+#: Of ``--model``, for commands that take built-in models and weights.
+MODEL: dict[str, Any] = {
+    "default": default_of(ModelConfig, "name"),
+    "show_default": True,
+    "callback": _note_other_meaning,
+    "help": f"One of {', '.join(MODELS)}; or weights: a folder, a GGUF file, or org/name in the hub's local cache.",
+}
+model_option = click.option("--model", **MODEL)
 
 
 def image_shape(model: str, text: str | None) -> ImageShape | None:

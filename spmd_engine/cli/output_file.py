@@ -10,6 +10,21 @@ from typing import BinaryIO
 
 from spmd_engine.errors import UsageError
 
+#: Endings of names by which people know a format.
+KNOWN = {
+    *(".npy", ".npz", ".csv", ".tsv", ".json", ".jsonl", ".toml", ".yaml", ".txt", ".tokens", ".svg", ".png", ".pdf"),
+    *(".safetensors", ".gguf", ".onnx", ".h5", ".hdf5", ".pt", ".pth", ".ckpt", ".bin", ".pickle", ".pkl", ".zip"),
+}
+
+
+def check_ending(what: str, path: str | Path, *endings: str) -> None:
+    """Raise UsageError if a name has the ending of another format than the one that is written, whose ``endings`` these
+    are; a folder has none."""
+    ending = Path(path).suffix.lower()
+    if ending in KNOWN and ending not in endings:
+        written = f"a {endings[0]} file" if endings else "a folder"
+        raise UsageError(f"{what} {path}: {written} is written here, no {ending} file; give another name")
+
 
 @contextmanager
 def output_file(path: str | Path, option: str = "--output") -> Iterator[BinaryIO]:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import click
 
 from spmd_engine.checkpoints import load_checkpoint
 from spmd_engine.checkpoints.pretrained import open_pretrained
-from spmd_engine.cli.options import read_config, run_folder, what_it_computes
+from spmd_engine.cli.options import read_config, run_folder, what_it_computes, with_options
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.composition import ModelConfig, build_engine
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import UsageError
+from spmd_engine.models.shape_at import located
 from spmd_engine.models.tokenizer_at import ends_at, tokenizer_at
 from spmd_engine.serving.options import GenerationConfig, read_generation_config
 from spmd_engine.tokens import ByteTokenizer, Tokenizer
@@ -36,16 +36,25 @@ class TextModel:
         return self.generation.ends or (() if end is None else (end,))
 
 
+_WEIGHTS = (
+    click.option(
+        "--model",
+        metavar="PATH",
+        help="Or weights: a folder of Hugging Face's format, a GGUF file, or org/name in the hub's local cache.",
+    ),
+    click.option("--adapter", metavar="FOLDER", help="With --model: adapters that PEFT wrote."),
+    click.option("--dtype", type=click.Choice(["float32", "float64"]), help="Of --model. [default: float32]"),
+)
+
+
+def weights_options(command: Callable) -> Callable:
+    """``--model`` and what goes with it, for commands that take weights."""
+    return with_options(_WEIGHTS, command)
+
+
 def text_model_options(command: Callable) -> Callable:
     """``--run`` or ``--model``: which model."""
-    for option in (
-        click.option("--dtype", type=click.Choice(["float32", "float64"]), help="Of --model. [default: float32]"),
-        click.option("--adapter", metavar="FOLDER", help="With --model: adapters that PEFT wrote."),
-        click.option("--model", metavar="PATH", help="Or a model's folder, in Hugging Face's format, or a GGUF file."),
-        click.option("--run", metavar="DIR", help="Folder that 'train' wrote."),
-    ):
-        command = option(command)
-    return command
+    return click.option("--run", metavar="DIR", help="Folder that 'train' wrote.")(weights_options(command))
 
 
 def open_text_model(
@@ -60,7 +69,7 @@ def open_text_model(
                 raise UsageError(f"--{name} goes with --model; a run has its own")
         return _of_run(run, mesh, device)
     engine, _ = open_pretrained(ModelConfig(str(model), adapter=adapter, dtype=dtype or "float32"), mesh, device=device)
-    path = Path(str(model))
+    path = located(str(model))
     generation = read_generation_config(path) if path.is_dir() else GenerationConfig(ends=ends_at(path))
     return TextModel(engine, tokenizer_at(path), generation)
 

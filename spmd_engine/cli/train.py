@@ -11,13 +11,12 @@ import click
 from spmd_engine.cli.adapters import lora_options
 from spmd_engine.cli.composition import composition_options
 from spmd_engine.cli.experts import expert_options
-from spmd_engine.cli.options import check_option, device_option, field_option, mesh_option, options_given
+from spmd_engine.cli.options import check_option, device_option, field_option, mesh_option, model_option, options_given
 from spmd_engine.cli.planned_job import AUTO, planned_here, planned_values
 from spmd_engine.cli.report import Reporter
 from spmd_engine.engine.composition import ModelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.documents import DOCUMENTS
-from spmd_engine.models.names import MODELS
 from spmd_engine.process.signals import REQUEUE
 from spmd_engine.strategies import STRATEGIES
 from spmd_engine.training.augment import AUGMENT
@@ -39,7 +38,7 @@ of its composition the mesh cannot have is left out."""
 
 
 @click.command(short_help="Train a model of text, or of images.")
-@field_option(ModelConfig, "name", "--model", help=f"One of {', '.join(MODELS)}, or a path.")
+@model_option
 @click.option("--data", metavar="PATH", help=_DATA)
 @mesh_option
 @field_option(DataConfig, "batch_size", help="Samples a step, over all ranks.")

@@ -16,13 +16,14 @@ from spmd_engine.cli.adapters import lora_of, lora_options
 from spmd_engine.cli.composition import COMPOSITION, composition_of, composition_options
 from spmd_engine.cli.config_file import config_option
 from spmd_engine.cli.engine_by_name import check_mesh, engine_by_name
-from spmd_engine.cli.experts import mixture_of, mixture_options
+from spmd_engine.cli.experts import expert_options, mixture_of
 from spmd_engine.cli.options import (
     check_option,
     device_option,
     image_shape,
     images_option,
     mesh_option,
+    model_option,
     open_mesh,
 )
 from spmd_engine.cli.verify_import import verify_import
@@ -33,10 +34,9 @@ from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.composition import Composition, ModelConfig
 from spmd_engine.engine.optimizers import SGD, AdamW
 from spmd_engine.errors import UsageError
-from spmd_engine.models.names import MODELS
 from spmd_engine.strategies import STRATEGIES, default_axes, strategy_named
 from spmd_engine.strategies.two_convolutions import IMAGE
-from spmd_engine.training.job import LORA, MIXTURE
+from spmd_engine.training.job import LORA, MIXTURE, ROUTER
 from spmd_engine.verify import (
     Distances,
     GradientCheck,
@@ -52,7 +52,7 @@ from spmd_engine.verify.samples import batches_for_model, batches_of_shape
 
 POSITIVE, PARTS = click.IntRange(min=1), click.IntRange(1, 4096)
 #: Options that mean nothing to an engine of one's own.
-OF_MODELS = ("model", "images", "dropout", "device", *MIXTURE, *LORA, *COMPOSITION)
+OF_MODELS = ("model", "images", "dropout", "device", *MIXTURE, *ROUTER, *LORA, *COMPOSITION)
 OF_OWN = ("input_shape", "tokens", "classes")  # and to nothing else
 WIDTH, HIDDEN, HEADS = 24, 54, 6  # of the small models of strategies/
 
@@ -60,7 +60,7 @@ WIDTH, HIDDEN, HEADS = 24, 54, 6  # of the small models of strategies/
 @click.command(short_help="Compare a sharded engine with one device.")
 @config_option
 @click.argument("engine", metavar="[MODULE:NAME]", required=False)
-@click.option("--model", default="gpt-nano", show_default=True, help=f"One of {', '.join(MODELS)}, or a path.")
+@model_option
 @images_option
 @mesh_option
 @click.option("--steps", type=POSITIVE, default=3, show_default=True, help="Optimizer steps.")
@@ -87,7 +87,7 @@ WIDTH, HIDDEN, HEADS = 24, 54, 6  # of the small models of strategies/
 )
 @click.option("--import", "imported", metavar="PATH", help="Verify a model's folder, or GGUF file, beside --reference.")
 @click.option("--reference", metavar="FILE.npz", help="With --import: tokens, and what layers make of them elsewhere.")
-@mixture_options
+@expert_options
 @lora_options
 @composition_options
 @device_option

@@ -68,6 +68,13 @@ class Ledger:
     def clear(self) -> None:
         self.entries.clear()
 
+    def __repr__(self) -> str:
+        lines = (
+            f"{operation} over {axes}{f' ({label})' if label else ''}: {entry.calls} calls, {entry.sent:,} bytes sent"
+            for (operation, axes, label), entry in sorted(self.entries.items())
+        )
+        return f"Ledger({'; '.join(lines) or 'no calls'})"
+
     def __str__(self) -> str:
         lines = [f"{'operation':<15} {'axes':<12} {'label':<24} {'calls':>7} {'sent':>14} {'seconds':>9}"]
         for (operation, axes, label), entry in sorted(self.entries.items()):

@@ -8,7 +8,7 @@ from types import ModuleType
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.errors import UsageError
+from spmd_engine.errors import UsageError, one_of
 
 Reducer = Callable[[Array, Sequence[Array]], None]  #: see ``reducer``
 
@@ -21,7 +21,7 @@ def reducible(operation: str, x: Array, op: str) -> Array:
     Raises UsageError if there is no such reduction: later it would raise only on ranks that have something to reduce.
     """
     if op not in _UFUNCS:
-        raise UsageError(f"{operation}: unknown op {op!r}; choose one of {', '.join(_UFUNCS)}")
+        raise UsageError(f"{operation}: unknown op {op!r}; {one_of(op, _UFUNCS)}")
     if x.dtype.kind == "b" and op in ("sum", "prod", "mean"):
         x = x.astype(np.int64)
     if op == "mean" and x.dtype.kind in "iu":

@@ -23,9 +23,8 @@ from spmd_engine.errors import UsageError
 from spmd_engine.layers.names import CONTEXT_METHODS
 from spmd_engine.models import DecoderShape, ImageShape, Mixture, Model, layout_for
 from spmd_engine.models.adapters import LoRAOptions, with_adapters
-from spmd_engine.models.layouts import note_of_shared_keys
-from spmd_engine.models.names import IMAGES, MODELS, build_model, family_of
-from spmd_engine.models.shape_at import is_path
+from spmd_engine.models.layouts import attends, note_of_shared_keys
+from spmd_engine.models.names import IMAGES, MODELS, build_model, family_of, has_weights, unknown_model
 from spmd_engine.sharding.groups import CAP, THRESHOLD
 from spmd_engine.sharding.layout import Layout
 
@@ -51,13 +50,15 @@ class ModelConfig(Configuration):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.shape is None and self.name not in MODELS and not has_weights(self.name):
+            raise unknown_model(self.name)
         if self.images is not None:
             _check_images(self.name, self.images)
 
     @property
     def path(self) -> str | None:
         """Where the weights are that it begins with; None: they are drawn by the seed."""
-        return self.name if self.name not in MODELS and is_path(self.name) else None
+        return self.name if has_weights(self.name) else None
 
     def build(self, composition: Composition) -> Model:
         """The model, as this composition computes it."""
@@ -292,8 +293,8 @@ def composed_layout(model: Model, place: MeshPosition, composition: Composition)
         model,
         place,
         sequence_parallel=composition.sequence_parallel,
-        # but under ulysses, where all ranks have the whole sequence
-        zigzag="context" in place.axes and composition.context_method != "ulysses",
+        # so that causal attention is as much work on each rank; under ulysses all have the whole sequence
+        zigzag="context" in place.axes and composition.context_method != "ulysses" and attends(model),
         experts_over=composition.expert_axes,
     )
     return replace(layout, shares=composition.work_shares)

@@ -14,7 +14,7 @@ from spmd_engine.arrays.dtypes import describe, described
 from spmd_engine.comm.agreement import gather_json
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.errors import MismatchError, UsageError
+from spmd_engine.errors import MismatchError, UsageError, one_of
 from spmd_engine.sharding.placement import ArrayPlacement, Placement
 from spmd_engine.sharding.rectangles import Rectangle
 from spmd_engine.sharding.transfer import TransferPlan, plan_transfer
@@ -81,7 +81,7 @@ def assemble(engine: HasArrays, name: str, part: Array | None, owned: bool, root
     ranks ask for different names.
     """
     if name not in engine.names and name not in engine.buffer_names:
-        raise UsageError(f"no parameter {name!r}; there are: {', '.join((*engine.names, *engine.buffer_names))}")
+        raise UsageError(f"no parameter {name!r}; {one_of(name, (*engine.names, *engine.buffer_names))}")
     known: dict[bool, KnownPlacement] = engine.__dict__.setdefault("_known_placements", {})
     fits = owned in known and known[owned].fits(engine.mesh, name, part)
     what = f"{name!r}, {'as updated' if owned else 'as stored'}, {'everywhere' if root is None else f'on rank {root}'}"

@@ -13,12 +13,14 @@ from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.assignment import PIPE, Assignment, Storage
 from spmd_engine.engine.compression import compression
 from spmd_engine.engine.storage import GroupStorage
-from spmd_engine.errors import UnknownParameter
+from spmd_engine.errors import UnknownParameter, UsageError
 from spmd_engine.layers.declarations import Parameter
+from spmd_engine.node.arena import memory_here
 from spmd_engine.sharding.groups import Member, ParameterGroup, Place, joined
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.sharding.notation import Spec
 from spmd_engine.sharding.placement import Placement
+from spmd_engine.units import readable_bytes
 
 Index = tuple[slice, ...]  # a rectangle of a whole array
 
@@ -44,6 +46,7 @@ class ParameterStore:
         self.described, self.assignment, self._mesh, self._layout = described, assignment, mesh, layout
         zero = storage.stage(mesh.axes)
         self.feeds_back = compression(storage.compress).feeds_back  #: whether steps leave something for the next
+        _check_room(assignment, mesh, zero, dtype, backend)
         self.storages = [
             GroupStorage(group, mesh, zero, dtype, backend, storage.compress) for group in assignment.groups
         ]
@@ -161,6 +164,21 @@ class ParameterStore:
         """What groups have by name, in the model's order, which is the same on all ranks: collectives follow it."""
         found = {name: each for storage in self.storages for name, each in of_group(storage).items()}
         return {name: found[name] for name in self.described if name in found}
+
+
+def _check_room(assignment: Assignment, mesh: Mesh, zero: int, dtype: np.dtype, backend: Backend) -> None:
+    """Raise UsageError if what this rank stores of the parameters is more than the memory of its node: a system that
+    overcommits would end the process without a word."""
+    if not isinstance(backend.empty(0, dtype), np.ndarray):  # on a device, or shapes alone
+        return
+    parts = [mesh.axis_size(group.summed.cut) if zero == 3 else 1 for group in assignment.groups]
+    needed = sum(group.size // ranks for group, ranks in zip(assignment.groups, parts, strict=True)) * dtype.itemsize
+    if needed > memory_here():
+        raise UsageError(
+            f"rank {mesh.rank}: its parameters alone are {readable_bytes(needed)}, and this node has "
+            f"{readable_bytes(memory_here())} of memory; cut them over more ranks (--zero 3, or as 'plan' says), or "
+            "choose a smaller model"
+        )
 
 
 class _ByName(Mapping[str, Array]):

@@ -26,8 +26,17 @@ def check_replicas(engine: ShardedEngine, gradients: Mapping[str, Array]) -> Non
             continue
         size = np.array([float(abs(gradients[name]).sum(dtype=np.float64))])
         sizes = engine.all_gather(size, over=axes, label="check")
-        if not np.allclose(sizes, sizes[0], rtol=1e-4, equal_nan=True):
-            raise UsageError(
-                f'the gradient of {name!r} differs between ranks of {",".join(axes)}, but it is cut as "{sharding}": '
-                "is an all_reduce over one of them missing in backward?"
-            )
+        if np.allclose(sizes, sizes[0], rtol=1e-4, equal_nan=True):
+            continue
+        sizes = sizes.reshape([engine.mesh.axes[axis] for axis in axes])
+        unlike = [
+            axis
+            for dim, axis in enumerate(axes)
+            if not np.allclose(sizes, sizes.take([0], axis=dim), rtol=1e-4, equal_nan=True)
+        ]
+        over = ",".join(unlike)
+        cut = f'cut as "{sharding}"' if sharding.axes else "whole"  # letters that nobody wrote say nothing
+        raise UsageError(
+            f"the gradient of {name!r} differs between ranks of {over}, along which it is {cut}: is an "
+            f"all_reduce over {over} missing in backward?"
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import sqrt
 
 from spmd_engine.arrays import einsum
-from spmd_engine.errors import UsageError
+from spmd_engine.errors import UsageError, one_of
 from spmd_engine.layers.declarations import Activation, Parameter
 from spmd_engine.layers.later import then
 from spmd_engine.layers.layer import Layer
@@ -62,7 +62,7 @@ class Linear(Layer):
                 f"Linear from {i!r} to {o!r}: take two different letters, neither b nor s (batch and sequence)"
             )
         if activation is not None and activation not in ACTIVATIONS:
-            raise UsageError(f"unknown activation {activation!r}; choose one of {', '.join(ACTIVATIONS)}, or None")
+            raise UsageError(f"unknown activation {activation!r}; {one_of(activation, ACTIVATIONS)}, or None")
         self.sizes = {i: inputs[1], o: outputs[1]}
         self.may_cut = batch + i + o
         self.activation = ACTIVATIONS[activation] if activation else None

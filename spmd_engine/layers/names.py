@@ -1,6 +1,6 @@
 """Context methods by name, as the command line knows them."""
 
-from spmd_engine.errors import UsageError
+from spmd_engine.errors import UsageError, one_of
 from spmd_engine.layers.context import ContextMethod
 from spmd_engine.layers.gather_keys import GatherKeys
 from spmd_engine.layers.ring_attention import RingAttention
@@ -12,5 +12,5 @@ CONTEXT_METHODS = {"gather": GatherKeys, "ring": RingAttention, "ulysses": Ulyss
 def context_method(name: str) -> ContextMethod:
     """The method called ``name``; raises UsageError naming those there are."""
     if name not in CONTEXT_METHODS:
-        raise UsageError(f"unknown context method {name!r}; choose one of {', '.join(CONTEXT_METHODS)}")
+        raise UsageError(f"unknown context method {name!r}; {one_of(name, CONTEXT_METHODS)}")
     return CONTEXT_METHODS[name]()

@@ -9,7 +9,7 @@ from math import sqrt
 from typing import TYPE_CHECKING, Any
 
 from spmd_engine.configuration import Configuration, setting
-from spmd_engine.errors import CheckpointError, UsageError
+from spmd_engine.errors import CheckpointError, UsageError, one_of
 from spmd_engine.layers import Layer, Parallel
 from spmd_engine.models.decoder import DecoderShape, decoder
 from spmd_engine.models.model import Model
@@ -102,7 +102,7 @@ class LoRAOptions(Configuration):
         if not names or (unknown := sorted(set(names) - set(known))):
             said = unknown[0] if names else self.targets
             raise UsageError(
-                f"targets: {said!r} of a {family} has no adapter here; those that can are {', '.join(known)}"
+                f"targets: {said!r} of a {family} has no adapter here; {one_of(said, known)}"
             )
         found = {name: known[name] for name in names}
         alone = {each for name in found if not name.startswith(_FUSED) for group in known[name] for each in group}

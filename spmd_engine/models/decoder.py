@@ -123,7 +123,20 @@ class DecoderShape(Configuration):
 
     def is_turned(self, block: int) -> bool:
         """Whether this block has rotary positions."""
-        return not self.learned and not self.alibi and block not in block_numbers(self.unturned, "unturned")
+        if self.family == "gpt2" or self.learned or self.alibi:
+            return False
+        return block not in block_numbers(self.unturned, "unturned")
+
+    def rotary_of(self, block: int) -> RotaryOptions | None:
+        """The rotary positions of this block; None if it has none."""
+        if not self.is_turned(block):
+            return None
+        return (self.has_window(block) and self.rotary_in_window) or self.rotary
+
+    def rotaries(self) -> dict[RotaryOptions, Rotary]:
+        """The rotary positions that blocks have, for heads of this width; raises UsageError for one that cannot be."""
+        width = self.head_width or self.width // self.heads
+        return {each: Rotary(width, each) for each in map(self.rotary_of, range(self.layers)) if each is not None}
 
 
 NANO = {"layers": 8, "width": 96, "heads": 6, "key_value_heads": 2}
@@ -172,9 +185,7 @@ def _norm(shape: DecoderShape) -> Layer:
 
 def _blocks(shape: DecoderShape, dropout: float, context_method: str) -> Iterator[tuple[str, Layer]]:
     """The layers of all blocks."""
-    d, out_std, width = shape.width, 0.02 / sqrt(2 * shape.layers), shape.head_width or shape.width // shape.heads
-    rotary = None if shape.learned or shape.alibi else Rotary(width, shape.rotary)
-    rotary_in_window = Rotary(width, shape.rotary_in_window) if shape.rotary_in_window else rotary
+    d, out_std, rotaries = shape.width, 0.02 / sqrt(2 * shape.layers), shape.rotaries()
     context = method_called(context_method)
 
     def residual(inner: Layer) -> Residual:
@@ -183,8 +194,7 @@ def _blocks(shape: DecoderShape, dropout: float, context_method: str) -> Iterato
         return Residual(before, inner, dropout, after=after, scale=shape.residual_scale)
 
     for i in range(shape.layers):
-        windowed = shape.has_window(i)
-        of_block = rotary_in_window if windowed else rotary
+        rotary = shape.rotary_of(i)
         attention = Attention(
             d,
             shape.heads,
@@ -192,11 +202,11 @@ def _blocks(shape: DecoderShape, dropout: float, context_method: str) -> Iterato
             head_width=shape.head_width,
             bias=shape.bias,
             output_bias=shape.output_bias,
-            rotary=of_block if shape.is_turned(i) else None,
+            rotary=None if rotary is None else rotaries[rotary],
             scale=shape.attention_scale,
             cap=shape.attention_cap,
             alibi=shape.alibi,
-            window=shape.window if windowed else None,
+            window=shape.window if shape.has_window(i) else None,
             norm_epsilon=shape.epsilon if shape.query_key_norm else None,
             norm_together=shape.norm_together,
             turned_first=shape.turned_first,

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from spmd_engine.errors import CheckpointError, UsageError
+from spmd_engine.errors import CheckpointError, UsageError, one_of
 from spmd_engine.formats.gguf import GGUF
 from spmd_engine.formats.tensor import FileTensor
-from spmd_engine.layers.rotary import Rotary
 from spmd_engine.layers.router_options import RouterOptions
 from spmd_engine.models.block_numbers import as_text
 from spmd_engine.models.decoder import DecoderShape
@@ -74,15 +73,14 @@ def shape_of_gguf(file: GGUF, where: str) -> DecoderShape:
     """The decoder that a file describes; raises CheckpointError for an architecture or feature not known here."""
     kind = file.facts.get("general.architecture")
     if kind not in FAMILIES:
-        raise CheckpointError(f"{where}: architecture {kind!r} is not known here; known are {', '.join(FAMILIES)}")
+        raise CheckpointError(f"{where}: architecture {kind!r} is not known here; {one_of(kind, FAMILIES)}")
     if not file.tensors:
         raise CheckpointError(f"{where} has no weights, at most a vocabulary; fetch the model's own file")
     own = f"{kind}."
     facts = Fields({name.removeprefix(own): each for name, each in file.facts.items() if name.startswith(own)})
     try:
         shape = _shape(_family(kind, facts), facts, file.tensors)
-        for rotary in filter(None, (shape.rotary, shape.rotary_in_window)):
-            Rotary(shape.head_width or shape.width // shape.heads, rotary)  # raises if the two do not go together
+        shape.rotaries()  # raises if heads are of a width that they cannot turn
     except CheckpointError:
         raise
     except KeyError as error:

@@ -39,6 +39,13 @@ GPT_SIZES = {
     # as much work for each token as those of their names
     "gpt-moe-nano": GPTSize(layers=8, width=96, heads=6, context=128, mixture=Mixture()),
     "gpt-moe-mini": GPTSize(layers=6, width=384, heads=6, context=256, mixture=Mixture()),
+    # as published: GPT-2 (Radford et al., 2019) and GPT-3 (Brown et al., 2020); Megatron's of arXiv 2205.05198
+    "gpt2-xl": GPTSize(48, 1600, 25, 1024, 50257),
+    "gpt-1b": GPTSize(80, 1024, 16, 128),
+    "megatron-22b": GPTSize(48, 6144, 64, 2048, 51200),
+    "gpt3-175b": GPTSize(96, 12288, 96, 2048, 51200),
+    "turing-530b": GPTSize(105, 20480, 128, 2048, 51200),
+    "megatron-1t": GPTSize(128, 25600, 160, 2048, 51200),
 }
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from math import sqrt
 from typing import Any
 
-from spmd_engine.errors import CheckpointError, UsageError
-from spmd_engine.layers.rotary import Rotary, RotaryOptions
+from spmd_engine.errors import CheckpointError, UsageError, one_of
+from spmd_engine.layers.rotary import RotaryOptions
 from spmd_engine.layers.router_options import RouterOptions
 from spmd_engine.models.beside_pictures import is_beside_pictures, text_of
 from spmd_engine.models.block_numbers import as_text
@@ -64,7 +64,7 @@ def read_config(config: Mapping[str, Any], where: str) -> tuple[DecoderShape, li
         return shape, [*beside, *unknown]
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in MODEL_TYPES:
-        raise CheckpointError(f"{where}: model_type {kind!r} is not known here; known are {', '.join(MODEL_TYPES)}")
+        raise CheckpointError(f"{where}: model_type {kind!r} is not known here; {one_of(kind, MODEL_TYPES)}")
     family, fields = MODEL_TYPES[kind], Fields(config)
     for name, (wanted, said) in _KINDS.items():
         if config.get(name) is not None and not isinstance(config[name], wanted):
@@ -75,8 +75,7 @@ def read_config(config: Mapping[str, Any], where: str) -> tuple[DecoderShape, li
         else:
             shape = _gpt2(fields) if family == "gpt2" else _llama(family, fields)
         shape = shape.changed(head_width=shape.head_width or shape.width // shape.heads)
-        for rotary in filter(None, (shape.rotary, shape.rotary_in_window)):
-            Rotary(shape.head_width, rotary)  # raises if the two do not go together
+        shape.rotaries()  # raises if heads are of a width that they cannot turn
         return shape, fields.check_rest(where)
     except CheckpointError:
         raise

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import sqrt
 from typing import Any
 
-from spmd_engine.errors import UsageError
+from spmd_engine.errors import UsageError, one_of
 from spmd_engine.models.decoder import DecoderShape
 
 _EXPERTS = ("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "granitemoe")
@@ -76,7 +76,7 @@ def says(family: str, name: str) -> bool:
 def activation_said(name: Any) -> str:
     """What an activation is called here; raises UsageError for one that is not known."""
     if name not in _ACTIVATIONS:
-        raise UsageError(f"the activation {name!r} is not known here; known are {', '.join(_ACTIVATIONS)}")
+        raise UsageError(f"the activation {name!r} is not known here; {one_of(name, _ACTIVATIONS)}")
     return _ACTIVATIONS[name]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from math import log, sqrt
 from typing import Any
 
-from spmd_engine.errors import UsageError
+from spmd_engine.errors import UsageError, one_of
 from spmd_engine.layers.rotary import RotaryOptions
 
 _COMMON = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
@@ -60,7 +60,7 @@ def rotary_of(said: Mapping[str, Any], theta: float, config: Mapping[str, Any], 
     kind = said.get("rope_type") or said.get("type")
     kind = _ALSO.get(kind, kind)
     if kind not in _FIELDS:
-        raise UsageError(f"rope_type {kind!r} is not known here; known are {', '.join(_FIELDS)}")
+        raise UsageError(f"rope_type {kind!r} is not known here; {one_of(kind, _FIELDS)}")
     for name in said.keys() - _COMMON - _FIELDS[kind]:
         if said[name]:
             raise UsageError(f"{name} of rope_type {kind!r} is {said[name]!r}, a feature that is not known here")

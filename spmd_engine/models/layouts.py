@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from spmd_engine.axes import MeshPosition
-from spmd_engine.errors import MeshError
+from spmd_engine.errors import MeshError, one_of
 from spmd_engine.models.model import Model
 from spmd_engine.sharding.layout import Layout
 
@@ -75,10 +75,9 @@ def layout_of_images(model: Model, mesh: MeshPosition) -> Layout:
     cuts: dict[str, tuple[str, ...]] = {}
     for axis in mesh.axes:
         if axis not in OF_IMAGES and mesh.axes[axis] > 1:
-            *names, last = OF_IMAGES
             raise MeshError(
                 f"mesh {mesh}: axis {axis!r} cuts nothing that {model.name} has, which takes [{model.inputs}]; "
-                f"name it {', '.join(names)} or {last}"
+                f"{one_of(axis, OF_IMAGES)}"
             )
         for letter in OF_IMAGES.get(axis, ""):
             cuts[letter] = (*cuts.get(letter, ()), axis)
@@ -117,6 +116,11 @@ def note_of_shared_keys(model: Model, axes: Mapping[str, int]) -> str | None:
         f"every rank along model={axes['model']} computes all {_attentions(model)[0]['h']} key heads of {model.name}; "
         f"with --mesh {MeshPosition(better, {})} it computes those that its queries read"
     )
+
+
+def attends(model: Model) -> bool:
+    """Whether it has attention layers, for which a sequence can be cut in a zigzag."""
+    return bool(_attentions(model))
 
 
 def _attentions(model: Model) -> list[Mapping[str, int]]:

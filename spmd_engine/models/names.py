@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
-from spmd_engine.errors import UsageError
+from spmd_engine.errors import UsageError, one_of
 from spmd_engine.models.convnet import convnet, resnet
 from spmd_engine.models.decoder import DECODERS, FAMILIES, DecoderShape, decoder
 from spmd_engine.models.gpt import GPT_SIZES, gpt
@@ -11,7 +12,7 @@ from spmd_engine.models.images import ImageShape
 from spmd_engine.models.mixture import Mixture
 from spmd_engine.models.mlp import deep_mlp, mlp, two_layers
 from spmd_engine.models.model import Model
-from spmd_engine.models.shape_at import is_path, shape_at
+from spmd_engine.models.shape_at import is_description, is_path, read_shape, shape_at, snapshot_of
 
 DENSE = {"mlp": mlp, "deep-mlp": deep_mlp, "two-layers": two_layers}
 #: Models of images, and the images that they are for unless told otherwise.
@@ -30,7 +31,7 @@ def shape_named(name: str) -> DecoderShape:
         return DECODERS[name]
     size = GPT_SIZES.get(name)
     if size is None or size.mixture is not None or size.key_value_heads is not None:
-        raise UsageError(f"{name} is of no family that others know; there are: {', '.join(FAMILIES)}")
+        raise UsageError(f"{name} is of no family that others know; {one_of(name, FAMILIES)}")
     return DecoderShape(
         family="gpt2",
         layers=size.layers,
@@ -44,11 +45,33 @@ def shape_named(name: str) -> DecoderShape:
     )
 
 
+def has_weights(name: str) -> bool:
+    """Whether a model's name is that of weights, and neither a built-in one nor a mere description."""
+    return name not in MODELS and is_path(name) and not is_description(name)
+
+
 def family_of(name: str, shape: DecoderShape | None = None) -> str:
     """The family of a decoder by name or path, or of this shape; of all other models "gpt2", whose names they have."""
     if shape is None:
         shape = shape_at(name) if name not in MODELS and is_path(name) else DECODERS.get(name)
     return "gpt2" if shape is None else shape.family
+
+
+def unknown_model(name: str) -> UsageError:
+    """The error for a name that is neither one of ``MODELS`` nor that of weights."""
+    return UsageError(f"unknown model {name!r}; {one_of(name, MODELS)}, or the path of a folder with config.json")
+
+
+def other_meaning(name: str) -> str | None:
+    """How to write the weights that one of ``MODELS`` could mean, too: of this name here, or in the hub's cache."""
+    if name not in MODELS:
+        return None
+    from spmd_engine.formats.gguf import is_gguf
+    from spmd_engine.formats.huggingface import CONFIG
+
+    if is_gguf(name) or Path(name, CONFIG).is_file():
+        return f"./{name}"
+    return str(snapshot_of(name) or "") or None
 
 
 def build_model(
@@ -71,10 +94,8 @@ def build_model(
     """
     if shape is None and name not in MODELS:
         if not is_path(name):
-            raise UsageError(
-                f"unknown model {name!r}; choose one of {', '.join(MODELS)}, or the path of a folder with config.json"
-            )
-        shape = shape_at(name)
+            raise unknown_model(name)
+        shape = read_shape(name)
     if recut_after is not None and name not in IMAGES:
         raise UsageError(f"--recut-after {recut_after}: {name} is no model of images; choose {' or '.join(IMAGES)}")
     if vocabulary is not None and (shape is not None or name not in (*GPT_SIZES, *DECODERS)):

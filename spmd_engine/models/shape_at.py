@@ -1,16 +1,78 @@
-"""The decoder whose weights are at a path, by its configuration alone."""
+"""The decoder whose weights are at a path, or in the local cache of Hugging Face's hub, by its configuration alone."""
 
 from __future__ import annotations
 
+import logging
+import os
 from pathlib import Path
 
 from spmd_engine.errors import CheckpointError
 from spmd_engine.models.decoder import DecoderShape
 
+logger = logging.getLogger(__name__)
+
 
 def is_path(name: str) -> bool:
-    """Whether a model's name is that of a file or a folder: it has a slash, or something is there."""
-    return "/" in name or Path(name).exists()
+    """Whether a model's name is that of weights: it has a slash, or something is there or in the hub's cache."""
+    return "/" in name or Path(name).exists() or snapshot_of(name) is not None
+
+
+def located(name: str | Path, what: str = "model") -> Path:
+    """Where a model, or ``what`` else the hub keeps, is: the file or folder of this name, else the hub's snapshot of
+    this name in its local cache. Raises CheckpointError, which says how to fetch it, if neither is there."""
+    path = Path(name)
+    if path.exists() or path.is_symlink():
+        return path
+    snapshot = snapshot_of(str(name))
+    if snapshot is not None:
+        return snapshot
+    if not _is_hub_name(str(name)) or "/" not in str(name):
+        raise CheckpointError(f"{name} is no {what}: there is no such folder")
+    raise CheckpointError(
+        f"{name} is no {what}: there is no such folder, and no snapshot of it in the hub's cache, {_kept(str(name))}; "
+        f"fetch it where there is a network, 'hf download {name} --local-dir {path.name}', and name that folder"
+    )
+
+
+def snapshot_of(name: str) -> Path | None:
+    """The folder of a model, as ``org/name``, in the local cache of Hugging Face's hub, as its branch main was when it
+    was fetched; None if it is not there. Nothing is fetched."""
+    if not _is_hub_name(name):
+        return None
+    try:
+        revision = (_kept(name) / "refs" / "main").read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    snapshot = _kept(name) / "snapshots" / revision
+    return snapshot if revision.isalnum() and snapshot.is_dir() else None
+
+
+def short_name(name: str) -> str:
+    """The last part of a model's name or path; of a snapshot in the hub's cache, of the name that it has there."""
+    path = Path(name)
+    kept = path.parent.parent.name
+    return kept.rpartition("--")[2] if path.parent.name == "snapshots" and kept.startswith(_KEPT) else path.name
+
+
+_KEPT = "models--"  #: begins the folder of a model in the hub's cache
+
+
+def _is_hub_name(name: str) -> bool:
+    parts = name.split("/")
+    return len(parts) <= 2 and all(part.strip(".") and part.isascii() and part.isprintable() for part in parts)
+
+
+def _kept(name: str) -> Path:
+    """The folder of a model in the hub's cache, which is where the hub's own library looks."""
+    said = os.environ
+    home = Path(said.get("HF_HOME") or Path(said.get("XDG_CACHE_HOME") or "~/.cache", "huggingface"))
+    cache = Path(said.get("HF_HUB_CACHE") or said.get("HUGGINGFACE_HUB_CACHE") or home / "hub")
+    return cache.expanduser() / f"{_KEPT}{name.replace('/', '--')}"
+
+
+def is_description(name: str) -> bool:
+    """Whether it is that of a file that describes a model and has no weights."""
+    return name.endswith((".toml", ".json"))
 
 
 def shape_at(path: str | Path) -> DecoderShape:
@@ -20,13 +82,25 @@ def shape_at(path: str | Path) -> DecoderShape:
     from spmd_engine.models.gguf_shape import shape_of_gguf
     from spmd_engine.models.huggingface_config import shape_of_config
 
-    path = Path(path)
+    path = located(path)
     if path.is_file():
         return shape_of_gguf(read_gguf(path), str(path))
     if not (path / CONFIG).is_file():
-        what = "there is no such folder" if not path.exists() else f"it has no {CONFIG}"
-        raise CheckpointError(f"{path} is no model: {what}")
+        raise CheckpointError(f"{path} is no model: it has no {CONFIG}")
     return shape_of_config(read_json(path / CONFIG), str(path / CONFIG))
+
+
+def read_shape(path: str | Path) -> DecoderShape:
+    """``shape_at``, with a warning of fields that are not heeded."""
+    shape = shape_at(path)
+    warn_not_heeded(str(path), not_understood(path))
+    return shape
+
+
+def warn_not_heeded(where: str, fields: list[str]) -> None:
+    """Say in the log which fields are not known."""
+    if fields:
+        logger.warning("%s: not known here, and not heeded: %s", where, ", ".join(fields))
 
 
 def not_understood(path: str | Path) -> list[str]:
@@ -34,5 +108,5 @@ def not_understood(path: str | Path) -> list[str]:
     from spmd_engine.formats.huggingface import CONFIG, read_json
     from spmd_engine.models.huggingface_config import read_config
 
-    path = Path(path, CONFIG)
+    path = located(path) / CONFIG
     return read_config(read_json(path), str(path))[1] if path.is_file() else []

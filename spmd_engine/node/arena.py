@@ -148,11 +148,11 @@ def bound(ranks: int) -> int:
     """
     if (said := os.environ.get("SPMD_ARENA_MIB", "")).isdigit():
         return int(said) << 20
-    return _memory() // 2 // ranks >> 20 << 20
+    return memory_here() // 2 // ranks >> 20 << 20
 
 
 @cache
-def _memory() -> int:
+def memory_here() -> int:
     """Bytes that processes here may have."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for limit in Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"):

@@ -20,6 +20,7 @@ from spmd_engine.engine.assignment import PIPE
 from spmd_engine.engine.composition import Composition, ModelConfig, composed_assignment, composed_layout
 from spmd_engine.engine.optimizers import AdamW, Optimizer
 from spmd_engine.layers.layer import Layer
+from spmd_engine.models.layouts import layout_for
 from spmd_engine.models.model import Model
 from spmd_engine.planning.foretold_engine import ForetoldEngine, Passes, RecordedLayer, watch_storage
 from spmd_engine.planning.meeting_point import MeetingPoint
@@ -37,7 +38,7 @@ from spmd_engine.sharding.layout import Layout
 def analyze(
     model: ModelConfig | Model,
     axes: Mapping[str, int],
-    composition: Composition = Composition(),  # noqa: B008 (immutable)
+    composition: Composition | None = None,
     *,
     batch_size: int,
     micro_batches: int = 1,
@@ -50,8 +51,10 @@ def analyze(
     cache: PassCache | None = None,
     layout: Layout | None = None,
 ) -> StepAnalysis:
-    """One step of the model, spread by the composition over ranks on these ``axes``, foretold.
+    """One step of the model, spread by the composition over ranks on these ``axes``, predicted.
 
+    Without a ``composition`` the layout of a Model is that of ``LayeredEngine(model, mesh)``; of a ModelConfig, and
+    with one, that of ``build_engine``, in which a sequence that is cut for attention is cut in a zigzag.
     ``batch_size`` is global; ``sequence`` the length of samples, None: the model's context. ``optimizer`` by default
     is AdamW. ``choose``: how choices fall that only data decide, "balanced" or "worst". ``nodes`` names each rank's
     host; None: all are on one. ``every``: look at every rank, not at one of each class of ranks that do the same.
@@ -60,9 +63,12 @@ def analyze(
     Raises UsageError for what makes no sense, and for what cannot be foretold from shapes.
     """
     cache = cache if cache is not None else PassCache()
-    built = model.build(composition) if isinstance(model, ModelConfig) else model
+    built = model.build(composition or Composition()) if isinstance(model, ModelConfig) else model
     dtype = np.dtype(dtype or (model.dtype if isinstance(model, ModelConfig) else np.float32))
     place = MeshPosition(dict(axes), dict.fromkeys(axes, 0))
+    if layout is None and composition is None and built is model:
+        layout = layout_for(built, place)
+    composition = composition if composition is not None else Composition()
     layout = layout if layout is not None else composed_layout(built, place, composition)
     samples = [part.stop - part.start for part in (span(batch_size, micro_batches, m) for m in range(micro_batches))]
     shared = [] if every else _summed_in_parts(built, layout, composition, axes, dtype.itemsize)

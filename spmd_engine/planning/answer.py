@@ -14,8 +14,7 @@ from spmd_engine.engine.optimizers import OPTIMIZERS
 from spmd_engine.errors import UsageError
 from spmd_engine.models import Model
 from spmd_engine.models.adapters import LoRAOptions
-from spmd_engine.models.names import MODELS
-from spmd_engine.models.shape_at import is_path
+from spmd_engine.models.names import MODELS, has_weights
 from spmd_engine.planning.conflict import Conflict
 from spmd_engine.planning.estimate import Estimate
 from spmd_engine.planning.foresight import Foresight
@@ -177,7 +176,7 @@ def plan_file_of(answer: Answer, model: str, lora: LoRAOptions | None = None) ->
         composition, micro_batches = candidate.composition(request.base), candidate.micro_batches
         batch_size, ranks = candidate.batch_size, candidate.ranks
     assert composition is not None
-    if model not in MODELS and (model.endswith((".toml", ".json")) or not is_path(model)):
+    if model not in MODELS and not has_weights(model):
         raise UsageError(f"--output: {model} cannot be trained by name, so a plan for it is nothing to run")
     return PlanFile(
         ranks=ranks,

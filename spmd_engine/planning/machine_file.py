@@ -8,7 +8,7 @@ from pathlib import Path
 from pkgutil import get_data
 from typing import Any
 
-from spmd_engine.errors import UsageError
+from spmd_engine.errors import UsageError, one_of
 from spmd_engine.planning.machine import (
     FITTED,
     KINDS,
@@ -37,7 +37,7 @@ def read_machine(name: str | Path) -> Machine:
         text = Path(name).read_text()
     except OSError as error:
         raise UsageError(
-            f"machine {name}: {error.strerror or error}; give a file, or one of {', '.join(PACKAGED)}"
+            f"machine {name}: {error.strerror or error}; give a file, or the name of one: {one_of(name, PACKAGED)}"
         ) from error
     return machine_of(text, str(name))
 
@@ -134,7 +134,7 @@ class _Table:
 
     def finish(self) -> None:
         if unknown := sorted(set(self.content) - self.taken):
-            raise UsageError(f"{self.where}: unknown field {unknown[0]!r}; there are: {', '.join(sorted(self.taken))}")
+            raise UsageError(f"{self.where}: unknown field {unknown[0]!r}; {one_of(unknown[0], sorted(self.taken))}")
 
 
 def _number(value: Any, where: str, above: float | None, least: float | None) -> float:
@@ -167,7 +167,7 @@ def _node(table: _Table) -> NodeKind:
     known = ("float16", "bfloat16", "float32", "float64", "fused16")
     for dtype in curves:
         if dtype not in known:
-            raise UsageError(f"{speeds.where}: unknown field {dtype!r}; there are: {', '.join(known)}")
+            raise UsageError(f"{speeds.where}: unknown field {dtype!r}; {one_of(dtype, known)}")
     cores = table.number("cores", 0, least=0.0)
     node = NodeKind(
         name=table.text("name"),

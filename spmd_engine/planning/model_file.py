@@ -1,4 +1,4 @@
-"""Models to plan for that cannot be trained by name: large ones, those of a TOML file, and Hugging Face's."""
+"""Models to plan for, by name or of a file: a TOML file of a GPT's sizes, or Hugging Face's ``config.json``."""
 
 from __future__ import annotations
 
@@ -6,28 +6,23 @@ import json
 import tomllib
 from dataclasses import MISSING, fields
 from pathlib import Path
-from types import MappingProxyType
 
 from spmd_engine.engine.composition import Composition
-from spmd_engine.errors import SpmdError, UsageError
+from spmd_engine.errors import SpmdError, UsageError, one_of
 from spmd_engine.models import GPTSize, Model, build_model, gpt
 from spmd_engine.models.adapters import LoRAOptions, with_adapters
 from spmd_engine.models.decoder import decoder
-from spmd_engine.models.huggingface_config import shape_of_config
+from spmd_engine.models.huggingface_config import read_config
 from spmd_engine.models.names import MODELS, family_of
-from spmd_engine.models.shape_at import shape_at
-
-#: Shapes as published: GPT-2 (Radford et al., 2019) and GPT-3 (Brown et al., 2020); Megatron's of arXiv 2205.05198.
-LARGE = MappingProxyType(
-    {
-        "gpt2-xl": GPTSize(48, 1600, 25, 1024, 50257),
-        "gpt-1b": GPTSize(80, 1024, 16, 128),
-        "megatron-22b": GPTSize(48, 6144, 64, 2048, 51200),
-        "gpt3-175b": GPTSize(96, 12288, 96, 2048, 51200),
-        "turing-530b": GPTSize(105, 20480, 128, 2048, 51200),
-        "megatron-1t": GPTSize(128, 25600, 160, 2048, 51200),
-    }
+from spmd_engine.models.shape_at import (
+    is_description,
+    is_path,
+    located,
+    shape_at,
+    short_name,
+    warn_not_heeded,
 )
+
 KINDS = {int: "a whole number from 1", bool: "true or false", float: "a number above 0, as 1e-5"}
 
 
@@ -50,19 +45,16 @@ def planned_model(
 def _read(name: str, method: str, recut_after: int | None) -> tuple[Model, str]:
     """The model, with this ``method`` of attention where sequences are cut, and the family whose names its weights
     have."""
-    if name in LARGE:
-        return gpt(LARGE[name], name, context_method=method), family_of(name)
     if name in MODELS:
         return build_model(name, context_method=method, recut_after=recut_after), family_of(name)
-    path = Path(name)
+    path = Path(name) if is_description(name) or not is_path(name) else located(name)
     if path.suffix == ".json" or (path / "config.json").is_file():
         return _of_config(path if path.suffix == ".json" else path / "config.json", method)
     if path.suffix == ".gguf":
         shape = shape_at(path)
         return decoder(shape, path.stem, context_method=method), shape.family
     if path.suffix != ".toml":
-        names = ", ".join((*MODELS, *LARGE))
-        raise UsageError(f"unknown model {name!r}; choose one of {names}, or give a .toml file or a config.json")
+        raise UsageError(f"unknown model {name!r}; {one_of(name, MODELS)}, or give a .toml file or a config.json")
     try:
         content = tomllib.loads(Path(name).read_text())
     except OSError as error:
@@ -77,8 +69,9 @@ def _of_config(path: Path, method: str) -> tuple[Model, str]:
         config = json.loads(path.read_text())
         if not isinstance(config, dict):
             raise UsageError("it holds no object")
-        shape = shape_of_config(config, "its config")
-        return decoder(shape, path.resolve().parent.name, context_method=method), shape.family
+        shape, not_heeded = read_config(config, "its config")
+        warn_not_heeded(str(path), not_heeded)
+        return decoder(shape, short_name(str(path.parent.resolve())), context_method=method), shape.family
     except OSError as error:
         raise UsageError(f"model {path}: {error.strerror or error}") from error
     except ValueError as error:
@@ -90,7 +83,7 @@ def _of_config(path: Path, method: str) -> tuple[Model, str]:
 def _size(content: dict, where: str) -> GPTSize:
     known = {each.name: each for each in fields(GPTSize) if each.name != "mixture"}
     if unknown := sorted(set(content) - set(known)):
-        raise UsageError(f"model {where}: unknown field {unknown[0]!r}; there are: {', '.join(known)}")
+        raise UsageError(f"model {where}: unknown field {unknown[0]!r}; {one_of(unknown[0], known)}")
     for name, each in known.items():
         if each.default is MISSING and name not in content:
             raise UsageError(f"model {where}: the field {name!r} is missing")

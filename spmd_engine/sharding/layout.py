@@ -10,7 +10,7 @@ from types import MappingProxyType
 import numpy as np
 
 from spmd_engine.axes import MeshPosition
-from spmd_engine.errors import MeshError, NotationError
+from spmd_engine.errors import MeshError, NotationError, one_of
 from spmd_engine.sharding.notation import EVEN, Spec, nested_span
 
 #: What each mesh axis, by its customary name, cuts: data parallel cuts the batch (``replicate`` and ``shard``
@@ -74,9 +74,7 @@ class Layout:
         inside: dict[str, tuple[str, ...]] = {}
         for axis in mesh.axes:
             if axis not in CUSTOMARY:
-                *names, last = CUSTOMARY
-                known = f"{', '.join(names)} or {last}"
-                why = f"no customary layout for axis {axis!r}; name it {known}, or pass a Layout"
+                why = f"no customary layout for axis {axis!r}; {one_of(axis, CUSTOMARY)}, or pass a Layout"
                 raise MeshError(f"mesh {mesh}: {why}")
             letters = CUSTOMARY[axis].replace("h", "r") if queries_cut else CUSTOMARY[axis]
             for letter in letters:

@@ -11,7 +11,7 @@ from spmd_engine.arrays.backend import Array
 from spmd_engine.axes import MeshPosition
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.spans import span
-from spmd_engine.errors import MeshError, NotationError
+from spmd_engine.errors import MeshError, NotationError, one_of
 
 EVEN: Mapping[str, tuple[int, ...]] = MappingProxyType({})  #: no axis cuts by weights
 
@@ -142,7 +142,7 @@ def nested_span(
     start, stop = 0, length
     for axis in axes:
         if axis not in sizes:
-            raise MeshError(f'a sharding cuts over axis "{axis}"; the mesh has only {", ".join(sizes)}')
+            raise MeshError(f'a sharding cuts over axis "{axis}", which the mesh has not; {one_of(axis, sizes)}')
         if axis in weights:
             part = _weighted_span(stop - start, axis, weights[axis], sizes[axis], coordinates[axis])
         else:

@@ -11,7 +11,7 @@ import numpy as np
 from spmd_engine.arrays.backend import Array
 from spmd_engine.axes import MeshPosition
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.errors import MeshError, NotationError
+from spmd_engine.errors import MeshError, NotationError, one_of
 from spmd_engine.sharding.moves import AllGather, AllToAll, GeneralMove, Move, Slice, beyond
 from spmd_engine.sharding.notation import Spec
 
@@ -202,7 +202,7 @@ def _check(source: Spec, target: Spec, axes: Mapping[str, int]) -> None:
         raise NotationError(f"{said}: the letters {source.letters} and {target.letters} differ; {what}")
     for axis in (*source.axes, *target.axes):
         if axis not in axes:
-            raise MeshError(f'{said}: a sharding cuts over axis "{axis}"; the mesh has only {", ".join(axes)}')
+            raise MeshError(f'{said}: a sharding cuts over axis "{axis}", which the mesh has not; {one_of(axis, axes)}')
 
 
 def _spec(sharding: str | Spec) -> Spec:

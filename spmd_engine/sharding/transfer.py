@@ -18,7 +18,7 @@ from spmd_engine.arrays.backend import CPU, Array, Backend, backend_of
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.pending import Pending
 from spmd_engine.comm.reducing import reduce_into
-from spmd_engine.errors import UsageError
+from spmd_engine.errors import UsageError, one_of
 from spmd_engine.sharding.pieces import (
     Blocks,
     Copy,
@@ -63,7 +63,7 @@ def plan_transfer(
     """
     for name, wanted in target.items():
         if name not in source:
-            raise UsageError(f"transfer: nobody has {name!r}; there are: {', '.join(source)}")
+            raise UsageError(f"transfer: no rank has {name!r}; {one_of(name, source)}")
         held = source[name]
         if (held.shape, held.dtype) != (wanted.shape, wanted.dtype):
             raise UsageError(

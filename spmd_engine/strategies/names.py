@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from spmd_engine.errors import UsageError
+from spmd_engine.errors import UsageError, one_of
 
 if TYPE_CHECKING:
     from spmd_engine.strategies.page import Page
@@ -56,7 +56,7 @@ STRATEGIES: Mapping[str, type[Page]] = _Pages()
 def strategy_named(name: str) -> type[Page]:
     """The strategy of that name; raises UsageError, with the names there are, for another."""
     if name not in STRATEGIES:
-        raise UsageError(f"unknown strategy {name!r}; there are {', '.join(STRATEGIES)}")
+        raise UsageError(f"unknown strategy {name!r}; {one_of(name, STRATEGIES)}")
     return STRATEGIES[name]
 
 

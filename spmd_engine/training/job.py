@@ -11,7 +11,7 @@ from typing import Any, Self
 from spmd_engine.comm.pending import TIMEOUT
 from spmd_engine.configuration import Configuration, section_of, setting
 from spmd_engine.engine.composition import Composition, ModelConfig
-from spmd_engine.errors import UsageError
+from spmd_engine.errors import UsageError, one_of
 from spmd_engine.layers.documents import DOCUMENTS
 from spmd_engine.layers.router_options import RouterOptions
 from spmd_engine.models.names import IMAGES
@@ -31,6 +31,8 @@ OF_IMAGES = {
 
 #: Options of models that have experts, on which their parameters' shapes hang.
 MIXTURE = ("experts", "top_k", "shared_experts", "dense_layers")
+#: Options of routers, on which they do not hang.
+ROUTER = ("routing", "capacity_factor", "balance_loss", "z_loss", "bias_rate")
 #: Options of adapters.
 LORA = ("lora_rank", "lora_alpha", "lora_targets")
 #: Options that decide what a run computes, by their names for ``Job.with_options``: it goes on with its own.
@@ -196,7 +198,8 @@ def _place(name: str) -> tuple[str, ...]:
     for sections, kind in kinds.items():
         if name in {each.name for each in fields(kind)}:
             return *sections, name
-    raise UsageError(f"a job has no option {name!r}")
+    known = (*_SHORT, *(each.name for kind in kinds.values() for each in fields(kind)))
+    raise UsageError(f"a job has no option {name!r}; {one_of(name, known)}")
 
 
 def _with_defaults(content: Any) -> Any:

@@ -44,17 +44,23 @@ def windows(begin: int, end: int, length: int) -> Packed:
     return Packed(begin + length * np.arange(count), np.full(count, length), np.arange(count + 1), length)
 
 
-def whole_documents(begins: np.ndarray, ends: np.ndarray, length: int, *, truncate: bool) -> Packed:
+def whole_documents(
+    begins: np.ndarray, ends: np.ndarray, length: int, *, truncate: bool, learnt: np.ndarray | None = None
+) -> Packed:
     """Documents side by side, in order, as many as fit in a row.
 
     One that is longer than a row begins a new one, and goes on in the next, or (``truncate``) is cut off there. One of
-    a single token foretells nothing, and is left out.
+    a single token foretells nothing, and is left out; so is, with ``learnt``, which says by token whether it is a
+    target that counts, one without any that does.
     """
     counts = ends - begins - 1
     if truncate:
         counts = np.minimum(counts, length)
     kept = counts > 0
     begins, counts = begins[kept], counts[kept]
+    if learnt is not None:
+        kept = _any_between(learnt, begins + 1, begins + counts + 1)
+        begins, counts = begins[kept], counts[kept]
     parts = -(-counts // length)
     number = np.repeat(np.arange(len(counts)), parts)  # the document of each piece
     offset = length * (np.arange(len(number)) - np.repeat(np.cumsum(parts) - parts, parts))
@@ -68,3 +74,10 @@ def whole_documents(begins: np.ndarray, ends: np.ndarray, length: int, *, trunca
     if len(sizes):
         first.append(len(sizes))
     return Packed(begins[number] + offset, sizes, np.array(first), length)
+
+
+def _any_between(flags: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Whether any of ``flags`` is set from each beginning up to its end; these ascend, and no two overlap."""
+    places = np.stack([begins, ends], axis=1).reshape(-1)
+    places = places[: len(places) - (len(places) > 0 and places[-1] == len(flags))]
+    return np.maximum.reduceat(flags, places)[::2] > 0 if len(places) else np.zeros(0, bool)

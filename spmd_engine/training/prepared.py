@@ -49,23 +49,28 @@ class PreparedData:
             begins = np.concatenate(([0], ends[:-1]))
             parts = slice(0, facts.train_documents), slice(facts.train_documents, None)
             train, held_out = (
-                whole_documents(begins[part], ends[part], context, truncate=instructions) for part in parts
+                whole_documents(begins[part], ends[part], context, truncate=instructions, learnt=file.learnt)
+                for part in parts
             )
         rows, others = range(len(train)), range(len(held_out))
         if not others:  # too few documents, or too short ones: the end of what there is serves as well
             cut = len(train) - max(1, len(train) // HELD_OUT)
             held_out, rows, others = train, range(cut), range(cut, len(train))
         if not rows:
+            which = " with something to learn in them" if instructions else ""
+            remedy = "longer" if instructions else "shorter"
             raise UsageError(
-                f"--data {file.path}: {facts.tokens:,} tokens make {len(train)} row(s) of {context}: one at least is "
-                "needed to learn from, and one to validate on. Give more text, or a model with a shorter context"
+                f"--data {file.path}: {facts.tokens:,} tokens make {len(train)} row(s) of {context}{which}: one at "
+                "least is needed to learn from, and one to validate on. Give more text, or a model with a "
+                f"{remedy} context"
             )
         return cls(file, train, held_out, others, rows, documents)
 
     def __str__(self) -> str:
         facts = self.file.facts
         what = f"{facts.train_tokens:,} tokens of {facts.train_documents:,} documents"
-        return f"{what} in {len(self.train_rows):,} rows ({self.file.path})"
+        own = "" if self.held_out is not self.train else f", {len(self.held_out_rows):,} more of them to validate on"
+        return f"{what} in {len(self.train_rows):,} rows{own} ({self.file.path})"
 
     @property
     def files(self) -> int:

@@ -261,7 +261,8 @@ class Run:
 
     def _evaluate(self) -> None:
         if self.validation:
-            self.evaluation = self.trainer.evaluation(self.validation)
+            found = self.trainer.evaluation(self.validation)
+            self.evaluation = found if found.count else None  # of no targets there is no loss
 
     def _compare_replicas(self, step: int) -> None:
         from spmd_engine.checkpoints.replicas import compare_replicas

@@ -17,6 +17,7 @@ from spmd_engine.comm.world import world
 from spmd_engine.engine.composition import Composition
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import UsageError
+from spmd_engine.models.shape_at import short_name
 from spmd_engine.strategies import default_axes, strategy_named
 from spmd_engine.tokens import ByteTokenizer, Tokenizer
 from spmd_engine.training.foresight import first_step_check
@@ -224,7 +225,17 @@ def _rebalancing(composition: Composition, trainer: Trainer) -> dict[str, Callab
 
 def run_folder(run: str | Path) -> Path:
     """The folder of a run: a path, or its name under ``runs/``."""
-    return Path(run) if "/" in str(run) or os.path.exists(Path(run, CONFIG)) else Path("runs") / run
+    here = "/" in str(run) or os.path.exists(Path(run, CONFIG)) and not _is_model(Path(run))
+    return Path(run) if here else Path("runs") / run
+
+
+def _is_model(folder: Path) -> bool:
+    """Whether a folder holds a model of Hugging Face's format: its configuration has the name of a run's."""
+    try:
+        content = json.loads((folder / CONFIG).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(content, Mapping) and "model_type" in content
 
 
 def read_run(run: str | Path) -> Job:
@@ -273,11 +284,13 @@ def _open_folder(job: Job, run: str | Path | None, resume: bool) -> str:
             return str(folder)
         if CheckpointFolder(folder).newest():
             raise UsageError(f"{folder} holds a run already; give --resume to go on with it, or another --run")
+        if _is_model(folder):
+            raise UsageError(f"{folder} holds a model, whose {CONFIG} a run would replace; give another --run")
         make_folder(folder)
         return str(folder)
     number = 1
     while True:
-        folder = Path("runs") / f"{Path(job.model.name).name}-{number}"
+        folder = Path("runs") / f"{short_name(job.model.name)}-{number}"
         try:
             folder.mkdir(parents=True)
         except FileExistsError:  # perhaps by another job, a moment ago

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from spmd_engine.arrays.backend import backend_of
 from spmd_engine.arrays.updates import sum_of_squares
 from spmd_engine.comm.agreement import gather_json
 from spmd_engine.engine.base import Loss, ShardedEngine
@@ -115,7 +116,7 @@ class Trainer:
         made = self.foresight.made() if self.foresight and not skips else None
         # That all ranks skip is sure only now: each may have taken the norm of its own copy of the summed gradients.
         seconds, facts, signal = metrics.close(skips, self.stop.received if self.stop else None)
-        skipped = self._skip(loss, norm) if skips else None
+        skipped = self._skip(loss, norm, batch) if skips else None
         self.steps_done += 1
         if self.stop:
             self.stop.take(signal)
@@ -129,7 +130,7 @@ class Trainer:
             facts["metrics"] = dict(engine.training_metrics)
         return StepReport(step + 1, loss, norm, rate, tokens, seconds, tokens / seconds, **facts, skipped=skipped)
 
-    def _skip(self, loss: float, norm: float) -> str:
+    def _skip(self, loss: float, norm: float, batch: Batch) -> str:
         """Why this step updates nothing. Collective. Raises NotFiniteError if too many before it did not."""
         self.skipped_in_a_row += 1
         what = f"the loss is {loss}" if not isfinite(loss) else f"the gradient's norm is {norm}"
@@ -141,11 +142,26 @@ class Trainer:
             ranks = [str(rank) for rank, names in enumerate(everyone) if found[0] in names]
             more = f" and {len(found) - 1} more" if len(found) > 1 else ""
             what += f" (gradient of {found[0]}, rank {', '.join(ranks)}{more})"
+        cause = self._wrong_data([batch])
         if self.skipped_in_a_row > self.max_skipped:
             times = f" in {self.skipped_in_a_row} steps in a row" if self.max_skipped else ""
             why = f"step {self.steps_done + 1}: {what}{times}"
-            raise NotFiniteError(f"{why}; lower the learning rate, or clip gradients")
-        return what
+            raise NotFiniteError(f"{why}; {cause or 'lower the learning rate, or clip gradients'}")
+        return f"{what}; {cause}" if cause else what
+
+    def _wrong_data(self, batches: Sequence[Batch]) -> str:
+        """Whether data are why a loss is not finite, in words; empty if they are not. Collective."""
+        parts = ("inputs", "targets")
+        mine = [
+            name
+            for name in parts
+            if not all(_all_finite(getattr(micro, name)) for batch in batches for micro in batch.micro_batches)
+        ]
+        everyone = gather_json(self.engine.group(), mine, "not finite")
+        for name in parts:
+            if ranks := [str(rank) for rank, found in enumerate(everyone) if name in found]:
+                return f"the {name} on rank {', '.join(ranks)} have values that are not finite: mend the data"
+        return ""
 
     def run(self, steps: int) -> Iterator[StepReport]:
         """Steps until ``steps`` have been made in all, or a signal ends the work."""
@@ -161,9 +177,8 @@ class Trainer:
         with self.engine.mesh.activity.phase("evaluating, step", self.steps_done):
             found = self._evaluated(batches)
         if not np.isfinite(found.loss):
-            raise NotFiniteError(
-                f"the validation loss is {found.loss} after step {self.steps_done}; lower the learning rate"
-            )
+            cause = self._wrong_data(batches) or "lower the learning rate"
+            raise NotFiniteError(f"the validation loss is {found.loss} after step {self.steps_done}; {cause}")
         return found
 
     def _evaluated(self, batches: Sequence[Batch]) -> Evaluation:
@@ -173,6 +188,13 @@ class Trainer:
         counts = [engine.count(batch) for batch in batches]  # the engine says itself what a batch's loss is
         total = sum(count * engine.evaluate(batch, self.loss) for batch, count in zip(batches, counts, strict=True))
         return Evaluation(total / (sum(counts) or 1.0), {}, sum(counts))
+
+
+def _all_finite(x: Any) -> bool:
+    """Whether an array, if it is one of floats, has finite values alone."""
+    if getattr(getattr(x, "dtype", None), "kind", "") not in ("f", "c"):
+        return True
+    return bool(backend_of(x).xp.isfinite(x).all())
 
 
 def _is_newer(kind: type, method: str, than: str) -> bool:

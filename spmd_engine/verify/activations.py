@@ -11,7 +11,7 @@ import numpy as np
 
 from spmd_engine.arrays.backend import backend_of
 from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.errors import UsageError
+from spmd_engine.errors import UsageError, one_of
 from spmd_engine.layers import Layer
 
 INPUTS = "tokens"
@@ -84,7 +84,7 @@ def _layer(name: str, names: Sequence[str]) -> str:
         if number <= blocks:
             return ends[-1] if number < blocks else "norm"
     if name not in names:
-        raise UsageError(f"the reference has {name!r}, which no layer is called; there are: {', '.join(names)}")
+        raise UsageError(f"the reference has {name!r}, which no layer is called; {one_of(name, names)}")
     return name
 
 

@@ -143,7 +143,7 @@ def test_a_table_of_what_went_where():
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"model_type": "mamba"}, "model_type 'mamba' is not known here; known are gpt2, llama"),
+        ({"model_type": "mamba"}, "model_type 'mamba' is not known here; there are: gpt2, llama"),
         ({"rope_parameters": {"rope_type": "mrope", "factor": 2.0}}, "rope_type 'mrope' is not known here"),
         ({"rope_parameters": {"rope_type": "default", "odd": 1}}, "odd of rope_type 'default' is 1, a feature"),
         ({"rope_parameters": {"rope_theta": 10}, "rope_scaling": {"type": "linear", "factor": 2}}, "differ; leave"),
@@ -152,7 +152,7 @@ def test_a_table_of_what_went_where():
         ({"layer_types": ["full_attention"]}, "layer_types has 1 values, but there are 2 layers"),
         ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping is 30.0, a feature"),
         ({"mla_attention_rank": 4}, "mla_attention_rank is 4, a feature that is not known here"),
-        ({"hidden_act": "quick_gelu"}, "the activation 'quick_gelu' is not known here; known are silu"),
+        ({"hidden_act": "quick_gelu"}, "the activation 'quick_gelu' is not known here; there are: silu"),
         ({"mlp_bias": True}, "no tensor model.layers.0.mlp.gate_proj.bias to fill block0/mlp/gate_bias with"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is"),
         ({"num_key_value_heads": 4}, "6 heads cannot share 4 heads of keys and values"),

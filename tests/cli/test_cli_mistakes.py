@@ -1,10 +1,22 @@
 """What the command line refuses: one line, exit code 2, and nothing left behind."""
 
+import json
+import shutil
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from command_line import QUIET
+from spmd_engine import Mesh
 from spmd_engine.checkpoints import CheckpointFolder
+from spmd_engine.engine.composition import build_engine
+from spmd_engine.errors import UsageError
+from spmd_engine.planning.machine_file import read_machine
+from spmd_engine.planning.machine_text import text_of
+from spmd_engine.training import Job
+
+LLAMA = Path(__file__).parents[1] / "golden" / "decoders" / "llama"
 
 
 def test_runs_that_cannot_answer_say_why(here, tmp_path):
@@ -159,3 +171,49 @@ def test_a_mistake_on_many_ranks_is_one_line_every_time(spmd, ranks, times):
     for _ in range(times):
         result = spmd(ranks, "train", "--batch-size", "2", timeout=60)
         assert result.returncode == 2 and len(result.stderr.splitlines()) == 1, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "near"),
+    [
+        ("trian", "train"),
+        ("show schedul", "schedule"),
+        ("inspect --mesh dta=2", "data"),
+        ("inspect --model convnet --mesh row=2", "rows"),
+        ("inspect --model gpt3-175", "gpt3-175b"),
+        ("plan --model LLAMA-nano --ranks 2", "llama-nano"),
+        ("plan --ranks 2 --machine a10", "a100"),
+        ("train --strategy fuly-sharded", "fully-sharded"),
+        ("train --device cude", "cuda"),
+        ("train --config job.json", "batch_size"),
+        ("plan --ranks 2 --model gpt.toml", "layers"),
+        ("plan --ranks 2 --machine m.toml", "name"),
+        ("train --model wrong", "qwen3"),
+        ("train --model gpt2x", "gpt2"),
+        ("train --model ./llama --lora-rank 2 --lora-targets q_prj --data job.json", "q_proj"),
+        ("show experts --model gpt-moe-nano --mesh expert=2 --layer block1/mo", "block1/moe"),
+    ],
+)
+def test_a_misspelled_name_is_answered_with_the_nearest(line, near, here, tmp_path):
+    (tmp_path / "job.json").write_text('{"version": 1, "data": {"batch-size": 4}}')
+    (tmp_path / "gpt.toml").write_text("layer = 2\nwidth = 8\nheads = 2\ncontext = 4\n")
+    (tmp_path / "m.toml").write_text("nmae = 'mine'\n" + text_of(read_machine("cpu")))
+    shutil.copytree(LLAMA, tmp_path / "llama")
+    shutil.copytree(LLAMA, tmp_path / "wrong")
+    config = json.loads((LLAMA / "config.json").read_text())
+    (tmp_path / "wrong" / "config.json").write_text(json.dumps(config | {"model_type": "qwen_3"}))
+    code, _, error = here(*line.split())
+    assert code == 2 and error.count("\n") == 1
+    assert f"did you mean {near!r}? There are: {near}" in error
+
+
+def test_a_misspelled_model_axis_or_parameter_is_answered_with_the_nearest_in_python():
+    with pytest.raises(UsageError, match=r"unknown model 'mpl'; did you mean 'mlp'\? There are: mlp, "):
+        Job.of(model="mpl")
+    with pytest.raises(UsageError, match="a job has no option 'batchsize'; did you mean 'batch_size'"):
+        Job.of(batchsize=3)
+    with Mesh(data=1, model=1) as mesh, pytest.raises(UsageError, match="axis 'modle' .* did you mean 'model'"):
+        mesh.all_reduce(np.ones(1), over="modle")
+    engine = build_engine(Job.of(model="mlp").model, Mesh())
+    with pytest.raises(UsageError, match="no parameter 'layer_0/weight'; did you mean 'layer_0/weights'"):
+        engine.gather("layer_0/weight")

@@ -1,14 +1,18 @@
 """Models by path at the command line: trained with adapters, exported, answering, and compared with a reference."""
 
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from command_line import QUIET
+from command_line import QUIET, TEXT
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 ADAPTER = GOLDEN / "adapter" / "llama"
-LLAMA = GOLDEN / "decoders" / "llama"
+FOLDERS = GOLDEN / "decoders"
+LLAMA = FOLDERS / "llama"
 
 
 def test_a_reference_is_met_or_the_first_layer_named(here, tmp_path):
@@ -80,3 +84,115 @@ def test_trained_with_adapters_and_exported(here, tmp_path):
     assert abs(answers[0]).max() > 0.01
     for answer in answers[1:]:
         np.testing.assert_allclose(answer, answers[0], rtol=0, atol=1e-5)
+
+
+@pytest.fixture
+def gpt2(tmp_path):
+    """A folder of weights, called as a built-in model."""
+    return shutil.copytree(FOLDERS / "gpt2", tmp_path / "gpt2")
+
+
+LOOKING = (["inspect"], ["analyze", "--mesh", "data=2"], ["plan", "--ranks", "2"])
+
+
+def test_a_built_in_name_is_the_built_in_model_and_the_folder_is_mentioned(here, gpt2):
+    code, out, error = here("inspect", "--model", "gpt2")
+    assert code == 0 and "124,439,808 parameters" in out
+    assert (
+        error
+        == "spmd_engine: note: --model gpt2 is the built-in model; for the weights in ./gpt2 write --model ./gpt2\n"
+    )
+    code, out, error = here("inspect", "--model", "./gpt2")
+    assert (code, error) == (0, "") and "3,820 parameters" in out
+    gpt2.rename(gpt2.with_name("gpt-mini")).joinpath("config.json").unlink()  # a folder of something else
+    assert here("inspect", "--model", "gpt-mini")[2] == ""
+
+
+def test_all_commands_have_the_same_rule(here, gpt2):
+    """It is seen before they find that something else is missing."""
+    commands = [
+        "train",
+        "verify",
+        "inspect",
+        "analyze",
+        "plan",
+        *(f"show {x}" for x in ("memory", "sharding", "experts")),
+    ]
+    for command in (*commands, "show communication"):
+        assert "note: --model gpt2 is the" in here(*command.split(), "--model", "gpt2", "--mesh", "oops")[2], command
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["generate", "--prompt", "a"], ["eval", "--text", "ab"], ["infer", "--input", "x.npy", "--output", "y.npy"]],
+    ids=lambda command: command[0],
+)
+def test_what_needs_weights_says_how_to_write_the_folder_of_a_built_in_name(command, here, gpt2, tmp_path):
+    np.save(tmp_path / "x.npy", np.arange(8)[None])
+    code, _, error = here(*command, "--model", "gpt2")
+    assert code == 2 and "gpt2 is a built-in model, which has no weights; for those in ./gpt2 write ./gpt2" in error
+
+
+def test_names_of_the_hub_are_found_in_its_cache_alone(here, gpt2, tmp_path, monkeypatch):
+    kept = tmp_path / "home" / "hub" / "models--acme--tiny"
+    (kept / "refs").mkdir(parents=True)
+    (kept / "refs" / "main").write_text("abc123")
+    (kept / "snapshots").mkdir()
+    blobs = gpt2.rename(kept / "blobs")
+    (kept / "snapshots" / "abc123").mkdir()
+    for file in blobs.iterdir():
+        (kept / "snapshots" / "abc123" / file.name).symlink_to(file)
+    np.save(tmp_path / "x.npy", np.arange(8)[None])
+    ask = ["infer", "--input", "x.npy", "--output", "y.npy", "--model", "acme/tiny"]
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "elsewhere"))
+    code, _, error = here(*ask)
+    assert code == 2 and "acme/tiny is no model: there is no such folder, and no snapshot of it in the hub's" in error
+    assert "'hf download acme/tiny --local-dir tiny'" in error and error.count("\n") == 1
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    assert here(*ask) == (0, "", "")
+    assert "tiny, 3,820 parameters" in here("plan", "--ranks", "2", "--model", "acme/tiny")[1]
+    assert "acme/tiny: 3,820 parameters" in here("inspect", "--model", "acme/tiny")[1]
+    monkeypatch.delenv("HF_HOME")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
+    assert here(*ask) == (0, "", "")
+    shutil.copytree(FOLDERS / "llama", tmp_path / "acme" / "tiny")  # what is here comes first
+    assert "acme/tiny: 3,820 parameters" not in here("inspect", "--model", "acme/tiny")[1]
+
+
+def test_weights_are_served_in_float64_as_well(here, gpt2, tmp_path):
+    reference = np.load(gpt2 / "reference.npz")
+    np.save(tmp_path / "x.npy", reference["tokens"])
+    ask = ["infer", "--model", "./gpt2", "--input", "x.npy", "--output", "y.npy"]
+    assert here(*ask, "--dtype", "float64") == (0, "", "")
+    assert np.load(tmp_path / "y.npy").dtype == np.float64
+    assert np.abs(np.load(tmp_path / "y.npy") - reference["logits64"]).max() < 1e-10
+    code, _, error = here("infer", "--engine", "m:E", "--dtype", "float64", *ask[3:])
+    assert code == 2 and "--dtype goes with --model" in error
+
+
+def test_a_run_does_not_replace_the_configuration_of_a_model(here, gpt2):
+    before = (gpt2 / "config.json").read_bytes()
+    options = ["--model", "mlp", *TEXT, "--steps", "1", "--batch-size", "2", *QUIET]
+    code, _, error = here("train", *options, "--run", "./gpt2")
+    assert code == 2 and "gpt2 holds a model, whose config.json a run would replace; give another --run" in error
+    assert here("train", *options, "--run", "gpt2")[0] == 0
+    assert (gpt2.parent / "runs" / "gpt2" / "config.json").is_file()
+    assert (gpt2 / "config.json").read_bytes() == before
+
+
+def test_inspect_names_fields_that_are_not_heeded_and_fails_before_it_prints(here, gpt2, caplog):
+    config = json.loads((gpt2 / "config.json").read_text())
+    (gpt2 / "config.json").write_text(json.dumps(config | {"some_odd_field": 3}))
+    for command in LOOKING:
+        caplog.clear()
+        assert here(*command, "--model", "./gpt2")[0] == 0
+        assert [each for each in caplog.messages if each.endswith("not known here, and not heeded: some_odd_field")]
+    (gpt2 / "model.safetensors").unlink()
+    code, out, error = here("inspect", "--model", "./gpt2")
+    assert (code, out) == (2, "") and "neither model.safetensors nor" in error
+
+
+def test_verify_takes_what_routers_take(here):
+    sizes = ["--model", "gpt-moe-nano", "--steps", "1", "--batch-size", "2", "--length", "8"]
+    code, out, error = here("verify", *sizes, "--capacity-factor", "0.5", "--z-loss", "0.01")
+    assert code == 0 and "agree" in out, error

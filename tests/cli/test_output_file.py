@@ -8,6 +8,7 @@ import pytest
 from command_line import QUIET
 from spmd_engine.cli.output_file import output_file
 from spmd_engine.errors import UsageError
+from spmd_engine.tokens import ByteTokenizer
 
 
 def test_a_file_that_cannot_be_completed_leaves_what_was_there(tmp_path):
@@ -61,3 +62,52 @@ def test_a_checkpoint_s_sizes_are_told_in_words_and_as_json(here, tmp_path):
     told = here("checkpoint", "inspect", "mine", "--no-arrays")[1]
     sizes = json.loads(here("checkpoint", "inspect", "mine", "--no-arrays", "--json")[1])["bytes"]
     assert f"model {sizes['model']:,}, optimizer {sizes['optimizer']:,}\n" in told
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("checkpoint export r out.npz", "export out.npz: a .safetensors file is written here, no .npz file"),
+        ("checkpoint export r out.gguf --format huggingface", "export out.gguf: a folder is written here, no .gguf"),
+        ("infer --run r --input x.npy --output y.csv", "--output y.csv: a .npy file is written here, no .csv file"),
+        ("data prepare x.npy --output x.npz", "--output x.npz: a .tokens file is written here, no .npz file"),
+        ("plan --ranks 2 --output plan.toml", "--output plan.toml: a .json file is written here, no .toml file"),
+        ("calibrate --output m.json", "--output m.json: a .toml file is written here, no .json file"),
+        ("bench start --output b.png", "--output b.png: a .json file is written here, no .png file"),
+    ],
+)
+def test_the_ending_of_another_format_is_refused(command, said, here, r, tmp_path):
+    np.save(tmp_path / "x.npy", np.zeros((1, 8), np.int64))
+    code, _, errors = here(*command.split())
+    assert code == 2 and errors.startswith(f"spmd_engine: {said}") and errors.count("\n") == 1
+    assert not [path for path in tmp_path.iterdir() if path.suffix in (".npz", ".csv", ".gguf", ".toml", ".json")]
+
+
+def test_memory_that_is_not_there_is_told_in_words(here, monkeypatch):
+    def fail(*_):
+        raise MemoryError
+
+    monkeypatch.setattr("spmd_engine.cli.inspect.parse_axes", fail)
+    code, _, errors = here("inspect", "--mesh", "data=2")
+    assert code == 2
+    assert errors == (
+        "spmd_engine: there is not enough memory for this: an allocation failed; try a smaller batch, more "
+        "micro-batches or more ranks\n"
+    )
+
+
+class Chatty(ByteTokenizer):
+    chat_template = "<{{ messages[-1].content }}>"
+    special = {}
+
+
+def test_of_messages_the_reply_alone_is_printed(here, r, monkeypatch):
+    pytest.importorskip("jinja2")
+    monkeypatch.setattr("spmd_engine.cli.text_model.ByteTokenizer", Chatty)
+    ask = ["generate", "--run", "r", "--tokens", "3", "--prompt", "Hello"]
+    told = {each: here(*ask, *each.split())[1] for each in ("--chat", "--chat --echo", "", "--no-echo")}
+    reply, written = (json.loads(here(*ask, *more, "--json")[1])["text"] for more in (["--chat"], []))
+    assert told["--chat"] == f"{reply}\n" and told["--chat --echo"] == f"<Hello>{reply}\n"
+    assert told[""] == f"Hello{written}\n" and told["--no-echo"] == f"{written}\n"
+    both = here(*ask, "--prompt", "Bye", "--chat")[1]
+    assert both.startswith("--- 1 of 2\n") and "<" not in both.replace(reply, "")

@@ -71,7 +71,7 @@ def test_out_must_fit(out):
         ("axis 0 of an array of shape", lambda g: g.all_gather(np.ones(()))),
         ("axis -2 of an array of shape", lambda g: g.reduce_scatter(np.ones(3), -2)),
         ("axis 2 of an array of shape", lambda g: g.all_to_all(np.ones((2, 2)), 0, 2)),
-        ("unknown op 'average'; choose one of sum, mean", lambda g: g.all_reduce(np.ones(3), "average")),
+        ("unknown op 'average'; there are: sum, mean", lambda g: g.all_reduce(np.ones(3), "average")),
         ("root 2 is not one of 2 ranks", lambda g: g.broadcast(np.ones(3), 2)),
         ("the root must give an array", lambda g: g.broadcast(None, g.rank)),
         ("rank -1 is not one of 2 ranks", lambda g: g.send(-1, np.ones(3))),

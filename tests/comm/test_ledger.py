@@ -171,8 +171,9 @@ def test_entries_are_kept_by_operation_axes_and_label():
         assert ledger.total(label="gradients").sent == 3 * (80 + 80)
         assert ledger.total("all_reduce", "data", "").calls == 1
         assert "all_gather      data         gradients" in str(ledger)
+        assert repr([ledger]).startswith("[Ledger(all_gather over data (gradients): 3 calls, 240 bytes sent; all_red")
         ledger.clear()
-        assert ledger.total() == Entry()
+        assert ledger.total() == Entry() and repr(ledger) == "Ledger(no calls)"
 
 
 def test_axes_of_one_rank_cost_nothing():

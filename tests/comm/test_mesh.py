@@ -124,7 +124,7 @@ def raises(error, text, do, ranks=1):
 
 @pytest.mark.parametrize("over", ["nodel", ("data", "nodel")])
 def test_an_unknown_axis(over):
-    text = "unknown mesh axis 'nodel'; this mesh is data=2,model=1"
+    text = "unknown mesh axis 'nodel' of mesh data=2,model=1; did you mean 'model'? There are: model, data"
     raises(MeshError, text, lambda: Mesh(data=2, model=1).group(over), 2)
     raises(MeshError, text, lambda: Mesh(data=2, model=1).axis_size(over), 2)
     raises(MeshError, text, lambda: Mesh(data=2, model=1).index(over), 2)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from spmd_engine import run
+from spmd_engine import Mesh, run
 from spmd_engine.engine import SGD
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.errors import UsageError
@@ -53,18 +53,25 @@ def test_parameters_must_be_contiguous():
         SGD().update(engine, engine.gradients, step=1, rate=0.1)
 
 
-def test_a_forgotten_all_reduce_is_found_in_the_first_step():
+@pytest.mark.parametrize(
+    ("shardings", "cut"), [({}, "whole"), ({"w": "d f/model"}, 'cut as "d f/model"')], ids=["whole", "cut"]
+)
+def test_a_forgotten_all_reduce_is_found_in_the_first_step(shardings, cut):
     class Forgetful(Careless):
         input_sharding = output_sharding = "b/data d"
 
         def backward(self, grads):
             return {"w": self.tape.pop().T @ grads}
 
+    Forgetful.shardings = shardings
     x = np.random.default_rng(0).standard_normal((4, 3))
 
     def program():
-        engine = Forgetful()
-        engine.step(batch_of(x, x[:, :2], engine))
+        with Mesh(data=2, model=2) as mesh:
+            engine = Forgetful()
+            engine.mesh = mesh
+            engine.step(batch_of(x, x[:, :2], engine))
 
-    with pytest.raises(UsageError, match="gradient of 'w' differs between ranks of data"):
-        run(program, 2)
+    said = f"the gradient of 'w' differs between ranks of data, along which it is {cut}: is an all_reduce over data mi"
+    with pytest.raises(UsageError, match=said):
+        run(program, 4)

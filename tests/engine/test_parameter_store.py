@@ -60,7 +60,7 @@ def test_an_engine_s_parts_are_those_of_the_whole(axes, options):
         with Mesh(**axes) as mesh:
             engine = tiny.make_engine(mesh, **options)
             assert engine.names == tuple(whole)
-            with pytest.raises(UsageError, match="no parameter 'w'; this engine has: embedding/table"):
+            with pytest.raises(UsageError, match="this engine has no parameter 'w'; there are: embedding/table"):
                 engine.addressable_shard("w")
             held = {name: engine.index(name) for name in engine.names}
             for name, index in held.items():

@@ -57,7 +57,7 @@ def test_letters_that_cannot_be_told_apart_are_refused(letters):
 
 
 def test_unknown_activations_are_refused():
-    with pytest.raises(UsageError, match="unknown activation 'swish'; choose one of gelu, .*, relu-squared, or None"):
+    with pytest.raises(UsageError, match="unknown activation 'swish'; there are: gelu, .*, relu-squared, or None"):
         linear(activation="swish")
 
 

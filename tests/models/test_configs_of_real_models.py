@@ -5,6 +5,7 @@ import json
 import pytest
 
 from spmd_engine.errors import CheckpointError
+from spmd_engine.models.decoder import decoder
 from spmd_engine.models.shape_at import not_understood, shape_at
 
 LLAMA3 = {
@@ -128,4 +129,24 @@ def test_hunyuans_base_is_stretched(tmp_path):
 def test_what_would_change_them_is_refused(name, values, said, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(REAL[name] | values))
     with pytest.raises(CheckpointError, match=said):
+        shape_at(tmp_path)
+
+
+GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_head": 4, "vocab_size": 61, "n_positions": 16}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [GPT2 | {"n_embd": 60}, REAL["bloom"] | {"n_embed": 60}, REAL["mpt"] | {"d_model": 60}],
+    ids=["gpt2", "bloom", "mpt"],
+)
+def test_heads_of_an_odd_width_are_read_where_no_positions_are_rotary(config, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape = shape_at(tmp_path)
+    assert shape.width // shape.heads == 15 and decoder(shape).parameter_count
+
+
+def test_heads_of_an_odd_width_are_refused_where_positions_are_rotary(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SIZES | {"model_type": "llama", "head_dim": 15}))
+    with pytest.raises(CheckpointError, match=r"config\.json: rotary positions turn pairs: 15 of heads of width 15"):
         shape_at(tmp_path)

@@ -211,7 +211,7 @@ def test_models_by_name():
     assert build_model("deep-mlp").parameter_count == 1000 * (64 * 64 + 64)
     assert build_model("two-layers").parameter_count == 2 * 64 * 256
     assert build_model("gpt-nano").name == "gpt-nano"
-    with pytest.raises(UsageError, match="choose one of gpt-nano, .*, gpt-moe-nano, .*, convnet, "):
+    with pytest.raises(UsageError, match="did you mean 'resnet18'. There are: resnet18, .*, gpt-nano, .*, convnet, "):
         build_model("resnet")
     with pytest.raises(UsageError, match="mlp has no dropout"):
         build_model("mlp", dropout=0.1)

@@ -26,6 +26,8 @@ def real_batch(model, engine, size, micro_batches, seed=0):
 
 
 def build(model, mesh, composition, dtype):
+    if composition is None:
+        return LayeredEngine(model, mesh, dtype=dtype)
     layout = composed_layout(model, mesh, composition)
     return LayeredEngine(model, mesh, layout, dtype=dtype, **composition.how_on(mesh.axes))
 

@@ -14,6 +14,7 @@ from spmd_engine import Mesh
 from spmd_engine.cli import main
 from spmd_engine.engine import AdamW
 from spmd_engine.engine.composition import Composition, ModelConfig
+from spmd_engine.errors import UsageError
 from spmd_engine.models import gpt
 from spmd_engine.models.mlp import deep_mlp
 from spmd_engine.models.names import build_model
@@ -196,3 +197,25 @@ def test_what_loops_of_convolutions_keep_is_foretold_once(monkeypatch):
     assert once.of_rank(0).constants == sum(found.values()) > 0
     assert once.peak_bytes == once.of_rank(0).peak.bytes + once.of_rank(0).constants
     assert analysis(8, 2).of_rank(0).constants == once.of_rank(0).constants
+
+
+TOML = "layers = 2\nwidth = 32\nheads = 2\ncontext = 16\n"
+
+
+@pytest.mark.parametrize("model", ["gpt2-xl", "small.toml"])
+@pytest.mark.parametrize(
+    "command",
+    [["inspect"], ["analyze", "--batch-size", "2", "--sequence", "8"], ["show", "communication", "--batch-size", "2"]],
+    ids=lambda command: command[0],
+)
+def test_models_of_plan_are_looked_at_as_well(command, model, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small.toml").write_text(TOML)
+    main([*command, "--model", model, "--mesh", "data=2"])
+    assert model.removesuffix(".toml") in capsys.readouterr().out
+
+
+def test_parameters_beyond_the_memory_of_a_node_are_refused_before_they_are_made(monkeypatch):
+    monkeypatch.setattr("spmd_engine.engine.parameter_store.memory_here", lambda: 1000)
+    with pytest.raises(UsageError, match=r"rank 0: its parameters alone are .* KiB, and this node has 1000 B of mem"):
+        build(deep_mlp(4, 16), Mesh(), Composition(), np.float32)

@@ -1,6 +1,8 @@
 """What a step will send, call by call and byte by byte, is what it sends: every strategy, model and mesh."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,14 +11,17 @@ from real_steps import ledgers
 import tiny
 from spmd_engine.axes import parse_axes
 from spmd_engine.engine.composition import Composition
-from spmd_engine.models import DecoderShape, gpt
+from spmd_engine.layers import Embedding, Head, Layer, LayerNorm, Parameter, Residual
+from spmd_engine.models import DecoderShape, Model, gpt
 from spmd_engine.models.adapters import LoRAOptions, with_adapters
 from spmd_engine.models.convnet import convnet
 from spmd_engine.models.decoder import decoder
+from spmd_engine.models.gpt import token_loss
 from spmd_engine.models.images import ImageShape
 from spmd_engine.models.mlp import deep_mlp, mlp, two_layers
 from spmd_engine.planning import analyze
 
+LAYERS = Path(__file__).parents[2] / "docs" / "layers.md"
 GPT = gpt(replace(tiny.SIZE, layers=3))
 GPT_RING = gpt(tiny.SIZE, context_method="ring")
 GPT_ULYSSES = gpt(tiny.SIZE, context_method="ulysses")
@@ -92,6 +97,35 @@ def test_a_step_sends_what_was_foretold(case):
     merged = analyze(model, axes, composition, **how)
     assert merged.bytes_sent == sum(sent for ledger in real for _, _, sent in ledger.values())
     assert merged.calls == sum(calls for ledger in real for calls, _, _ in ledger.values())
+
+
+def causal():
+    """The model of docs/layers.md whose layers read positions of other ranks."""
+    blocks = re.findall(r"^```python\n(.*?)^```", LAYERS.read_text(), re.MULTILINE | re.DOTALL)
+    names = {"np": np, "Layer": Layer, "Parameter": Parameter}
+    exec(next(block for block in blocks if "class CausalConvolution" in block), names)
+    layers = [("embedding", Embedding(13, 6)), ("convolution", Residual(LayerNorm(6), names["CausalConvolution"](6)))]
+    layers.append(("head", Head(13, 6)))
+    return Model("causal", tuple(layers), "b s", "b s v", "b s", token_loss(13), context=8, vocabulary=13)
+
+
+@pytest.mark.parametrize("composition", [None, Composition(zero=3)], ids=["plain", "zero=3"])
+@pytest.mark.parametrize("axes", [{"context": 2}, {"context": 3, "data": 2}], ids=str)
+def test_layers_of_a_users_own_send_what_was_predicted(axes, composition):
+    model, how = causal(), {"batch_size": 4, "micro_batches": 2, "dtype": np.float64}
+    predicted = analyze(model, axes, composition, every=True, **how)
+    for rank, ledger in enumerate(ledgers(model, axes, composition, **how)):
+        assert predicted.of_rank(rank).ledger() == ledger, f"rank {rank}"
+
+
+def test_without_a_composition_a_model_is_cut_as_its_engine_cuts_it():
+    """In consecutive positions, where a rank's queries see more keys than the other's; composed, in a zigzag."""
+    how = {"batch_size": 2, "every": True}
+    plain, composed = (
+        [analyze(GPT_RING, {"context": 2}, each, **how).of_rank(rank).flops for rank in range(2)]
+        for each in (None, Composition())
+    )
+    assert plain[1] - plain[0] > 2 * abs(composed[1] - composed[0])
 
 
 @pytest.mark.parametrize(

@@ -61,8 +61,9 @@ def test_queries_may_be_cut_instead_of_key_heads():
 
 
 def test_an_axis_without_a_custom():
-    names = "data, replicate, shard, expert, model, queries, row, col, context or pipe"
-    with pytest.raises(MeshError, match=f"no customary layout for axis 'rows'; name it {names}, or pass"):
+    names = "row, data, replicate, shard, expert, model, queries, col, context, pipe"
+    said = f"no customary layout for axis 'rows'; did you mean 'row'. There are: {names}, or pass"
+    with pytest.raises(MeshError, match=said):
         layout_of("data", "rows")
 
 

@@ -127,7 +127,7 @@ def test_an_array_of_another_number_of_dims():
 
 def test_an_axis_that_the_mesh_does_not_have():
     rank = SimpleNamespace(axes={"data": 2, "expert": 2}, coordinates={"data": 0, "expert": 0})
-    with pytest.raises(MeshError, match='axis "model"; the mesh has only data, expert'):
+    with pytest.raises(MeshError, match='axis "model", which the mesh has not; there are: data, expert'):
         Spec.parse("d f/model").block((2, 3), rank)
 
 

@@ -405,7 +405,7 @@ def test_what_nobody_has():
 @pytest.mark.parametrize(
     "target, words",
     [
-        ({"y": of_spec("b d", {"data": 2})}, "nobody has 'y'; there are: x"),
+        ({"y": of_spec("b d", {"data": 2})}, "no rank has 'y'; there are: x"),
         ({"x": of_spec("b d", {"data": 2}, (3, 3))}, r"x is float64\[11, 6\] before and float64\[3, 3\] after"),
         ({"x": of_spec("b d", {"data": 2}, dtype=np.float32)}, r"float64\[11, 6\] before and float32\[11, 6\] after"),
         ({"x": of_spec("b d", {"data": 3})}, r"from 2 ranks to 3: say by Placement.on"),

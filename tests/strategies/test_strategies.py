@@ -273,7 +273,7 @@ def test_default_meshes_fit_the_ranks_and_are_near_square():
     assert default_axes(STRATEGIES["hybrid"], 8) == {"pipe": 2, "data": 2, "model": 2}
     with pytest.raises(UsageError, match="a mesh of 0 ranks"):
         default_axes(STRATEGIES["hybrid"], 0)
-    with pytest.raises(UsageError, match=r"unknown strategy 'zero'; there are single-device, data-parallel"):
+    with pytest.raises(UsageError, match=r"unknown strategy 'zero'; there are: single-device, data-parallel"):
         strategy_named("zero")
 
 

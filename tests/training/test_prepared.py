@@ -7,11 +7,14 @@ import pytest
 
 import tiny
 from spmd_engine import Mesh, run
+from spmd_engine.engine import SGD
+from spmd_engine.engine.batch import make_batch
 from spmd_engine.engine.composition import ModelConfig, build_engine
 from spmd_engine.errors import UsageError
 from spmd_engine.formats.token_file import is_token_file, open_token_file
 from spmd_engine.tokens import ByteTokenizer
-from spmd_engine.training import Job
+from spmd_engine.training import Job, Run, Trainer
+from spmd_engine.training.observers import Observer
 from spmd_engine.training.packing import whole_documents, windows
 from spmd_engine.training.prepare import prepare
 from spmd_engine.training.prepared import PreparedData
@@ -223,3 +226,40 @@ def test_the_loss_is_the_mean_over_what_is_learnt(pairs, tmp_path):
         engine = build_engine(ModelConfig(dtype="float64"), mesh)
         restarted = PreparedData.of(file, 64, "restarted").batch(engine, 0, size=5, micro_batches=2, context=64, seed=1)
         np.testing.assert_allclose(engine.step(restarted), total / count, rtol=1e-12)
+
+
+@pytest.mark.parametrize("documents", ["apart", "restarted"])
+def test_instructions_cut_off_before_what_is_learnt_make_no_rows(documents, tmp_path):
+    """They would be steps and a validation loss of 0, over no targets."""
+    cut_off, whole = {"prompt": "x" * 90, "completion": "yes"}, {"prompt": "a", "completion": "b" * 20}
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(each) + "\n" for each in [whole, cut_off] * 4 + [cut_off]))
+    file = prepared(str(tmp_path / "x.jsonl"), tmp_path / "x.tokens")
+    data = PreparedData.of(file, 32, documents)
+    assert len(data.train_rows) + len(data.held_out_rows) == 4
+    with Mesh() as mesh:
+        engine = build_engine(ModelConfig(), mesh)
+        (batch,) = data.validation_batches(engine, samples=9, size=9, context=32)
+        assert batch.count == 21 * len(data.held_out_rows)
+    assert str(data).endswith(f"3 rows, 1 more of them to validate on ({file.path})")
+    (tmp_path / "y.jsonl").write_text(f"{json.dumps(cut_off)}\n" * 5)
+    none = prepared(str(tmp_path / "y.jsonl"), tmp_path / "y.tokens")
+    with pytest.raises(UsageError, match=r"make 0 row\(s\) of 32 with something to learn in them: .* longer context"):
+        PreparedData.of(none, 32, documents)
+
+
+def test_a_run_tells_no_validation_loss_of_no_targets(tmp_path):
+    class Told(Observer):
+        losses = []
+
+        def evaluated(self, step, loss):
+            self.losses.append(loss)
+
+    with Mesh() as mesh:
+        engine = build_engine(ModelConfig(), mesh)
+        tokens = np.zeros((2, 8), np.int64)
+        nothing = make_batch(lambda rows: (tokens[rows], tokens[rows], np.zeros((len(rows), 8))), 2, 1, engine)
+        batch = make_batch(lambda rows: (tokens[rows], tokens[rows]), 2, 1, engine)
+        trainer = Trainer(engine, SGD(), lambda step: batch, lambda step: 0.1)
+        observers = [Told()]
+        assert Run(tmp_path / "r", trainer, validation=[nothing], observers=observers).train(1) is None
+    assert not Told.losses

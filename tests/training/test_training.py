@@ -243,3 +243,22 @@ def test_too_many_in_a_row_end_the_training():
                 trainer.step()
 
     run(program, 4)
+
+
+@pytest.mark.parametrize("spoilt_part", ["inputs", "targets"])
+def test_data_that_are_not_finite_are_named_and_not_the_learning_rate(spoilt_part):
+    def program():
+        with Mesh(data=2) as mesh:
+            engine = DataParallel(4, 6, mesh)
+            engine.initialize(0)
+            x, y = np.ones((8, 4)), np.ones((8, 4))
+            {"inputs": x, "targets": y}[spoilt_part][6, 2] = np.nan  # a sample of rank 1
+            trainer = Trainer(engine, SGD(), lambda step: batch_of(x, y, engine), lambda step: 0.1, max_skipped=1)
+            cause = f"the {spoilt_part} on rank 1 have values that are not finite: mend the data"
+            assert trainer.step().skipped.endswith(cause)
+            with pytest.raises(NotFiniteError, match=f"in 2 steps in a row; {cause}$"):
+                trainer.step()
+            with pytest.raises(NotFiniteError, match=f"the validation loss is nan after step 1; {cause}$"):
+                trainer.evaluate([batch_of(x, y, engine)])
+
+    run(program, 2)

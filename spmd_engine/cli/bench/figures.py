@@ -12,6 +12,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from spmd_engine.cli.output_file import check_ending
 from spmd_engine.errors import UsageError
 
 Option = Callable[[Callable], Callable]
@@ -39,6 +40,8 @@ def output_option() -> Option:
     def check(_, __, output: Path | None) -> Path | None:
         if output and not output.parent.is_dir():
             raise UsageError(f"--output {output}: there is no such folder")
+        if output:
+            check_ending("--output", output, ".json")
         return output
 
     path = click.Path(path_type=Path, dir_okay=False)

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from spmd_engine.cli.adapters import lora_of, lora_options
-from spmd_engine.cli.output_file import output_file
+from spmd_engine.cli.output_file import check_ending, output_file
 from spmd_engine.cli.plan.compare import compare_run
 from spmd_engine.cli.plan.options import fixed_options, request_of, source_options
 from spmd_engine.cli.plan.page import print_answer, print_comparison, print_fixed
@@ -64,6 +64,9 @@ def plan(context: click.Context, what: str | None, **options: Any) -> None:
     if options["compare"]:
         print_comparison(compare_run(options["compare"], options["machine"]), options["as_json"])
         return
+    for option in ("output", "timeline"):
+        if options[option]:
+            check_ending(f"--{option}", options[option], ".json")
     request = request_of(context)
     if what == "explain":
         _explain(request, options["as_json"])

@@ -13,7 +13,7 @@ from click.core import ParameterSource
 from spmd_engine.axes import parse_axes
 from spmd_engine.cli.adapters import lora_of
 from spmd_engine.cli.composition import COMPOSITION
-from spmd_engine.cli.options import with_options
+from spmd_engine.cli.options import MODEL, with_options
 from spmd_engine.engine.composition import PIPELINES, RECOMPUTE, Composition
 from spmd_engine.engine.stages import parse_division
 from spmd_engine.errors import UsageError
@@ -27,8 +27,8 @@ from spmd_engine.training.job import OF_IMAGES, DataConfig
 from spmd_engine.units import bytes_of
 
 _SOURCE = [
-    click.option("--model", default="gpt-nano", show_default=True, help="As train's; or gpt2-xl, gpt3-175b, ...; or a "
-                 "TOML file with a GPT's layers, width, heads and context."),
+    click.option("--model", **MODEL | {"help": "As train's; or a TOML file with a GPT's layers, width, heads and "
+                                               "context, or a config.json."}),
     click.option("--machine", metavar="NAME|FILE", help="a100, h100, h200, edge, cpu, or a file as 'calibrate' writes. "
                  "[default: what calibrate wrote here, else cpu]"),
     click.option("--ranks", type=int, help="How many. [default: those of --mesh, or the machine's cores]"),

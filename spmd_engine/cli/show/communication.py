@@ -10,9 +10,9 @@ import click
 from spmd_engine.axes import all_positions, parse_axes
 from spmd_engine.cli.composition import composition_of, composition_options, model_of
 from spmd_engine.cli.config_file import config_option
-from spmd_engine.cli.experts import mixture_options
-from spmd_engine.cli.options import images_option
-from spmd_engine.cli.show.options import dtype_option, mesh_option, model_option, output_option
+from spmd_engine.cli.experts import expert_options
+from spmd_engine.cli.options import images_option, model_option
+from spmd_engine.cli.show.options import dtype_option, mesh_option, output_option
 from spmd_engine.cli.show.output import present
 from spmd_engine.cli.show.picture import BLUE, GREEN, ORANGE, PALE, PURPLE, SKY, YELLOW, Cell, Picture, table, text
 from spmd_engine.errors import UsageError
@@ -40,7 +40,7 @@ MOST = 400  # transfers
 @click.option("--batch-size", type=click.IntRange(1), default=16, show_default=True, help="Samples, over all ranks.")
 @click.option("--micro-batches", type=click.IntRange(1, 64), default=1, show_default=True, help="Of a step.")
 @dtype_option
-@mixture_options
+@expert_options
 @composition_options
 @output_option
 def communication(

@@ -12,10 +12,9 @@ import click
 from spmd_engine.axes import MeshPosition, all_positions, parse_axes
 from spmd_engine.cli.config_file import config_option
 from spmd_engine.cli.experts import mixture_of, mixture_options
-from spmd_engine.cli.options import read_config, run_folder
-from spmd_engine.cli.show.options import model_option
+from spmd_engine.cli.options import model_option, read_config, run_folder
 from spmd_engine.engine.composition import Composition, composed_layout
-from spmd_engine.errors import UsageError
+from spmd_engine.errors import UsageError, one_of
 from spmd_engine.models import Model, build_model
 from spmd_engine.sharding.expert_table import routing_table
 from spmd_engine.sharding.layout import Layout
@@ -82,8 +81,9 @@ def placement_text(
     """
     routed = {name: each.sizes["e"] for name, each in model.layers if "e" in each.sizes}
     if not routed or layer not in (None, *routed):
-        there = f"layer {layer}; it has {', '.join(routed)}" if routed else "layer with experts: try gpt-moe-nano"
-        raise UsageError(f"{model.name} has no {there}")
+        which = f" {layer!r}" if routed else ""
+        nearest = one_of(layer, routed) if routed else "try gpt-moe-nano"
+        raise UsageError(f"{model.name} has no layer{which} with experts; {nearest}")
     axes = layout.axes("e")
     alike: dict[tuple[int, ...], list[str]] = {}
     for name in [layer] if layer else routed:

@@ -10,16 +10,9 @@ import click
 
 from spmd_engine.axes import MeshPosition, parse_axes
 from spmd_engine.cli.config_file import config_option
-from spmd_engine.cli.options import image_shape, images_option
+from spmd_engine.cli.options import image_shape, images_option, model_option
 from spmd_engine.cli.show.bytes_per_rank import CLASSES, bytes_per_rank
-from spmd_engine.cli.show.options import (
-    OPTIMIZERS,
-    dtype_option,
-    mesh_option,
-    model_option,
-    optimizer_option,
-    output_option,
-)
+from spmd_engine.cli.show.options import OPTIMIZERS, dtype_option, mesh_option, optimizer_option, output_option
 from spmd_engine.cli.show.output import present
 from spmd_engine.cli.show.picture import BLUE, GREEN, ORANGE, PURPLE, Cell, Picture, listed, table, text
 from spmd_engine.engine.composition import Composition

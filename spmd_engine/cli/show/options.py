@@ -7,19 +7,12 @@ from pathlib import Path
 import click
 
 from spmd_engine.engine.optimizers import OPTIMIZERS
-from spmd_engine.models.names import MODELS
 
 mesh_option = click.option(
     "--mesh",
     metavar="AXIS=SIZE,...",
     required=True,
     help="The mesh, which need not exist, as in data=2,model=2: its last axis varies fastest.",
-)
-model_option = click.option(
-    "--model",
-    default="gpt-nano",
-    show_default=True,
-    help=f"One of {', '.join(MODELS)}, or a path.",
 )
 output_option = click.option(
     "--output",

@@ -11,8 +11,8 @@ import click
 
 from spmd_engine.axes import MeshPosition, all_positions, parse_axes
 from spmd_engine.cli.config_file import config_option
-from spmd_engine.cli.options import image_shape, images_option
-from spmd_engine.cli.show.options import mesh_option, model_option, output_option
+from spmd_engine.cli.options import image_shape, images_option, model_option
+from spmd_engine.cli.show.options import mesh_option, output_option
 from spmd_engine.cli.show.output import present
 from spmd_engine.cli.show.picture import COLOURS, Picture, grid, listed
 from spmd_engine.engine.assignment import PIPE, assign

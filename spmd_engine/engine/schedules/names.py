@@ -7,7 +7,7 @@ from spmd_engine.engine.schedules.one_at_a_time import Naive, Sequential
 from spmd_engine.engine.schedules.pipelined import GPipe, OneForwardOneBackward
 from spmd_engine.engine.schedules.schedule import Schedule
 from spmd_engine.engine.schedules.zero_bubble import ZeroBubble, ZeroBubbleH2
-from spmd_engine.errors import UsageError
+from spmd_engine.errors import UsageError, one_of
 
 SCHEDULES: dict[str, type[Schedule]] = {
     kind.name: kind for kind in (Sequential, Naive, GPipe, OneForwardOneBackward, Interleaved, ZeroBubble, ZeroBubbleH2)
@@ -23,5 +23,5 @@ def named(name: str, chunks: int | None = None) -> Schedule:
     Interleaved(chunks=4)
     """
     if name not in SCHEDULES:
-        raise UsageError(f"no schedule {name!r}; there are: {', '.join(SCHEDULES)}")
+        raise UsageError(f"no schedule {name!r}; {one_of(name, SCHEDULES)}")
     return SCHEDULES[name]() if chunks is None else SCHEDULES[name](chunks)
