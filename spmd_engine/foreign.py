@@ -44,9 +44,10 @@ def reason(error: BaseException) -> str:
         return "it is nested too deep"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    text = " ".join(str(error).split())
+    text = " ".join("".join(each if each.isprintable() else " " for each in str(error)).split())
     text = text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
-    return text if isinstance(error, (OSError, ValueError)) and text else f"{type(error).__name__}: {text}"
+    plain = isinstance(error, (OSError, ValueError)) or type(error) is Exception
+    return text if plain and text else f"{type(error).__name__}: {text}"
 
 
 def read_text(path: str | Path, most: int = MOST_BYTES) -> str:
@@ -70,9 +71,18 @@ def parse_toml(text: str) -> dict[str, Any]:
     return _bounded(tomllib.loads(text))
 
 
+def json_at(path: str | Path, kind: type[SpmdError] = UsageError) -> Any:
+    """What a JSON file says, within the bounds; whatever is wrong with it is an error of this kind."""
+    with reading(f"{path} cannot be read as JSON", kind=kind):
+        return parse_json(read_text(path))
+
+
 def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """``pairs`` of ``parse_json`` for formats that name everything once: raises ValueError for a name given twice."""
+    """``pairs`` of ``parse_json`` for formats that name everything once: raises ValueError for a name that is given
+    twice, or that would not print in one line."""
     found = dict(pairs)
+    if odd := [name for name in found if not name.isprintable()]:
+        raise ValueError(f"{odd[0]!r:.60} is no name")
     if len(found) < len(pairs):
         raise ValueError(f"{Counter(name for name, _ in pairs).most_common(1)[0][0]!r} is given twice")
     return found
