@@ -23,13 +23,19 @@ def one_of(given: object, names: Iterable[str]) -> str:
     listed = ", ".join(dict.fromkeys([*near, *known]))
     return f"did you mean {near[0]!r}? There are: {listed}" if near else f"there are: {listed or 'none'}"
 
+LONGEST = 4000  #: characters of a message
+
 
 class SpmdError(Exception):
     """Base of every error that spmd_engine raises on purpose."""
 
 
 class UsageError(SpmdError):
-    """What the user asked for cannot be done."""
+    """What the user asked for cannot be done. A message that quotes a long value is shortened in its middle."""
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[-LONGEST // 4 :]}"
 
 
 class PlanError(UsageError):

@@ -1,6 +1,21 @@
 """Files that were altered in some way, by a random number generator: what the tests of damage share."""
 
 import json
+import re
+
+DEEP = "[" * 100_000 + "]" * 100_000
+#: What stands in the place of a number, a name or a text.
+WORDS = ["-1", "0", "2.5", "1e999", "nan", "true", "null", "9" * 400, "[]", "{}", "[[[[1]]]]", '"x"', '"', DEEP]
+WORDS += ['{"a":' * 70 + "1" + "}" * 70, "a." * 5000 + "a", "(" * 300, "\N{SNOWMAN}", "\udcff"]
+
+
+def in_words(content, rng):
+    """A text's bytes, with one word replaced, or swapped with another."""
+    text = content.decode(errors="surrogateescape")
+    places = [match.span() for match in re.finditer(r'"[^"\n]*"|[\w.+-]+', text)]
+    begin, end = rng.choice(places)
+    other = text[slice(*rng.choice(places))]
+    return (text[:begin] + rng.choice([*WORDS, other]) + text[end:]).encode(errors="surrogateescape")
 
 
 def in_bytes(content, rng):
@@ -23,14 +38,17 @@ def in_bytes(content, rng):
     size = min(64, len(content) - max(at, other), abs(at - other))
     first, second = sorted((at, other))
     return (
-        content[:first] + content[second : second + size] + content[first + size : second]
-        + content[first : first + size] + content[second + size :]
+        content[:first]
+        + content[second : second + size]
+        + content[first + size : second]
+        + content[first : first + size]
+        + content[second + size :]
     )
 
 
-VALUES = [None, True, -1, 0, 1, 1 << 40, 1 << 70, 0.5, float("nan"), "", "x", "../../etc/passwd"]
+VALUES = [None, True, -1, 0, 1, 1 << 40, 1 << 70, 10**400, 0.5, 1e308, float("nan"), "", "x", "../../etc/passwd"]
 VALUES += ["model-00001.safetensors", "F64", "I8", "BF16", "\ud800", "0" * 64, "a" * 5000]
-VALUES += [[], {}, [0], [1 << 61, 4], [[[[]]]], {"a": 1}]
+VALUES += [[], {}, [0], ["x"], [1 << 61, 4], [[[[]]]], {"a": 1}, json.loads("[" * 200 + "]" * 200)]
 
 
 def in_json(content, rng):
@@ -57,3 +75,23 @@ def in_json(content, rng):
         else:
             place[key] = rng.choice([*VALUES, place[other]])
         return content
+
+
+def gguf_of(facts):
+    """A GGUF file of these facts, without tensors."""
+
+    def text(value):
+        return len(value.encode()).to_bytes(8, "little") + value.encode()
+
+    def fact(value):
+        if isinstance(value, str):
+            return 8, text(value)
+        if isinstance(value, int):
+            return 4, value.to_bytes(4, "little")
+        each = [fact(one) for one in value]
+        content = len(value).to_bytes(8, "little") + b"".join(one for _, one in each)
+        return 9, each[0][0].to_bytes(4, "little") + content
+
+    head = b"GGUF\3\0\0\0" + bytes(8) + len(facts).to_bytes(8, "little")
+    told = [(text(name), *fact(value)) for name, value in facts.items()]
+    return head + b"".join(name + kind.to_bytes(4, "little") + content for name, kind, content in told)

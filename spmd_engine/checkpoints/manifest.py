@@ -21,6 +21,7 @@ import numpy as np
 
 from spmd_engine.checkpoints.dtypes import DTYPES
 from spmd_engine.errors import CheckpointError
+from spmd_engine.foreign import parse_json, reading
 from spmd_engine.sharding.rectangles import Rectangle
 
 FORMAT, VERSION = "spmd_engine checkpoint", 1
@@ -102,10 +103,8 @@ class Manifest:
         def refuse(why: str) -> CheckpointError:
             return CheckpointError(f"{where} is damaged, or none of ours: {why}")
 
-        try:
-            content = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise refuse(f"no JSON ({error})") from error
+        with reading(f"{where} is damaged, or none of ours: no JSON", kind=CheckpointError):
+            content = parse_json(text)
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise refuse(f'it does not say "format": "{FORMAT}"')
         if content.get("version") != VERSION:

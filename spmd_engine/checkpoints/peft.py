@@ -11,6 +11,7 @@ from spmd_engine.arrays import einsum
 from spmd_engine.checkpoints.read import Sliceable
 from spmd_engine.checkpoints.weights import Filled, fill
 from spmd_engine.errors import CheckpointError
+from spmd_engine.foreign import reading
 from spmd_engine.formats.huggingface import read_json
 from spmd_engine.formats.safetensors_file import read_safetensors
 from spmd_engine.layers.low_rank import sides
@@ -25,7 +26,8 @@ def adapter_options(folder: str | Path) -> LoRAOptions:
     path = Path(folder) / CONFIG
     if not path.is_file():
         raise CheckpointError(f"{folder} holds no adapters: there is no {CONFIG}")
-    return options_of_config(read_json(path), str(path))
+    with reading(str(path), kind=CheckpointError):
+        return options_of_config(read_json(path), str(path))
 
 
 def read_adapters(folder: str | Path, shape: DecoderShape) -> Mapping[str, Filled]:

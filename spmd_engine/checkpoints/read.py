@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from spmd_engine.checkpoints.dtypes import DTYPES
 from spmd_engine.checkpoints.files import is_finite, read_block
@@ -24,6 +23,7 @@ from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.engine.stored import check_shapes
 from spmd_engine.errors import CheckpointError
+from spmd_engine.foreign import parse_json, reading
 from spmd_engine.sharding.rectangles import Rectangle
 
 logger = logging.getLogger(__name__)
@@ -284,13 +284,14 @@ def _sliceable(name: str, array: StoredArray, read_block: Callable[..., np.ndarr
 
 def _plain_file(path: Path) -> tuple[dict[str, Sliceable], dict[str, Any]]:
     """The arrays of a safetensors file that anybody wrote, and the facts in its header, if they are ours."""
-    try:
+    with reading(f"{path} is damaged or cannot be read", kind=CheckpointError):
         file = safe_open(path, framework="numpy")
         pieces = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
         arrays = {
             name: Sliceable(tuple(each.get_shape()), DTYPES[each.get_dtype()], each.__getitem__)
             for name, each in pieces.items()
         }
-        return arrays, json.loads((file.metadata() or {}).get("facts", "{}"))
-    except (SafetensorError, OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{path} is damaged or cannot be read: {error}") from error
+        facts = parse_json((file.metadata() or {}).get("facts", "{}"))
+        if not isinstance(facts, dict):
+            raise ValueError("the facts in its header are no object")
+        return arrays, facts

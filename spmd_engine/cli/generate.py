@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import click
@@ -15,6 +14,7 @@ from spmd_engine.cli.options import check_option, device_option, mesh_option, op
 from spmd_engine.cli.text_model import TextModel, open_text_model, text_model_options
 from spmd_engine.comm.agreement import text_from_rank_zero
 from spmd_engine.errors import UsageError
+from spmd_engine.foreign import parse_json, read_text, reading
 from spmd_engine.serving import Completion, StoppingCriteria
 from spmd_engine.serving import generate as generate_texts
 from spmd_engine.serving.generation import BATCH, OnText
@@ -103,10 +103,8 @@ def _prompts(given: Sequence[str], file: str | None) -> list[Any]:
     """Texts, or lists of messages."""
     found: list[Any] = list(given)
     if file is not None:
-        try:
-            lines = Path(file).read_text().splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"--prompts {file} cannot be read: {error}") from None
+        with reading(f"--prompts {file} cannot be read"):
+            lines = read_text(file).splitlines()
         found += [
             _object(line, file, n) if file.endswith(".jsonl") else line for n, line in enumerate(lines, 1) if line
         ]
@@ -116,10 +114,8 @@ def _prompts(given: Sequence[str], file: str | None) -> list[Any]:
 
 
 def _object(line: str, file: str, number: int) -> Any:
-    try:
-        content = json.loads(line)
-    except ValueError as error:
-        raise UsageError(f"{file}, line {number} cannot be read as JSON: {error}") from None
+    with reading(f"{file}, line {number} cannot be read as JSON"):
+        content = parse_json(line)
     found = content.get("prompt", content.get("messages")) if isinstance(content, dict) else None
     if not isinstance(found, str) and not (isinstance(found, list) and all(isinstance(each, dict) for each in found)):
         raise UsageError(f'{file}, line {number}: it must be {{"prompt": TEXT}} or {{"messages": [{{"role": ...}}]}}')

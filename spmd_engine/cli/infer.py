@@ -30,6 +30,7 @@ from spmd_engine.engine.composition import ModelConfig, build_engine
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.made import make_engine
 from spmd_engine.errors import NotationError, SpmdError, UsageError
+from spmd_engine.foreign import reading
 from spmd_engine.models.names import IMAGES
 from spmd_engine.sharding.notation import Spec
 from spmd_engine.training.image_sources import check_pixels
@@ -101,12 +102,17 @@ def _read(source: str, target: str) -> np.ndarray:
     check_ending("--output", target, ".npy")
     if not Path(target).resolve().parent.is_dir():
         raise UsageError(f"--output {target}: there is no such folder")
+    return read_inputs(source)
+
+
+def read_inputs(source: str) -> np.ndarray:
+    """The array of an .npy file, mapped; raises UsageError for one that is missing, damaged or empty."""
     if not Path(source).is_file():
         raise UsageError(f"--input {source}: no such file")
-    try:
+    with reading(f"--input {source} is not an .npy array"):
         inputs = np.lib.format.open_memmap(source, mode="r")
-    except (ValueError, EOFError, OSError) as error:
-        raise UsageError(f"--input {source} is not an .npy array: {error}") from error
+        if (size := inputs.offset + inputs.nbytes) != (there := Path(source).stat().st_size):
+            raise ValueError(f"its header says {inputs.shape}, {size} bytes in all, but it has {there}")
     if inputs.dtype.kind not in "biufc":
         raise UsageError(f"--input {source} must be one .npy array of numbers")
     if not inputs.ndim or not len(inputs):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 import numpy as np
 
@@ -11,7 +9,7 @@ from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.comm.agreement import on_all_ranks
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.composition import Composition, ModelConfig
-from spmd_engine.errors import UsageError
+from spmd_engine.formats import MappedArray, npz_names, read_npz
 from spmd_engine.verify.activations import compare_activations
 
 TOLERANCE = 1e-4  #: of activations in float32, relative to a layer's largest
@@ -45,8 +43,5 @@ def verify_import(
 
 
 def _read(path: str) -> dict[str, np.ndarray]:
-    try:
-        with np.load(Path(path), allow_pickle=False) as file:
-            return {name: file[name] for name in file.files}
-    except (OSError, ValueError, EOFError, AttributeError) as error:
-        raise UsageError(f"--reference {path} is no .npz of arrays: {error}") from error
+    arrays = {name: read_npz(path, name) for name in npz_names(path)}
+    return {name: each.open() if isinstance(each, MappedArray) else each for name, each in arrays.items()}

@@ -11,6 +11,7 @@ from types import ModuleType
 import numpy as np
 
 from spmd_engine.errors import UsageError
+from spmd_engine.foreign import reading
 
 _GREY = {"1", "L", "I;16", "LA"}  # Pillow's modes of one channel; all others become three
 _HINT = "pip install 'spmd_engine[images]'"
@@ -43,11 +44,11 @@ class ImageFiles:
         return self
 
     def _read(self, path: str) -> np.ndarray:
-        try:
-            with _pillow().open(path) as image:
-                pixels = np.asarray(image.convert("L" if self.shape[3] == 1 else "RGB"))
-        except (OSError, SyntaxError, ValueError) as error:
-            raise UsageError(f"{path} is damaged or cannot be read: {error}. Replace or remove it") from error
+        with (
+            reading(f"{path} is damaged or cannot be read", ". Replace or remove it"),
+            _pillow().open(path) as image,
+        ):
+            pixels = np.asarray(image.convert("L" if self.shape[3] == 1 else "RGB"))
         height, width = pixels.shape[:2]
         if (height, width) != tuple(self.shape[1:3]):
             raise UsageError(_mixed(path, (height, width), self.shape[1:3]))
@@ -67,12 +68,12 @@ def image_files(folder: str | Path) -> tuple[ImageFiles, np.ndarray, list[str]]:
         for path in sorted(Path(folder, name).iterdir()):
             if path.name.startswith(".") or not path.is_file():
                 continue
-            try:
-                with open_image(path) as image:
-                    modes.add(image.mode)
-                    here = image.height, image.width
-            except (OSError, SyntaxError, ValueError) as error:
-                raise UsageError(f"{path} is no image that Pillow reads: {error}. Replace or remove it") from error
+            with (
+                reading(f"{path} is no image that Pillow reads", ". Replace or remove it"),
+                open_image(path) as image,
+            ):
+                modes.add(image.mode)
+                here = image.height, image.width
             size = size or here
             if here != size:
                 raise UsageError(_mixed(str(path), here, size))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import mmap
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -17,14 +17,16 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.errors import CheckpointError
+from spmd_engine.foreign import DEPTH, distinct, reading
 from spmd_engine.formats.gguf_blocks import BY_NAME, KINDS
 from spmd_engine.formats.tensor import FileTensor, Index, PlainTensor
 
 _MAGIC = b"GGUF"
 _PART = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")  # of a model in several files
-_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_TEXT, _LIST = 8, 9
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
+_TRUTH, _TEXT, _LIST = 7, 8, 9
 _PLAIN = {0: ("F32", "float32"), 1: ("F16", "float16"), 28: ("F64", "float64"), 30: ("BF16", "bfloat16")}
+_CUT = "it ends within its header: it was cut short"
 MOST_DIMS = 4
 ELEMENTS = 1 << 22  #: unpacked at a time
 
@@ -79,8 +81,8 @@ def read_gguf(path: str | Path) -> GGUF:
     """The facts and the tensors of a file, of which no number is read. Dims come outermost first, as elsewhere.
 
     Of a model in several files any of them may be given; the first has the facts. Raises CheckpointError, naming the
-    tensor, for a file that is none, is cut short, or has tensors of types that are not known here, or that lie outside
-    of it, and for a file that is missing.
+    tensor, for a file that is missing, is none, is cut short, or has tensors of types that are not known here, or that
+    do not lie side by side in the header's order.
     """
     path = Path(path)
     file = _read_file(path)
@@ -112,13 +114,12 @@ def _joined(parts: Sequence[GGUF], path: Path) -> GGUF:
 
 
 def _read_file(path: Path) -> GGUF:
-    try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            return _read(path, _Cursor(content))
-    except (OSError, ValueError) as error:  # of an empty file, too
-        raise CheckpointError(f"{path} cannot be read as a GGUF file: {error}") from error
-    except (struct.error, IndexError, OverflowError) as error:
-        raise CheckpointError(f"{path} ends within its header: it was cut short. Fetch it again") from error
+    with (
+        reading(f"{path} cannot be read as a GGUF file", ". Fetch it again", CheckpointError),
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+    ):
+        return _read(path, _Cursor(content))
 
 
 def _read(path: Path, cursor: _Cursor) -> GGUF:
@@ -127,10 +128,7 @@ def _read(path: Path, cursor: _Cursor) -> GGUF:
     if (version := cursor.number("I")) not in (2, 3):
         raise CheckpointError(f"{path} is of version {version} of the format; 2 and 3 are read")
     count, facts_count = cursor.number("Q"), cursor.number("Q")
-    facts = {}
-    for _ in range(facts_count):
-        name = cursor.text()
-        facts[name] = cursor.value(cursor.number("I"))
+    facts = distinct([(cursor.text(), cursor.value(cursor.number("I"))) for _ in range(facts_count)])
     described = []
     for _ in range(count):
         name, dims = cursor.text(), cursor.number("I")
@@ -141,13 +139,26 @@ def _read(path: Path, cursor: _Cursor) -> GGUF:
             shape = shape[1:]
         described.append((name, shape, cursor.number("I"), cursor.number("Q")))
     alignment = facts.get("general.alignment", 32)
-    if not isinstance(alignment, int) or alignment < 1:
-        raise CheckpointError(f"{path}: general.alignment is {alignment!r}")
+    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+        raise CheckpointError(f"{path}: general.alignment is {alignment!r}: it must be a power of 2")
     begin = -(-cursor.at // alignment) * alignment
-    tensors = {each[0]: _tensor(path, *each, begin, len(cursor.content)) for each in described}
-    if len(tensors) < len(described):
-        raise CheckpointError(f"{path}: two tensors have one name; fetch it again")
+    tensors = distinct([(each[0], _tensor(path, *each, begin, len(cursor.content))) for each in described])
+    _check_places(path, tensors.values(), cursor.at, alignment, len(cursor.content))
     return GGUF(facts, tensors)
+
+
+def _check_places(path: Path, tensors: Iterable[FileTensor], end: int, alignment: int, size: int) -> None:
+    """Raise CheckpointError unless tensors lie as the format says: in the order in which the header lists them, each at
+    the next multiple of the ``alignment`` behind the one before, from the header's ``end`` to the end of the file."""
+    for tensor in tensors:
+        if tensor.offset != (expected := -(-end // alignment) * alignment):
+            raise CheckpointError(
+                f"{path} is damaged: its header places {tensor.name} at byte {tensor.offset}, but the tensors before "
+                f"it end such that it must begin at byte {expected}. Fetch it again"
+            )
+        end = tensor.offset + tensor.nbytes
+    if size - end >= alignment:
+        raise CheckpointError(f"{path} is damaged: its tensors end at byte {end} of {size}. Fetch it again")
 
 
 def _tensor(path: Path, name: str, shape: tuple[int, ...], kind: int, offset: int, begin: int, size: int) -> FileTensor:
@@ -178,7 +189,7 @@ class _Cursor:
 
     def take(self, count: int) -> bytes:
         if self.at + count > len(self.content):
-            raise IndexError(count)
+            raise ValueError(_CUT)
         self.at += count
         return self.content[self.at - count : self.at]
 
@@ -188,26 +199,40 @@ class _Cursor:
     def text(self) -> str:
         return self.take(self.number("Q")).decode("utf-8", errors="surrogateescape")
 
-    def value(self, kind: int) -> Any:
+    def value(self, kind: int, depth: int = 0) -> Any:
+        if kind == _TRUTH:
+            return self.truths(1)[0]
         if kind in _NUMBERS:
             return self.number(_NUMBERS[kind])
         if kind == _TEXT:
             return self.text()
         if kind != _LIST:
             raise ValueError(f"a fact of type number {kind}")
+        if depth == DEPTH:
+            raise RecursionError
         of, count = self.number("I"), self.number("Q")
+        if of == _TRUTH:
+            return self.truths(count)
         if of in _NUMBERS:
             code = np.dtype(f"<{_NUMBERS[of]}")
             return np.frombuffer(self.take(count * code.itemsize), code).tolist()
-        return self._texts(count) if of == _TEXT else [self.value(of) for _ in range(count)]
+        return self._texts(count) if of == _TEXT else [self.value(of, depth + 1) for _ in range(count)]
+
+    def truths(self, count: int) -> list[bool]:
+        if (content := self.take(count)).strip(b"\0\1"):
+            raise ValueError("a fact that is true or false is a byte other than 0 and 1")
+        return [byte == 1 for byte in content]
 
     def _texts(self, count: int) -> list[str]:
         """As so many times ``text``, in a loop of its own: a vocabulary has a quarter of a million."""
         found, at, content, length = [], self.at, self.content, struct.Struct("<Q").unpack_from
-        for _ in range(count):
-            begin = at + 8
-            at = begin + length(content, at)[0]
-            found.append(content[begin:at].decode("utf-8", errors="surrogateescape"))
+        try:
+            for _ in range(count):
+                begin = at + 8
+                at = begin + length(content, at)[0]
+                found.append(content[begin:at].decode("utf-8", errors="surrogateescape"))
+        except (struct.error, OverflowError):
+            raise ValueError(_CUT) from None
         self.at = at
         self.take(0)
         return found

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from spmd_engine.errors import CheckpointError
+from spmd_engine.foreign import json_at
 from spmd_engine.formats.safetensors_file import read_safetensors
 from spmd_engine.formats.tensor import FileTensor
 
@@ -18,10 +18,7 @@ _PICKLES = ("*.bin", "*.pth", "*.pt", "*.ckpt")
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object of a file; raises CheckpointError if it is none."""
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
+    content = json_at(path, CheckpointError)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is no JSON object")
     return content

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gzip
-import zlib
 from math import prod
 from pathlib import Path
 
 import numpy as np
 
 from spmd_engine.errors import UsageError
+from spmd_engine.foreign import reading
 from spmd_engine.formats.mapped import MappedArray
 
 _DTYPES = {8: "u1", 9: "i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
@@ -27,11 +27,8 @@ def read_idx(path: str | Path) -> MappedArray | np.ndarray:
             dtype, shape, offset = _header(path, start)
             _check_length(path, dtype, shape, Path(path).stat().st_size - offset)
             return MappedArray(str(Path(path).resolve()), dtype, offset, shape)
-    try:
-        with gzip.open(path) as file:
-            content = file.read()
-    except (OSError, EOFError, zlib.error) as error:
-        raise UsageError(f"{path} is damaged: {error}. Fetch it again") from error
+    with reading(f"{path} is damaged", ". Fetch it again"), gzip.open(path) as file:
+        content = file.read()
     dtype, shape, offset = _header(path, content)
     _check_length(path, dtype, shape, len(content) - offset)
     return np.frombuffer(content, dtype, offset=offset).reshape(shape)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spmd_engine.errors import UsageError
+from spmd_engine.foreign import reading
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,5 @@ class MappedArray:
         """The array, mapped: only what is looked at is read. Raises UsageError if the file cannot be opened."""
         if 0 in self.shape:  # nothing cannot be mapped
             return np.empty(self.shape, self.dtype)
-        try:
+        with reading(f"{self.path} cannot be opened", "; every rank must see it by this name"):
             return np.memmap(self.path, self.dtype, "r", self.offset, tuple(self.shape))
-        except (OSError, ValueError) as error:
-            raise UsageError(f"{self.path} cannot be opened: {error}; every rank must see it by this name") from error

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import zipfile
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 
 import numpy as np
 
-from spmd_engine.errors import UsageError
+from spmd_engine.foreign import distinct, reading
 from spmd_engine.formats.mapped import MappedArray
 
 _LOCAL_HEADER = 30  # bytes of a zip member's own header, before its name and its extra field
@@ -19,7 +19,7 @@ _LOCAL_HEADER = 30  # bytes of a zip member's own header, before its name and it
 def npz_names(path: str | Path) -> tuple[str, ...]:
     """The names of the arrays; raises UsageError for a file that is damaged or no .npz."""
     with _opened(path) as archive:
-        return tuple(name.removesuffix(".npy") for name in archive.namelist())
+        return tuple(distinct([(name.removesuffix(".npy"), None) for name in archive.namelist()]))
 
 
 def read_npz(path: str | Path, name: str) -> MappedArray | np.ndarray:
@@ -35,12 +35,14 @@ def read_npz(path: str | Path, name: str) -> MappedArray | np.ndarray:
                 raise ValueError(f"{name} is in version {version} of NumPy's format")
             read_header = getattr(np.lib.format, f"read_array_header_{version[0]}_0")
             shape, fortran_order, dtype = read_header(member)
-            begins = member.tell()
+            begins, expected = member.tell(), prod(shape) * dtype.itemsize
+            if dtype.hasobject:
+                raise ValueError(f"{name} holds Python's objects")
+            if min(shape, default=0) < 0 or info.file_size - begins != expected:
+                raise ValueError(f"{name} is {shape} of {dtype}, {expected} bytes, but has {info.file_size - begins}")
             if info.compress_type != zipfile.ZIP_STORED or fortran_order:
                 member.seek(0)
                 return np.lib.format.read_array(member, allow_pickle=False)
-            if dtype.hasobject:
-                raise ValueError(f"{name} holds Python's objects")
             while member.read(1 << 20):  # to its end, where the checksum is compared
                 pass
     with open(path, "rb") as file:
@@ -52,9 +54,9 @@ def read_npz(path: str | Path, name: str) -> MappedArray | np.ndarray:
 
 @contextmanager
 def _opened(path: str | Path, name: str = "") -> Iterator[zipfile.ZipFile]:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            yield archive
-    except (zipfile.BadZipFile, zlib.error, ValueError, EOFError, OSError) as error:
-        what = f"{path}: array {name!r}" if name else str(path)
-        raise UsageError(f"{what} is damaged or cannot be read: {error}. Write or fetch it again") from error
+    what = f"{path}: array {name!r}" if name else str(path)
+    with (
+        reading(f"{what} is damaged or cannot be read", ". Write or fetch it again"),
+        zipfile.ZipFile(path) as archive,
+    ):
+        yield archive

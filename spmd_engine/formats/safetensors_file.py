@@ -6,7 +6,6 @@ the header. Read here and not by its library, which reads BF16 tensors whole, an
 
 from __future__ import annotations
 
-import json
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.errors import CheckpointError
+from spmd_engine.foreign import distinct, parse_json, reading
 from spmd_engine.formats.tensor import PlainTensor
 
 #: What the format calls dtypes of numbers that weights have, and what NumPy does.
@@ -32,9 +32,13 @@ def read_safetensors(path: str | Path) -> dict[str, PlainTensor]:
     Raises CheckpointError, naming the tensor, for a header that cannot be: one that is cut short or no JSON, tensors
     of unknown dtypes, or that do not lie in the file side by side.
     """
-    path = Path(path)
     described, after, size = read_header(path)
     described.pop("__metadata__", None)
+    return tensors_of(Path(path), described, after, size)
+
+
+def tensors_of(path: Path, described: dict[str, Any], after: int, size: int) -> dict[str, PlainTensor]:
+    """The tensors that a header describes, in the order in which they lie; as ``read_safetensors``."""
     tensors, end = {}, 0
     for name, each in sorted(described.items(), key=lambda item: _begin(path, *item)):
         tensor = _tensor(path, name, each, after)
@@ -43,27 +47,30 @@ def read_safetensors(path: str | Path) -> dict[str, PlainTensor]:
         end += tensor.nbytes
         tensors[name] = tensor
     if after + end != size:
-        raise CheckpointError(f"{path}: its tensors need {after + end} bytes, the file has {size}; fetch it again")
+        raise CheckpointError(
+            f"{path}: its tensors need {after + end} bytes, the file has {size}: it is cut short or damaged"
+        )
     return tensors
 
 
 def read_header(path: str | Path, largest: int = LARGEST_HEADER) -> tuple[dict[str, Any], int, int]:
     """What a file's header says by name, at which byte what follows it begins, and the file's size.
 
-    Raises CheckpointError for a header that is cut short, has more bytes than the ``largest``, or is no JSON object.
+    Raises CheckpointError for a header that is cut short, has more bytes than the ``largest``, is no JSON object, or
+    gives a name twice.
     """
     path = Path(path)
-    try:
+    with reading(f"{path} cannot be read as a safetensors file: its header", "", CheckpointError):
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(largest, size - 8):
-                raise CheckpointError(f"{path}: a header of {length} bytes in a file of {size}; fetch it again")
-            described = json.loads(file.read(length))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read as a safetensors file: its header: {error}") from error
+                raise CheckpointError(
+                    f"{path}: a header of {length} bytes in a file of {size}: it is cut short or damaged"
+                )
+            described = parse_json(file.read(length), distinct)
     if not isinstance(described, dict):
-        raise CheckpointError(f"{path}: its header is no JSON object; fetch it again")
+        raise CheckpointError(f"{path}: its header is no JSON object")
     return described, 8 + length, size
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from spmd_engine.errors import UsageError
+from spmd_engine.foreign import parse_json, reading
 
 LINES = ".jsonl"  #: files of this ending hold a document a line, as an object; any other file is a document
 
@@ -77,10 +77,8 @@ def _lines(name: str, begin: int, end: int) -> Iterator[Document]:
 
 
 def _document(line: bytes, where: str) -> Document:
-    try:
-        content = json.loads(line)
-    except ValueError as error:
-        raise UsageError(f"{where}: this line cannot be read as JSON: {error}") from None
+    with reading(f"{where}: this line cannot be read as JSON"):
+        content = parse_json(line)
     if isinstance(content, Mapping):
         text, prompt, completion, messages = map(content.get, ("text", "prompt", "completion", "messages"))
         if isinstance(text, str):

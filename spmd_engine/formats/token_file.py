@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass
 from functools import cached_property
 from hashlib import sha256
 from math import prod
@@ -18,27 +18,34 @@ from typing import Any
 
 import numpy as np
 
+from spmd_engine.configuration import Configuration, setting
 from spmd_engine.errors import CheckpointError, UsageError
+from spmd_engine.foreign import parse_json, reading
 from spmd_engine.formats.mapped import MappedArray
-from spmd_engine.formats.safetensors_file import read_header
+from spmd_engine.formats.safetensors_file import read_header, tensors_of
 
 FORMAT = "spmd_engine tokens 1"
 _DTYPES = {"U8": "<u1", "U16": "<u2", "U32": "<u4", "I64": "<i8"}
 
 
 @dataclass(frozen=True)
-class TokenFacts:
+class TokenFacts(Configuration):
     """What a file of tokens holds."""
 
-    tokens: int
-    train_tokens: int  #: to learn from; the others are to validate on
-    documents: int
-    train_documents: int
-    learnt: int  #: tokens that are to be foretold
-    vocabulary: int
-    tokenizer_sha256: str
-    sha256: str  #: of all documents' own digests
-    files: int  #: that they were read from
+    tokens: int = setting(MISSING, least=0)
+    train_tokens: int = setting(MISSING, least=0)  #: to learn from; the others are to validate on
+    documents: int = setting(MISSING, least=0)
+    train_documents: int = setting(MISSING, least=0)
+    learnt: int = setting(MISSING, least=0)  #: tokens that are to be foretold
+    vocabulary: int = setting(MISSING, least=1)
+    tokenizer_sha256: str = setting(MISSING)
+    sha256: str = setting(MISSING)  #: of all documents' own digests
+    files: int = setting(MISSING, least=0)  #: that they were read from
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if max(self.train_tokens, self.learnt) > self.tokens or self.train_documents > self.documents:
+            raise UsageError("a part has more tokens or documents than the whole")
 
     @property
     def dtype(self) -> str:
@@ -69,7 +76,11 @@ class TokenFile:
     @property
     def tokenizer(self) -> dict[str, str]:
         """The tokenizer's files, texts by name; none of bytes."""
-        return json.loads(self.arrays["tokenizer"].open().tobytes() or b"{}")
+        with reading(f"{self.path} is a damaged file of tokens: its tokenizer", "; prepare it anew"):
+            files = parse_json(self.arrays["tokenizer"].open().tobytes() or b"{}")
+            if not isinstance(files, dict) or not all(isinstance(text, str) for text in files.values()):
+                raise ValueError("it must be an object of texts by name")
+            return files
 
     def digest(self) -> str:
         """SHA-256 of all documents, read anew: equal to that of ``facts``, unless the file was damaged."""
@@ -89,18 +100,23 @@ def digest_of(tokens: np.ndarray, learnt: np.ndarray | None) -> bytes:
     return digest.digest()
 
 
+def shapes_of(facts: TokenFacts, with_learnt: bool, tokenizer: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The dtype and the shape of each array in a file, with so many bytes of the ``tokenizer``."""
+    shapes = {"tokens": (facts.dtype, (facts.tokens,)), "ends": ("I64", (facts.documents,))}
+    shapes |= {"learnt": ("U8", (facts.tokens,))} if with_learnt else {}
+    return shapes | {"tokenizer": ("U8", (tokenizer,))}
+
+
 def layout(facts: TokenFacts, with_learnt: bool, tokenizer: bytes) -> tuple[bytes, dict[str, int]]:
     """The beginning of a file, and at which byte each array begins; after the last, at which it ends (``end``)."""
-    shapes = {"tokens": (facts.dtype, facts.tokens), "ends": ("I64", facts.documents)}
-    shapes |= {"learnt": ("U8", facts.tokens)} if with_learnt else {}
-    shapes["tokenizer"] = ("U8", len(tokenizer))
+    shapes = shapes_of(facts, with_learnt, len(tokenizer))
     described: dict[str, Any] = {}
     at, offsets = 0, {}
     for name in sorted(shapes, key=lambda name: -np.dtype(_DTYPES[shapes[name][0]]).itemsize):  # all stay aligned
-        dtype, length = shapes[name]
+        dtype, shape = shapes[name]
         offsets[name] = at
-        at += length * np.dtype(_DTYPES[dtype]).itemsize
-        described[name] = {"dtype": dtype, "shape": [length], "data_offsets": [offsets[name], at]}
+        at += prod(shape) * np.dtype(_DTYPES[dtype]).itemsize
+        described[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offsets[name], at]}
     metadata = {"format": FORMAT, "facts": json.dumps(asdict(facts))}
     header = json.dumps({"__metadata__": metadata, **described}).encode()
     header += b" " * (-len(header) % 8)
@@ -124,18 +140,17 @@ def open_token_file(path: str | Path) -> TokenFile:
     if not Path(path).is_file():
         raise UsageError(f"{path}: no such file")
     try:
-        described, begin, size = read_header(path)
-        facts = TokenFacts(**json.loads(described.pop("__metadata__")["facts"]))
-        arrays, end = {}, 0
-        for name, each in described.items():
-            dtype, shape, (first, last) = _DTYPES[each["dtype"]], tuple(each["shape"]), each["data_offsets"]
-            if last - first != prod(shape) * np.dtype(dtype).itemsize:
-                raise ValueError(f"{name} of shape {shape} from byte {first} to {last}")
-            arrays[name], end = MappedArray(str(path), dtype, begin + first, shape), max(end, last)
-        if arrays["tokens"].shape != (facts.tokens,) or arrays["ends"].shape != (facts.documents,):
-            raise ValueError("its arrays are of other lengths than it says")
-    except (CheckpointError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{path} is a damaged file of tokens ({error}); prepare it anew") from None
-    if size != begin + end:
-        raise UsageError(f"{path} has {size} bytes, but needs {begin + end}: it is cut short; prepare it anew")
+        with reading(f"{path} is a damaged file of tokens", "; prepare it anew"):
+            described, begin, size = read_header(path)
+            facts = TokenFacts.from_json(parse_json(described.pop("__metadata__")["facts"]), f"{path}: its facts")
+            tensors = tensors_of(Path(path), described, begin, size)
+            expected = shapes_of(facts, "learnt" in tensors, prod(tensors["tokenizer"].shape))
+            if {name: (each.dtype, each.shape) for name, each in tensors.items()} != expected:
+                raise ValueError("its arrays are others than its facts say")
+            arrays = {
+                name: MappedArray(str(path), _DTYPES[each.dtype], each.offset, each.shape)
+                for name, each in tensors.items()
+            }
+    except CheckpointError as error:
+        raise UsageError(f"{error}; a damaged file of tokens: prepare it anew") from error
     return TokenFile(str(path), facts, arrays)

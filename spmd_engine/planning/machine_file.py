@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from pkgutil import get_data
 from typing import Any
 
 from spmd_engine.errors import UsageError, one_of
+from spmd_engine.foreign import parse_toml, read_text, reading
 from spmd_engine.planning.machine import (
     FITTED,
     KINDS,
@@ -33,21 +33,15 @@ def read_machine(name: str | Path) -> Machine:
     """
     if str(name) in PACKAGED:
         return machine_of((get_data("spmd_engine.planning", f"machines/{name}.toml") or b"").decode(), str(name))
-    try:
-        text = Path(name).read_text()
-    except OSError as error:
-        raise UsageError(
-            f"machine {name}: {error.strerror or error}; give a file, or the name of one: {one_of(name, PACKAGED)}"
-        ) from error
+    with reading(f"machine {name}", f"; give a file, or the name of one: {one_of(name, PACKAGED)}"):
+        text = read_text(name)
     return machine_of(text, str(name))
 
 
 def machine_of(text: str, where: str = "machine") -> Machine:
     """The machine that a TOML text describes."""
-    try:
-        content = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{where}: no TOML: {error}") from error
+    with reading(f"{where}: no TOML"):
+        content = parse_toml(text)
     table = _Table(content, where)
     nodes = tuple(_node(each) for each in table.tables("nodes"))
     check_distinct([node.name for node in nodes], f"{where}: a node called")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import tomllib
 from dataclasses import MISSING, fields
 from pathlib import Path
 
 from spmd_engine.engine.composition import Composition
-from spmd_engine.errors import SpmdError, UsageError, one_of
+from spmd_engine.errors import UsageError, one_of
+from spmd_engine.foreign import parse_toml, read_text, reading
+from spmd_engine.formats.huggingface import read_json
 from spmd_engine.models import GPTSize, Model, build_model, gpt
 from spmd_engine.models.adapters import LoRAOptions, with_adapters
 from spmd_engine.models.decoder import decoder
@@ -55,29 +55,19 @@ def _read(name: str, method: str, recut_after: int | None) -> tuple[Model, str]:
         return decoder(shape, path.stem, context_method=method), shape.family
     if path.suffix != ".toml":
         raise UsageError(f"unknown model {name!r}; {one_of(name, MODELS)}, or give a .toml file or a config.json")
+    with reading(f"model {name}: no TOML"):
+        content = parse_toml(read_text(name))
+    size = _size(content, name)
     try:
-        content = tomllib.loads(Path(name).read_text())
-    except OSError as error:
-        raise UsageError(f"model {name}: {error.strerror or error}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"model {name}: no TOML: {error}") from error
-    return gpt(_size(content, name), Path(name).stem, context_method=method), "gpt2"  # whose names a GPT's weights have
+        return gpt(size, Path(name).stem, context_method=method), "gpt2"  # whose names a GPT's weights have
+    except UsageError as error:
+        raise UsageError(f"model {name}: {error}") from error
 
 
 def _of_config(path: Path, method: str) -> tuple[Model, str]:
-    try:
-        config = json.loads(path.read_text())
-        if not isinstance(config, dict):
-            raise UsageError("it holds no object")
-        shape, not_heeded = read_config(config, "its config")
-        warn_not_heeded(str(path), not_heeded)
-        return decoder(shape, short_name(str(path.parent.resolve())), context_method=method), shape.family
-    except OSError as error:
-        raise UsageError(f"model {path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise UsageError(f"model {path}: no JSON: {error}") from error
-    except SpmdError as error:
-        raise UsageError(f"model {path}: {error}") from error
+    shape, not_heeded = read_config(read_json(path), f"model {path}")
+    warn_not_heeded(str(path), not_heeded)
+    return decoder(shape, short_name(str(path.parent.resolve())), context_method=method), shape.family
 
 
 def _size(content: dict, where: str) -> GPTSize:

@@ -6,11 +6,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.engine.composition import Composition, ModelConfig
 from spmd_engine.errors import UsageError
+from spmd_engine.foreign import json_at
 
 VERSION = 1
 
@@ -35,10 +36,7 @@ class PlanFile(Configuration):
     @classmethod
     def read(cls, path: str | Path) -> Self:
         """The plan of a file; raises UsageError, in one line, for one that cannot be read or makes no sense."""
-        try:
-            content: Any = json.loads(Path(path).read_text())
-        except (OSError, ValueError) as error:
-            raise UsageError(f"{path} cannot be read as JSON: {error}") from error
+        content = json_at(path)
         if not isinstance(content, Mapping) or content.get("version") != VERSION or "ranks" not in content:
             raise UsageError(f"{path}: no plan; 'plan --output FILE' writes one")
         return cls.from_json(content, str(path))

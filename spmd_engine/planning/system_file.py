@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from spmd_engine.errors import UsageError
+from spmd_engine.foreign import parse_toml, read_text, reading
 
 _LISTS = "bytes", "products", "reached", "repeated"  #: fields of an operation that are lists
 RECOMPUTED = ("none", "selective", "full")
+WHERE = ("inside", "residual")  #: a tensor or a pass lies: inside the block, or on the residual stream
+_DIMS, _MATRICES = ("dims", "product", "each", "fused", "elements", "gather", "reduce"), ("matrices", "first", "last")
+_LETTERS = "bsthrkdfv"
 PARTS = ("first", "attention", "mlp", "last")  #: before the blocks, of a block, and behind them
 
 
@@ -27,6 +30,10 @@ class SavedTensor:
     kept_by: tuple[str, ...]  #: kinds of recomputation under which it is kept: of none, selective, full
     times: int = 1  #: how many of them there are
     of: str = "block"  #: or "last": of what comes behind the blocks
+
+    def __post_init__(self) -> None:
+        if self.bytes not in (1, 2, 4, 8):
+            raise ValueError(f"{self.what}: an element of {self.bytes} bytes; there are 1, 2, 4 and 8")
 
 
 @dataclass(frozen=True)
@@ -103,30 +110,55 @@ def read_system(name: str | Path) -> System:
 
     Raises UsageError, in one line, for a file that cannot be read, or with fields that are unknown or missing.
     """
-    path = resources.files("spmd_engine.planning") / "systems" / f"{name}.toml"
-    path = path if path.is_file() else Path(name)
-    try:
-        content = tomllib.loads(path.read_text())
+    packaged = resources.files("spmd_engine.planning") / "systems" / f"{name}.toml"
+    with reading(f"{name}: no description of a system"):
+        content = parse_toml(packaged.read_text() if packaged.is_file() else read_text(name))
         like = read_system(content.pop("like")) if "like" in content else None
         readers = {"saved": _saved, "work": _operation}
         for key in readers.keys() & content.keys():
             content[key] = tuple(readers[key](each, name) for each in content[key])
-        system = replace(like, **content) if like else System(**content)
-    except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise UsageError(f"{name}: no description of a system: {error}") from error
-    return system
+        return _checked(replace(like, **content) if like else System(**content))
+
+
+def _checked(made: Any) -> Any:
+    """``made``, unless a value is none that its field can have: then ValueError."""
+    types = get_type_hints(type(made))
+    for each in fields(made):
+        if not _fits(value := getattr(made, each.name), types[each.name]):
+            raise ValueError(f"{each.name} is {value!r:.60}, where {each.type} is needed")
+        if each.name == "where" and value not in WHERE:
+            raise ValueError(f"where is {value!r:.60}: choose one of {', '.join(WHERE)}")
+        dims = [value] if each.name in _DIMS else value.values() if each.name in _MATRICES else []
+        for dim in " ".join(filter(None, dims)).replace(",", " ").split():
+            if dim not in _LETTERS and not (dim.isdecimal() and isinstance(made, SystemWork)):
+                raise ValueError(f"{each.name} has the dim {dim!r:.60}; there are {', '.join(_LETTERS)}")
+    return made
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    of, inner = get_origin(kind), get_args(kind)
+    if of is Mapping:
+        return isinstance(value, Mapping) and all(_fits(each, inner[1]) for each in value.values())
+    if of is tuple:
+        kinds = inner[:1] * len(value) if inner[-1] is ... else inner
+        return isinstance(value, tuple) and len(value) == len(kinds) and all(map(_fits, value, kinds))
+    if of is not None:  # str | None
+        return any(_fits(value, each) for each in inner)
+    if kind in (int, float):
+        return type(value) in (int, kind) and 0 <= value < float("inf")
+    return isinstance(value, kind)
 
 
 def _saved(content: Mapping[str, Any], name: str | Path) -> SavedTensor:
     try:
-        return SavedTensor(**content | {"kept_by": tuple(content["kept_by"])})
-    except (KeyError, TypeError) as error:
+        return _checked(SavedTensor(**content | {"kept_by": tuple(content["kept_by"])}))
+    except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"{name}: a tensor that is saved has wrong fields: {error}") from error
 
 
 def _operation(content: Mapping[str, Any], name: str | Path) -> SystemWork:
     try:
         lists = {key: tuple(content[key]) for key in _LISTS if key in content}
-        return SystemWork(**content | lists)
+        return _checked(SystemWork(**content | lists))
     except (TypeError, ValueError) as error:
         raise UsageError(f"{name}: an operation has wrong fields: {error}") from error

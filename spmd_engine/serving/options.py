@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.errors import UsageError
+from spmd_engine.foreign import json_at
 
 LARGEST = 1e6  #: of temperatures and penalties
 #: Options that say how it is chosen at random: where one is given, it is.
@@ -83,10 +83,7 @@ def read_generation_config(folder: str | Path) -> GenerationConfig:
     file = Path(folder, "generation_config.json")
     if not file.is_file():
         return _ends_of_config(Path(folder, "config.json"))
-    try:
-        content = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise UsageError(f"{file} cannot be read as JSON: {error}; get the file anew") from None
+    content = json_at(file)
     if not isinstance(content, Mapping):
         raise UsageError(f"{file} must hold an object, {{...}}")
     return generation_config(content, str(file))
@@ -95,8 +92,8 @@ def read_generation_config(folder: str | Path) -> GenerationConfig:
 def _ends_of_config(file: Path) -> GenerationConfig:
     """What a model's configuration says of them; a run's has no such field."""
     try:
-        content = json.loads(file.read_bytes())
-    except (OSError, ValueError):
+        content = json_at(file)
+    except UsageError:
         return GenerationConfig()
     ends = content.get("eos_token_id") if isinstance(content, Mapping) else None
     return generation_config({"eos_token_id": ends}, str(file))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from spmd_engine.errors import UsageError
+from spmd_engine.foreign import parse_json, reading
 
 VOCABULARY, MERGES = "vocab.json", "merges.txt"
 #: Classes, as ``tokenizer_config.json`` names them, whose texts are cut as GPT-2's before pairs are merged.
@@ -17,11 +16,9 @@ CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
 def byte_level_json(vocabulary: str, merges: str, config: Mapping[str, Any], library: Any, where: str) -> str:
     """What a ``tokenizer.json`` would say of the content of the two files and of ``tokenizer_config.json``; ``library``
     is ``tokenizers``. Raises UsageError, naming ``where``, for files that are damaged."""
-    try:
+    with reading(f"{where}: {VOCABULARY} and {MERGES} make no tokenizer", "; get them anew"):
         pairs = [tuple(line.split(" ")) for line in merges.splitlines() if line and not line.startswith("#version")]
-        made = library.Tokenizer(library.models.BPE(json.loads(vocabulary), pairs))
-    except Exception as error:  # the library raises plain Exceptions
-        raise UsageError(f"{where}: {VOCABULARY} and {MERGES} make no tokenizer: {error}; get them anew") from None
+        made = library.Tokenizer(library.models.BPE(parse_json(vocabulary), pairs))
     spaced = bool(config.get("add_prefix_space"))
     made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=spaced)
     made.decoder = library.decoders.ByteLevel()

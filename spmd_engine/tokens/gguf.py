@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from spmd_engine.errors import UsageError
+from spmd_engine.foreign import reading
 from spmd_engine.tokens.gguf_splits import SPLITS
 from spmd_engine.tokens.hugging_face import JsonTokenizer, tokenizers_library
 
@@ -21,54 +22,57 @@ def gguf_tokenizer(metadata: Mapping[str, Any], where: str = "the GGUF file") ->
 
     Raises UsageError, naming ``where``, for other kinds, and for what is missing or damaged.
     """
-    library, kind = tokenizers_library(), metadata.get("tokenizer.ggml.model")
-    tokens = _field(metadata, "tokens", where)
-    types = list(metadata.get("tokenizer.ggml.token_type", [1] * len(tokens)))
-    vocabulary = {token: number for number, token in enumerate(tokens)}
-    if len(types) != len(tokens):
-        raise UsageError(f"{where}: {len(tokens)} tokens, but {len(types)} types of them; get the file anew")
-    if kind == "gpt2":
-        tokenizer = _byte_level(library, metadata, vocabulary, where)
-    elif kind == "llama":
-        tokenizer = _sentence_piece(library, metadata, tokens, vocabulary, where)
-    else:
-        raise UsageError(f"{where}: tokenizer.ggml.model is {kind!r}; known are gpt2 and llama")
-    for special in (True, False):
-        wanted = CONTROL if special else USER_DEFINED
-        added = [token for token, kind in zip(tokens, types, strict=True) if kind == wanted]
-        tokenizer.add_tokens([library.AddedToken(token, special=special, normalized=False) for token in added])
-    names = {}
-    for name, field in (
-        ("bos_token", "bos_token_id"),
-        ("eos_token", "eos_token_id"),
-        ("pad_token", "padding_token_id"),
-    ):
-        number = _token(metadata, field, len(tokens), where)
-        if number is not None:
-            names[name] = tokens[number]
-    pre = metadata.get("tokenizer.ggml.pre", "default")
-    around = {"add_bos_token": kind == "llama" or SPLITS[pre].begins, "add_eos_token": False}
-    for each in around:
-        around[each] = bool(metadata.get(f"tokenizer.ggml.{each}", around[each]))
-    return JsonTokenizer(
-        tokenizer.to_str(),
-        where,
-        end=names.get("eos_token"),
-        chat_template=metadata.get("tokenizer.chat_template"),
-        special=names,
-        around=around,
-    )
+    library = tokenizers_library()
+    with reading(f"{where} describes no tokenizer", "; get the file anew"):
+        kind = metadata.get("tokenizer.ggml.model")
+        tokens = _field(metadata, "tokens", where)
+        types = list(metadata.get("tokenizer.ggml.token_type", [1] * len(tokens)))
+        vocabulary = {token: number for number, token in enumerate(tokens)}
+        if len(types) != len(tokens):
+            raise UsageError(f"{where}: {len(tokens)} tokens, but {len(types)} types of them; get the file anew")
+        if kind == "gpt2":
+            tokenizer = _byte_level(library, metadata, vocabulary, where)
+        elif kind == "llama":
+            tokenizer = _sentence_piece(library, metadata, tokens, vocabulary, where)
+        else:
+            raise UsageError(f"{where}: tokenizer.ggml.model is {kind!r}; known are gpt2 and llama")
+        for special in (True, False):
+            wanted = CONTROL if special else USER_DEFINED
+            added = [token for token, kind in zip(tokens, types, strict=True) if kind == wanted]
+            tokenizer.add_tokens([library.AddedToken(token, special=special, normalized=False) for token in added])
+        names = {}
+        for name, field in (
+            ("bos_token", "bos_token_id"),
+            ("eos_token", "eos_token_id"),
+            ("pad_token", "padding_token_id"),
+        ):
+            number = _token(metadata, field, len(tokens), where)
+            if number is not None:
+                names[name] = tokens[number]
+        pre = metadata.get("tokenizer.ggml.pre", "default")
+        around = {"add_bos_token": kind == "llama" or SPLITS[pre].begins, "add_eos_token": False}
+        for each in around:
+            around[each] = bool(metadata.get(f"tokenizer.ggml.{each}", around[each]))
+        return JsonTokenizer(
+            tokenizer.to_str(),
+            where,
+            end=names.get("eos_token"),
+            chat_template=metadata.get("tokenizer.chat_template"),
+            special=names,
+            around=around,
+        )
 
 
 def gguf_ends(metadata: Mapping[str, Any], where: str = "the GGUF file") -> tuple[int, ...]:
     """The tokens that end what is generated: those that facts say end a text, a turn or a message, and control tokens
     that are called so. Raises UsageError for a number that is none of a token."""
-    tokens = _field(metadata, "tokens", where)
-    types = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
-    said = [_token(metadata, f"{name}_token_id", len(tokens), where) for name in ("eos", "eot", "eom")]
-    both = enumerate(zip(tokens, types, strict=False))
-    called = [number for number, (token, kind) in both if token in _ENDS and kind == CONTROL]
-    return tuple(dict.fromkeys(number for number in (*said, *called) if number is not None))
+    with reading(f"{where} describes no tokenizer", "; get the file anew"):
+        tokens = _field(metadata, "tokens", where)
+        types = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
+        said = [_token(metadata, f"{name}_token_id", len(tokens), where) for name in ("eos", "eot", "eom")]
+        both = enumerate(zip(tokens, types, strict=False))
+        called = [number for number, (token, kind) in both if token in _ENDS and kind == CONTROL]
+        return tuple(dict.fromkeys(number for number in (*said, *called) if number is not None))
 
 
 def _byte_level(library: Any, metadata: Mapping[str, Any], vocabulary: Mapping[str, int], where: str) -> Any:
@@ -76,10 +80,8 @@ def _byte_level(library: Any, metadata: Mapping[str, Any], vocabulary: Mapping[s
     if split is None:
         raise UsageError(f"{where}: tokenizer.ggml.pre is {pre!r}; known are {', '.join(SPLITS)}")
     merges = [tuple(pair.split(" ", 1)) for pair in _field(metadata, "merges", where)]
-    try:
+    with reading(f"{where}: its vocabulary cannot be read", "; get the file anew"):
         tokenizer = library.Tokenizer(library.models.BPE(dict(vocabulary), merges, ignore_merges=split.whole_words))
-    except Exception as error:  # the library raises plain Exceptions
-        raise UsageError(f"{where}: its vocabulary cannot be read: {error}; get the file anew") from None
     tokenizer.pre_tokenizer = split.pre_tokenizer(library)
     tokenizer.decoder = library.decoders.ByteLevel()
     return tokenizer

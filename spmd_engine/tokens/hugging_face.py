@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd_engine.errors import UsageError
+from spmd_engine.foreign import parse_json, read_text, reading
 from spmd_engine.tokens.byte_level import CLASSES, MERGES, VOCABULARY, byte_level_json, remedy
 from spmd_engine.tokens.tokenizer import Tokenizer
 
@@ -34,22 +35,25 @@ class JsonTokenizer(Tokenizer):
         the file says belongs before and after every text. Raises UsageError, naming ``where``, for a text that
         describes none.
         """
-        self._inner = _described(text, where)
-        self._inner.no_padding()
-        self._inner.no_truncation()
-        self.vocabulary = max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self.sha256 = sha256(text.encode()).hexdigest()
-        self.end = self._inner.token_to_id(end) if end is not None else None
-        self.separator = self.end
-        self.chat_template, self.special = chat_template, dict(special or {})
-        if around:
-            self._put_around(around)
-        config = {**self.special, **(around or {}), **({"chat_template": chat_template} if chat_template else {})}
-        self.files = {TOKENIZER: text, CONFIG: json.dumps(config)}
-        if not self.vocabulary:
-            raise UsageError(f"{where} describes a tokenizer without any tokens; get the file anew")
-        if end is not None and self.end is None:
-            raise UsageError(f"{where} has no token {end!r}, which ends a text; get the files anew")
+        with reading(f"{where} describes no tokenizer", "; get the file anew"):
+            self._inner = _described(text, where)
+            self._inner.no_padding()
+            self._inner.no_truncation()
+            self.vocabulary = max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+            self.sha256 = sha256(text.encode()).hexdigest()
+            self.end = self._inner.token_to_id(end) if end is not None else None
+            self.separator = self.end
+            self.chat_template, self.special = chat_template, dict(special or {})
+            if around:
+                self._put_around(around)
+            config = {**self.special, **(around or {}), **({"chat_template": chat_template} if chat_template else {})}
+            self.files = {TOKENIZER: text, CONFIG: json.dumps(config)}
+            if chat_template is not None and not isinstance(chat_template, str):
+                raise UsageError(f"{where}: chat_template is {chat_template!r:.40}: it must be a text; get it anew")
+            if not self.vocabulary:
+                raise UsageError(f"{where} describes a tokenizer without any tokens; get the file anew")
+            if end is not None and self.end is None:
+                raise UsageError(f"{where} has no token {end!r}, which ends a text; get the files anew")
 
     def _put_around(self, around: Mapping[str, bool]) -> None:
         """As transformers' tokenizers do where their configuration says so, in the place of what the file says; of a
@@ -81,13 +85,8 @@ class JsonTokenizer(Tokenizer):
 def _described(text: str, where: str) -> Any:
     """The library's tokenizer of that text."""
     library = tokenizers_library()
-    try:
-        _check_merges(json.loads(text))
-        return library.Tokenizer.from_str(text)
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # the library raises plain Exceptions; where it panics, what is none
-        raise UsageError(f"{where} describes no tokenizer: {error}; get the file anew") from None
+    _check_merges(parse_json(text))
+    return library.Tokenizer.from_str(text)
 
 
 def _check_merges(described: Any) -> None:
@@ -140,25 +139,30 @@ def read_tokenizer(path: str | Path) -> JsonTokenizer:
 def tokenizer_of(files: Mapping[str, str], where: str) -> JsonTokenizer:
     """The tokenizer of such files, texts by name. Raises UsageError, naming ``where``, if they are damaged."""
     config = _config(files, where)
+    with reading(f"{where}: {CONFIG} beside it cannot be read", "; get the file anew"):
+        chat, special, around = _said(files, config)
+    return JsonTokenizer(
+        files[TOKENIZER], where, end=special.get("eos_token"), chat_template=chat, special=special, around=around
+    )
+
+
+def _said(files: Mapping[str, str], config: Mapping[str, Any]) -> tuple[Any, dict[str, str], dict[str, bool]]:
+    """The chat template, the special tokens, and which of them belong around every text."""
     chat = files.get(TEMPLATE, config.get("chat_template"))
     if isinstance(chat, list):  # several by name, of which one is the usual
         named = {each.get("name"): each.get("template") for each in chat if isinstance(each, Mapping)}
         chat = named.get("default") or next(iter(named.values()), None)
     special = {name: _content(value) for name, value in config.items() if name.endswith("_token") and _content(value)}
     around = {name: config[name] for name in AROUND if isinstance(config.get(name), bool)}
-    return JsonTokenizer(
-        files[TOKENIZER], where, end=special.get("eos_token"), chat_template=chat, special=special, around=around
-    )
+    return chat, special, around
 
 
 def _config(files: Mapping[str, str], where: str) -> Mapping[str, Any]:
-    try:
-        config = json.loads(files.get(CONFIG, "{}"))
+    with reading(f"{where}: {CONFIG} beside it cannot be read", "; get the file anew"):
+        config = parse_json(files.get(CONFIG, "{}"))
         if not isinstance(config, Mapping):
             raise ValueError("it must hold an object, {...}")
-    except ValueError as error:
-        raise UsageError(f"{where}: {CONFIG} beside it cannot be read: {error}; get the file anew") from None
-    return config
+        return config
 
 
 def _content(value: Any) -> str:
@@ -168,7 +172,5 @@ def _content(value: Any) -> str:
 
 
 def _text(file: Path) -> str:
-    try:
-        return file.read_bytes().decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{file} cannot be read: {error}; get the file anew") from None
+    with reading(f"{file} cannot be read", "; get the file anew"):
+        return read_text(file)

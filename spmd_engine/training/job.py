@@ -12,6 +12,7 @@ from spmd_engine.comm.pending import TIMEOUT
 from spmd_engine.configuration import Configuration, section_of, setting
 from spmd_engine.engine.composition import Composition, ModelConfig
 from spmd_engine.errors import UsageError, one_of
+from spmd_engine.foreign import json_at
 from spmd_engine.layers.documents import DOCUMENTS
 from spmd_engine.layers.router_options import RouterOptions
 from spmd_engine.models.names import IMAGES
@@ -127,11 +128,7 @@ class Job(Configuration):
     @classmethod
     def read(cls, path: str | Path) -> Self:
         """The job of a JSON file; raises UsageError, in one line, for one that cannot be read or makes no sense."""
-        try:
-            content = json.loads(Path(path).read_text())
-        except (OSError, ValueError, RecursionError) as error:
-            raise UsageError(f"{path} cannot be read as JSON: {error}") from error
-        return cls.from_json(content, str(path))
+        return cls.from_json(json_at(path), str(path))
 
     def write(self, path: str | Path) -> None:
         """Write what ``read`` reads."""

@@ -62,6 +62,38 @@ def test_blocks_are_unpacked_as_others_do_and_any_slice_is_that_of_the_whole(nam
     np.testing.assert_array_equal(found, whole[1:5, 1:, 3:20])
 
 
+@pytest.mark.parametrize(
+    "bits", [range(0, 1500, 37), pytest.param(range(0, 1 << 20), marks=pytest.mark.soak)], ids=["some", "all"]
+)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_tensors_must_lie_side_by_side(name, bits, tmp_path):
+    """A flipped bit in the sizes, the type or the offset of any tensor is an error: it would be read as another."""
+    whole = (FOLDER / f"{name}.gguf").read_bytes()
+    places = []
+    for tensor in read_gguf(FOLDER / f"{name}.gguf").tensors:
+        text = tensor.encode()
+        dims = whole.index(len(text).to_bytes(8, "little") + text) + 8 + len(text)
+        places += range(dims, dims + 4 + 8 * whole[dims] + 4 + 8)
+    spoilt = tmp_path / "spoilt.gguf"
+    for bit in bits[: 8 * len(places)]:
+        changed = bytearray(whole)
+        changed[places[bit // 8 % len(places)]] ^= 1 << bit % 8
+        spoilt.write_bytes(changed)
+        with pytest.raises(CheckpointError):
+            Pretrained(spoilt)
+    offset = places[-1] - 7
+    spoilt.write_bytes(
+        whole[:offset]
+        + (int.from_bytes(whole[offset : offset + 8], "little") - 32).to_bytes(8, "little")
+        + whole[offset + 8 :]
+    )
+    with pytest.raises(CheckpointError, match="its header places .* must begin at byte"):
+        read_gguf(spoilt)
+    spoilt.write_bytes(whole + b"\0" * 32)
+    with pytest.raises(CheckpointError, match="its tensors end at byte"):
+        read_gguf(spoilt)
+
+
 def test_facts():
     facts = read_gguf(FOLDER / "llama.gguf").facts
     assert facts["general.architecture"] == "llama" and facts["tokenizer.ggml.tokens"][7] == "t7"

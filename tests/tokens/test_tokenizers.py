@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import tiny
+from altered import gguf_of
 from pairwise import in_turn
 from spmd_engine import Mesh, run
 from spmd_engine.checkpoints.export_huggingface import export_huggingface
@@ -194,26 +195,6 @@ def test_one_in_a_gguf_file_goes_along_with_an_export(byte_level, tmp_path, capl
     (tmp_path / "model.gguf").write_bytes(gguf_of(facts | {"tokenizer.ggml.pre": "odd"}))
     export_huggingface(arrays, arrays.shape, tmp_path / "without", beside=tmp_path / "model.gguf")
     assert "its tokenizer is not handed on" in caplog.text and not (tmp_path / "without" / "tokenizer.json").exists()
-
-
-def gguf_of(facts):
-    """A file without tensors."""
-
-    def text(value):
-        return len(value.encode()).to_bytes(8, "little") + value.encode()
-
-    def fact(value):
-        if isinstance(value, str):
-            return 8, text(value)
-        if isinstance(value, int):
-            return 4, value.to_bytes(4, "little")
-        each = [fact(one) for one in value]
-        content = len(value).to_bytes(8, "little") + b"".join(one for _, one in each)
-        return 9, each[0][0].to_bytes(4, "little") + content
-
-    head = b"GGUF\3\0\0\0" + bytes(8) + len(facts).to_bytes(8, "little")
-    told = [(text(name), *fact(value)) for name, value in facts.items()]
-    return head + b"".join(name + kind.to_bytes(4, "little") + content for name, kind, content in told)
 
 
 @pytest.mark.parametrize(

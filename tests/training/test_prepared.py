@@ -90,11 +90,24 @@ def test_a_damaged_file_is_told(texts, tmp_path):
     prepared(texts, path)
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
-    with pytest.raises(UsageError, match="it is cut short; prepare it anew"):
+    with pytest.raises(UsageError, match="it is cut short or damaged; .*prepare it anew"):
         open_token_file(path)
     path.write_bytes(whole[:8] + b"x" + whole[9:])
-    with pytest.raises(UsageError, match="is a damaged file of tokens"):
+    with pytest.raises(UsageError, match="a damaged file of tokens"):
         open_token_file(path)
+    header, data = whole[8 : 8 + int.from_bytes(whole[:8], "little")], whole[8 + int.from_bytes(whole[:8], "little") :]
+    for old, new in (
+        (b'"documents\\": 40', b'"documents\\": 4e'),
+        (b'"train_documents\\": 38', b'"train_documents\\": 88'),
+        (b'"files\\": 6', b'"files\\": -'),
+        (b'"ends"', b'"tokens"'),
+        (b'"data_offsets": [0, 320]', b'"data_offsets": [8, 328]'),
+    ):
+        assert old in header
+        changed = header.replace(old, new)
+        path.write_bytes(len(changed).to_bytes(8, "little") + changed + data)
+        with pytest.raises(UsageError, match="a damaged file of tokens|its facts"):
+            open_token_file(path)
     flipped = bytearray(whole)
     flipped[-200] ^= 1
     path.write_bytes(flipped)

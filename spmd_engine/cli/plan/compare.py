@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping
 from math import prod
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.errors import UsageError
+from spmd_engine.foreign import json_at, parse_json, read_text, reading
 from spmd_engine.planning.compare import Comparison, compare
 from spmd_engine.planning.foresight import look
 from spmd_engine.planning.machines_here import default_machine
@@ -38,8 +38,9 @@ def compare_run(run: str, machine_name: str | None = None) -> Comparison:
     job = Job.read(folder / CONFIG)
     if job.strategy:
         raise UsageError(f"{folder} is a run of --strategy {job.strategy}, which has no composition to predict")
-    trace = json.loads(trace_file.read_text())
-    ranks = 1 + max(event["pid"] for event in trace["traceEvents"])
+    trace = json_at(trace_file)
+    with reading(f"{trace_file} is no trace of a run"):
+        ranks = 1 + max(event["pid"] for event in trace["traceEvents"])
     axes = dict(job.composition.mesh or {"data": ranks})
     if prod(axes.values()) != ranks:
         raise UsageError(f"{trace_file} has {ranks} ranks, and the run's mesh {axes} has {prod(axes.values())}")
@@ -76,7 +77,8 @@ def steps_of(trace: Mapping[str, Any]) -> dict[str, Any]:
 
 def _seconds(metrics_file: Path, trace: Mapping[str, Any], micro_batches: int) -> list[float]:
     """Of the steps that were traced: from the second on, as many as some layer has had gradients."""
-    steps = [json.loads(line) for line in metrics_file.read_text().splitlines()]
+    with reading(f"{metrics_file} cannot be read"):
+        steps = [parse_json(line) for line in read_text(metrics_file).splitlines()]
     gradients = Counter(
         event["name"] for event in trace["traceEvents"] if event["pid"] == 0 and "backward (weights)" in event["name"]
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from spmd_engine.cli.experts import mixture_of, mixture_options
 from spmd_engine.cli.options import model_option, read_config, run_folder
 from spmd_engine.engine.composition import Composition, composed_layout
 from spmd_engine.errors import UsageError, one_of
+from spmd_engine.foreign import parse_json, read_text, reading
 from spmd_engine.models import Model, build_model
 from spmd_engine.sharding.expert_table import routing_table
 from spmd_engine.sharding.layout import Layout
@@ -103,10 +103,8 @@ def placement_text(
 def mean_loads(folder: Path, steps: int) -> dict[str, list[int]]:
     """The mean load of each layer's experts in the last ``steps`` of a run, from its ``metrics.jsonl``."""
     path = folder / MetricsFile.NAME
-    try:
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read: {error}") from error
+    with reading(f"{path} cannot be read"):
+        lines = [parse_json(line) for line in read_text(path).splitlines()]
     told = [line["side_outputs"] for line in lines if "side_outputs" in line][-steps:]
     names = [name for name in (told[-1] if told else {}) if name.endswith(LOAD)]
     if not names:

@@ -1,0 +1,301 @@
+"""Damaged files of every kind that others write: each is read, or is one clear error that names the file."""
+
+import json
+import random
+import shutil
+import time
+import zipfile
+from contextlib import suppress
+from hashlib import sha256
+from importlib import resources
+from io import BytesIO
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from altered import gguf_of, in_bytes, in_json, in_words
+from labelled_images import write_folder, write_idx, write_npz
+from spmd_engine.checkpoints import Checkpoint
+from spmd_engine.checkpoints.peft import adapter_options
+from spmd_engine.checkpoints.weights import Pretrained
+from spmd_engine.cli.infer import read_inputs
+from spmd_engine.errors import UsageError
+from spmd_engine.formats.text_documents import documents, find_files
+from spmd_engine.formats.token_file import TokenFacts, digest_of, layout, open_token_file
+from spmd_engine.models.shape_at import shape_at
+from spmd_engine.models.tokenizer_at import ends_at, tokenizer_at
+from spmd_engine.planning.machine_file import read_machine
+from spmd_engine.planning.model_file import planned_model
+from spmd_engine.planning.other_systems import memory_of
+from spmd_engine.planning.other_work import model_of
+from spmd_engine.planning.plan_file import PlanFile
+from spmd_engine.planning.system_file import Transformer, read_system
+from spmd_engine.serving.options import read_generation_config
+from spmd_engine.training.image_sources import find_images
+from spmd_engine.training.images import ImageRows
+from spmd_engine.training.job import Job
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+FAMILIES = sorted(path.name for path in (GOLDEN / "decoders").iterdir())
+TEXT = "Hello world, naïve 数字 🙂 1234\n  end"
+MOST_SECONDS = 20.0  #: of a case, on a busy machine
+
+
+class Kind(NamedTuple):
+    """A kind of file."""
+
+    write: object  #: writes sound files into a folder; returns the one to be damaged
+    read: object  #: reads it, or the folder that it is in, entirely, and returns something of it
+    alter: tuple = (in_bytes,)
+    is_proven: bool = False  #: whether the format has a checksum: what is read is the same, or is refused
+
+
+def in_object(content, rng):
+    return json.dumps(in_json(json.loads(content), rng)).encode()
+
+
+def in_header(content, rng):
+    """The JSON header of a safetensors file, of another length."""
+    end = 8 + int.from_bytes(content[:8], "little")
+    text = rng.choice((in_object, in_words))(content[8:end], rng)
+    return len(text).to_bytes(8, "little") + text + content[end:]
+
+
+def in_member(content, rng):
+    """The header of an array in a .npz, with the checksum that belongs to it."""
+    out = BytesIO()
+    with zipfile.ZipFile(BytesIO(content)) as old, zipfile.ZipFile(out, "w") as new:
+        wanted = rng.choice(old.namelist())
+        for name in old.namelist():
+            array = old.read(name)
+            new.writestr(name, in_array(array, rng) if name == wanted else array)
+    return out.getvalue()
+
+
+def in_array(content, rng):
+    """The header of an .npy file, of another length."""
+    end = 10 + int.from_bytes(content[8:10], "little")
+    text = in_words(content[10:end], rng)[: (1 << 16) - 1]
+    return content[:8] + len(text).to_bytes(2, "little") + text + content[end:]
+
+
+def in_facts(content, rng):
+    """A GGUF file with another first fact: of any kind, also of lists in lists."""
+    depth = rng.choice([0, 1, 63, 64, 65, 5000, 100_000])
+    kind, value = rng.choice([(7, b"\2"), (4, b"\0\0\0\1"), (8, (1 << 60).to_bytes(8, "little")), (10, b"\1" * 8)])
+    kinds = [9] * depth + [kind]  # of a list follow the kind of what is in it, and how many there are
+    one = (1).to_bytes(8, "little")
+    fact = kinds[0].to_bytes(4, "little") + b"".join(each.to_bytes(4, "little") + one for each in kinds[1:]) + value
+    name = rng.choice([b"general.alignment", b"general.architecture", b"llama.block_count", b"x"])
+    count = int.from_bytes(content[16:24], "little") + 1
+    return content[:16] + count.to_bytes(8, "little") + len(name).to_bytes(8, "little") + name + fact + content[24:]
+
+
+def text_file(name, text):
+    def write(folder):
+        (folder / name).write_text(text)
+        return folder / name
+
+    return write
+
+
+def copied(source, name):
+    def write(folder):
+        shutil.copytree(source, folder, dirs_exist_ok=True)
+        return folder / name
+
+    return write
+
+
+def tokenizer_files(name):
+    def write(folder):
+        library = pytest.importorskip("tokenizers")
+        made = library.Tokenizer(library.models.BPE())
+        made.pre_tokenizer, made.decoder = library.pre_tokenizers.ByteLevel(), library.decoders.ByteLevel()
+        after = library.processors.TemplateProcessing(single="<|end|> $A", special_tokens=[("<|end|>", 0)])
+        made.post_processor = after
+        letters = library.pre_tokenizers.ByteLevel.alphabet()
+        trainer = library.trainers.BpeTrainer(
+            vocab_size=300, initial_alphabet=letters, special_tokens=["<|end|>"], show_progress=False
+        )
+        made.train_from_iterator([TEXT * 3], trainer)
+        config = {"eos_token": {"content": "<|end|>"}, "bos_token": "<|end|>", "add_bos_token": True}
+        config |= {"chat_template": [{"name": "default", "template": "x"}], "model_max_length": 10**30}
+        (folder / "tokenizer.json").write_text(made.to_str())
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        return folder / name
+
+    return write
+
+
+def token_file(folder):
+    documents = [np.arange(number, 3 * number + 1, dtype="<u2") for number in range(9)]
+    learnt = [(each % 2).astype("u1") for each in documents]
+    ends = np.cumsum([len(each) for each in documents])
+    tokenizer = json.dumps({"tokenizer.json": "{}", "tokenizer_config.json": "{}"}).encode()
+    digests = [digest_of(*both) for both in zip(documents, learnt, strict=True)]
+    facts = TokenFacts(
+        *(int(ends[-1]), int(ends[6]), 9, 7, int(sum(map(np.sum, learnt))), 300),
+        *("0" * 64, "", 1),
+    )
+    facts = facts.changed(sha256=sha256(b"".join(digests)).hexdigest())
+    header, offsets = layout(facts, True, tokenizer)
+    content = bytearray(offsets["end"])
+    arrays = {"tokens": np.concatenate(documents), "ends": ends.astype("<i8"), "learnt": np.concatenate(learnt)}
+    for name, part in [*((name, each.tobytes()) for name, each in arrays.items()), ("tokenizer", tokenizer)]:
+        content[offsets[name] : offsets[name] + len(part)] = part
+    (folder / "x.tokens").write_bytes(header + content[len(header) :])
+    return folder / "x.tokens"
+
+
+def read_tokens(path):
+    file = open_token_file(path)
+    if file.digest() != file.facts.sha256:
+        raise UsageError(f"{path}: its digest differs")
+    assert isinstance(file.tokenizer, dict)
+    return file.tokens.tolist(), file.ends.tolist()
+
+
+def read_system_file(path):
+    system, transformer = read_system(path), Transformer(4, 64, 4, 32, 100)
+    with suppress(UsageError):  # these name the system
+        for recompute in ("none", "selective"):
+            memory_of(system, transformer, {"data": 2}, micro_batch=1, micro_batches=2, recompute=recompute)
+            model_of(system, transformer, recompute)
+
+
+def read_tokenizer(path):
+    read = tokenizer_at(path.parent if path.suffix == ".json" else path)
+    read.decode([*read.encode(TEXT), 0, 299, 10**6])
+    if path.suffix == ".gguf":
+        ends_at(path)
+
+
+def gguf_vocabulary(folder):
+    letters = [chr(33 + number) for number in range(40)]
+    tokens = [*letters, *"ab", "ab", "<|end|>"]
+    facts = {"model": "gpt2", "pre": "gpt-2", "tokens": tokens, "token_type": [1] * (len(tokens) - 1) + [3]}
+    facts = {f"tokenizer.ggml.{name}": each for name, each in (facts | {"merges": ["a b"], "eos_token_id": 41}).items()}
+    facts["tokenizer.chat_template"] = "x"
+    (folder / "x.gguf").write_bytes(gguf_of(facts))
+    return folder / "x.gguf"
+
+
+def read_weights(path):
+    found = Pretrained(path if path.suffix == ".gguf" else path.parent)
+    for name in found:
+        found[name][...]
+    found.check_copies()
+
+
+def read_plain(path):
+    found = Checkpoint(path)
+    return [found[name][...] for name in found]
+
+
+def read_images(path):
+    found = find_images(str(path))
+    return ImageRows(found.parts)[:].tobytes(), found.y.tolist()
+
+
+def npy(folder):
+    np.save(folder / "x.npy", np.arange(24.0).reshape(4, 6))
+    return folder / "x.npy"
+
+
+def packaged(folder, name):
+    return (resources.files("spmd_engine.planning") / folder / f"{name}.toml").read_text()
+
+
+MACHINE = packaged("machines", "a100") + '[topology]\nkind = "fat-tree"\nleaf = 4\n'
+PLAN = PlanFile(ranks=2, machine="x").as_json()
+JOB = Job.of(model="mlp", mesh={"data": 2, "model": 2}, zero=1, steps=3, data="texts").as_json()
+MODEL = "layers = 2\nwidth = 8\nheads = 2\ncontext = 16\nvocabulary = 300\ntied = true\nepsilon = 1e-5\n"
+GENERATION = {"do_sample": True, "temperature": 0.5, "top_k": 3, "eos_token_id": [1, 2], "max_new_tokens": 9}
+LINES = "".join(json.dumps(each) + "\n" for each in ({"text": "a"}, {"prompt": "b", "completion": "c"}) * 3)
+JSON, TOML = (in_bytes, in_words, in_object, in_object), (in_bytes, in_words, in_words)
+KINDS = {
+    "machine": Kind(text_file("x.toml", MACHINE), read_machine, TOML),
+    "system": Kind(text_file("x.toml", packaged("systems", "megatron-deepspeed")), read_system_file, TOML),
+    "sizes": Kind(text_file("x.toml", MODEL), lambda path: planned_model(str(path)), TOML),
+    "plan": Kind(text_file("x.json", json.dumps(PLAN)), PlanFile.read, JSON),
+    "job": Kind(text_file("x.json", json.dumps(JOB)), Job.read, JSON),
+    "generation": Kind(
+        text_file("generation_config.json", json.dumps(GENERATION)),
+        lambda path: read_generation_config(path.parent),
+        JSON,
+    ),
+    "documents": Kind(
+        text_file("x.jsonl", LINES), lambda path: list(documents(find_files([str(path)]), 0, 1 << 60)), JSON[:2]
+    ),
+    "adapter": Kind(
+        copied(GOLDEN / "adapter" / "llama", "adapter_config.json"), lambda path: adapter_options(path.parent), JSON
+    ),
+    "tokenizer": Kind(tokenizer_files("tokenizer.json"), read_tokenizer, JSON),
+    "tokenizer_config": Kind(tokenizer_files("tokenizer_config.json"), read_tokenizer, JSON),
+    "vocabulary": Kind(gguf_vocabulary, read_tokenizer, (in_bytes, in_facts)),
+    "gguf": Kind(copied(GOLDEN / "gguf", "llama.gguf"), read_weights, (in_bytes, in_facts)),
+    "experts": Kind(copied(GOLDEN / "gguf", "qwen3moe.gguf"), read_weights, (in_bytes, in_facts)),
+    "safetensors": Kind(
+        copied(GOLDEN / "decoders" / "mixtral", "model.safetensors"), read_weights, (in_bytes, in_header)
+    ),
+    "plain": Kind(copied(GOLDEN / "decoders" / "llama", "model.safetensors"), read_plain, (in_bytes, in_header)),
+    "tokens": Kind(token_file, read_tokens, (in_bytes, in_header), True),
+    "npy": Kind(npy, lambda path: read_inputs(str(path)), (in_bytes, in_array)),
+    "npz": Kind(lambda folder: write_npz(folder / "x.npz"), read_images, (in_bytes, in_member)),
+    "compressed": Kind(lambda folder: write_npz(folder / "x.npz", True), read_images, (in_bytes, in_member)),
+    "idx": Kind(
+        lambda folder: write_idx(folder) / "train-images-idx3-ubyte", lambda path: read_images(path.parent)
+    ),
+    "idx.gz": Kind(
+        lambda folder: write_idx(folder, True) / "train-images-idx3-ubyte.gz", lambda path: read_images(path.parent)
+    ),
+    "images": Kind(
+        lambda folder: write_folder(folder) / "class1" / "01.png",
+        lambda path: read_images(path.parents[1]),
+        is_proven=True,
+    ),
+} | {
+    f"config of {family}": Kind(
+        copied(GOLDEN / "decoders" / family, "config.json"), lambda path: len(Pretrained(path.parent)), JSON
+    )
+    for family in FAMILIES
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [4, pytest.param(140, marks=pytest.mark.soak)], ids=["few", "many"])
+@pytest.mark.parametrize("name", KINDS)
+def test_what_was_damaged_is_read_or_is_one_line(name, count, tmp_path):
+    kind = KINDS[name]
+    path = kind.write(tmp_path)
+    sound, expected = path.read_bytes(), kind.read(path)
+    for number in range(count):
+        rng = random.Random(f"{name} {number}")
+        path.write_bytes(content := rng.choice(kind.alter)(sound, rng))
+        begin = time.perf_counter()
+        try:
+            found = kind.read(path)
+        except UsageError as error:
+            assert "\n" not in str(error) and len(str(error)) <= 4010, (number, str(error)[:500])
+            assert str(tmp_path) in str(error), (number, str(error)[:500])
+        except Exception as error:
+            error.add_note(f"case {number}: {content[:300]!r}")
+            raise
+        else:
+            assert not kind.is_proven or found == expected, number
+        assert time.perf_counter() - begin < MOST_SECONDS, number
+
+
+@pytest.mark.parametrize("name, value", [("rope_parameters", 5), ("rope_scaling", [1]), ("layer_types", 7)], ids=str)
+def test_a_field_of_another_kind_is_named(name, value, tmp_path):
+    content = json.loads((GOLDEN / "decoders" / "qwen3" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(content | {name: value}))
+    with pytest.raises(UsageError, match=rf"config.json: {name} is .*: it must be an? (object|list)"):
+        shape_at(tmp_path)
+
+
+def test_what_has_no_end_is_refused():
+    with pytest.raises(UsageError, match="/dev/zero cannot be read as JSON: it has more than"):
+        Job.read("/dev/zero")
