@@ -21,9 +21,12 @@ FINALIZE = 120  #: seconds that the end of MPI may take after all ranks have com
 FAILED = 32767  #: the tag by which ranks hear that one has failed, the largest that every MPI allows
 
 
-def leave_at_exit(leave: Callable[[], None]) -> None:
-    """When this program ends in good order, ``leave`` meets the others, and raises SpmdError if they are elsewhere."""
-    atexit.register(_leave, leave)
+def leave_at_exit(leave: Callable[[], None], settle: Callable[[], None]) -> None:
+    """When this program ends in good order, ``leave`` meets the others, and raises SpmdError if they are elsewhere.
+
+    Then all ranks ``settle``: they receive what is still on its way to them.
+    """
+    atexit.register(_leave, leave, settle)
 
 
 def stay_at_exit() -> None:
@@ -31,7 +34,7 @@ def stay_at_exit() -> None:
     atexit.unregister(_leave)
 
 
-def _leave(leave: Callable[[], None]) -> None:
+def _leave(leave: Callable[[], None], settle: Callable[[], None]) -> None:
     """Meet once more before MPI ends, so that a rank still inside a collective is told instead of hanging."""
     try:
         leave()
@@ -41,6 +44,7 @@ def _leave(leave: Callable[[], None]) -> None:
     # more that could tell: the system then ends this process, and the launcher says so and ends the job.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(FINALIZE)
+    settle()
 
 
 def end_all_ranks_on_error(comm) -> None:
