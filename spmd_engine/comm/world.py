@@ -30,6 +30,7 @@ from spmd_engine.process.launchers import (
     launcher_size,
     let_rank_zero_speak,
 )
+from spmd_engine.process.signals import StopFlag
 from spmd_engine.watchdog.activity import SIZE, Activity, Memory
 from spmd_engine.watchdog.records import Record
 from spmd_engine.watchdog.watchdog import Watchdog
@@ -44,9 +45,13 @@ def world() -> Communicator:
 def _process_world() -> Communicator:
     keep_freed_memory()
     try:
-        join_mpi()
-        from spmd_engine.comm.mpi import MPI, MPICommunicator
-        from spmd_engine.node.node import OwnMemory, mapped
+        with StopFlag(but_defaults=True):  # an import that was interrupted cannot be made again
+            join_mpi()
+            from spmd_engine.comm.mpi import MPI, MPICommunicator
+            from spmd_engine.node.node import OwnMemory, mapped
+
+            if MPI.COMM_WORLD.size > 1:
+                end_all_ranks_on_error(MPI.COMM_WORLD)
     except (ImportError, RuntimeError) as error:
         if is_launched():
             raise UsageError(
@@ -56,7 +61,6 @@ def _process_world() -> Communicator:
         return _alone()
     if MPI.COMM_WORLD.size == 1:
         return _alone()
-    end_all_ranks_on_error(MPI.COMM_WORLD)
     record = OwnMemory(SIZE)
     comm = MPICommunicator(MPI.COMM_WORLD, Progress(Activity(record.map())))
     tell = partial(gather_json, Group(comm, "world", Ledger()), label="joining")
