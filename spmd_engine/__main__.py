@@ -1,16 +1,28 @@
 """``python -m spmd_engine``: see ``--help``."""
 
-from spmd_engine.importing import many_imports
-from spmd_engine.process.launchers import one_blas_thread
-from spmd_engine.process.signals import StopFlag, exit_code
+import signal
+import sys
 
-if __name__ == "__main__":
+
+def main() -> None:
+    """Load the command line and run it; a signal that comes meanwhile ends it in one line, on whatever rank."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # until there is what handles them
+    from spmd_engine.importing import many_imports
+    from spmd_engine.process.launchers import one_blas_thread
+    from spmd_engine.process.signals import StopFlag, exit_code, raise_interrupted
+
     try:
-        with StopFlag(), many_imports(), one_blas_thread():
-            # A signal while modules load is heard once they are: a half-loaded program cannot end well.
-            from spmd_engine.cli import main
+        with raise_interrupted():
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
+            with StopFlag(), many_imports(), one_blas_thread():
+                # A signal while modules load is heard once they are: a half-loaded program cannot end well.
+                from spmd_engine.cli import main
+            main()
     except KeyboardInterrupt as error:
         from spmd_engine.process.ending import end_at_once
 
-        end_at_once(f"spmd_engine: {error}", exit_code(error))
+        end_at_once(f"spmd_engine: {error}", exit_code(error, sys.argv))
+
+
+if __name__ == "__main__":
     main()

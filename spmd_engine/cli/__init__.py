@@ -77,4 +77,4 @@ def main(args: Sequence[str] | None = None) -> None:
         fail(f"spmd_engine: {error.filename}: {error.strerror}")
         sys.exit(2)
     except KeyboardInterrupt as error:
-        end_at_once(f"spmd_engine: {str(error) or 'interrupted'}", exit_code(error))
+        end_at_once(f"spmd_engine: {str(error) or 'interrupted'}", exit_code(error, arguments))

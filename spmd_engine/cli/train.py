@@ -49,7 +49,7 @@ of its composition the mesh cannot have is left out."""
 @field_option(DataConfig, "micro_batches", help="Parts of a batch, one by one.")
 @field_option(TrainingConfig, "steps", help="Optimizer steps in all.")
 @click.option("--stop-at", type=int, help="Stop, to be resumed, after this step. [default: --steps]")
-@click.option("--requeue", is_flag=True, help=f"Saved for a signal, end with {REQUEUE}: batch scripts requeue then.")
+@click.option("--requeue", is_flag=True, help=f"Ended by a signal, exit with {REQUEUE}: batch scripts requeue then.")
 @field_option(TrainingConfig, "max_skipped", help="Steps in a row that may be skipped, as not finite.")
 @field_option(TrainingConfig, "check_replicas_every", help="Steps; 0: never.")
 @field_option(TrainingConfig, "save_every", help="Steps; 0: at the end.")
@@ -94,7 +94,8 @@ def train(context: click.Context, **options: Any) -> None:
     step) and a checkpoint, from which --resume goes on and 'generate' and 'infer' answer. --resume takes over
     the run's own options, those given here and --mesh excepted, and goes on exactly from its last save; with
     more --steps, the learning rate follows its cosine over the new number. Ctrl-C, SIGTERM or SIGUSR1, to mpiexec
-    or to any rank, saves after the step that is under way; a second one ends it at once.
+    or to any rank, saves after the step that is under way; a second one ends it at once, and so does one before the
+    first step is done.
     """
     if options["trace"] is not None and options["trace"] < 1:
         raise UsageError(f"--trace {options['trace']}: at least one step is traced")

@@ -65,8 +65,6 @@ class Group(PointToPoint):
             last = self._start(self._say("leave", ("leave", self.axes, ""), text), text)
             last.until_the_end = True
             last.wait()
-            if not reason:
-                self.comm.announce_end()  # to those who have asked meanwhile
 
     def broadcast(self, x: Array | None, root: int = 0, *, label: str = "") -> Array:
         """The root's ``x`` on every rank; what the others give is not looked at, and may be None."""

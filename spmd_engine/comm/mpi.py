@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-import numpy as np
 from mpi4py import MPI
 
 from spmd_engine.arrays.backend import Array, backend_of
@@ -26,12 +25,13 @@ from spmd_engine.comm.transports.messages import MessagePart
 from spmd_engine.comm.transports.mpi import NonblockingCollectives
 from spmd_engine.errors import MeshError
 from spmd_engine.node.node import Node, open_node
+from spmd_engine.watchdog.other_nodes import ASK, ENDED, SideMessages
 
 logger = logging.getLogger(__name__)
 
 KEPT = 32  # communicators that nobody uses any more: MPI refuses to make more than some 2,000
 PIECE = 1 << 30  # bytes a message: some MPI libraries refuse counts of 2^31 and more
-_END, _ASK, _FOUNDING = 32766, 32765, 32764  # tags that no other message has
+_FOUNDING = 32764  # a tag that no other message has
 _TOLD = struct.Struct("<?q")  # by who makes a communicator: whether it has one, and where it has made room for a table
 _SPIN_TESTS = 1000  # look again this often before giving way at all, some 200 microseconds
 _YIELDS = 100  # give way this often before sleeping: a peer that is nearly there needs no sleep
@@ -62,6 +62,8 @@ class MPICommunicator(Communicator):
         self._node: Node | None = None
         self._yields = _YIELDS
         self._members = list(members) if members is not None else list(range(comm.size))
+        #: the world's: with ranks whose memory this one does not share, if there are any
+        self.side_messages: SideMessages | None = None
         self._ended: set[int] = set()
         self._asked: set[int] = set()  # ranks of the world that are to say when their programs end
         self._lane_comm: MPI.Comm | None = None
@@ -102,7 +104,10 @@ class MPICommunicator(Communicator):
         if table is not None and len(nodes) == 1:
             self.table = table
             return
-        comm = self._comm.Dup() if self._world is self else self._comm  # the world's may have other users
+        comm = self._comm
+        if self._world is self:
+            comm = comm.Dup()  # the world's may have other users
+            self.side_messages = SideMessages(comm)
         self.collectives = NonblockingCollectives(comm, self.turns, self.tuning)
         if table is not None:
             self.lanes = Lanes(self, nodes, table)
@@ -204,26 +209,20 @@ class MPICommunicator(Communicator):
     def announce_end(self) -> None:
         if self._node is not None:
             self._node.announce_end()
-        for asking in self._world._come(_ASK):
-            self._world.start_send(np.zeros(1, np.uint8), asking, _END)
+        if (messages := self._world.side_messages) is not None:
+            messages.send(b"", [asking for asking, _ in messages.receive(ASK)], ENDED)
 
     def ended(self, suspects: Sequence[int]) -> list[int]:
         world, near = self._world, self._node.ranks if self._node is not None else ()
         members = {self._members[rank]: rank for rank in suspects}
-        for member in members.keys() - world._asked - set(near):
-            world._asked.add(member)
-            world.start_send(np.zeros(1, np.uint8), member, _ASK)
-        world._ended.update(world._come(_END))
-        ended = world._ended.union(self._node.ended() if self._node is not None else ())
+        ended = set(self._node.ended() if self._node is not None else ())
+        if (messages := world.side_messages) is not None:
+            asked = members.keys() - world._asked - set(near)
+            world._asked |= asked
+            messages.send(b"", sorted(asked), ASK)
+            world._ended.update(rank for rank, _ in messages.receive(ENDED))
+            ended |= world._ended
         return sorted(rank for member, rank in members.items() if member in ended)
-
-    def _come(self, tag: int) -> list[int]:
-        """Ranks from which such a message of one byte has come; it is taken in."""
-        sources, status = [], MPI.Status()
-        while self._comm.Iprobe(MPI.ANY_SOURCE, tag, status):
-            self._comm.Recv([np.empty(1, np.uint8), MPI.BYTE], status.source, tag)  # it is here: no wait
-            sources.append(status.source)
-        return sources
 
     def prepare_to_pause(self, idle: int) -> None:
         if self._node is not None and idle >= self._yields:

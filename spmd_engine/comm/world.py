@@ -30,6 +30,7 @@ from spmd_engine.process.launchers import (
     launcher_size,
     let_rank_zero_speak,
 )
+from spmd_engine.process.signals import StopFlag
 from spmd_engine.watchdog.activity import SIZE, Activity, Memory
 from spmd_engine.watchdog.records import Record
 from spmd_engine.watchdog.watchdog import Watchdog
@@ -44,9 +45,13 @@ def world() -> Communicator:
 def _process_world() -> Communicator:
     keep_freed_memory()
     try:
-        join_mpi()
-        from spmd_engine.comm.mpi import MPI, MPICommunicator
-        from spmd_engine.node.node import OwnMemory, mapped
+        with StopFlag(but_defaults=True):  # an import that was interrupted cannot be made again
+            join_mpi()
+            from spmd_engine.comm.mpi import MPI, MPICommunicator
+            from spmd_engine.node.node import OwnMemory, mapped
+
+            if MPI.COMM_WORLD.size > 1:
+                end_all_ranks_on_error(MPI.COMM_WORLD)
     except (ImportError, RuntimeError) as error:
         if is_launched():
             raise UsageError(
@@ -56,7 +61,6 @@ def _process_world() -> Communicator:
         return _alone()
     if MPI.COMM_WORLD.size == 1:
         return _alone()
-    end_all_ranks_on_error(MPI.COMM_WORLD)
     record = OwnMemory(SIZE)
     comm = MPICommunicator(MPI.COMM_WORLD, Progress(Activity(record.map())))
     tell = partial(gather_json, Group(comm, "world", Ledger()), label="joining")
@@ -67,7 +71,7 @@ def _process_world() -> Communicator:
     comm.open_node(hosts, cores, tell)
     record.close()  # all have opened it: they met since
     _watch(comm, dict(zip(ranks if len(records) == len(ranks) else [comm.rank], records, strict=True)))
-    leave_at_exit(lambda: Group(comm, "world", Ledger()).leave())
+    leave_at_exit(lambda: Group(comm, "world", Ledger()).leave(), partial(_settle, comm))
     return comm
 
 
@@ -88,11 +92,20 @@ def _watch(comm: Communicator, records: Mapping[int, Memory]) -> None:
     """Start a watchdog, which sees these ranks' records, and asks others for theirs."""
     from spmd_engine.watchdog.other_nodes import MPI, OtherNodes
 
-    several = len(records) < comm.size and MPI.Query_thread() == MPI.THREAD_MULTIPLE
+    messages, elsewhere = comm.side_messages, None
+    if messages is not None and len(records) < comm.size and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+        elsewhere = OtherNodes(messages, comm.size, list(records))
     seen = [Record(rank, memory) for rank, memory in records.items()]
-    elsewhere = OtherNodes(MPI.COMM_WORLD, list(records)) if several else None
     watchdog = Watchdog(comm.progress.activity, seen, comm.rank, comm.size, elsewhere)
     atexit.register(watchdog.stop)
+
+
+def _settle(comm: Communicator) -> None:
+    """Receive all messages beside calls that were sent to this rank, after all have come to their end. Collective."""
+    messages = comm.side_messages
+    if messages is not None:
+        sent = messages.close()
+        messages.receive_rest(int(Group(comm, "world", Ledger()).reduce_scatter(sent, label="ending")[0]))
 
 
 def _hosts_and_cores(
@@ -137,3 +150,4 @@ def fail(message: str) -> None:
         # All have come here, and so have told. With messages left under way MPICH does not end in good order: the
         # launcher then takes the first exit for a crash, and kills the others.
         comm._comm.Recv(bytearray(), other, FAILED)
+    _settle(comm)

@@ -14,16 +14,19 @@ from contextlib import suppress
 from spmd_engine.errors import RankAborted, SpmdError
 from spmd_engine.process.join import join_mpi
 from spmd_engine.process.launchers import is_launched, launcher_rank
-from spmd_engine.process.signals import exit_code
+from spmd_engine.process.signals import ENDING, exit_code, raise_interrupted
 
 JOIN = 10  #: seconds within which other ranks should come, too, when one joins MPI only to leave
 FINALIZE = 120  #: seconds that the end of MPI may take after all ranks have come to the end of their programs
 FAILED = 32767  #: the tag by which ranks hear that one has failed, the largest that every MPI allows
 
 
-def leave_at_exit(leave: Callable[[], None]) -> None:
-    """When this program ends in good order, ``leave`` meets the others, and raises SpmdError if they are elsewhere."""
-    atexit.register(_leave, leave)
+def leave_at_exit(leave: Callable[[], None], settle: Callable[[], None]) -> None:
+    """When this program ends in good order, ``leave`` meets the others, and raises SpmdError if they are elsewhere.
+
+    Then all ranks ``settle``: they receive what is still on its way to them.
+    """
+    atexit.register(_leave, leave, settle)
 
 
 def stay_at_exit() -> None:
@@ -31,16 +34,21 @@ def stay_at_exit() -> None:
     atexit.unregister(_leave)
 
 
-def _leave(leave: Callable[[], None]) -> None:
+def _leave(leave: Callable[[], None], settle: Callable[[], None]) -> None:
     """Meet once more before MPI ends, so that a rank still inside a collective is told instead of hanging."""
     try:
-        leave()
-    except SpmdError:
+        with raise_interrupted():
+            leave()
+    except (SpmdError, KeyboardInterrupt):
         sys.excepthook(*sys.exc_info())  # atexit would print it and go on into MPI_Finalize, which hangs
     # All have come to their end. Should MPI_Finalize hang (a rank is stopped there, a link is down), no Python runs any
-    # more that could tell: the system then ends this process, and the launcher says so and ends the job.
+    # more that could tell: the system then ends this process, and the launcher says so and ends the job. Whoever asks
+    # the job to end now gets what was asked for, without the exit code of a job that was killed.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(FINALIZE)
+    for number in ENDING:
+        signal.signal(number, signal.SIG_IGN)
+    settle()
 
 
 def end_all_ranks_on_error(comm) -> None:

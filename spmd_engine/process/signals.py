@@ -1,19 +1,21 @@
-"""SIGINT (Ctrl-C), SIGTERM and SIGUSR1: a flag while there is something to save first, otherwise an exception."""
+"""Signals that end a program: a flag while there is something to save first, otherwise an exception."""
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import monotonic
 from types import FrameType, TracebackType
 from typing import Any
 
 AGAIN = 1.0  #: seconds within which a second signal is the first one's echo: launchers and shells may both send it
 
-#: What ends a program. Batch systems send SIGTERM, or SIGUSR1, some time before they take the machine away.
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-REQUEUE = 75  #: exit code of a job that has saved and is to be queued again; EX_TEMPFAIL of sysexits.h
+#: Ctrl-C, kill, what batch systems send some time before they take the machine away, and a terminal that is closed.
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+REQUEUE = 75  #: exit code of a job that is to be queued again; EX_TEMPFAIL of sysexits.h
 
 
 class Interrupted(KeyboardInterrupt):
@@ -24,31 +26,49 @@ class Interrupted(KeyboardInterrupt):
         self.number = number
 
 
-def exit_code(error: KeyboardInterrupt) -> int:
-    """That of a program which a signal ended, as shells count it: 130 for SIGINT, 143 for SIGTERM, 138 for SIGUSR1."""
-    return 128 + getattr(error, "number", signal.SIGINT)
+def exit_code(error: KeyboardInterrupt, arguments: Sequence[str] = ()) -> int:
+    """That of a program which a signal ended: 128 + its number (130 for SIGINT, 143 for SIGTERM).
+
+    With --requeue among the program's ``arguments`` it is REQUEUE, but for SIGINT, which a user sends.
+    """
+    number = getattr(error, "number", signal.SIGINT)
+    return REQUEUE if "--requeue" in arguments and number != signal.SIGINT else 128 + number
 
 
 class Handlers:
     """``with Handlers(handle): ...``: the ENDING signals call ``handle(number, frame)`` meanwhile.
 
-    A signal that is ignored, as shells have it for jobs in the background, stays so. Python gives signals to the main
-    thread alone; on another, a virtual rank's, nothing changes.
+    A signal that is ignored, as shells have it for jobs in the background, stays so, and with ``but_defaults`` one that
+    has the system's default action. Python gives signals to the main thread alone; on another, a virtual rank's,
+    nothing changes. Where Python cannot raise an Interrupted (in a callback from C, in ``__del__``), its signal is sent
+    again a moment later.
     """
 
-    def __init__(self, handle: Callable[[int, FrameType | None], None]) -> None:
+    def __init__(self, handle: Callable[[int, FrameType | None], None], but_defaults: bool = False) -> None:
         self._handle = handle
+        self._stay = (signal.SIG_IGN, None, *([signal.SIG_DFL] if but_defaults else []))  # None: not set by Python
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
+            self._hook, sys.unraisablehook = sys.unraisablehook, self._not_raised
             for number in ENDING:
-                if signal.getsignal(number) not in (signal.SIG_IGN, None):  # None: not set by Python
+                if signal.getsignal(number) not in self._stay:
                     self._previous[number] = signal.signal(number, self._handle)
 
     def __exit__(self, *error: object) -> None:
-        while self._previous:
-            signal.signal(*self._previous.popitem())
+        if threading.current_thread() is threading.main_thread():
+            while self._previous:
+                signal.signal(*self._previous.popitem())
+            sys.unraisablehook = self._hook
+
+    def _not_raised(self, what: sys.UnraisableHookArgs) -> None:
+        if isinstance(what.exc_value, Interrupted):
+            again = threading.Timer(0.05, os.kill, (os.getpid(), what.exc_value.number))
+            again.daemon = True
+            again.start()
+        else:
+            self._hook(what)
 
 
 def raise_interrupted() -> Handlers:
@@ -63,17 +83,21 @@ def raise_interrupted() -> Handlers:
 class StopFlag:
     """While open, the ENDING signals are only noted in ``received``, so that work in steps can end after one of them.
 
-    A second signal, unless it follows within AGAIN seconds, raises Interrupted at once. So does closing the flag, if
-    a signal has come of which nobody took notice with ``take``.
+    A second signal, unless it follows within AGAIN seconds, raises Interrupted at once. So does the first one while
+    there is nothing ``to_save``, and closing the flag, if a signal has come of which nobody took notice with ``take``.
+    ``but_defaults``: see ``Handlers``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, to_save: bool = True, but_defaults: bool = False) -> None:
+        self.to_save = to_save
         self.received = 0  #: the number of the signal that this process got; 0 for none
         self.taken = 0  #: the number of the signal for which the work ends
         self._since = 0.0
-        self._handlers = Handlers(self._note)
+        self._handlers = Handlers(self._note, but_defaults)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if not self.to_save:
+            raise Interrupted(number)
         if not self.received:
             self.received, self._since = number, monotonic()
         elif monotonic() - self._since > AGAIN:

@@ -45,8 +45,9 @@ class Run:
     done, for a text that shows what was learnt; ``after_step`` with the number of each step, when its metrics are told
     and before anything is saved.
 
-    SIGINT, SIGTERM or SIGUSR1 to any rank ends the run after the step that is under way: saved, told to the observers,
-    and with SystemExit, whose code is 128 + the signal's number, on every rank. A second one ends the program at once.
+    SIGINT, SIGTERM, SIGUSR1 or SIGHUP to any rank ends the run after the step that is under way: saved, told to the
+    observers, and with SystemExit, whose code is 128 + the signal's number, on every rank. A second one ends the
+    program at once, and so does the first one before a step has been made: there is nothing to save.
     """
 
     def __init__(
@@ -95,12 +96,12 @@ class Run:
     def train(self, steps: int) -> float | None:
         """Steps until ``steps`` have been made in all. Returns the last validation loss. Collective."""
         self.engine.mesh.activity.folder = self.folder  # where a watchdog puts the stacks of a job that hangs
-        with self.locked(), self._observed(steps), StopFlag() as stop:
+        with self.locked(), self._observed(steps), StopFlag(to_save=False) as stop:
             self.trainer.stop = stop
             self._evaluate()
             self._tell_evaluated()
             for report in self._traced(steps):
-                last = report.step == steps
+                stop.to_save, last = True, report.step == steps
                 evaluates = last or not stop.taken and _due(self.eval_every, report.step)
                 if evaluates:
                     self._evaluate()

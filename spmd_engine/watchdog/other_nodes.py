@@ -1,37 +1,85 @@
-"""What nodes tell each other of a hang: over a communicator of its own, and only once there is one."""
+"""Messages between nodes beside the calls of a program: reports of a hang, and questions whether a rank has ended.
+
+No receive is posted for them, and a rank may end before it has looked for the last one. With a message that was sent
+and never received MPICH does not end in good order: its launcher takes a rank's exit for a crash, and kills the others.
+So they are counted: at the end all ranks add up how many each was sent, and receive the rest.
+"""
 
 from __future__ import annotations
 
 import pickle
 import time
 from collections.abc import Sequence
+from threading import Lock
 
+import numpy as np
 from mpi4py import MPI
 
 from spmd_engine.watchdog.records import State
 from spmd_engine.watchdog.watchdog import FRESH
 
+ENDED, ASK, REPORT = range(32764, 32767)  #: tags; no larger ones are allowed by every MPI
+
+
+class SideMessages:
+    """Of one rank, over MPI's ``comm``, for all its threads."""
+
+    def __init__(self, comm: MPI.Comm) -> None:
+        self._comm, self._lock = comm, Lock()
+        self._sent, self._received = np.zeros(comm.size, np.int64), 0
+        self._under_way: list[MPI.Request] = []
+        self._closed = False
+
+    def send(self, data: bytes, ranks: Sequence[int], tag: int) -> None:
+        """Begin to send ``data`` to each of the ranks."""
+        with self._lock:
+            if not self._closed:
+                self._under_way = [request for request in self._under_way if not request.Test()]
+                self._under_way += [self._comm.Isend([data, MPI.BYTE], rank, tag) for rank in ranks]
+                np.add.at(self._sent, list(ranks), 1)
+
+    def receive(self, tag: int = MPI.ANY_TAG) -> list[tuple[int, bytes]]:
+        """The messages of this tag that are here: from which rank, and the data."""
+        came, status = [], MPI.Status()
+        with self._lock:
+            while self._comm.Iprobe(MPI.ANY_SOURCE, tag, status):
+                data = bytearray(status.Get_count(MPI.BYTE))
+                self._comm.Recv([data, MPI.BYTE], status.source, status.tag)  # it is here: no wait
+                came.append((status.source, bytes(data)))
+            self._received += len(came)
+        return came
+
+    def close(self) -> np.ndarray:
+        """Send no more; how many messages this rank has sent to each."""
+        with self._lock:
+            self._closed = True
+        return self._sent
+
+    def receive_rest(self, sent_here: int) -> None:
+        """Return when all ``sent_here``, by all ranks to this one, have been received, and all that it sent has left.
+
+        Every rank calls this after all are closed.
+        """
+        while self._received < sent_here or not MPI.Request.Testall(self._under_way):
+            if not self.receive():
+                time.sleep(1e-3)
+
 
 class OtherNodes:
     """The ranks of other nodes, as one rank's watchdog hears of them. ``here`` are those that it sees itself."""
 
-    def __init__(self, comm: MPI.Comm, here: Sequence[int]) -> None:
-        self._comm = comm.Dup()
-        self._others = [rank for rank in range(comm.size) if rank not in set(here)]
-        self._sent: list[MPI.Request] = []
+    def __init__(self, messages: SideMessages, size: int, here: Sequence[int]) -> None:
+        self._messages = messages
+        self._others = sorted(set(range(size)) - set(here))
         self._heard: dict[int, tuple[float, State]] = {}
 
     def tell(self, states: Sequence[State]) -> None:
         """Tell every rank of other nodes: nobody knows which of them still listens."""
-        data = pickle.dumps(list(states))
-        self._sent = [request for request in self._sent if not request.Test()]
-        self._sent += [self._comm.Isend([data, MPI.BYTE], to) for to in self._others]
+        self._messages.send(pickle.dumps(list(states)), self._others, REPORT)
 
     def heard(self) -> list[State]:
         """What was told in the last seconds, the newest of each rank."""
-        status, now = MPI.Status(), time.monotonic()
-        while self._comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
-            data = bytearray(status.Get_count(MPI.BYTE))
-            self._comm.Recv([data, MPI.BYTE], status.source, status.tag)
+        now = time.monotonic()
+        for _, data in self._messages.receive(REPORT):
             self._heard.update({state.rank: (now, state) for state in pickle.loads(data)})
         return [state for when, state in self._heard.values() if now - when < FRESH]

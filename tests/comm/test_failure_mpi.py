@@ -1,5 +1,7 @@
 """A rank that fails, ends early or is killed ends the whole job at once, and says so once."""
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -166,3 +168,70 @@ if mesh.rank == 1:
 """)
     assert ended.returncode != 0
     assert ended.seconds < 15
+
+
+NODES = """
+import os, random, sys, time
+from mpi4py import MPI
+MPI.Get_processor_name = lambda: f"host {MPI.COMM_WORLD.rank}"
+import numpy as np
+from spmd_engine import Mesh, world
+from spmd_engine.comm import pending
+"""
+SLEEPS = NODES + """
+pending.MESSAGES_AFTER = 0.1  # seconds after which a rank asks those it waits for whether they have ended
+with Mesh() as mesh:
+    if mesh.rank == 1:
+        time.sleep(0.4)
+    mesh.all_reduce(np.ones(4))
+"""
+SENDS_LAST = NODES + """
+mesh = Mesh()
+others = [rank for rank in range(mesh.size) if rank != mesh.rank]
+world().side_messages.send(bytes(1_000_000), others, 1)  # too large to be sent before it is received
+"""
+#: Ranks that ask late ones whether they have ended, watchdogs that report, ranks that reach the end at different times.
+LATE = NODES + """
+seconds, chance = float(sys.argv[2]), random.Random(os.getpid())
+with Mesh(timeout=2 * seconds - 1) as mesh:  # the watchdogs report after half of it
+    for i in range(3):
+        mesh.all_reduce(np.ones(4))
+        if sys.argv[1] == "sleep" and mesh.rank == i + 1:
+            time.sleep(seconds if i == 0 else 2.2)
+        end = time.monotonic() + (sys.argv[1] == "compute") * chance.random() * seconds
+        while time.monotonic() < end:
+            np.ones(1000).sum()
+    mesh.all_reduce(np.ones(4))
+time.sleep(chance.random() * seconds)
+"""
+
+
+def test_questions_between_nodes_that_nobody_answers_do_not_spoil_the_end(mpi_run, tmp_path):
+    (tmp_path / "program.py").write_text(SLEEPS)
+    ended = mpi_run(5, tmp_path / "program.py", timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+FAIL = "from spmd_engine.comm.world import fail; fail('no'); sys.exit(2)"
+ENDINGS = {"well": ("", 0, ""), "of a mistake": (FAIL, 2, "no\n")}
+
+
+@pytest.mark.parametrize("end, code, said", in_time(ENDINGS, {"well", "of a mistake"}))
+def test_what_was_sent_beside_calls_is_received_before_mpi_ends(end, code, said, mpi_run, tmp_path):
+    (tmp_path / "program.py").write_text(SENDS_LAST + end)
+    ended = mpi_run(3, tmp_path / "program.py", timeout=60)
+    assert (ended.returncode, ended.stderr) == (code, said)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("launch", [False, True], ids=["mpiexec", "launch"])
+@pytest.mark.parametrize("ranks, seconds, how", [(6, 4, "sleep"), (6, 4, "compute"), (16, 5, "sleep"), (64, 8, "ends")])
+def test_ranks_on_many_nodes_that_come_late_end_well(ranks, seconds, how, launch, mpi_run, tmp_path):
+    (tmp_path / "program.py").write_text(LATE)
+    arguments = [tmp_path / "program.py", how, seconds]
+    if launch:
+        command = [sys.executable, "-m", "spmd_engine", "launch", "-n", ranks, "--max-restarts", 0, "--", *arguments]
+        ended = subprocess.run([str(each) for each in command], capture_output=True, text=True, timeout=120)
+    else:
+        ended = mpi_run(ranks, *map(str, arguments), timeout=120)
+    assert ended.returncode == 0, ended.stderr

@@ -1,5 +1,6 @@
 """Ctrl-C and SIGTERM: work in steps ends after one, saved; everything else ends at once; always in one line."""
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -15,8 +16,8 @@ from mpi_harness.launch import Job, clean_environment, mpiexec
 from spmd_engine import Mesh
 from spmd_engine.cli import main
 from spmd_engine.engine import SGD
-from spmd_engine.process.signals import Interrupted, StopFlag, raise_interrupted
-from spmd_engine.training import Trainer
+from spmd_engine.process.signals import Interrupted, StopFlag, exit_code, raise_interrupted
+from spmd_engine.training import Run, Trainer
 
 needs_mpi = pytest.mark.skipif(mpiexec() is None, reason="needs an MPI library and its mpiexec")
 pytestmark = pytest.mark.usefixtures("sigint_is_heard")
@@ -72,6 +73,35 @@ def test_on_another_thread_handlers_stay_as_they_are():
     assert done
 
 
+def test_a_signal_before_there_is_something_to_save_ends_at_once():
+    with pytest.raises(Interrupted, match="SIGTERM"), StopFlag(to_save=False):
+        send(signal.SIGTERM)
+        pytest.fail("nothing was raised")
+
+
+def test_a_default_action_stays_where_that_is_asked():
+    with StopFlag(but_defaults=True) as flag:
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        with pytest.raises(Interrupted, match="SIGINT"), StopFlag(but_defaults=True):
+            send()  # Python's own handler would have raised here
+    assert flag.received == 0
+
+
+def test_a_signal_that_python_cannot_raise_comes_again():
+    """As in the callbacks by which LLVM tells llvmlite of what it has compiled."""
+    with pytest.raises(Interrupted, match="SIGTERM"), raise_interrupted():
+        ctypes.CFUNCTYPE(None)(lambda: send(signal.SIGTERM))()
+        time.sleep(5)
+
+
+CODES = [("SIGTERM", "", 143), ("SIGTERM", "--requeue", 75), ("SIGHUP", "--requeue", 75), ("SIGINT", "--requeue", 130)]
+
+
+@pytest.mark.parametrize("number, arguments, code", CODES)
+def test_exit_codes(number, arguments, code):
+    assert exit_code(Interrupted(signal.Signals[number]), ["train", *arguments.split()]) == code
+
+
 # --- the trainer
 
 
@@ -88,6 +118,20 @@ def test_on_one_rank_the_step_is_finished_and_no_other_begun(step_metrics):
         trainer = Trainer(engine, SGD(), batches, lambda step: 0.1, step_metrics=step_metrics, stop=flag)
         assert [report.step for report in trainer.run(5)] == [1, 2]
         assert flag.taken == signal.SIGINT
+
+
+def test_a_run_without_a_finished_step_ends_at_once_and_saves_nothing(tmp_path):
+    """While loops are compiled for the first time, or in a long first step."""
+    with Mesh() as mesh:
+        engine = tiny.make_engine(mesh)
+
+        def batches(step):
+            send(signal.SIGTERM)
+            pytest.fail("the step goes on")
+
+        with pytest.raises(Interrupted, match="SIGTERM"):
+            Run(tmp_path / "r", Trainer(engine, SGD(), batches, lambda step: 0.1)).train(3)
+    assert not (tmp_path / "r" / "checkpoints" / "latest").exists()
 
 
 @pytest.mark.mpi(ranks=3)
@@ -115,7 +159,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 from spmd_engine.process.launchers import launcher_rank
 """
 
-TRAIN = HEAD + """
+TRAIN = (
+    HEAD
+    + """
 from spmd_engine.cli import main
 
 def send(metrics, number):
@@ -127,6 +173,7 @@ if launcher_rank() in {ranks}:
     threading.Thread(target=send, args=(Path("runs/r/metrics.jsonl"), signal.{signal}), daemon=True).start()
 main("train --model mlp --steps 1000000 --batch-size 8 --eval-samples 2 --data {data} --run r {option}".split())
 """
+)
 
 
 def train_program(ranks, signal_name, option=""):
@@ -183,7 +230,9 @@ def test_ctrl_c_to_the_launcher_saves(tmp_path):
     assert (tmp_path / "runs" / "r" / "checkpoints" / "latest" / "manifest.json").exists()
 
 
-WAITING = HEAD + """
+WAITING = (
+    HEAD
+    + """
 import numpy as np
 from spmd_engine import Mesh
 mesh = Mesh()
@@ -195,6 +244,7 @@ if mesh.rank == 2:
     time.sleep(30)
 mesh.all_gather(np.ones(3))
 """
+)
 
 
 @needs_mpi
@@ -210,7 +260,9 @@ def test_any_program_ends_at_once_in_one_line(mpi_run, tmp_path, ranks):
     assert "interrupted; it ends the job" in line
 
 
-COMMAND = HEAD + """
+COMMAND = (
+    HEAD
+    + """
 from spmd_engine.cli import main
 
 def send():
@@ -222,6 +274,7 @@ if launcher_rank() == 0:
     threading.Thread(target=send, daemon=True).start()
 main("verify --steps 1000".split())
 """
+)
 
 
 @needs_mpi
@@ -232,24 +285,34 @@ def test_a_command_ends_at_once_in_one_line(mpi_run, tmp_path):
     (line,) = own_lines(result.stderr)
     assert line == "spmd_engine: interrupted by SIGTERM"
 
+
 LOADING = """
 import os, runpy, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+number, module, sys.argv[1:] = signal.Signals[sys.argv[1]], sys.argv[2], ["train", *sys.argv[3:]]
+
 class Sender:
     def find_spec(self, name, *others):
-        if name == "numpy":
+        if name == module:
             sys.meta_path.remove(self)
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
 
 sys.meta_path.insert(0, Sender())
-sys.argv = ["spmd_engine", "train"]
 runpy.run_module("spmd_engine", run_name="__main__")
 """
+MOMENTS = {  # the module that is about to be imported when a signal comes
+    "handlers": ("SIGINT", "spmd_engine.process.signals", "", 130),
+    "modules": ("SIGINT", "numpy", "--requeue", 130),
+    "a job to be queued again": ("SIGTERM", "numpy", "--requeue", 75),
+    "a command": ("SIGHUP", "spmd_engine.cli.train", "", 129),
+    "MPI": ("SIGTERM", "mpi4py", "--requeue", 75),
+}
 
 
-def test_a_signal_while_modules_load_is_one_line_once_they_have(tmp_path):
+@pytest.mark.parametrize("name, module, option, code", MOMENTS.values(), ids=MOMENTS)
+def test_a_signal_while_something_loads_is_one_line_once_it_has(name, module, option, code, tmp_path):
     environment = {**clean_environment(), "PYTHONPATH": os.getcwd()}
-    command = [sys.executable, "-c", LOADING]
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
-    assert (ended.returncode, ended.stderr) == (130, "spmd_engine: interrupted by SIGINT\n")
+    command = [sys.executable, "-c", LOADING, name, module, *option.split()]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100, cwd=tmp_path)
+    assert (ended.returncode, ended.stderr) == (code, f"spmd_engine: interrupted by {name}\n")
