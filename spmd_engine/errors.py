@@ -36,11 +36,13 @@ class WrongNumberOfRanks(MeshError):
         self.mesh, self.ranks = mesh, ranks  #: its axes, as in "data=2,model=2"; how many ranks it needs
 
 
-class UnknownParameter(UsageError):
-    """An engine has no parameter of this name."""
+class UnknownParameter(UsageError, KeyError):
+    """An engine, or a layer, has no parameter of this name."""
 
-    def __init__(self, name: str, names: Iterable[str]) -> None:
-        super().__init__(f"no parameter {name!r}; this engine has: {', '.join(names)}")
+    def __init__(self, name: str, names: Iterable[str], of: str = "engine") -> None:
+        super().__init__(f"no parameter {name!r}; this {of} has: {', '.join(names)}")
+
+    __str__ = Exception.__str__  # a KeyError's is quoted
 
 
 class NotationError(UsageError):
