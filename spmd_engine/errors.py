@@ -61,11 +61,13 @@ class WrongNumberOfRanks(MeshError):
         self.mesh, self.ranks = mesh, ranks  #: its axes, as in "data=2,model=2"; how many ranks it needs
 
 
-class UnknownParameter(UsageError):
-    """An engine has no parameter of this name."""
+class UnknownParameter(UsageError, KeyError):
+    """An engine, or a layer, has no parameter of this name."""
 
-    def __init__(self, name: str, names: Iterable[str]) -> None:
-        super().__init__(f"this engine has no parameter {name!r}; {one_of(name, names)}")
+    def __init__(self, name: str, names: Iterable[str], of: str = "engine") -> None:
+        super().__init__(f"this {of} has no parameter {name!r}; {one_of(name, names)}")
+
+    __str__ = Exception.__str__  # a KeyError's is quoted
 
 
 class NotationError(UsageError):

@@ -38,6 +38,8 @@ BATCH, LENGTH, WIDTH, VOCABULARY = 3, 7, 6, 13
 class TiedEnds(Layer):
     """An embedding and a head that share their table: two layers add to one gradient."""
 
+    inputs, outputs = Embedding.inputs, Head.outputs
+
     def __init__(self):
         self.embedding = Embedding(VOCABULARY, WIDTH)
         self.head = Head(VOCABULARY, WIDTH, tied="embedding/table")

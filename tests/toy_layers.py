@@ -6,6 +6,7 @@ import numpy as np
 
 from spmd_engine.engine.chunk import Chunk
 from spmd_engine.engine.execution import Execution
+from spmd_engine.layers import Activation
 from spmd_engine.layers.layer import ForwardContext, Layer
 
 TRAINING, SERVING = (ForwardContext(None, None, training=training) for training in (True, False))
@@ -20,6 +21,8 @@ class Box:
 
 class Toy(Layer):
     """y = 2 x + its number. Writes down what it is asked for."""
+
+    inputs = outputs = Activation("b")
 
     def __init__(self, number, stand):
         self.number, self.stand = number, stand

@@ -18,6 +18,17 @@ from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.mesh import Collectives, Mesh, Over
 from spmd_engine.engine.batch import Batch, MicroBatch
+from spmd_engine.engine.contract import (
+    add_gradients,
+    backward_of,
+    check_batch,
+    check_declared,
+    check_dims,
+    check_letters,
+    emptied_tape,
+    guard_engine,
+    read_sharding,
+)
 from spmd_engine.engine.evaluation import Evaluation, Scores
 from spmd_engine.engine.parameter_store import Index
 from spmd_engine.engine.tape import Tape, Tapes
@@ -93,7 +104,12 @@ class ShardedEngine(Collectives, ABC):
     #: What they said of the last step's batch, before its update: of which fraction of the targets each holds.
     training_metrics: Mapping[str, float] = MappingProxyType({})
     input_gradient: Array | None = None  #: of the last backward
+    _is_checked: bool = False  # whether what it declares has been found right
     checks_replicas: bool = True  #: whether the next step compares the gradients of ranks that hold the same block
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        guard_engine(cls)
 
     # --- to be defined -----------------------------------------------------------------------------------
 
@@ -194,7 +210,7 @@ class ShardedEngine(Collectives, ABC):
     def sharding(self, name: str) -> Spec:
         """How a parameter is cut."""
         if name in self.shardings:
-            return Spec.parse(self.shardings[name])
+            return read_sharding(self, f"shardings[{name!r}]", self.shardings[name])
         if name not in self.parameters:
             raise UnknownParameter(name, self.names)
         return Spec.parse(" ".join("ijklmnop"[: np.ndim(self.parameters[name])]))
@@ -236,6 +252,7 @@ class ShardedEngine(Collectives, ABC):
             return tuple(slice(0, length) for length in array.shape)
         # By the array's own shape: while loading, the engine may not know its parameters' yet.
         spec = self.owned_sharding(name) if owned else self.sharding(name)
+        check_letters(self, name, spec, array)
         return spec.block(tuple(array.shape), self.mesh)
 
     def global_shape(self, name: str) -> tuple[int, ...]:
@@ -342,30 +359,40 @@ class ShardedEngine(Collectives, ABC):
     def target_sharding(self) -> str:
         return self.output_sharding
 
-    def _check_shardings(self) -> None:
-        """The batch must be cut alike in inputs and targets, or the loss is not what the gradients sum to."""
+    def check_declared(self, training: bool = False) -> None:
+        """Raise UsageError for parameters or shardings that do not fit together; after the first time, for batches
+        that inputs and targets cut in another way, since the loss is not what gradients then sum to. Collective."""
+        if not self._is_checked:
+            check_declared(self, training)
+            self._is_checked = True
         inputs, targets = (
             spec.cuts_of(spec.letters[0]) if spec.dims else ()
-            for spec in map(Spec.parse, (self.input_sharding, self.target_sharding))
+            for spec in map(self._spec, ("input_sharding", "target_sharding"))
         )
         if inputs and targets != inputs:
             raise UsageError(
                 f'inputs are "{self.input_sharding}", targets "{self.target_sharding}": say by output_sharding (or '
-                f'target_sharding) that the batch is cut over {",".join(axis for axis, _ in inputs)} there too, alike'
+                f"target_sharding) that the batch is cut over {','.join(axis for axis, _ in inputs)} there too, alike"
             )
+
+    def _spec(self, what: str) -> Spec:
+        return read_sharding(self, what, getattr(self, what))
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
         """The mesh axes along which the targets are cut, and so the loss is summed."""
-        return Spec.parse(self.target_sharding).axes
+        return self._spec("target_sharding").axes
 
     def batch_span(self, samples: int) -> slice:
         """This rank's part of so many samples: of the first dim of its inputs."""
-        spec = Spec.parse(self.input_sharding)
+        spec = self._spec("input_sharding")
         return spec.part(0, samples, self.mesh) if spec.dims else slice(0, samples)
 
     def cut_rows(self, inputs: Array, targets: Array | None, *mask: Array) -> list[Array | None]:
         """Samples that are whole beyond their first dim, cut along the others as the shardings say."""
+        for what, x in (("input_sharding", inputs), ("target_sharding", targets)):
+            if x is not None:
+                check_dims(self, what, x)
         shardings = (self.input_sharding, self.target_sharding, self.target_sharding)
         return [_cut_row(x, text, self.mesh) for x, text in zip((inputs, targets, *mask), shardings, strict=False)]
 
@@ -386,17 +413,18 @@ class ShardedEngine(Collectives, ABC):
         Sets ``gradients`` and ``training_metrics``.
         ``loss(outputs, targets, count=n)`` returns this rank's share of the mean over n terms, and its gradient.
         """
-        self._check_shardings()
+        check_batch(batch)
+        self.check_declared(training=True)
         count, scores = self.count(batch), Scores(loss or self.loss, self.metrics)
         gradients: dict[str, Array] = {}
         for index, micro in enumerate(batch.micro_batches):
-            with self.micro_batch(index):
+            with self.micro_batch(index), emptied_tape(self):
+                check_dims(self, "input_sharding", micro.inputs)
                 outputs = self.forward(micro.inputs)
                 gradient = None
                 if outputs is not None:
                     gradient = scores.add(outputs, micro, count)
-                for name, array in self.backward(gradient).items():
-                    gradients[name] = gradients[name] + array if name in gradients else array
+                add_gradients(self, gradients, backward_of(self, gradient))
         if self.mesh.checks and self.checks_replicas:
             from spmd_engine.engine.replicas import check_replicas
 
@@ -417,7 +445,7 @@ class ShardedEngine(Collectives, ABC):
 
     def evaluation(self, batches: Sequence[Batch], loss: Loss | None = None) -> Evaluation:
         """The mean loss, and the metrics, over all of some batches, without a backward and without a tape."""
-        self._check_shardings()
+        self.check_declared()
         counts = [self.count(batch) for batch in batches]
         total = Scores(loss or self.loss, self.metrics)
         with self.inference():

@@ -72,12 +72,16 @@ def make_batch(
     other dims; ``documents(samples)`` what they consist of, if that matters. What a micro-batch holds never depends on
     the mesh.
     """
+    if micro_batches < 1:
+        raise UsageError(f"micro_batches is {micro_batches}: it is 1 or more; the step is given by its name, step=step")
     parts = []
     for m in range(micro_batches):
         whole = span(size, micro_batches, m)
         part = engine.batch_span(whole.stop - whole.start)
         samples = np.arange(whole.start + part.start, whole.start + part.stop)
         rows = load(samples)
+        if lengths := [len(each) for each in rows if len(each) != len(samples)]:
+            raise UsageError(f"{lengths[0]} rows were loaded of {len(samples)} samples: give one of each")
         length = rows[0].shape[1] if rows[0].ndim > 1 else 1
         inputs, targets, *mask = engine.cut_rows(*rows)
         apart = None if documents is None else documents(samples)
@@ -106,7 +110,13 @@ def check_batch(size: int, micro_batches: int, inputs: Spec, mesh: MeshPosition)
 
 
 def batch_of(inputs: Array, targets: Array, engine: CutsBatches, micro_batches: int = 1, step: int = 0) -> Batch:
-    """A Batch from whole arrays that every rank has: each takes its part."""
+    """A Batch from whole arrays that every rank has: each takes its part. Raises UsageError for what is no array, and
+    for inputs and targets of different numbers of rows."""
+    for name, each in (("inputs", inputs), ("targets", targets)):
+        if not getattr(each, "shape", None):
+            raise UsageError(f"batch_of: {name} is a {type(each).__name__}; give an array, by numpy.asarray({name})")
+    if len(inputs) != len(targets):
+        raise UsageError(f"batch_of: inputs have {len(inputs)} rows, targets {len(targets)}; give one for each input")
 
     def load(samples: np.ndarray) -> tuple[Array, Array]:
         return inputs[samples], targets[samples]

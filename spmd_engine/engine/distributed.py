@@ -11,6 +11,7 @@ from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.assignment import Assignment, Storage
 from spmd_engine.engine.base import Loss, ShardedEngine
 from spmd_engine.engine.batch import Batch
+from spmd_engine.engine.contract import backward_of, check_batch, check_parameters, emptied_tape
 from spmd_engine.engine.evaluation import Scores
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.parameter_store import ParameterStore
@@ -142,19 +143,20 @@ class DistributedEngine(StoredEngine):
 
     def _backward(self, grads: Array | None) -> None:
         sums = self._reducer.sums(0)
-        for name, gradient in self.engine.backward(grads).items():
+        for name, gradient in backward_of(self.engine, grads).items():
             sums.add(name, gradient)
         self._reducer.layer_done(0)
         self.input_gradient = self.engine.input_gradient
 
     def step(self, batch: Batch, loss: Loss | None = None) -> float:
         """As ShardedEngine.step; what is stored in parts goes to its owners after each micro-batch."""
+        check_batch(batch)
         count, scores = self.count(batch), Scores(loss or self.loss, self.metrics)
         self._reducer.begin(len(batch.micro_batches))
         for m, micro in enumerate(batch.micro_batches):
-            with self.engine.micro_batch(m):
+            with self.engine.micro_batch(m), emptied_tape(self.engine):
                 outputs = self.engine.forward(micro.inputs)
-                self._backward(scores.add(outputs, micro, count))
+                self._backward(None if outputs is None else scores.add(outputs, micro, count))
         self._reducer.finish()
         self.gradients = self.store.gradients
         return self._take_scores(scores, count)
@@ -167,6 +169,7 @@ def _check(engine: ShardedEngine, zero: int) -> None:
     what = f"as_distributed: {type(engine).__name__}"
     if not engine.parameters:
         raise UsageError(f"{what} has no parameters yet; load a checkpoint into it first")
+    check_parameters(engine)
     if "/" in engine.input_sharding or any(engine.sharding(name).axes for name in engine.parameters):
         raise UsageError(f"{what} is cut over mesh axes already; run it as it is")
     if zero not in (0, 1, 2):

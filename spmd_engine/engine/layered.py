@@ -18,6 +18,7 @@ from spmd_engine.engine import schedules
 from spmd_engine.engine.assignment import PIPE, Assignment, Storage
 from spmd_engine.engine.base import Loss, Metric
 from spmd_engine.engine.batch import Batch, MicroBatch
+from spmd_engine.engine.contract import check_batch
 from spmd_engine.engine.evaluation import Scores
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.engine.parameter_store import Index
@@ -299,6 +300,7 @@ class LayeredEngine(StoredEngine):
 
     def step(self, batch: Batch, loss: Loss | None = None) -> float:
         """As ShardedEngine.step; gradients are summed over ranks while the backward still runs."""
+        check_batch(batch)
         count = self.count(batch)
         micro_batches = len(batch.micro_batches)
         self._placed.reducer.begin(micro_batches)

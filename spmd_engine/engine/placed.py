@@ -91,7 +91,7 @@ def place(
     )
     passes = [assignment.chunks[number] for number in assignment.mine]
     reducer = Reducer(store.storages, assignment.uses, passes)
-    shards = [Shards(mesh, layout, name) for name, _ in model.layers]
+    shards = [Shards(mesh, layout, name, takes_data=not n) for n, (name, _) in enumerate(model.layers)]
     chunks = {
         number: Chunk(segments(model, layers, recompute), model.layers, shards, unsharder, reducer, extras)
         for number, layers in zip(assignment.mine, passes, strict=True)

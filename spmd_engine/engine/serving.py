@@ -25,6 +25,7 @@ class Writer(Protocol):
 
 def serve(engine: ShardedEngine, inputs: Iterable[Array] | None, outputs: Writer | None) -> None:
     """``ShardedEngine.inference_loop``: rank 0 reads, all ranks compute, rank 0 writes. Collective."""
+    engine.check_declared()
     source = iter(inputs) if engine.device_id == 0 else iter(())
     with engine.inference():
         while True:

@@ -25,6 +25,8 @@ class StoredEngine(ShardedEngine):
 
     store: ParameterStore
 
+    _is_checked = True  # by what made the store
+
     @property
     def parameters(self) -> Mapping[str, Array]:  # type: ignore[override]
         return self.store.parameters

@@ -23,7 +23,10 @@ class Tape:
     def pop(self) -> Any:
         """What was pushed last: the thing itself if one was pushed, else a tuple. Raises UsageError if none."""
         if not self._entries:
-            raise UsageError("backward without a forward of the same micro-batch (or after one in inference mode)")
+            raise UsageError(
+                "tape.pop() finds nothing: it is a backward without a forward of the same micro-batch, or after one in "
+                "inference mode, or pops more than forward pushes"
+            )
         entry = self._entries.pop()
         return entry[0] if len(entry) == 1 else entry
 

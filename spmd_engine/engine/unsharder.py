@@ -8,6 +8,7 @@ from typing import Any
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.engine.storage import GroupStorage
+from spmd_engine.errors import UnknownParameter
 
 
 class Unsharder:
@@ -79,13 +80,20 @@ class Unsharder:
             storage.release()
 
 
+class _OwnArrays(dict[str, Any]):
+    """A layer's arrays by its own names."""
+
+    def __missing__(self, name: str) -> Any:
+        raise UnknownParameter(name, self, "layer")
+
+
 def _tree(arrays: Mapping[str, Array]) -> dict[str, Any]:
     """A layer's arrays; "norm/scale" stands at ["norm"]["scale"]."""
-    tree: dict[str, Any] = {}
+    tree: dict[str, Any] = _OwnArrays()
     for own, array in arrays.items():
         *path, leaf = own.split("/")
         place = tree
         for part in path:
-            place = place.setdefault(part, {})
+            place = place.setdefault(part, _OwnArrays())
         place[leaf] = array
     return tree

@@ -1,5 +1,6 @@
 """A branch of the residual stream: inner(norm(x)), whose result may be normalised as well, and scaled."""
 
+from spmd_engine.layers.contract import check_declarations
 from spmd_engine.layers.later import Later, then
 from spmd_engine.layers.layer import Layer
 
@@ -12,6 +13,7 @@ class Branch(Layer):
     """
 
     def __init__(self, norm: Layer | None, inner: Layer, *, after: Layer | None = None, scale: float = 1.0):
+        check_declarations(inner)
         self.norm, self.inner, self.after, self.scale = norm, inner, after, scale
         self.may_cut, self.across, self.attends = inner.may_cut, inner.across, inner.attends
         self.sizes, self.parameters = {}, {}

@@ -8,6 +8,7 @@ from typing import Any
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.errors import UsageError
+from spmd_engine.layers.contract import check_declarations
 from spmd_engine.layers.later import UNDER_WAY, Later, then
 from spmd_engine.layers.layer import Extra, Layer, Parameters
 from spmd_engine.sharding.shards import Shards
@@ -92,6 +93,7 @@ def joined(layers: Iterable[tuple[str, Layer]]) -> tuple[Mapping[str, Any], Mapp
     letters that may be cut in each layer that has them."""
     parameters, buffers, sizes, may_cut, never = {}, {}, {}, "", ""
     for name, layer in layers:
+        check_declarations(layer)
         for what, found in ((layer.parameters, parameters), (layer.buffers, buffers)):
             for own, described in what.items():
                 found[f"{name}/{own}"] = replace(described, shape=described.whole(layer.sizes))

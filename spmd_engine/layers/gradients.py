@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from spmd_engine.arrays import einsum
 from spmd_engine.arrays.backend import Array
+from spmd_engine.errors import UnknownParameter, UsageError
 
 
 class GradientSums:
@@ -30,6 +31,13 @@ class GradientSums:
     def __getitem__(self, folder: str) -> GradientSums:
         return GradientSums(self._arrays, self._full_names, self._untouched, f"{self._prefix}{folder}/")
 
+    def __setitem__(self, name: str, value: Array) -> None:
+        raise UsageError(f"g[{name!r}] cannot be assigned: gradients are added up, by g.add(name, array) or g.einsum")
+
+    def __iadd__(self, value: Array) -> GradientSums:
+        name = self._prefix.rstrip("/")
+        raise UsageError(f"g[{name!r}] += ...: write g.add({name!r}, array), or g.einsum")
+
     def einsum(self, name: str, pattern: str, *operands: Array) -> None:
         """Add ``einsum(pattern, *operands)`` to the gradient of ``name``."""
         array, first = self._take(name)
@@ -38,6 +46,8 @@ class GradientSums:
     def add(self, name: str, value: Array) -> None:
         """Add an array to the gradient of ``name``."""
         array, first = self._take(name)
+        if (shape := getattr(value, "shape", ())) != array.shape and array.size:
+            raise UsageError(f"g.add({name!r}): the array has shape {shape}, but the parameter {array.shape}")
         if first:
             array[...] = value
         else:
@@ -50,8 +60,15 @@ class GradientSums:
             array[...] = 0
         return array
 
+    def untouched(self, names: Iterable[str]) -> list[str]:
+        """Those of these names whose gradients are here and have no contribution yet."""
+        full_names = {name: self._full_names.get(self._prefix + name) for name in names}
+        return [name for name, full in full_names.items() if full in self._untouched]
+
     def _take(self, name: str) -> tuple[Array, bool]:
         name = self._prefix + name
+        if name not in self._full_names:
+            raise UnknownParameter(name, self._full_names, "layer")
         full = self._full_names[name]
         first = full in self._untouched
         self._untouched.discard(full)

@@ -11,6 +11,7 @@ from typing import Any
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.layers.cache import Cache
+from spmd_engine.layers.contract import check_backward_input, check_backward_weight, check_forward, guard, is_users
 from spmd_engine.layers.declarations import Activation, Buffer, Parameter, SideOutput
 from spmd_engine.layers.documents import Documents
 from spmd_engine.layers.gradients import GradientSums
@@ -73,6 +74,13 @@ class Layer(ABC):
     across = ""  #: the letter over whose axes it gathers from, and reduces onto, the residual stream
     attends = False  #: whether queries meet keys in it: what ``--recompute attention`` repeats
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        guard(cls, "__init__", lambda layer, returned, *args, **options: None)
+        guard(cls, "forward", check_forward)
+        guard(cls, "backward_input", check_backward_input)
+        guard(cls, "backward_weight", check_backward_weight)
+
     @property
     def side_by_side(self) -> tuple[Layer, ...]:
         """What it consists of, if a layout's axes may cut other letters in each: itself, as a rule."""
@@ -100,3 +108,5 @@ class Layer(ABC):
 
     def backward_weight(self, sh: Shards, rest: Any, g: GradientSums) -> None:
         """Add the gradients to ``g``, unreduced over the axes that cut the batch or the sequence."""
+        if is_users(type(self)):  # of its own parameters it has forgotten all
+            check_backward_weight(self, None, sh, rest, g)

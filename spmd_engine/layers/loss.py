@@ -44,6 +44,12 @@ def cross_entropy(
     scores are reduced over it; the outputs are never gathered. After Shoeybi et al., "Megatron-LM" (2019).
     """
     xp = backend_of(outputs).xp
+    if targets.size * outputs.shape[-1] != outputs.size:
+        raise UsageError(
+            f"cross_entropy: outputs of shape {outputs.shape}, targets of {targets.shape}; give one class for each row"
+        )
+    if over is None:
+        check_classes(targets, outputs.shape[-1], mask)
     scores = outputs.reshape(targets.size, outputs.shape[-1])
     wanted = targets.reshape(-1).astype(xp.int64) - start  # small unsigned ones would wrap
     tokens, width = scores.shape
@@ -66,3 +72,13 @@ def cross_entropy(
     weights /= scores.dtype.type(count or 1.0)
     cross_entropy_gradient(scores, sums[0], weights, wanted)
     return value, scores.reshape(outputs.shape)
+
+
+def check_classes(targets: Array, classes: int, mask: Array | None = None) -> None:
+    """Raise UsageError for what is no class: it would count for nothing, in silence. Host arrays only."""
+    if backend_of(targets).on_device or not targets.size:
+        return
+    counted = targets if mask is None else targets[mask.reshape(targets.shape) != 0]
+    if targets.dtype.kind not in "iu" or (counted.astype("uint64") >= classes).any():  # -1 is very large there
+        found = f"{targets.dtype} from {targets.min()} to {targets.max()}"
+        raise UsageError(f"targets must be whole numbers from 0 to {classes - 1}; they are {found}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -139,6 +139,10 @@ class _OfThin(GradientSums):
 
     def add(self, name: str, value: Array) -> None:
         """What is no product is frozen."""
+
+    def untouched(self, names: Iterable[str]) -> list[str]:
+        """What is frozen needs no gradient."""
+        return []
 
 
 def names_of_adapter(name: str, group: Sequence[str], dims: str) -> tuple[str, str]:

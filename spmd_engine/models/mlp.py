@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import sqrt
 
-from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import Linear, Skip, cross_entropy, mean_squared_error, right_classes
+from spmd_engine.layers.loss import check_classes
 from spmd_engine.models.model import Model
 
 
@@ -74,7 +74,7 @@ def class_loss(letter: str, classes: int):
     """Cross-entropy of scores[b c] with targets[b] below ``classes``; the letter of the classes may be cut."""
 
     def loss(sh, outputs, targets, **options):
-        _check_classes(targets, classes)
+        check_classes(targets, classes)
         axes = sh.axes(letter)
         over = sh.mesh.group(axes) if axes else None
         return cross_entropy(outputs, targets, over=over, start=sh.span(letter, classes).start, **options)
@@ -91,15 +91,6 @@ def class_accuracy(letter: str, classes: int):
         return right_classes(outputs, targets, over=over, start=sh.span(letter, classes).start, **options)
 
     return metric
-
-
-def _check_classes(targets: Array, classes: int) -> None:
-    """Raise UsageError for what is no class: it would count for nothing, in silence. Host arrays only."""
-    if backend_of(targets).on_device or not targets.size:
-        return
-    if targets.dtype.kind not in "iu" or (targets.astype("uint64") >= classes).any():  # -1 is very large there
-        found = f"{targets.dtype} from {targets.min()} to {targets.max()}"
-        raise UsageError(f"targets must be whole numbers from 0 to {classes - 1}; they are {found}")
 
 
 def squared_loss(sh, outputs, targets, **options):

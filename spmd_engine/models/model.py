@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.errors import UsageError
+from spmd_engine.layers.contract import check_declarations
 from spmd_engine.layers.declarations import Buffer, Parameter
 from spmd_engine.layers.layer import Layer
 
@@ -30,6 +32,14 @@ class Model:
     metrics: Mapping[str, Callable] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for each in self.layers:
+            if not (
+                isinstance(each, tuple) and [isinstance(*pair) for pair in zip(each, (str, Layer))] == [True, True]
+            ):
+                raise UsageError(f"{self.name}: layers are pairs, of a name and a Layer; one is {each!r}")
+            check_declarations(each[1])
+        if twice := [name for name, count in Counter(name for name, _ in self.layers).items() if count > 1]:
+            raise UsageError(f"{self.name}: two layers are called {twice[0]!r}; give each a name of its own")
         own = {f"{name}/{parameter}" for name, layer in self.layers for parameter in layer.parameters}
         for name, layer in self.layers:
             for parameter, other in layer.tied.items():

@@ -38,10 +38,11 @@ def _only_block(blocks: Blocks) -> Array:
 
 
 class Shards:
-    """A mesh seen through a layout, as a layer needs it. ``label`` names the layer in the ledger."""
+    """A mesh seen through a layout, as a layer needs it. ``label`` names the layer in the ledger; one that
+    ``takes_data``, a model's first, need not give its inputs a gradient."""
 
-    def __init__(self, mesh: Mesh, layout: Layout, label: str = "") -> None:
-        self.mesh, self.layout, self.label = mesh, layout, label
+    def __init__(self, mesh: Mesh, layout: Layout, label: str = "", *, takes_data: bool = True) -> None:
+        self.mesh, self.layout, self.label, self.takes_data = mesh, layout, label, takes_data
         self._axes: dict[tuple[str, str], tuple[str, ...]] = {}
         self._common: dict[tuple[str, str], tuple[str, ...]] = {}
         self._plans: dict[tuple, TransferPlan | None] = {}

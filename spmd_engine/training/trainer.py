@@ -14,9 +14,11 @@ from spmd_engine.arrays.updates import sum_of_squares
 from spmd_engine.comm.agreement import gather_json
 from spmd_engine.engine.base import Loss, ShardedEngine
 from spmd_engine.engine.batch import Batch
+from spmd_engine.engine.contract import check_batch
 from spmd_engine.engine.evaluation import Evaluation
 from spmd_engine.engine.optimizers import Optimizer
-from spmd_engine.errors import NotFiniteError
+from spmd_engine.errors import NotFiniteError, UsageError
+from spmd_engine.layers.contract import described
 from spmd_engine.process.signals import StopFlag
 from spmd_engine.training.step_metrics import StepMetrics
 
@@ -84,6 +86,7 @@ class Trainer:
         max_skipped: int = 0,
         foresight: FirstStepCheck | None = None,
     ) -> None:
+        _check_arguments(engine, optimizer, batches, rate)
         self.engine, self.optimizer, self.batches, self.rate = engine, optimizer, batches, rate
         self.grad_clip, self.loss, self.steps_done, self.step_metrics = grad_clip, loss, first_step, step_metrics
         self.stop, self.max_skipped, self.foresight = stop, max_skipped, foresight
@@ -99,6 +102,7 @@ class Trainer:
         metrics = StepMetrics(engine.mesh, brief=not self.step_metrics)
         with engine.mesh.activity.phase("reading data of step", step + 1):
             batch = self.batches(step)
+        check_batch(batch, f"batches({step})")
         if batch.count is None:
             batch = replace(batch, count=engine.count(batch))
         if self.foresight:
@@ -107,6 +111,8 @@ class Trainer:
             loss = engine.step(batch, self.loss)
             norm = engine.gradient_norm()
         rate, skips = self.rate(step), not (isfinite(loss) and isfinite(norm))
+        if not hasattr(rate, "__float__"):
+            raise UsageError(f"rate({step}) returned {rate!r}; return the learning rate of that step, a number")
         if not skips:
             scale = min(1.0, self.grad_clip / (norm + 1e-6)) if self.grad_clip else 1.0
             self.optimizer.update(engine, engine.gradients, step=step + 1, rate=rate, scale=scale)
@@ -195,6 +201,20 @@ def _all_finite(x: Any) -> bool:
     if getattr(getattr(x, "dtype", None), "kind", "") not in ("f", "c"):
         return True
     return bool(backend_of(x).xp.isfinite(x).all())
+
+
+def _check_arguments(engine: Any, optimizer: Any, batches: Any, rate: Any) -> None:
+    wanted = {
+        "engine": (isinstance(engine, ShardedEngine), "a ShardedEngine, not its class"),
+        "optimizer": (isinstance(optimizer, Optimizer), "an Optimizer, as SGD(), not its class"),
+        "batches": (callable(batches), "a function of the step, as lambda step: batch_of(x, y, engine, step=step)"),
+        "rate": (callable(rate), "a function of the step, as lambda step: 0.1"),
+    }
+    given = {"engine": engine, "optimizer": optimizer, "batches": batches, "rate": rate}
+    for name, (fits, what) in wanted.items():
+        if not fits and given[name] is not None:  # of evaluations alone
+            found = described(given[name])
+            raise UsageError(f"Trainer(engine, optimizer, batches, rate): {name} is {found}; give {what}")
 
 
 def _is_newer(kind: type, method: str, than: str) -> bool:

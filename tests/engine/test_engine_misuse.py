@@ -1,41 +1,417 @@
-"""What is refused of a subclass of ShardedEngine."""
+"""What is refused of a subclass of ShardedEngine, of its batches and of its trainer: each mistake in one line."""
 
 import numpy as np
 import pytest
 
+<<<<<<< HEAD
 from spmd_engine import Mesh, run
 from spmd_engine.engine import SGD
 from spmd_engine.engine.batch import batch_of
+=======
+from spmd_engine import run
+from spmd_engine.engine import SGD, ShardedEngine
+from spmd_engine.engine.batch import Batch, MicroBatch, batch_of
+>>>>>>> 5e26f81e9ecf29ae6cee38a2e5d90fcb183e6d12
 from spmd_engine.errors import UsageError
+from spmd_engine.layers import cross_entropy
+from spmd_engine.training import Trainer
 from strangers import Bare
+
+X, Y = np.random.default_rng(0).standard_normal((8, 3)), np.random.default_rng(1).standard_normal((8, 2))
+
+
+class Own(ShardedEngine):
+    """y[b f] = x[b d] · w[d f], without a mistake; a test changes one thing in a subclass."""
+
+    input_sharding = output_sharding = "b/data d"
+
+    def __init__(self):
+        self.load_checkpoint({"w": np.ones((3, 2))})
+
+    def load_checkpoint(self, params):
+        self.parameters = {"w": self.block("w", params["w"])}
+
+    def forward(self, x):
+        self.tape.push(x)
+        return x @ self.parameters["w"]
+
+    def backward(self, dy):
+        return {"w": self.all_reduce(self.tape.pop().T @ dy, over="data")}
+
+
+def own(**changed):
+    return type("Linear", (Own,), changed)()
+
+
+def losses(engine=None, *, micro_batches=1, optimizer=None, rate=lambda step: 0.1, **given):
+    """Two steps."""
+    engine = engine or own()
+    batches = given.pop("batches", lambda step: batch_of(X, Y, engine, micro_batches, step))
+    return [r.loss for r in Trainer(engine, optimizer or SGD(), batches, rate, **given).run(2)]
+
+
+def test_without_a_mistake_nothing_is_refused():
+    expected = losses(micro_batches=3)
+    assert expected[1] < expected[0]
+    np.testing.assert_allclose(run(lambda: losses(micro_batches=3), 2)[1], expected, rtol=1e-12)
+
+
+# --- what methods return
+
+
+def pushed(outputs):
+    """A forward of these outputs."""
+
+    def forward(self, x):
+        self.tape.push(x)
+        return outputs(self, x)
+
+    return forward
+
+
+def popped(gradients):
+    """A backward of these gradients."""
+    return lambda self, dy: gradients(self, self.tape.pop().T @ dy)
+
+
+def same_memory(self, dw):
+    self.dw = self.__dict__.get("dw", np.zeros((3, 2)))
+    self.dw[...] = dw
+    return {"w": self.dw}
+
+
+def pushed_twice(self, x):
+    self.tape.push(x)
+    return Own.forward(self, x)
+
+
+def popped_twice(self, dy):
+    self.tape.pop()
+    return Own.backward(self, dy)
+
+
+RETURNED = {
+    "forward: nothing": (
+        {"forward": pushed(lambda self, x: None)},
+        "Linear.forward returned None",
+    ),
+    "forward: a pair": (
+        {"forward": pushed(lambda self, x: (x @ self.parameters["w"], x))},
+        "Linear.forward returned a tuple of 2; return the outputs, one array",
+    ),
+    "forward: a list": (
+        {"forward": pushed(lambda self, x: (x @ self.parameters["w"]).tolist())},
+        "Linear.forward returned a list of 8",
+    ),
+    "forward: a number": (
+        {"forward": pushed(lambda self, x: (x @ self.parameters["w"]).sum())},
+        "Linear.forward returned a float64",
+    ),
+    "forward: one dim less": (
+        {"forward": pushed(lambda self, x: (x @ self.parameters["w"]).sum(axis=1))},
+        r'Linear.output_sharding is "b/data d", but the array has shape \(8,\)',
+    ),
+    "backward: nothing": (
+        {"backward": popped(lambda self, dw: None)},
+        r"Linear.backward returned None; return \{name: gradient\}, like parameters",
+    ),
+    "backward: an array": ({"backward": popped(lambda self, dw: dw)}, r"returned an array of shape \(3, 2\); return {"),
+    "backward: a pair": (
+        {"backward": popped(lambda self, dw: (dw, {"w": dw}))},
+        "Linear.backward returned a tuple of 2",
+    ),
+    "backward: a list": ({"backward": popped(lambda self, dw: {"w": dw.tolist()})}, "gradient of 'w' is a list of 3"),
+    "backward: no gradient": ({"backward": popped(lambda self, dw: {"w": None})}, "the gradient of 'w' is None"),
+    "backward: transposed": (
+        {"backward": popped(lambda self, dw: {"w": dw.T})},
+        r"Linear.backward: the gradient of 'w' has shape \(2, 3\), the parameter \(3, 2\)",
+    ),
+    "backward: broadcast": ({"backward": popped(lambda self, dw: {"w": dw[None]})}, r"has shape \(1, 3, 2\)"),
+    "backward: another name": (
+        {"backward": popped(lambda self, dw: {"W": dw})},
+        "Linear.backward returned a gradient of 'W'; the parameters are w",
+    ),
+    "backward: one is missing": (
+        {"backward": popped(lambda self, dw: {})},
+        "Linear.backward returned no gradient of w; return one for each",
+    ),
+    "backward: one buffer": ({"backward": popped(same_memory)}, "'w' in the same memory for two micro-batches"),
+    "tape: not popped": (
+        {"backward": lambda self, dy: {"w": np.zeros((3, 2))}},
+        "Linear: forward pushes 1 more than backward pops from the tape",
+    ),
+    "tape: pushed twice": ({"forward": pushed_twice}, "forward pushes 1 more than backward pops"),
+    "tape: popped twice": ({"backward": popped_twice}, r"Linear.backward: tape.pop\(\) finds nothing"),
+    "forward: arguments": (
+        {"forward": lambda self, p, x: x},
+        r"Linear.forward: missing .* takes \(self, p, x\), but is called with \(self, x\)",
+    ),
+    "backward: arguments": ({"backward": lambda self: {}}, r"takes \(self\), but is called with \(self, grads\)"),
+}
+
+
+@pytest.mark.parametrize("case", RETURNED)
+def test_what_methods_return_is_checked(case):
+    changed, message = RETURNED[case]
+    with pytest.raises(UsageError, match=message):
+        losses(own(**changed), micro_batches=2 if "buffer" in case else 1)
+
+
+def test_methods_called_by_hand_and_by_a_step_of_one_s_own_are_checked_too():
+    engine = own(backward=lambda self, dy: None)
+    with pytest.raises(UsageError, match="Linear.backward returned None"):
+        engine.backward(engine.forward(X))
+
+
+def test_a_method_that_a_subclass_extends_may_return_anything():
+    class Pair(Own):
+        def forward(self, x):
+            return super().forward(x), x
+
+    class Last(Pair):
+        def forward(self, x):
+            return super().forward(x)[0]
+
+    assert losses(Last()) == losses()
+    with pytest.raises(UsageError, match="Pair.forward returned a tuple"):
+        losses(Pair())
+
+
+def test_a_forward_without_outputs_on_any_rank_is_told_from_one_of_a_pipeline():
+    def program():
+        losses(own(forward=pushed(lambda self, x: None)))
+
+    with pytest.raises(
+        UsageError, match=r"Linear.forward returned None, and Linear.backward\(None\) failed \(ValueError"
+    ):
+        run(program, 2)
+
+
+def test_what_a_forward_by_hand_left_on_the_tape_is_not_the_step_s():
+    engine = own()
+    engine.forward(X)
+    losses(engine)
+
+
+# --- what is declared
+
+
+def loading(parameters):
+    return {"load_checkpoint": lambda self, params: setattr(self, "parameters", parameters(self, params["w"]))}
+
+
+def in_place(self, params):
+    self.parameters["w"] = params["w"]
+
+
+def read_only(array):
+    array.flags.writeable = False
+    return array
+
+
+DECLARED = {
+    "shardings: unknown name": (
+        {"shardings": {"W": "d f/data"}},
+        "Linear.shardings names 'W', but the parameters are w",
+    ),
+    "shardings: dims": (
+        {"shardings": {"w": "d/data"}},
+        r"Linear.shardings\['w'\] is \"d/data\", but the array has shape \(3, 2\): write a letter for each dim",
+    ),
+    "shardings: axis": ({"shardings": {"w": "d f/modle"}}, "but the mesh has no axis modle; it has data"),
+    "shardings: no text": ({"shardings": {"w": ("d", "f")}}, r"Linear.shardings\['w'\] is a tuple of 2; write letters"),
+    "shardings: letters": ({"shardings": {"w": "df"}}, r"Linear.shardings\['w'\]: cannot read sharding \"df\""),
+    "inputs: more letters": (
+        {"input_sharding": "b/data s d"},
+        r'Linear.input_sharding is "b/data s d", but the array has shape \(8, 3\): write a letter for each dim',
+    ),
+    "inputs: batch behind": (
+        {"input_sharding": "d b/data", "output_sharding": "d b/data"},
+        'Linear.input_sharding is "d b/data": the batch, b, must be the first dim',
+    ),
+    "inputs: axis": ({"input_sharding": "b/dat d"}, 'Linear.input_sharding is "b/dat d", but the mesh has no axis dat'),
+    "inputs: no text": ({"input_sharding": None}, "Linear.input_sharding is None; write letters"),
+    "outputs: more letters": (
+        {"output_sharding": "b/data s d"},
+        'Linear.output_sharding is "b/data s d", but the array',
+    ),
+    "outputs: not cut": ({"output_sharding": ""}, "say by output_sharding"),
+    "parameters: none": ({"__init__": lambda self: None}, "Linear has no parameters: call load_checkpoint"),
+    "parameters: added to": ({"load_checkpoint": in_place}, "assign a dict first, as in self.parameters"),
+    "parameters: a list": (loading(lambda self, w: [w]), "Linear.parameters is a list of 1; make it a dict"),
+    "parameters: of lists": (
+        loading(lambda self, w: {"w": w.tolist()}),
+        r"parameters\['w'\] is a list of 3, which cannot",
+    ),
+    "parameters: a number": (
+        loading(lambda self, w: {"w": np.float64(1)}),
+        r"parameters\['w'\] is a float64, which cannot",
+    ),
+    "parameters: whole numbers": (loading(lambda self, w: {"w": w.astype(int)}), "has dtype int64"),
+    "parameters: read only": (loading(lambda self, w: {"w": read_only(w)}), "cannot be written, as a memory map"),
+    "parameters: not contiguous": (loading(lambda self, w: {"w": np.ones((2, 3)).T}), "not contiguous"),
+    "parameters: one array twice": (
+        loading(lambda self, w: {"w": w, "v": w}),
+        r"parameters\['v'\] is the array of 'w'",
+    ),
+    "parameters: made anew": (
+        {"load_checkpoint": lambda self, params: None, "parameters": property(lambda self: {"w": np.ones((3, 2))})},
+        r"Linear.parameters\['w'\] is a new array each time it is asked for",
+    ),
+    "loading: arguments": ({"load_checkpoint": lambda self: None}, r"but is called with \(self, params\)"),
+}
+
+
+@pytest.mark.parametrize("case", DECLARED)
+def test_what_is_declared_is_checked(case):
+    changed, message = DECLARED[case]
+    with pytest.raises(UsageError, match=message):
+        losses(own(**changed))
+
+
+@pytest.mark.parametrize("sharding", ["b/data d", "b d/data"])
+def test_letters_that_are_not_the_array_s_dims_are_refused(sharding):
+    engine = own(input_sharding=sharding, output_sharding=sharding)
+    with pytest.raises(UsageError, match=f'Linear.input_sharding is "{sharding}", but the array has shape'):
+        batch_of(X.reshape(4, 2, 3), Y.reshape(4, 2, 2), engine)
+    by_hand = Batch([MicroBatch(X.reshape(4, 2, 3), Y.reshape(4, 2, 2))])
+    with pytest.raises(UsageError, match="write a letter for each dim, or one for the batch alone"):
+        engine.step(by_hand)
+
+
+@pytest.mark.parametrize("sharding", ["", "b/data"])
+def test_no_letter_and_the_batch_s_alone_stand_for_all_dims(sharding):
+    engine = own(input_sharding=sharding, output_sharding=sharding)
+    assert losses(engine) == losses()
+
+
+def test_serving_checks_what_is_declared():
+    with pytest.raises(UsageError, match="Linear.shardings names 'W'"):
+        own(shardings={"W": "d f/data"}).inference_loop([X], None)
+
+
+def test_a_sharding_of_a_parameter_that_another_rank_has_is_no_mistake():
+    class Stages(Own):
+        shardings = {"w0": "d f", "w1": "d f"}
+        input_sharding = output_sharding = ""
+
+        def __init__(self):
+            self.parameters = {f"w{self.device_id}": np.ones((3, 2))}
+
+        def forward(self, x):
+            self.tape.push(x)
+            return x @ self.parameters[f"w{self.device_id}"]
+
+        def backward(self, dy):
+            return {f"w{self.device_id}": self.tape.pop().T @ dy}
+
+    def program():
+        engine = Stages()
+        engine.checks_replicas = False  # the two train apart
+        return losses(engine)
+
+    assert len(run(program, 2)) == 2
+
+
+# --- losses, metrics, batches, trainers
+
+
+def squared(y, targets, count):
+    return float(((y - targets) ** 2).sum() / count), 2 * (y - targets) / count
+
+
+LOSSES = {
+    "value alone": (lambda y, t, count: squared(y, t, count)[0], r"returned a float; return \(value, gradient"),
+    "turned": (lambda y, t, count: squared(y, t, count)[::-1], "a number and an array of the outputs' shape"),
+    "one value a sample": (lambda y, t, count: (((y - t) ** 2).mean(1), y - t), r"returned \(an array of shape \(8,\)"),
+    "gradient of another shape": (lambda y, t, count: (0.0, (y - t).sum()), r"returned \(a float, a float64\)"),
+    "without count": (
+        lambda y, t: squared(y, t, 16),
+        r"it takes \(y, t\), but is called with \(outputs, targets, count\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LOSSES)
+def test_what_a_loss_returns_is_checked(case):
+    loss, message = LOSSES[case]
+    with pytest.raises(UsageError, match=message):
+        losses(loss=loss)
+
+
+def test_a_loss_that_is_a_plain_function_of_the_class_is_told():
+    with pytest.raises(UsageError, match=r"loss = staticmethod\(...\)"):
+        losses(own(loss=squared))
+
+
+@pytest.mark.parametrize("value", [lambda y, t: None, lambda y, t: y == t])
+def test_what_a_metric_returns_is_checked(value):
+    with pytest.raises(UsageError, match="metric hits returned .*; return a number"):
+        losses(own(metrics={"hits": value}))
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (np.arange(8) % 2 + 1, "targets must be whole numbers from 0 to 1; they are int64 from 1 to 2"),
+        ((np.arange(8) % 2).astype(float), "targets must be whole numbers from 0 to 1; they are float64"),
+        (np.eye(2)[np.arange(8) % 2], r"outputs of shape \(8, 2\), targets of \(8, 2\); give one class for each row"),
+    ],
+)
+def test_targets_that_are_no_classes_are_refused(targets, message):
+    engine = own(loss=staticmethod(cross_entropy), target_sharding="b/data")
+    engine.target_sharding = "b/data"
+    with pytest.raises(UsageError, match=message):
+        losses(engine, batches=lambda step: batch_of(X, targets, engine))
+
+
+def batches(make):
+    return lambda engine: {"batches": lambda step: make(engine, step)}
+
+
+ARGUMENTS = {
+    "more targets": (batches(lambda e, step: batch_of(X, np.vstack([Y, Y]), e)), "inputs have 8 rows, targets 16"),
+    "fewer targets": (batches(lambda e, step: batch_of(X, Y[:5], e)), "batch_of: inputs have 8 rows, targets 5"),
+    "inputs in a list": (
+        batches(lambda e, step: batch_of(X.tolist(), Y, e)),
+        "batch_of: inputs is a list; give an array",
+    ),
+    "targets in a list": (batches(lambda e, step: batch_of(X, Y.tolist(), e)), "batch_of: targets is a list"),
+    "step for micro-batches": (batches(lambda e, step: batch_of(X, Y, e, step)), "micro_batches is 0: it is 1 or more"),
+    "no batch": (batches(lambda e, step: None), r"batches\(0\): None is no Batch; make one, by batch_of"),
+    "a pair": (batches(lambda e, step: (X, Y)), r"batches\(0\): a tuple of 2 is no Batch"),
+    "pairs": (batches(lambda e, step: Batch([(X, Y)])), "micro_batches one is a tuple of 2; make each a MicroBatch"),
+    "no micro-batches": (batches(lambda e, step: Batch([])), "the Batch has no micro-batches"),
+    "a batch": (lambda e: {"batches": batch_of(X, Y, e)}, "batches is a Batch; give a function of the step"),
+    "rate": (lambda e: {"rate": 0.1}, "rate is a float; give a function of the step, as lambda step: 0.1"),
+    "no rate": (lambda e: {"rate": lambda step: None}, r"rate\(0\) returned None; return the learning rate"),
+    "class of optimizer": (lambda e: {"optimizer": SGD}, "optimizer is the class SGD; give an Optimizer"),
+    "class of engine": (lambda e: {"engine": Own}, "engine is the class Own; give a ShardedEngine"),
+}
+
+
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_what_a_trainer_is_given_is_checked(case):
+    given, message = ARGUMENTS[case]
+    engine = own()
+    with pytest.raises(UsageError, match=message):
+        losses(**{"engine": engine, **given(engine)})
+
+
+def test_a_step_by_hand_wants_a_batch():
+    with pytest.raises(UsageError, match="step: an array of shape .* is no Batch"):
+        own().step(X)
+
+
+# --- and as it was
 
 
 class Careless(Bare):
     """A stranger's mistakes, one at a time."""
 
-    wrong: dict = {}
-
     @property
     def parameters(self):
         return {"w": self.w}
-
-    def backward(self, grads):
-        return self.wrong or super().backward(grads)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"w": np.ones((2, 3))}, r"w: gradient of shape \(2, 3\), parameter of \(3, 2\)"),
-        ({"v": np.ones((3, 2))}, "differ in names: v, w"),
-    ],
-)
-def test_gradients_that_do_not_fit_are_refused(wrong, message):
-    engine = Careless()
-    engine.wrong = wrong
-    engine.step(batch_of(np.ones((4, 3)), np.ones((4, 2)), engine))
-    with pytest.raises(UsageError, match=message):
-        SGD().update(engine, engine.gradients, step=1, rate=0.1)
 
 
 def test_a_batch_cut_in_inputs_alone_is_refused():
@@ -45,6 +421,7 @@ def test_a_batch_cut_in_inputs_alone_is_refused():
         engine.step(batch_of(np.ones((4, 3)), np.ones((4, 2)), engine))
 
 
+<<<<<<< HEAD
 def test_parameters_must_be_contiguous():
     engine = Careless()
     engine.w = np.zeros((3, 2), order="F")
@@ -57,6 +434,9 @@ def test_parameters_must_be_contiguous():
     ("shardings", "cut"), [({}, "whole"), ({"w": "d f/model"}, 'cut as "d f/model"')], ids=["whole", "cut"]
 )
 def test_a_forgotten_all_reduce_is_found_in_the_first_step(shardings, cut):
+=======
+def test_a_forgotten_all_reduce_is_found_in_the_first_step():
+>>>>>>> 5e26f81e9ecf29ae6cee38a2e5d90fcb183e6d12
     class Forgetful(Careless):
         input_sharding = output_sharding = "b/data d"
 

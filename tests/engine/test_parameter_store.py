@@ -15,7 +15,7 @@ from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.gather import _plan_to_whole
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import Linear
-from spmd_engine.layers.declarations import Parameter
+from spmd_engine.layers.declarations import Activation, Parameter
 from spmd_engine.layers.layer import Layer
 from spmd_engine.models import Model
 from spmd_engine.models.mlp import squared_loss
@@ -145,6 +145,7 @@ class Scale(Layer):
 
     parameters = {"scale": Parameter("", mean=2.0, decay=False, summed="b")}
     may_cut, sizes = "bd", {"d": 5}
+    inputs = outputs = Activation("b d", where="inside")
 
     def forward(self, sh, p, x, ctx):
         return p["scale"] * x, x

@@ -1,0 +1,211 @@
+"""The border between this package and engines that users write: what they declare, are given and return is checked.
+
+What is declared is checked once, before the first step, evaluation or answer; what methods return, in each call, by
+types, names and shapes alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.comm.agreement import gather_json
+from spmd_engine.engine.batch import Batch, MicroBatch
+from spmd_engine.errors import SpmdError, UsageError
+from spmd_engine.layers.contract import described, guard, is_array, name_of_call
+from spmd_engine.sharding.notation import Spec
+
+if TYPE_CHECKING:
+    from spmd_engine.engine.base import ShardedEngine
+
+SHARDINGS = ("input_sharding", "output_sharding", "target_sharding")
+
+
+def guard_engine(kind: type) -> None:
+    """Check what the methods return that a user's class defines."""
+    for method in ("__init__", "load_checkpoint"):
+        guard(kind, method, lambda engine, returned, *args, **options: None)
+    guard(kind, "forward", check_outputs)
+    guard(kind, "backward", check_gradients)
+
+
+def check_declared(engine: ShardedEngine, training: bool) -> None:
+    """Raise UsageError for parameters and shardings that cannot be trained or served. Collective."""
+    name = type(engine).__name__
+    if not isinstance(engine.parameters, Mapping) or not isinstance(engine.shardings, Mapping):
+        what = "shardings" if isinstance(engine.parameters, Mapping) else "parameters"
+        raise UsageError(
+            f"{name}.{what} is {described(getattr(engine, what))}; make it a dict, by the parameters' names"
+        )
+    check_parameters(engine)
+    for parameter, text in engine.shardings.items():
+        spec = read_sharding(engine, f"shardings[{parameter!r}]", text)
+        if parameter in engine.parameters:
+            check_letters(engine, parameter, spec, engine.parameters[parameter])
+    for what in SHARDINGS:
+        spec = read_sharding(engine, what, getattr(engine, what))
+        if "b" in spec.letters[1:]:
+            raise UsageError(f'{name}.{what} is "{spec}": the batch, b, must be the first dim')
+    # A rank may have none of the parameters that others have: a stage of a pipeline.
+    everyone = gather_json(engine.group(), list(engine.parameters), "check")
+    known = dict.fromkeys(each for names in everyone for each in names)
+    if training and not known:
+        raise UsageError(f"{name} has no parameters: call load_checkpoint, which sets self.parameters, before training")
+    if known and (unknown := [each for each in engine.shardings if each not in known]):
+        raise UsageError(f"{name}.shardings names {unknown[0]!r}, but the parameters are {', '.join(known)}")
+
+
+def check_parameters(engine: ShardedEngine) -> None:
+    """Raise UsageError for parameters that an optimizer cannot update in place."""
+    kind, again, seen = type(engine).__name__, engine.parameters, {}
+    for name, array in engine.parameters.items():
+        what = f"{kind}.parameters[{name!r}]"
+        if not is_array(array):
+            raise UsageError(f"{what} is {described(array)}, which cannot be updated in place: make it an array")
+        if array.dtype.kind in "biuOSUM":
+            raise UsageError(f"{what} has dtype {array.dtype}, in which no gradient can be added: make it float32, say")
+        if not isinstance(array, np.ndarray):
+            continue
+        if not array.flags.writeable:
+            raise UsageError(f"{what} cannot be written, as a memory map: take self.block({name!r}, array), a copy")
+        if array.size and not np.may_share_memory(array, again[name]):
+            raise UsageError(f"{what} is a new array each time it is asked for, so updates are lost: keep one")
+        if (twin := seen.setdefault((array.ctypes.data, array.shape, array.strides), name)) != name and array.size:
+            raise UsageError(
+                f"{what} is the array of {twin!r}, which would be updated twice: give it one name, and as gradient the "
+                "sum of both"
+            )
+
+
+def read_sharding(engine: ShardedEngine, what: str, text: Any) -> Spec:
+    """A sharding that can be read, of axes that there are."""
+    name = f"{type(engine).__name__}.{what}"
+    if not isinstance(text, str):
+        raise UsageError(f'{name} is {described(text)}; write letters as in "b/data d", and "" for whole')
+    try:
+        spec = Spec.parse(text)
+    except UsageError as error:
+        raise UsageError(f"{name}: {error}") from error
+    if unknown := [axis for axis in spec.axes if axis not in engine.mesh.axes]:
+        raise UsageError(
+            f'{name} is "{text}", but the mesh has no axis {unknown[0]}; it has {", ".join(engine.mesh.axes)}'
+        )
+    return spec
+
+
+def check_letters(engine: ShardedEngine, parameter: str, spec: Spec, array: Any) -> None:
+    """Raise UsageError unless the sharding of a parameter has a letter for each of its dims."""
+    if len(array.shape) != len(spec.dims):
+        raise UsageError(
+            f'{type(engine).__name__}.shardings[{parameter!r}] is "{spec}", but the array has shape '
+            f"{tuple(array.shape)}: write a letter for each dim"
+        )
+
+
+def check_dims(engine: ShardedEngine, what: str, array: Any) -> None:
+    """Raise UsageError unless a sharding has a letter for each dim of an array, or for the batch alone."""
+    text, shape = getattr(engine, what), np.shape(array)
+    letters = len(Spec.parse(text).dims)
+    fits = letters < 2 or letters == len(shape)
+    if what == "target_sharding" and not fits:  # unless it was given, it is the outputs', and targets may be classes
+        fits = letters == len(shape) + 1 and text == engine.output_sharding
+    if not fits:
+        raise UsageError(
+            f'{type(engine).__name__}.{what} is "{text}", but the array has shape {shape}: write a letter for each '
+            "dim, or one for the batch alone"
+        )
+
+
+def check_batch(batch: Any, of: str = "step") -> None:
+    """Raise UsageError for what is no Batch of at least one micro-batch."""
+    if not isinstance(batch, Batch):
+        raise UsageError(
+            f"{of}: {described(batch)} is no Batch; make one, by batch_of(inputs, targets, engine, step=step)"
+        )
+    for micro in batch.micro_batches:
+        if not isinstance(micro, MicroBatch):
+            raise UsageError(f"{of}: of the Batch's micro_batches one is {described(micro)}; make each a MicroBatch")
+    if not batch.micro_batches:
+        raise UsageError(f"{of}: the Batch has no micro-batches; make one, by batch_of(inputs, targets, engine)")
+
+
+def check_outputs(engine: ShardedEngine, outputs: Any, x: Any, *args: Any, **options: Any) -> None:
+    """Raise UsageError unless a forward has returned one array, or None where another rank may have it."""
+    name = name_of_call(engine, "forward")
+    if outputs is None and engine.mesh.size > 1:
+        return
+    if not is_array(outputs):
+        raise UsageError(
+            f"{name} returned {described(outputs)}; return the outputs, one array (the backward's by self.tape.push)"
+        )
+    if not engine.outputs_everywhere:
+        check_dims(engine, "output_sharding", outputs)
+
+
+def check_gradients(engine: ShardedEngine, gradients: Any, dy: Any, *args: Any) -> None:
+    """Raise UsageError unless a backward has returned a gradient like each parameter."""
+    name = name_of_call(engine, "backward")
+    if not isinstance(gradients, Mapping):
+        raise UsageError(f"{name} returned {described(gradients)}; return {{name: gradient}}, like parameters")
+    owned = engine.named(engine.owned)
+    if not owned:  # they are not said, or other ranks have them
+        return
+    for key, gradient in gradients.items():
+        if key not in owned:
+            raise UsageError(f"{name} returned a gradient of {key!r}; the parameters are {', '.join(owned)}")
+        if getattr(gradient, "shape", None) is None:
+            raise UsageError(f"{name}: the gradient of {key!r} is {described(gradient)}; return an array")
+        if gradient.shape != owned[key].shape:
+            raise UsageError(
+                f"{name}: the gradient of {key!r} has shape {gradient.shape}, the parameter {owned[key].shape}"
+            )
+    if missing := [key for key in owned if key not in gradients]:
+        raise UsageError(f"{name} returned no gradient of {', '.join(missing)}; return one for each parameter")
+
+
+def backward_of(engine: ShardedEngine, dy: Array | None) -> Mapping[str, Array]:
+    """What its backward returns. Raises UsageError if that fails since it has no outputs to begin with."""
+    try:
+        return engine.backward(dy)
+    except SpmdError:
+        raise
+    except Exception as error:
+        if dy is not None:
+            raise
+        name = type(engine).__name__
+        raise UsageError(
+            f"{name}.forward returned None, and {name}.backward(None) failed ({type(error).__name__}: {error}): return "
+            "the outputs, or let backward expect None on ranks that have none"
+        ) from error
+
+
+@contextmanager
+def emptied_tape(engine: ShardedEngine) -> Iterator[None]:
+    """A forward and a backward; raises UsageError unless they leave as much on the tape as there was."""
+    before = len(engine.tape)
+    yield
+    if left := len(engine.tape) - before:
+        what = f"{left} more than backward pops" if left > 0 else f"{-left} fewer than backward pops"
+        raise UsageError(f"{type(engine).__name__}: forward pushes {what} from the tape; push and pop equally often")
+
+
+def add_gradients(engine: ShardedEngine, sums: MutableMapping[str, Array], more: Mapping[str, Array]) -> None:
+    """Add those of a micro-batch to those before; raises UsageError if they have been written over them."""
+    for name, array in more.items():
+        if name not in sums:
+            sums[name] = array
+            continue
+        if array.size and backend_of(array) is backend_of(sums[name]) and _same_memory(array, sums[name]):
+            raise UsageError(
+                f"{type(engine).__name__}.backward returned the gradient of {name!r} in the same memory for two "
+                "micro-batches: return a new array each time"
+            )
+        sums[name] = sums[name] + array
+
+
+def _same_memory(a: Array, b: Array) -> bool:
+    return a is b or (isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and np.may_share_memory(a, b))

@@ -1,0 +1,256 @@
+"""The border between this package and layers that users write: what their methods are given and return is checked.
+
+A layer's class that is defined outside of this package has its methods wrapped when it is defined, so that checks are
+in one place whoever calls the layer, and cost nothing where no such layer is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from inspect import isfunction, signature
+from typing import TYPE_CHECKING, Any
+
+from spmd_engine.errors import UsageError
+from spmd_engine.layers.declarations import Activation, Buffer, Parameter, SideOutput
+from spmd_engine.layers.later import UNDER_WAY
+from spmd_engine.sharding.notation import nested_span
+from spmd_engine.sharding.shards import Shards
+
+if TYPE_CHECKING:
+    from spmd_engine.layers.layer import ForwardContext, Layer
+
+PACKAGE = __name__.partition(".")[0] + "."
+DECLARED = {"parameters": Parameter, "buffers": Buffer, "side_outputs": SideOutput}
+
+
+def is_users(kind: type) -> bool:
+    """Whether a class is defined outside of this package."""
+    return not kind.__module__.startswith(PACKAGE)
+
+
+def guard(kind: type, method: str, check: Callable[..., None]) -> None:
+    """Let ``check(self, returned, *args)`` look at what a method returns, if this class, a user's, defines it.
+
+    What a subclass's method returns is checked, not what it is given by those that it overrides. A UsageError from
+    inside gets the class's and the method's name; a call that the method's parameters do not fit becomes one.
+    """
+    own = vars(kind).get(method)
+    if not is_users(kind) or not isfunction(own):
+        return
+
+    @wraps(own)
+    def guarded(self: Any, *args: Any, **options: Any) -> Any:
+        try:
+            returned = own(self, *args, **options)
+        except UsageError as error:
+            if not str(error).startswith(f"{type(self).__name__}."):
+                error.args = (f"{name_of_call(self, method, *args)}: {error}",)
+            raise
+        except TypeError as error:
+            if "mappingproxy" in str(error):
+                name = name_of_call(self, method, *args)
+                raise UsageError(f"{name}: {error}; assign a dict first, as in self.parameters = {{}}") from error
+            check_call(name_of_call(self, method, *args), own, self, *args, like=_original(kind, method), **options)
+            raise
+        if getattr(type(self), method) is guarded:
+            check(self, returned, *args)
+        return returned
+
+    setattr(kind, method, guarded)
+
+
+def _original(kind: type, method: str) -> Callable | None:
+    """What this package declares that a user's class defines."""
+    bases = (vars(each) for each in kind.__mro__ if not is_users(each))
+    return next((each[method] for each in bases if method in each), None)
+
+
+def check_call(name: str, function: Callable, *args: Any, like: Callable | None = None, **options: Any) -> None:
+    """Raise UsageError if a function cannot be called with these arguments, which are those of ``like``."""
+    try:
+        signature(function).bind(*args, **options)
+    except TypeError as error:
+        listed = [f"({', '.join(signature(each).parameters)})" for each in (function, like) if each is not None]
+        raise UsageError(f"{name}: {error}; it takes {', but is called with '.join(listed)}") from error
+
+
+def name_of_call(of: Any, method: str, *args: Any) -> str:
+    """What a message calls a method of a user's: by its class and, of a layer, the name that it has in the model."""
+    label = getattr(args[0], "label", "") if args else ""
+    return f"{type(of).__name__}.{method}" + (f" of {label}" if label else "")
+
+
+def check_declarations(layer: Layer) -> None:
+    """Raise UsageError for a user's layer, or one inside of a layer, whose declarations cannot be read."""
+    for each in vars(layer).values():
+        for part in each if isinstance(each, (list, tuple)) else (each,):
+            inner = part[1] if isinstance(part, tuple) and len(part) == 2 else part
+            if hasattr(inner, "backward_input"):
+                check_declarations(inner)
+    kind = type(layer)
+    if not is_users(kind):
+        return
+    for what in ("inputs", "outputs"):
+        _check_type(layer, what, getattr(layer, what), Activation, 'Activation("b s d")')
+    if not isinstance(layer.sizes, Mapping) or not all(_is_size(size) for size in layer.sizes.values()):
+        raise UsageError(
+            f"{kind.__name__}.sizes is {layer.sizes!r}: give each letter a whole number, as in {{'d': 24}}"
+        )
+    for what, described in DECLARED.items():
+        declared = getattr(layer, what)
+        if not isinstance(declared, Mapping):
+            raise UsageError(f"{kind.__name__}.{what} is a {type(declared).__name__}: make it a dict of names")
+        for name, each in declared.items():
+            _check_type(layer, f"{what}[{name!r}]", each, described, f'{described.__name__}("d")')
+            missing = [x for x in each.dims.split() if x not in layer.sizes]
+            if missing and getattr(each, "shape", None) is None:
+                known = ", ".join(f"{letter}={size}" for letter, size in layer.sizes.items()) or "none"
+                raise UsageError(
+                    f'{kind.__name__}.{what}[{name!r}] has dims "{each.dims}", but no size of {", ".join(missing)} is '
+                    f"known: add it to sizes (there: {known})"
+                )
+
+
+def _check_type(layer: Layer, what: str, value: Any, kind: type, example: str) -> None:
+    if not isinstance(value, kind):
+        raise UsageError(f"{type(layer).__name__}.{what} is a {type(value).__name__}: make it a {example}")
+
+
+def _is_size(size: Any) -> bool:
+    return hasattr(size, "__index__") and size >= 0
+
+
+def check_forward(layer: Layer, returned: Any, sh: Shards, p: Any, x: Any, ctx: ForwardContext) -> None:
+    """Raise UsageError unless a forward has returned outputs as declared, what it saves and, perhaps, an Extra."""
+    name = name_of_call(layer, "forward", sh)
+    if not isinstance(returned, (tuple, list)) or len(returned) not in (2, 3):
+        raise UsageError(
+            f"{name} returned {described(returned)}; return (outputs, what the backward needs), and an Extra if any"
+        )
+    y = returned[0]
+    _check_activation(name, "outputs", y, layer.outputs, layer.sizes, sh)
+    if ctx.wanted is None:
+        _check_like(name, "outputs", y, layer.outputs, "inputs", x, layer.inputs, sh)
+    extra = returned[2] if len(returned) == 3 else None
+    if extra is not None and not hasattr(extra, "decided"):
+        raise UsageError(f"{name} returned {described(extra)} as the third value; return an Extra, or two values")
+    told = {} if extra is None else extra.outputs
+    _check_extra(name, "outputs", told, layer, layer.side_outputs, "side_outputs", sh)
+    _check_extra(name, "updates", {} if extra is None else extra.updates, layer, layer.buffers, "buffers", sh)
+    silent = [own for own, each in layer.side_outputs.items() if each.loss and own not in told] if ctx.training else ()
+    if silent:
+        raise UsageError(
+            f"{name}: the loss {silent[0]!r} of side_outputs is missing; return Extra(outputs={{{silent[0]!r}: ...}})"
+        )
+
+
+def check_backward_input(layer: Layer, returned: Any, sh: Shards, p: Any, saved: Any, dy: Any, *side: Any) -> None:
+    """Raise UsageError unless a backward has returned a gradient like the inputs, and what the weights' need."""
+    name = name_of_call(layer, "backward_input", sh)
+    if not isinstance(returned, (tuple, list)) or len(returned) != 2:
+        raise UsageError(
+            f"{name} returned {described(returned)}; return (the inputs' gradient, what backward_weight needs)"
+        )
+    dx = returned[0]
+    if isinstance(dx, UNDER_WAY) or (dx is None and sh.takes_data):  # what travels has no shape yet
+        return
+    _check_activation(name, "gradient of the inputs", dx, layer.inputs, layer.sizes, sh)
+    _check_like(name, "gradient of the inputs", dx, layer.inputs, "gradient of the outputs", dy, layer.outputs, sh)
+
+
+def check_backward_weight(layer: Layer, returned: Any, sh: Shards, rest: Any, g: Any) -> None:
+    """Raise UsageError unless a backward has added to the gradient of each parameter that this rank has."""
+    name = name_of_call(layer, "backward_weight", sh)
+    if returned is not None:
+        raise UsageError(f"{name} returned {described(returned)}; add gradients to g instead, as by g.add(name, array)")
+    own = [own for own, each in layer.parameters.items() if each.element is None]
+    if own and (untouched := g.untouched(own)):
+        raise UsageError(
+            f"{name} added nothing to the gradient of {', '.join(untouched)}: add g.einsum or g.add for each parameter"
+        )
+
+
+def _check_activation(name: str, what: str, x: Any, declared: Activation, sizes: Mapping[str, int], sh: Shards) -> None:
+    """Raise UsageError unless ``x`` has the letters that are declared, those of known sizes so long."""
+    letters = declared.dims.split()
+    if not is_array(x):
+        raise UsageError(f"{name}: {what} must be an array [{declared.dims}], not {described(x)}")
+    if len(x.shape) != len(letters):
+        raise UsageError(
+            f"{name}: {what} of shape {tuple(x.shape)}, but [{declared.dims}] is declared; make it that, or say in the "
+            'class what it is: inputs = Activation("..."), outputs = Activation("...")'
+        )
+    for letter, length in zip(letters, x.shape, strict=True):
+        if letter not in sizes:
+            continue
+        expected = sizes[letter]
+        if letter not in declared.whole and (axes := sh.layout.axes(letter, declared.where)):
+            part = nested_span(expected, axes, sh.mesh.axes, sh.mesh.coordinates, sh.layout.weights(letter))
+            expected = part.stop - part.start
+        if length != expected:
+            raise UsageError(
+                f"{name}: {what} [{declared.dims}] of shape {tuple(x.shape)}, but {letter} is {expected} here"
+            )
+
+
+def _check_like(
+    name: str, what: str, x: Any, declared: Activation, other: str, y: Any, of_other: Activation, sh: Shards
+) -> None:
+    """Raise UsageError unless what comes out has the samples, positions and precision of what went in."""
+    letters, others = declared.dims.split(), of_other.dims.split()
+    if len(y.shape) != len(others):
+        return
+    for letter in "bs":
+        if letter not in letters or letter not in others:
+            continue
+        length, expected = x.shape[letters.index(letter)], y.shape[others.index(letter)]
+        if length != expected and sh.layout.axes(letter, declared.where) == sh.layout.axes(letter, of_other.where):
+            raise UsageError(
+                f"{name}: {what} [{declared.dims}] of shape {tuple(x.shape)}, but {letter} is {expected} in {other} of "
+                f"shape {tuple(y.shape)}; a dim of another length needs another letter"
+            )
+    if x.dtype.kind == y.dtype.kind == "f" and x.dtype.itemsize > y.dtype.itemsize:
+        raise UsageError(
+            f"{name}: {what} of {x.dtype} from {other} of {y.dtype}; NumPy's numbers, such as np.sqrt(2), make arrays "
+            "float64: use Python's, such as math.sqrt(2), or astype"
+        )
+
+
+def _check_extra(
+    name: str,
+    what: str,
+    given: Mapping[str, Any],
+    layer: Layer,
+    declared: Mapping[str, Buffer] | Mapping[str, SideOutput],
+    where: str,
+    sh: Shards,
+) -> None:
+    """Raise UsageError unless what an Extra has by name is declared, and has the letters that it is declared with."""
+    for own, value in given.items():
+        if own not in declared:
+            listed = ", ".join(declared) or "none"
+            raise UsageError(f"{name}: Extra({what}=...) has {own!r}; of {where} the layer declares {listed}")
+        each = declared[own]
+        if each.dims and getattr(each, "shape", None) is None:
+            _check_activation(
+                f"{name}: Extra({what}=...)", repr(own), value, Activation(each.dims, "inside"), layer.sizes, sh
+            )
+
+
+def is_array(x: Any) -> bool:
+    """Whether it is an array, not a number, even if that has a shape as NumPy's have."""
+    return getattr(x, "shape", None) is not None and hasattr(x, "__setitem__")
+
+
+def described(returned: Any) -> str:
+    """What something is, for people."""
+    if returned is None:
+        return "None"
+    if isinstance(returned, (tuple, list)):
+        return f"a {type(returned).__name__} of {len(returned)}"
+    if is_array(returned):
+        return f"an array of shape {tuple(returned.shape)}"
+    if isinstance(returned, type):
+        return f"the class {returned.__name__}"
+    return f"a {type(returned).__name__}"
