@@ -225,6 +225,7 @@ def _plain(estimate: Estimate) -> dict[str, Any]:
     """An estimate as JSON has it."""
     return {
         "plan": str(estimate.candidate),
+        "simulated": estimate.simulated,
         "seconds": float(estimate.seconds),
         "bytes_sent": int(estimate.sent),
         "peak_bytes": int(estimate.memory),

@@ -35,6 +35,7 @@ class Estimate:
     parts: Mapping[str, float]  #: seconds by what they are for
     holds: Mapping[str, float]  #: bytes by what they are for, on the rank that holds most
     stage: int  #: of that rank
+    simulated: bool = False  #: whether seconds, memory and sent are of the whole step, analyzed and simulated
 
     @property
     def throughput(self) -> float:

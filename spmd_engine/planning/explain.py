@@ -34,9 +34,11 @@ class Explanation:
         return {"question": self.question, "answer": list(self.lines), "data": self.data}
 
 
-def explain(request: Request) -> list[Explanation]:
-    """The fourteen answers, about the given mesh or, without one, about data parallelism over the ranks."""
-    return list(_Explainer(request).answers())
+def explain(request: Request) -> tuple[str, list[Explanation]]:
+    """What is explained, and fourteen answers about it: the given mesh or, without one, data parallelism over the
+    ranks."""
+    explainer = _Explainer(request)
+    return explainer.subject, list(explainer.answers())
 
 
 class _Explainer:
@@ -54,6 +56,16 @@ class _Explainer:
         self.planner = self._planner(request.sequence)
         self.now = self._estimate(self.base)
         self.seen: Foresight = look_at(self.model, self.machine, self.base, request.base, **request.analyzed)
+
+    @property
+    def subject(self) -> str:
+        """The plan that is explained, in one line."""
+        request = self.request
+        given = "" if request.fixed.get("mesh") else " (no --mesh: data parallelism)"
+        return (
+            f"{self.model.name}, {self.model.parameter_count:,} parameters in {request.dtype}, batch "
+            f"{self.base.batch_size}, on {self.ranks} ranks of machine {request.machine.name}: {self.base}{given}"
+        )
 
     def _planner(self, sequence: int | None) -> Planner:
         request = self.request

@@ -19,13 +19,14 @@ from spmd_engine.planning.goals import LIMITS, Constraints, Limits, value
 from spmd_engine.planning.lattice import Candidate, SearchSpace
 from spmd_engine.planning.passes import PassCache
 from spmd_engine.planning.profile import with_even_vocabulary
-from spmd_engine.planning.reasons import reasons
-from spmd_engine.planning.search import Certificate, Found, Planner
+from spmd_engine.planning.reasons import alternatives, even, reasons
+from spmd_engine.planning.search import KEPT, Certificate, Found, Planner, pareto, thinned
 from spmd_engine.planning.unequal import needed, state_shares, work_shares
 
 MISFIT = 1  #: the exit code where nothing fits
 MOST_TO_SIMULATE = 20_000  #: layers times micro-batches of a pipeline's filling, beyond which estimates must do
-LOOKING = 1.0  #: seconds of the processor for looking closely at more than what was estimated to be best
+LOOKING = 0.25  #: of the seconds for the search, the share that simulating more than one plan may take
+IMPROVED = 4  #: plans at most that are chosen, each since by the simulation it is better than the one before
 TIGHTENED = 4  #: searches at most, each within limits that make up for how far the estimates of the last one erred
 
 
@@ -45,7 +46,8 @@ class _Seen:
             return self.estimate
         work = max(seen.prediction.working.values(), default=0.0) if seen.whole else self.estimate.work
         peak = needed(seen.analysis, self.rooms)
-        return replace(self.estimate, seconds=seen.seconds, memory=peak, sent=seen.bytes_sent, work=work)
+        found = {"seconds": seen.seconds, "memory": peak, "sent": seen.bytes_sent, "work": work}
+        return replace(self.estimate, **found, simulated=True)
 
 
 class _Looking:
@@ -54,6 +56,7 @@ class _Looking:
     def __init__(self, request: Request, cache: PassCache) -> None:
         self.request = request
         self._known: dict[tuple[Candidate, bool], Foresight | None] = {}
+        self._left = LOOKING * request.seconds
         self._cache = cache  # plans that are near each other have the same layers
         machine = request.machine.with_ranks(max(request.ranks))
         self.rooms = rooms_of(request.limits, machine) if machine.unlike else ()
@@ -79,17 +82,19 @@ class _Looking:
 
     def at_each(self, estimates: Sequence[Estimate]) -> list[_Seen]:
         """As many as there is time for, the first anyway."""
-        deadline, seen = process_time() + min(self.request.seconds, LOOKING), []
-        for each in estimates:
-            if seen and process_time() > deadline:
+        seen = []
+        for each in {each.candidate: each for each in estimates}.values():
+            began = process_time()
+            if seen and self._left <= 0:
                 break
-            seen.append(self.at(each, even=True))
-            seen += self._with_shares(seen[-1])
+            seen += self.with_shares(each)
+            self._left -= process_time() - began
         return seen
 
-    def _with_shares(self, even: _Seen) -> list[_Seen]:
-        """The same plan with shares of work, and then of state, that suit ranks that are unlike."""
-        found, now = [], even
+    def with_shares(self, estimate: Estimate) -> list[_Seen]:
+        """A plan; and where ranks are unlike, the same with shares of work, and then of state, that suit them."""
+        even = now = self.at(estimate, even=True)
+        found = [even]
         for suited in (self._suited_work, self._suited_state) if self.rooms and even.foresight is not None else ():
             if changed := suited(now):
                 now = self.at(replace(now.estimate, candidate=replace(now.estimate.candidate, **changed)), even=True)
@@ -143,12 +148,12 @@ def plan(request: Request) -> Answer:
             break
         seen = looking.at_each(found.best)
         if any(not limits.broken(each.foreseen) for each in seen):
-            return _answer(looking, planner, limits, found, seen, began)
+            return _answer(looking, planner, choices, limits, found, seen, began)
         held = _tightened(held, limits, seen)
     question = Question(choices, Constraints(held, request.fixed), request.goal, most_ranks)
     seen = looking.at_each(closest(planner, question, request.seconds))
     if any(not limits.broken(each.foreseen) for each in seen):  # whose estimates are above what their steps need
-        return _answer(looking, planner, limits, replace(found, best=[]), seen, began)
+        return _answer(looking, planner, choices, limits, replace(found, best=[]), seen, began)
     if found.certificate.complete:
         conflict = conflict_of(planner, question, request.seconds)
     else:  # nothing is known of what was not looked at
@@ -169,29 +174,53 @@ def plan(request: Request) -> Answer:
 
 
 def _answer(
-    looking: _Looking, planner: Planner, limits: Limits, found: Found, seen: Sequence[_Seen], began: float
+    looking: _Looking,
+    planner: Planner,
+    choices: SearchSpace,
+    limits: Limits,
+    found: Found,
+    seen: Sequence[_Seen],
+    began: float,
 ) -> Answer:
-    """The best of those that were looked at and keep the limits."""
-    request = looking.request
+    """The best of those that were looked at and keep the limits, and of what differs from it in one choice."""
+    request, certificate = looking.request, found.certificate
+    constraints = Constraints(limits, request.fixed)
 
     def as_wanted(each: _Seen) -> tuple[float, ...]:
         return value(request.goal, each.foreseen)
 
-    fitting = sorted((each for each in seen if not limits.broken(each.foreseen)), key=as_wanted)
-    chosen = looking.at(fitting[0].estimate)
-    certificate = found.certificate
+    def fitting() -> list[_Seen]:
+        kept = (each for each in seen if not constraints.broken(each.estimate.candidate, each.foreseen))
+        return sorted(kept, key=as_wanted)
+
+    for _ in range(IMPROVED):
+        best = fitting()[0]
+        others = list(alternatives(planner, choices, limits, best.estimate, request.goal))
+        known = {each.estimate.candidate for each in seen}
+        more = [*(each.estimate for each in others if each.estimate), *thinned(found.front)]
+        seen = [*seen, *looking.at_each([each for each in more if each.candidate not in known])]
+        if fitting()[0] is best:
+            break
+    chosen = looking.at(best.estimate)
     if not found.best:  # by their estimates nothing that was looked at fits, and so nothing of it is better
         reached = value(request.goal, chosen.estimate)[0]
         bound = reached if certificate.complete else min(reached, certificate.bound)
         certificate = replace(certificate, best=reached, bound=bound)
-    others = [each for each in sorted(seen, key=as_wanted) if each is not fitting[0]]
-    best = [each.foreseen for each in (chosen, *others)]
+    rest = [each for each in fitting() if each is not best]
+    simulated: dict[Candidate, Estimate] = {}
+    for each in sorted(seen, key=as_wanted):
+        simulated.setdefault(even(each.estimate.candidate), each.foreseen)
     return Answer(
         request,
-        replace(found, best=best, certificate=certificate),
+        replace(
+            found,
+            best=[each.foreseen for each in (chosen, *rest)][:KEPT],
+            front=pareto([chosen.foreseen, *(each.foreseen for each in rest)]),
+            certificate=certificate,
+        ),
         chosen.estimate,
         chosen.foresight,
-        [*_why_shares(chosen, seen), *reasons(planner, limits, chosen.estimate, request.goal)],
+        [*_why_shares(chosen, seen), *reasons(limits, chosen.foreseen, others, simulated)],
         took=perf_counter() - began,
     )
 

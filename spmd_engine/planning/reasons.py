@@ -2,35 +2,101 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from spmd_engine.planning.estimate import Estimate
-from spmd_engine.planning.goals import Limits, value
-from spmd_engine.planning.lattice import Candidate
+from spmd_engine.planning.goals import Constraints, Limits, value
+from spmd_engine.planning.lattice import FIXABLE, Candidate, SearchSpace, axes_that_cut, candidates
 from spmd_engine.planning.search import Planner
 
+#: Strategies of one kind alone: their name, mesh axis and stages of ZeRO (None: any).
+PLAIN = (
+    ("data parallelism", "data", (0,)),
+    ("ZeRO", "data", (1, 2, 3)),
+    ("tensor parallelism", "model", None),
+    ("a pipeline", "pipe", None),
+)
+SEARCH_SECONDS = 0.5  #: for the best plan of each of these
 
-def reasons(planner: Planner, limits: Limits, chosen: Estimate, goal: str) -> Iterator[str]:
-    """What the plan's choices gain over the nearest others, one by one."""
+
+@dataclass(frozen=True)
+class Alternative:
+    """A plan that differs in one choice: ``what`` the plan has, and has not; None: it cannot be."""
+
+    what: str
+    estimate: Estimate | None
+
+
+def alternatives(
+    planner: Planner, choices: SearchSpace, limits: Limits, chosen: Estimate, goal: str
+) -> Iterator[Alternative]:
+    """The nearest plans that differ in one choice, by their estimates."""
     candidate = chosen.candidate
-    for name, options in _alternatives(candidate):
+    mine = ",".join(f"{axis}={size}" for axis, size in candidate.axes)
+    for name, axis, zeros in PLAIN:
+        mesh = {axis: candidate.ranks}
+        known = axis in axes_that_cut(planner.model) and axis in (choices.axes or [axis])
+        if choices.zero is not None:
+            zeros = [choices.zero] if zeros is None or choices.zero in zeros else []
+        if candidate.ranks == 1 or mesh == candidate.mesh or not known or zeros == []:
+            continue
+        best = _best_on(planner, replace(choices, mesh=mesh, ranks=[candidate.ranks]), zeros or [None], limits, goal)
+        shown = best.candidate if best is not None else f"{axis}={candidate.ranks}"
+        yield Alternative(f"mesh {mine}, not {shown} ({name})", best)
+    free = {name: None for name in FIXABLE} | {"mesh": candidate.mesh, "batch_sizes": [candidate.batch_size]}
+    possible = set(candidates(replace(choices, **free)))
+    for name, options in _options(candidate):
         others = []
         for option in options:
-            changed = {name: option, "stages": None}
-            if name == "schedule":
-                changed["chunks"] = 1
-            estimator = planner.estimator(replace(candidate, **changed))
-            other = estimator.estimate() if estimator is not None else None
-            if other is not None:
-                others.append((option, other))
+            changed = {name: option, "stages": None} | ({"chunks": 1} if name == "schedule" else {})
+            other = replace(even(candidate), **changed)
+            estimator = planner.estimator(other) if other in possible else None
+            estimate = estimator.estimate() if estimator is not None else None
+            if estimate is not None:
+                others.append((option, estimate))
         if others:
             option, other = min(others, key=lambda pair: value(goal, pair[1]))
-            yield _said(name, option, getattr(candidate, name), chosen, other, limits)
+            yield Alternative(f"{name.replace('_', ' ')} {getattr(candidate, name)}, not {option}", other)
 
 
-def _alternatives(candidate: Candidate) -> Iterator[tuple[str, Sequence[Any]]]:
+def _best_on(
+    planner: Planner, choices: SearchSpace, zeros: Sequence[int | None], limits: Limits, goal: str
+) -> Estimate | None:
+    """The best plan on a mesh with one of these stages of ZeRO; if none keeps the limits, what needs least memory."""
+    found = []
+    for zero in zeros:
+        for kept, wanted in ((limits, goal), (Limits(), "memory")):
+            space, asked = replace(choices, zero=zero), Constraints(kept)
+            seconds = SEARCH_SECONDS / len(zeros)
+            best = planner.search(space, asked, wanted, seconds=seconds, front=False, keep=1).best
+            if best:
+                found.append(best[0])
+                break
+    fitting = [each for each in found if not limits.broken(each)]
+    return min(fitting or found, key=lambda each: value(goal if fitting else "memory", each), default=None)
+
+
+def even(candidate: Candidate) -> Candidate:
+    """The same with as many samples, and as much state, on each rank."""
+    return replace(candidate, shares=None, state_shares=None)
+
+
+def reasons(
+    limits: Limits, chosen: Estimate, others: Sequence[Alternative], simulated: Mapping[Candidate, Estimate]
+) -> Iterator[str]:
+    """What the plan gains over others, as they were ``simulated``, by candidates that are ``even``; an estimate is
+    marked."""
+    for each in others:
+        if each.estimate is None:
+            yield f"{each.what}: the model or the batch cannot be cut so"
+            continue
+        other = simulated.get(even(each.estimate.candidate), each.estimate)
+        yield _said(each.what, chosen, other, limits) + ("" if other.simulated else " (an estimate)")
+
+
+def _options(candidate: Candidate) -> Iterator[tuple[str, Sequence[Any]]]:
     stored = candidate.batch_ranks * candidate.mesh.get("context", 1)
     if stored > 1:
         yield "zero", [zero for zero in range(4) if zero != candidate.zero]
@@ -47,8 +113,7 @@ def _alternatives(candidate: Candidate) -> Iterator[tuple[str, Sequence[Any]]]:
         yield "schedule", [name for name in ("1f1b", "zero-bubble", "gpipe") if name != candidate.schedule]
 
 
-def _said(name: str, option: Any, mine: Any, chosen: Estimate, other: Estimate, limits: Limits) -> str:
-    what = f"{name.replace('_', ' ')} {mine}, not {option}"
+def _said(what: str, chosen: Estimate, other: Estimate, limits: Limits) -> str:
     broken = limits.broken(other)
     if broken:
         needs = limits.measured(other)

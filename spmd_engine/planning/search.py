@@ -224,6 +224,13 @@ class Planner:
                 yield estimate
 
 
+def thinned(front: Sequence[Estimate], most: int = 8) -> Sequence[Estimate]:
+    """At most so many of a front, its ends among them: those that are shown."""
+    if len(front) <= most:
+        return front
+    return [front[round(k * (len(front) - 1) / (most - 1))] for k in range(most)]
+
+
 def pareto(estimates: Sequence[Estimate]) -> list[Estimate]:
     """Those that no other beats in both seconds and memory, by seconds."""
     front: list[Estimate] = []

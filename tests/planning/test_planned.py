@@ -53,6 +53,37 @@ def test_of_those_looked_at_it_is_the_quickest(freely):
     assert freely.foresight.seconds == min(each.seconds for each in freely.found.best)
 
 
+def test_every_plan_that_is_shown_is_simulated_and_none_is_quicker(freely):
+    shown = [*freely.found.best, *freely.found.front]
+    assert len(freely.found.front) > 1 and all(each.simulated for each in shown)
+    assert freely.foresight.seconds == min(each.seconds for each in shown)
+    assert all(each["simulated"] for each in freely.as_json()["front"])
+
+
+def test_what_is_quicker_by_the_simulation_alone_is_chosen(monkeypatch):
+    """Micro-batches that estimates put far behind: here the simulation has them in no time."""
+
+    def quick(model, machine, candidate, *others, **options):
+        seen = look_at(model, machine, candidate, *others, **options)
+        return replace(seen, seconds=seen.seconds / 100) if candidate.micro_batches == 4 else seen
+
+    monkeypatch.setattr("spmd_engine.planning.planned.look_at", quick)
+    monkeypatch.setattr("spmd_engine.planning.planned.KEPT", 1)
+    answer = plan(replace(asked(), axes=["data"]))
+    assert answer.plan.candidate.micro_batches == 4 and len(answer.found.best) == 1
+
+
+@pytest.mark.parametrize("fixed", [{}, {"zero": 1}], ids=["free", "fixed"])
+def test_reasons_say_why_this_mesh(fixed):
+    answer = plan(replace(asked(), ranks=[4], fixed=fixed))
+    mine = ",".join(f"{axis}={size}" for axis, size in answer.plan.candidate.axes)
+    assert answer.plan.candidate.zero == fixed.get("zero", answer.plan.candidate.zero)
+    others = [reason for reason in answer.reasons if reason.startswith(f"mesh {mine}, not ")]
+    names = {"data parallelism", "ZeRO", "tensor parallelism", "a pipeline"}
+    assert len(others) >= 2 and all(any(f"({name})" in reason for name in names) for reason in others)
+    assert len([reason for reason in others if "that would take" in reason]) >= 2
+
+
 def test_a_plan_for_a_model_that_a_config_describes(tmp_path):
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     rest = {"intermediate_size": 128, "vocab_size": 256, "max_position_embeddings": 128, "rms_norm_eps": 1e-6}
@@ -171,7 +202,8 @@ def test_a_file_of_a_gpt_s_sizes_is_a_model(tmp_path):
 @pytest.mark.parametrize("name", ["gpt-nano", "gpt-moe-nano"])
 def test_fourteen_questions_are_answered(name):
     limits = Limits(memory=30 * 2**20)
-    answers = explain(Request(build_model(name), read_machine("a100"), [4], [16], limits=limits))
+    subject, answers = explain(Request(build_model(name), read_machine("a100"), [4], [16], limits=limits))
+    assert subject.startswith(f"{name}, ") and "batch 16, on 4 ranks of machine a100: data=4 (no --mesh" in subject
     assert len(answers) == len({each.question for each in answers}) == 14
     assert all(each.lines for each in answers)
     json.dumps([each.as_json() for each in answers])

@@ -1,5 +1,6 @@
 """Plans for unlike nodes: work by speed, state by memory, and each rank within its own."""
 
+import re
 from dataclasses import replace
 from itertools import combinations, pairwise
 
@@ -37,11 +38,9 @@ def test_work_goes_by_speed():
     alike = plan(asked(machine((8e10, 1e9), (8e10, 1e9))))
     assert alike.plan.candidate.shares is None
     answer = plan(asked(machine((12e10, 1e9), (4e10, 1e9))))
-    plans = [each for each in answer.found.best if each.candidate.mesh == {"data": 2}]
-    even = next(each for each in plans if each.candidate.shares is None)
     assert answer.plan.candidate.mesh == {"data": 2} and answer.plan.candidate.shares == "data=3:1"
-    assert 1.8 < even.seconds / answer.foresight.seconds <= 2  # an even split waits half of the time for the slow one
-    assert answer.reasons[0].startswith("shares data=3:1, not as much each: that would take +")
+    slower = re.match(r"shares data=3:1, not as much each: that would take \+([\d.]+)% time", answer.reasons[0])
+    assert 80 < float(slower[1]) <= 100  # an even split waits half of the time for the slow one
     file = plan_file_of(answer, "gpt-nano")
     assert file.composition.shares == "data=3:1" and file.composition.state_shares is None
 

@@ -95,12 +95,13 @@ def plan(context: click.Context, what: str | None, **options: Any) -> None:
 
 def _explain(request: Any, as_json: bool) -> None:
     from spmd_engine.cli.plan.page import print_explanation
-    from spmd_engine.planning.explain import explain
+    from spmd_engine.planning.explain import Explanation, explain
 
     if not request.ranks:
         raise UsageError("plan explain: --ranks N, how many?")
-    answers = explain(request)
+    subject, answers = explain(request)
     if as_json:
+        answers = [Explanation("What is explained?", [subject], request.model.name), *answers]
         click.echo(json.dumps([each.as_json() for each in answers]))
     else:
-        print_explanation(answers)
+        print_explanation(subject, answers)

@@ -17,7 +17,10 @@ from spmd_engine.planning.explain import Explanation
 from spmd_engine.planning.foresight import Foresight
 from spmd_engine.planning.goals import Constraints
 from spmd_engine.planning.lattice import across_nodes
+from spmd_engine.planning.search import thinned
 from spmd_engine.units import readable_bytes, readable_seconds
+
+BY = "simulated step by step (about: estimated)"  #: how what a table shows was found
 
 
 def print_answer(answer: Answer) -> None:
@@ -55,14 +58,13 @@ def print_answer(answer: Answer) -> None:
     if answer.foresight is not None:
         print_picture(draw_step(answer.foresight), console)
         console.print()
-    _print_matrix(console, "the best plans, looked at in whole, and the constraints", answer.found.best, constraints)
+    _print_matrix(console, f"the best plans and the constraints, {BY}", answer.found.best, constraints)
     front = answer.found.front
     if len(front) > 1:
-        table = Table(
-            "step", "memory", "plan", box=None, header_style="bold", title="time against memory", title_justify="left"
-        )
-        for each in _thinned(front):
-            table.add_row(readable_seconds(each.seconds), readable_bytes(each.memory), str(each.candidate))
+        title = f"time against memory, {BY}"
+        table = Table("step", "memory", "plan", box=None, header_style="bold", title=title, title_justify="left")
+        for each in thinned(front):
+            table.add_row(_seconds_of(each), readable_bytes(each.memory), str(each.candidate))
         console.print(table)
     _print_certificate(console, answer)
 
@@ -78,10 +80,8 @@ def _print_nodes(console: Console, answer: Answer) -> None:
         console.print(f"  on nodes of {node_ranks} ranks, which these fill in their order: {', '.join(said)}")
 
 
-def _thinned(front: Sequence[Estimate], most: int = 8) -> Sequence[Estimate]:
-    if len(front) <= most:
-        return front
-    return [front[round(k * (len(front) - 1) / (most - 1))] for k in range(most)]
+def _seconds_of(plan: Estimate) -> str:
+    return ("" if plan.simulated else "about ") + readable_seconds(plan.seconds)
 
 
 def command_of(answer: Answer) -> str:
@@ -160,7 +160,7 @@ def _print_matrix(console: Console, title: str, plans: Sequence[Estimate], const
         needs = limits.measured(each)
         cells = [limits.said(name, needs[name]) + (" !" if name in broken else "") for name in measured]
         cells += ["no !" if name in broken else "kept" for name in constraints.fixed]
-        table.add_row(str(each.candidate), readable_seconds(each.seconds), *cells)
+        table.add_row(str(each.candidate), _seconds_of(each), *cells)
     console.print(table)
     console.print()
 
@@ -212,9 +212,10 @@ def print_comparison(found: Comparison, as_json: bool) -> None:
     console.print(layers)
 
 
-def print_explanation(answers: Sequence[Explanation]) -> None:
-    """The fourteen questions, answered."""
+def print_explanation(subject: str, answers: Sequence[Explanation]) -> None:
+    """What is explained, and the fourteen questions, answered."""
     console = Console(highlight=False, soft_wrap=True)
+    console.print(f"{subject}\n", markup=False)
     for number, each in enumerate(answers, 1):
         console.print(f"[bold]{number:2}. {each.question}[/bold]")
         for line in each.lines:
