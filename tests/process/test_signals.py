@@ -244,12 +244,18 @@ class Sender:
 
 sys.meta_path.insert(0, Sender())
 sys.argv = ["spmd_engine", "train"]
-runpy.run_module("spmd_engine", run_name="__main__")
 """
 
 
-def test_a_signal_while_modules_load_is_one_line_once_they_have(tmp_path):
+@pytest.mark.parametrize(
+    "start",
+    [
+        pytest.param("runpy.run_module('spmd_engine', run_name='__main__')", id="python -m"),
+        pytest.param("from spmd_engine.__main__ import main; main()", id="installed command"),
+    ],
+)
+def test_a_signal_while_modules_load_is_one_line_once_they_have(start):
     environment = {**clean_environment(), "PYTHONPATH": os.getcwd()}
-    command = [sys.executable, "-c", LOADING]
+    command = [sys.executable, "-c", LOADING + start]
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
     assert (ended.returncode, ended.stderr) == (130, "spmd_engine: interrupted by SIGINT\n")
