@@ -1,4 +1,4 @@
-"""``python -m spmd_engine``: see ``--help``."""
+"""``python -m spmd_engine`` and the installed command ``spmd-engine``: see ``--help``."""
 
 import signal
 import sys
@@ -16,8 +16,8 @@ def main() -> None:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
             with StopFlag(), many_imports(), one_blas_thread():
                 # A signal while modules load is heard once they are: a half-loaded program cannot end well.
-                from spmd_engine.cli import main
-            main()
+                from spmd_engine.cli import main as run_command_line
+            run_command_line()
     except KeyboardInterrupt as error:
         from spmd_engine.process.ending import end_at_once
 

@@ -17,6 +17,8 @@ from spmd_engine.process.ending import end_at_once
 from spmd_engine.process.launchers import launcher_rank, let_rank_zero_speak
 from spmd_engine.process.signals import exit_code, raise_interrupted
 
+INSTALLED = "spmd-engine"  #: the command that an installed package brings (``console_scripts`` in setup.cfg)
+
 
 @click.group(
     cls=LazyGroup,
@@ -50,7 +52,7 @@ def main(args: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if args is None else args)
     try:
         # As cli.main does it, which would print an empty line on every rank that is interrupted.
-        with raise_interrupted(), cli.make_context("python -m spmd_engine", arguments) as context:
+        with raise_interrupted(), cli.make_context(_started_as(), arguments) as context:
             cli.invoke(context)
     except click.exceptions.Exit as leave:  # of --help, with 0
         if leave.exit_code:
@@ -78,3 +80,8 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.exit(2)
     except KeyboardInterrupt as error:
         end_at_once(f"spmd_engine: {str(error) or 'interrupted'}", exit_code(error, arguments))
+
+
+def _started_as() -> str:
+    """The command as the user wrote it, for usage lines."""
+    return INSTALLED if os.path.basename(sys.argv[0]) == INSTALLED else "python -m spmd_engine"

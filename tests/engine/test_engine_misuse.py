@@ -3,15 +3,9 @@
 import numpy as np
 import pytest
 
-<<<<<<< HEAD
 from spmd_engine import Mesh, run
-from spmd_engine.engine import SGD
-from spmd_engine.engine.batch import batch_of
-=======
-from spmd_engine import run
 from spmd_engine.engine import SGD, ShardedEngine
 from spmd_engine.engine.batch import Batch, MicroBatch, batch_of
->>>>>>> 5e26f81e9ecf29ae6cee38a2e5d90fcb183e6d12
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import cross_entropy
 from spmd_engine.training import Trainer
@@ -421,22 +415,10 @@ def test_a_batch_cut_in_inputs_alone_is_refused():
         engine.step(batch_of(np.ones((4, 3)), np.ones((4, 2)), engine))
 
 
-<<<<<<< HEAD
-def test_parameters_must_be_contiguous():
-    engine = Careless()
-    engine.w = np.zeros((3, 2), order="F")
-    engine.step(batch_of(np.ones((4, 3)), np.ones((4, 2)), engine))
-    with pytest.raises(UsageError, match="not contiguous"):
-        SGD().update(engine, engine.gradients, step=1, rate=0.1)
-
-
 @pytest.mark.parametrize(
     ("shardings", "cut"), [({}, "whole"), ({"w": "d f/model"}, 'cut as "d f/model"')], ids=["whole", "cut"]
 )
 def test_a_forgotten_all_reduce_is_found_in_the_first_step(shardings, cut):
-=======
-def test_a_forgotten_all_reduce_is_found_in_the_first_step():
->>>>>>> 5e26f81e9ecf29ae6cee38a2e5d90fcb183e6d12
     class Forgetful(Careless):
         input_sharding = output_sharding = "b/data d"
 
