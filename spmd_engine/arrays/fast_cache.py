@@ -22,6 +22,9 @@ import llvmlite
 import numpy as np
 from llvmlite import binding
 
+from spmd_engine.errors import UsageError
+from spmd_engine.regular_file import open_regular
+
 WARN_AFTER = 10.0  # seconds of waiting after which a process says what it waits for
 LIMIT = 180.0  # seconds of waiting after which it compiles beside the one that holds the lock
 PERIOD = 0.1  # seconds between looks whether the lock is free
@@ -82,7 +85,7 @@ def _key() -> bytes:
 
 def _read(path: Path, key: bytes) -> bytes | None:
     """What the file holds; None if there is none to be trusted with this key."""
-    with suppress(OSError), open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW)) as file:
+    with suppress(OSError, UsageError), open(path, "rb", opener=open_regular) as file:
         if os.fstat(file.fileno()).st_uid in (os.geteuid(), 0):
             digest, content = file.read(32), file.read()
             return content if digest == hashlib.sha256(key + content).digest() else None
@@ -107,8 +110,8 @@ def _write(path: Path, key: bytes, content: bytes) -> None:
 def _alone(path: Path) -> Iterator[None]:
     """Hold the lock, if it is to be had in time."""
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-    except OSError:  # a file that somebody else made
+        descriptor = open_regular(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except (OSError, UsageError):  # a file that somebody else made
         yield
         return
     try:

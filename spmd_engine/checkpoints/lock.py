@@ -15,6 +15,7 @@ from typing import Self
 
 from spmd_engine.checkpoints.folder import make_folder
 from spmd_engine.errors import UsageError
+from spmd_engine.regular_file import open_regular
 
 logger = logging.getLogger(__name__)
 LOCK = ".lock"
@@ -30,15 +31,10 @@ class RunLock:
 
     def __enter__(self) -> Self:
         make_folder(self._path.parent)
-        if os.path.exists(self._path) and not os.path.isfile(self._path):
-            raise UsageError(
-                f"{self._path} is no file: move it away; a run locks it, so that no other one writes there"
-            )
-        handle = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+        handle = open_regular(self._path, os.O_RDWR | os.O_CREAT)
         try:
             self._take(handle)
-            os.ftruncate(handle, 0)
-            os.pwrite(handle, self._name.encode(), 0)
+            os.pwrite(handle, f"{self._name}\n".encode(), 0)
         except BaseException:
             os.close(handle)
             raise
@@ -46,7 +42,10 @@ class RunLock:
         return self
 
     def _take(self, handle: int) -> None:
-        said = os.pread(handle, 200, 0).decode(errors="replace").strip().rpartition(", ")[0]
+        name = _name_in(handle)
+        if name and not name.startswith("process "):
+            raise UsageError(f"{self._path} is not the lock of a run: move it away; the name of a run is written there")
+        said = name.rpartition(", ")[0]
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -68,9 +67,13 @@ class RunLock:
         Nothing is wrong where the folder is gone: who saves makes it again.
         """
         try:
-            said = self._path.read_text(errors="replace")
+            handle = open_regular(self._path, os.O_RDONLY)
         except FileNotFoundError:
             return
+        try:
+            said = _name_in(handle)
+        finally:
+            os.close(handle)
         if said != self._name:
             who = said.rpartition(", ")[0]
             raise UsageError(
@@ -82,8 +85,14 @@ class RunLock:
         """Give it back, with no name in it: the next one need not ask for this process."""
         if self._handle is not None:
             try:
-                if os.pread(self._handle, 200, 0).decode(errors="replace") == self._name:
-                    os.ftruncate(self._handle, 0)
+                if _name_in(self._handle) == self._name:
+                    os.pwrite(self._handle, b"\n", 0)
             finally:
                 os.close(self._handle)
                 self._handle = None
+
+
+def _name_in(handle: int) -> str:
+    """The name in an open lock: its first line. What follows was there before, since a lock is never truncated."""
+    line, _, _ = os.pread(handle, 200, 0).partition(b"\n")
+    return line.strip(b"\0 ").decode(errors="replace")

@@ -10,12 +10,12 @@ import click
 from spmd_engine.cli.options import check_option, open_mesh
 from spmd_engine.cli.output_file import check_ending
 from spmd_engine.comm.agreement import on_all_ranks, on_rank_zero
-from spmd_engine.errors import UsageError
 from spmd_engine.formats.token_file import TokenFile, open_token_file
 from spmd_engine.models.tokenizer_at import tokenizer_at
 from spmd_engine.process.launchers import launcher_rank
 from spmd_engine.tokens import ByteTokenizer, Tokenizer
 from spmd_engine.training.prepare import prepare as prepare_file
+from spmd_engine.training.prepared import check_digests
 
 BYTES = "bytes"
 
@@ -59,8 +59,8 @@ def prepare(paths, output, tokenizer, check) -> None:
 def inspect(path: str, verify: bool, as_json: bool) -> None:
     """Print what a file of tokens holds."""
     file = open_token_file(path)
-    if verify and file.digest() != file.facts.sha256:
-        raise UsageError(f"{path} is damaged: its digest is not the one that it was written with; prepare it anew")
+    if verify:
+        check_digests(file, file.digests(0, file.facts.documents))
     if launcher_rank() == 0:
         click.echo(json.dumps(asdict(file.facts)) if as_json else _told(file))
 

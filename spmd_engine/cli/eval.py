@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import click
 
@@ -11,8 +10,10 @@ from spmd_engine.cli.options import check_option, device_option, mesh_option, op
 from spmd_engine.cli.text_model import TextModel, open_text_model, text_model_options
 from spmd_engine.comm.agreement import text_from_rank_zero
 from spmd_engine.errors import UsageError
+from spmd_engine.formats.text_documents import check_text
 from spmd_engine.formats.token_file import is_token_file, open_token_file
 from spmd_engine.serving.scoring import Score, score
+from spmd_engine.training.prepared import check_digests
 
 
 @click.command(name="eval", short_help="Score texts: log-probabilities, perplexity.")
@@ -47,13 +48,16 @@ def _read(served: TextModel, texts: tuple[str, ...], files: tuple[str, ...]) -> 
     for file in files:
         if is_token_file(file):
             tokens = open_token_file(file)
+            check_digests(tokens, tokens.digests(0, tokens.facts.documents))
             held_out = tokens.tokens[tokens.facts.train_tokens :].tolist()
             if not held_out:
                 raise UsageError(f"{file} holds out no documents: score a file of text instead")
             found.append((file, held_out))
             continue
         try:
-            text = Path(file).read_bytes().decode(errors="surrogateescape")
+            with open(file, "rb") as opened:
+                check_text(opened, f"--file {file}")
+                text = opened.read().decode(errors="surrogateescape")
         except OSError as error:
             raise UsageError(f"--file {file} cannot be read: {error}") from None
         found.append((file, served.tokenizer.encode(text)))

@@ -33,7 +33,7 @@ from spmd_engine.errors import NotationError, SpmdError, UsageError
 from spmd_engine.foreign import reading
 from spmd_engine.models.names import IMAGES
 from spmd_engine.sharding.notation import Spec
-from spmd_engine.training.image_sources import check_pixels
+from spmd_engine.training.image_sources import check_pixels, check_scale
 from spmd_engine.training.images import as_floats
 
 
@@ -149,6 +149,8 @@ def _check_shape(inputs: np.ndarray, source: str, engine: ShardedEngine) -> None
             sizes = dict(zip(letters[1:], engine.model.sample, strict=True))
         if _takes_images(engine):
             check_pixels(f"--input {source}", inputs.dtype)
+            largest = max(float(inputs.max()), -float(inputs.min()))
+            check_scale(f"--input {source}", largest, inputs.dtype, darkest=0)  # one image may well be black
         fits = inputs.ndim == len(letters)
     if not fits or any(sizes.get(letter, n) != n for letter, n in zip(letters, inputs.shape)):
         expected = ", ".join(str(sizes.get(letter, letter)) for letter in letters)

@@ -39,9 +39,9 @@ def output_file(path: str | Path, option: str = "--output") -> Iterator[BinaryIO
                 yield file
             return
         target = path.resolve()  # through links, which stay
-        fresh = target.with_name(f".{target.name}.{os.getpid()}")
+        fresh = target.with_name(f".{target.name}.{os.urandom(16).hex()}")  # which is nobody's: no link waits there
         try:
-            with fresh.open("wb") as file:
+            with fresh.open("xb") as file:
                 yield file
             fresh.replace(target)
         finally:

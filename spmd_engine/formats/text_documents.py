@@ -2,15 +2,47 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from spmd_engine.errors import UsageError
 from spmd_engine.foreign import parse_json, reading
 
+CHUNK = 1 << 20  #: bytes of a large file that are read at once
 LINES = ".jsonl"  #: files of this ending hold a document a line, as an object; any other file is a document
+
+_UNPACK, _CONVERT = "unpack it first", "convert it to text first"
+_IMAGES = "models of images learn from these (--model convnet)"
+#: How files begin that are no text; what they are, and what to do.
+_SIGNATURES = {
+    b"PK\3\4": ("a zip archive, as .npz and .docx files are", f"{_UNPACK}; of arrays of images, {_IMAGES}"),
+    b"PK\5\6": ("an empty zip archive", "name a file of text"),
+    b"\x1f\x8b": ("compressed by gzip", _UNPACK),
+    b"BZh91AY&SY": ("compressed by bzip2", _UNPACK),
+    b"\xfd7zXZ\0": ("compressed by xz", _UNPACK),
+    b"\x28\xb5\x2f\xfd": ("compressed by zstd", _UNPACK),
+    b"7z\xbc\xaf\x27\x1c": ("a 7z archive", _UNPACK),
+    b"\x89PNG\r\n": ("a PNG image", _IMAGES),
+    b"\xff\xd8\xff": ("a JPEG image", _IMAGES),
+    b"GIF8": ("a GIF image", _IMAGES),
+    b"\x93NUMPY": ("a NumPy array", f"of images, {_IMAGES}"),
+    b"%PDF-": ("a PDF document", _CONVERT),
+    b"PAR1": ("a Parquet table", _CONVERT),
+    b"\x89HDF": ("an HDF5 file", _CONVERT),
+    b"SQLite format 3\0": ("an SQLite database", _CONVERT),
+    b"GGUF": ("a GGUF file, of a model", "name a file of text"),
+    b"\x7fELF": ("a program", "name a file of text"),
+    b"\xff\xfe": ("text in UTF-16", "convert it: iconv -f UTF-16 -t UTF-8"),
+    b"\xfe\xff": ("text in UTF-16", "convert it: iconv -f UTF-16 -t UTF-8"),
+}
+_SAMPLE = 1 << 12  #: bytes of a file's beginning, middle and end that are looked at
+_MOST_ODD = 0.3  #: of these, the part that may be no characters: Western text in Latin-1 has a tenth, packed data half
+_CONTROLS = bytes({*range(32), 127} - {*b"\t\n\v\f\r\b\x1b"})
 
 Message = Mapping[str, Any]
 
@@ -22,6 +54,16 @@ class Document:
     text: str = ""
     prompt: str | None = None  #: comes before the text, and is not learnt
     messages: Sequence[Message] | None = None  #: instead of both
+    file: str | None = None  #: instead of a text: the name of a file that is too large to be read at once
+
+    def chunks(self) -> Iterator[bytes]:
+        """The text in parts, UTF-8."""
+        if self.file is None:
+            yield self.text.encode(errors="surrogateescape")
+            return
+        with _opened(self.file) as file:
+            while chunk := file.read(CHUNK):
+                yield chunk
 
 
 def find_files(paths: Sequence[str]) -> list[tuple[str, int]]:
@@ -40,45 +82,94 @@ def find_files(paths: Sequence[str]) -> list[tuple[str, int]]:
     return found
 
 
-def documents(files: Sequence[tuple[str, int]], begin: int, end: int) -> Iterator[Document]:
+def count_documents(files: Sequence[tuple[str, int]], begin: int, end: int) -> int:
+    """How many ``documents`` there are of the same arguments; lines are not looked into."""
+    return sum(1 if content is None else bool(content.strip()) for _, _, content in _pieces(files, begin, end))
+
+
+def documents(files: Sequence[tuple[str, int]], begin: int, end: int, large: int) -> Iterator[Document]:
     """The documents that begin at these bytes of all files, one behind the other, up to and without ``end``.
 
-    Whoever reads consecutive spans reads every document once. Raises UsageError, naming file and line, for a line
-    that describes no document.
+    Whoever reads consecutive spans reads every document once. Of files of more than ``large`` bytes the names are
+    told. Raises UsageError, naming file and line, for a line that describes no document, and for what is no text.
     """
-    at = 0
+    for name, at, line in _pieces(files, begin, end):
+        if line is None:
+            yield _whole_file(name, large)
+        elif line.strip():
+            yield _document(line, f"{name}, at byte {at}")
+
+
+def _pieces(files: Sequence[tuple[str, int]], begin: int, end: int) -> Iterator[tuple[str, int, bytes | None]]:
+    """Names of files that are a document, and lines of the others with the byte that they begin at."""
+    before = 0
     for name, size in files:
-        if name.endswith(LINES):
-            if at < end and begin < at + size:
-                yield from _lines(name, max(0, begin - at), end - at)
-        elif begin <= at < end and size:
-            yield Document(_read_text(name))
-        at += size
+        if name.endswith(LINES) and before < end and begin < before + size:
+            with _opened(name) as file:
+                if begin > before:  # a line that began before is another's
+                    file.seek(begin - before - 1)
+                    file.readline()
+                at = file.tell()
+                while at < end - before and (line := file.readline()):
+                    yield name, at, line
+                    at += len(line)
+        elif not name.endswith(LINES) and begin <= before < end and size:
+            yield name, 0, None
+        before += size
 
 
-def _read_text(name: str) -> str:
+def check_text(file: BinaryIO, name: str) -> None:
+    """Raise UsageError, naming the file, if it is no text, to go by samples of it; then it stands at its beginning."""
+    size = file.seek(0, os.SEEK_END)
+    samples = []
+    for place in dict.fromkeys((0, max(0, size // 2 - _SAMPLE // 2), max(0, size - _SAMPLE))):
+        file.seek(place)
+        samples.append(file.read(_SAMPLE))
+    file.seek(0)
+    for signature, (what, remedy) in _SIGNATURES.items():
+        if samples[0].startswith(signature):
+            raise UsageError(f"{name} is no text: it is {what}; {remedy}")
+    for sample in samples:
+        if _odd_bytes(sample) > _MOST_ODD * len(sample):
+            raise UsageError(
+                f"{name} is no text: much of it is no UTF-8. Convert it (iconv -f ENCODING -t UTF-8), or leave it out"
+            )
+
+
+def _odd_bytes(sample: bytes) -> int:
+    """How many bytes are control characters, or no characters."""
+    controls = len(sample) - len(sample.translate(None, _CONTROLS))
     try:
-        return Path(name).read_bytes().decode(errors="surrogateescape")
-    except OSError as error:
-        raise UsageError(f"{name} cannot be read: {error}") from error
+        sample.decode()
+        return controls
+    except UnicodeDecodeError:
+        text = sample.decode(errors="surrogateescape")
+        return controls + sum("\udc80" <= character <= "\udcff" for character in text)
 
 
-def _lines(name: str, begin: int, end: int) -> Iterator[Document]:
+@contextmanager
+def _opened(name: str) -> Iterator[BinaryIO]:
     try:
         with open(name, "rb") as file:
-            if begin:  # a line that began before is another's
-                file.seek(begin - 1)
-                file.readline()
-            while (at := file.tell()) < end and (line := file.readline()):
-                if line.strip():
-                    yield _document(line, f"{name}, at byte {at}")
+            yield file
     except OSError as error:
         raise UsageError(f"{name} cannot be read: {error}") from error
+
+
+def _whole_file(name: str, large: int) -> Document:
+    with _opened(name) as file:
+        check_text(file, name)
+        if os.fstat(file.fileno()).st_size > large:
+            return Document(file=name)
+        return Document(file.read().decode(errors="surrogateescape"))
 
 
 def _document(line: bytes, where: str) -> Document:
     with reading(f"{where}: this line cannot be read as JSON"):
         content = parse_json(line)
+        if rb"\ud" in line.lower():  # perhaps half a pair, which is no character
+            text = json.dumps(content, ensure_ascii=False).encode("utf-16-le", "surrogatepass")
+            content = parse_json(text.decode("utf-16-le", "replace"))
     if isinstance(content, Mapping):
         text, prompt, completion, messages = map(content.get, ("text", "prompt", "completion", "messages"))
         if isinstance(text, str):

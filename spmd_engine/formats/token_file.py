@@ -25,6 +25,7 @@ from spmd_engine.formats.mapped import MappedArray
 from spmd_engine.formats.safetensors_file import read_header, tensors_of
 
 FORMAT = "spmd_engine tokens 1"
+_HASHED = 1 << 20  # values at a time
 _DTYPES = {"U8": "<u1", "U16": "<u2", "U32": "<u4", "I64": "<i8"}
 
 
@@ -84,20 +85,26 @@ class TokenFile:
 
     def digest(self) -> str:
         """SHA-256 of all documents, read anew: equal to that of ``facts``, unless the file was damaged."""
-        whole, begin = sha256(), 0
-        for end in self.ends.tolist():
-            learnt = None if self.learnt is None else self.learnt[begin:end]
-            whole.update(digest_of(self.tokens[begin:end], learnt))
+        return sha256(self.digests(0, self.facts.documents)).hexdigest()
+
+    def digests(self, first: int, last: int) -> bytes:
+        """SHA-256 of each of the documents ``first`` up to and without ``last``, one behind the other."""
+        tokens, learnt = np.asarray(self.tokens), None if self.learnt is None else np.asarray(self.learnt)
+        begin, found = int(self.ends[first - 1]) if first else 0, bytearray()
+        for end in self.ends[first:last].tolist():
+            digest = sha256()
+            add_to_digest(digest, tokens[begin:end], "<u4")
+            if learnt is not None:
+                add_to_digest(digest, learnt[begin:end], "<u1")
+            found += digest.digest()
             begin = end
-        return whole.hexdigest()
+        return bytes(found)
 
 
-def digest_of(tokens: np.ndarray, learnt: np.ndarray | None) -> bytes:
-    """SHA-256 of one document."""
-    digest = sha256(np.ascontiguousarray(tokens, "<u4").tobytes())
-    if learnt is not None:
-        digest.update(np.ascontiguousarray(learnt, "<u1").tobytes())
-    return digest.digest()
+def add_to_digest(digest: Any, values: np.ndarray, dtype: str) -> None:
+    """Hash numbers as this dtype, a part at a time: a document may be as large as the file."""
+    for first in range(0, len(values), _HASHED):
+        digest.update(np.ascontiguousarray(values[first : first + _HASHED], dtype))
 
 
 def shapes_of(facts: TokenFacts, with_learnt: bool, tokenizer: int) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -129,6 +136,8 @@ def layout(facts: TokenFacts, with_learnt: bool, tokenizer: bytes) -> tuple[byte
 def is_token_file(path: str | Path) -> bool:
     """Whether this is a file of tokens, to go by its beginning."""
     try:
+        if not Path(path).is_file():  # of a pipe nothing may come
+            return False
         with open(path, "rb") as file:
             return FORMAT.encode() in file.read(200)
     except OSError:

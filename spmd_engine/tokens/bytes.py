@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from hashlib import sha256
+
+import numpy as np
 
 from spmd_engine.tokens.tokenizer import Tokenizer
 
@@ -20,6 +22,9 @@ class ByteTokenizer(Tokenizer):
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         return list(text.encode(errors="surrogateescape"))
+
+    def encode_long(self, chunks: Iterable[bytes]) -> Iterator[np.ndarray]:
+        return (np.frombuffer(chunk, np.uint8) for chunk in chunks)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The end of a file becomes a line of dashes."""

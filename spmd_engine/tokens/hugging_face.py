@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import codecs
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from spmd_engine.errors import UsageError
 from spmd_engine.foreign import parse_json, read_text, reading
 from spmd_engine.tokens.byte_level import CLASSES, MERGES, VOCABULARY, byte_level_json, remedy
+from spmd_engine.tokens.long_text import encode_long
 from spmd_engine.tokens.tokenizer import Tokenizer
 
 TOKENIZER, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
@@ -80,6 +84,9 @@ class JsonTokenizer(Tokenizer):
         return [
             each.ids for each in self._inner.encode_batch([_plain(text) for text in texts], add_special_tokens=False)
         ]
+
+    def encode_long(self, chunks: Iterable[bytes]) -> Iterator[np.ndarray]:
+        return encode_long(self._inner, codecs.iterdecode(chunks, "utf-8", "replace"))
 
 
 def _described(text: str, where: str) -> Any:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
+
+import numpy as np
 
 
 class Tokenizer(ABC):
@@ -29,3 +31,8 @@ class Tokenizer(ABC):
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """Many texts, without what belongs before or after each; in parallel where that is possible."""
         return [self.encode(text, special=False) for text in texts]
+
+    def encode_long(self, chunks: Iterable[bytes]) -> Iterator[np.ndarray]:
+        """One text that comes in parts, UTF-8: its tokens in parts, those of ``encode_all`` for the whole text."""
+        (tokens,) = self.encode_all([b"".join(chunks).decode(errors="surrogateescape")])
+        yield np.array(tokens, np.int64)

@@ -96,12 +96,18 @@ def _read(path: str | None, context: int) -> _Read:
     root = str(Path(path)) if path is not None else os.path.dirname(os.__file__)
     if not os.path.exists(root):
         raise UsageError(f"--data {root}: no such file or folder")
+    if not (os.path.isfile(root) or os.path.isdir(root)):
+        raise UsageError(f"--data {root}: no file and no folder; write what a pipe gives into a file first")
     files = [root] if os.path.isfile(root) else _files(root, "*.py" if path is None else "*")
     digest, end = hashlib.sha256(), np.array([END_OF_FILE], np.uint16)
     train: list[np.ndarray] = []
     validation: list[np.ndarray] = []
     for number, file in enumerate(files):
         with open(file, "rb", buffering=0) as opened:
+            if path is not None:
+                from spmd_engine.formats.text_documents import check_text  # Python's own source needs no look
+
+                check_text(opened, f"--data {file}")
             content = opened.read()
         name = os.fsencode(file[len(root) :].lstrip(os.sep) or ".")
         digest.update(b"%s\0%d\0" % (name, len(content)))

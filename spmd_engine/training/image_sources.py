@@ -24,6 +24,7 @@ NPZ_NAMES = (
 )
 #: What a folder of IDX files has: MNIST's own names, with .gz or without.
 IDX_NAMES = (("train-images*", "train-labels*"), ("t10k-images*", "t10k-labels*"))
+_BRIGHTEST = 10  #: times white that floats may be: with mean 0 and variance 1, pixels are a few times white
 _KNOWN = (
     "a folder of IDX files (train-images-idx3-ubyte, train-labels-idx1-ubyte, ...), an .npz file of arrays x and y, or "
     "a folder with a subfolder of images a class"
@@ -129,6 +130,17 @@ def check_pixels(where: str, dtype: np.dtype) -> None:
         raise UsageError(f"{where}: images are {dtype.name}; save them as uint8 (0 to 255), uint16, or floats (0 to 1)")
 
 
+def check_scale(where: str, largest: float, dtype: np.dtype, darkest: float = 1 / 15) -> None:
+    """Raise UsageError if ``largest``, the largest pixel of all regardless of its sign, tells that their scale is not
+    that of their dtype: bytes as floats, 12 bits in uint16, masks of 0 and 1 in uint8. Standardized floats are fine."""
+    white = 1 if dtype.kind == "f" else np.iinfo(dtype).max
+    if not darkest * white <= largest <= _BRIGHTEST * white:
+        raise UsageError(
+            f"{where}: the largest pixel is {largest:g}, but white is {white} in images of {dtype.name}; divide the "
+            "pixels by what is white in them, and save floats from 0 to 1"
+        )
+
+
 def _check_images(where: str, x: Part, before: list[Part]) -> None:
     shape, dtype = tuple(x.shape), np.dtype(x.dtype)
     if len(shape) not in (3, 4) or 0 in shape:
@@ -148,6 +160,8 @@ def _check_classes(where: str, images: int, y: np.ndarray, before: list[np.ndarr
         raise UsageError(f"{where}: {images} images, but classes of shape {y.shape}; each image has one class")
     if y.dtype.kind not in "iu":
         raise UsageError(f"{where}: classes are {y.dtype.name}; they must be whole numbers")
+    if not before and images > 1 and y.min() == y.max():
+        raise UsageError(f"{where}: all images are of class {y.min()}; give images of other classes, too")
     most = int(before[0].max()) if before else images - 1
     if y.min() < 0 or y.max() > most:
         why = "those learnt from end at" if before else f"{images} images can have no more than"

@@ -18,7 +18,7 @@ from spmd_engine.formats import ImageFiles, MappedArray
 from spmd_engine.models import ImageShape
 from spmd_engine.training.array_data import ArrayData
 from spmd_engine.training.augment import augmented
-from spmd_engine.training.image_sources import ImageSource, Part, check_pixels, find_images
+from spmd_engine.training.image_sources import ImageSource, Part, check_pixels, check_scale, find_images
 
 _MOST_BYTES = 1 << 24  # of images that the digest looks at together
 
@@ -98,15 +98,19 @@ def _part(described: dict[str, Any]) -> MappedArray | ImageFiles:
 
 
 def _digest(x: ImageRows, y: np.ndarray, held_out: np.ndarray, where: str) -> str:
-    """SHA-256 of them. Raises UsageError for an image with a number that is not finite."""
+    """SHA-256 of them. Raises UsageError for an image with a number that is not finite, and for another scale than
+    that of their dtype."""
     digest = hashlib.sha256(f"{x.dtype.name}{x.shape}".encode())
+    largest = 0.0
     at_once = max(1, _MOST_BYTES // max(1, x.dtype.itemsize * int(np.prod(x.shape[1:]))))
     for first in range(0, len(x), at_once):
         some = x[first : first + at_once]
         if some.dtype.kind == "f" and not (finite := np.isfinite(some).all(axis=(1, 2, 3))).all():
             number = first + finite.argmin()
             raise UsageError(f"{where}: image {number}, counted from 0, has pixels that are not finite")
+        largest = max(largest, float(some.max()), -float(some.min()))
         digest.update(some.astype(x.dtype.newbyteorder("="), copy=False).tobytes())
+    check_scale(where, largest, x.dtype)
     digest.update(y.astype("<i8").tobytes() + held_out.astype("<i8").tobytes())
     return digest.hexdigest()
 

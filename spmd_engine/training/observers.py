@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from spmd_engine.checkpoints.folder import replace_file
 from spmd_engine.errors import UsageError
+from spmd_engine.regular_file import open_regular
 from spmd_engine.training.trainer import StepReport
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class MetricsFile(Observer):
         self._run, self._path, self._steps = run, run.folder / self.NAME, run.trainer.steps_done
         kept = "".join(line + "\n" for line in _lines_up_to(self._path, self._steps))
         replace_file(self._path, kept)
-        self._file: TextIO = self._path.open("a")
+        self._file: TextIO = self._opened()
 
     def stepped(self, report: StepReport) -> None:
         if not self._is_there():
@@ -70,7 +71,7 @@ class MetricsFile(Observer):
             logger.warning("%s is gone, and what it said up to step %d; made again", self._path, self._steps)
             self._file.close()
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("a")
+            self._file = self._opened()
         self._steps = report.step
         self._file.write(json.dumps(report.as_dict()) + "\n")
         self._file.flush()
@@ -78,6 +79,9 @@ class MetricsFile(Observer):
     def closed(self) -> None:
         with suppress(OSError):  # of a line that could not be written: that was said
             self._file.close()
+
+    def _opened(self) -> TextIO:
+        return open(open_regular(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a")
 
     def _is_there(self) -> bool:
         """Whether the open file is the one of that name: a removed one would take lines that nobody can read."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -16,13 +17,13 @@ import numpy as np
 from spmd_engine.comm.agreement import on_all_ranks, on_rank_zero, text_from_rank_zero
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import UsageError
-from spmd_engine.formats.text_documents import Document, documents, find_files
-from spmd_engine.formats.token_file import TokenFacts, TokenFile, digest_of, layout, open_token_file
+from spmd_engine.formats.text_documents import Document, count_documents, documents, find_files
+from spmd_engine.formats.token_file import TokenFacts, TokenFile, add_to_digest, layout, open_token_file
 from spmd_engine.tokens import Tokenizer
 from spmd_engine.tokens.chat import chat_text
 
 HELD_OUT = 20  #: one document in so many is to validate on
-TOGETHER = 1 << 22  #: characters that are encoded at once: a tokenizer's library does so in parallel
+TOGETHER = 1 << 20  #: characters that are encoded at once: a tokenizer's library does so in parallel
 _COPIED = 1 << 24  # bytes at a time
 TRAIN, VALIDATION = range(2)
 
@@ -33,8 +34,8 @@ class _Part:
 
     tokens: BinaryIO
     learnt: BinaryIO
-    ends: list[int] = field(default_factory=list)  # in tokens of this part
-    digests: list[bytes] = field(default_factory=list)
+    ends: array = field(default_factory=lambda: array("q"))  # in tokens of this part
+    digests: bytearray = field(default_factory=bytearray)
 
     @property
     def count(self) -> int:
@@ -55,22 +56,22 @@ def prepare(group: Group, paths: Sequence[str], tokenizer: Tokenizer, output: st
     begin, end = (total * group.rank // group.size, total * (group.rank + 1) // group.size)
     with tempfile.TemporaryDirectory(prefix=".prepare-", dir=Path(output).resolve().parent) as folder:
         # Which documents are to validate on hangs on their numbers, so everyone's are counted first.
-        here = on_all_ranks(group, lambda: sum(1 for _ in documents(files, begin, end)))
+        here = on_all_ranks(group, lambda: count_documents(files, begin, end))
         before = int(group.all_gather(np.array([here]), label="prepare")[: group.rank].sum())
 
         def encode() -> tuple[list[_Part], np.ndarray]:
-            return _spooled(_encoded(documents(files, begin, end), tokenizer), before, folder)
+            return _spooled(_encoded(documents(files, begin, end, TOGETHER), tokenizer), before, folder)
 
         parts, kinds = on_all_ranks(group, encode)
         kinds = group.all_reduce(kinds, label="prepare")
         if kinds.all():
             raise UsageError(f"{', '.join(paths)}: texts and instructions do not go together; prepare each by itself")
-        unfinished = Path(output).with_name(f".{Path(output).name}.unfinished")
+        # In a folder that rank 0 has just made no link waits, and what is left there goes with it.
+        made = text_from_rank_zero(group, lambda: Path(folder).name)
         try:
+            unfinished = Path(output).resolve().parent / made / "tokens"
             return _write(group, parts, bool(kinds[1]), tokenizer, len(files), Path(output), unfinished)
         except UsageError as error:
-            if group.rank == 0:
-                unfinished.unlink(missing_ok=True)
             raise UsageError(f"--output {output}: {error}") from error
 
 
@@ -79,33 +80,52 @@ def _found(paths: Sequence[str], output: str | Path) -> list[tuple[str, int]]:
         raise UsageError(f"--output {output}: there is no such folder")
     if Path(output).is_dir():
         raise UsageError(f"--output {output}: a folder; name the file")
+    if os.path.exists(output) and not os.path.isfile(output):
+        raise UsageError(f"--output {output}: a device or a pipe; name a file, which training can map")
     files = find_files(paths)
     if not sum(size for _, size in files):
         raise UsageError(f"{', '.join(paths)}: there is nothing to read in it")
     return files
 
 
-def _encoded(found: Iterator[Document], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
-    """Tokens of each document and, of instructions, which are to be foretold."""
+#: Tokens of a document, or of a part of it, and, of instructions, which are to be foretold.
+_Tokens = tuple[np.ndarray, np.ndarray | None]
+
+
+def _encoded(found: Iterator[Document], tokenizer: Tokenizer) -> Iterator[Iterable[_Tokens]]:
+    """The tokens of each document, one after the other, in parts if it is long."""
     dtype = np.uint16 if tokenizer.vocabulary <= 1 << 16 else np.uint32
     end = [] if tokenizer.separator is None else [tokenizer.separator]
     texts: list[str] = []
+    size = 0  # of these, in characters
 
-    def of_texts() -> Iterator[tuple[np.ndarray, None]]:
+    def of_texts() -> Iterator[list[_Tokens]]:
+        nonlocal size
         for tokens in tokenizer.encode_all(texts):
-            yield np.array(tokens + end, dtype), None
+            yield [(np.array(tokens + end, dtype), None)]
         texts.clear()
+        size = 0
+
+    def of_long(document: Document) -> Iterator[_Tokens]:
+        for tokens in tokenizer.encode_long(document.chunks()):
+            yield tokens.astype(dtype), None
+        yield np.array(end, dtype), None
 
     for document in found:
         if document.messages is None and document.prompt is None:
+            if document.file is not None or len(document.text) > TOGETHER:
+                yield from of_texts()
+                yield of_long(document)
+                continue
             texts.append(document.text)
-            if sum(map(len, texts)) > TOGETHER:
+            size += len(document.text)
+            if size > TOGETHER:
                 yield from of_texts()
             continue
         yield from of_texts()
         pieces = _pieces(document, tokenizer, end)
         tokens = np.array([token for piece, _ in pieces for token in piece], dtype)
-        yield tokens, np.concatenate([np.full(len(piece), learnt, np.uint8) for piece, learnt in pieces])
+        yield [(tokens, np.concatenate([np.full(len(piece), learnt, np.uint8) for piece, learnt in pieces]))]
     yield from of_texts()
 
 
@@ -133,20 +153,23 @@ def _pieces(document: Document, tokenizer: Tokenizer, end: list[int]) -> list[tu
     return pieces
 
 
-def _spooled(
-    encoded: Iterator[tuple[np.ndarray, np.ndarray | None]], first: int, folder: str
-) -> tuple[list[_Part], np.ndarray]:
+def _spooled(encoded: Iterator[Iterable[_Tokens]], first: int, folder: str) -> tuple[list[_Part], np.ndarray]:
     """This rank's documents, numbered from ``first``, as parts to learn from and to validate on; and how many of them
     are texts, and how many instructions."""
     kinds = np.zeros(2, np.int64)
     parts = [_Part(tempfile.TemporaryFile(dir=folder), tempfile.TemporaryFile(dir=folder)) for _ in range(2)]
-    for number, (tokens, learnt) in enumerate(encoded, first):
+    for number, document in enumerate(encoded, first):
         part = parts[VALIDATION if number % HELD_OUT == HELD_OUT // 2 else TRAIN]
-        part.tokens.write(tokens.tobytes())
-        if learnt is not None:
-            part.learnt.write(learnt.tobytes())
-        part.ends.append(part.count + len(tokens))
-        part.digests.append(digest_of(tokens, learnt))
+        end, digest, learnt = part.count, sha256(), None
+        for tokens, learnt in document:
+            part.tokens.write(tokens)
+            end += len(tokens)
+            add_to_digest(digest, tokens, "<u4")
+            if learnt is not None:  # and then this is all of it
+                part.learnt.write(learnt)
+                add_to_digest(digest, learnt, "<u1")
+        part.ends.append(end)
+        part.digests += digest.digest()
         kinds[int(learnt is not None)] += 1
     return parts, kinds
 
@@ -165,7 +188,7 @@ def _write(
     totals = of_ranks.sum(axis=0)
     digests, learnt = [], 0
     for part in parts:
-        own = np.frombuffer(b"".join(part.digests), np.uint8)
+        own = np.frombuffer(part.digests, np.uint8)
         digests.append(group.all_gather(own, label="prepare").tobytes())
         part.learnt.seek(0)
         while block := part.learnt.read(_COPIED):

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from hashlib import sha256
 
 import numpy as np
 
 from spmd_engine.arrays.random import hash_bits, key_of
+from spmd_engine.comm.group import Group
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, make_batch
 from spmd_engine.errors import UsageError
 from spmd_engine.formats.token_file import TokenFile
 from spmd_engine.layers.documents import Documents, documents_of
+from spmd_engine.tokens import ByteTokenizer
+from spmd_engine.tokens.hugging_face import TOKENIZER
 from spmd_engine.training.packing import Packed, whole_documents, windows
 
 HELD_OUT = 20  #: one row in so many is to validate on, if the file has no documents for that
@@ -123,6 +127,30 @@ class PreparedData:
         if self.documents == "joined":
             return float(len(rows) * packed.length)
         return float(sum(self._load(packed, rows[number : number + 1])[2].sum() for number in range(len(rows))))
+
+
+def check_file(group: Group, file: TokenFile) -> None:
+    """Raise UsageError, on all ranks, if a file's documents are not those that it was written with. Collective; ranks
+    share the reading."""
+    bounds = np.searchsorted(file.ends, file.facts.tokens * np.arange(1, group.size) // group.size)
+    bounds = [0, *bounds.tolist(), file.facts.documents]
+    mine = file.digests(bounds[group.rank], bounds[group.rank + 1])
+    found = group.all_gather(np.frombuffer(mine, np.uint8), label="corpus")
+    check_digests(file, found.tobytes())
+
+
+def check_digests(file: TokenFile, digests: bytes) -> None:
+    """Raise UsageError if these are not the digests of the file's documents, or its tokenizer is not what it was."""
+    text = file.tokenizer.get(TOKENIZER)
+    tokenizer = ByteTokenizer.sha256 if text is None else sha256(text.encode(errors="replace")).hexdigest()
+    facts = file.facts
+    for what, found, written in (
+        ("documents are", sha256(digests).hexdigest(), facts.sha256),
+        ("tokenizer is", tokenizer, facts.tokenizer_sha256),
+    ):
+        if found != written:
+            why = f"its {what} not what was written (SHA-256 differs)"
+            raise UsageError(f"{file.path} is damaged: {why}; prepare it anew")
 
 
 @lru_cache(maxsize=4)

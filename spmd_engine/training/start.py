@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spmd_engine.checkpoints import CheckpointFolder
 from spmd_engine.checkpoints.folder import find_checkpoint, make_folder, replace_file
@@ -26,6 +26,9 @@ from spmd_engine.training.observers import Observer
 from spmd_engine.training.run import CONFIG, Run
 from spmd_engine.training.trainer import Trainer
 from spmd_engine.training.workload import Workload, make_trainer, open_workload
+
+if TYPE_CHECKING:
+    from spmd_engine.formats.token_file import TokenFile
 
 PROMPT = "def "  #: how a sample begins
 TEMPERATURE = 0.8  #: of samples
@@ -135,7 +138,8 @@ def _begin(made: Run, workload: Workload, resume: bool) -> list[str]:
         return []
     loaded = _load_weights(workload)
     made.write_config()
-    made.on_rank_zero(lambda: _keep_tokenizer(workload, made.folder))
+    if (file := workload.token_file) is not None:
+        made.on_rank_zero(lambda: keep_tokenizer(file, made.folder))
     return loaded
 
 
@@ -203,11 +207,13 @@ def _tokenizer(workload: Workload) -> Tokenizer | None:
     return tokenizer_of(files, file.path) if find_spec("tokenizers") else None
 
 
-def _keep_tokenizer(workload: Workload, folder: Path) -> None:
+def keep_tokenizer(file: TokenFile, folder: Path) -> None:
     """The run's folder has the files of the tokenizer by which its model reads and writes."""
-    if workload.token_file:
-        for name, text in workload.token_file.tokenizer.items():
-            replace_file(folder / name, text)
+    from spmd_engine.tokens.hugging_face import CONFIG, TEMPLATE, TOKENIZER
+
+    files = file.tokenizer
+    for name in files.keys() & {CONFIG, TEMPLATE, TOKENIZER}:  # no name in it is taken as a path
+        replace_file(folder / name, files[name])
 
 
 def _rebalancing(composition: Composition, trainer: Trainer) -> dict[str, Callable[[int], None]]:

@@ -138,9 +138,10 @@ def _is_token_file(group: Group, path: str) -> bool:
 def _of_tokens(job: Job, mesh: Mesh) -> Workload:
     """A model that is drawn is built for the tokens that are found, and the job says so from now on."""
     from spmd_engine.formats.token_file import open_token_file
-    from spmd_engine.training.prepared import PreparedData
+    from spmd_engine.training.prepared import PreparedData, check_file
 
     file = on_all_ranks(mesh.group(), lambda: open_token_file(str(job.data.path)))
+    check_file(mesh.group(), file)
     vocabulary = file.facts.vocabulary
     if job.model.path is None and job.model.vocabulary is None:
         job = job.with_options(vocabulary=vocabulary)

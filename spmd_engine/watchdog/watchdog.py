@@ -9,6 +9,7 @@ Ending the job is not its business: who waits raises CommunicationTimeout in the
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
+from spmd_engine.errors import UsageError
+from spmd_engine.regular_file import open_regular
 from spmd_engine.watchdog.activity import Activity, frames_of_others, stack_of, stacks_here
 from spmd_engine.watchdog.hang_report import Hang, look_at
 from spmd_engine.watchdog.records import Record, State
@@ -154,8 +157,8 @@ def tell(hang: Hang, states: Sequence[State], folder: Path | None) -> None:
     )
     where = ""
     if folder is not None:
-        with suppress(OSError):
-            with (folder / FILE).open("a") as file:
+        with suppress(OSError, UsageError):
+            with open(open_regular(folder / FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a") as file:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{hang}\n\n{everything}\n\n")
             where = f"\n  all stacks are in {folder / FILE}"
     few = [state for state in states if state.rank in hang.stuck and state.stack][:2]

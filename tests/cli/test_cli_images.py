@@ -36,6 +36,11 @@ def test_train_tells_accuracy_and_infer_answers_for_bytes_and_floats(virtual, he
     np.save(tmp_path / "x.npy", PIXELS[..., None].astype(int))
     code, _, errors = here("infer", "--run", "r", "--input", "x.npy", "--output", "y.npy")
     assert code == 2 and "--input x.npy: images are int64; save them as uint8" in errors
+    np.save(tmp_path / "x.npy", PIXELS[..., None].astype(float))
+    code, _, errors = here("infer", "--run", "r", "--input", "x.npy", "--output", "y.npy")
+    assert code == 2 and "--input x.npy: the largest pixel is 255, but white is 1 in images of float64" in errors
+    np.save(tmp_path / "x.npy", np.zeros_like(PIXELS[..., None]))
+    assert here("infer", "--run", "r", "--input", "x.npy", "--output", "y.npy")[0] == 0  # one may well be black
 
 
 @pytest.mark.soak

@@ -1,11 +1,12 @@
 """What commands write is there whole, or not at all; and what they say of what cannot be."""
 
 import json
+import os
 
 import numpy as np
 import pytest
 
-from command_line import QUIET
+from command_line import QUIET, TEXT
 from spmd_engine.cli.output_file import output_file
 from spmd_engine.errors import UsageError
 from spmd_engine.tokens import ByteTokenizer
@@ -22,6 +23,14 @@ def test_a_file_that_cannot_be_completed_leaves_what_was_there(tmp_path):
     with output_file(tmp_path / "link") as file:
         file.write(b"new")
     assert path.read_bytes() == b"new" and (tmp_path / "link").is_symlink()
+
+
+def test_no_name_that_others_can_guess_is_written_to(tmp_path):
+    (tmp_path / "victim").write_bytes(b"theirs")
+    (tmp_path / f".y.npy.{os.getpid()}").symlink_to(tmp_path / "victim")
+    with output_file(tmp_path / "y.npy") as file:
+        file.write(b"new")
+    assert (tmp_path / "y.npy").read_bytes() == b"new" and (tmp_path / "victim").read_bytes() == b"theirs"
 
 
 def test_what_cannot_be_written_is_named_by_its_option(here, tmp_path):
@@ -42,6 +51,22 @@ def test_a_text_too_short_to_be_scored_is_named(here, tmp_path):
     (tmp_path / "empty.txt").write_bytes(b"")
     code, _, errors = here("eval", "--run", "mine", "--file", "empty.txt")
     assert code == 2 and "'empty.txt' has 0 token(s)" in errors
+
+
+def test_what_is_no_text_and_what_is_damaged_is_not_scored(here, tmp_path):
+    here("train", "--run", "mine", "--steps", "0", "--batch-size", "2", *QUIET, *TEXT)
+    np.savez(tmp_path / "x.npz", x=np.zeros(99))
+    code, _, errors = here("eval", "--run", "mine", "--file", "x.npz")
+    assert code == 2 and "--file x.npz is no text: it is a zip archive" in errors
+    (tmp_path / "x.jsonl").write_text('{"text": "some text"}\n' * 40)
+    here("data", "prepare", "x.jsonl", "--output", "x.tokens")
+    assert here("data", "inspect", "x.tokens", "--verify")[0] == 0
+    assert here("eval", "--run", "mine", "--file", "x.tokens")[0] == 0
+    content = (tmp_path / "x.tokens").read_bytes()
+    (tmp_path / "x.tokens").write_bytes(content.replace(b"s\0o\0m\0e", b"s\0a\0m\0e", 1))
+    for command in (["eval", "--run", "mine", "--file"], ["data", "inspect", "--verify"]):
+        code, _, errors = here(*command, "x.tokens")
+        assert code == 2 and "x.tokens is damaged: its documents are not what was written" in errors
 
 
 def test_no_command_is_answered_with_all_of_them(here):

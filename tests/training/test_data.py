@@ -1,13 +1,21 @@
 """The corpus: what is read, what is held out, and samples that depend on the seed and their number alone."""
 
+import bz2
+import gzip
+import io
+import lzma
+import os
+
 import numpy as np
 import pytest
 
 import tiny
 from spmd_engine import Mesh, run
 from spmd_engine.errors import UsageError
+from spmd_engine.formats.token_file import is_token_file
 from spmd_engine.tokens.bytes import END_OF_FILE, ByteTokenizer
 from spmd_engine.training.data import Corpus, load_corpus
+from spmd_engine.training.prepare import prepare
 
 CONTEXT = 8
 
@@ -65,9 +73,9 @@ def test_folders_in_folders_are_read_in_the_order_of_their_paths(tmp_path):
 
 
 def test_of_one_file_the_end_is_held_out(tmp_path):
-    content = bytes(range(256)) * 10
-    (tmp_path / "one.bin").write_bytes(content)
-    (corpus,) = load(tmp_path / "one.bin")
+    content = b"some lines of text\n" * 100 + bytes(range(256))  # every byte is a token, though few are no text
+    (tmp_path / "one.txt").write_bytes(content)
+    (corpus,) = load(tmp_path / "one.txt")
     assert np.concatenate([corpus.train, corpus.validation]).tolist() == [*content, END_OF_FILE]
     assert CONTEXT < len(corpus.validation) < len(corpus.train) / 10
 
@@ -92,6 +100,70 @@ def test_useless_files_are_refused_on_every_rank(tmp_path, content, message):
             load_corpus(mesh.group(), str(path), CONTEXT)
 
     run(program, 3)
+
+
+def packed(kind):
+    """A file that is no text."""
+    file, text = io.BytesIO(), b"some text\n" * 1000
+    if kind == "npz":
+        np.savez(file, x=np.zeros((9, 8, 8), np.uint8), y=np.arange(9))
+    return {
+        "npz": file.getvalue(),
+        "gzip": gzip.compress(text),
+        "bzip2": bz2.compress(text),
+        "xz": lzma.compress(text),
+        "npy": b"\x93NUMPY\1\0" + text,
+        "png": b"\x89PNG\r\n\x1a\n" + bytes(99),
+        "pdf": b"%PDF-1.7\n" + text,
+        "utf-16": "some text".encode("utf-16"),
+        "cyrillic": ("\u0442\u0435\u043a\u0441\u0442 " * 99).encode("koi8-r"),
+        "weights": np.random.default_rng(0).standard_normal(5000).astype("f4").tobytes(),
+        "weights behind text": text + np.random.default_rng(0).standard_normal(5000).astype("f4").tobytes(),
+    }[kind]
+
+
+NO_TEXT = {
+    "npz": r"it is a zip archive, as \.npz and \.docx files are; .* models of images learn",
+    "gzip": "it is compressed by gzip; unpack it first",
+    "bzip2": "it is compressed by bzip2; unpack it first",
+    "xz": "it is compressed by xz; unpack it first",
+    "npy": "it is a NumPy array; of images, models of images learn",
+    "png": "it is a PNG image; models of images learn from these",
+    "pdf": "it is a PDF document; convert it to text first",
+    "utf-16": "it is text in UTF-16; convert it: iconv -f UTF-16 -t UTF-8",
+    "cyrillic": r"much of it is no UTF-8\. Convert it \(iconv -f ENCODING -t UTF-8\), or leave it out",
+    "weights": r"much of it is no UTF-8\. Convert it",
+    "weights behind text": r"much of it is no UTF-8\. Convert it",
+}
+
+
+@pytest.mark.parametrize("kind", NO_TEXT)
+def test_what_is_no_text_is_refused_by_its_content(tmp_path, kind):
+    """Whatever it is called, alone and among texts, by those who learn from it as by those who encode it."""
+    (tmp_path / "some").mkdir()
+    (tmp_path / "some" / "a.txt").write_text("some text")
+    (tmp_path / "some" / "b.txt").write_bytes(packed(kind))
+    for path in (tmp_path / "some" / "b.txt", tmp_path / "some"):
+        with pytest.raises(UsageError, match=f"b.txt is no text: {NO_TEXT[kind]}") as said:
+            load(path)
+        assert "\n" not in str(said.value).partition("\nraised on rank")[0]
+        with Mesh() as mesh, pytest.raises(UsageError, match=f"b.txt is no text: {NO_TEXT[kind]}"):
+            prepare(mesh.group(), [str(path)], ByteTokenizer(), tmp_path / "x.tokens")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "cp1252"])
+def test_western_text_is_text_in_any_encoding(tmp_path, encoding):
+    content = ("\u00dcber gr\u00f6\u00dfere B\u00fccher, f\u00fcr M\u00e4dchen\n" * 500).encode(encoding)
+    (tmp_path / "a.txt").write_bytes(content)
+    (corpus,) = load(tmp_path / "a.txt")
+    assert len(corpus.train) + len(corpus.validation) == len(content) + 1
+
+
+def test_a_pipe_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="pipe: no file and no folder; write what a pipe gives into a file first"):
+        load(tmp_path / "pipe")
+    assert not is_token_file(tmp_path / "pipe")
 
 
 def test_an_empty_folder_is_refused(tmp_path):

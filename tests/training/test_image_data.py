@@ -127,6 +127,10 @@ def spoiled(tmp_path, how):
             "not a number": {"x": np.where(np.arange(N) == 7, np.nan, PIXELS.T / 255).T},
             "none": {"x": PIXELS[:0], "y": LABELS[:0]},
             "one": {"x": PIXELS[:1], "y": LABELS[:1]},
+            "bytes as floats": {"x": PIXELS.astype(np.float32)},
+            "12 bits of 16": {"x": PIXELS.astype(np.uint16) * 16},
+            "0 and 1 as bytes": {"x": PIXELS // 128},
+            "one class": {"y": np.full(N, 2)},
             "other names": {"pixels": PIXELS},
             "held out without classes": {"x_train": PIXELS, "y_train": LABELS, "x_test": PIXELS},
         }[how]
@@ -153,6 +157,10 @@ BAD = {
     "none": r"a.npz: images of shape \(0, 6, 5\); save some",
     "one": "a.npz: 1 images, too few to learn from some and hold out others",
     "held out without classes": "a.npz: it has no y_test, which goes with what it holds out",
+    "bytes as floats": "a.npz: the largest pixel is 255, but white is 1 in images of float32; divide the pixels",
+    "12 bits of 16": "a.npz: the largest pixel is 4080, but white is 65535 in images of uint16; divide",
+    "0 and 1 as bytes": "a.npz: the largest pixel is 1, but white is 255 in images of uint8; divide",
+    "one class": "a.npz: all images are of class 2; give images of other classes, too",
     "other names": "a.npz: it has the arrays pixels; call images x and their classes y",
 }
 
@@ -168,6 +176,12 @@ def test_what_makes_no_sense_is_one_line_on_every_rank(tmp_path, how):
 
     said = run(program, 2)
     assert said[0] == said[1] and "\n" not in said[0]
+
+
+def test_floats_with_mean_0_and_variance_1_are_taken_as_they_are(tmp_path):
+    x = ((PIXELS - PIXELS.mean()) / PIXELS.std()).astype(np.float32)
+    (images,) = load(write_npz(tmp_path / "a.npz", x=x, y=LABELS))
+    np.testing.assert_array_equal(images.x[:][..., 0], x)
 
 
 def test_a_file_that_one_rank_cannot_see_is_an_error_on_all(tmp_path, monkeypatch):

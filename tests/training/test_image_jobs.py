@@ -139,7 +139,7 @@ def test_what_is_noted_is_of_the_data_s_sizes(tmp_path):
 
     for height, noted in ((4, True), (40, False)):
         told = []
-        x = np.zeros((6, height, 4), np.uint8)
+        x = np.full((6, height, 4), 200, np.uint8)
         data = write_npz(tmp_path / f"{height}.npz", x=x, y=np.arange(6) % 2)
         job = Job.of(**SMALL | {"steps": 1, "data": str(data), "mesh": {"rows": 4}})
         run(lambda job=job, height=height: train(job, tmp_path / str(height), observers=[Notices()]), 4)

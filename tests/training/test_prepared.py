@@ -1,6 +1,9 @@
 """Files of tokens: the same whoever writes them, and rows that hold every target once."""
 
 import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,15 +14,18 @@ from spmd_engine.engine import SGD
 from spmd_engine.engine.batch import make_batch
 from spmd_engine.engine.composition import ModelConfig, build_engine
 from spmd_engine.errors import UsageError
+from spmd_engine.formats.text_documents import Document
 from spmd_engine.formats.token_file import is_token_file, open_token_file
 from spmd_engine.tokens import ByteTokenizer
-from spmd_engine.training import Job, Run, Trainer
+from spmd_engine.training import Job, Run, Trainer, train
 from spmd_engine.training.observers import Observer
 from spmd_engine.training.packing import whole_documents, windows
-from spmd_engine.training.prepare import prepare
-from spmd_engine.training.prepared import PreparedData
+from spmd_engine.training.prepare import _encoded, prepare
+from spmd_engine.training.prepared import PreparedData, check_file
+from spmd_engine.training.start import keep_tokenizer
 from spmd_engine.training.workload import make_trainer, open_workload
 
+SMALL_TEXT = {"model": "gpt-nano", "length": 16, "steps": 2, "batch_size": 3, "eval_samples": 2, "sample": 0}
 TEXTS = [f"document {number}: " + "abc " * (number * 7 % 30) for number in range(40)]
 PAIRS = [(f"what is {number}?", f" {number} is {number * number}" * (number % 4 + 1)) for number in range(40)]
 
@@ -75,6 +81,38 @@ def test_what_is_in_it(texts, tmp_path):
     assert file.digest() == facts.sha256 and is_token_file(file.path)
 
 
+def test_half_a_pair_of_surrogates_is_a_replacement_mark(tmp_path):
+    (tmp_path / "x.jsonl").write_text(r'{"text": "a\ud83d\ude00b\ud83dc\uDE00"}')
+    file = prepared(str(tmp_path / "x.jsonl"), tmp_path / "x.tokens")
+    assert ByteTokenizer().decode(file.tokens[:-1]) == "a\N{GRINNING FACE}b\ufffdc\ufffd"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_large_and_small_files_are_the_same_documents(tmp_path, monkeypatch, ranks):
+    """A file is read in parts, a long line is not, and both are one document each."""
+    long = "some words, " * 700
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("short")
+    (tmp_path / "texts" / "b.txt").write_text(long)
+    (tmp_path / "texts" / "c.jsonl").write_text("".join(json.dumps({"text": each}) + "\n" for each in ("x", long, "y")))
+    whole = prepared(str(tmp_path / "texts"), tmp_path / "whole.tokens", ranks)
+    monkeypatch.setattr("spmd_engine.training.prepare.TOGETHER", 1000)
+    monkeypatch.setattr("spmd_engine.formats.text_documents.CHUNK", 100)
+    parts = prepared(str(tmp_path / "texts"), tmp_path / "parts.tokens", ranks)
+    assert Path(parts.path).read_bytes() == Path(whole.path).read_bytes() and whole.facts.documents == 5
+
+
+def test_the_size_of_a_short_document_is_not_asked_for_each_of_the_others():
+    class Text(str):
+        def __len__(self):
+            asked.append(self)
+            return super().__len__()
+
+    asked = []
+    found = list(_encoded((Document(Text(number)) for number in range(500)), ByteTokenizer()))
+    assert len(found) == 500 and len(asked) < 5 * 500
+
+
 def test_only_completions_and_ends_are_learnt(pairs, tmp_path):
     file = prepared(pairs, tmp_path / "x.tokens")
     begins = [0, *file.ends[:-1]]
@@ -115,6 +153,50 @@ def test_a_damaged_file_is_told(texts, tmp_path):
     assert file.digest() != file.facts.sha256
 
 
+@pytest.mark.parametrize("where", ["tokens", "learnt", "ends", "tokenizer"])
+def test_what_a_file_holds_is_compared_with_its_digest(pairs, tmp_path, where):
+    path = tmp_path / "x.tokens"
+    file = prepared(pairs, path)
+    spoiled = bytearray(path.read_bytes())
+    if where == "tokenizer":
+        spoiled = spoiled.replace(ByteTokenizer.sha256.encode(), b"0" * 64)
+    else:
+        array = file.arrays[where]
+        spoiled[array.offset + np.dtype(array.dtype).itemsize * (array.shape[0] // 2)] ^= 1
+
+    def program():
+        with Mesh(data=3) as mesh:
+            check_file(mesh.group(), open_token_file(path))
+
+    run(program, 3)
+    path.write_bytes(spoiled)
+    what = "tokenizer is" if where == "tokenizer" else "documents are"
+    with pytest.raises(UsageError, match=rf"x\.tokens is damaged: its {what} not what was written \(SHA-256 differs"):
+        run(program, 3)
+
+
+def test_a_run_neither_begins_nor_goes_on_with_a_damaged_file(pairs, tmp_path):
+    path = tmp_path / "x.tokens"
+    begin = prepared(pairs, path).arrays["tokens"].offset
+    whole = path.read_bytes()
+    job = Job.of(**SMALL_TEXT, data=str(path))
+    train(job, tmp_path / "run", stop_at=1)
+    path.write_bytes(whole[:begin] + b"?" + whole[begin + 1 :])
+    for resume, name in (True, "run"), (False, "another"):
+        with pytest.raises(UsageError, match="x.tokens is damaged: its documents are not what was written"):
+            train(job, tmp_path / name, resume=resume)
+    assert not (tmp_path / "another").exists()
+
+
+def test_only_the_tokenizer_s_own_files_are_taken_from_a_file_of_tokens(tmp_path):
+    """Others' files name what they like."""
+    files = {"tokenizer_config.json": "{}", "../victim": "", "config.json": "", "/nowhere/at/all": ""}
+    (tmp_path / "run").mkdir()
+    keep_tokenizer(SimpleNamespace(tokenizer=files), tmp_path / "run")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["tokenizer_config.json"]
+    assert not (tmp_path / "victim").exists()
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -150,6 +232,17 @@ def test_what_cannot_be_written_leaves_nothing_behind(texts, tmp_path, monkeypat
     with pytest.raises(UsageError, match="--output .*/c.tokens: .*No space left on device"):
         program(tmp_path / "c.tokens")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "texts"]
+
+
+def test_what_is_no_file_is_neither_written_through_nor_replaced(texts, tmp_path):
+    (tmp_path / "victim").write_text("theirs")
+    (tmp_path / ".x.tokens.unfinished").symlink_to(tmp_path / "victim")
+    prepared(texts, tmp_path / "x.tokens")
+    assert (tmp_path / "victim").read_text() == "theirs"
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="--output .*/pipe: a device or a pipe; name a file"):
+        prepared(texts, tmp_path / "pipe")
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_windows_tell_every_target_once():

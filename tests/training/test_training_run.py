@@ -363,6 +363,45 @@ def test_what_is_no_file_where_one_should_be_is_refused_at_once(tmp_path, name, 
         trained(tmp_path, {"data": 1}, 2, resume=True)
 
 
+@pytest.mark.parametrize("make", [os.symlink, os.link])
+def test_a_lock_that_is_another_file_leaves_it_as_it_was(tmp_path, make):
+    (tmp_path / "victim").write_text("a long text of somebody's\nthat nobody asked to change\n" * 9)
+    before = (tmp_path / "victim").read_bytes()
+    (tmp_path / "run").mkdir()
+    make(tmp_path / "victim", tmp_path / "run" / ".lock")
+    with pytest.raises(UsageError, match=r"\.lock is (no file|not the lock of a run): move it away"):
+        trained(tmp_path / "run", {"data": 1}, 1)
+    assert (tmp_path / "victim").read_bytes() == before
+    (tmp_path / "run" / ".lock").unlink()
+    make(tmp_path / "nowhere", tmp_path / "run" / ".lock") if make is os.symlink else None
+    if make is os.symlink:
+        with pytest.raises(UsageError, match=r"\.lock is no file: move it away"):
+            trained(tmp_path / "run", {"data": 1}, 1)
+        assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.parametrize("left", [b"", b"\0" * 60, b"process 7 on a-host-with-a-long-name" + b"x" * 60 + b", 123"])
+def test_a_lock_that_a_dead_run_left_is_taken_whatever_its_length(tmp_path, left):
+    (tmp_path / ".lock").write_bytes(left)
+    trained(tmp_path, {"data": 1}, 2, save_every=1)
+    with RunLock(tmp_path), pytest.raises(UsageError, match=rf"another run \(process {os.getpid()} on [^,]*\)\."):
+        trained(tmp_path, {"data": 1}, 3, resume=True)
+
+
+@pytest.mark.parametrize("make", [os.symlink, os.mkfifo])
+def test_metrics_are_not_written_through_what_is_put_in_their_place(tmp_path, make):
+    class Mischief(Observer):
+        def stepped(self, report):
+            if report.step == 1:
+                (tmp_path / "metrics.jsonl").unlink()
+                make(*((tmp_path / "victim",) if make is os.symlink else ()), tmp_path / "metrics.jsonl")
+
+    (tmp_path / "victim").write_text("theirs")
+    with pytest.raises(UsageError, match=r"metrics\.jsonl is no file: move it away"):
+        trained(tmp_path, {"data": 1}, 3, observers=[Mischief()])
+    assert (tmp_path / "victim").read_text() == "theirs"
+
+
 def test_a_run_that_could_save_nothing_is_refused_before_it_trains(tmp_path, monkeypatch):
     def mkdir(path, *args, real=os.mkdir):
         if "unfinished-" in str(path):

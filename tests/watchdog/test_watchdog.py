@@ -1,6 +1,7 @@
 """Who waits too long is told for whom, by one list for all ranks, and the job ends."""
 
 import logging
+import os
 import re
 import time
 
@@ -13,6 +14,7 @@ from spmd_engine.errors import CommunicationTimeout
 from spmd_engine.watchdog.activity import SIZE, Activity
 from spmd_engine.watchdog.hang_report import look_at
 from spmd_engine.watchdog.records import CallRecord, Record, State, WaitRecord
+from spmd_engine.watchdog.watchdog import tell
 
 ALL = (0, 1, 2, 3)
 
@@ -84,6 +86,16 @@ def test_who_began_a_call_and_does_something_else_is_named():
     states = [state(rank, [(ALL, 74)], waiting(ALL, 74)) for rank in (0, 1, 3)]
     states.insert(2, state(2, [(ALL, 75)], stack="  /a/b.py:3 in x"))
     assert look_at(states, 4).lines[0] == "rank 2 waiting for nobody, at b.py:3 in x"
+
+
+@pytest.mark.parametrize("make", [os.symlink, os.mkfifo])
+def test_stacks_are_not_written_through_what_is_put_in_their_place(make, tmp_path, caplog):
+    states = [state(0, [(ALL, 4)], waiting(ALL, 4)), state(1, [(ALL, 3)])]
+    (tmp_path / "victim").write_text("theirs")
+    make(*((tmp_path / "victim",) if make is os.symlink else ()), tmp_path / "hang.txt")
+    tell(look_at(states, 4), states, tmp_path)
+    assert (tmp_path / "victim").read_text() == "theirs"
+    assert "rank" in caplog.text and "hang.txt" not in caplog.text
 
 
 def test_who_is_not_seen_is_said():

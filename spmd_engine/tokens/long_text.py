@@ -1,0 +1,134 @@
+"""A long text as tokens, in bounded memory: the tokens that it has when it is encoded at once.
+
+The text is encoded in windows that overlap, and two neighbours are joined at a cut: a place in their overlap where
+tokens of the text before it cannot depend on the text behind it, nor the other way round. There are two kinds:
+
+- of a tokenizer that splits a text into words before it looks for tokens, a border of words. Patterns that split read
+  from left to right, so from a border on they find the same words, wherever the text began. Both windows must have it,
+  and have the same tokens for a while on both sides of it: the end of a window can change its last words, and its
+  beginning the first ones;
+- of one to which all of a text is one word, a border of tokens whose two characters stand beside each other in no token
+  of the vocabulary. No merge can cross it.
+
+Where there is no cut (a word that is longer than the overlap), the two windows are encoded as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+WINDOW = 1 << 18  #: characters that are encoded at once
+OVERLAP = 1 << 12  #: characters that two neighbours share
+TOGETHER = 8  #: windows that the library encodes in parallel
+ALIKE = 16  #: tokens on each side of a cut that both windows must have
+_SAMPLE = "Some words, and 1234 numbers.\n\nA line;\t\u65e5\u672c."
+
+#: Whether no token can hold the end of the first token and the beginning of the second.
+Separates = Callable[[int, int], bool]
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    begin: int  #: in characters of the whole text
+    text: str
+    ids: np.ndarray
+    places: np.ndarray  #: of each token: the character of the whole text that it begins at
+    words: np.ndarray  #: and the number of its word, counted within the window
+
+
+def encode_long(inner: Any, texts: Iterable[str]) -> Iterator[np.ndarray]:
+    """The tokens of one text that comes in parts; ``inner`` is a tokenizer of the ``tokenizers`` library."""
+    separates = _separates(inner)
+    windows = _windows(inner, texts)
+    left, first = next(windows, None), 0  # and its first token that is not yet told
+    for right in windows:
+        assert left is not None
+        if cut := _cut(left, right, separates):
+            yield left.ids[first : cut[0]]
+            left, first = right, cut[1]
+            continue
+        # At least as much again: to encode a word of n characters anew with each window takes n^2 steps.
+        more = islice(windows, len(left.text) // WINDOW)
+        text = "".join([left.text, *(each.text[OVERLAP:] for each in (right, *more))])
+        left = _encoded(inner, [(left.begin, text)])[0]
+    if left is not None:
+        yield left.ids[first:]
+
+
+def _windows(inner: Any, texts: Iterable[str]) -> Iterator[_Encoded]:
+    found = _overlapping(texts)
+    while some := list(islice(found, TOGETHER)):
+        yield from _encoded(inner, some)
+
+
+def _overlapping(texts: Iterable[str]) -> Iterator[tuple[int, str]]:
+    """Windows of the text, and where each begins."""
+    begin, held = 0, ""
+    for text in texts:
+        held += text
+        while len(held) > WINDOW + OVERLAP:  # the last one is no shorter than what it shares
+            yield begin, held[:WINDOW]
+            begin, held = begin + WINDOW - OVERLAP, held[WINDOW - OVERLAP :]
+    if held:
+        yield begin, held
+
+
+def _encoded(inner: Any, some: Sequence[tuple[int, str]]) -> list[_Encoded]:
+    found = []
+    encodings = inner.encode_batch([text for _, text in some], add_special_tokens=False)
+    for (begin, text), encoding in zip(some, encodings, strict=True):
+        places = np.array([place for place, _ in encoding.offsets], np.int64) + begin
+        words = np.array([-1 if word is None else word for word in encoding.word_ids], np.int64)
+        found.append(_Encoded(begin, text, np.array(encoding.ids, np.uint32), places, words))
+    return found
+
+
+def _cut(left: _Encoded, right: _Encoded, separates: Separates) -> tuple[int, int] | None:
+    """The numbers, in both windows, of the token behind a cut; None if there is no cut."""
+    for middle in (right.begin + OVERLAP * part // 4 for part in (2, 1, 3)):
+        i, j = (int(np.searchsorted(each.places, middle)) for each in (left, right))
+        # From here on, i and j being the same token: the cut is the first place where both agree.
+        count = min(len(left.ids) - i, len(right.ids) - j) - ALIKE
+        before = min(i, j, ALIKE)
+        if before < ALIKE or count < 1:
+            continue
+        ours, theirs = (slice(at - ALIKE, at + count + ALIKE) for at in (i, j))
+        same = (left.ids[ours] == right.ids[theirs]) & (left.places[ours] == right.places[theirs])
+        agreed = np.convolve(same, np.ones(2 * ALIKE, np.int64), "valid") == 2 * ALIKE
+        for k in np.flatnonzero(agreed[:count]).tolist():
+            borders = all(each.words[at + k - 1] != each.words[at + k] for each, at in ((left, i), (right, j)))
+            if borders or separates(int(left.ids[i + k - 1]), int(left.ids[i + k])):
+                return i + k, j + k
+    return None
+
+
+def _separates(inner: Any) -> Separates:
+    model = inner.model
+    marks = ("continuing_subword_prefix", "end_of_word_suffix")  # with these a token's text is not what stands there
+    if (
+        _splits(inner)
+        or type(model).__name__ not in ("BPE", "Unigram")
+        or any(getattr(model, mark, None) for mark in marks)
+    ):
+        return lambda before, behind: False
+    pairs: set[str] = set()
+    for token in inner.get_vocab(with_added_tokens=False):
+        pairs.update(map(str.__add__, token, token[1:]))
+
+    def separates(before: int, behind: int) -> bool:
+        return inner.id_to_token(before)[-1:] + inner.id_to_token(behind)[:1] not in pairs
+
+    return separates
+
+
+def _splits(inner: Any) -> bool:
+    """Whether a text has several words to this tokenizer."""
+    if inner.pre_tokenizer is None:
+        return False
+    sample = inner.normalizer.normalize_str(_SAMPLE) if inner.normalizer else _SAMPLE
+    return len(inner.pre_tokenizer.pre_tokenize_str(sample)) > 1
