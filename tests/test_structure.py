@@ -60,6 +60,7 @@ STATE = {
     "sharding/routes.py: _parts": "the cache of a pure function",
     "sharding/halos.py: plan_halos": "the cache of a pure function",
     "sharding/moves.py: _exchange_plan": "the cache of a pure function",
+    "tokens/chat.py: _process": "the process that runs chat templates, started once",
     "training/prepared.py: _order": "the cache of a pure function",
     "sharding/notation.py: _parsed": "the cache of a pure function",
     "comm/threads.py: _libraries": "the process's libraries of linear algebra, until more modules are there",

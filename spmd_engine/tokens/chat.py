@@ -2,60 +2,85 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from typing import Any, NoReturn
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from threading import Lock
+from typing import Any
 
 from spmd_engine.errors import UsageError
+from spmd_engine.foreign import reading
 from spmd_engine.tokens.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]  #: {"role": "user", "content": "Hello"}
+SECONDS = 5.0  #: of a processor, that a template may take for a conversation
+_FAILED = "the chat template cannot write this conversation"
+_one_at_a_time = Lock()
 
 
 def chat_text(tokenizer: Tokenizer, messages: Sequence[Message], *, answer: bool = True) -> str:
     """A conversation as text; with the beginning of the assistant's next turn, if an ``answer`` is to follow.
 
-    Templates are programs of strangers: they run in jinja's sandbox, without access to attributes that lead out of
-    it, and cannot change what they are given. Raises UsageError for a tokenizer without a template, for one that is
-    damaged, and for messages that it refuses.
+    Templates are programs of strangers: they run in jinja's sandbox, in a process of their own whose time and memory
+    are bounded. Raises UsageError for a tokenizer without a template, for one that is damaged or takes too much, and
+    for messages that it refuses.
     """
     if not tokenizer.chat_template:
         raise UsageError("this model has no chat template; write the prompt as it was taught, without --chat")
+    if find_spec("jinja2") is None:
+        raise UsageError("a chat template needs jinja2: pip install 'spmd_engine[hf]'")
+    given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": answer}
+    request = {"template": tokenizer.chat_template, "values": {**tokenizer.special, **given}, "seconds": SECONDS}
+    with reading(_FAILED):
+        text = json.dumps(request, default=dict)
+    with _one_at_a_time:
+        found = _asked(text.encode())
+    if "error" in found:
+        raise UsageError(f"{_FAILED}: {found['error']}")
+    return found["text"]
+
+
+def _asked(request: bytes) -> dict[str, str]:
+    """What the process answers, or how it ended; then the next request starts another."""
+    process = _process()
+    assert process.stdin is not None and process.stdout is not None
     try:
-        from jinja2 import TemplateError, nodes
-        from jinja2.ext import Extension, loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError:
-        raise UsageError("a chat template needs jinja2: pip install 'spmd_engine[hf]'") from None
-
-    def raise_exception(message: str) -> NoReturn:
-        raise TemplateError(message)
-
-    class Generation(Extension):
-        """``{% generation %}`` ... ``{% endgeneration %}``, which mark what an assistant says: written as it is."""
-
-        tags = frozenset({"generation"})
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.Scope(body, lineno=line)
-
-    extensions = [loopcontrols, Generation]
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    environment.filters["tojson"] = _as_json
-    environment.globals |= {"raise_exception": raise_exception, "strftime_now": datetime.now().strftime}
-    try:
-        template = environment.from_string(tokenizer.chat_template)
-        given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": answer}
-        return template.render({**tokenizer.special, **given})
-    except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
-        raise UsageError(f"the chat template cannot write this conversation: {error}") from None
+        process.stdin.write(request + b"\n")
+        process.stdin.flush()
+        line = process.stdout.readline()
+    except BrokenPipeError:
+        line = b""
+    except BaseException:  # Ctrl-C: the answer would be taken for that of the next request
+        _end(process)
+        raise
+    if line.endswith(b"\n"):
+        return json.loads(line)
+    _end(process)
+    return {"error": f"it computes for more than {SECONDS:g} s, or broke its process (exit code {process.returncode})"}
 
 
-def _as_json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    """As transformers' filter of this name; jinja's own would write characters for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+@cache
+def _process() -> subprocess.Popen[bytes]:
+    """The process that runs templates. A session of its own keeps a terminal's Ctrl-C away from it."""
+    process = subprocess.Popen(
+        [sys.executable, "-P", str(Path(__file__).with_name("chat_process.py"))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        start_new_session=True,
+    )
+    atexit.register(_end, process)
+    return process
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    _process.cache_clear()
+    process.kill()
+    process.communicate()

@@ -309,6 +309,9 @@ TEMPLATE = """{%- for message in messages %}
 {%- if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"""
 
 
+FOR, END = "{% for i in range(99999) %}", "{% endfor %}"
+
+
 class Chatty(ByteTokenizer):
     special = {"eos_token": "|"}
 
@@ -345,13 +348,45 @@ def test_templates_find_what_transformers_gives_them(template, expected):
         ("{% if", "the chat template cannot write this conversation"),
         ("{{ messages.__class__.__mro__ }}", "access to attribute '__class__'"),
         ("{{ messages.append(1) }}", "cannot write"),
-        ("{% for i in range(10 ** 9) %}{% endfor %}", "cannot write"),
+        ("{% for i in range(10 ** 9) %}{% endfor %}", "Range too big"),
+        ("{% break %}", "'break' outside loop"),
+        ("{{ cycler() }}", "at least one item has to be provided"),
+        ("{{ 1 | wordwrap(0) }}", "has no attribute 'splitlines'"),
+        ("{{ 'a' * 10 ** 11 }}", "it needs more than .* bytes of memory"),
+        ("{{ 'a' | center(10 ** 11) }}", "it needs more than"),
+        ("{{ '%100000000000d' | format(1) }}", "it needs more than"),
+        (
+            "{% set n = namespace(s='ab') %}{% for i in range(99) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+            "it needs more",
+        ),
+        ("{{ 'a' * 2 ** 25 }}", "it has more than 16,777,216 characters"),
+        (f"{FOR}{FOR}{FOR}{END}{END}{END}", "it computes for more than 0.2 s"),
+        ("{% macro twice() %}" + FOR * 3 + END * 3 + "{% endmacro %}{{ twice() | length }}", "it computes for more"),
+        ("{{ 10 ** (10 ** 10) }}", "it computes for more than 0.2 s"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+        ("(" * 9 + "{{" + "(" * 50_000, "cannot write"),
     ],
+    ids=range(19),
 )
-def test_templates_that_cannot_be(template, message):
+def test_templates_that_cannot_be(template, message, monkeypatch):
     pytest.importorskip("jinja2")
-    with pytest.raises(UsageError, match=message):
+    if "computes" in message:
+        monkeypatch.setattr("spmd_engine.tokens.chat.SECONDS", 0.2)
+    with pytest.raises(UsageError, match=message) as caught:
         chat_text(Chatty(template), [{"role": "system", "content": "x"}])
+    assert "\n" not in str(caught.value)
+
+
+def test_threads_share_the_process_that_writes_conversations():
+    pytest.importorskip("jinja2")
+    found = run(lambda: [chat_text(Chatty("{{ messages }}" * number), [{}] * number) for number in range(1, 6)], 3)
+    assert found == [[str([{}] * number) * number for number in range(1, 6)]] * 3
+
+
+def test_a_conversation_that_is_no_json_is_refused():
+    pytest.importorskip("jinja2")
+    with pytest.raises(UsageError, match="cannot write this conversation"):
+        chat_text(Chatty("x"), [{"content": object()}])
 
 
 # --- a trained model

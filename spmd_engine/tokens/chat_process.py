@@ -1,0 +1,75 @@
+"""Run as a process of its own: writes conversations by chat templates, which are programs of strangers.
+
+A template can loop for ever, ask for all memory, or overflow the stack of its process. ``tokens.chat`` starts this file
+by its path, so it imports nothing of the package; a request is a line of JSON, and so is its answer.
+"""
+
+import json
+import resource
+import signal
+import sys
+from datetime import datetime
+
+MEMORY = 1 << 30  #: bytes of the process's addresses
+LONGEST = 1 << 24  #: characters of a conversation
+
+
+def serve() -> None:
+    """Answer each line of standard input. A request that computes for too long ends the process, by SIGPROF."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    templates = {}
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, request["seconds"])
+        try:
+            source = request["template"]
+            if source not in templates:
+                templates = {source: compiled(source)}
+            text = templates[source].render(request["values"])
+            if len(text) > LONGEST:
+                raise ValueError(f"it has more than {LONGEST:,} characters")
+            answer = json.dumps({"text": text})
+        except MemoryError:
+            answer = json.dumps({"error": f"it needs more than {MEMORY:,} bytes of memory"})
+        except Exception as error:
+            said = " ".join(str(error).split())[:500]
+            answer = json.dumps({"error": said or type(error).__name__})
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.write(answer + "\n")
+        sys.stdout.flush()
+
+
+def compiled(source):
+    """A template in jinja's sandbox: without access to attributes that lead out of it, and it cannot change what it is
+    given. It finds what transformers gives templates."""
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def raise_exception(message):
+        raise TemplateError(message)
+
+    class Generation(Extension):
+        """``{% generation %}`` ... ``{% endgeneration %}``, which mark what an assistant says: written as it is."""
+
+        tags = frozenset({"generation"})
+
+        def parse(self, parser):
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
+
+    extensions = [loopcontrols, Generation]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment.filters["tojson"] = as_json
+    environment.globals |= {"raise_exception": raise_exception, "strftime_now": datetime.now().strftime}
+    return environment.from_string(source)
+
+
+def as_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+    """As transformers' filter of this name; jinja's own would write characters for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+if __name__ == "__main__":
+    serve()
