@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from spmd_engine.errors import UsageError
+from spmd_engine.models.gpt import GPT_SIZES
 from spmd_engine.planning.machine_file import read_machine
-from spmd_engine.planning.model_file import LARGE
 
 #: What is used, and how columns are called that tell it.
 NAMES: Mapping[str, Sequence[str]] = {
@@ -256,8 +256,8 @@ class Columns:
             }
             return {what: value for what, value in shape.items() if value is not None}
         name = cells.get("model", "")
-        if name.lower() in LARGE:
-            size = LARGE[name.lower()]
+        if name.lower() in GPT_SIZES:
+            size = GPT_SIZES[name.lower()]
             return {"layers": size.layers, "hidden": size.width, "heads": size.heads, "vocabulary": size.vocabulary}
         short = re.sub(r"[^a-z0-9]", "", name.lower())
         short = re.sub(r"^llama31(?=8b|70b|405b)", "llama3", re.sub(r"^(meta)?llama2(?=7b|13b)", "llama", short))

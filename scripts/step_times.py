@@ -3,6 +3,8 @@
     python scripts/step_times.py                       # calibrates, then runs all plans in turn: some eight minutes
     python scripts/step_times.py --only "gpt-mini/data=2;mlp" --rounds 1
     python scripts/step_times.py --machine FILE        # with a machine file as `calibrate` wrote it
+    python scripts/step_times.py --record FILE         # keeps what was measured; once more: adds rounds to it
+    python scripts/step_times.py --replay FILE         # predicts and reports from such a file, measures nothing
 
 The machine should do nothing else. Plans are run one after the other, all of them once before any a second time, so
 that what slows the machine for a while slows all of them; of each plan's rounds the median counts. ``chosen`` is the
@@ -13,25 +15,28 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
+from platform import processor
 from statistics import median
-from tempfile import TemporaryDirectory
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 
 from spmd_engine import Mesh
 from spmd_engine.axes import parse_axes
 from spmd_engine.cli.bench.launch import start_ranks
+from spmd_engine.cli.calibrate_steps import STEPS, fitted, step_seconds
 from spmd_engine.engine import AdamW
 from spmd_engine.engine.composition import Composition, ModelConfig, build_engine
 from spmd_engine.errors import UsageError
 from spmd_engine.planning.foresight import look
-from spmd_engine.planning.machine_file import read_machine
+from spmd_engine.planning.machine import Machine
+from spmd_engine.planning.machine_file import machine_of, read_machine
+from spmd_engine.planning.machine_text import text_of
+from spmd_engine.planning.measure import measure_machine
 from spmd_engine.planning.samples import foretold_batch
 from spmd_engine.training import Trainer
 
@@ -70,6 +75,7 @@ PLANS = {  # model -> mesh, options of the composition, micro-batches
         ("data=2,expert=2", {}, 1),
     ],
 }
+RECORDED = Path(__file__).parent / "step_times"  #: files of --record, one for each machine
 WARM = 2  #: steps before those that are timed
 TIMED = 3  #: steps that are timed at least
 
@@ -117,11 +123,34 @@ def launched(name: str, seconds: float) -> float | None:
     return float(json.loads(said.splitlines()[-1]))
 
 
-def predicted(name: str, machine_file: Path) -> float:
+def calibration() -> dict[str, Any]:
+    """What ``calibrate`` measures, before anything is fitted to it: the machine, and seconds of small steps."""
+    with Mesh() as mesh:
+        machine = measure_machine(mesh)
+        steps = step_seconds(mesh).tolist()
+    return {"machine": text_of(machine), "steps": dict(zip(map(str, STEPS), steps, strict=True))} if machine else {}
+
+
+def calibrated(measured: dict[str, Any]) -> Machine:
+    """The machine file's content that ``calibrate`` would write of that."""
+    steps = [measured["steps"].get(str(step), float("nan")) for step in STEPS]
+    return fitted(machine_of(measured["machine"]), np.array(steps))
+
+
+def cpu_name() -> str:
+    """As the system names it, with its family and model, which hypervisors leave as they are."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    if "model name" not in facts:
+        return processor()
+    return f"{facts['model name']}, family {facts.get('cpu family')}, model {facts.get('model')}"
+
+
+def predicted(name: str, machine: Machine) -> float:
     """Seconds of a step, as the planner simulates it."""
     model, axes, options, micro_batches = named()[name]
     mesh, composition = parse_axes(axes), Composition(**options)
-    machine = read_machine(machine_file).with_ranks(prod(mesh.values()))
+    machine = machine.with_ranks(prod(mesh.values()))
     config = ModelConfig(model)
     options = {"dtype": np.dtype(config.dtype), "optimizer": AdamW()}
     return look(config.build(composition), machine, mesh, composition, BATCHES[model], micro_batches, **options).seconds
@@ -164,29 +193,43 @@ def main() -> None:
     parser.add_argument("--only", help="Names of plans, or how they begin, separated by semicolons.")
     parser.add_argument("--rounds", type=int, default=3, help="How often each plan is run.")
     parser.add_argument("--seconds", type=float, default=1.0, help="For how long each run is timed.")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="Keep what is measured in this JSON file.")
+    parser.add_argument("--replay", type=Path, metavar="FILE", help="Report on such a file; nothing is run.")
     arguments = parser.parse_args()
     if arguments.worker:
-        seconds = measure(arguments.worker, arguments.seconds)
+        found = calibration() if arguments.worker == "calibrate" else measure(arguments.worker, arguments.seconds)
         if Mesh().rank == 0:
-            print(json.dumps(seconds))
+            print(json.dumps(found))
         return
     wanted = arguments.only.split(";") if arguments.only else [""]
     names = [name for name in named() if any(name.startswith(each) for each in wanted)]
     if not names:
         parser.error(f"--only {arguments.only}: there is no such plan; there are {'; '.join(named())}")
-    with TemporaryDirectory() as folder:
-        file = arguments.machine or Path(folder) / "machine.toml"
-        if arguments.machine is None:
-            subprocess.run([sys.executable, "-m", "spmd_engine", "calibrate", "--output", str(file)], check=True)
-        print(file.read_text())
-        foretold = {name: predicted(name, file) for name in names}
-        turns: dict[str, list[float]] = {name: [] for name in names}
-        for number in range(arguments.rounds):
-            for name in names:
-                if (seconds := launched(name, arguments.seconds)) is not None:
-                    turns[name].append(seconds)
-                    print(f"round {number + 1} of {arguments.rounds}: {name} {seconds:.4f} s", flush=True)
-        report({name: (foretold[name], each) for name, each in turns.items() if each})
+    kept = arguments.replay or arguments.record
+    if kept is not None and kept.exists():
+        recorded = json.loads(kept.read_text())
+    elif arguments.replay:
+        parser.error(f"--replay {kept}: there is no such file; --record FILE writes one")
+    else:
+        recorded = {"cpu": cpu_name(), "calibration": {}, "plans": {}}
+    if arguments.machine is None and not recorded["calibration"]:
+        recorded["calibration"] = json.loads(start_ranks(2, [__file__, "--worker", "calibrate"]).splitlines()[-1])
+    machine = read_machine(arguments.machine) if arguments.machine else calibrated(recorded["calibration"])
+
+    def keep() -> None:
+        if arguments.record:
+            arguments.record.write_text(json.dumps(recorded, indent=1) + "\n")
+
+    keep()
+    print(f"{recorded['cpu']}\n\n{text_of(machine)}")
+    for number in range(0 if arguments.replay else arguments.rounds):
+        for name in names:
+            if (seconds := launched(name, arguments.seconds)) is not None:
+                recorded["plans"].setdefault(name, []).append(seconds)
+                print(f"round {number + 1} of {arguments.rounds}: {name} {seconds:.4f} s", flush=True)
+            keep()
+    turns = {name: recorded["plans"][name] for name in names if name in recorded["plans"]}
+    report({name: (predicted(name, machine), each) for name, each in turns.items()})
 
 
 if __name__ == "__main__":

@@ -18,6 +18,9 @@ from spmd_engine.errors import UsageError
 
 TEMPORARIES = "temporaries"
 
+#: The host's own kernels that make products, in the place of BLAS: a machine file may have a speed for each.
+KERNELS = CONVOLUTION, CONVOLUTION_WEIGHTS = "convolution", "convolution_weights"
+
 _current = threading.local()
 
 
@@ -39,7 +42,8 @@ class Memory:
 
 @dataclass
 class Work:
-    """What was computed: matrix products by (batch, m, n, k, itemsize, fused), and what goes element by element."""
+    """What was computed: matrix products by (batch, m, n, k, itemsize, fused, kernel), and what goes element by
+    element."""
 
     products: Counter = field(default_factory=Counter)
     elements: int = 0
@@ -141,11 +145,14 @@ class Meter:
         work, self.work = self.work, Work()
         return work
 
-    def product(self, batch: int, m: int, n: int, k: int, itemsize: int, fused: float = 0.0) -> None:
+    def product(
+        self, batch: int, m: int, n: int, k: int, itemsize: int, fused: float = 0.0, kernel: str = ""
+    ) -> None:
         """``batch`` matrix products of [m k] by [k n], read once and written once; where ``fused``, a share of the
-        speed that a kernel reaches which uses them up where they are made, never written."""
+        speed that a kernel reaches which uses them up where they are made, never written. ``kernel``: as of
+        ``Product``."""
         work, times = self.work, self.times
-        work.products[batch, m, n, k, itemsize, fused] += times
+        work.products[batch, m, n, k, itemsize, fused, kernel] += times
         work.calls += times
         work.read += times * batch * (m * k + k * n) * itemsize
         work.written += times * batch * m * n * itemsize * (not fused)

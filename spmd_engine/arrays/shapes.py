@@ -13,7 +13,7 @@ import numpy as np
 from spmd_engine.arrays.backend import Array, Backend, register_backend, unregister_backend
 from spmd_engine.arrays.fast_functions import FastFunctions, loops_are_there
 from spmd_engine.arrays.fast_images import FastImages
-from spmd_engine.arrays.meter import meter
+from spmd_engine.arrays.meter import CONVOLUTION, CONVOLUTION_WEIGHTS, meter
 from spmd_engine.arrays.shaped import ShapedArray, count
 from spmd_engine.arrays.shaped_functions import FUNCTIONS
 
@@ -131,12 +131,12 @@ class _Loops:
 
     def correlate(self, x, w, y, b, p, q, o, *others) -> None:
         groups, _, inside = w.shape[:3]
-        meter().product(groups, b * p * q, o, inside, 4)
+        meter().product(groups, b * p * q, o, inside, 4, kernel=CONVOLUTION)
 
     def correlate_weights(self, x, dy, dw, *others) -> None:
         groups, _, inside = dw.shape[:3]
         b, p, q, f = dy.shape
-        meter().product(groups, inside, f // groups, b * p * q, 4)
+        meter().product(groups, inside, f // groups, b * p * q, 4, kernel=CONVOLUTION_WEIGHTS)
 
 
 def _counted(*args: Any) -> None:

@@ -16,7 +16,7 @@ from spmd_engine.planning.machine import Machine
 from spmd_engine.planning.machine_file import read_machine
 from spmd_engine.planning.machine_text import text_of
 from spmd_engine.planning.machines_here import calibrated_file
-from spmd_engine.planning.measure import measure_machine
+from spmd_engine.planning.measure import SECONDS, measure_machine
 from spmd_engine.process.launchers import launcher_rank
 
 
@@ -28,7 +28,7 @@ from spmd_engine.process.launchers import launcher_rank
     help="Where to write. [default: where 'plan' looks]",
 )
 @click.option(
-    "--seconds", type=click.FloatRange(1, 600), default=6.0, show_default=True, help="For products and memory."
+    "--seconds", type=click.FloatRange(1, 600), default=SECONDS, show_default=True, help="For products and memory."
 )
 @click.option("--fit/--no-fit", default=True, show_default=True, help="Fit what an operation costs to a few steps.")
 def calibrate(output: Path | None, seconds: float, fit: bool) -> None:
@@ -57,7 +57,7 @@ def _measured(seconds: float, fit: bool) -> Machine | None:
 
     with Mesh(world()) as mesh:
         machine = measure_machine(mesh, seconds)
-        steps = mesh.all_reduce(step_seconds(), "mean") if fit else None
+        steps = step_seconds(mesh) if fit else None
     return machine if machine is None or steps is None else fitted(machine, steps)
 
 

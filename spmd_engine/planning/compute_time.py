@@ -27,7 +27,7 @@ FUSED = "fused16"  #: what a machine may say of products inside of fused kernels
 
 @dataclass(frozen=True)
 class ComputeTime:
-    """Seconds that a rank works, with one core where cores are shared: in products, and in all else.
+    """Seconds that a rank works, with one core where cores are shared: in products of matrices, and in all else.
 
     ``host``: seconds that a device's host meanwhile takes to hand over the pass that the computation belongs to.
     """
@@ -76,10 +76,10 @@ class ComputeTimes:
 
         seconds = 0.0
         for product in computation.products:
-            moved, each = bytes_of(product), 2 * product.m * product.n * product.k * product.batch
-            if each:
-                speed = self.machine.speed(rank, DTYPES[product.itemsize], each)
-                seconds += max(product.flops / speed, moved / bandwidth(moved / product.calls))
+            if product.flops:
+                moved = bytes_of(product)
+                least = product.flops / self._speed(rank, product) if self._is_of_matrices(rank, product) else 0.0
+                seconds += max(least, moved / bandwidth(moved / product.calls))
         moved = computation.bytes_read + computation.bytes_written - sum(map(bytes_of, computation.products))
         calls = computation.calls - sum(product.calls for product in computation.products)
         seconds += max(moved, 0) / bandwidth(max(moved, 1) / max(calls, 1))
@@ -98,34 +98,48 @@ class ComputeTimes:
 
     def _of(self, rank: int, computation: Computation) -> ComputeTime:
         node, fitted = self.machine.node(rank), self.machine.fitted
-        products = sum(self._product(rank, product) for product in computation.products)
+        of_matrices = of_vectors = 0.0
+        for product in computation.products:
+            if self._is_of_matrices(rank, product):
+                of_matrices += self._product(rank, product)
+            else:
+                of_vectors += self._product(rank, product)
         moved = computation.bytes_read + computation.bytes_written - sum(map(bytes_of, computation.products))
         calls = computation.calls - sum(product.calls for product in computation.products)
         bandwidth = node.memory_bandwidth(max(moved, 1) / max(calls, 1)) * fitted.memory_share
-        rest = max(moved, 0) / bandwidth
+        rest = max(moved, 0) / bandwidth + of_vectors
         if node.has_devices:
-            return ComputeTime(products, rest, fitted.pass_seconds)
-        return ComputeTime(products, rest + fitted.pass_seconds)
+            return ComputeTime(of_matrices, rest, fitted.pass_seconds)
+        return ComputeTime(of_matrices, rest + fitted.pass_seconds)
 
     def _product(self, rank: int, product: Product) -> float:
-        together = product.batch if self.machine.node(rank).has_devices else 1  # a device computes a batch at once
-        each = 2 * product.m * product.n * product.k * together
-        if not each:
+        if not product.flops:
             return 0.0
-        speed = self._speed(rank, product, each)
         moved = bytes_of(product)
         bandwidth = self.machine.node(rank).memory_bandwidth(moved / product.calls) * self.machine.fitted.memory_share
         processors = self.machine.node(rank).processors
         idle = rounds_of_tiles(product.m, product.n, product.batch, processors) if processors else 1.0
-        return max(product.flops / speed * idle, moved / bandwidth)
+        if not self._is_of_matrices(rank, product):
+            return moved / bandwidth
+        return max(product.flops / self._speed(rank, product) * idle, moved / bandwidth)
 
-    def _speed(self, rank: int, product: Product, flops: float) -> float:
-        """FLOP/s of a product of so many FLOPs, or of a fused kernel, whose share of the device's is published."""
-        dtype = DTYPES[product.itemsize]
-        if not product.fused:
-            return self.machine.speed(rank, dtype, flops)
-        fused = FUSED in self.machine.node(rank).speeds
-        return product.fused * self.machine.peak(rank, FUSED if fused else dtype, flops)
+    def _is_of_matrices(self, rank: int, product: Product) -> bool:
+        """Whether it is of matrices; a host's product with a vector takes as long as its bytes."""
+        return self.machine.node(rank).has_devices or 1 not in (product.m, product.n, product.k)
+
+    def _speed(self, rank: int, product: Product) -> float:
+        """FLOP/s of a product, or of a fused kernel, whose share of the device's is published.
+
+        A device computes a batch at once. A host is as fast as in the cube that does as many FLOPs for each element
+        that it reads and writes; the width of that is the harmonic mean of the product's three.
+        """
+        speeds, dtype = self.machine.node(rank).speeds, DTYPES[product.itemsize]
+        flops = 2 * product.m * product.n * product.k * product.batch
+        if product.fused:
+            return product.fused * self.machine.peak(rank, FUSED if FUSED in speeds else dtype, flops)
+        if product.kernel in speeds or self.machine.node(rank).has_devices:
+            return self.machine.speed(rank, product.kernel if product.kernel in speeds else dtype, flops)
+        return self.machine.speed(rank, dtype, 2 * (3 / (1 / product.m + 1 / product.n + 1 / product.k)) ** 3)
 
 
 def rounds_of_tiles(m: int, n: int, batch: int, processors: int) -> float:

@@ -71,7 +71,8 @@ class NodeKind:
     name: str
     count: int  #: of such nodes
     ranks: int  #: on each
-    speeds: Mapping[str, Curve]  #: dtype -> FLOP/s by the FLOPs of a matrix product
+    #: dtype -> FLOP/s by the FLOPs of a product of square matrices; of a host's KERNELS, by the FLOPs of a call
+    speeds: Mapping[str, Curve]
     memory: float  #: bytes a rank may have; where ranks share cores, all of a node's together
     memory_bandwidth: Curve  #: bytes/s read and written, by the bytes of an operation
     inside: Link  #: between ranks of a node

@@ -7,6 +7,7 @@ from pathlib import Path
 from pkgutil import get_data
 from typing import Any
 
+from spmd_engine.arrays.meter import KERNELS
 from spmd_engine.errors import UsageError, one_of
 from spmd_engine.foreign import parse_toml, read_text, reading
 from spmd_engine.planning.machine import (
@@ -158,7 +159,7 @@ def _node(table: _Table) -> NodeKind:
     curves = {dtype: speeds.curve(dtype) for dtype in speeds.content}
     if not curves:
         raise UsageError(f"{speeds.where}: there must be one at least, as in float32 = 1e12")
-    known = ("float16", "bfloat16", "float32", "float64", "fused16")
+    known = ("float16", "bfloat16", "float32", "float64", "fused16", *KERNELS)
     for dtype in curves:
         if dtype not in known:
             raise UsageError(f"{speeds.where}: unknown field {dtype!r}; {one_of(dtype, known)}")

@@ -99,8 +99,8 @@ class Recorder:
             return
         work = self.meter.take_work()
         products = Products(
-            Product(m, n, k, batch, size, calls, fused)
-            for (batch, m, n, k, size, fused), calls in work.products.items()
+            Product(m, n, k, batch, size, calls, fused, kernel)
+            for (batch, m, n, k, size, fused, kernel), calls in work.products.items()
         )
         self._write(self._computation(products, work.elements, work.calls, work.read, work.written))
 

@@ -49,6 +49,7 @@ class Product:
     #: of a kernel that uses up what comes out where it is made, the share of the device's speed that it reaches; 0: the
     #: product is for itself, and what comes out goes to memory
     fused: float = 0.0
+    kernel: str = ""  #: that makes it, of the host's KERNELS; "": BLAS, or a device's library
 
     @property
     def flops(self) -> int:

@@ -23,7 +23,7 @@ from spmd_engine.checkpoints.weights import Pretrained
 from spmd_engine.cli.infer import read_inputs
 from spmd_engine.errors import UsageError
 from spmd_engine.formats.text_documents import documents, find_files
-from spmd_engine.formats.token_file import TokenFacts, digest_of, layout, open_token_file
+from spmd_engine.formats.token_file import TokenFacts, add_to_digest, layout, open_token_file
 from spmd_engine.models.shape_at import shape_at
 from spmd_engine.models.tokenizer_at import ends_at, tokenizer_at
 from spmd_engine.planning.machine_file import read_machine
@@ -135,7 +135,12 @@ def token_file(folder):
     learnt = [(each % 2).astype("u1") for each in documents]
     ends = np.cumsum([len(each) for each in documents])
     tokenizer = json.dumps({"tokenizer.json": "{}", "tokenizer_config.json": "{}"}).encode()
-    digests = [digest_of(*both) for both in zip(documents, learnt, strict=True)]
+    digests = []
+    for tokens, counted in zip(documents, learnt, strict=True):
+        digest = sha256()
+        add_to_digest(digest, tokens, "<u4")
+        add_to_digest(digest, counted, "<u1")
+        digests.append(digest.digest())
     facts = TokenFacts(
         *(int(ends[-1]), int(ends[6]), 9, 7, int(sum(map(np.sum, learnt))), 300),
         *("0" * 64, "", 1),

@@ -1,0 +1,87 @@
+"""How long products take on a host: by their shapes, and by the kernel that makes them; and how that is measured."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from script_module import script
+from spmd_engine import run
+from spmd_engine.arrays.meter import CONVOLUTION, CONVOLUTION_WEIGHTS
+from spmd_engine.comm.mesh import Mesh
+from spmd_engine.engine.composition import ModelConfig
+from spmd_engine.planning import analyze, measure
+from spmd_engine.planning.compute_time import ComputeTimes, bytes_of
+from spmd_engine.planning.machine import Curve, Fitted
+from spmd_engine.planning.machine_file import machine_of, read_machine
+from spmd_engine.planning.machine_text import text_of
+from spmd_engine.planning.step_analysis import FORWARD, Computation, Product, Products
+
+
+def host(**speeds):
+    """A host whose cubes of width w reach w GFLOP/s, and whose memory moves 10 GB/s."""
+    cubes = Curve(tuple((2.0 * w**3, w * 1e9) for w in (8, 64, 512)))
+    machine = replace(read_machine("cpu").with_ranks(1), fitted=Fitted())
+    node = replace(machine.nodes[0], speeds={"float32": cubes, **speeds}, memory_bandwidth=Curve.flat(1e10))
+    return replace(machine, nodes=(node,))
+
+
+def seconds(machine, product):
+    return ComputeTimes(machine).of(0, Computation("", "", FORWARD, products=Products([product]), calls=product.calls))
+
+
+@pytest.mark.parametrize("shape", [(4096, 24, 48), (24, 4096, 48), (48, 24, 4096)])
+def test_a_narrow_product_is_as_fast_as_the_cube_of_its_harmonic_mean(shape):
+    width = 3 / sum(1 / length for length in shape)
+    found = seconds(host(), Product(*shape))
+    assert found.products == pytest.approx(2 * np.prod(shape) / (width * 1e9)) and found.rest == 0
+
+
+def test_a_product_with_a_vector_takes_as_long_as_its_bytes():
+    product = Product(1, 512, 4096)
+    assert seconds(host(), product).rest == pytest.approx(bytes_of(product) / 1e10)
+
+
+def test_convolutions_have_speeds_of_their_own_where_a_machine_has_them():
+    machine = host(convolution=Curve.flat(2e9), convolution_weights=Curve.flat(1e9))
+    assert text_of(machine_of(text_of(machine))) == text_of(machine)
+    product = Product(4096, 64, 64, kernel=CONVOLUTION)
+    assert seconds(machine, product).products == product.flops / 2e9
+    assert seconds(machine, replace(product, kernel=CONVOLUTION_WEIGHTS)).products == product.flops / 1e9
+    assert seconds(host(), product) == seconds(host(), replace(product, kernel=""))
+
+
+def test_a_step_of_images_says_which_kernels_make_its_products(monkeypatch):
+    pytest.importorskip("numba")
+    monkeypatch.setenv("SPMD_FAST", "1")
+    steps = analyze(ModelConfig("convnet"), {"data": 1}, batch_size=4).classes[0].step.computations
+    kernels = {product.kernel for each in steps for product in each.products}
+    assert kernels == {"", CONVOLUTION, CONVOLUTION_WEIGHTS}
+
+
+def test_two_ranks_measure_at_once(monkeypatch):
+    for name, small in {"PRODUCTS": (8, 32), "ARRAYS": (1 << 10, 1 << 12), "IMAGES": (1,), "POOL": 1 << 16}.items():
+        monkeypatch.setattr(measure, name, small)
+
+    def program():
+        with Mesh(data=2) as mesh:
+            return measure.measure_machine(mesh, seconds=0.01)
+
+    machine, other = run(program, ranks=2)
+    assert other is None
+    node = machine.nodes[0]
+    assert {"float32", "float64"} <= node.speeds.keys()
+    assert all(speed > 0 for curve in (*node.speeds.values(), node.memory_bandwidth) for _, speed in curve.points)
+    assert machine_of(text_of(machine)).nodes[0].speeds.keys() == node.speeds.keys()
+
+
+def test_recorded_steps_are_predicted(capsys, monkeypatch):
+    """What was measured on a machine is predicted by what was measured of it, whatever machine this is."""
+    step_times = script("step_times")
+    monkeypatch.setattr(step_times, "launched", None)  # nothing is run
+    for file in sorted(step_times.RECORDED.glob("*.json")):
+        monkeypatch.setattr("sys.argv", ["step_times.py", "--replay", str(file), "--only", "gpt-mini/data=2;mlp"])
+        step_times.main()
+        said = capsys.readouterr().out
+        assert "median error" in said
+        assert float(said.partition("median error ")[2].partition("%")[0]) < 10
