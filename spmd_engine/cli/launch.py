@@ -15,7 +15,9 @@ from spmd_engine.runtime.supervisor import Supervisor
 )
 @click.option("-n", "--ranks", type=int, default=1, show_default=True, help="As mpiexec's -n.")
 @click.option("--hosts", default="", metavar="A,B,...", help="As mpiexec takes them. [default: this one]")
-@click.option("--max-restarts", type=click.IntRange(min=0), default=3, show_default=True)
+@click.option(
+    "--max-restarts", type=click.IntRange(min=0), default=3, show_default=True, help="In a row without progress."
+)
 @click.option("--min-ranks", type=int, help="Go on with fewer ranks, down to these. [default: as many as -n]")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def launch(ranks: int, hosts: str, max_restarts: int, min_ranks: int | None, arguments: tuple[str, ...]) -> None:
@@ -26,10 +28,12 @@ def launch(ranks: int, hosts: str, max_restarts: int, min_ranks: int | None, arg
       python -m spmd_engine launch -n 8 --max-restarts 10 --min-ranks 6 -- train --run mine
       python -m spmd_engine launch -n 4 -- my_script.py --its-own options
 
-    A restart waits until all ranks of the old job are gone, and removes what they left in /dev/shm. 'train' goes on
+    A restart waits until all ranks of the old job are gone, and removes what they left in /dev/shm. It comes after a
+    second, the next without progress (a new checkpoint) after twice as long, up to a minute. 'train' goes on
     with --resume once there is a checkpoint; a script of your own finds the number of restarts in SPMD_RESTARTS. Where
     the job dies twice and has saved nothing between, it goes on with one rank less, if --min-ranks allows that.
-    SIGINT, SIGTERM and SIGUSR1 are handed on to the ranks, which save and end; then, and after a mistake in the command
-    (exit code 2), nothing is started again. scripts/slurm.sh and scripts/pbs.sh are ready-made jobs for batch systems.
+    SIGINT, SIGTERM, SIGUSR1 and SIGHUP are handed on to the ranks, which save and end; then, and after a mistake in the
+    command (exit code 2), nothing is started again. scripts/slurm.sh and scripts/pbs.sh are ready-made jobs for batch
+    systems.
     """
     sys.exit(Supervisor(ranks, arguments, max_restarts, min_ranks, hosts).run())

@@ -14,6 +14,10 @@ RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WOR
 #: Set for each rank by most of these: how many there are.
 SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
+#: The same on its node: by MPICH and Intel MPI, by Open MPI, by MVAPICH2.
+LOCAL_RANK_VARIABLES = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK")
+LOCAL_SIZE_VARIABLES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
+
 #: By these users say how many threads a BLAS shall have.
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 
@@ -34,6 +38,16 @@ def launcher_size() -> int:
     by_mpi = [os.environ[name] for name in SIZE_VARIABLES if os.environ.get(name, "").isdigit()]
     by_srun = os.environ.get("SLURM_STEP_NUM_TASKS", "")  # also where its step is mpiexec's own, with a task a node
     return int(next(iter(by_mpi), by_srun if by_srun.isdigit() else "1"))
+
+
+def local_rank() -> int:
+    """Which this process is among those that the launcher started on this node; 0 without one."""
+    return next((int(os.environ[name]) for name in LOCAL_RANK_VARIABLES if os.environ.get(name, "").isdigit()), 0)
+
+
+def local_size() -> int:
+    """How many processes the launcher started on this node, as far as it says; at least 1."""
+    return next((int(os.environ[name]) for name in LOCAL_SIZE_VARIABLES if os.environ.get(name, "").isdigit()), 1)
 
 
 def let_rank_zero_speak() -> None:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from spmd_engine.process.launchers import RANK_VARIABLES
+from spmd_engine.process.shared_memory import files_in_shared_memory, remove_unused
 
-SHARED_MEMORY = ("mpich_shm_*", "sm_segment.*")  # what MPICH and Open MPI leave in /dev/shm when a rank is killed
 LAUNCHER_VARIABLES = ("PMI_", "PMIX_", "PRTE_", "HYDI_", "MPI_LOCAL", "OMPI_COMM_WORLD_")
 
 
@@ -41,9 +41,7 @@ def clean_environment() -> dict[str, str]:
     """This process's environment without a launcher's variables: a process that initialised MPI has some,
     and a new job would take them for its own. Settings (..._MCA_...) stay."""
     return {
-        name: value
-        for name, value in os.environ.items()
-        if "_MCA_" in name or not name.startswith(LAUNCHER_VARIABLES)
+        name: value for name, value in os.environ.items() if "_MCA_" in name or not name.startswith(LAUNCHER_VARIABLES)
     }
 
 
@@ -58,7 +56,7 @@ class MPIJob:
         # The launcher puts ranks into sessions of their own, out of reach of killpg: every process of the
         # job, orphan or not, is known by this variable in its environment.
         self._mark = f"SPMD_JOB_{uuid.uuid4().hex}"
-        self._shared_memory = _shared_memory()
+        self._shared_memory = files_in_shared_memory()
         may_be_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         self.process = subprocess.Popen(
             list(command),
@@ -83,11 +81,16 @@ class MPIJob:
         marked, told = _processes_with(self._mark), [f"{name}=".encode() for name in RANK_VARIABLES]
         return [pid for pid, environment in marked if any(each in environment for each in told)]
 
-    def signal(self, number: int) -> None:
-        """Send a signal to a rank here, since Open MPI's launcher hands on none, or else to the launcher."""
-        for pid in [*self.ranks()[:1], self.process.pid][:1]:
-            with suppress(ProcessLookupError):
+    def signal(self, number: int, anyhow: bool = True) -> bool:
+        """Send a signal to a rank here that has a handler for it, since Open MPI's launcher hands on none.
+
+        While Python starts, no rank has; then ``anyhow`` sends it to the launcher. Returns whether it was sent.
+        """
+        to = [rank for rank in self.ranks() if _handles(rank, number)] + [self.process.pid] * anyhow
+        with suppress(ProcessLookupError):
+            for pid in to[:1]:
                 os.kill(pid, number)
+        return bool(to)
 
     def stop(self, patience: float = 5.0) -> list[int]:
         """End every process of the job, politely at first, and remove the shared memory that it left.
@@ -104,9 +107,7 @@ class MPIJob:
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.01)
         self.process.wait()
-        for path in _shared_memory() - self._shared_memory:
-            if not _in_use(path):  # another job of this user may have started meanwhile
-                path.unlink(missing_ok=True)
+        remove_unused(files_in_shared_memory() - self._shared_memory)  # another job may have started meanwhile
         return left
 
 
@@ -121,19 +122,9 @@ def _processes_with(variable: str) -> list[tuple[int, bytes]]:
     return found
 
 
-def _shared_memory() -> set[Path]:
-    files = set()
-    for pattern in SHARED_MEMORY:
-        for path in Path("/dev/shm").glob(pattern):
-            with suppress(OSError):
-                if path.stat().st_uid == os.getuid():
-                    files.add(path)
-    return files
-
-
-def _in_use(path: Path) -> bool:
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with suppress(OSError):
-            if str(path).encode() in maps.read_bytes():
-                return True
+def _handles(process: int, number: int) -> bool:
+    with suppress(OSError, StopIteration):
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+        caught = int(next(line for line in lines if line.startswith("SigCgt:")).split()[1], 16)
+        return bool(caught >> (number - 1) & 1)
     return False

@@ -6,13 +6,14 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import TimeoutExpired
 
 from spmd_engine.checkpoints import CheckpointFolder
 from spmd_engine.errors import UsageError
-from spmd_engine.process.signals import ENDING, REQUEUE, Handlers
+from spmd_engine.process.signals import ENDING, REQUEUE, Handlers, Interrupted, exit_code
 from spmd_engine.runtime.mpi_job import MPIJob, find_mpiexec, is_open_mpi
 from spmd_engine.training.start import run_folder
 
@@ -20,6 +21,9 @@ USAGE_ERROR = 2  #: exit code of what would fail again in the same way
 SIGNALLED = (*(128 + number for number in ENDING), REQUEUE)  #: of a job that was asked to end, and has saved
 KILLED = (signal.SIGKILL, 128 + signal.SIGKILL, -signal.SIGKILL)  #: of one whose rank was: launchers differ
 RESTARTS = "SPMD_RESTARTS"  #: environment variable: how often the job was started again
+LONGEST = 60.0  #: seconds between two starts at most
+LONG = 600.0  #: seconds after which a script, of whose progress nothing is known, has made some
+UNHANDLED = 10.0  #: seconds that a signal is kept back, at most, because no rank has a handler for it yet
 
 
 @dataclass
@@ -27,10 +31,11 @@ class Supervisor:
     """``mpiexec -n RANKS`` of a command of this program (``train ...``) or of a script, until it has ended well.
 
     A job ends well with exit code 0, for a signal (``SIGNALLED``), or for what was asked in a wrong way (2). After
-    anything else it is started again, up to ``max_restarts`` times, when all its ranks are gone: 'train' with --resume,
-    once there is a checkpoint; a script with the number of restarts in the environment (SPMD_RESTARTS). If it dies
-    twice and has saved nothing between, it goes on with one rank less, down to ``min_ranks``, on a mesh of its own
-    choice.
+    anything else it is started again when all its ranks are gone: 'train' with --resume, once there is a checkpoint; a
+    script with the number of restarts in the environment (SPMD_RESTARTS). It is started up to ``max_restarts`` times in
+    a row without progress, which is a new checkpoint, or of a script ten minutes; the first time after ``pause``
+    seconds, then after twice as many as the time before, a minute at most. If it dies twice without progress, it goes
+    on with one rank less, down to ``min_ranks``, on a mesh of its own choice.
     """
 
     ranks: int
@@ -38,6 +43,7 @@ class Supervisor:
     max_restarts: int = 3
     min_ranks: int | None = None  #: None: as many as at the start
     hosts: str = ""  #: as mpiexec takes them, with commas; "": this one, or the allocation's
+    pause: float = 1.0  #: seconds before the first restart
     say: Callable[[str], None] = field(default=lambda text: print(text, file=sys.stderr, flush=True))
 
     def __post_init__(self) -> None:
@@ -66,22 +72,37 @@ class Supervisor:
 
     def run(self) -> int:
         """Start the job as often as need be; the exit code of the last one."""
-        ranks, restarts, fruitless = self.ranks, 0, 0
+        asked: list[int] = []  # signals that this process was sent
+        with Handlers(lambda number, frame: asked.append(number)):
+            return self._run(asked)
+
+    def _run(self, asked: list[int]) -> int:
+        ranks, restarts, in_a_row, fruitless = self.ranks, 0, 0, 0
         while True:
-            saved = self._saved()
-            code, asked = self._once(ranks, restarts)
+            saved, began = self._saved(), time.monotonic()
+            code = self._once(ranks, restarts, asked)
             if asked or code in (0, USAGE_ERROR, *SIGNALLED):
                 return code
-            if restarts == self.max_restarts:
-                self.say(f"launch: {_ended(code)}, after {restarts} restart(s): no more")
+            found = self._saved()
+            progress = found != saved if self.folder else time.monotonic() - began > LONG
+            in_a_row, fruitless = (0, 0) if progress else (in_a_row, fruitless + 1)
+            if in_a_row == self.max_restarts:
+                self.say(f"launch: {_ended(code)}, after {in_a_row} restart(s) without progress: no more")
                 return code
-            restarts += 1
-            fruitless = 0 if self._saved() != saved else fruitless + 1
+            restarts, in_a_row = restarts + 1, in_a_row + 1
             if fruitless >= 2 and ranks > (self.min_ranks or self.ranks):
                 ranks, fruitless = ranks - 1, 0
-            found = self._saved()
             goes_on = f"goes on from {found.name}" if found and self._is_training else "begins again"
-            self.say(f"launch: {_ended(code)}; {goes_on} on {ranks} ranks, restart {restarts} of {self.max_restarts}")
+            pause = min(LONGEST, self.pause * 2 ** (in_a_row - 1))
+            self.say(
+                f"launch: {_ended(code)}; {goes_on} on {ranks} ranks in {pause:g} s, "
+                f"restart {in_a_row} of {self.max_restarts}"
+            )
+            deadline = time.monotonic() + pause
+            while time.monotonic() < deadline and not asked:
+                time.sleep(min(0.1, pause))
+            if asked:
+                return exit_code(Interrupted(asked[0]), self.arguments)
 
     def command(self, ranks: int) -> list[str]:
         """What is started next on so many ranks: a run with a checkpoint goes on from it."""
@@ -102,31 +123,26 @@ class Supervisor:
     def _saved(self) -> Path | None:
         return CheckpointFolder(self.folder).newest() if self.folder else None
 
-    def _once(self, ranks: int, restarts: int) -> tuple[int, bool]:
-        """Start it once, and see all of it end; its exit code, and whether it was asked to end."""
-        asked = []
-        job = MPIJob(self.command(ranks), env={RESTARTS: str(restarts)})
-
-        def hand_on(number: int, frame: object) -> None:
-            asked.append(number)
-            job.signal(number)
-
-        with Handlers(hand_on):
-            try:
-                while True:
-                    try:
-                        code = job.process.wait(0.5)
-                        break
-                    except TimeoutExpired:
-                        continue
-            finally:
-                began = time.monotonic()
-                left = job.stop(patience=30)
-                if left:
-                    self.say(f"launch: processes {left} are still there after {time.monotonic() - began:.0f} s")
+    def _once(self, ranks: int, restarts: int, asked: Sequence[int]) -> int:
+        """Start it once, and see all of it end; its exit code. Signals that were ``asked`` for are handed on to it."""
+        job, handed_on, since = MPIJob(self.command(ranks), env={RESTARTS: str(restarts)}), 0, 0.0
+        try:
+            while (code := job.process.poll()) is None:
+                if handed_on < len(asked):
+                    since = since or time.monotonic()
+                    anyhow = bool(self.hosts) or time.monotonic() - since > UNHANDLED
+                    if job.signal(asked[handed_on], anyhow):
+                        handed_on, since = handed_on + 1, 0.0
+                with suppress(TimeoutExpired):
+                    job.process.wait(0.2)
+        finally:
+            began = time.monotonic()
+            left = job.stop(patience=30)
+            if left:
+                self.say(f"launch: processes {left} are still there after {time.monotonic() - began:.0f} s")
         if asked and code not in (0, *SIGNALLED):
-            code = 128 + asked[0]
-        return (code if code >= 0 else 128 - code), bool(asked)
+            code = exit_code(Interrupted(asked[0]), self.arguments)
+        return code if code >= 0 else 128 - code
 
 
 def _ended(code: int) -> str:

@@ -2,14 +2,16 @@
 
 import json
 import os
+import signal
 import sys
+import time
 
 import pytest
 
 import saved
 from spmd_engine.checkpoints import CheckpointFolder
 from spmd_engine.errors import UsageError
-from spmd_engine.runtime.mpi_job import find_mpiexec
+from spmd_engine.runtime.mpi_job import MPIJob, find_mpiexec
 from spmd_engine.runtime.supervisor import Supervisor
 
 pytestmark = pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec")
@@ -20,7 +22,7 @@ JOB += ["--eval-every", "0", "--eval-samples", "2", "--dtype", "float64"]
 
 def supervisor(*arguments, ranks=2, **options):
     told = []
-    return Supervisor(ranks, list(arguments), say=told.append, **options), told
+    return Supervisor(ranks, list(arguments), say=told.append, **{"pause": 0.0, **options}), told
 
 
 @pytest.fixture
@@ -60,7 +62,7 @@ def test_a_job_whose_rank_was_killed_goes_on_and_ends_as_if_nothing_had_been(her
     kill_at(here, 5)
     watched, told = supervisor(*job)
     assert watched.run() == 0
-    assert len(told) == 1 and "goes on from step-00000004 on 2 ranks, restart 1 of 3" in told[0]
+    assert len(told) == 1 and "goes on from step-00000004 on 2 ranks in 0 s, restart 1 of 3" in told[0]
     assert saved.everything("runs/r") == saved.everything("runs/whole")
     assert losses(here / "runs" / "r") == losses(here / "runs" / "whole")
 
@@ -87,10 +89,89 @@ def test_a_script_is_told_how_often_it_was_started(here):
         "sys.exit(0 if again == 2 else 7)\n"
     )
     watched, told = supervisor("script.py", "x", max_restarts=1)
-    assert watched.run() == 7 and "after 1 restart(s): no more" in told[-1]
+    assert watched.run() == 7 and "after 1 restart(s) without progress: no more" in told[-1]
     watched, told = supervisor("script.py", "x", max_restarts=2)
     assert watched.run() == 0
     assert (here / "seen-0").read_text() == "xxxx" and (here / "seen-2").read_text() == "xx"
+
+
+class Clock:
+    """Time that passes only while somebody sleeps."""
+
+    def __init__(self, monkeypatch, at_sleep=lambda: None):
+        self.now, self.sleeps, self._at_sleep = 0.0, 0.0, at_sleep
+        monkeypatch.setattr("spmd_engine.runtime.supervisor.time", self)
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now, self.sleeps = self.now + seconds, self.sleeps + seconds
+        self._at_sleep()
+
+
+def starts(monkeypatch, clock, codes, at_start=lambda number: None):
+    """Make jobs end with these codes; what was slept before each start."""
+    before = []
+
+    def once(self, ranks, restarts, asked):
+        before.append(round(clock.sleeps))
+        clock.sleeps = 0.0
+        at_start(restarts)
+        return codes[restarts]
+
+    monkeypatch.setattr(Supervisor, "_once", once)
+    return before
+
+
+def test_each_restart_waits_twice_as_long_as_the_one_before(monkeypatch):
+    before = starts(monkeypatch, Clock(monkeypatch), [7] * 9)
+    watched, told = supervisor("script.py", max_restarts=8, pause=1.0)
+    assert watched.run() == 7
+    assert before == [0, 1, 2, 4, 8, 16, 32, 60, 60]
+    assert "begins again on 2 ranks in 4 s, restart 3 of 8" in told[2]
+    assert "after 8 restart(s) without progress: no more" in told[-1]
+
+
+def test_restarts_are_forgiven_after_progress(here, monkeypatch):
+    def save(number):
+        if number in (2, 3):
+            folder = here / "runs" / "r" / "checkpoints" / f"step-0000000{number}"
+            folder.mkdir(parents=True)
+            (folder / "manifest.json").touch()
+
+    before = starts(monkeypatch, Clock(monkeypatch), [9] * 6, save)
+    watched, told = supervisor(*JOB, max_restarts=2, pause=1.0)
+    assert watched.run() == 9
+    assert before == [0, 1, 2, 1, 1, 2]
+    assert "goes on from step-00000003" in told[3] and "restart 1 of 2" in told[3]
+
+
+def test_a_script_that_ran_for_long_is_forgiven(monkeypatch):
+    clock = Clock(monkeypatch)
+
+    def run(number):
+        clock.now += 601 if number == 1 else 1
+
+    before = starts(monkeypatch, clock, [9] * 3 + [0], run)
+    watched, _ = supervisor("script.py", max_restarts=2, pause=1.0)
+    assert watched.run() == 0 and before == [0, 1, 1, 2]
+
+
+@pytest.mark.parametrize("option, code", [([], 143), (["--requeue"], 75)])
+def test_a_signal_in_a_pause_ends_it(option, code, monkeypatch):
+    starts(monkeypatch, Clock(monkeypatch, lambda: signal.raise_signal(signal.SIGTERM)), [9, 0])
+    watched, _ = supervisor("train", "--run", "r", *option, pause=1.0)
+    assert watched.run() == code
+
+
+def test_a_signal_is_kept_back_until_a_rank_handles_it():
+    program = "import signal, time; time.sleep(0.5); signal.signal(15, lambda *_: exit(3)); time.sleep(20)"
+    with MPIJob([sys.executable, "-c", program], env={"PMI_RANK": "0"}) as job:
+        deadline, refused = time.monotonic() + 20, 0
+        while not job.signal(signal.SIGTERM, anyhow=False) and time.monotonic() < deadline:
+            refused += 1
+        assert job.process.wait(20) == 3 and refused
 
 
 def test_what_goes_on_takes_its_own_job_and_fewer_ranks_another_mesh(here):
