@@ -48,6 +48,8 @@ class Fault:
     options: Sequence[str] = ()
     launch: bool = False  #: whether the job is started by ``launch``
     signal: int = 0  #: sent to the launcher in mid-training
+    early: bool = False  #: or rather a second after the job was started, when nothing is saved
+    again: bool = False  #: and once more 0.3 s later
     lost: int | None = None  #: steps at most
     rest: Sequence[str] = field(default=())  #: options with which it goes on
 
@@ -86,7 +88,15 @@ FAULTS = [
     *(
         Fault(f"{each.name} to {to}", code=(128 + each,), says=each.name, launch=to == "launch", signal=each, lost=0)
         for to in ("mpiexec", "launch")
-        for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+        for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+        if (to, each) != ("mpiexec", signal.SIGHUP)  # it kills the ranks
+    ),
+    Fault("SIGINT twice to launch", code=(130,), says="SIGINT", launch=True, signal=signal.SIGINT, again=True, lost=0),
+    *(
+        Fault(
+            f"SIGTERM to {to}, early", "", (75,), "SIGTERM", ["--requeue"], to == "launch", signal.SIGTERM, early=True
+        )
+        for to in ("mpiexec", "launch")
     ),
 ]
 
@@ -96,8 +106,12 @@ def main() -> int:
         print("no mpiexec: pip install -e '.[mpich]'", file=sys.stderr)
         return 2
     # Open MPI's launcher hands on SIGUSR1 alone: for others it ends the ranks, and nothing more is saved.
-    ends = ("SIGINT to mpiexec", "SIGTERM to mpiexec") if is_open_mpi(find_mpiexec()[0]) else ()
-    faults = [each for each in FAULTS if each.name not in ends]
+    ends = (
+        ("SIGINT to mpiexec", "SIGTERM to mpiexec", "SIGTERM to mpiexec, early")
+        if is_open_mpi(find_mpiexec()[0])
+        else ()
+    )
+    faults = [each for each in FAULTS if not (ends and each.name.startswith(ends))]
     chosen = [each for each in faults if not sys.argv[1:] or any(word in each.name for word in sys.argv[1:])]
     wrong = 0
     with tempfile.TemporaryDirectory(prefix="spmd-faults-") as name:
@@ -167,10 +181,16 @@ def started(folder: Path, fault: Fault, options: Sequence[str]) -> tuple[int, li
         reader = threading.Thread(target=lambda: told.extend((time.time(), line) for line in job.process.stdout))
         reader.start()
         if fault.signal:
+            began = time.monotonic()
             while steps_made(folder) < 3 and job.process.poll() is None:
                 time.sleep(0.05)
+                if fault.early and time.monotonic() - began > 1:
+                    break
             (folder / "moment").write_text(str(time.time()))
             job.process.send_signal(fault.signal)
+            if fault.again:
+                time.sleep(0.3)
+                job.process.send_signal(fault.signal)
         with suppress(subprocess.TimeoutExpired):
             job.process.wait(120)
         code = job.process.poll()
