@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-WINDOW = 1 << 18  #: characters that are encoded at once
+WINDOW = 1 << 17  #: characters that are encoded at once
 OVERLAP = 1 << 12  #: characters that two neighbours share
 TOGETHER = 8  #: windows that the library encodes in parallel
 ALIKE = 16  #: tokens on each side of a cut that both windows must have
