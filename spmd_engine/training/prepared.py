@@ -15,7 +15,6 @@ from spmd_engine.engine.batch import Batch, make_batch
 from spmd_engine.errors import UsageError
 from spmd_engine.formats.token_file import TokenFile
 from spmd_engine.layers.documents import Documents, documents_of
-from spmd_engine.tokens import ByteTokenizer
 from spmd_engine.tokens.hugging_face import TOKENIZER
 from spmd_engine.training.packing import Packed, whole_documents, windows
 
@@ -141,9 +140,10 @@ def check_file(group: Group, file: TokenFile) -> None:
 
 def check_digests(file: TokenFile, digests: bytes) -> None:
     """Raise UsageError if these are not the digests of the file's documents, or its tokenizer is not what it was."""
-    text = file.tokenizer.get(TOKENIZER)
-    tokenizer = ByteTokenizer.sha256 if text is None else sha256(text.encode(errors="replace")).hexdigest()
-    facts = file.facts
+    facts, texts = file.facts, file.tokenizer
+    # A file without texts is of bytes, or of a caller's own tokenizer, of which nothing is kept to be compared.
+    written = sha256(texts.get(TOKENIZER, "").encode(errors="replace")).hexdigest()
+    tokenizer = written if texts else facts.tokenizer_sha256
     for what, found, written in (
         ("documents are", sha256(digests).hexdigest(), facts.sha256),
         ("tokenizer is", tokenizer, facts.tokenizer_sha256),

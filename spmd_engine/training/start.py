@@ -164,7 +164,7 @@ def _make_run(workload: Workload, folder: Path, observers: Sequence[Observer], t
         if not (job.sample and workload.writes):
             return ""
         tokenizer = _tokenizer(workload)
-        if tokenizer is None:
+        if tokenizer is None or tokenizer.vocabulary > workload.engine.model.vocabulary:  # or tokens without texts
             return ""
         from spmd_engine.serving import SamplingOptions, StoppingCriteria, generate
 
