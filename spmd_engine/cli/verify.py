@@ -59,7 +59,7 @@ WIDTH, HIDDEN, HEADS = 24, 54, 6  # of the small models of strategies/
 
 @click.command(short_help="Compare a sharded engine with one device.")
 @config_option
-@click.argument("engine", metavar="[MODULE:NAME]", required=False)
+@click.argument("engine", metavar="[MODULE:NAME|FILE.py:NAME]", required=False)
 @model_option
 @images_option
 @mesh_option
@@ -107,11 +107,11 @@ def verify(context: click.Context, engine: str | None, **options: Any) -> None:
 
     Parameters of a model are random, of one by path, too; but with adapters its own weights are read.
 
-    An engine of your own, a class or a function in a MODULE as in import, is made with mesh=... and dtype=... if it
-    takes these; further values stand behind its name, 'mine:Engine(6, hidden=11)'. It is compared with itself on one
-    rank, whose gradients are first compared with finite differences of its loss. Inputs and targets are random, and
-    parameters that are all 0 are filled, since zeros hide mistakes. Targets are like the outputs or, with --classes,
-    whole numbers, one for each row of outputs.
+    An engine of your own, a class or a function in a MODULE as in import or in a FILE.py, is made with mesh=... and
+    dtype=... if it takes these; further values stand behind its name, 'mine:Engine(6, hidden=11)'. It is compared with
+    itself on one rank, whose gradients are first compared with finite differences of its loss. Inputs and targets are
+    random, and parameters that are all 0 are filled, since zeros hide mistakes. Targets are like the outputs or, with
+    --classes, whole numbers, one for each row of outputs.
 
     With --import, weights that others have trained are beside activations that their program made, an .npz of tokens
     and of arrays called as layers are, or hidden_states.0, hidden_states.1, ..., logits: the first layer that differs

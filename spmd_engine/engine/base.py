@@ -25,7 +25,7 @@ from spmd_engine.engine.contract import (
     check_declared,
     check_dims,
     check_letters,
-    emptied_tape,
+    check_tape,
     guard_engine,
     read_sharding,
 )
@@ -418,13 +418,15 @@ class ShardedEngine(Collectives, ABC):
         count, scores = self.count(batch), Scores(loss or self.loss, self.metrics)
         gradients: dict[str, Array] = {}
         for index, micro in enumerate(batch.micro_batches):
-            with self.micro_batch(index), emptied_tape(self):
+            with self.micro_batch(index):
+                on_tape = len(self.tape)
                 check_dims(self, "input_sharding", micro.inputs)
                 outputs = self.forward(micro.inputs)
                 gradient = None
                 if outputs is not None:
                     gradient = scores.add(outputs, micro, count)
                 add_gradients(self, gradients, backward_of(self, gradient))
+                check_tape(self, on_tape)
         if self.mesh.checks and self.checks_replicas:
             from spmd_engine.engine.replicas import check_replicas
 

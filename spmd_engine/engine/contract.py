@@ -6,17 +6,16 @@ types, names and shapes alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.agreement import gather_json
 from spmd_engine.engine.batch import Batch, MicroBatch
 from spmd_engine.errors import SpmdError, UsageError
-from spmd_engine.layers.contract import described, guard, is_array, name_of_call
+from spmd_engine.layers.contract import described, guard, is_array
 from spmd_engine.sharding.notation import Spec
 
 if TYPE_CHECKING:
@@ -135,12 +134,12 @@ def check_batch(batch: Any, of: str = "step") -> None:
 
 def check_outputs(engine: ShardedEngine, outputs: Any, x: Any, *args: Any, **options: Any) -> None:
     """Raise UsageError unless a forward has returned one array, or None where another rank may have it."""
-    name = name_of_call(engine, "forward")
     if outputs is None and engine.mesh.size > 1:
         return
     if not is_array(outputs):
         raise UsageError(
-            f"{name} returned {described(outputs)}; return the outputs, one array (the backward's by self.tape.push)"
+            f"{type(engine).__name__}.forward returned {described(outputs)}; return the outputs, one array (the "
+            "backward's by self.tape.push)"
         )
     if not engine.outputs_everywhere:
         check_dims(engine, "output_sharding", outputs)
@@ -148,7 +147,7 @@ def check_outputs(engine: ShardedEngine, outputs: Any, x: Any, *args: Any, **opt
 
 def check_gradients(engine: ShardedEngine, gradients: Any, dy: Any, *args: Any) -> None:
     """Raise UsageError unless a backward has returned a gradient like each parameter."""
-    name = name_of_call(engine, "backward")
+    name = f"{type(engine).__name__}.backward"
     if not isinstance(gradients, Mapping):
         raise UsageError(f"{name} returned {described(gradients)}; return {{name: gradient}}, like parameters")
     owned = engine.named(engine.owned)
@@ -183,11 +182,8 @@ def backward_of(engine: ShardedEngine, dy: Array | None) -> Mapping[str, Array]:
         ) from error
 
 
-@contextmanager
-def emptied_tape(engine: ShardedEngine) -> Iterator[None]:
-    """A forward and a backward; raises UsageError unless they leave as much on the tape as there was."""
-    before = len(engine.tape)
-    yield
+def check_tape(engine: ShardedEngine, before: int) -> None:
+    """Raise UsageError unless a forward and its backward have left as much on the tape as there was."""
     if left := len(engine.tape) - before:
         what = f"{left} more than backward pops" if left > 0 else f"{-left} fewer than backward pops"
         raise UsageError(f"{type(engine).__name__}: forward pushes {what} from the tape; push and pop equally often")
@@ -199,7 +195,7 @@ def add_gradients(engine: ShardedEngine, sums: MutableMapping[str, Array], more:
         if name not in sums:
             sums[name] = array
             continue
-        if array.size and backend_of(array) is backend_of(sums[name]) and _same_memory(array, sums[name]):
+        if array.size and _same_memory(array, sums[name]):
             raise UsageError(
                 f"{type(engine).__name__}.backward returned the gradient of {name!r} in the same memory for two "
                 "micro-batches: return a new array each time"

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import fields
+from inspect import signature
 from typing import Any
+
+import numpy as np
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.assignment import Assignment, Storage
 from spmd_engine.engine.base import Loss, ShardedEngine
 from spmd_engine.engine.batch import Batch
-from spmd_engine.engine.contract import backward_of, check_batch, check_parameters, emptied_tape
+from spmd_engine.engine.composition import Composition, ModelConfig, build_engine
+from spmd_engine.engine.contract import backward_of, check_batch, check_parameters, check_tape
 from spmd_engine.engine.evaluation import Scores
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.parameter_store import ParameterStore
 from spmd_engine.engine.reducer import Reducer
 from spmd_engine.engine.stored import StoredEngine
 from spmd_engine.errors import UsageError
+from spmd_engine.layers.contract import described
 from spmd_engine.layers.declarations import Parameter
 from spmd_engine.layers.layer import Layer
 from spmd_engine.layers.loss import cross_entropy, mean_squared_error
@@ -31,7 +37,7 @@ Layers = Sequence[Layer | tuple[str, Layer]]
 
 
 def as_distributed(
-    model: Model | Layers | ShardedEngine,
+    model: str | Model | Layers | ShardedEngine,
     mesh: Mesh | None = None,
     *,
     zero: int | None = None,
@@ -47,22 +53,62 @@ def as_distributed(
     unless told otherwise; ``options`` are its. Of layers, say the letters of what goes in and comes out ("b d" each,
     by default) and the loss: ``mean_squared_error`` (the default), ``cross_entropy`` of outputs whose last letter is
     the classes, or any other of whole samples. Targets have the letters of the outputs, without the classes.
+    A name, such as "gpt-nano", is that of a model as the command line knows it, and ``options`` are then its: those of
+    ``ModelConfig`` and ``Composition``.
     A ShardedEngine written for one device keeps its own arrays, so gradients and optimizer state are what is stored
     in parts (``zero=2``; 1: the optimizer's state alone). Raises UsageError for one that is cut already.
     """
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise UsageError(f"as_distributed: mesh is {described(mesh)}; make it a Mesh, as Mesh(data=2)")
+    if "dtype" in options:
+        options["dtype"] = _dtype(options["dtype"])
     of_layers = {"inputs": inputs, "outputs": outputs, "targets": targets, "loss": loss}
-    if isinstance(model, (Model, ShardedEngine)):
+    if isinstance(model, (str, Model, ShardedEngine)):
         if given := [name for name, value in of_layers.items() if value is not None]:
             raise UsageError(f"as_distributed: a {type(model).__name__} has its own {', '.join(given)}")
         if isinstance(model, ShardedEngine):
-            return DistributedEngine(model, mesh, zero=2 if zero is None else zero, **options)
+            _check_options(options, [])
+            return DistributedEngine(model, mesh, zero=2 if zero is None else zero)
+        if isinstance(model, str):
+            return _by_name(model, mesh, {"zero": 3 if zero is None else zero, **options})
     else:
         model = _model_of(model, inputs or "b d", outputs or "b d", targets, loss or mean_squared_error)
-    return LayeredEngine(model, mesh, storage=Storage(3 if zero is None else zero), **options)
+    _check_options(options, [name for name in signature(LayeredEngine).parameters if name not in ("model", "mesh")])
+    options.setdefault("storage", Storage(3 if zero is None else zero))
+    return LayeredEngine(model, mesh, **options)
+
+
+def _dtype(dtype: Any) -> str:
+    try:
+        return np.dtype(dtype).name
+    except TypeError as error:
+        raise UsageError(f"as_distributed: dtype is {dtype!r}; choose float32 or float64") from error
+
+
+def _by_name(name: str, mesh: Mesh | None, options: dict[str, Any]) -> LayeredEngine:
+    """The model of this name, as the command line has it; raises UsageError for a path, whose weights are elsewhere."""
+    of_model, of_composition = ([each.name for each in fields(kind)] for kind in (ModelConfig, Composition))
+    _check_options(options, [each for each in (*of_model, *of_composition) if each not in ("name", "mesh")])
+    model = ModelConfig(name, **{each: value for each, value in options.items() if each in of_model})
+    if model.path is not None:
+        raise UsageError(f"as_distributed: {name} is a path; train that by spmd_engine.train(Job.of(model=...))")
+    composition = Composition(**{each: value for each, value in options.items() if each in of_composition})
+    return build_engine(model, mesh if mesh is not None else Mesh(), composition)
+
+
+def _check_options(options: Mapping[str, Any], known: Sequence[str]) -> None:
+    if unknown := [name for name in options if name not in known]:
+        there_are = ", ".join(dict.fromkeys(["zero", *known]))
+        raise UsageError(f"as_distributed has no option {unknown[0]!r} for this; there are: {there_are}")
 
 
 def _model_of(layers: Layers, inputs: str, outputs: str, targets: str | None, loss: Loss) -> Model:
+    if isinstance(layers, type) or not isinstance(layers, Iterable):
+        raise UsageError(f"as_distributed: {described(layers)} is no list of layers, no Model, no engine and no name")
     named = tuple(each if isinstance(each, tuple) else (f"layer{i}", each) for i, each in enumerate(layers))
+    if not named or (wrong := [each for each in named if not (len(each) == 2 and isinstance(each[1], Layer))]):
+        found = f"{wrong[0][-1]!r} is none" if named else "the list is empty"
+        raise UsageError(f"as_distributed: give layers, or pairs of a name and a layer; {found}")
     tables = [layer.sizes["p"] for _, layer in named if "p" in layer.sizes]  # of positions: they end somewhere
     if loss is cross_entropy:
         *others, classes = outputs.split()
@@ -154,9 +200,11 @@ class DistributedEngine(StoredEngine):
         count, scores = self.count(batch), Scores(loss or self.loss, self.metrics)
         self._reducer.begin(len(batch.micro_batches))
         for m, micro in enumerate(batch.micro_batches):
-            with self.engine.micro_batch(m), emptied_tape(self.engine):
+            with self.engine.micro_batch(m):
+                on_tape = len(self.engine.tape)
                 outputs = self.engine.forward(micro.inputs)
                 self._backward(None if outputs is None else scores.add(outputs, micro, count))
+                check_tape(self.engine, on_tape)
         self._reducer.finish()
         self.gradients = self.store.gradients
         return self._take_scores(scores, count)

@@ -48,6 +48,8 @@ class LayeredEngine(StoredEngine):
     ``stages``      which layers each stage has: evenly by number or by cost, or the first layer of each
     ``recompute``   of which layers a forward is repeated in the backward instead of kept
 
+    The last three may be given in the command line's words: "zero-bubble", "0,3,7", "block".
+
     Parameters, and weights that adapters leave frozen, are ``drawn``, or zeros until they are loaded.
     """
 
@@ -61,9 +63,9 @@ class LayeredEngine(StoredEngine):
         dtype: Any = np.float32,
         backend: Backend = CPU,
         storage: Storage = Storage(),  # noqa: B008 (immutable)
-        schedule: schedules.Schedule | None = None,
+        schedule: schedules.Schedule | str | None = None,
         stages: Division = "even",
-        recompute: Recompute = Recompute.NONE,
+        recompute: Recompute | str = Recompute.NONE,
         drawn: bool = True,
     ) -> None:
         self.model, self.seed, self.dtype, self.backend = model, seed, np.dtype(dtype), backend

@@ -19,8 +19,8 @@ from spmd_engine.engine.frozen import FrozenStore
 from spmd_engine.engine.parameter_store import ParameterStore
 from spmd_engine.engine.recompute import Recompute, check, segments
 from spmd_engine.engine.reducer import Reducer
-from spmd_engine.engine.schedules import Program, Schedule, named
-from spmd_engine.engine.stages import Division
+from spmd_engine.engine.schedules import Program, Schedule, chosen
+from spmd_engine.engine.stages import Division, parse_division
 from spmd_engine.engine.unsharder import Unsharder
 from spmd_engine.layers.layer import ForwardContext, Layer
 from spmd_engine.models import Model
@@ -60,9 +60,9 @@ def place(
     dtype: np.dtype,
     backend: Backend,
     storage: Storage = Storage(),  # noqa: B008 (immutable)
-    schedule: Schedule | None = None,
+    schedule: Schedule | str | None = None,
     stages: Division = "even",
-    recompute: Recompute = Recompute.NONE,
+    recompute: Recompute | str = Recompute.NONE,
 ) -> PlacedModel:
     """The model on this mesh; its parameters are zeros. Options are those of ``LayeredEngine``. Collective.
 
@@ -71,9 +71,10 @@ def place(
     """
     for name, layer in model.layers:
         _check_layout(name, layer, layout)
+    recompute, stages = Recompute(recompute), parse_division(stages) if isinstance(stages, str) else stages
     check(model, recompute)
     pipe = mesh.group(PIPE) if mesh.axes.get(PIPE, 1) > 1 else None
-    schedule = schedule or named("1f1b" if pipe else "sequential")
+    schedule = chosen(schedule, mesh.axes.get(PIPE, 1))
     assignment = assign(
         model, mesh, layout, dtype.itemsize, storage=storage, stages=stages, chunks_per_stage=schedule.chunks
     )

@@ -21,6 +21,10 @@ class Recompute(Enum):
     #: of attention only its input: Korthikanti et al., "Reducing Activation Recomputation" (2022)
     ATTENTION = "attention"
 
+    @classmethod
+    def _missing_(cls, value: object) -> None:
+        raise UsageError(f"no recompute {value!r}; there are: {', '.join(each.value for each in cls)}")
+
 
 def check(model: Model, recompute: Recompute) -> None:
     """Raise UsageError if a model has nothing of what is to be recomputed."""

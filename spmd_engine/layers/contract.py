@@ -129,9 +129,12 @@ def check_forward(layer: Layer, returned: Any, sh: Shards, p: Any, x: Any, ctx: 
             f"{name} returned {described(returned)}; return (outputs, what the backward needs), and an Extra if any"
         )
     y = returned[0]
-    _check_activation(name, "outputs", y, layer.outputs, layer.sizes, sh)
-    if ctx.wanted is None:
-        _check_like(name, "outputs", y, layer.outputs, "inputs", x, layer.inputs, sh)
+    key = _key(layer, "forward", y, x, ctx.wanted is None)
+    if key not in sh.checked:
+        _check_activation(name, "outputs", y, layer.outputs, layer.sizes, sh)
+        if ctx.wanted is None:
+            _check_like(name, "outputs", y, layer.outputs, "inputs", x, layer.inputs, sh)
+        sh.checked.add(key)
     extra = returned[2] if len(returned) == 3 else None
     if extra is not None and not hasattr(extra, "decided"):
         raise UsageError(f"{name} returned {described(extra)} as the third value; return an Extra, or two values")
@@ -155,8 +158,11 @@ def check_backward_input(layer: Layer, returned: Any, sh: Shards, p: Any, saved:
     dx = returned[0]
     if isinstance(dx, UNDER_WAY) or (dx is None and sh.takes_data):  # what travels has no shape yet
         return
-    _check_activation(name, "gradient of the inputs", dx, layer.inputs, layer.sizes, sh)
-    _check_like(name, "gradient of the inputs", dx, layer.inputs, "gradient of the outputs", dy, layer.outputs, sh)
+    key = _key(layer, "backward", dx, dy)
+    if key not in sh.checked:
+        _check_activation(name, "gradient of the inputs", dx, layer.inputs, layer.sizes, sh)
+        _check_like(name, "gradient of the inputs", dx, layer.inputs, "gradient of the outputs", dy, layer.outputs, sh)
+        sh.checked.add(key)
 
 
 def check_backward_weight(layer: Layer, returned: Any, sh: Shards, rest: Any, g: Any) -> None:
@@ -169,6 +175,11 @@ def check_backward_weight(layer: Layer, returned: Any, sh: Shards, rest: Any, g:
         raise UsageError(
             f"{name} added nothing to the gradient of {', '.join(untouched)}: add g.einsum or g.add for each parameter"
         )
+
+
+def _key(layer: Layer, method: str, x: Any, y: Any, *more: Any) -> tuple | None:
+    """What stands for arrays of these shapes among what was checked; None for what is no array."""
+    return (id(layer), method, x.shape, x.dtype, y.shape, y.dtype, *more) if is_array(x) else None
 
 
 def _check_activation(name: str, what: str, x: Any, declared: Activation, sizes: Mapping[str, int], sh: Shards) -> None:

@@ -15,9 +15,12 @@ from spmd_engine.arrays.shaped import ShapedArray
 from spmd_engine.arrays.shapes import on_shapes
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, make_batch
+from spmd_engine.engine.distributed import DistributedEngine
+from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.made import make_engine, name_of
 from spmd_engine.engine.optimizers import AdamW, Optimizer
 from spmd_engine.errors import UsageError
+from spmd_engine.planning.foretold_engine import watch_storage
 from spmd_engine.planning.meeting_point import MeetingPoint
 from spmd_engine.planning.rank_classes import every_rank
 from spmd_engine.planning.recorder import Phase, Recorder
@@ -39,10 +42,14 @@ class Samples:
     def batch(self, engine: ShardedEngine) -> Batch:
         """A rank's block of them."""
 
+        tokens = isinstance(engine, LayeredEngine) and engine.model.vocabulary
+
+        def make(shape: tuple[int, ...], whole_numbers: int) -> Any:
+            return np.zeros(shape, np.int64) if whole_numbers else ShapedArray.new(shape, self.dtype)
+
         def load(rows: np.ndarray) -> Sequence[Any]:
-            targets = (len(rows), *self.targets)
-            y = np.zeros(targets, np.int64) if self.classes else ShapedArray.new(targets, self.dtype)
-            return ShapedArray.new((len(rows), *self.inputs), self.dtype), y
+            x = make((len(rows), *self.inputs), tokens)
+            return x, make((len(rows), *self.targets), tokens or self.classes)
 
         return make_batch(load, self.batch_size, self.micro_batches, engine, count=self.batch_size * prod(self.targets))
 
@@ -77,7 +84,10 @@ def analyze_engine(
             with recorder.meter.taking("parameters", "parameters"):
                 if parameters is not None:
                     engine.load_checkpoint({name: _Whole(shape, samples.dtype) for name, shape in parameters.items()})
-                _forget_values(engine)
+                if isinstance(engine, LayeredEngine):
+                    watch_storage(engine, recorder)
+                else:
+                    _forget_values(engine.engine if isinstance(engine, DistributedEngine) else engine)
             sizes.update({name: prod(engine.global_shape(name)) for name in engine.names})
             found = _step_of(engine, copy(optimizer or AdamW()), recorder, samples)
             notes.update(recorder.meter.notes)

@@ -42,6 +42,7 @@ class _Nobody:
 
     device_aware, table, lanes, node_table, library, neighbours, spin_tests = True, None, None, None, None, None, 0
     collectives, lane_collectives, turns, tuning = None, None, None, Tuning()
+    hosts = range(2)  # nobody fills parameters for another
     progress = Progress()  # of all alike: nothing is ever under way, and nobody reads what they do
 
     def __init__(self, rank: int, size: int, node: str) -> None:

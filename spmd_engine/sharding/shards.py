@@ -43,6 +43,7 @@ class Shards:
 
     def __init__(self, mesh: Mesh, layout: Layout, label: str = "", *, takes_data: bool = True) -> None:
         self.mesh, self.layout, self.label, self.takes_data = mesh, layout, label, takes_data
+        self.checked: set[tuple] = set()  #: what calls of the layer have been found right
         self._axes: dict[tuple[str, str], tuple[str, ...]] = {}
         self._common: dict[tuple[str, str], tuple[str, ...]] = {}
         self._plans: dict[tuple, TransferPlan | None] = {}

@@ -40,6 +40,10 @@ class Halved(Table):
     def backward(self, grads):
         return {"table": super().backward(grads)["table"] / 2}
 
+class Turned(Table):
+    def backward(self, grads):
+        return {"table": super().backward(grads)["table"].T}
+
 class Forgetful(DataParallel):
     def all_reduce(self, arr, op="sum", *, over=None, label=""):
         return arr if label == "dw0" else super().all_reduce(arr, op, over=over, label=label)
@@ -176,7 +180,12 @@ MISTAKES = {
     "needs --input-shape N,N,...": ["mine:make"],
     "--input-shape 5,x: write whole numbers": ["mine:make", "--input-shape", "5,x"],
     "--input-shape 5,0: sizes are from 1": ["mine:make", "--input-shape", "5,0"],
-    "write MODULE:NAME": ["mine", "--input-shape", "5,4"],
+    "write MODULE:NAME or FILE.py:NAME": ["mine", "--input-shape", "5,4"],
+    "there is no file ../other.py": ["../other.py:make", "--input-shape", "5,4"],
+    "of a file, write the path with its ending .py": ["../mine:make", "--input-shape", "5,4"],
+    "Turned.backward: the gradient of 'table' has shape (4, 11), the parameter (11, 4)": [
+        *("mine:Turned", "--input-shape", "5", "--tokens", "4"),
+    ],
     "No module named 'yours'": ["yours:Engine", "--input-shape", "5,4"],
     "has no attribute 'Engine'": ["mine:Engine", "--input-shape", "5,4"],
     "the first argument must be callable": ["mine:nothing", "--input-shape", "5,4"],
@@ -203,6 +212,20 @@ MISTAKES = {
 def test_a_mistake_is_one_line_and_code_2(verify_here, message):
     code, _, err = verify_here(*MISTAKES[message])
     assert code == 2 and err.startswith("spmd_engine: ") and message in err and err.count("\n") == 1
+
+
+def test_an_engine_in_a_file_of_another_folder(verify_here, tmp_path, monkeypatch):
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    (there / "own.py").write_text("from lying_beside import Table\n")
+    (there / "lying_beside.py").write_text(MINE)
+    (there / "json.py").write_text(MINE)
+    monkeypatch.chdir(here)
+    arguments = ["--input-shape", "5", "--tokens", "4", "--steps", "1"]
+    assert verify_here("../there/own.py:Table", *arguments)[0] == 0
+    code, _, err = verify_here("../there/json.py:Table", *arguments)
+    assert code == 2 and "has the name of another module" in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

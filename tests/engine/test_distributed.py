@@ -14,7 +14,7 @@ from spmd_engine.engine.batch import batch_of
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import Attention, Embedding, Head, LayerNorm, Linear, Positions, Residual
 from spmd_engine.layers.loss import cross_entropy
-from spmd_engine.models import two_layers
+from spmd_engine.models import deep_mlp, two_layers
 from spmd_engine.training import Trainer
 
 WIDTH, HIDDEN, BATCH = 5, 7, 11
@@ -210,3 +210,76 @@ class Empty(OneDevice):
 def test_what_cannot_be_spread_is_refused(engine, zero, message):
     with pytest.raises(UsageError, match=message):
         as_distributed(engine(), Mesh(), zero=zero)
+
+
+STACK = [Linear(("d", WIDTH), ("f", HIDDEN)), Linear(("f", HIDDEN), ("d", WIDTH))]
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        ("gpt-nanno", {}, "unknown model 'gpt-nanno'; choose one of gpt-nano"),
+        ("gpt-nano", {"schedul": "1f1b"}, "no option 'schedul' for this; there are: zero, dropout, dtype, seed"),
+        ("./gpt2", {}, "./gpt2 is a path; train that by"),
+        (OneDevice, {}, "the class OneDevice is no list of layers, no Model, no engine and no name"),
+        (None, {}, "None is no list of layers"),
+        (STACK[0], {}, "a Linear is no list of layers"),
+        ([STACK[0], np.tanh], {}, "give layers, or pairs of a name and a layer; <ufunc 'tanh'> is none"),
+        ([(STACK[0], "up")], {}, "'up' is none"),
+        ([], {}, "the list is empty"),
+        ([("up", STACK[0]), ("up", STACK[1])], {}, "two layers are called 'up'"),
+        (STACK, {"schedule": "zerobubble"}, "no schedule 'zerobubble'; there are: .*zero-bubble"),
+        (STACK, {"recompute": "blocks"}, "no recompute 'blocks'; there are: none, block, attention"),
+        (STACK, {"stages": "halves"}, "cannot read stages 'halves'"),
+        (STACK, {"zero_stage": 1}, "no option 'zero_stage' for this; there are: zero, layout"),
+        (STACK, {"dtype": "float33"}, "dtype is 'float33'; choose float32 or float64"),
+        (STACK, {"mesh": {"data": 1}}, r"mesh is a dict; make it a Mesh, as Mesh\(data=2\)"),
+    ],
+)
+def test_what_is_no_model_and_what_is_no_option_is_one_line(model, options, message):
+    with pytest.raises(UsageError, match=message):
+        as_distributed(model, **options)
+
+
+def test_an_engine_takes_no_options_but_its_stage_of_zero():
+    with pytest.raises(UsageError, match="no option 'schedule' for this; there are: zero"):
+        as_distributed(OneDevice(), schedule="1f1b")
+
+
+@pytest.mark.parametrize(
+    ("method", "returned", "message"),
+    [
+        ("backward", lambda engine, dy: None, "OneDevice.backward returned None; return {name: gradient}"),
+        ("backward", lambda engine, dy: dict(engine.parameters), "OneDevice: forward pushes 1 more than backward pops"),
+        ("forward", lambda engine, x: None, "OneDevice.forward returned None"),
+    ],
+)
+def test_an_engine_for_one_device_is_checked_like_others(method, returned, message):
+    kind = type("OneDevice", (OneDevice,), {method: returned})
+    with pytest.raises(UsageError, match=message):
+        engine = as_distributed(kind())
+        engine.step(batch_of(*data(0), engine))
+
+
+def test_the_command_line_s_words_are_taken():
+    def program():
+        with Mesh(pipe=2) as mesh:
+            words = {"schedule": "zero-bubble", "recompute": "block", "stages": "0,1"}
+            engine = as_distributed(deep_mlp(6, 8), mesh, **words)
+            named = as_distributed("deep-mlp", mesh, **words, seed=3, dtype="float64")
+            assert [each.schedule.name for each in (engine, named)] == ["zero-bubble"] * 2
+            assert (named.seed, named.dtype, len(named.assignment.chunks[0])) == (3, np.float64, 1)
+
+    run(program, 2)
+    assert as_distributed(STACK, schedule="zero-bubble").schedule.name == "sequential"  # of one stage, as with train
+
+
+def test_a_model_by_name_is_the_command_line_s():
+    def losses(make):
+        with Mesh() as mesh:
+            engine = make(mesh)
+            x, y = np.ones((4, 64), np.float32), np.zeros((4, 64), np.float32)
+            return [r.loss for r in Trainer(engine, SGD(), lambda s: batch_of(x, y, engine), lambda s: 0.1).run(2)]
+
+    by_name = run(lambda: losses(lambda mesh: as_distributed("two-layers", mesh, seed=5)), 2)
+    assert by_name == run(lambda: losses(lambda mesh: as_distributed(two_layers(), mesh, seed=5)), 2)

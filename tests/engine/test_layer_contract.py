@@ -435,3 +435,238 @@ def test_verify_knows_them(model, batch, axes, cuts):
 
     for report in run(program, ranks=tiny.ranks_of(axes)):
         assert report.agrees, str(report)
+
+
+# --- what a layer's author may do wrong, one thing at a time
+
+
+class Gated(Layer):
+    """y[b s d] = relu(x · up[d f]) · down[f d] + bias[d], without a mistake."""
+
+    may_cut, across = "bsf", "f"
+
+    def __init__(self):
+        self.sizes = {"d": D, "f": F}
+        self.parameters = {
+            "up": Parameter("d f", std=0.1),
+            "down": Parameter("f d", std=0.1),
+            "bias": Parameter("d", where="residual"),
+        }
+
+    def forward(self, sh, p, x, ctx):
+        z = einsum("bsd,df->bsf", x, p["up"])
+        h = np.maximum(z, 0)
+        return sh.all_reduce(einsum("bsf,fd->bsd", h, p["down"]), over="f") + p["bias"], (x, z, h)
+
+    def backward_input(self, sh, p, saved, dy):
+        x, z, h = saved
+        dz = einsum("bsd,fd->bsf", dy, p["down"]) * (z > 0)
+        return sh.start_all_reduce(einsum("bsf,df->bsd", dz, p["up"]), over="f"), (x, h, dz, dy)
+
+    def backward_weight(self, sh, rest, g):
+        x, h, dz, dy = rest
+        g.einsum("up", "bsd,bsf->df", x, dz)
+        g.einsum("down", "bsf,bsd->fd", h, dy)
+        g.add("bias", dy.sum((0, 1)))
+
+
+def forward(change):
+    return {"forward": lambda self, *args: change(*Gated.forward(self, *args))}
+
+
+def backward(change):
+    return {"backward_input": lambda self, *args: change(*Gated.backward_input(self, *args))}
+
+
+def weights(add):
+    return {"backward_weight": lambda self, sh, rest, g: (Gated.backward_weight(self, sh, rest, g), add(g, *rest))[1]}
+
+
+def declares(**declared):
+    def init(self):
+        Gated.__init__(self)
+        for name, value in declared.items():
+            setattr(self, name, {**getattr(self, name), **value} if isinstance(value, dict) else value)
+
+    return {"__init__": init}
+
+
+def assigned(g, x, h, dz, dy):
+    g["up"] = dz
+
+
+def added(g, x, h, dz, dy):
+    g["up"] += dz
+
+
+def in_place(self):
+    self.parameters["up"] = Parameter("d f")
+
+
+COUNTS = {"counts": SideOutput("d", summed="bs", where="residual")}
+WRONG = {
+    "forward: nothing": (
+        forward(lambda y, saved: None),
+        r"forward of block0/own returned None; return \(outputs, what",
+    ),
+    "forward: outputs alone": (forward(lambda y, saved: y), "returned an array of shape .*what the backward needs"),
+    "forward: outputs are None": (
+        forward(lambda y, saved: (None, saved)),
+        r"outputs must be an array \[b s d\], not None",
+    ),
+    "forward: four": (forward(lambda y, saved: (y, saved, y, y)), "returned a tuple of 4"),
+    "forward: width": (forward(lambda y, saved: (y[..., :3], saved)), r"outputs \[b s d\] of .*, but d is 6 here"),
+    "forward: cropped": (forward(lambda y, saved: (y[:, 1:], saved)), "but s is 7 in inputs"),
+    "forward: turned": (forward(lambda y, saved: (y.transpose(1, 0, 2), saved)), "but b is 3 in inputs"),
+    "forward: flat": (
+        forward(lambda y, saved: (y.reshape(-1, D), saved)),
+        r"shape \(21, 6\), but \[b s d\] is declared",
+    ),
+    "forward: precision": (
+        forward(lambda y, saved: (y / np.sqrt(2), saved)),
+        "float64 from inputs of float32; NumPy's",
+    ),
+    "forward: arguments": (
+        {"forward": lambda self, p, x: x},
+        r"it takes \(self, p, x\), but is called with \(self, sh, p, x, ctx\)",
+    ),
+    "forward: unknown": (
+        {"forward": lambda self, sh, p, x, ctx: (x * p["W"], x)},
+        "no parameter 'W'; this layer has: .*up, down",
+    ),
+    "forward: no Extra": (
+        forward(lambda y, saved: (y, saved, {"a": 1})),
+        "returned a dict as the third value; return an",
+    ),
+    "forward: unknown update": (
+        forward(lambda y, saved: (y, saved, Extra(updates={"mean": y}))),
+        r"Extra\(updates=...\) has 'mean'; of buffers the layer declares none",
+    ),
+    "forward: unknown output": (
+        forward(lambda y, saved: (y, saved, Extra(outputs={"n": 1}))),
+        "of side_outputs the layer",
+    ),
+    "forward: shape of an output": (
+        forward(lambda y, saved: (y, saved, Extra(outputs={"counts": np.ones(3)}))) | {"side_outputs": COUNTS},
+        r"'counts' \[d\] of shape \(3,\), but d is 6 here",
+    ),
+    "forward: a loss is missing": (
+        {"side_outputs": {"size": SideOutput(loss=True)}},
+        "the loss 'size' of side_outputs is",
+    ),
+    "backward: nothing": (
+        backward(lambda dx, rest: None),
+        r"backward_input of block0/own returned None; return \(the inputs'",
+    ),
+    "backward: gradient alone": (backward(lambda dx, rest: dx), "returned an array .* what backward_weight needs"),
+    "backward: no gradient": (backward(lambda dx, rest: (None, rest)), "gradient of the inputs must be an array"),
+    "backward: width": (backward(lambda dx, rest: (dx[..., :3], rest)), "gradient of the inputs .* but d is 6 here"),
+    "backward: cropped": (backward(lambda dx, rest: (dx[:, 1:], rest)), "but s is 7 in gradient of the outputs"),
+    "backward: precision": (backward(lambda dx, rest: (dx / np.sqrt(2), rest)), "float64 from gradient of the outputs"),
+    "backward: no loss": (
+        forward(lambda y, saved: (y, saved, Extra(outputs={"size": 1.0})))
+        | {"side_outputs": {"size": SideOutput(loss=True)}},
+        r"it takes \(self, sh, p, saved, dy\), but is called with \(self, sh, p, saved, dy, side\)",
+    ),
+    "weights: forgotten": (
+        {"backward_weight": lambda self, sh, rest, g: g.einsum("up", "bsd,bsf->df", rest[0], rest[2])},
+        "backward_weight of block0/own added nothing to the gradient of down, bias",
+    ),
+    "weights: not defined": (
+        {"backward_weight": Layer.backward_weight},
+        "added nothing to the gradient of up, down, bias",
+    ),
+    "weights: unknown": (
+        weights(lambda g, *rest: g.add("W", rest[0])),
+        "backward_weight of block0/own: no parameter 'W'",
+    ),
+    "weights: returned": (weights(lambda g, *rest: {"up": rest[0]}), r"returned a dict; add gradients to g instead"),
+    "weights: assigned": (weights(assigned), r"g\['up'\] cannot be assigned: gradients are added up, by g.add"),
+    "weights: added to": (weights(added), r"g\['up'\] \+= ...: write g.add\('up', array\)"),
+    "weights: broadcast": (
+        weights(lambda g, *rest: g.add("bias", rest[3].sum())),
+        r"g.add\('bias'\): the array has shape \(\)",
+    ),
+    "weights: turned": (
+        weights(lambda g, *rest: g.einsum("up", "bsd,bsf->fd", rest[0], rest[2])),
+        "backward_weight of block0",
+    ),
+    "declared: size": (
+        declares(parameters={"gate": Parameter("d g")}),
+        "'gate'] has dims \"d g\", but no size of g is known",
+    ),
+    "declared: half a number": (declares(sizes={"f": F / 2}), "sizes is {'d': 6, 'f': 5.0}: give each letter a whole"),
+    "declared: an array": (
+        declares(parameters={"up": np.zeros((D, F))}),
+        r"parameters\['up'\] is a ndarray: make it a Par",
+    ),
+    "declared: letters alone": (
+        declares(parameters={"up": "d f"}),
+        r"parameters\['up'\] is a str: make it a Parameter",
+    ),
+    "declared: a list": (declares(parameters=[Parameter("d f")]), "parameters is a list: make it a dict of names"),
+    "declared: in place": ({"__init__": in_place}, "assign a dict first, as in self.parameters"),
+    "declared: inputs": (declares(inputs="b s d"), r"inputs is a str: make it a Activation\(\"b s d\"\)"),
+    "declared: other letters": ({"outputs": Activation("b d")}, r"shape \(3, 7, 6\), but \[b d\] is declared"),
+}
+
+
+def a_step(layer, bare=False, layers=None, **how):
+    own = layers or [("block0/own", layer if bare else Residual(LayerNorm(D), layer))]
+    layers = [("embedding", Embedding(V, D)), *own, ("head", Head(V, D))]
+    model = Model("toy", tuple(layers), "b s", "b s v", "b s", token_loss(V), LENGTH, V)
+    engine = LayeredEngine(model, mesh_of_one(), Layout(), **how)
+    return engine.step(batch_of(*tokens(0), engine, 3))
+
+
+@pytest.mark.parametrize("bare", [False, True], ids=["in a block", "in the list"])
+@pytest.mark.parametrize("case", WRONG)
+def test_a_mistake_of_a_layer_s_author_is_one_line(case, bare):
+    changed, message = WRONG[case]
+    kind = type("Own", (Layer if "not defined" in case else Gated,), {**vars(Gated), **changed})
+    with pytest.raises(UsageError, match=message) as raised:
+        a_step(kind(), bare)
+    assert str(raised.value).startswith("Own.") and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("how", [{}, {"recompute": "block"}, {"storage": Storage(3)}], ids=str)
+def test_a_layer_without_a_mistake_is_not_refused(how):
+    assert a_step(type("Own", (Gated,), dict(vars(Gated)))(), **how) == a_step(Gated())
+
+
+def test_a_gradient_forgotten_in_parts_of_the_optimizer_s_is_found_too():
+    changed, message = WRONG["weights: forgotten"]
+    with pytest.raises(UsageError, match=message):
+        a_step(type("Own", (Gated,), changed)(), storage=Storage(3))
+
+
+def test_a_layer_in_a_layer_is_named_with_both():
+    class Around(Layer):
+        def __init__(self, inner):
+            self.inner, self.sizes, self.parameters = inner, inner.sizes, inner.parameters
+
+        def forward(self, sh, p, x, ctx):
+            return self.inner.forward(sh, p, x, ctx)
+
+        def backward_input(self, sh, p, saved, dy):
+            return self.inner.backward_input(sh, p, saved, dy)
+
+        def backward_weight(self, sh, rest, g):
+            self.inner.backward_weight(sh, rest, g)
+
+    assert a_step(Around(Gated())) == a_step(Gated())
+    with pytest.raises(UsageError, match="Around.forward of block0/own: Own.forward of block0/own: no parameter 'W'"):
+        a_step(Around(type("Own", (Gated,), WRONG["forward: unknown"][0])()))
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ([("own", Gated)], r"layers are pairs, of a name and a Layer; one is \('own', <class"),
+        ([Gated()], "layers are pairs, of a name and a Layer; one is <"),
+        ([("own", Gated()), ("own", Gated())], "two layers are called 'own'; give each a name of its own"),
+    ],
+)
+def test_a_list_that_is_none_of_layers_is_refused(layers, message):
+    with pytest.raises(UsageError, match=message):
+        a_step(None, layers=layers)

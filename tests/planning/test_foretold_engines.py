@@ -5,14 +5,19 @@ from math import prod
 import numpy as np
 import pytest
 
-from spmd_engine import Mesh, run
-from spmd_engine.engine import SGD, ShardedEngine
+from spmd_engine import Mesh, as_distributed, run
+from spmd_engine.engine import SGD, LayeredEngine, ShardedEngine
+from spmd_engine.engine.assignment import Storage
 from spmd_engine.engine.batch import batch_of
+from spmd_engine.engine.composition import Composition
 from spmd_engine.errors import UsageError
+from spmd_engine.models import GPTSize, gpt, two_layers
+from spmd_engine.planning.analyze import analyze
 from spmd_engine.planning.analyze_engine import Samples, analyze_engine
 from spmd_engine.strategies import STRATEGIES, default_axes, strategy_named
 from spmd_engine.strategies.two_convolutions import IMAGE
 from spmd_engine.training import Trainer
+from spmd_engine.verify import mesh_of_one
 
 WIDTH = 6
 
@@ -83,3 +88,39 @@ def test_code_that_looks_at_values_is_told_so():
 
     with pytest.raises(UsageError, match="cannot be foretold from shapes.*depends on"):
         analyze_engine(Branching, {"data": 1}, Samples((5,), (3,), 8), parameters={"w": (5, 3)})
+
+
+SIZE = GPTSize(layers=2, width=16, heads=4, context=12, vocabulary=32)
+
+
+@pytest.mark.parametrize("model", [two_layers(8, 16), gpt(SIZE)], ids=lambda model: model.name)
+@pytest.mark.parametrize(
+    ("axes", "zero"),
+    [({"data": 2}, 0), ({"data": 2}, 3), ({"data": 2, "model": 2}, 1), ({"pipe": 2, "data": 2}, 2)],
+    ids=str,
+)
+def test_a_list_of_layers_as_an_engine_of_ones_own(model, axes, zero):
+    """What ``analyze`` says of the same model: what is sent, and what a rank holds when the step begins."""
+    sample = (12,) if model.vocabulary else (8,)
+    make = lambda mesh: LayeredEngine(model, mesh, storage=Storage(zero))
+    found = analyze_engine(make, axes, Samples(sample, sample, 8), checks=False)
+    expected = analyze(model, axes, Composition(zero=zero), batch_size=8, every=True)
+    assert [each.step.before for each in found.classes] == [each.step.before for each in expected.classes]
+    assert list(map(sent, found.classes)) == list(map(sent, expected.classes))
+
+
+def sent(of_class):
+    return sorted((each.operation, each.axes, each.label, each.payload) for each in of_class.step.communications)
+
+
+def test_an_engine_spread_by_as_distributed():
+    def make(mesh):
+        engine = Linear()
+        engine.mesh, engine.input_sharding, engine.output_sharding = mesh_of_one(), "", ""
+        engine.load_checkpoint({"w": np.ones((5, 3))})
+        return as_distributed(engine, mesh)
+
+    samples = Samples((5,), (3,), 8, 2, np.float64)
+    foretold = analyze_engine(make, {"data": 2}, samples, optimizer=SGD())
+    for rank, ledger in enumerate(ledgers(make, {"data": 2}, samples)):
+        assert foretold.of_rank(rank).ledger() == ledger

@@ -16,7 +16,7 @@ from spmd_engine.engine.schedules.instructions import (
     Wait,
 )
 from spmd_engine.engine.schedules.interleaved import Interleaved
-from spmd_engine.engine.schedules.names import SCHEDULES, named
+from spmd_engine.engine.schedules.names import SCHEDULES, chosen, named
 from spmd_engine.engine.schedules.one_at_a_time import Naive, Sequential
 from spmd_engine.engine.schedules.pipelined import GPipe, OneForwardOneBackward
 from spmd_engine.engine.schedules.schedule import Schedule
@@ -57,6 +57,7 @@ __all__ = [
     "Wait",
     "ZeroBubble",
     "ZeroBubbleH2",
+    "chosen",
     "idle_fraction",
     "idle_inside",
     "makespan",

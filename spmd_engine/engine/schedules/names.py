@@ -25,3 +25,11 @@ def named(name: str, chunks: int | None = None) -> Schedule:
     if name not in SCHEDULES:
         raise UsageError(f"no schedule {name!r}; {one_of(name, SCHEDULES)}")
     return SCHEDULES[name]() if chunks is None else SCHEDULES[name](chunks)
+
+
+def chosen(schedule: Schedule | str | None, stages: int) -> Schedule:
+    """The schedule for so many stages, by name or itself; 1f1b by default. One stage alone needs none, named or not."""
+    if isinstance(schedule, Schedule):
+        return schedule
+    by_name = named("1f1b" if schedule is None else schedule)
+    return by_name if stages > 1 else named("sequential")
