@@ -24,6 +24,7 @@ class ComparedBlock:
     expected: np.ndarray
     before: np.ndarray | None = None  #: what this rank had a step ago
     base: np.ndarray | None = None  #: what the rest was added to: no part of any sum over ranks made for it
+    base_name: str = "its input"
 
     @property
     def difference(self) -> np.ndarray:

@@ -6,6 +6,8 @@ Each cause is a formula over all ranks' blocks of one tensor; those that hold ar
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
 from math import isclose
 
 import numpy as np
@@ -14,6 +16,7 @@ from spmd_engine.verify.blocks import ComparedBlock, Teams, difference, teams_of
 from spmd_engine.verify.report import Cause, Finding
 
 PARAMETER, INITIAL = "parameter", "initial parameter"  # kinds of tensors that nobody sums over ranks
+VARIABLE = "variable"  # of a function: what its ranks have may rightly differ
 
 
 def diagnose(
@@ -32,13 +35,23 @@ def diagnose(
     attempts = {
         PARAMETER: [lambda: _multiple_of_update(wrong, limit)],
         INITIAL: [],
-    }.get(kind, [lambda: _missing_sum(teams, limit), lambda: _multiple(wrong, teams, limit, micro_batches)])
+    }.get(
+        kind,
+        [
+            lambda: _missing_sum(teams, limit),
+            lambda: _multiple(wrong, teams, limit, micro_batches),
+            lambda: _base_in_sum(wrong, teams, limit),
+        ],
+    )
     attempts += [
+        lambda: _other_block(blocks, wrong, axes, limit),
         lambda: _missing_halo(blocks, wrong, axes, limit),
         lambda: _stale(wrong, limit, kind),
         lambda: _zero(wrong, limit),
-        lambda: _replicas(teams, limit),
+        lambda: _transposed(wrong, limit),
     ]
+    if kind != VARIABLE:
+        attempts.append(lambda: _replicas(teams, limit))
     return next((found for attempt in attempts if (found := tuple(attempt()))), ())
 
 
@@ -51,18 +64,23 @@ def _missing_sum(teams: Teams, limit: float) -> Iterable[Finding]:
         added = [[block.added for block in team] for team in teams[over]]
         return any(all(_sums_up(team, limit) for team in way) for way in (added, teams[over]))
 
+    base = next((block for made in teams.values() for team in made for block in team if block.base is not None), None)
     for over in _fewest(filter(unsummed, teams)):
-        axes = " and ".join(over)
-        yield Finding(
-            Cause.MISSING_SUM, f"summed over {axes} it would be right: a reduction over {axes} is missing", over
-        )
+        yield missing_sum(over, f", with {base.base_name} added once," if base is not None else "")
+
+
+def missing_sum(over: Sequence[str], how: str = "") -> Finding:
+    """Ranks have terms of a sum over these axes."""
+    axes = _and(over)
+    text = f"summed over {axes}{how} it would be right: a reduction over {axes} is missing"
+    return Finding(Cause.MISSING_SUM, text, tuple(over))
 
 
 def _multiple(wrong: Sequence[ComparedBlock], teams: Teams, limit: float, micro_batches: int) -> Iterable[Finding]:
     """All of it is a multiple of what it should be: by which axes would that come about?"""
     factor, what = _factor([block.added for block in wrong], limit), "it is"
     if any(block.base is not None for block in wrong):
-        what = "what is added to its input is" if factor else what
+        what = f"what is added to {wrong[0].base_name} is" if factor else what
         factor = factor or _factor(wrong, limit)
     if not factor:
         return
@@ -76,6 +94,62 @@ def _multiple(wrong: Sequence[ComparedBlock], teams: Teams, limit: float, micro_
         yield Finding(cause, f"{said}, as if {how} over the micro-batches", (), factor)
     elif not explained and wrong[0].found.size > 1:  # of one number, any other is a multiple
         yield Finding(Cause.FACTOR, said, (), factor)
+
+
+def _base_in_sum(wrong: Sequence[ComparedBlock], teams: Teams, limit: float) -> Iterable[Finding]:
+    """What is off is a multiple of the base: so many ranks added it, and then were summed."""
+    if any(block.base is None for block in wrong):
+        return
+    more = [replace(block, found=block.found - block.expected, expected=block.base) for block in wrong]
+    factor = _factor(more, limit)
+    for over, made in teams.items() if factor else ():
+        if all(_is_near(factor + 1, len(team)) for team in made):
+            yield base_in_sum(wrong[0].base_name, over, len(made[0]))
+
+
+def base_in_sum(base: str, over: tuple[str, ...], times: int) -> Finding:
+    """A bias, or whatever else, that is added before a sum over ranks."""
+    axes = _and(over)
+    text = f"{base} is in it {times} times: added on each rank before the sum over {axes}. Add it once, after the sum"
+    return Finding(Cause.BIAS_IN_SUM, text, over)
+
+
+def _other_block(
+    blocks: Sequence[ComparedBlock], wrong: Sequence[ComparedBlock], axes: Mapping[str, int], limit: float
+) -> Iterable[Finding]:
+    """Each rank has the very values that another one should have; or, of a whole, their parts in another order."""
+
+    def whose(block: ComparedBlock) -> ComparedBlock | None:
+        alike = (each for each in blocks if each.expected.shape == block.found.shape)
+        return next((each for each in alike if (difference(block.found, each.expected) <= limit).all()), None)
+
+    if any(block.found.size < 2 or np.ptp(block.found) <= limit for block in wrong):
+        return
+    if all(others := [whose(block) for block in wrong]):
+        over = tuple(axis for axis, place in wrong[0].coordinates.items() if place != others[0].coordinates[axis])
+        text = f"rank {wrong[0].rank} has the values of rank {others[0].rank}: parts along {_and(over)} are swapped"
+        yield Finding(Cause.OTHER_BLOCK, text, over)
+        return
+    for axis, dim in product(axes, range(wrong[0].found.ndim)):
+        if all(_is_permuted(block, axes[axis], dim, limit) for block in wrong):
+            text = f"its parts from the ranks along {axis} are in another order than one device's"
+            yield Finding(Cause.OTHER_BLOCK, text, (axis,))
+            return
+
+
+def _is_permuted(block: ComparedBlock, parts: int, dim: int, limit: float) -> bool:
+    found, expected = (np.array_split(x, parts, axis=dim) for x in (block.found, block.expected))
+    return block.found.shape[dim] >= parts and all(
+        any(x.shape == y.shape and (difference(x, y) <= limit).all() for y in expected) for x in found
+    )
+
+
+def _transposed(wrong: Sequence[ComparedBlock], limit: float) -> Iterable[Finding]:
+    turned = [replace(block, found=block.found.T) for block in wrong]
+    if all(x.found.ndim > 1 and x.found.shape == x.expected.shape for x in turned) and not any(
+        (block.difference > limit).any() for block in turned
+    ):
+        yield Finding(Cause.TRANSPOSED, "it is the transpose of what it should be")
 
 
 def _multiple_of_update(wrong: Sequence[ComparedBlock], limit: float) -> Iterable[Finding]:
@@ -104,7 +178,7 @@ def _missing_halo(
         length = 1 + max((int(block.index[dim].max()) for block in blocks if block.found.size), default=0)
         edges = [_edges_off(block, dim, length, limit) for block in wrong]
         if over and all(off is not None for off in edges) and min(edges) < 1:
-            what = " and ".join(over)
+            what = _and(over)
             text = f"only what lies next to other ranks' parts along {what} is off: a halo over {what} is missing"
             yield Finding(Cause.MISSING_HALO, text, tuple(over))
             return
@@ -138,7 +212,7 @@ def _everywhere_off(block: ComparedBlock, other: np.ndarray, limit: float) -> bo
 
 def _replicas(teams: Teams, limit: float) -> Iterable[Finding]:
     for over in _fewest(over for over, made in teams.items() if any(_apart(team, limit) for team in made)):
-        axes = " and ".join(over)
+        axes = _and(over)
         yield Finding(
             Cause.REPLICAS_DIFFER,
             f"ranks along {axes} differ from each other, and should not: a collective over {axes} is missing before",
@@ -159,12 +233,16 @@ def _factor(blocks: Sequence[ComparedBlock], limit: float) -> float | None:
     """f, if all blocks are f times what they should be; by least squares, then tried. None: there is none."""
     found = np.concatenate([block.found.reshape(-1) for block in blocks])
     expected = np.concatenate([block.expected.reshape(-1) for block in blocks])
-    square = float(expected @ expected)
-    if not square or not np.isfinite(found).all():
+    if not (np.abs(expected) > limit).any() or not np.isfinite(found).all():
         return None
+    square = float(expected @ expected)
     factor = float(found @ expected) / square
     fits = (difference(found, factor * expected) <= max(1.0, abs(factor)) * limit).all()
     return factor if fits and factor else None
+
+
+def _and(axes: Iterable[str]) -> str:
+    return " and ".join(axes)
 
 
 def _fewest(sets: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
+from functools import partial
 from math import isfinite
 from typing import Any
 
-import numpy as np
 from ml_dtypes import finfo
 
-from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.arrays.random import key_of, normal
+from spmd_engine.arrays.backend import Array
 from spmd_engine.engine.base import Loss, ShardedEngine
 from spmd_engine.engine.batch import Batch
+from spmd_engine.verify.gradient_faults import explain_gradients
+from spmd_engine.verify.point import ROUNDING, Point, norm, random_like, size_of
 from spmd_engine.verify.reference import put_back
 from spmd_engine.verify.report import GradientCheck, Slope
 
-DIRECTIONS = 3  # in which a gradient that is wrong in the first is looked at: is it the same multiple in all?
-SHORTER = 16.0  # a second, shorter step, where the first may have crossed a kink such as relu's
 NUDGE = 0.05  # of a parameter's size, away from where kinks may be, such as zero
-SIZE_OF_ZEROS = 0.1
-ROUNDING = 16.0  # units in the last place by which a loss may be off
 
 
 def check_gradients(engine: ShardedEngine, batch: Callable[[], Batch], loss: Loss | None = None) -> GradientCheck:
@@ -39,89 +35,39 @@ def check_gradients(engine: ShardedEngine, batch: Callable[[], Batch], loss: Los
     precision = max((float(finfo(x.dtype).eps) for x in floats.values()), default=1.0)
     if precision > 1e-6:
         return GradientCheck(skipped="no parameter has the precision of float32 or more")
-    of_loss: list[Slope] = []
+    own, of_loss = loss or engine.loss, []
 
-    def step(watched: Loss | None = loss) -> float:
+    def step(watched: Loss = own) -> tuple[float, dict[str, Array]]:
         with put_back(engine):
-            return engine.step(batch(), watched)
+            value = engine.step(batch(), watched)
+            return value, {name: x.copy() for name, x in engine.named(engine.gradients).items()}
 
-    def change(name: str, direction: Array, by: float) -> float:
+    def loss_at(name: str, there: Array) -> float:
         here = floats[name].copy()
-        floats[name][...] = here + floats[name].dtype.type(by) * direction
+        floats[name][...] = there
         engine.after_update()
-        value = step()
+        value, _ = step()
         floats[name][...] = here
         return value
 
     try:
         sizes = {name: _nudge(name, x) for name, x in floats.items()}
         engine.after_update()
-        with put_back(engine):
-            own = loss or engine.loss
-            value = engine.step(batch(), lambda *args, **options: _watch(own, of_loss, precision, *args, **options))
-            gradients = {name: x.copy() for name, x in engine.named(engine.gradients).items()}
+        value, gradients = step(lambda *args, **options: _watch(own, of_loss, precision, *args, **options))
         if not isfinite(value):
             return GradientCheck(skipped=f"the loss is {value}")
-        if abs(step() - value) > ROUNDING * precision * abs(value):
+        if abs(step()[0] - value) > ROUNDING * precision * abs(value):
             return GradientCheck(skipped="two steps on the same batch, with the same parameters, have different losses")
         if any(slope.wrong for slope in of_loss):
             return GradientCheck((next(slope for slope in of_loss if slope.wrong),))
-        slopes = []
-        for name, size in sizes.items():
-            of_parameter = _slopes_of(name, gradients.get(name), floats[name], size, change, precision)
-            slopes.append(_with_multiple(of_parameter))
-        return GradientCheck(tuple(slopes))
+        points = {n: Point(n, x.copy(), sizes[n], partial(loss_at, n), precision) for n, x in floats.items()}
+        slopes = tuple(point.compare(gradients.get(name)) for name, point in points.items())
+        wrong = any(slope.wrong for slope in slopes)
+        return GradientCheck(slopes, explain_gradients(points, gradients, step, own) if wrong else ())
     finally:
         for name, x in before.items():
             floats[name][...] = x
         engine.after_update()
-
-
-def _slopes_of(
-    name: str,
-    gradient: Array | None,
-    x: Array,
-    size: float,
-    change: Callable[[str, Array, float], float],
-    precision: float,
-) -> Iterator[Slope]:
-    """The slope along one random direction after another, of elements of that size."""
-    for number in range(DIRECTIONS):
-        direction = x.dtype.type(size) * _random(x, "direction", name, number)
-        said = 0.0 if gradient is None else float((gradient * direction).sum())
-        length = 0.0 if gradient is None else _norm(gradient) * size
-        yield _compared(name, said, length, lambda h, v=direction: change(name, v, h), precision)
-
-
-def _compared(name: str, said: float, length: float, value_at: Callable[[float], float], precision: float) -> Slope:
-    """A slope of ``value_at``, at 0, beside what is ``said`` of it; ``length`` is what it is in most directions.
-
-    Errors of central differences grow as h^2 and, by rounding, as precision / h: the best h is near the cube root of
-    the precision. A shorter one decides if they disagree, as a kink may lie within the first.
-    """
-    root, first = precision ** (1 / 3), None
-    for h in (2 * root, 2 * root / SHORTER):
-        above, below = value_at(h), value_at(-h)
-        found = (above - below) / (2 * h)
-        scale = max(abs(said), abs(found), length)
-        rounding = ROUNDING * precision * max(abs(above), abs(below)) / h
-        wrong = not abs(found - said) <= 4 * root * scale + rounding
-        slope = Slope(name, said, found, abs(found - said) / (scale or 1.0), wrong)
-        first = first or slope
-        if not wrong:
-            return slope
-    return first
-
-
-def _with_multiple(slopes: Iterator[Slope]) -> Slope:
-    """The first; if it is wrong, with the multiple that it is of the right one, if it is that in all directions."""
-    first = next(slopes)
-    if not first.wrong:
-        return first
-    every = [first, *slopes]
-    multiples = [slope.backward / slope.differences if slope.differences else 0.0 for slope in every]
-    same = all(abs(each - multiples[0]) <= 1e-3 * abs(multiples[0]) for each in multiples)
-    return replace(first, multiple=float(np.median(multiples))) if same else first
 
 
 def _watch(
@@ -131,29 +77,13 @@ def _watch(
     at = outputs.copy()
     value, gradient = loss(outputs, targets, **options)
     if at.dtype.kind == "f" and at.size:
-
-        def change(name: str, direction: Array, by: float) -> float:
-            return loss(at + at.dtype.type(by) * direction, targets, **options)[0]
-
-        slopes.append(_with_multiple(_slopes_of("", gradient.copy(), at, _size(at), change, precision)))
+        point = Point("", at, size_of(at), lambda there: loss(there, targets, **options)[0], precision)
+        slopes.append(point.compare(gradient.copy()))
     return value, gradient
 
 
 def _nudge(name: str, x: Array) -> float:
     """Move a parameter a little, at random; returns the size of its elements."""
-    size = _size(x)
-    x += x.dtype.type(NUDGE * size if _norm(x) else size) * _random(x, "nudge", name)
+    size = size_of(x)
+    x += x.dtype.type(NUDGE * size if norm(x) else size) * random_like(x, "nudge", name)
     return size
-
-
-def _size(x: Array) -> float:
-    """The root of the elements' mean square."""
-    return _norm(x) / max(x.size, 1) ** 0.5 or SIZE_OF_ZEROS
-
-
-def _norm(x: Array) -> float:
-    return float((x**2).sum()) ** 0.5
-
-
-def _random(like: Array, *what: object) -> Array:
-    return normal(key_of("finite differences", *what), like.shape, like.dtype, backend=backend_of(like))

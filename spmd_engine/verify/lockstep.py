@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -12,14 +12,13 @@ from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.agreement import on_rank_zero
 from spmd_engine.engine.base import Loss, ShardedEngine
 from spmd_engine.engine.batch import Batch
-from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.optimizers import AdamW, Optimizer
 from spmd_engine.errors import NotFiniteError, UsageError
 from spmd_engine.verify.comparison import ComparedTensor, LocalPart, Measured, examine, from_first, measure
 from spmd_engine.verify.diagnosis import INITIAL, PARAMETER
 from spmd_engine.verify.finite_differences import check_gradients
-from spmd_engine.verify.missing_sums import missing_sums
 from spmd_engine.verify.probe import INPUT_GRADIENT, OUTPUT, OUTPUT_GRADIENT, ProbePoint, probe
+from spmd_engine.verify.replay import explain
 from spmd_engine.verify.report import Cause, Disagreement, Distances, GradientCheck, Report
 
 GRADIENT, LOSS, NORM = "gradient", "loss", "squared norm of the gradient"
@@ -122,6 +121,7 @@ class Pair:
 
         def alone() -> GradientCheck:
             reference = self.reference
+            reference.checks_replicas = False  # it has none
             return check_gradients(reference, lambda: self.batches(reference, 0), self.loss_of(reference))
 
         return from_first(self.world, self._on_first(alone))
@@ -163,26 +163,28 @@ class Pair:
         one_by_one = (known.get(id(tensor)) or measure(self.world, [tensor])[0] for tensor in tensors)
         first = next(each for each in one_by_one if each.is_off(self.tolerance))
         found = examine(self.engine, first, self.tolerance, step=step, micro_batches=self.micro_batches)
-        return measured, self._with_missing_sums(found, [each for each in measured if each.is_off(self.tolerance)])
+        return measured, self._explained(found, [each for each in measured if each.is_off(self.tolerance)])
 
-    def _with_missing_sums(self, found: Disagreement, wrong: Sequence[Measured]) -> Disagreement:
-        """A disagreement of an engine, or a layer, of one's own that nothing explains: is a sum missing before it?"""
-        whose: Any = self.engine
-        method = {OUTPUT: "forward", LOSS: "forward", GRADIENT: "backward"}.get(found.kind)
-        if isinstance(self.engine, LayeredEngine):  # layers are watched one by one
-            whose = dict(self.engine.model.layers).get(found.layer)
-            method = {OUTPUT: "forward", INPUT_GRADIENT: "backward_input"}.get(found.kind) if whose else None
-        told = {finding.cause for finding in found.findings} - {Cause.REPLICAS_DIFFER}
-        if method is None or told:
+    def _explained(self, found: Disagreement, wrong: Sequence[Measured]) -> Disagreement:
+        """What a step computed and nothing explains, or not where: which line of a user's functions is it?"""
+        if found.kind in (INITIAL, PARAMETER):
             return found
+        step = found.step
 
         def repeat() -> list[str]:
-            self.loss = self.probe.step(self.batches(self.engine, found.step - 1), self.loss_of(self.engine))
+            self.loss = self.probe.step(self.batches(self.engine, step - 1), self.loss_of(self.engine))
             again = measure(self.world, self.computed())
             return [_key(each.tensor) for each in again if each.is_off(self.tolerance)]
 
-        sums = missing_sums(self.engine, whose, method, repeat, [_key(each.tensor) for each in wrong])
-        return replace(found, findings=sums or found.findings)
+        def alone() -> None:
+            self.probe_alone.step(self.batches(self.reference, step - 1), self.loss_of(self.reference))
+
+        names = [_key(each.tensor) for each in wrong]
+        known = bool({finding.cause for finding in found.findings} - {Cause.REPLICAS_DIFFER})
+        lines = explain(self.engine, self.reference, repeat, alone, names, self.tolerance, known)
+        if known and {finding.cause for finding in lines} == {Cause.FIRST}:
+            return found
+        return replace(found, findings=lines or found.findings)
 
     def parameters(self, kind: str) -> list[ComparedTensor]:
         """All parameters, in the model's order."""
@@ -234,6 +236,9 @@ class Pair:
         found = self.engine.named(self.engine.gradients)
         expected = self._on_first(lambda: self.reference.named(self.reference.gradients))
 
+        self._on_first(lambda: _check_gradients(expected, self.reference))
+        _check_gradients(found, self.engine)
+
         def part(name: str) -> LocalPart | None:
             if name not in found:
                 return None
@@ -271,6 +276,19 @@ def _check_names(engine: ShardedEngine, reference: ShardedEngine) -> None:
     if set(engine.names) != set(reference.names):
         differ = ", ".join(sorted(set(engine.names) ^ set(reference.names)))
         raise UsageError(f"the engine and its reference differ in names of parameters: {differ}")
+
+
+def _check_gradients(gradients: Mapping[str, Array], engine: ShardedEngine) -> None:
+    """Raise UsageError for a gradient that is missing, or is not of its parameter's shape."""
+    for name, parameter in engine.named(engine.owned).items():
+        which = "one device" if engine.num_devices == 1 else f"rank {engine.device_id}"
+        if name not in gradients:
+            raise UsageError(f"on {which} backward returns no gradient of {name}; it returns: {', '.join(gradients)}")
+        if (shape := gradients[name].shape) != parameter.shape:
+            transposed = ": it is transposed" if shape == parameter.shape[::-1] else ""
+            raise UsageError(
+                f"on {which} the gradient of {name} has shape {shape}, the parameter {parameter.shape}{transposed}"
+            )
 
 
 def _tolerance(reference: ShardedEngine) -> float:

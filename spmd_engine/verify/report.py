@@ -15,7 +15,16 @@ class Cause(Enum):
     MEAN = "mean for a sum"
     STALE = "stale"  #: the values are those of the step before
     ZERO = "zero"
+    OTHER_REDUCTION = "other reduction"  #: a maximum, say, where a sum should be
+    WRONG_AXIS = "wrong axis"  #: a sum over other ranks than it should be
+    EXTRA_SUM = "extra sum"  #: of different blocks
+    BIAS_IN_SUM = "bias in sum"  #: every rank adds the bias, and then they are summed
+    OTHER_BLOCK = "other block"  #: the values are those that another rank should have
+    TRANSPOSED = "transposed"
+    MISSING_MASK = "missing mask"  #: or another factor, by which elements are multiplied
+    ABSENT = "absent"  #: the backward returns no such gradient
     FACTOR = "factor"  #: another multiple of the right values
+    FIRST = "first difference"  #: where it begins; nothing explains it
     MISSING_HALO = "missing halo"  #: only what lies next to other ranks' parts is off
     REPLICAS_DIFFER = "replicas differ"  #: ranks that should have the same values have not
 
@@ -114,8 +123,11 @@ class Slope:
     distance: float  #: between the two, relative to their scale
     wrong: bool = False
     multiple: float | None = None  #: if wrong: by which factor in all directions, if it is one
+    fault: str = ""  #: why there is nothing to compare: "has shape (5, 7), ..."
 
     def __str__(self) -> str:
+        if self.fault:
+            return f"gradient of {self.name} is wrong on one device, too: it {self.fault}"
         what, who = (f"gradient of {self.name}", "backward") if self.name else ("the loss function's gradient", "it")
         text = (
             f"{what} is wrong on one device, too: along a random direction the loss changes by "
@@ -129,6 +141,7 @@ class GradientCheck:
     """One device's gradients beside finite differences of its loss."""
 
     slopes: Sequence[Slope] = ()  #: of each parameter
+    findings: tuple[Finding, ...] = ()  #: what explains that some are wrong, and where
     skipped: str = ""  #: why nothing was compared
 
     @property
@@ -143,7 +156,7 @@ class GradientCheck:
             return f"one device's gradients are those of finite differences, to {worst:.0e}"
         others = [slope.name for slope in self.wrong[1:]], [slope.name for slope in self.slopes if not slope.wrong]
         lines = [f"  {what}: {', '.join(names)}" for what, names in zip(("also wrong", "right"), others) if names]
-        return "\n".join([str(self.wrong[0]), *lines])
+        return "\n".join([str(self.wrong[0]), *lines, *(f"  {finding.text}" for finding in self.findings)])
 
 
 @dataclass(frozen=True)

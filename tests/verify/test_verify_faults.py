@@ -89,8 +89,12 @@ def test_a_loss_that_is_not_the_global_mean_is_named(cause):
     assert (found.findings[0].cause, found.findings[0].axes) == (cause, ("data",))
 
 
-def test_axes_of_one_size_are_all_named():
+def test_axes_of_one_size_are_all_named_unless_a_line_says_which():
     found = disagreement(spoiled(DataParallel, "dw0", HOW[Cause.MEAN]), {"data": 2, "model": 2})
+    assert [finding.axes for finding in found.findings] == [("data",)]
+    found = disagreement(
+        spoiled(DataParallel, "dw0", lambda reduce, x: reduce(x) / reduce(np.ones(1))), {"data": 2, "model": 2}
+    )
     assert [finding.axes for finding in found.findings] == [("data",), ("model",)]
 
 

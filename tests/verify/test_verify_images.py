@@ -123,4 +123,4 @@ def test_a_sum_of_statistics_that_is_missing_is_named(forgets, variable, axes):
     over = tuple(axis for axis in axes if axis != "pipe")
     ((cause, where, text),) = [(finding.cause, finding.axes, finding.text) for finding in found.findings]
     assert (cause, where) == (Cause.MISSING_SUM, over)
-    assert f"with {variable} (test_verify_images.py:" in text
+    assert text.startswith(f"{variable} (test_verify_images.py:")
