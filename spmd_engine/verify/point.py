@@ -33,7 +33,7 @@ class Point:
     def compare(self, gradient: Array | None) -> Slope:
         """The slope along the first direction; if it is wrong, with the multiple that it is of the right one in all."""
         if gradient is not None and gradient.shape != self.x.shape:
-            fault = f"has shape {gradient.shape}, what it is of {self.x.shape}"
+            fault = f"has shape {gradient.shape}, the parameter {self.x.shape}"
             return Slope(self.name, 0.0, 0.0, np.inf, wrong=True, fault=fault)
         slopes = self._slopes(gradient)
         first = next(slopes)

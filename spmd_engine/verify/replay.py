@@ -306,7 +306,7 @@ class _Found:
             def reduced(op: str, over: Axes, sources: Sequence[np.ndarray] = sources) -> list[np.ndarray]:
                 return _reduced([each.coordinates for each in here], sources, op, over)
 
-            op, over, line = reduction.op, reduction.axes, f"the all_reduce {place(reduction.file, reduction.line)}"
+            op, over, line = reduction.op, reduction.axes, f"the all_reduce{self._elsewhere(reduction)}"
             if not are(reduced(op, over), "found"):
                 continue
             axes, many = " and ".join(over), prod(self.axes[axis] for axis in over)
@@ -326,6 +326,11 @@ class _Found:
                     text = f"{line} is over {axes}: over {' and '.join(other)} it would be right"
                     yield Finding(Cause.WRONG_AXIS, text, other)
             return
+
+    def _elsewhere(self, reduction: ObservedReduction) -> str:
+        """The line of an all_reduce, unless it is this one."""
+        is_here = (reduction.file, reduction.line) == (self.name.file, self.name.line)
+        return "" if is_here else f" {place(reduction.file, reduction.line)}"
 
     # --- how it may be cut
 

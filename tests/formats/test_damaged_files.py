@@ -233,7 +233,9 @@ KINDS = {
         JSON,
     ),
     "documents": Kind(
-        text_file("x.jsonl", LINES), lambda path: list(documents(find_files([str(path)]), 0, 1 << 60, 1 << 60)), JSON[:2]
+        text_file("x.jsonl", LINES),
+        lambda path: list(documents(find_files([str(path)]), 0, 1 << 60, 1 << 60)),
+        JSON[:2],
     ),
     "adapter": Kind(
         copied(GOLDEN / "adapter" / "llama", "adapter_config.json"), lambda path: adapter_options(path.parent), JSON
