@@ -42,13 +42,21 @@ class Toy(Layer):
         self.stand.say("weight", self.number)
 
 
+class Named(str):
+    """What plays the shards of a layer."""
+
+    @property
+    def checked(self):
+        return set()
+
+
 class Stand:
     """Toy layers, and what plays the parameters and the reducer for them."""
 
     def __init__(self, count):
         self.log, self.opened, self._kept = [], [], []
         self.layers = [(f"layer{n}", Toy(n, self)) for n in range(count)]
-        self.shards = [f"shards {n}" for n in range(count)]
+        self.shards = [Named(f"shards {n}") for n in range(count)]
 
     def chunk(self, *parts):
         return Chunk(parts, self.layers, self.shards, self, self)

@@ -218,7 +218,7 @@ STACK = [Linear(("d", WIDTH), ("f", HIDDEN)), Linear(("f", HIDDEN), ("d", WIDTH)
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        ("gpt-nanno", {}, "unknown model 'gpt-nanno'; choose one of gpt-nano"),
+        ("gpt-nanno", {}, "unknown model 'gpt-nanno'; did you mean 'gpt-nano'"),
         ("gpt-nano", {"schedul": "1f1b"}, "no option 'schedul' for this; there are: zero, dropout, dtype, seed"),
         ("./gpt2", {}, "./gpt2 is a path; train that by"),
         (OneDevice, {}, "the class OneDevice is no list of layers, no Model, no engine and no name"),
@@ -228,7 +228,7 @@ STACK = [Linear(("d", WIDTH), ("f", HIDDEN)), Linear(("f", HIDDEN), ("d", WIDTH)
         ([(STACK[0], "up")], {}, "'up' is none"),
         ([], {}, "the list is empty"),
         ([("up", STACK[0]), ("up", STACK[1])], {}, "two layers are called 'up'"),
-        (STACK, {"schedule": "zerobubble"}, "no schedule 'zerobubble'; there are: .*zero-bubble"),
+        (STACK, {"schedule": "zerobubble"}, "no schedule 'zerobubble'; did you mean 'zero-bubble'"),
         (STACK, {"recompute": "blocks"}, "no recompute 'blocks'; there are: none, block, attention"),
         (STACK, {"stages": "halves"}, "cannot read stages 'halves'"),
         (STACK, {"zero_stage": 1}, "no option 'zero_stage' for this; there are: zero, layout"),

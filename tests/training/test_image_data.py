@@ -15,6 +15,12 @@ from spmd_engine.strategies import DataParallel
 from spmd_engine.training.images import ImageData, as_floats, load_images
 
 
+class Cut(DataParallel):
+    """Cuts images, whatever their dims."""
+
+    input_sharding = output_sharding = "b/data"
+
+
 def load(path, ranks=1):
     def program():
         with Mesh() as mesh:
@@ -213,7 +219,7 @@ def batches(path, axes, steps, **options):
 
     def program():
         with Mesh(**axes) as mesh:
-            engine = DataParallel(2, 3, mesh)
+            engine = Cut(2, 3, mesh)
             data = ImageData(load_images(mesh.group(), str(path)), **options)
             made = [data.batch(engine, step, size=6) for step in steps]
             return [(micro.samples, micro.inputs, micro.targets) for batch in made for micro in batch.micro_batches]
@@ -236,9 +242,9 @@ def test_samples_are_floats_from_0_to_1_with_their_classes(tmp_path):
     (images,) = load(tmp_path)
     with Mesh() as mesh:
         data = ImageData(images, dtype=np.float64, seed=1)
-        (micro,) = data.batch(DataParallel(2, 3, mesh), 1, size=7).micro_batches
+        (micro,) = data.batch(Cut(2, 3, mesh), 1, size=7).micro_batches
         numbers = data.numbers(np.arange(7, 14))
-        held_out = data.validation_batches(DataParallel(2, 3, mesh), size=4)
+        held_out = data.validation_batches(Cut(2, 3, mesh), size=4)
     np.testing.assert_array_equal(micro.inputs, PIXELS[numbers][..., None] / 255)
     np.testing.assert_array_equal(micro.targets, LABELS[numbers])
     assert micro.inputs.dtype == np.float64 and not set(numbers) & set(images.held_out)
