@@ -105,6 +105,7 @@ class ShardedEngine(Collectives, ABC):
     training_metrics: Mapping[str, float] = MappingProxyType({})
     input_gradient: Array | None = None  #: of the last backward
     _is_checked: bool = False  # whether what it declares has been found right
+    checks_gradients: bool = True  #: whether names and shapes of what a user's backward returns are compared
     checks_replicas: bool = True  #: whether the next step compares the gradients of ranks that hold the same block
 
     def __init_subclass__(cls, **options: Any) -> None:

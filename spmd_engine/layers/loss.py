@@ -48,7 +48,7 @@ def cross_entropy(
         raise UsageError(
             f"cross_entropy: outputs of shape {outputs.shape}, targets of {targets.shape}; give one class for each row"
         )
-    if over is None:
+    if over is None and not start:  # else the classes of other ranks are targets, too
         check_classes(targets, outputs.shape[-1], mask)
     scores = outputs.reshape(targets.size, outputs.shape[-1])
     wanted = targets.reshape(-1).astype(xp.int64) - start  # small unsigned ones would wrap

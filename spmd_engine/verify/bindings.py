@@ -136,7 +136,7 @@ def _places(values: dict[str, Any]) -> Iterator[tuple[MutableMapping, str, str]]
             yield values, name, name
         elif name == "self":
             yield from ((vars(value), key, f"self.{key}") for key, x in _items(value) if _is_array_of_floats(x))
-        elif type(value) is dict:
+        elif isinstance(value, dict):
             yield from ((value, key, f'{name}["{key}"]') for key, x in value.items() if _is_array_of_floats(x))
 
 

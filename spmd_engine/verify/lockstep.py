@@ -121,7 +121,7 @@ class Pair:
 
         def alone() -> GradientCheck:
             reference = self.reference
-            reference.checks_replicas = False  # it has none
+            reference.checks_replicas = reference.checks_gradients = False  # it has none, and this is what checks them
             return check_gradients(reference, lambda: self.batches(reference, 0), self.loss_of(reference))
 
         return from_first(self.world, self._on_first(alone))
@@ -130,12 +130,13 @@ class Pair:
         """Step number ``step``, from 1, of both up to the gradients."""
 
         def alone() -> float:
+            self.reference.checks_gradients = False
             batch = self.batches(self.reference, step - 1)
             return self.probe_alone.step(batch, self.loss_of(self.reference))
 
         batch = self.batches(self.engine, step - 1)
         self.micro_batches = len(batch.micro_batches)
-        self.engine.checks_replicas = False  # that is done here, and more told of it
+        self.engine.checks_replicas = self.engine.checks_gradients = False  # compared here, and explained
         self.loss = self.probe.step(batch, self.loss_of(self.engine))
         self.expected_loss = from_first(self.world, self._on_first(alone))
         if not np.isfinite(self.expected_loss):

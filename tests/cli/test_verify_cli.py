@@ -40,10 +40,6 @@ class Halved(Table):
     def backward(self, grads):
         return {"table": super().backward(grads)["table"] / 2}
 
-class Turned(Table):
-    def backward(self, grads):
-        return {"table": super().backward(grads)["table"].T}
-
 class Forgetful(DataParallel):
     def all_reduce(self, arr, op="sum", *, over=None, label=""):
         return arr if label == "dw0" else super().all_reduce(arr, op, over=over, label=label)
@@ -183,9 +179,6 @@ MISTAKES = {
     "write MODULE:NAME or FILE.py:NAME": ["mine", "--input-shape", "5,4"],
     "there is no file ../other.py": ["../other.py:make", "--input-shape", "5,4"],
     "of a file, write the path with its ending .py": ["../mine:make", "--input-shape", "5,4"],
-    "Turned.backward: the gradient of 'table' has shape (4, 11), the parameter (11, 4)": [
-        *("mine:Turned", "--input-shape", "5", "--tokens", "4"),
-    ],
     "No module named 'yours'": ["yours:Engine", "--input-shape", "5,4"],
     "has no attribute 'Engine'": ["mine:Engine", "--input-shape", "5,4"],
     "the first argument must be callable": ["mine:nothing", "--input-shape", "5,4"],

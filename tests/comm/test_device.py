@@ -253,5 +253,5 @@ def test_backends_are_found_by_name_and_by_array(device):
 
 
 def test_unknown_backends():
-    with pytest.raises(UsageError, match="unknown device 'tpu'; choose 'cpu' or 'cuda'"):
+    with pytest.raises(UsageError, match=r"unknown device 'tpu'; did you mean 'cpu'\? There are: cpu, cuda"):
         get_backend("tpu")

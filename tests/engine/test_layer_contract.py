@@ -532,7 +532,7 @@ WRONG = {
     ),
     "forward: unknown": (
         {"forward": lambda self, sh, p, x, ctx: (x * p["W"], x)},
-        "no parameter 'W'; this layer has: .*up, down",
+        "this layer has no parameter 'W'; there are: .*up, down",
     ),
     "forward: no Extra": (
         forward(lambda y, saved: (y, saved, {"a": 1})),
@@ -578,7 +578,7 @@ WRONG = {
     ),
     "weights: unknown": (
         weights(lambda g, *rest: g.add("W", rest[0])),
-        "backward_weight of block0/own: no parameter 'W'",
+        "backward_weight of block0/own: this layer has no parameter 'W'",
     ),
     "weights: returned": (weights(lambda g, *rest: {"up": rest[0]}), r"returned a dict; add gradients to g instead"),
     "weights: assigned": (weights(assigned), r"g\['up'\] cannot be assigned: gradients are added up, by g.add"),
@@ -655,7 +655,7 @@ def test_a_layer_in_a_layer_is_named_with_both():
             self.inner.backward_weight(sh, rest, g)
 
     assert a_step(Around(Gated())) == a_step(Gated())
-    with pytest.raises(UsageError, match="Around.forward of block0/own: Own.forward of block0/own: no parameter 'W'"):
+    with pytest.raises(UsageError, match="Around.forward of block0/own: Own.forward of block0/own: this layer has no parameter 'W'"):
         a_step(Around(type("Own", (Gated,), WRONG["forward: unknown"][0])()))
 
 

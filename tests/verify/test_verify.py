@@ -230,7 +230,7 @@ def test_a_gradient_that_does_not_fit_its_sharding_is_refused():
         def backward(self, grads):
             return {name: self.all_gather(g, over="data") for name, g in super().backward(grads).items()}
 
-    message = r"Twice.backward: the gradient of 'layer_0/weights' has shape \(10, 7\), the parameter \(5, 7\)"
+    message = r"on rank \d the gradient of layer_0/weights has shape \(10, 7\), the parameter \(5, 7\)"
     refused(partial(Twice, 5, 7), message)
 
 

@@ -1,6 +1,7 @@
 """verify, for engines of one's own: sums forgotten inside a backward, gradients wrong on one device, classifiers."""
 
 from functools import partial
+from inspect import unwrap
 
 import numpy as np
 import pytest
@@ -226,7 +227,7 @@ def test_of_what_nothing_explains_the_line_is_named():
 
     found = verified(Off, {"data": 1, "model": 2}).disagreement
     assert found.what == "gradient of w1" and [finding.cause for finding in found.findings] == [Cause.FIRST]
-    line = Off.backward.__code__.co_firstlineno + 3
+    line = unwrap(Off.backward).__code__.co_firstlineno + 3
     assert f'gradients["w1"] (test_verify_own.py:{line}): it differs from what one device has' in str(found)
 
 
