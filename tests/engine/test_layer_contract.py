@@ -655,7 +655,8 @@ def test_a_layer_in_a_layer_is_named_with_both():
             self.inner.backward_weight(sh, rest, g)
 
     assert a_step(Around(Gated())) == a_step(Gated())
-    with pytest.raises(UsageError, match="Around.forward of block0/own: Own.forward of block0/own: this layer has no parameter 'W'"):
+    both = "Around.forward of block0/own: Own.forward of block0/own: this layer has no parameter 'W'"
+    with pytest.raises(UsageError, match=both):
         a_step(Around(type("Own", (Gated,), WRONG["forward: unknown"][0])()))
 
 
