@@ -17,7 +17,7 @@ export PYTHONNOUSERSITE := 1
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint bench soak clean distclean
+.PHONY: help train test lint lines bench soak clean distclean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -35,6 +35,9 @@ soak: $(VENV)/installed-mpich-test  ## run the tests that take minutes
 
 lint: $(VENV)/installed-mpich-test  ## check the code with ruff
 	$(BIN)/python -m ruff check .
+
+lines:  ## count code lines and files of each package against lines.toml
+	@$(PYTHON) scripts/count_lines.py
 
 bench: $(VENV)/installed-mpich-fast  ## measure speed: ARGS=train, layers, strategies, collectives, oversubscribed or start
 	$(BIN)/python -m spmd_engine bench $(ARGS)
