@@ -25,3 +25,11 @@ def test_each_program_of_the_readme_runs_by_itself(tmp_path, monkeypatch):
     assert len(programs) > 1
     for program in programs:
         exec(compile(program, "README.md", "exec"), {"__name__": "page"})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_a_page_names_exist(page):
+    text = page.read_text()
+    named = [ROOT / name for name in re.findall(r"`((?:spmd_engine|tests|scripts|examples)/[\w/.-]+\.\w+)`", text)]
+    linked = [page.parent / name for name in re.findall(r"\]\(([\w/.-]+\.md)", text)]
+    assert [path for path in (*named, *linked) if not path.exists()] == []
