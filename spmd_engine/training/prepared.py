@@ -142,8 +142,9 @@ def check_digests(file: TokenFile, digests: bytes) -> None:
     """Raise UsageError if these are not the digests of the file's documents, or its tokenizer is not what it was."""
     facts, texts = file.facts, file.tokenizer
     # A file without texts is of bytes, or of a caller's own tokenizer, of which nothing is kept to be compared.
-    written = sha256(texts.get(TOKENIZER, "").encode(errors="replace")).hexdigest()
-    tokenizer = written if texts else facts.tokenizer_sha256
+    tokenizer = facts.tokenizer_sha256
+    if texts:
+        tokenizer = sha256(texts.get(TOKENIZER, "").encode(errors="replace")).hexdigest()
     for what, found, written in (
         ("documents are", sha256(digests).hexdigest(), facts.sha256),
         ("tokenizer is", tokenizer, facts.tokenizer_sha256),

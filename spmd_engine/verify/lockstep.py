@@ -102,6 +102,9 @@ class Pair:
         tolerance: float | None = None,
     ) -> None:
         self.engine, self.reference, self.batches, self.loss_of = engine, reference, batches, loss
+        for compared in (engine, reference):
+            if compared is not None:  # rank 0 alone has the reference
+                compared.checks_replicas = compared.checks_gradients = False  # verify checks both, and explains them
         self.world = engine.group()
         self._on_first(lambda: _check_names(engine, reference))
         self.probe, self.probe_alone = probe(engine), self._on_first(lambda: probe(reference))
@@ -121,7 +124,6 @@ class Pair:
 
         def alone() -> GradientCheck:
             reference = self.reference
-            reference.checks_replicas = reference.checks_gradients = False  # it has none, and this is what checks them
             return check_gradients(reference, lambda: self.batches(reference, 0), self.loss_of(reference))
 
         return from_first(self.world, self._on_first(alone))
@@ -130,13 +132,11 @@ class Pair:
         """Step number ``step``, from 1, of both up to the gradients."""
 
         def alone() -> float:
-            self.reference.checks_gradients = False
             batch = self.batches(self.reference, step - 1)
             return self.probe_alone.step(batch, self.loss_of(self.reference))
 
         batch = self.batches(self.engine, step - 1)
         self.micro_batches = len(batch.micro_batches)
-        self.engine.checks_replicas = self.engine.checks_gradients = False  # compared here, and explained
         self.loss = self.probe.step(batch, self.loss_of(self.engine))
         self.expected_loss = from_first(self.world, self._on_first(alone))
         if not np.isfinite(self.expected_loss):
