@@ -43,13 +43,13 @@ ONLY = {
 STATE = {
     "arrays/backend.py: CPU": "the host's backend, and its compiled loops, found once",
     "arrays/backend.py: _device_backends": "the devices that were asked for",
-    "arrays/einsum.py: _plan": "the cache of a pure function",
-    "arrays/fast_places.py: places_of_outputs": "the cache of a pure function",
-    "arrays/fast_places.py: places_of_taps": "the cache of a pure function",
-    "arrays/meter.py: _current": "which rank's step this thread runs on shapes",
-    "arrays/shaped.py: _phantom": "the cache of a pure function",
-    "arrays/shaped_functions.py: _resolved": "the cache of a pure function",
-    "arrays/shaped_functions.py: _reduced_dtype": "the cache of a pure function",
+    "arrays/einsum_lowering.py: _plan": "the cache of a pure function",
+    "arrays/numba/places.py: places_of_outputs": "the cache of a pure function",
+    "arrays/numba/places.py: places_of_taps": "the cache of a pure function",
+    "arrays/meta/meter.py: _current": "which rank's step this thread runs on shapes",
+    "arrays/meta/array.py: _phantom": "the cache of a pure function",
+    "arrays/meta/functions.py: _resolved": "the cache of a pure function",
+    "arrays/meta/functions.py: _reduced_dtype": "the cache of a pure function",
     "engine/assignment.py: placed": "the cache of a pure function, for one call of another",
     "engine/gather.py: _plan_to_whole": "the cache of a pure function",
     "checkpoints/dtypes.py: DTYPES": "a table; some dtypes are made when they are asked for",
@@ -141,7 +141,7 @@ def test_imports_are_absolute():
 def test_kernels_and_layers_ask_the_backend_for_their_array_module():
     free = {"arrays/backend.py", "arrays/dtypes.py", "arrays/random.py"}
     for file in FILES:
-        may = file in free or file.startswith(("arrays/fast_", "arrays/shape"))
+        may = file in free or file.startswith(("arrays/numba/", "arrays/meta/"))
         if floor_of_file(file) in ("arrays", "layers", "models") and not may:
             assert not {"numpy", "cupy"} & {module.split(".")[0] for module in imported(file)}, file
 

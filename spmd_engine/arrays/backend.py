@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from spmd_engine.arrays.fast_functions import FastFunctions, fast_functions
+from spmd_engine.arrays.numba.functions import FastFunctions, fast_functions
 from spmd_engine.errors import UsageError, one_of
 
 if TYPE_CHECKING:
-    from spmd_engine.arrays.fast_images import FastImages
+    from spmd_engine.arrays.numba.images import FastImages
 
 Array = Any  # numpy.ndarray or cupy.ndarray; neither library offers a common base class
 
@@ -71,7 +71,7 @@ class Host(Backend):
     @cached_property
     def image_kernels(self) -> FastImages | None:
         """Apart, since to compile them takes longer than all others, and most models have no images."""
-        from spmd_engine.arrays.fast_images import fast_images
+        from spmd_engine.arrays.numba.images import fast_images
 
         return fast_images()
 
@@ -92,7 +92,7 @@ class CudaBackend(Backend):
             cupy.cuda.Device(index % cupy.cuda.runtime.getDeviceCount()).use()
         except cupy.cuda.runtime.CUDARuntimeError as error:
             raise UsageError(f"device 'cuda': {error}. Is there a GPU, and its driver?") from error
-        from spmd_engine.arrays.cuda_functions import CudaFunctions
+        from spmd_engine.arrays.cuda.functions import CudaFunctions
 
         self.xp = cupy
         self.kernels = CudaFunctions(cupy)

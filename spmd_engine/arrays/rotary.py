@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.factors import halves, over_heads
 from spmd_engine.arrays.fused import fused
-from spmd_engine.arrays.pairs import halves, over_heads
 
 Turn = tuple[Array, Array]  #: cosines and sines, each [s n], or [b s n]: of n pairs at each position
 

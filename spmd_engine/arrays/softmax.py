@@ -1,10 +1,28 @@
-"""The elementwise steps of attention's softmax and of the softmax cross-entropy, each in place over its scores."""
+"""Scores of attention and of the cross-entropy: soft caps, and the softmax in place over them."""
 
 from __future__ import annotations
 
 from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.factors import Mask, hide
 from spmd_engine.arrays.fused import fused
-from spmd_engine.arrays.mask import Mask, hide
+
+
+def soft_cap(x: Array, cap: float) -> None:
+    """x = cap · tanh(x / cap), in place."""
+    x /= cap
+    backend_of(x).xp.tanh(x, out=x)
+    x *= cap
+
+
+def soft_cap_slope(y: Array, cap: float) -> Array:
+    """dy/dx of y = cap · tanh(x / cap), by what came out: 1 - (y / cap)²."""
+    slope = y / -cap
+    slope *= y / cap
+    slope += 1.0
+    return slope
+
+
+# --- The elementwise steps of attention's softmax and of the softmax cross-entropy, each in place over its scores
 
 
 @fused

@@ -3,9 +3,8 @@
 from math import inf
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.arrays.chunks import chunks
 from spmd_engine.arrays.factors import adamw_factors
-from spmd_engine.arrays.fused import fused
+from spmd_engine.arrays.fused import chunks, fused
 
 _SMALL = 1e-25  # sums of squares in float32 below this have lost terms
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from spmd_engine.arrays.backend import CPU, Array, Backend, backend_of
-from spmd_engine.arrays.shaped import ShapedArray
+from spmd_engine.arrays.meta.array import ShapedArray
 from spmd_engine.arrays.updates import sum_of_squares
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
@@ -193,8 +193,7 @@ class ShardedEngine(Collectives, ABC):
         """Called when the optimizer has changed ``owned``."""
 
     def take_residues(self, residues: Mapping[str, Array]) -> bool:
-        """Go on from these ``residues``, which this rank had; False, on all ranks: they do not fit, it goes on without.
-        """
+        """Continue from this rank's earlier ``residues``; False, on all ranks, if they do not fit and are left out."""
         return not residues
 
     #: Whether a checkpoint may be loaded by filling ``parameters`` and ``buffers`` where they are, with ``filled()``

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from spmd_engine.arrays.attention import HIDDEN
 from spmd_engine.arrays.backend import Array
-from spmd_engine.arrays.cached_attention import HIDDEN
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.cache import Cache
 from spmd_engine.layers.layer import ForwardContext

@@ -6,7 +6,7 @@ from functools import partial
 from math import prod
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.arrays.channels import (
+from spmd_engine.arrays.images.channels import (
     channel_gradients,
     channel_squares,
     channel_sums,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spmd_engine.arrays.attention import causal_attention
+from spmd_engine.arrays.attention import attend_to_all, attend_to_keys, causal_attention, merge_parts
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.arrays.cached_attention import attend_to_all, attend_to_keys, merge_parts
 from spmd_engine.arrays.rotary import Turn
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.cached_columns import Columns

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from spmd_engine.arrays.attention import HIDDEN
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.arrays.cached_attention import HIDDEN
 from spmd_engine.errors import UsageError
 
 GROWTH = 1.5  #: times the room that was there, where more is needed

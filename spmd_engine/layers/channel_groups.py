@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.arrays.convolution import conv2d, conv2d_input_gradient, conv2d_weight_gradient
-from spmd_engine.arrays.window import Window
+from spmd_engine.arrays.images.convolution import conv2d, conv2d_input_gradient, conv2d_weight_gradient
+from spmd_engine.arrays.images.window import Window
 from spmd_engine.sharding.placement import Interval
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from spmd_engine.arrays import einsum
 from spmd_engine.arrays.backend import CPU, Array, backend_of
-from spmd_engine.arrays.chunks import chunks
+from spmd_engine.arrays.fused import chunks
 from spmd_engine.arrays.scatter import count_each
 from spmd_engine.layers.later import Later, then
 from spmd_engine.sharding.shards import Shards

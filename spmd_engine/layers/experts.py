@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spmd_engine.arrays import einsum
+from spmd_engine.arrays.activations import silu_gate
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.arrays.gate import silu_gate
 from spmd_engine.layers.declarations import Parameter
 from spmd_engine.layers.gradients import GradientSums
 from spmd_engine.layers.mlp import ACTIVATIONS

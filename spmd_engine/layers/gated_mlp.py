@@ -1,7 +1,7 @@
 """The gated perceptron of a transformer block (SwiGLU, GeGLU): column-parallel, then row-parallel."""
 
 from spmd_engine.arrays import einsum
-from spmd_engine.arrays.gate import gate_of, silu_gate
+from spmd_engine.arrays.activations import gate_of, silu_gate
 from spmd_engine.layers.declarations import Parameter
 from spmd_engine.layers.layer import Layer
 from spmd_engine.layers.mlp import ACTIVATIONS

@@ -1,7 +1,7 @@
 """The output head: a score for each word of the vocabulary."""
 
 from spmd_engine.arrays import einsum
-from spmd_engine.arrays.soft_cap import soft_cap, soft_cap_slope
+from spmd_engine.arrays.softmax import soft_cap, soft_cap_slope
 from spmd_engine.layers.declarations import Activation, Parameter
 from spmd_engine.layers.layer import Layer
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from spmd_engine.arrays.window import Window
+from spmd_engine.arrays.images.window import Window
 from spmd_engine.errors import UsageError
 from spmd_engine.sharding.placement import Interval
 

@@ -1,8 +1,14 @@
 """Normalisation of the residual stream: by mean and variance, or by the mean square alone."""
 
 from spmd_engine.arrays.backend import backend_of
-from spmd_engine.arrays.normalization import layer_norm, layer_norm_backward, layer_norm_backward_parameters
-from spmd_engine.arrays.root_mean_square import rms_norm, rms_norm_backward, rms_norm_backward_scale
+from spmd_engine.arrays.normalization import (
+    layer_norm,
+    layer_norm_backward,
+    layer_norm_backward_parameters,
+    rms_norm,
+    rms_norm_backward,
+    rms_norm_backward_scale,
+)
 from spmd_engine.layers.declarations import Parameter
 from spmd_engine.layers.layer import Layer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.arrays.root_mean_square import rms_norm, rms_norm_backward, rms_norm_backward_scale
+from spmd_engine.arrays.normalization import rms_norm, rms_norm_backward, rms_norm_backward_scale
 from spmd_engine.sharding.shards import Shards
 
 

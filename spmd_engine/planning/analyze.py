@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from spmd_engine.arrays.fast_functions import loops_are_there
-from spmd_engine.arrays.meter import Meter, metered
-from spmd_engine.arrays.shapes import Shapes, on_shapes
+from spmd_engine.arrays.meta.backend import Shapes, on_shapes
+from spmd_engine.arrays.meta.meter import Meter, metered
+from spmd_engine.arrays.numba.functions import loops_are_there
 from spmd_engine.axes import MeshPosition
 from spmd_engine.comm.spans import span
 from spmd_engine.engine.assignment import PIPE

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from spmd_engine.arrays.meter import Meter, metered
-from spmd_engine.arrays.shaped import ShapedArray
-from spmd_engine.arrays.shapes import on_shapes
+from spmd_engine.arrays.meta.array import ShapedArray
+from spmd_engine.arrays.meta.backend import on_shapes
+from spmd_engine.arrays.meta.meter import Meter, metered
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, make_batch
 from spmd_engine.engine.distributed import DistributedEngine

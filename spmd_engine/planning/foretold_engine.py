@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from spmd_engine.arrays.shaped import ShapedArray
+from spmd_engine.arrays.meta.array import ShapedArray
 from spmd_engine.comm.pending import Pending
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.layers.gradients import GradientSums

@@ -7,7 +7,7 @@ from pathlib import Path
 from pkgutil import get_data
 from typing import Any
 
-from spmd_engine.arrays.meter import KERNELS
+from spmd_engine.arrays.meta.meter import KERNELS
 from spmd_engine.errors import UsageError, one_of
 from spmd_engine.foreign import parse_toml, read_text, reading
 from spmd_engine.planning.machine import (

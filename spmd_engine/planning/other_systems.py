@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spmd_engine.arrays.meter import meter
-from spmd_engine.arrays.shaped import ShapedArray
+from spmd_engine.arrays.meta.array import ShapedArray
+from spmd_engine.arrays.meta.meter import meter
 from spmd_engine.engine.composition import Composition
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import Parameter

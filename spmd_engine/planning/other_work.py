@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from math import prod
 
-from spmd_engine.arrays.meter import meter
-from spmd_engine.arrays.shaped import ShapedArray
+from spmd_engine.arrays.meta.array import ShapedArray
+from spmd_engine.arrays.meta.meter import meter
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import Parameter

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from spmd_engine.arrays.meter import Meter, metered
-from spmd_engine.arrays.shaped import ShapedArray
+from spmd_engine.arrays.meta.array import ShapedArray
+from spmd_engine.arrays.meta.meter import Meter, metered
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.layers.gradients import GradientSums

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from spmd_engine.arrays.meter import TEMPORARIES, Meter
+from spmd_engine.arrays.meta.meter import TEMPORARIES, Meter
 from spmd_engine.planning.step_analysis import (
     FORWARD,
     OTHER,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
-from spmd_engine.arrays.shaped import ShapedArray
+from spmd_engine.arrays.meta.array import ShapedArray
 from spmd_engine.engine.batch import Batch, CutsBatches, make_batch
 from spmd_engine.errors import UsageError
 from spmd_engine.models.model import Model

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.arrays.backend import CPU, Array, Backend
-from spmd_engine.arrays.shaped import ShapedArray
+from spmd_engine.arrays.meta.array import ShapedArray
 from spmd_engine.axes import MeshPosition, Over
 from spmd_engine.comm.collectives import PreparedCall
 from spmd_engine.comm.group import Group

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from numerics import normals
-from spmd_engine.arrays import channels, convolution
-from spmd_engine.arrays.convolution import conv2d, conv2d_input_gradient, conv2d_weight_gradient
-from spmd_engine.arrays.pooling import average_pool, average_pool_gradient, max_pool, max_pool_gradient
-from spmd_engine.arrays.window import Window
+from spmd_engine.arrays.images import channels, convolution
+from spmd_engine.arrays.images.convolution import conv2d, conv2d_input_gradient, conv2d_weight_gradient
+from spmd_engine.arrays.images.pooling import average_pool, average_pool_gradient, max_pool, max_pool_gradient
+from spmd_engine.arrays.images.window import Window
 from test_cuda_kernels import both_dtypes, compare, device, gpu  # noqa: F401 (fixtures)
 
 ROWS, COLUMNS = Window(3, 2, 1, 1, 2), Window(2, 1, 2, 0, 1)

@@ -5,13 +5,18 @@ import pytest
 
 from numerics import normals
 from spmd_engine.arrays import get_backend
-from spmd_engine.arrays.activations import gelu, relu
+from spmd_engine.arrays.activations import gelu, relu, silu_gate
 from spmd_engine.arrays.attention import causal_attention, causal_attention_backward
 from spmd_engine.arrays.backend import backend_of, unregister_backend
-from spmd_engine.arrays.cuda_functions import CudaFunctions
-from spmd_engine.arrays.gate import silu_gate
-from spmd_engine.arrays.normalization import layer_norm, layer_norm_backward, layer_norm_backward_parameters
-from spmd_engine.arrays.root_mean_square import rms_norm, rms_norm_backward, rms_norm_backward_scale
+from spmd_engine.arrays.cuda.functions import CudaFunctions
+from spmd_engine.arrays.normalization import (
+    layer_norm,
+    layer_norm_backward,
+    layer_norm_backward_parameters,
+    rms_norm,
+    rms_norm_backward,
+    rms_norm_backward_scale,
+)
 from spmd_engine.arrays.rotary import rotate
 from spmd_engine.arrays.updates import adamw, momentum_sgd, sum_of_squares
 from spmd_engine.layers import cross_entropy

@@ -9,10 +9,10 @@ import pytest
 
 from cuda_on_host import HostCuda
 from numerics import normals
-from spmd_engine.arrays import activations, gate, normalization, root_mean_square, rotary, softmax, updates
+from spmd_engine.arrays import activations, normalization, rotary, softmax, updates
 from spmd_engine.arrays.activations import gelu, relu
-from spmd_engine.arrays.cuda_functions import CudaFunctions
-from spmd_engine.arrays.cuda_kernels import ELEMENTWISE, REDUCTIONS
+from spmd_engine.arrays.cuda.functions import CudaFunctions
+from spmd_engine.arrays.cuda.kernels import ELEMENTWISE, REDUCTIONS
 from spmd_engine.arrays.normalization import layer_norm, layer_norm_backward, layer_norm_backward_parameters
 from spmd_engine.arrays.updates import adamw, momentum_sgd
 
@@ -27,9 +27,9 @@ LAUNCHES = {
     "layer_norm": (layer_norm, [X, ROWS, ROWS, 1e-5], {}, ["moments", "normalize"]),
     "layer_norm_backward": (layer_norm_backward, [X, X, X[:, 0], ROWS], {}, ["row_sums", "normalize_backward"]),
     "layer_norm_backward_parameters": (layer_norm_backward_parameters, [X, X], {}, ["column_sums"]),
-    "silu_gate": (gate.silu_gate, [X, X], {}, ["silu_gate"]),
-    "silu_gate without slopes": (gate.silu_gate, [X, X, False], {}, ["silu_gate_value"]),
-    "rms_norm": (root_mean_square.rms_norm, [X, ROWS, 1e-5], {}, ["root_mean_square", "scale_rows"]),
+    "silu_gate": (activations.silu_gate, [X, X], {}, ["silu_gate"]),
+    "silu_gate without slopes": (activations.silu_gate, [X, X, False], {}, ["silu_gate_value"]),
+    "rms_norm": (normalization.rms_norm, [X, ROWS, 1e-5], {}, ["root_mean_square", "scale_rows"]),
     "adamw": (adamw, [ROWS] * 4, OPTIONS | {"step": 1, "betas": (0.9, 0.95), "epsilon": 1e-8}, ["adamw"]),
     "sgd": (momentum_sgd, [ROWS, ROWS, None], OPTIONS | {"momentum": 0.0}, ["sgd"]),
     "momentum_sgd": (momentum_sgd, [ROWS] * 3, OPTIONS | {"momentum": 0.9}, ["momentum_sgd"]),
@@ -60,7 +60,7 @@ def test_what_attention_hides_is_hidden_as_it_is_exponentiated(host):
 
 
 def fused_functions():
-    modules = (activations, gate, normalization, root_mean_square, rotary, softmax, updates)
+    modules = (activations, normalization, rotary, softmax, updates)
     own = [f for module in modules for f in vars(module).values() if getattr(f, "__module__", "") == module.__name__]
     return {f.__name__: f for f in own if hasattr(f, "__wrapped__")}
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmd_engine.arrays import einsum
-from spmd_engine.arrays.einsum import _plan
+from spmd_engine.arrays.einsum_lowering import _plan
 from spmd_engine.errors import NotationError
 
 SIZES = {"b": 2, "s": 3, "d": 4, "f": 5, "h": 3, "k": 2, "v": 7}

@@ -14,7 +14,7 @@ from numerics import normals
 from spmd_engine import Mesh, run
 from spmd_engine.arrays import softmax
 from spmd_engine.arrays.backend import CPU, backend_of
-from spmd_engine.arrays.fast_functions import FastFunctions, fast_functions
+from spmd_engine.arrays.numba.functions import FastFunctions, fast_functions
 from spmd_engine.engine import AdamW, LayeredEngine
 from spmd_engine.engine.assignment import Storage
 from spmd_engine.engine.batch import batch_of
@@ -38,8 +38,8 @@ from test_cuda_kernels import (  # noqa: F401 (they are run here again, on anoth
 )
 from test_cuda_launches import fused_functions
 
-pytest.importorskip("spmd_engine.arrays.fast_kernels")
-Loops = pytest.importorskip("spmd_engine.arrays.fast_loops").Loops
+pytest.importorskip("spmd_engine.arrays.numba.kernels")
+Loops = pytest.importorskip("spmd_engine.arrays.numba.object_code").Loops
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +155,7 @@ def test_they_can_be_switched_off(monkeypatch):
 
 def test_without_numba_numpy_computes(monkeypatch, caplog):
     monkeypatch.setenv("SPMD_FAST", "1")
-    monkeypatch.setattr("spmd_engine.arrays.fast_functions.find_spec", lambda _: None)
+    monkeypatch.setattr("spmd_engine.arrays.numba.functions.find_spec", lambda _: None)
     assert fast_functions() is None and not caplog.records
 
 
@@ -165,13 +165,13 @@ def test_a_numba_that_refuses_is_named(monkeypatch, caplog, tmp_path, kind):
 
     class Refusing:
         def find_spec(self, name, path=None, target=None):
-            if name == "spmd_engine.arrays.fast_compile":
+            if name == "spmd_engine.arrays.numba.compile":
                 raise kind("Numba needs NumPy 2.3 or less")
 
     monkeypatch.setenv("SPMD_FAST", "1")
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    monkeypatch.delitem(sys.modules, "spmd_engine.arrays.fast_compile", raising=False)
-    monkeypatch.delattr("spmd_engine.arrays.fast_compile", raising=False)
+    monkeypatch.delitem(sys.modules, "spmd_engine.arrays.numba.compile", raising=False)
+    monkeypatch.delattr("spmd_engine.arrays.numba.compile", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Refusing(), *sys.meta_path])
     assert fast_functions() is None
     assert "Numba needs NumPy 2.3 or less" in caplog.text
@@ -185,7 +185,7 @@ def test_a_process_that_finds_object_code_does_not_load_numba(loops):
     text = """
 import sys
 import numpy as np
-from spmd_engine.arrays.fast_functions import fast_functions
+from spmd_engine.arrays.numba.functions import fast_functions
 print(fast_functions().relu(np.array([-1, 2], np.float32))[0], "numba" in sys.modules)
 """
     done = subprocess.run(

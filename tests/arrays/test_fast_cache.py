@@ -10,7 +10,7 @@ import time
 import pytest
 
 pytest.importorskip("llvmlite")
-fast_cache = pytest.importorskip("spmd_engine.arrays.fast_cache")
+fast_cache = pytest.importorskip("spmd_engine.arrays.numba.object_code")
 
 NAME = "of_a_test"
 

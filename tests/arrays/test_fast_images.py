@@ -8,18 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from numerics import normals
-from spmd_engine.arrays import channels, convolution, pooling
 from spmd_engine.arrays.backend import CPU
-from spmd_engine.arrays.convolution import conv2d, conv2d_input_gradient, conv2d_weight_gradient
-from spmd_engine.arrays.fast_images import FastImages, fast_images
-from spmd_engine.arrays.meter import Meter, metered
-from spmd_engine.arrays.pooling import max_pool, max_pool_gradient, window_sums, window_sums_gradient
-from spmd_engine.arrays.shapes import on_shapes
-from spmd_engine.arrays.window import Window
+from spmd_engine.arrays.images import channels, convolution, pooling
+from spmd_engine.arrays.images.convolution import conv2d, conv2d_input_gradient, conv2d_weight_gradient
+from spmd_engine.arrays.images.pooling import max_pool, max_pool_gradient, window_sums, window_sums_gradient
+from spmd_engine.arrays.images.window import Window
+from spmd_engine.arrays.meta.backend import on_shapes
+from spmd_engine.arrays.meta.meter import Meter, metered
+from spmd_engine.arrays.numba.images import FastImages, fast_images
 from test_convolution import lengths, windows
 
 pytest.importorskip("numba")
-fast_places = pytest.importorskip("spmd_engine.arrays.fast_places")
+fast_places = pytest.importorskip("spmd_engine.arrays.numba.places")
 
 
 @pytest.fixture(scope="module")

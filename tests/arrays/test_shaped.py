@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from spmd_engine.arrays.meter import Meter, metered
-from spmd_engine.arrays.shaped_functions import ShapedArray
+from spmd_engine.arrays.meta.functions import ShapedArray
+from spmd_engine.arrays.meta.meter import Meter, metered
 from spmd_engine.errors import UsageError
 
 X, Y = np.ones((2, 6, 4), np.float32), np.ones((4, 6), np.float32)

@@ -9,7 +9,7 @@ import parts
 import tiny
 from spmd_engine import Mesh, run
 from spmd_engine.arrays import einsum
-from spmd_engine.arrays.window import Window
+from spmd_engine.arrays.images.window import Window
 from spmd_engine.checkpoints import load_checkpoint, save_checkpoint
 from spmd_engine.engine import AdamW, LayeredEngine, schedules
 from spmd_engine.engine.assignment import Storage

@@ -9,7 +9,7 @@ from image_layers import BATCH, IMAGE, ONE, Problem, assert_as_one_device, asser
 from numerics import normals
 from pairwise import in_turn
 from spmd_engine import Mesh
-from spmd_engine.arrays.window import Window
+from spmd_engine.arrays.images.window import Window
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import (
     AveragePool,

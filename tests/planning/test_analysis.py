@@ -172,7 +172,7 @@ def test_a_gradient_that_has_arrived_is_added_where_it_was_waited_for():
 def test_what_loops_of_convolutions_keep_is_foretold_once(monkeypatch):
     """Where they read and write: a table of each convolution, way and size, which all micro-batches use."""
     pytest.importorskip("numba")
-    fast_places = pytest.importorskip("spmd_engine.arrays.fast_places")
+    fast_places = pytest.importorskip("spmd_engine.arrays.numba.places")
     found = {}
 
     def analysis(batch_size, micro_batches=1):

@@ -7,7 +7,7 @@ import pytest
 
 from script_module import script
 from spmd_engine import run
-from spmd_engine.arrays.meter import CONVOLUTION, CONVOLUTION_WEIGHTS
+from spmd_engine.arrays.meta.meter import CONVOLUTION, CONVOLUTION_WEIGHTS
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.composition import ModelConfig
 from spmd_engine.planning import analyze, measure

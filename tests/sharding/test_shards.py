@@ -7,7 +7,7 @@ import pytest
 
 from numerics import normals
 from spmd_engine import Mesh, run
-from spmd_engine.arrays.window import Window
+from spmd_engine.arrays.images.window import Window
 from spmd_engine.errors import MeshError, NotationError
 from spmd_engine.layers.later import wait_for
 from spmd_engine.sharding import Layout, Shards
@@ -244,9 +244,7 @@ def test_rows_go_to_the_ranks_of_a_letter_and_back(started):
         x = x.reshape(-1, 3)
         y, received = sh.all_to_all(x, splits, over="e")
         assert received == [(sender + sh.mesh.rank) % 3 for sender in range(3)]
-        assert y.tolist() == [
-            [sender, sh.mesh.rank, k] for sender, count in enumerate(received) for k in range(count)
-        ]
+        assert y.tolist() == [[sender, sh.mesh.rank, k] for sender, count in enumerate(received) for k in range(count)]
         if started:
             back = sh.start_all_to_all(y, received, over="e", received=splits).wait()
         else:

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from spmd_engine.arrays.meter import meter
-from spmd_engine.arrays.shaped import ShapedArray, count
+from spmd_engine.arrays.meta.array import ShapedArray, count
+from spmd_engine.arrays.meta.meter import meter
 from spmd_engine.errors import UsageError
 
 # --- operators and other functions that go element by element

@@ -13,8 +13,7 @@ The backward takes x itself, so that nothing but y need be written forward. All 
 from math import prod
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.arrays.chunks import chunks
-from spmd_engine.arrays.fused import fused_of_images
+from spmd_engine.arrays.fused import chunks, fused_of_images
 
 
 @fused_of_images

@@ -1,6 +1,6 @@
 """Loops over float32 arrays that Numba compiles: every chain of elementwise steps is one pass over memory.
 
-Imported only where they are compiled (``fast_compile``). A loop's annotations are the types it is compiled for, once;
+Imported only where they are compiled (``compile``). A loop's annotations are the types it is compiled for, once;
 it writes to arrays that it is given, and allocates nothing. What is not a number stays so. Numbers of Python count as
 float64 in a loop, hence ``f32`` around each.
 """

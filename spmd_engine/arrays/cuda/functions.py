@@ -7,9 +7,8 @@ of images, ``@fused_of_images``, whose text is a few large matrix products and a
 
 from types import ModuleType, SimpleNamespace
 
-from spmd_engine.arrays.cuda_kernels import ELEMENTWISE, REDUCTIONS
-from spmd_engine.arrays.factors import adamw_factors
-from spmd_engine.arrays.pairs import halves, over_heads
+from spmd_engine.arrays.cuda.kernels import ELEMENTWISE, REDUCTIONS
+from spmd_engine.arrays.factors import adamw_factors, halves, over_heads
 
 
 class CudaFunctions:

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 from numpy.lib.stride_tricks import as_strided
 
-from spmd_engine.arrays import meter as metering
-from spmd_engine.arrays.meter import Memory
+from spmd_engine.arrays.meta import meter as metering
+from spmd_engine.arrays.meta.meter import Memory
 from spmd_engine.errors import UsageError
 
 
@@ -134,7 +134,7 @@ class ShapedArray(NDArrayOperatorsMixin):
             return lambda *args, **options: function(self, *args, **options)
         raise AttributeError(f"an array that is only a shape has no {name!r}")
 
-    #: What NumPy's operators and functions make of such arrays: ``shaped_functions`` says it.
+    #: What NumPy's operators and functions make of such arrays: ``functions`` says it.
     apply_ufunc: ClassVar[Callable]
     apply_function: ClassVar[Callable]
 

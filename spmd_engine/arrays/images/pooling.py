@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.fused import fused_of_images
-from spmd_engine.arrays.window import Window, check_gradient, outputs_of
+from spmd_engine.arrays.images.window import Window, check_gradient, outputs_of
 
 
 @fused_of_images
@@ -29,9 +29,7 @@ def max_pool(x: Array, rows: Window, columns: Window) -> tuple[Array, Array]:
 
 
 @fused_of_images
-def max_pool_gradient(
-    dy: Array, chosen: Array, rows: Window, columns: Window, lengths: tuple[int, int]
-) -> Array:
+def max_pool_gradient(dy: Array, chosen: Array, rows: Window, columns: Window, lengths: tuple[int, int]) -> Array:
     """dx[b h w c] of ``max_pool`` for dy[b p q c]; ``lengths`` are those of h and w."""
     dx = backend_of(dy).xp.zeros((dy.shape[0], *lengths, dy.shape[3]), dy.dtype)
     check_gradient(dy.shape, dx.shape, rows, columns, dy.shape[3])

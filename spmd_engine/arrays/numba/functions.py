@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd_engine.arrays.factors import adamw_factors
-from spmd_engine.arrays.mask import hide
+from spmd_engine.arrays.factors import adamw_factors, hide
 
 _SUMMED = 1024  # rows whose sum is made one by one: a sum of a million would have lost two digits more
 
@@ -20,12 +19,12 @@ logger = logging.getLogger(__name__)
 
 def fast_functions() -> FastFunctions | None:
     """The compiled functions, where Numba is installed and SPMD_FAST is not 0; else None, and NumPy does it."""
-    loops = compiled_loops("functions", "fast_kernels", "fast_decoders")
+    loops = compiled_loops("functions", "kernels", "decoder_kernels")
     return FastFunctions(loops) if loops else None
 
 
 def loops_are_there() -> bool:
-    """Whether ``fast_functions`` will find them, without loading them."""
+    """Whether ``functions`` will find them, without loading them."""
     return os.environ.get("SPMD_FAST", "1") != "0" and find_spec("numba") is not None
 
 
@@ -34,7 +33,7 @@ def compiled_loops(name: str, *modules: str) -> Any:
     if not loops_are_there():
         return None
     try:
-        from spmd_engine.arrays.fast_loops import linked
+        from spmd_engine.arrays.numba.object_code import linked
 
         return linked(name, modules)
     except (ImportError, SystemError, RuntimeError) as error:  # its releases follow NumPy's with a delay

@@ -145,9 +145,7 @@ class Meter:
         work, self.work = self.work, Work()
         return work
 
-    def product(
-        self, batch: int, m: int, n: int, k: int, itemsize: int, fused: float = 0.0, kernel: str = ""
-    ) -> None:
+    def product(self, batch: int, m: int, n: int, k: int, itemsize: int, fused: float = 0.0, kernel: str = "") -> None:
         """``batch`` matrix products of [m k] by [k n], read once and written once; where ``fused``, a share of the
         speed that a kernel reaches which uses them up where they are made, never written. ``kernel``: as of
         ``Product``."""

@@ -1,11 +1,11 @@
 """Compiled loops over float32 arrays of what Llamas have: RMS norm, gated perceptrons, rotary positions.
 
-As those of ``fast_kernels``, in whose manner they are written.
+As those of ``kernels``, in whose manner they are written.
 """
 
 import numpy as np
 
-from spmd_engine.arrays.fast_kernels import Blocks, Number, Rows, Vector, compiled, compiled_sums, exponential, f32
+from spmd_engine.arrays.numba.kernels import Blocks, Number, Rows, Vector, compiled, compiled_sums, exponential, f32
 
 # --- RMS norm of rows[n d]
 

@@ -1,27 +1,84 @@
-"""Convolutions of images, forward and backward, as matrix products of patches.
-
-Channels come last. A patch is what one output position reads, [k l i] for every group of channels. Patches are copied
-a panel at a time, small enough to stay in cache, and a panel is multiplied at once; so the memory beside inputs and
-results does not grow with the images. Of one tap, pixels are patches already: see ``pointwise``.
-"""
+"""Convolutions of images, forward and backward, as matrix products of patches or, for one tap, of pixels."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import wraps
 from math import prod
 
-from spmd_engine.arrays import pointwise
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.fused import fused_of_images
-from spmd_engine.arrays.pointwise import by_product
-from spmd_engine.arrays.window import Window, check_convolution, check_gradient, outputs_of
+from spmd_engine.arrays.images.window import Window, check_convolution, check_gradient, outputs_of
+
+
+def by_product(product: Callable) -> Callable:
+    """Let ``product`` compute what is decorated, a function of (array, array, rows, columns, groups, ...), if all
+    channels read all pixels by one tap each, and no padding."""
+
+    def decorate(function: Callable) -> Callable:
+        @wraps(function)
+        def run(a: Array, b: Array, rows: Window, columns: Window, groups: int = 1, *others) -> Array:
+            plain = groups == 1 and _is_plain(rows) and _is_plain(columns)
+            return (product if plain else function)(a, b, rows, columns, groups, *others)
+
+        return run
+
+    return decorate
+
+
+def pointwise_conv2d(x: Array, w: Array, rows: Window, columns: Window, groups: int) -> Array:
+    """y[b p q f] of x[b h w c] and w[1 1 c f]."""
+    check_convolution(x.shape, w.shape, rows, columns, groups)
+    read = _pixels(x[_read(rows, columns)])
+    return (read @ w[0, 0]).reshape(outputs_of(x.shape, rows, columns, w.shape[3]))
+
+
+def input_gradient(dy: Array, w: Array, rows: Window, columns: Window, groups: int, lengths: tuple[int, int]) -> Array:
+    """dx[b h w c] for dy[b p q f]: 0 where strides left pixels out."""
+    shape = dy.shape[0], *lengths, w.shape[2]
+    check_convolution(shape, w.shape, rows, columns, groups)
+    check_gradient(dy.shape, shape, rows, columns, w.shape[3])
+    of_read = (_pixels(dy) @ w[0, 0].T).reshape(*dy.shape[:3], w.shape[2])
+    if of_read.shape == shape:
+        return of_read
+    dx = backend_of(dy).xp.zeros(shape, dy.dtype)
+    dx[_read(rows, columns)] = of_read
+    return dx
+
+
+def weight_gradient(x: Array, dy: Array, rows: Window, columns: Window, groups: int) -> Array:
+    """dw[1 1 c f] for dy[b p q f]."""
+    check_gradient(dy.shape, x.shape, rows, columns, dy.shape[3])
+    return (_pixels(x[_read(rows, columns)]).T @ _pixels(dy))[None, None]
+
+
+def _is_plain(window: Window) -> bool:
+    return window.size == 1 and window.before <= 0 and window.after <= 0
+
+
+def _read(rows: Window, columns: Window) -> tuple[slice, ...]:
+    """The pixels of x[b h w c] that outputs read, where a padding below 0 leaves some out at either end."""
+    return slice(None), *(slice(-window.before, window.after or None, window.stride) for window in (rows, columns))
+
+
+def _pixels(x: Array) -> Array:
+    """x[b h w c] as [(b h w) c]."""
+    return x.reshape(prod(x.shape[:3]), x.shape[3])
+
+
+# --- Convolutions of images, forward and backward, as matrix products of patches
+#
+# Channels come last. A patch is what one output position reads, [k l i] for every group of channels. Patches are
+# copied a panel at a time, small enough to stay in cache, and a panel is multiplied at once; so the memory beside
+# inputs and results does not grow with the images. Of one tap, pixels are patches already: see ``pointwise_conv2d``.
+
 
 PANEL_ELEMENTS = 1 << 18  # 1 MiB of float32: fits a core's L2 cache
 DEVICE_PANEL_ELEMENTS = 1 << 26  # a device wants few and large launches
 
 
-@by_product(pointwise.conv2d)
+@by_product(pointwise_conv2d)
 @fused_of_images
 def conv2d(x: Array, w: Array, rows: Window, columns: Window, groups: int = 1) -> Array:
     """y[b p q f] = sum over k, l, i of x[b h w c] * w[k l i f], where output p, q reads its windows of h and w.
@@ -39,7 +96,7 @@ def conv2d(x: Array, w: Array, rows: Window, columns: Window, groups: int = 1) -
     return y
 
 
-@by_product(pointwise.input_gradient)
+@by_product(input_gradient)
 @fused_of_images
 def conv2d_input_gradient(
     dy: Array, w: Array, rows: Window, columns: Window, groups: int, lengths: tuple[int, int]
@@ -55,7 +112,7 @@ def conv2d_input_gradient(
     return dx
 
 
-@by_product(pointwise.weight_gradient)
+@by_product(weight_gradient)
 @fused_of_images
 def conv2d_weight_gradient(x: Array, dy: Array, rows: Window, columns: Window, groups: int) -> Array:
     """dw[k l i f] of ``conv2d`` for dy[b p q f]."""

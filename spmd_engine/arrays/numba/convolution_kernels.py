@@ -1,9 +1,9 @@
 """Loops of convolutions over float32 images that Numba compiles.
 
-As those of ``fast_kernels``, in whose manner they are written. A convolution is a matrix product whose left matrix,
+As those of ``kernels``, in whose manner they are written. A convolution is a matrix product whose left matrix,
 the patches, is never made: ``_multiply_tile`` reads a patch where it lies, in images that were copied with their
 padding, the panel. The tile of the product that it works on stays in registers. It is written in LLVM's own vectors,
-since no loop of Numba's is compiled into one that keeps a tile there. What lies where ``fast_places`` has found.
+since no loop of Numba's is compiled into one that keeps a tile there. What lies where ``places`` has found.
 """
 
 from llvmlite import ir
@@ -12,8 +12,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
 
-from spmd_engine.arrays.fast_kernels import Four, Images, Indices, Integer, Vector, compiled, f32
-from spmd_engine.arrays.fast_places import LANES, ROWS, WIDE
+from spmd_engine.arrays.numba.kernels import Four, Images, Indices, Integer, Vector, compiled, f32
+from spmd_engine.arrays.numba.places import LANES, ROWS, WIDE
 
 
 def _tile_product(vectors: int):

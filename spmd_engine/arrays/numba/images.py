@@ -7,22 +7,21 @@ from math import gcd, prod
 
 import numpy as np
 
-from spmd_engine.arrays.fast_functions import compiled_loops
-from spmd_engine.arrays.fast_groups import joined, parted, side_by_side
-from spmd_engine.arrays.window import Window, check_convolution, check_gradient, outputs_of
+from spmd_engine.arrays.images.window import Window, check_convolution, check_gradient, outputs_of
+from spmd_engine.arrays.numba.functions import compiled_loops
 
 
 def fast_images() -> FastImages | None:
-    """The compiled functions of images, as ``fast_functions``."""
-    loops = compiled_loops("images", "fast_convolution", "fast_pooling", "fast_channels")
-    return FastImages(loops, import_module("spmd_engine.arrays.fast_places")) if loops else None
+    """The compiled functions of images, as ``functions``."""
+    loops = compiled_loops("images", "convolution_kernels", "image_kernels")
+    return FastImages(loops, import_module("spmd_engine.arrays.numba.places")) if loops else None
 
 
 class FastImages:
     """Each has the name, signature and result of its NumPy text, where both are documented."""
 
     def __init__(self, loops, places) -> None:
-        """``places`` is the module ``fast_places``, which is imported where loops are there alone."""
+        """``places`` is the module ``places``, which is imported where loops are there alone."""
         self._loops, self._places = loops, places
 
     def takes(self, x: np.ndarray) -> bool:
@@ -139,7 +138,7 @@ class FastImages:
 
     def max_pool(self, x, rows, columns):
         if rows.size * columns.size > 256:  # more taps than a byte counts
-            from spmd_engine.arrays import pooling
+            from spmd_engine.arrays.images import pooling
 
             return pooling.max_pool.__wrapped__(x, rows, columns)
         y = np.full_like(x, -np.inf, np.float32, shape=outputs_of(x.shape, rows, columns, x.shape[3]))
@@ -149,7 +148,7 @@ class FastImages:
 
     def max_pool_gradient(self, dy, chosen, rows, columns, lengths):
         if rows.size * columns.size > 256:
-            from spmd_engine.arrays import pooling
+            from spmd_engine.arrays.images import pooling
 
             return pooling.max_pool_gradient.__wrapped__(dy, chosen, rows, columns, lengths)
         dx = np.zeros_like(dy, np.float32, shape=(dy.shape[0], *lengths, dy.shape[3]))
@@ -239,3 +238,36 @@ def _backward(window: Window, first: int) -> tuple[slice | None, Window]:
     nearest = (place - taps[-1] * window.dilation) // window.stride  # the output that the last tap reads, for m = 0
     last_to_first = slice(taps[-1], taps[0] - 1 if taps[0] else None, -(window.stride // common))
     return last_to_first, Window(len(taps), 1, window.dilation // common, -nearest)
+
+
+# --- Groups of few channels, several side by side as one: where a vector of outputs is made at once, that is less work
+#
+# The weights between channels of different groups are then 0, and gradients of these are left out.
+
+
+def side_by_side(groups: int, outputs: int, wide: int) -> int:
+    """How many of the groups, of so many outputs each, to take as one: as many as divide them and fill no more than
+    ``wide`` outputs."""
+    return max(m for m in range(1, max(1, min(groups, wide // max(1, outputs))) + 1) if groups % m == 0)
+
+
+def joined(w: np.ndarray, groups: int, m: int) -> np.ndarray:
+    """w[k l i (g o)] of convolutions in ``groups`` as [k l (m i) (g o)], in groups of m of these."""
+    k, l, i, f = w.shape
+    o = f // groups
+    wide = np.zeros_like(w, shape=(k, l, m, i, groups // m, m, o))
+    parts = w.reshape(k, l, i, groups // m, m, o)
+    for each in range(m):
+        wide[:, :, each, :, :, each] = parts[:, :, :, :, each]
+    return wide.reshape(k, l, m * i, f)
+
+
+def parted(wide: np.ndarray, groups: int, m: int) -> np.ndarray:
+    """Of gradients [k l (m i) (g o)] those of w[k l i (g o)]: the adjoint of ``joined``."""
+    k, l, mi, f = wide.shape
+    i, o = mi // m, f // groups
+    blocks = wide.reshape(k, l, m, i, groups // m, m, o)
+    w = np.empty_like(wide, shape=(k, l, i, groups // m, m, o))
+    for each in range(m):
+        w[:, :, :, :, each] = blocks[:, :, each, :, :, each]
+    return w.reshape(k, l, i, f)

@@ -1,4 +1,4 @@
-"""Compiles loops to object code, which any later process links without Numba (``fast_loops``).
+"""Compiles loops to object code, which any later process links without Numba (``object_code``).
 
 Beside each loop stands its entry, a C function of its name that Python can call, and that takes arrays as they are. It
 raises TypeError for what is no such array as the loop is compiled for, before anything is read or written.
@@ -17,7 +17,7 @@ from numba.core.cpu_options import FastMathOptions
 from numba.core.registry import cpu_target
 from numba.np.arrayobj import populate_array
 
-from spmd_engine.arrays.fast_kernels import Loop
+from spmd_engine.arrays.numba.kernels import Loop
 
 # Where an array object, PyArrayObject_fields of NumPy's ndarraytypes.h, has its data pointer, and what follows that;
 # and where a PyArray_Descr has its type's number.
@@ -37,7 +37,7 @@ def compile_loops(modules: Iterable[str]) -> tuple[list[str], bytes]:
     _check_layout()
     names, programs = [], []
     for module in modules:
-        for name, loop in vars(import_module(f"spmd_engine.arrays.{module}")).items():
+        for name, loop in vars(import_module(f"spmd_engine.arrays.numba.{module}")).items():
             if isinstance(loop, Loop):
                 result = _compile(loop)
                 names.append(name)

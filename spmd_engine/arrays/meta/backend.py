@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, Backend, register_backend, unregister_backend
-from spmd_engine.arrays.fast_functions import FastFunctions, loops_are_there
-from spmd_engine.arrays.fast_images import FastImages
-from spmd_engine.arrays.meter import CONVOLUTION, CONVOLUTION_WEIGHTS, meter
-from spmd_engine.arrays.shaped import ShapedArray, count
-from spmd_engine.arrays.shaped_functions import FUNCTIONS
+from spmd_engine.arrays.meta.array import ShapedArray, count
+from spmd_engine.arrays.meta.functions import FUNCTIONS
+from spmd_engine.arrays.meta.meter import CONVOLUTION, CONVOLUTION_WEIGHTS, meter
+from spmd_engine.arrays.numba.functions import FastFunctions, loops_are_there
+from spmd_engine.arrays.numba.images import FastImages
 
 
 class ShapedModule:
@@ -82,7 +82,7 @@ class Shapes(Backend):
         """Apart, since only models of images need them, and finding them takes a while."""
         if self.kernels is None:
             return None
-        return FastImages(_Loops(), _KeptPlaces(import_module("spmd_engine.arrays.fast_places")))
+        return FastImages(_Loops(), _KeptPlaces(import_module("spmd_engine.arrays.numba.places")))
 
     def owns(self, x: Array) -> bool:
         return isinstance(x, ShapedArray)

@@ -1,19 +1,20 @@
-"""Object code of loops is kept on disk: one process compiles what is not there, and the others wait to find it.
+"""Compiled loops in this process: linked from object code by LLVM, without Numba, which takes a second to load.
 
-The lock lies in the folder of what is kept, so only those wait for each other who share it, and nobody else can make
-it before them. Who finds the code takes no lock.
+The first process on a machine compiles (``compile``); object code is kept on disk (``object_code``).
 """
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import hashlib
+import json
 import logging
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +25,62 @@ from llvmlite import binding
 
 from spmd_engine.errors import UsageError
 from spmd_engine.regular_file import open_regular
+
+_FASTCALL = 0x0080  # METH_FASTCALL of Python's methodobject.h
+
+
+class _MethodDef(ctypes.Structure):
+    """PyMethodDef of Python's methodobject.h."""
+
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("function", ctypes.c_void_p),
+        ("flags", ctypes.c_int),
+        ("doc", ctypes.c_char_p),
+    ]
+
+
+def linked(name: str, modules: Sequence[str]) -> Loops:
+    """The loops of some modules of this package, whose object code is kept under a name."""
+
+    def compile_them() -> bytes:
+        from spmd_engine.arrays.numba.compile import compile_loops
+
+        names, code = compile_loops(modules)
+        return json.dumps(names).encode() + b"\n" + code
+
+    names, _, code = kept(name, compile_them).partition(b"\n")
+    return Loops(json.loads(names), code)
+
+
+class Loops:
+    """Functions by name, of object code that ``compile_loops`` has made; RuntimeError if it cannot be linked.
+
+    They take arrays and numbers, write to arrays, and return nothing. They raise TypeError for an array that is not
+    contiguous, of another type, or with fewer dimensions than the loop has; that arrays of several arguments have
+    lengths that belong together is for the caller to see to.
+    """
+
+    def __init__(self, names: Sequence[str], code: bytes) -> None:
+        binding.initialize_native_target()
+        binding.initialize_native_asmprinter()
+        library = binding.JITLibraryBuilder().add_object_img(code).add_current_process()
+        for name in names:
+            library.export_symbol(name)
+        self._linker = binding.create_lljit_compiler()
+        self._code = library.link(self._linker, "loops")
+        self._definitions = [_MethodDef(name.encode(), self._code[name], _FASTCALL, None) for name in names]
+        new = ctypes.pythonapi.PyCFunction_NewEx
+        new.argtypes, new.restype = [ctypes.c_void_p] * 3, ctypes.py_object
+        for name, definition in zip(names, self._definitions, strict=True):
+            setattr(self, name, new(ctypes.addressof(definition), None, None))
+
+
+# --- Object code of loops is kept on disk: one process compiles what is not there, and the others wait to find it
+#
+# The lock lies in the folder of what is kept, so only those wait for each other who share it, and nobody else can
+# make it before them. Who finds the code takes no lock.
+
 
 WARN_AFTER = 10.0  # seconds of waiting after which a process says what it waits for
 LIMIT = 180.0  # seconds of waiting after which it compiles beside the one that holds the lock
@@ -71,7 +128,7 @@ def _folder() -> Path | None:
 def _key() -> bytes:
     """A digest of all that makes the code what it is."""
     here, numba = Path(__file__).parent, find_spec("numba")
-    sources = [*sorted(here.glob("fast_*.py")), here / "factors.py"]
+    sources = [*sorted(here.glob("*.py")), here.parent / "factors.py"]
     if numba is not None and numba.origin:
         sources += Path(numba.origin).parent.glob("_version.py")
     digest = hashlib.sha256()

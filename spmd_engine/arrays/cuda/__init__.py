@@ -1,0 +1,1 @@
+"""CUDA kernels, under the names of the NumPy functions that they replace."""

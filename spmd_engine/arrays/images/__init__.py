@@ -1,0 +1,1 @@
+"""Operations on images: convolution, pooling, and the statistics of channels."""
