@@ -23,8 +23,7 @@ from spmd_engine.comm.agreement import gather_json, on_rank_zero, text_from_rank
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.errors import CheckpointError, UsageError
-from spmd_engine.sharding.asking import ask_placement
-from spmd_engine.sharding.placement import ArrayPlacement, Placement, ranks_of_blocks
+from spmd_engine.sharding.placement import ArrayPlacement, Placement, ask_placement, ranks_of_blocks
 from spmd_engine.sharding.rectangles import Rectangle
 
 BLOCK = 4 << 20  #: bytes; larger rectangles are several blocks, so that who needs a part reads little more than that

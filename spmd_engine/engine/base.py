@@ -34,9 +34,8 @@ from spmd_engine.engine.parameter_store import Index
 from spmd_engine.engine.tape import Tape, Tapes
 from spmd_engine.errors import UnknownParameter, UsageError
 from spmd_engine.layers.loss import mean_squared_error
-from spmd_engine.sharding.asking import ask_placement, ask_shapes
 from spmd_engine.sharding.notation import Spec
-from spmd_engine.sharding.placement import Placement
+from spmd_engine.sharding.placement import Placement, ask_placement, ask_shapes
 from spmd_engine.sharding.rectangles import Rectangle
 
 if TYPE_CHECKING:

@@ -30,9 +30,8 @@ from spmd_engine.errors import UsageError
 from spmd_engine.layers.cache import Cache
 from spmd_engine.layers.layer import ForwardContext, Layer
 from spmd_engine.models import Model, layout_for
-from spmd_engine.sharding.layout import Layout
+from spmd_engine.sharding.layout import Layout, block_of, in_order
 from spmd_engine.sharding.shards import Shards
-from spmd_engine.sharding.zigzag import block_of, in_order
 
 AT_A_TIME = 1 << 25  # bytes of a parameter that are loaded at a time, where this makes a difference
 

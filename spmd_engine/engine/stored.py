@@ -13,9 +13,8 @@ from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.parameter_store import Index, ParameterStore
 from spmd_engine.engine.storage import GroupStorage
 from spmd_engine.errors import UsageError
-from spmd_engine.sharding.asking import placement_said, say
 from spmd_engine.sharding.notation import Spec
-from spmd_engine.sharding.placement import Placement
+from spmd_engine.sharding.placement import Placement, placement_said, say
 
 Placements = dict[bool, Placement]  # by whether of what ranks own, or of what they store
 

@@ -15,8 +15,7 @@ from spmd_engine.sharding.layout import Layout
 from spmd_engine.sharding.notation import nested_span
 
 if TYPE_CHECKING:
-    from spmd_engine.sharding.halos import Reach, Reads
-    from spmd_engine.sharding.recuts import Axes
+    from spmd_engine.sharding.halos import Axes, Reach, Reads
     from spmd_engine.sharding.transfer import Blocks, TransferPlan, UnderWay
 
     Reading = tuple[int, Reads]  #: how long a letter is in all, and what outputs read of it
@@ -194,7 +193,7 @@ class Shards:
             return x
         key = "recut", tuple(shape), x.dtype, dims, after
         if key not in self._plans:
-            from spmd_engine.sharding.recuts import plan_recut
+            from spmd_engine.sharding.halos import plan_recut
 
             self._plans[key] = plan_recut(shape, x.dtype, changes, self.mesh.peers(axes))
         return self._plans[key].execute(self.mesh.group(axes), {"x": [x]}, label=self.label)["x"][0]
@@ -214,7 +213,7 @@ class Shards:
         return x
 
     def _change(self, dims: str, after: str) -> tuple[tuple[str, ...], list[tuple[Axes, Axes]]]:
-        from spmd_engine.sharding.recuts import recut_axes
+        from spmd_engine.sharding.halos import recut_axes
 
         return recut_axes(*([self.axes_in_order(x) for x in each.split()] for each in (dims, after)), self.mesh)
 

@@ -19,22 +19,24 @@ from spmd_engine.comm.group import Group
 from spmd_engine.comm.pending import Pending
 from spmd_engine.comm.reducing import reduce_into
 from spmd_engine.errors import UsageError, one_of
-from spmd_engine.sharding.pieces import (
+from spmd_engine.sharding.placement import Placement
+from spmd_engine.sharding.routes import (
     Blocks,
     Copy,
     Piece,
+    Route,
     Segment,
     add,
     backend_of_blocks,
     check_blocks,
     copy_unless_there,
+    count_rounds,
+    find_routes,
     given,
     make_segment,
     new_blocks,
     taken,
 )
-from spmd_engine.sharding.placement import Placement
-from spmd_engine.sharding.routes import Route, count_rounds, find_routes
 
 PIECE = 32 << 20  # bytes
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.optimizers import Optimizer
-from spmd_engine.sharding.expert_placement import moved, rebalanced
+from spmd_engine.sharding.experts import moved, rebalanced
 
 logger = logging.getLogger(__name__)
 

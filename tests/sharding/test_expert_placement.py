@@ -8,7 +8,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from spmd_engine.errors import UsageError
-from spmd_engine.sharding.expert_placement import (
+from spmd_engine.sharding.experts import (
+    best_matching,
     even,
     greedy,
     imbalance,
@@ -18,7 +19,6 @@ from spmd_engine.sharding.expert_placement import (
     rebalanced,
     renumbered,
 )
-from spmd_engine.sharding.matching import best_matching
 
 counts = st.integers(0, 1000)
 numbers = st.floats(0, 1e6, allow_subnormal=False)

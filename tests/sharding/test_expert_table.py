@@ -1,7 +1,6 @@
 """The routing table as text."""
 
-from spmd_engine.sharding.expert_placement import even
-from spmd_engine.sharding.expert_table import routing_table
+from spmd_engine.sharding.experts import even, routing_table
 
 
 def test_a_table_with_loads():

@@ -8,9 +8,9 @@ import pytest
 from spmd_engine.axes import all_positions
 from spmd_engine.errors import UsageError
 from spmd_engine.sharding import Layout, Spec
+from spmd_engine.sharding.layout import block_of
 from spmd_engine.sharding.placement import ArrayPlacement, Placement, views
 from spmd_engine.sharding.rectangles import Rectangle
-from spmd_engine.sharding.zigzag import block_of
 
 MESHES = [{"data": 1}, {"data": 3}, {"data": 2, "model": 2}, {"data": 2, "model": 3}]
 

@@ -8,7 +8,7 @@ import pytest
 from spmd_engine import Mesh, run
 from spmd_engine.axes import all_positions
 from spmd_engine.sharding import Layout
-from spmd_engine.sharding.zigzag import block_of, in_order
+from spmd_engine.sharding.layout import block_of, in_order
 
 MESHES = [{"context": 3}, {"data": 2, "context": 2}, {"context": 2, "data": 3, "model": 2}, {"pipe": 2, "context": 4}]
 

@@ -7,7 +7,7 @@ import tiny
 from spmd_engine import Mesh, run
 from spmd_engine.engine import AdamW
 from spmd_engine.engine.assignment import Storage
-from spmd_engine.sharding.expert_placement import imbalance
+from spmd_engine.sharding.experts import imbalance
 from spmd_engine.training import Trainer
 from spmd_engine.training.expert_load import ExpertLoad
 from spmd_engine.training.rebalance import Rebalancer

@@ -16,7 +16,7 @@ from spmd_engine.engine.composition import Composition, composed_layout
 from spmd_engine.errors import UsageError, one_of
 from spmd_engine.foreign import parse_json, read_text, reading
 from spmd_engine.models import Model, build_model
-from spmd_engine.sharding.expert_table import routing_table
+from spmd_engine.sharding.experts import routing_table
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.training.observers import MetricsFile
 

@@ -12,7 +12,6 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 
 from spmd_engine.errors import UsageError
-from spmd_engine.sharding.matching import best_matching
 
 Placement = tuple[int, ...]
 
@@ -43,9 +42,7 @@ def greedy(loads: Sequence[float], parts: int, most_per_part: int | None = None)
     return tuple(placement)
 
 
-def optimal(
-    loads: Sequence[float], parts: int, most_per_part: int | None = None, *, steps: int = 200_000
-) -> Placement:
+def optimal(loads: Sequence[float], parts: int, most_per_part: int | None = None, *, steps: int = 200_000) -> Placement:
     """A placement whose heaviest part is as light as can be, by branch and bound, beginning with the greedy one.
 
     Meant for up to some sixteen experts: raises UsageError if it has not ended after ``steps`` tries (about a second).
@@ -167,3 +164,100 @@ def _check(experts: int, parts: int, most_per_part: int | None, loads: Sequence[
     for expert, load in enumerate(loads):
         if not 0 <= load < float("inf"):
             raise UsageError(f"the load of expert {expert} is {load}: it must be a number, not negative")
+
+
+# --- Pairing rows with columns for the greatest gain: which new part becomes which old one, so that little moves
+
+
+def best_matching(gain: np.ndarray) -> list[int]:
+    """For each row of gain[n n] a column of its own such that the sum is the greatest (the Hungarian method, n^3).
+
+    Rows are added one at a time. ``row_price + column_price <= cost`` always, with equality for what is matched; the
+    cheapest way from the new row to a column that is free says which rows change their columns.
+    """
+    n = len(gain)
+    cost = np.zeros((n + 1, n + 1))
+    cost[1:, 1:] = -gain
+    row_price, column_price = np.zeros(n + 1), np.zeros(n + 1)
+    row_of = np.zeros(n + 1, int)  # of each column; 0: none. Column 0 is where the new row stands
+    for row in range(1, n + 1):
+        row_of[0], column = row, 0
+        cheapest, came_from, seen = np.full(n + 1, np.inf), np.zeros(n + 1, int), np.zeros(n + 1, bool)
+        while row_of[column]:
+            seen[column] = True
+            here = row_of[column]
+            way = cost[here] - row_price[here] - column_price
+            nearer = ~seen & (way < cheapest)
+            cheapest[nearer], came_from[nearer] = way[nearer], column
+            following = int(np.where(seen, np.inf, cheapest).argmin())
+            step = cheapest[following]
+            row_price[row_of[seen]] += step
+            column_price[seen] -= step
+            cheapest[~seen] -= step
+            column = following
+        while column:
+            row_of[column] = row_of[came_from[column]]
+            column = came_from[column]
+    column_of = np.empty(n, int)
+    column_of[row_of[1:] - 1] = np.arange(n)
+    return column_of.tolist()
+
+
+# --- The routing table as text: where each expert is, and what it and its part have to do
+
+
+BAR = 24  # characters of the heaviest part's bar
+
+
+def routing_table(
+    placement: Placement,
+    parts: int,
+    loads: Sequence[float] | None = None,
+    ranks: Sequence[Sequence[int]] | None = None,
+) -> str:
+    """A line for each expert, then one for each part, empty ones too, and the imbalance.
+
+    ``loads`` are those of the experts, in tokens or whatever was measured; ``ranks[part]`` the ranks that hold a part,
+    by default the one of its number.
+    """
+    on = [_listed(each) for each in ranks] if ranks is not None else [str(part) for part in range(parts)]
+    measured = np.zeros(len(placement)) if loads is None else np.asarray(loads, np.float64)
+    head = ["expert", "part", "ranks", *(["load", "share"] if loads is not None else [])]
+    rows = [head]
+    for expert, part in enumerate(placement):
+        rows.append([str(expert), str(part), on[part], *_load(measured[expert], measured.sum(), loads)])
+    text = _aligned(rows)
+
+    held = load_by_part(placement, measured, parts)
+    rows = [["part", "ranks", "experts", *head[3:]]]
+    for part in range(parts):
+        experts = [expert for expert, where in enumerate(placement) if where == part]
+        rows.append([str(part), on[part], _listed(experts) or "none", *_load(held[part], held.sum(), loads)])
+    if loads is not None:
+        bars = ["", *("#" * round(BAR * load / (held.max() or 1.0)) for load in held)]
+        rows = [[*row, bar] for row, bar in zip(rows, bars, strict=True)]
+    text += ["", *_aligned(rows)]
+    if loads is not None:
+        text += ["", f"The heaviest part has {imbalance(placement, measured, parts):.2f} x the mean."]
+    return "\n".join(text)
+
+
+def _load(load: float, total: float, loads: Sequence[float] | None) -> list[str]:
+    return [f"{load:,.10g}", f"{load / (total or 1.0):.1%}"] if loads is not None else []
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    """Numbers with runs shortened: 0-3, 6."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines whose columns begin together."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
