@@ -8,7 +8,7 @@ from layer_harness import tree
 from numerics import frozen, normals
 from spmd_engine import Mesh, run
 from spmd_engine.layers import ForwardContext, GradientSums
-from spmd_engine.layers.later import wait_for
+from spmd_engine.layers.deferred import wait_for
 from spmd_engine.sharding import Layout, Shards
 
 BATCH, IMAGE = 3, (7, 6)
@@ -66,9 +66,7 @@ def solve(problem, cut):
             return layout.spec(dims).gather(x, mesh)
 
         p = {name: block(array, layer.parameters[name].dims) for name, array in problem.p.items()}
-        buffers = {
-            name: block(np.full(b.whole(layer.sizes), b.initial), b.dims) for name, b in layer.buffers.items()
-        }
+        buffers = {name: block(np.full(b.whole(layer.sizes), b.initial), b.dims) for name, b in layer.buffers.items()}
         given, ctx = tree_of({**p, **buffers}), ForwardContext(None, None, training=True)
         y, saved, *extra = layer.forward(sh, given, block(problem.x, layer.inputs.dims), ctx)
         dx, rest = layer.backward_input(sh, given, saved, block(problem.dy, layer.outputs.dims))

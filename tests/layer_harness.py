@@ -29,7 +29,7 @@ from spmd_engine.layers import (
     Rotary,
     RotaryOptions,
 )
-from spmd_engine.layers.later import wait_for
+from spmd_engine.layers.deferred import wait_for
 from spmd_engine.sharding import Layout, Shards
 
 BATCH, LENGTH, WIDTH, VOCABULARY = 3, 7, 6, 13

@@ -3,8 +3,8 @@
 import numpy as np
 
 from numerics import normals
-from spmd_engine.layers.router_options import RouterOptions
-from spmd_engine.layers.routing import Choices, Tokens, choose
+from spmd_engine.layers.moe.router_options import RouterOptions
+from spmd_engine.layers.moe.routing import Choices, Tokens, choose
 
 EXPERTS = 8
 ROUTERS = {

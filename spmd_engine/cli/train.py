@@ -16,7 +16,7 @@ from spmd_engine.cli.planned_job import AUTO, planned_here, planned_values
 from spmd_engine.cli.report import Reporter
 from spmd_engine.engine.composition import ModelConfig
 from spmd_engine.errors import UsageError
-from spmd_engine.layers.documents import DOCUMENTS
+from spmd_engine.layers.layer import DOCUMENTS
 from spmd_engine.process.signals import REQUEUE
 from spmd_engine.strategies import STRATEGIES
 from spmd_engine.training.augment import AUGMENT

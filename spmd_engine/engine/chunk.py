@@ -11,7 +11,7 @@ from spmd_engine.arrays.backend import Array
 from spmd_engine.engine.extras import Extras
 from spmd_engine.engine.reducer import Reducer
 from spmd_engine.engine.unsharder import Unsharder
-from spmd_engine.layers.later import wait_for
+from spmd_engine.layers.deferred import wait_for
 from spmd_engine.layers.layer import Extra, ForwardContext, Layer
 from spmd_engine.sharding.shards import Shards
 

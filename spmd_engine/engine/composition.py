@@ -20,7 +20,7 @@ from spmd_engine.engine.recompute import Recompute
 from spmd_engine.engine.shares import STATE, WORK, Shares, misfit, parse_shares
 from spmd_engine.engine.stages import Division, divide, parse_division
 from spmd_engine.errors import UsageError
-from spmd_engine.layers.names import CONTEXT_METHODS
+from spmd_engine.layers.attention.methods import CONTEXT_METHODS
 from spmd_engine.models import DecoderShape, ImageShape, Mixture, Model, layout_for
 from spmd_engine.models.adapters import LoRAOptions, with_adapters
 from spmd_engine.models.layouts import attends, note_of_shared_keys

@@ -11,7 +11,7 @@ import numpy as np
 from spmd_engine.arrays.attention import HIDDEN
 from spmd_engine.arrays.backend import Array
 from spmd_engine.errors import UsageError
-from spmd_engine.layers.cache import Cache
+from spmd_engine.layers.attention.kv_cache import Cache
 from spmd_engine.layers.layer import ForwardContext
 from spmd_engine.sharding.notation import nested_span
 

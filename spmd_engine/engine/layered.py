@@ -27,7 +27,7 @@ from spmd_engine.engine.recompute import Recompute
 from spmd_engine.engine.stages import Division
 from spmd_engine.engine.stored import StoredEngine, check_shapes
 from spmd_engine.errors import UsageError
-from spmd_engine.layers.cache import Cache
+from spmd_engine.layers.attention.kv_cache import Cache
 from spmd_engine.layers.layer import ForwardContext, Layer
 from spmd_engine.models import Model, layout_for
 from spmd_engine.sharding.layout import Layout, block_of, in_order

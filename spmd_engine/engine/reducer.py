@@ -10,7 +10,7 @@ from spmd_engine.comm.pending import Pending
 from spmd_engine.engine.compression import PendingReduction
 from spmd_engine.engine.storage import GroupStorage
 from spmd_engine.errors import SpmdError
-from spmd_engine.layers.gradients import GradientSums
+from spmd_engine.layers.layer import GradientSums
 
 IN_FLIGHT = 2  #: groups of micro-batches' gradients that may be under way to their owners (ZeRO-2 and 3)
 

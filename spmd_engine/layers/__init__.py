@@ -5,38 +5,29 @@ from typing import TYPE_CHECKING
 from spmd_engine.importing import imported_when_asked
 
 if TYPE_CHECKING:
-    from spmd_engine.layers.attention import Attention
-    from spmd_engine.layers.batch_norm import BatchNorm
-    from spmd_engine.layers.branch import Branch
+    from spmd_engine.layers.attention.attention import Attention
+    from spmd_engine.layers.attention.context import ContextMethod, GatherKeys
+    from spmd_engine.layers.attention.methods import context_method
+    from spmd_engine.layers.attention.ring_attention import RingAttention
+    from spmd_engine.layers.attention.rotary import Rotary, RotaryOptions
+    from spmd_engine.layers.attention.ulysses import Ulysses
     from spmd_engine.layers.chain import Chain
-    from spmd_engine.layers.context import ContextMethod
-    from spmd_engine.layers.convolution import Conv2d
     from spmd_engine.layers.declarations import Activation, Buffer, Parameter, SideOutput
-    from spmd_engine.layers.embedding import Embedding, Positions
+    from spmd_engine.layers.embedding import Embedding, Head, Positions
     from spmd_engine.layers.gated_mlp import GatedMLP
-    from spmd_engine.layers.gather_keys import GatherKeys
-    from spmd_engine.layers.gradients import GradientSums
-    from spmd_engine.layers.group_norm import GroupNorm
-    from spmd_engine.layers.head import Head
-    from spmd_engine.layers.image_windows import Window
-    from spmd_engine.layers.layer import Extra, ForwardContext, Layer
-    from spmd_engine.layers.linear import Linear
-    from spmd_engine.layers.loss import cross_entropy, mean_squared_error
-    from spmd_engine.layers.metrics import right_classes
+    from spmd_engine.layers.images.convolution import Conv2d
+    from spmd_engine.layers.images.pooling import AveragePool, GlobalPool, MaxPool
+    from spmd_engine.layers.images.reshard import Gather, Recut
+    from spmd_engine.layers.images.residual_block import ResidualBlock, Skip
+    from spmd_engine.layers.images.windows import Window
+    from spmd_engine.layers.layer import Extra, ForwardContext, GradientSums, Layer
+    from spmd_engine.layers.linear import Linear, ReLU
+    from spmd_engine.layers.loss import cross_entropy, mean_squared_error, right_classes
     from spmd_engine.layers.mlp import MLP
-    from spmd_engine.layers.moe import MoE
-    from spmd_engine.layers.names import context_method
-    from spmd_engine.layers.norm import LayerNorm, RMSNorm
-    from spmd_engine.layers.pooling import AveragePool, GlobalPool, MaxPool
-    from spmd_engine.layers.recut import Gather, Recut
-    from spmd_engine.layers.relu import ReLU
-    from spmd_engine.layers.residual import Parallel, Residual
-    from spmd_engine.layers.residual_block import ResidualBlock
-    from spmd_engine.layers.ring_attention import RingAttention
-    from spmd_engine.layers.rotary import Rotary, RotaryOptions
-    from spmd_engine.layers.router_options import RouterOptions
-    from spmd_engine.layers.skip import Skip
-    from spmd_engine.layers.ulysses import Ulysses
+    from spmd_engine.layers.moe.moe import MoE
+    from spmd_engine.layers.moe.router_options import RouterOptions
+    from spmd_engine.layers.norm import BatchNorm, GroupNorm, LayerNorm, RMSNorm
+    from spmd_engine.layers.residual import Branch, Parallel, Residual
 
 __all__ = [
     "MLP",
@@ -88,37 +79,74 @@ __all__ = [
 ]
 
 _PUBLIC = {
-    "attention": ("Attention",),
-    "batch_norm": ("BatchNorm",),
-    "branch": ("Branch",),
+    "attention.attention": ("Attention",),
+    "attention.context": (
+        "ContextMethod",
+        "GatherKeys",
+    ),
+    "attention.methods": ("context_method",),
+    "attention.ring_attention": ("RingAttention",),
+    "attention.rotary": (
+        "Rotary",
+        "RotaryOptions",
+    ),
+    "attention.ulysses": ("Ulysses",),
     "chain": ("Chain",),
-    "context": ("ContextMethod",),
-    "convolution": ("Conv2d",),
-    "declarations": ("Activation", "Buffer", "Parameter", "SideOutput"),
-    "embedding": ("Embedding", "Positions"),
+    "declarations": (
+        "Activation",
+        "Buffer",
+        "Parameter",
+        "SideOutput",
+    ),
+    "embedding": (
+        "Embedding",
+        "Head",
+        "Positions",
+    ),
     "gated_mlp": ("GatedMLP",),
-    "gather_keys": ("GatherKeys",),
-    "gradients": ("GradientSums",),
-    "group_norm": ("GroupNorm",),
-    "head": ("Head",),
-    "image_windows": ("Window",),
-    "layer": ("Extra", "ForwardContext", "Layer"),
-    "linear": ("Linear",),
-    "loss": ("cross_entropy", "mean_squared_error"),
-    "metrics": ("right_classes",),
+    "images.convolution": ("Conv2d",),
+    "images.pooling": (
+        "AveragePool",
+        "GlobalPool",
+        "MaxPool",
+    ),
+    "images.reshard": (
+        "Gather",
+        "Recut",
+    ),
+    "images.residual_block": (
+        "ResidualBlock",
+        "Skip",
+    ),
+    "images.windows": ("Window",),
+    "layer": (
+        "Extra",
+        "ForwardContext",
+        "GradientSums",
+        "Layer",
+    ),
+    "linear": (
+        "Linear",
+        "ReLU",
+    ),
+    "loss": (
+        "cross_entropy",
+        "mean_squared_error",
+        "right_classes",
+    ),
     "mlp": ("MLP",),
-    "moe": ("MoE",),
-    "names": ("context_method",),
-    "norm": ("LayerNorm", "RMSNorm"),
-    "pooling": ("AveragePool", "GlobalPool", "MaxPool"),
-    "recut": ("Gather", "Recut"),
-    "relu": ("ReLU",),
-    "residual": ("Parallel", "Residual"),
-    "residual_block": ("ResidualBlock",),
-    "ring_attention": ("RingAttention",),
-    "rotary": ("Rotary", "RotaryOptions"),
-    "router_options": ("RouterOptions",),
-    "skip": ("Skip",),
-    "ulysses": ("Ulysses",),
+    "moe.moe": ("MoE",),
+    "moe.router_options": ("RouterOptions",),
+    "norm": (
+        "BatchNorm",
+        "GroupNorm",
+        "LayerNorm",
+        "RMSNorm",
+    ),
+    "residual": (
+        "Branch",
+        "Parallel",
+        "Residual",
+    ),
 }
 __getattr__ = imported_when_asked(__name__, _PUBLIC)

@@ -9,7 +9,7 @@ from typing import Any
 from spmd_engine.arrays.backend import Array
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.contract import check_declarations
-from spmd_engine.layers.later import UNDER_WAY, Later, then
+from spmd_engine.layers.deferred import UNDER_WAY, Deferred, then
 from spmd_engine.layers.layer import Extra, Layer, Parameters
 from spmd_engine.sharding.shards import Shards
 
@@ -67,12 +67,12 @@ class _BackwardStep:
 
     def __init__(self, name: str, layer: Layer, saved: Any) -> None:
         self.name, self.layer, self.rest, self._saved = name, layer, None, saved
-        self._under_way: Later | None = None
+        self._under_way: Deferred | None = None
 
-    def start(self, sh: Shards, p: Parameters, dy: Array | Later) -> Array | Later:
+    def start(self, sh: Shards, p: Parameters, dy: Array | Deferred) -> Array | Deferred:
         """The layer's input gradient, or what it will be once ``dy`` is there."""
 
-        def back(dy: Array) -> Array | Later:
+        def back(dy: Array) -> Array | Deferred:
             saved, self._saved = self._saved, None
             dx, self.rest = self.layer.backward_input(sh, p, saved, dy)
             return dx

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from types import MappingProxyType
 from typing import Any
 
-from spmd_engine.arrays.backend import Array
-from spmd_engine.layers.cache import Cache
+from spmd_engine.arrays import einsum
+from spmd_engine.arrays.backend import Array, Backend, backend_of
+from spmd_engine.errors import UnknownParameter, UsageError
+from spmd_engine.layers.attention.kv_cache import Cache
 from spmd_engine.layers.contract import check_backward_input, check_backward_weight, check_forward, guard, is_users
 from spmd_engine.layers.declarations import Activation, Buffer, Parameter, SideOutput
-from spmd_engine.layers.documents import Documents
-from spmd_engine.layers.gradients import GradientSums
-from spmd_engine.layers.later import Later
+from spmd_engine.layers.deferred import Deferred
 from spmd_engine.sharding.shards import Shards
 
 Parameters = Mapping[str, Array]
@@ -99,7 +99,7 @@ class Layer(ABC):
     @abstractmethod
     def backward_input(
         self, sh: Shards, p: Parameters, saved: Any, dy: Array, *side: Mapping[str, float]
-    ) -> tuple[Array | Later | None, Any]:
+    ) -> tuple[Array | Deferred | None, Any]:
         """The input's gradient, and what the gradients of the weights still need.
 
         The gradient may be under way (``sh.start_...``, or a ``Later``): it is then waited for after
@@ -110,3 +110,114 @@ class Layer(ABC):
         """Add the gradients to ``g``, unreduced over the axes that cut the batch or the sequence."""
         if is_users(type(self)):  # of its own parameters it has forgotten all
             check_backward_weight(self, None, sh, rest, g)
+
+
+# --- Where a layer puts its gradients: sums over micro-batches, in place
+
+
+class GradientSums:
+    """A layer's gradients by its own names, each to be added to.
+
+    The first contribution of a step is written instead of added to zeros, which saves two passes over
+    memory: ``untouched`` holds the full names of what has none yet, shared by all layers, since a tied
+    parameter gets contributions from two of them. ``g["norm"]`` is the part of the names under ``norm/``.
+    """
+
+    def __init__(
+        self,
+        arrays: Mapping[str, Array],
+        full_names: Mapping[str, str] | None = None,
+        untouched: set[str] | None = None,
+        prefix: str = "",
+    ) -> None:
+        self._arrays, self._prefix = arrays, prefix
+        self._full_names = full_names if full_names is not None else {name: name for name in arrays}
+        self._untouched = untouched if untouched is not None else set()
+
+    def __getitem__(self, folder: str) -> GradientSums:
+        return GradientSums(self._arrays, self._full_names, self._untouched, f"{self._prefix}{folder}/")
+
+    def __setitem__(self, name: str, value: Array) -> None:
+        raise UsageError(f"g[{name!r}] cannot be assigned: gradients are added up, by g.add(name, array) or g.einsum")
+
+    def __iadd__(self, value: Array) -> GradientSums:
+        name = self._prefix.rstrip("/")
+        raise UsageError(f"g[{name!r}] += ...: write g.add({name!r}, array), or g.einsum")
+
+    def einsum(self, name: str, pattern: str, *operands: Array) -> None:
+        """Add ``einsum(pattern, *operands)`` to the gradient of ``name``."""
+        array, first = self._take(name)
+        einsum(pattern, *operands, out=array, accumulate=not first)
+
+    def add(self, name: str, value: Array) -> None:
+        """Add an array to the gradient of ``name``."""
+        array, first = self._take(name)
+        if (shape := getattr(value, "shape", ())) != array.shape and array.size:
+            raise UsageError(f"g.add({name!r}): the array has shape {shape}, but the parameter {array.shape}")
+        if first:
+            array[...] = value
+        else:
+            array += value
+
+    def open(self, name: str) -> Array:
+        """The gradient of ``name`` itself, zero where nothing was added yet, to be added to in parts."""
+        array, first = self._take(name)
+        if first:
+            array[...] = 0
+        return array
+
+    def untouched(self, names: Iterable[str]) -> list[str]:
+        """Those of these names whose gradients are here and have no contribution yet."""
+        full_names = {name: self._full_names.get(self._prefix + name) for name in names}
+        return [name for name, full in full_names.items() if full in self._untouched]
+
+    def _take(self, name: str) -> tuple[Array, bool]:
+        name = self._prefix + name
+        if name not in self._full_names:
+            raise UnknownParameter(name, self._full_names, "layer")
+        full = self._full_names[name]
+        first = full in self._untouched
+        self._untouched.discard(full)
+        return self._arrays[name], first
+
+
+# --- Several documents in one sequence, which see nothing of each other
+
+
+#: How documents share a row: as one text; seeing nothing of each other; and with learned positions from 0 in each.
+DOCUMENTS = ("joined", "apart", "restarted")
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Which document each position of this rank's samples belongs to; of whole sequences, however they are cut."""
+
+    numbers: Array  #: [b t], ascending in each sample
+    starts: Array | None = None  #: [b t]: where its document begins, if learned positions begin anew there; None: not
+
+    def at(self, positions: Array) -> Array:
+        """The documents of these positions[s], as [b s]."""
+        return self.numbers[:, positions]
+
+    def learned(self, positions: Array) -> Array:
+        """Which of the learned positions these are: [s], or [b s] counted from the beginnings of documents.
+
+        Rotary positions need no such count: only distances within a document matter to them.
+        """
+        return positions if self.starts is None else positions - self.starts[:, positions]
+
+    def on(self, backend: Backend) -> Documents:
+        """The same where a backend computes."""
+        starts = None if self.starts is None else backend.asarray(self.starts)
+        return Documents(backend.asarray(self.numbers), starts)
+
+
+def documents_of(numbers: Array, restart: bool) -> Documents:
+    """Documents by numbers[b t] that ascend in each sample; with ``restart``, learned positions begin anew in each."""
+    if not restart:
+        return Documents(numbers)
+    xp = backend_of(numbers).xp
+    begins = xp.zeros(numbers.shape, xp.int64)
+    columns = xp.arange(numbers.shape[1])
+    begins[:, 1:] = xp.where(numbers[:, 1:] != numbers[:, :-1], columns[1:], 0)
+    return Documents(numbers, xp.maximum.accumulate(begins, axis=1))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from math import sqrt
 
 from spmd_engine.arrays import einsum
+from spmd_engine.arrays.backend import backend_of
 from spmd_engine.errors import UsageError, one_of
 from spmd_engine.layers.declarations import Activation, Parameter
-from spmd_engine.layers.later import then
+from spmd_engine.layers.deferred import then
 from spmd_engine.layers.layer import Layer
 from spmd_engine.layers.mlp import ACTIVATIONS
 
@@ -108,3 +109,23 @@ class Linear(Layer):
         g.einsum("weights", f"b{i},b{o}->{i}{o}", x, dz)
         if "bias" in self.parameters:
             g.einsum("bias", f"b{o}->{o}", dz)
+
+
+# --- The rectifier as a layer of its own, on images
+
+
+class ReLU(Layer):
+    """y = max(x, 0) of x with any ``letters``, such as "bhwc"; its slope at 0 is 0
+
+    Keeps a byte an element for the backward: whether it is positive.
+    """
+
+    def __init__(self, letters: str = "bhwc") -> None:
+        self.inputs = self.outputs = Activation(" ".join(letters), where="inside")
+        self.may_cut = letters
+
+    def forward(self, sh, p, x, ctx):
+        return backend_of(x).xp.maximum(x, 0), x > 0 if ctx.training and ctx.saving else None
+
+    def backward_input(self, sh, p, positive, dy):
+        return dy * positive, None

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 from spmd_engine.arrays import einsum
 from spmd_engine.arrays.backend import Array
 from spmd_engine.layers.declarations import Buffer, Parameter
-from spmd_engine.layers.gradients import GradientSums
-from spmd_engine.layers.layer import Layer
+from spmd_engine.layers.layer import GradientSums, Layer
 
 A, B = "_lora_a", "_lora_b"  #: endings of the names of the two
 _SIDE_BY_SIDE = re.compile(r"(^|/)shared\d+/$")

@@ -1,6 +1,18 @@
 """Normalisation of the residual stream: by mean and variance, or by the mean square alone."""
 
-from spmd_engine.arrays.backend import backend_of
+from __future__ import annotations
+
+from functools import partial
+from math import prod
+
+from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.arrays.images.channels import (
+    channel_gradients,
+    channel_squares,
+    channel_sums,
+    normalized_gradient,
+    scale_channels,
+)
 from spmd_engine.arrays.normalization import (
     layer_norm,
     layer_norm_backward,
@@ -9,8 +21,9 @@ from spmd_engine.arrays.normalization import (
     rms_norm_backward,
     rms_norm_backward_scale,
 )
-from spmd_engine.layers.declarations import Parameter
-from spmd_engine.layers.layer import Layer
+from spmd_engine.errors import UsageError
+from spmd_engine.layers.declarations import Activation, Buffer, Parameter
+from spmd_engine.layers.layer import Extra, Layer
 
 
 class LayerNorm(Layer):
@@ -69,3 +82,151 @@ class RMSNorm(Layer):
 
     def backward_weight(self, sh, rest, g):
         g.add("scale", rms_norm_backward_scale(*rest))
+
+
+# --- Group normalisation: within each image, and each group of its channels
+
+
+class GroupNorm(Layer):
+    """y[b h w c] = (x - mean[b g]) / sqrt(variance[b g] + epsilon) · scale[c] + shift[c], g being the group of c
+
+    Mean and variance are over h, w and the channels of a group, of one image each; with h or w cut, or channels so
+    that a group lies on several ranks, sums are reduced over these: twice forward, about a mean that all share, and
+    once backward. Samples need nothing of each other. After Wu and He, "Group normalization" (2018).
+
+    ``channels`` are a letter and their number, ``groups`` (of as many consecutive channels each) divide it, ``image``
+    is the whole height and width, ``letters`` those of batch, rows and columns. Raises UsageError for other groups.
+    """
+
+    def __init__(
+        self,
+        channels: tuple[str, int],
+        groups: int,
+        image: tuple[int, int],
+        *,
+        letters: str = "bhw",
+        epsilon: float = 1e-5,
+    ) -> None:
+        c, number = channels
+        if groups < 1 or number % groups:
+            raise UsageError(f"GroupNorm: {number} channels are not {groups} groups of equal size")
+        self.groups, self.epsilon = groups, epsilon
+        self.terms = image[0] * image[1] * number // groups
+        self.sizes = {c: number}
+        self.inputs = self.outputs = Activation(" ".join(letters + c), where="inside")
+        self.may_cut, self.over = letters + c, letters[1:] + c
+        self.parameters = {
+            "scale": Parameter(c, mean=1.0, decay=False, summed=letters),
+            "shift": Parameter(c, decay=False, summed=letters),
+        }
+
+    def _membership(self, sh, like):
+        """[c g]: 1 where a channel of this rank belongs to a group."""
+        xp, (channel, number) = backend_of(like).xp, *self.sizes.items()
+        here = sh.span(channel, number)
+        group = xp.arange(here.start, here.stop) * self.groups // number
+        return (group[:, None] == xp.arange(self.groups)).astype(like.dtype)
+
+    def _mean(self, sh, x, members):
+        """The means of x[b h w c] over each group, [b g], whole."""
+        return sh.all_reduce(x.sum((1, 2)) @ members, over=self.over) / self.terms
+
+    def forward(self, sh, p, x, ctx):
+        members = self._membership(sh, x)
+        normal = x - (self._mean(sh, x, members) @ members.T)[:, None, None]
+        variance = self._mean(sh, normal * normal, members)
+        inverse = ((1 / backend_of(x).xp.sqrt(variance + self.epsilon)) @ members.T)[:, None, None]
+        normal *= inverse
+        return normal * p["scale"] + p["shift"], (normal, inverse, members)
+
+    def backward_input(self, sh, p, saved, dy):
+        normal, inverse, members = saved
+        xp, scaled = backend_of(dy).xp, dy * p["scale"]
+        sums = xp.stack([scaled.sum((1, 2)) @ members, (scaled * normal).sum((1, 2)) @ members])
+        means = (sh.all_reduce(sums, over=self.over) / self.terms) @ members.T
+        dx = scaled - means[0][:, None, None]
+        dx -= normal * means[1][:, None, None]
+        dx *= inverse
+        return dx, (normal, dy)
+
+    def backward_weight(self, sh, rest, g):
+        normal, dy = rest
+        g.add("shift", dy.sum((0, 1, 2)))
+        g.add("scale", (dy * normal).sum((0, 1, 2)))
+
+
+# --- Batch normalisation, over the whole micro-batch wherever its samples, rows and columns are
+
+
+class BatchNorm(Layer):
+    """y[b h w c] = (x - mean[c]) / sqrt(variance[c] + epsilon) · scale[c] + shift[c]
+
+    Mean and variance are over b, h and w of the whole micro-batch, on any mesh: with n elements a channel in all,
+
+    Forward
+        1. mean[c] = AllReduce_BHW(sum of x) / AllReduce_BHW(count)             one reduction
+        2. variance[c] = AllReduce_BHW(sum of (x - mean)²) / n                  about the mean that all share
+    Backward, with x̂ = (x - mean) / sqrt(variance + epsilon)
+        3. dscale[c] {U_BHW} = sum of dy · x̂,   dshift[c] {U_BHW} = sum of dy
+        4. dx = scale / sqrt(variance + epsilon) · (dy - AllReduce_BHW(dshift) / n - x̂ · AllReduce_BHW(dscale) / n)
+
+    Channels may be cut over other axes: each rank normalises its own. The running mean and the running variance are
+    buffers: a micro-batch makes each 1 - ``momentum`` of what it was and ``momentum`` of its own, its variance there
+    with n - 1 in place of n; in evaluation they take the places of mean and variance. After Ioffe and Szegedy, "Batch
+    normalization" (2015); with momentum and variances as PyTorch has them.
+
+    ``channels`` are a letter and their number, ``letters`` those of batch, rows and columns.
+    """
+
+    def __init__(
+        self,
+        channels: tuple[str, int],
+        *,
+        letters: str = "bhw",
+        momentum: float = 0.1,
+        epsilon: float = 1e-5,
+        scale: float = 1.0,
+    ) -> None:
+        c, self.over, self.epsilon = channels[0], letters, epsilon
+        self.sizes = dict([channels])
+        self.inputs = self.outputs = Activation(" ".join(letters + c), where="inside")
+        self.may_cut = letters + c
+        self.parameters = {
+            "scale": Parameter(c, mean=scale, decay=False, summed=letters),
+            "shift": Parameter(c, decay=False, summed=letters),
+        }
+        running = partial(_running, momentum)
+        self.buffers = {"mean": Buffer(c, running), "variance": Buffer(c, running, initial=1.0)}
+
+    def forward(self, sh, p, x, ctx):
+        xp = backend_of(x).xp
+        if not ctx.training:
+            inverse = 1 / xp.sqrt(p["variance"] + self.epsilon)
+            return scale_channels(x, p["mean"], inverse * p["scale"], p["shift"]), None
+        channels = x.shape[3]
+        sums = xp.empty(channels + 1, x.dtype)
+        sums[:channels] = channel_sums(x)
+        sums[channels] = prod(x.shape[:3])
+        sums = sh.all_reduce(sums, over=self.over)
+        count = float(sums[channels])
+        mean = sums[:channels] / max(count, 1.0)
+        squares = sh.all_reduce(channel_squares(x, mean), over=self.over)
+        inverse = 1 / xp.sqrt(squares / max(count, 1.0) + self.epsilon)
+        y = scale_channels(x, mean, inverse * p["scale"], p["shift"])
+        told = Extra({"mean": mean, "variance": squares / max(count - 1, 1.0)})
+        return y, (x, mean, inverse, count), told
+
+    def backward_input(self, sh, p, saved, dy):
+        x, mean, inverse, count = saved
+        sums = backend_of(dy).xp.stack(channel_gradients(dy, x, mean, inverse))
+        means = sh.all_reduce(sums.copy(), over=self.over) / max(count, 1.0)
+        dx = normalized_gradient(dy, x, mean, inverse, p["scale"], means[0], means[1])
+        return dx, sums
+
+    def backward_weight(self, sh, rest, g):
+        g.add("scale", rest[0])
+        g.add("shift", rest[1])
+
+
+def _running(momentum: float, old: Array, new: Array) -> Array:
+    return (1 - momentum) * old + momentum * new

@@ -9,7 +9,7 @@ from typing import Any
 
 from spmd_engine.errors import UsageError
 from spmd_engine.formats.tensor import FileTensor
-from spmd_engine.layers.rotary import RotaryOptions
+from spmd_engine.layers.attention.rotary import RotaryOptions
 from spmd_engine.models.huggingface_fields import must_be
 
 _LEARNT = 8192  # positions before Llama 3.1 was scaled: what ``rope_freqs`` is made of, with a factor

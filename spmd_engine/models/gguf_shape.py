@@ -12,7 +12,7 @@ from typing import Any
 from spmd_engine.errors import CheckpointError, UsageError, one_of
 from spmd_engine.formats.gguf import GGUF
 from spmd_engine.formats.tensor import FileTensor
-from spmd_engine.layers.router_options import RouterOptions
+from spmd_engine.layers.moe.router_options import RouterOptions
 from spmd_engine.models.block_numbers import as_text
 from spmd_engine.models.decoder import DecoderShape
 from spmd_engine.models.gguf_names import PUT_IN_ORDER

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from spmd_engine.errors import UsageError
-from spmd_engine.layers.rotary import RotaryOptions
+from spmd_engine.layers.attention.rotary import RotaryOptions
 from spmd_engine.models.block_numbers import as_text
 from spmd_engine.models.decoder import DecoderShape
 from spmd_engine.models.huggingface_fields import HARMLESS, must_be

@@ -7,8 +7,8 @@ from math import sqrt
 from typing import Any
 
 from spmd_engine.errors import CheckpointError, UsageError, one_of
-from spmd_engine.layers.rotary import RotaryOptions
-from spmd_engine.layers.router_options import RouterOptions
+from spmd_engine.layers.attention.rotary import RotaryOptions
+from spmd_engine.layers.moe.router_options import RouterOptions
 from spmd_engine.models.beside_pictures import is_beside_pictures, text_of
 from spmd_engine.models.block_numbers import as_text
 from spmd_engine.models.decoder import FAMILIES, DecoderShape

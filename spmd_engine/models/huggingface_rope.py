@@ -7,7 +7,7 @@ from math import log, sqrt
 from typing import Any
 
 from spmd_engine.errors import UsageError, one_of
-from spmd_engine.layers.rotary import RotaryOptions
+from spmd_engine.layers.attention.rotary import RotaryOptions
 
 _COMMON = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
 #: What else each kind has. Of ``mrope_section`` and its like nothing is known here.

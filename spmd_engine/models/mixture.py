@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.errors import UsageError
-from spmd_engine.layers.router_options import RouterOptions
+from spmd_engine.layers.moe.router_options import RouterOptions
 from spmd_engine.models.block_numbers import block_numbers
 
 if TYPE_CHECKING:
-    from spmd_engine.layers.moe import MoE
+    from spmd_engine.layers.moe.moe import MoE
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Mixture(Configuration):
         """The layer for a dense MLP of this hidden width: as many active multiplications, unless ``hidden`` is said.
 
         ``gated`` says of which kind the experts are, as of the MLP."""
-        from spmd_engine.layers.moe import MoE
+        from spmd_engine.layers.moe.moe import MoE
 
         active = self.router.top_k + self.shared
         own = self.hidden or max(1, hidden // active)

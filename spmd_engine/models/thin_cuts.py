@@ -7,9 +7,9 @@ from math import prod
 
 from spmd_engine.axes import MeshPosition, all_positions
 from spmd_engine.layers.chain import Chain
-from spmd_engine.layers.image_windows import ImageWindows
+from spmd_engine.layers.images.residual_block import ResidualBlock
+from spmd_engine.layers.images.windows import ImageWindows
 from spmd_engine.layers.layer import Layer
-from spmd_engine.layers.residual_block import ResidualBlock
 from spmd_engine.models.model import Model
 from spmd_engine.sharding.halos import Reach
 

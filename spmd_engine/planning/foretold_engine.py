@@ -9,8 +9,7 @@ from typing import Any
 from spmd_engine.arrays.meta.array import ShapedArray
 from spmd_engine.comm.pending import Pending
 from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.layers.gradients import GradientSums
-from spmd_engine.layers.layer import Layer
+from spmd_engine.layers.layer import GradientSums, Layer
 from spmd_engine.planning.passes import (
     DY,
     LayerAlone,

@@ -17,7 +17,7 @@ from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import Parameter
 from spmd_engine.layers.declarations import Activation
-from spmd_engine.layers.later import then, wait_for
+from spmd_engine.layers.deferred import then, wait_for
 from spmd_engine.layers.layer import Layer
 from spmd_engine.models import Model
 from spmd_engine.planning.system_file import PARTS, RECOMPUTED, System, SystemWork, Transformer

@@ -19,9 +19,8 @@ from spmd_engine.arrays.meta.array import ShapedArray
 from spmd_engine.arrays.meta.meter import Meter, metered
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.layers.gradients import GradientSums
-from spmd_engine.layers.later import wait_for
-from spmd_engine.layers.layer import ForwardContext, Layer
+from spmd_engine.layers.deferred import wait_for
+from spmd_engine.layers.layer import ForwardContext, GradientSums, Layer
 from spmd_engine.planning.recorder import Recorder
 from spmd_engine.planning.step_analysis import Communication, Computation
 from spmd_engine.sharding.shards import Shards

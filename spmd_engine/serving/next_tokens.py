@@ -13,7 +13,7 @@ from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.growth import grow
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import NotFiniteError, UsageError
-from spmd_engine.layers.cache import Cache
+from spmd_engine.layers.attention.kv_cache import Cache
 from spmd_engine.serving.options import SamplingOptions
 from spmd_engine.serving.sampling import Vocabulary, choose
 from spmd_engine.sharding.shards import Shards

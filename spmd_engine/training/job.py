@@ -13,8 +13,8 @@ from spmd_engine.configuration import Configuration, section_of, setting
 from spmd_engine.engine.composition import Composition, ModelConfig
 from spmd_engine.errors import UsageError, one_of
 from spmd_engine.foreign import json_at
-from spmd_engine.layers.documents import DOCUMENTS
-from spmd_engine.layers.router_options import RouterOptions
+from spmd_engine.layers.layer import DOCUMENTS
+from spmd_engine.layers.moe.router_options import RouterOptions
 from spmd_engine.models.names import IMAGES
 from spmd_engine.training.augment import AUGMENT
 

@@ -14,7 +14,7 @@ from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, make_batch
 from spmd_engine.errors import UsageError
 from spmd_engine.formats.token_file import TokenFile
-from spmd_engine.layers.documents import Documents, documents_of
+from spmd_engine.layers.layer import Documents, documents_of
 from spmd_engine.tokens.hugging_face import TOKENIZER
 from spmd_engine.training.packing import Packed, whole_documents, windows
 

@@ -15,7 +15,7 @@ from spmd_engine.engine.batch import Batch
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import Activation, Layer
-from spmd_engine.layers.later import wait_for
+from spmd_engine.layers.deferred import wait_for
 from spmd_engine.sharding.notation import Spec
 from spmd_engine.verify.comparison import Index, LocalPart
 

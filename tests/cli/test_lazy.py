@@ -24,7 +24,12 @@ def test_a_rank_that_trains_loads_no_other_command():
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert "spmd_engine.cli.train" in loaded
     others = ("rich", "spmd_engine.verify", *(f"spmd_engine.cli.{name}" for name in ("bench", "show", "verify")))
-    others += "spmd_engine.planning", "spmd_engine.serving", "spmd_engine.layers.moe", "spmd_engine.layers.convolution"
+    others += (
+        "spmd_engine.planning",
+        "spmd_engine.serving",
+        "spmd_engine.layers.moe.moe",
+        "spmd_engine.layers.images.convolution",
+    )
     others += "spmd_engine.formats", "spmd_engine.training.prepared", "spmd_engine.strategies.page", "shutil"
     others += "spmd_engine.checkpoints.read", "spmd_engine.checkpoints.weights", "spmd_engine.models.huggingface"
     assert not [name for name in loaded if name.startswith(others)]

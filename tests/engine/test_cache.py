@@ -9,7 +9,7 @@ from spmd_engine import Mesh, run
 from spmd_engine.engine import LayeredEngine
 from spmd_engine.engine.growth import grow
 from spmd_engine.errors import UsageError
-from spmd_engine.layers.cache import Cache
+from spmd_engine.layers.attention.kv_cache import Cache
 from spmd_engine.models import DecoderShape, GPTSize, gpt
 from spmd_engine.models.decoder import decoder
 from spmd_engine.sharding import Layout

@@ -7,7 +7,7 @@ import tiny
 from spmd_engine import Mesh, run
 from spmd_engine.engine import LayeredEngine
 from spmd_engine.engine.batch import Batch, MicroBatch, make_batch
-from spmd_engine.layers.documents import documents_of
+from spmd_engine.layers.layer import documents_of
 from spmd_engine.models import DecoderShape, GPTSize, decoder, gpt
 from spmd_engine.sharding import Layout
 from spmd_engine.verify import mesh_of_one

@@ -4,7 +4,7 @@ import pytest
 
 from image_layers import IMAGE, Problem, assert_as_one_device, solve
 from spmd_engine.layers import BatchNorm, Chain, Conv2d, Gather, Layer, ReLU, ResidualBlock
-from spmd_engine.layers.later import Later, wait_for
+from spmd_engine.layers.deferred import Deferred, wait_for
 
 
 class UnderWay:
@@ -29,7 +29,7 @@ class Logged(Layer):
 
     def backward_input(self, sh, p, saved, dy):
         self.say("begin")
-        return Later(UnderWay(dy, lambda: self.say("wait")), lambda dy: dy), None
+        return Deferred(UnderWay(dy, lambda: self.say("wait")), lambda dy: dy), None
 
     def backward_weight(self, sh, rest, g):
         self.say("weights")

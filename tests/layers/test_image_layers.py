@@ -23,9 +23,9 @@ from spmd_engine.layers import (
     Recut,
     ReLU,
     ResidualBlock,
-    convolution,
 )
-from spmd_engine.layers.image_windows import inner_outputs, part_of
+from spmd_engine.layers.images import convolution
+from spmd_engine.layers.images.windows import inner_outputs, part_of
 from spmd_engine.sharding import Layout, Shards
 
 CONVOLUTIONS = {

@@ -27,7 +27,7 @@ from spmd_engine import Mesh, run
 from spmd_engine.errors import NotationError
 from spmd_engine.layers import Embedding, GradientSums
 from spmd_engine.layers.declarations import Parameter
-from spmd_engine.layers.later import wait_for
+from spmd_engine.layers.deferred import wait_for
 
 # --- one device: the backward is the derivative of the forward
 

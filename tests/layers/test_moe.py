@@ -8,8 +8,8 @@ from numerics import assert_gradient, normals
 from spmd_engine import Mesh, run
 from spmd_engine.arrays.activations import gelu
 from spmd_engine.layers import GradientSums, MoE, RouterOptions
-from spmd_engine.layers.dispatch import Dispatch
-from spmd_engine.layers.later import wait_for
+from spmd_engine.layers.deferred import wait_for
+from spmd_engine.layers.moe.dispatch import Dispatch
 from spmd_engine.sharding import Layout, Shards
 
 B, S, D, F, E = 3, 4, 6, 5, 7

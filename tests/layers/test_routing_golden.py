@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spmd_engine.layers.balance import balance_gradient, balance_loss, z_gradient, z_loss
-from spmd_engine.layers.router_options import RouterOptions
-from spmd_engine.layers.routing import choose, expert_counts, weights_gradient
+from spmd_engine.layers.moe.router import balance_gradient, balance_loss, z_gradient, z_loss
+from spmd_engine.layers.moe.router_options import RouterOptions
+from spmd_engine.layers.moe.routing import choose, expert_counts, weights_gradient
 
 GOLDEN = dict(np.load(Path(__file__).parent.parent / "golden" / "routing.npz"))
 LOGITS = GOLDEN["logits"]

@@ -27,7 +27,7 @@ from spmd_engine.engine.composition import (
     composed_layout,
 )
 from spmd_engine.errors import UsageError
-from spmd_engine.layers.router_options import RouterOptions
+from spmd_engine.layers.moe.router_options import RouterOptions
 from spmd_engine.models import DecoderShape, Mixture
 from spmd_engine.models.adapters import LoRAOptions
 

@@ -9,7 +9,7 @@ from numerics import normals
 from spmd_engine import Mesh, run
 from spmd_engine.arrays.images.window import Window
 from spmd_engine.errors import MeshError, NotationError
-from spmd_engine.layers.later import wait_for
+from spmd_engine.layers.deferred import wait_for
 from spmd_engine.sharding import Layout, Shards
 
 SHAPE = (3, 5, 4)  # b s d

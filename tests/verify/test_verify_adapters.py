@@ -13,7 +13,7 @@ from spmd_engine.checkpoints.weights import Pretrained
 from spmd_engine.comm.pending import Pending
 from spmd_engine.engine.composition import Composition, ModelConfig
 from spmd_engine.layers import low_rank
-from spmd_engine.layers.router_options import RouterOptions
+from spmd_engine.layers.moe.router_options import RouterOptions
 from spmd_engine.models import DecoderShape, Mixture
 from spmd_engine.models.adapters import LoRAOptions
 from spmd_engine.models.shape_at import shape_at

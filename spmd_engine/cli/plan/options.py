@@ -17,7 +17,7 @@ from spmd_engine.cli.options import MODEL, with_options
 from spmd_engine.engine.composition import PIPELINES, RECOMPUTE, Composition
 from spmd_engine.engine.stages import parse_division
 from spmd_engine.errors import UsageError
-from spmd_engine.layers.names import CONTEXT_METHODS
+from spmd_engine.layers.attention.methods import CONTEXT_METHODS
 from spmd_engine.models.names import IMAGES
 from spmd_engine.planning.answer import Request
 from spmd_engine.planning.goals import Limits

@@ -9,7 +9,7 @@ from spmd_engine.comm.pending import Pending
 from spmd_engine.sharding.shards import Transferred
 
 
-class Later:
+class Deferred:
     """What ``then`` makes of the result of an operation that is under way.
 
     ``finish()`` waits for that operation and does what is to be done, which may put another one under way; ``wait()``
@@ -18,8 +18,8 @@ class Later:
 
     __slots__ = ("_pending", "_then", "_value")
 
-    def __init__(self, pending: Pending | Transferred | Later, then: Callable[[Any], Any]) -> None:
-        self._pending: Pending | Transferred | Later | None = pending
+    def __init__(self, pending: Pending | Transferred | Deferred, then: Callable[[Any], Any]) -> None:
+        self._pending: Pending | Transferred | Deferred | None = pending
         self._then: Callable[[Any], Any] | None = then
         self._value: Any = None
 
@@ -36,7 +36,7 @@ class Later:
         return wait_for(value)
 
 
-UNDER_WAY = (Pending, Transferred, Later)
+UNDER_WAY = (Pending, Transferred, Deferred)
 
 
 def wait_for(x: Any) -> Any:
@@ -46,4 +46,4 @@ def wait_for(x: Any) -> Any:
 
 def then(x: Any, do: Callable[[Any], Any]) -> Any:
     """``do(x)``; once it is there, if ``x`` is under way."""
-    return Later(x, do) if isinstance(x, UNDER_WAY) else do(x)
+    return Deferred(x, do) if isinstance(x, UNDER_WAY) else do(x)

@@ -6,14 +6,13 @@ from operator import iadd
 
 from spmd_engine.arrays import einsum
 from spmd_engine.errors import UsageError
-from spmd_engine.layers.alibi import Alibi
-from spmd_engine.layers.cache import cached_attention
-from spmd_engine.layers.context import ContextMethod
+from spmd_engine.layers.attention.alibi import Alibi
+from spmd_engine.layers.attention.context import ContextMethod, GatherKeys
+from spmd_engine.layers.attention.kv_cache import cached_attention
+from spmd_engine.layers.attention.qk_norm_rope import QueriesAndKeys
+from spmd_engine.layers.attention.rotary import Rotary
 from spmd_engine.layers.declarations import Parameter
-from spmd_engine.layers.gather_keys import GatherKeys
 from spmd_engine.layers.layer import Layer
-from spmd_engine.layers.queries_and_keys import QueriesAndKeys
-from spmd_engine.layers.rotary import Rotary
 
 PROJECTIONS = ("query", "key", "value")
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.random import hash_bits, key_of, uniform_at
 from spmd_engine.arrays.scatter import count_each
-from spmd_engine.layers.router_options import RouterOptions
+from spmd_engine.layers.moe.router_options import RouterOptions
 
 POSITIONS = 1 << 24  # more than any sequence has: a token's number must not depend on the sequence's length
 

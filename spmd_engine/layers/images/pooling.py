@@ -5,7 +5,7 @@ from __future__ import annotations
 from spmd_engine.arrays.backend import backend_of
 from spmd_engine.arrays.images.pooling import average_pool, average_pool_gradient, max_pool, max_pool_gradient
 from spmd_engine.layers.declarations import Activation
-from spmd_engine.layers.image_windows import ImageWindows, Padding, Pair
+from spmd_engine.layers.images.windows import ImageWindows, Padding, Pair
 from spmd_engine.layers.layer import Layer
 
 

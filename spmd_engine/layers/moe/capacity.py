@@ -12,8 +12,8 @@ from math import ceil
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.scatter import count_each
-from spmd_engine.layers.router_options import RouterOptions
-from spmd_engine.layers.routing import Choices, Tokens
+from spmd_engine.layers.moe.router_options import RouterOptions
+from spmd_engine.layers.moe.routing import Choices, Tokens
 
 Gather = Callable[[Array], list[Array]]  # int64[n m] of each rank that cuts the tokens, n may differ
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from spmd_engine.arrays.attention import causal_attention, causal_attention_backward
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.layers.context import ContextMethod, CutSequence
+from spmd_engine.layers.attention.context import ContextMethod, CutSequence
 
 
 class RingAttention(ContextMethod):

@@ -2,7 +2,7 @@
 
 from spmd_engine.arrays.attention import causal_attention, causal_attention_backward
 from spmd_engine.arrays.backend import Array
-from spmd_engine.layers.context import ContextMethod, CutSequence
+from spmd_engine.layers.attention.context import ContextMethod, CutSequence
 
 SEQUENCE, HEAD = 1, 2  # of [b s h k] and [b s h r k]
 

@@ -1,10 +1,9 @@
 """Context methods by name, as the command line knows them."""
 
 from spmd_engine.errors import UsageError, one_of
-from spmd_engine.layers.context import ContextMethod
-from spmd_engine.layers.gather_keys import GatherKeys
-from spmd_engine.layers.ring_attention import RingAttention
-from spmd_engine.layers.ulysses import Ulysses
+from spmd_engine.layers.attention.context import ContextMethod, GatherKeys
+from spmd_engine.layers.attention.ring_attention import RingAttention
+from spmd_engine.layers.attention.ulysses import Ulysses
 
 CONTEXT_METHODS = {"gather": GatherKeys, "ring": RingAttention, "ulysses": Ulysses}
 

@@ -9,7 +9,7 @@ from spmd_engine.arrays import einsum
 from spmd_engine.arrays.backend import CPU, Array, backend_of
 from spmd_engine.arrays.fused import chunks
 from spmd_engine.arrays.scatter import count_each
-from spmd_engine.layers.later import Later, then
+from spmd_engine.layers.deferred import Deferred, then
 from spmd_engine.sharding.shards import Shards
 
 
@@ -61,14 +61,14 @@ class Dispatch:
             self._by_rank = xp.empty_like(self._by_expert)
             self._by_rank[self._by_expert] = xp.arange(ends[-1])
 
-    def start(self, rows: Array) -> Array | Later:
+    def start(self, rows: Array) -> Array | Deferred:
         """Rows, in the order of ``tokens``, on their way to their experts: there in the order of ``rows``."""
         return then(self._sh.start_all_to_all(rows, self._sent, over="e", received=self._came), self._sorted)
 
     def _sorted(self, rows: Array) -> Array:
         return rows if self._by_expert is None else rows[self._by_expert]
 
-    def start_back(self, rows: Array) -> Array | Later:
+    def start_back(self, rows: Array) -> Array | Deferred:
         """What experts here made of their rows, on its way back, in the order of ``tokens`` there."""
         if self._by_expert is not None:
             rows = rows[self._by_rank]

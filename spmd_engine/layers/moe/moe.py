@@ -6,13 +6,12 @@ from dataclasses import replace
 
 from spmd_engine.arrays import einsum
 from spmd_engine.arrays.backend import Array
-from spmd_engine.layers.dispatch import Dispatch
-from spmd_engine.layers.experts import GatedPerceptron, Perceptron
-from spmd_engine.layers.later import then, wait_for
+from spmd_engine.layers.deferred import then, wait_for
 from spmd_engine.layers.layer import Layer
-from spmd_engine.layers.router import Router
-from spmd_engine.layers.router_options import RouterOptions
-from spmd_engine.layers.shared_experts import SharedExperts
+from spmd_engine.layers.moe.dispatch import Dispatch
+from spmd_engine.layers.moe.experts import GatedPerceptron, Perceptron, SharedExperts
+from spmd_engine.layers.moe.router import Router
+from spmd_engine.layers.moe.router_options import RouterOptions
 
 
 class MoE(Layer):

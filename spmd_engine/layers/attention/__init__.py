@@ -1,0 +1,1 @@
+"""Self-attention, its variants for a sharded sequence, rotary positions, and the KV cache."""

@@ -1,0 +1,1 @@
+"""Layers of images, whose rows, columns and channels may be sharded."""

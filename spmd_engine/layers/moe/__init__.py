@@ -1,0 +1,1 @@
+"""Mixtures of experts: router, capacity, dispatch, experts."""
