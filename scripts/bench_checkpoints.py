@@ -29,7 +29,7 @@ from spmd_engine.checkpoints import CheckpointFolder, load_checkpoint, save_chec
 from spmd_engine.comm.agreement import text_from_rank_zero
 from spmd_engine.comm.group import Group
 from spmd_engine.engine import AdamW, LayeredEngine
-from spmd_engine.engine.assignment import Storage
+from spmd_engine.engine.state.assignment import Storage
 from spmd_engine.models.names import build_model
 
 AT_ONCE = 4 << 20  # bytes

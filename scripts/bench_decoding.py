@@ -25,7 +25,7 @@ from spmd_engine import Mesh
 from spmd_engine.checkpoints.export_huggingface import export_huggingface
 from spmd_engine.checkpoints.read import Sliceable
 from spmd_engine.cli.bench.launch import mpiexec
-from spmd_engine.engine.composition import ModelConfig, build_engine
+from spmd_engine.engine.parallel_config import ModelConfig, build_engine
 from spmd_engine.models import DecoderShape
 
 HERE = Path(__file__).resolve().parent

@@ -10,8 +10,8 @@ from peers_protocol import make_batches, print_result, read_config, time_steps
 from spmd_engine import Mesh
 from spmd_engine.arrays.backend import CPU
 from spmd_engine.engine import SGD, AdamW, LayeredEngine, schedules
-from spmd_engine.engine.assignment import Storage
 from spmd_engine.engine.batch import make_batch
+from spmd_engine.engine.state.assignment import Storage
 from spmd_engine.models import GPTSize, gpt
 from spmd_engine.models.mlp import mlp
 from spmd_engine.training.trainer import Trainer

@@ -17,9 +17,9 @@ import time
 PLACES = {
     "data": ("spmd_engine.training.trainer", "Trainer", "_step"),
     "forward": ("spmd_engine.layers.linear", "Linear", "forward"),
-    "reduction": ("spmd_engine.engine.storage", "GroupStorage", "start_reduce"),
+    "reduction": ("spmd_engine.engine.zero.storage", "GroupStorage", "start_reduce"),
     "optimizer": ("spmd_engine.engine.optimizers", "AdamW", "_update"),
-    "norm": ("spmd_engine.engine.stored", "StoredEngine", "gradient_norm"),
+    "norm": ("spmd_engine.engine.zero.store_engine", "StoredEngine", "gradient_norm"),
     "save": ("spmd_engine.checkpoints.save", "Save", "_write"),
     "commit": ("spmd_engine.checkpoints.folder", "CheckpointFolder", "commit"),
 }

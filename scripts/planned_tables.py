@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Sequence
 
-from spmd_engine.engine.composition import Composition
+from spmd_engine.engine.parallel_config import Composition
 from spmd_engine.models import GPTSize, Model, gpt
 from spmd_engine.models.mlp import deep_mlp
 from spmd_engine.planning.foresight import Foresight, look, look_at

@@ -30,7 +30,7 @@ from spmd_engine.axes import parse_axes
 from spmd_engine.cli.bench.launch import start_ranks
 from spmd_engine.cli.calibrate_steps import STEPS, fitted, step_seconds
 from spmd_engine.engine import AdamW
-from spmd_engine.engine.composition import Composition, ModelConfig, build_engine
+from spmd_engine.engine.parallel_config import Composition, ModelConfig, build_engine
 from spmd_engine.errors import UsageError
 from spmd_engine.planning.foresight import look
 from spmd_engine.planning.machine import Machine

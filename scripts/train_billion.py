@@ -18,7 +18,7 @@ from spmd_engine import Mesh
 from spmd_engine.cli.bench.steps import held_bytes
 from spmd_engine.comm.world import world
 from spmd_engine.engine import AdamW, LayeredEngine
-from spmd_engine.engine.composition import Composition, composed_layout
+from spmd_engine.engine.parallel_config import Composition, composed_layout
 from spmd_engine.models import GPTSize, gpt
 from spmd_engine.planning import analyze
 from spmd_engine.planning.samples import foretold_batch

@@ -112,7 +112,7 @@ def measure(quotas: Sequence[float], first: int, split: str | None, batch_size: 
 
     from spmd_engine import Mesh
     from spmd_engine.engine import AdamW
-    from spmd_engine.engine.composition import Composition, ModelConfig, build_engine
+    from spmd_engine.engine.parallel_config import Composition, ModelConfig, build_engine
     from spmd_engine.planning.samples import foretold_batch
     from spmd_engine.training import Trainer
 

@@ -5,8 +5,8 @@ import numpy as np
 import parts
 from spmd_engine import Mesh, run
 from spmd_engine.engine import SGD, LayeredEngine, schedules
-from spmd_engine.engine.assignment import Storage
 from spmd_engine.engine.batch import batch_of
+from spmd_engine.engine.state.assignment import Storage
 from spmd_engine.models import ImageShape, convnet, layout_for, resnet
 from spmd_engine.training import Trainer
 

@@ -16,7 +16,7 @@ from labelled_images import write_npz
 from spmd_engine import Job, Mesh, run, train
 from spmd_engine.axes import MeshPosition
 from spmd_engine.checkpoints import Checkpoint
-from spmd_engine.engine.composition import PIPELINES, RECOMPUTE, composed_layout
+from spmd_engine.engine.parallel_config import PIPELINES, RECOMPUTE, composed_layout
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import RouterOptions
 from spmd_engine.layers.attention.methods import CONTEXT_METHODS

@@ -7,8 +7,8 @@ import pytest
 
 import tiny
 from spmd_engine.arrays.backend import CPU
-from spmd_engine.engine.assignment import assign
-from spmd_engine.engine.storage import GroupStorage
+from spmd_engine.engine.state.assignment import assign
+from spmd_engine.engine.zero.storage import GroupStorage
 from spmd_engine.models import gpt
 from spmd_engine.sharding import Layout
 

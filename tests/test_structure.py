@@ -50,7 +50,7 @@ STATE = {
     "arrays/meta/array.py: _phantom": "the cache of a pure function",
     "arrays/meta/functions.py: _resolved": "the cache of a pure function",
     "arrays/meta/functions.py: _reduced_dtype": "the cache of a pure function",
-    "engine/assignment.py: placed": "the cache of a pure function, for one call of another",
+    "engine/state/assignment.py: placed": "the cache of a pure function, for one call of another",
     "engine/gather.py: _plan_to_whole": "the cache of a pure function",
     "checkpoints/dtypes.py: DTYPES": "a table; some dtypes are made when they are asked for",
     "strategies/names.py: STRATEGIES": "a table; a page is imported when it is asked for",

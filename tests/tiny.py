@@ -5,8 +5,8 @@ import numpy as np
 import parts
 from spmd_engine import Mesh, run
 from spmd_engine.engine import AdamW, LayeredEngine
-from spmd_engine.engine.assignment import Storage
 from spmd_engine.engine.batch import make_batch
+from spmd_engine.engine.state.assignment import Storage
 from spmd_engine.models import GPTSize, gpt
 from spmd_engine.sharding import Layout
 from spmd_engine.sharding.groups import THRESHOLD

@@ -4,8 +4,8 @@ import weakref
 
 import numpy as np
 
-from spmd_engine.engine.chunk import Chunk
-from spmd_engine.engine.execution import Execution
+from spmd_engine.engine.pipeline.chunk import Chunk
+from spmd_engine.engine.pipeline.executor import Execution
 from spmd_engine.layers import Activation
 from spmd_engine.layers.layer import ForwardContext, Layer
 

@@ -14,8 +14,8 @@ from spmd_engine.checkpoints.weights import Pretrained
 from spmd_engine.comm.agreement import on_all_ranks, on_rank_zero, text_from_rank_zero
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.engine.composition import Composition, ModelConfig, build_engine
 from spmd_engine.engine.layered import LayeredEngine
+from spmd_engine.engine.parallel_config import Composition, ModelConfig, build_engine
 from spmd_engine.errors import CheckpointError, UsageError
 from spmd_engine.models.names import other_meaning
 from spmd_engine.models.shape_at import located, read_shape

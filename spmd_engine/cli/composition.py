@@ -10,7 +10,7 @@ import click
 from spmd_engine.cli.experts import mixture_of
 from spmd_engine.cli.options import image_shape, print_notices, with_options
 from spmd_engine.configuration import default_of
-from spmd_engine.engine.composition import PIPELINES, RECOMPUTE, Composition
+from spmd_engine.engine.parallel_config import PIPELINES, RECOMPUTE, Composition
 from spmd_engine.layers.attention.methods import CONTEXT_METHODS
 from spmd_engine.models import Model
 from spmd_engine.models.names import build_model

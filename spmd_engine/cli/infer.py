@@ -26,9 +26,9 @@ from spmd_engine.cli.text_model import weights_options
 from spmd_engine.comm.agreement import on_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.base import ShardedEngine
-from spmd_engine.engine.composition import ModelConfig, build_engine
 from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.engine.made import make_engine
+from spmd_engine.engine.parallel_config import ModelConfig, build_engine
+from spmd_engine.engine.user_engine import make_engine
 from spmd_engine.errors import NotationError, SpmdError, UsageError
 from spmd_engine.foreign import reading
 from spmd_engine.models.names import IMAGES

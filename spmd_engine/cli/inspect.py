@@ -22,8 +22,8 @@ from spmd_engine.cli.options import images_option, mesh_option, model_option
 from spmd_engine.cli.show.bytes_per_rank import bytes_per_rank
 from spmd_engine.cli.show.experts import placement_text
 from spmd_engine.cli.show.options import dtype_option
-from spmd_engine.engine.assignment import PIPE, Assignment, homes_of
-from spmd_engine.engine.composition import composed_assignment, composed_layout
+from spmd_engine.engine.parallel_config import composed_assignment, composed_layout
+from spmd_engine.engine.state.assignment import PIPE, Assignment, homes_of
 from spmd_engine.layers import Parameter
 from spmd_engine.layers.declarations import Buffer
 from spmd_engine.models import Model
@@ -66,9 +66,7 @@ def inspect(model: str, images: str | None, mesh: str | None, dtype: str, **opti
         for part in layer.side_by_side:
             layout.check(name, {"b", "s", *part.sizes}, part.may_cut, part.across)
     itemsize = np.dtype(dtype).itemsize
-    assignments = [
-        composed_assignment(built, place, layout, itemsize, composition) for place in _one_a_stage(places)
-    ]
+    assignments = [composed_assignment(built, place, layout, itemsize, composition) for place in _one_a_stage(places)]
     pretrained = Pretrained(model) if has_weights(model) else None
     held = bytes_per_rank(built, axes, composition, dtype=dtype)
     console = Console(highlight=False, width=max(WIDTH, Console().width))

@@ -12,7 +12,7 @@ from click.core import ParameterSource
 from spmd_engine.axes import parse_axes
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.configuration import Configuration, default_of
-from spmd_engine.engine.composition import ModelConfig
+from spmd_engine.engine.parallel_config import ModelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models import ImageShape
 from spmd_engine.models.names import IMAGES, MODELS, other_meaning

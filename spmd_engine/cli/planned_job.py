@@ -13,7 +13,7 @@ from spmd_engine.cli.options import AUTO
 from spmd_engine.comm.agreement import text_from_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
-from spmd_engine.engine.composition import Composition
+from spmd_engine.engine.parallel_config import Composition
 from spmd_engine.errors import UsageError
 from spmd_engine.training.job import LORA, Job
 

@@ -11,8 +11,8 @@ from spmd_engine.checkpoints import load_checkpoint
 from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.cli.options import read_config, run_folder, what_it_computes, with_options
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.engine.composition import ModelConfig, build_engine
 from spmd_engine.engine.layered import LayeredEngine
+from spmd_engine.engine.parallel_config import ModelConfig, build_engine
 from spmd_engine.errors import UsageError
 from spmd_engine.models.shape_at import located
 from spmd_engine.models.tokenizer_at import ends_at, tokenizer_at

@@ -14,7 +14,7 @@ from spmd_engine.cli.experts import expert_options
 from spmd_engine.cli.options import check_option, device_option, field_option, mesh_option, model_option, options_given
 from spmd_engine.cli.planned_job import AUTO, planned_here, planned_values
 from spmd_engine.cli.report import Reporter
-from spmd_engine.engine.composition import ModelConfig
+from spmd_engine.engine.parallel_config import ModelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.layer import DOCUMENTS
 from spmd_engine.process.signals import REQUEUE

@@ -31,8 +31,8 @@ from spmd_engine.comm.agreement import on_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
 from spmd_engine.engine.base import ShardedEngine
-from spmd_engine.engine.composition import Composition, ModelConfig
 from spmd_engine.engine.optimizers import SGD, AdamW
+from spmd_engine.engine.parallel_config import Composition, ModelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.strategies import STRATEGIES, default_axes, strategy_named
 from spmd_engine.strategies.two_convolutions import IMAGE

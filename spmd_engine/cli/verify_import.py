@@ -8,7 +8,7 @@ import numpy as np
 from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.comm.agreement import on_all_ranks
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.engine.composition import Composition, ModelConfig
+from spmd_engine.engine.parallel_config import Composition, ModelConfig
 from spmd_engine.formats import MappedArray, npz_names, read_npz
 from spmd_engine.verify.activations import compare_activations
 

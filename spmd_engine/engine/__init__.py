@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING
 from spmd_engine.importing import imported_when_asked
 
 if TYPE_CHECKING:
-    from spmd_engine.engine.assignment import Storage
     from spmd_engine.engine.base import ShardedEngine
     from spmd_engine.engine.batch import Batch, MicroBatch
     from spmd_engine.engine.distributed import as_distributed
     from spmd_engine.engine.layered import LayeredEngine
     from spmd_engine.engine.optimizers import SGD, AdamW
-    from spmd_engine.engine.recompute import Recompute
+    from spmd_engine.engine.pipeline.chunk import Recompute
+    from spmd_engine.engine.state.assignment import Storage
 
 __all__ = [
     "AdamW",
@@ -26,12 +26,18 @@ __all__ = [
 ]
 
 _PUBLIC = {
-    "assignment": ("Storage",),
     "base": ("ShardedEngine",),
-    "batch": ("Batch", "MicroBatch"),
+    "batch": (
+        "Batch",
+        "MicroBatch",
+    ),
     "distributed": ("as_distributed",),
     "layered": ("LayeredEngine",),
-    "optimizers": ("SGD", "AdamW"),
-    "recompute": ("Recompute",),
+    "optimizers": (
+        "AdamW",
+        "SGD",
+    ),
+    "pipeline.chunk": ("Recompute",),
+    "state.assignment": ("Storage",),
 }
 __getattr__ = imported_when_asked(__name__, _PUBLIC)

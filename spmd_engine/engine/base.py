@@ -30,8 +30,8 @@ from spmd_engine.engine.contract import (
     read_sharding,
 )
 from spmd_engine.engine.evaluation import Evaluation, Scores
-from spmd_engine.engine.parameter_store import Index
 from spmd_engine.engine.tape import Tape, Tapes
+from spmd_engine.engine.zero.parameter_store import Index
 from spmd_engine.errors import UnknownParameter, UsageError
 from spmd_engine.layers.loss import mean_squared_error
 from spmd_engine.sharding.notation import Spec
@@ -427,7 +427,7 @@ class ShardedEngine(Collectives, ABC):
                 add_gradients(self, gradients, backward_of(self, gradient))
                 check_tape(self, on_tape)
         if self.mesh.checks and self.checks_replicas:
-            from spmd_engine.engine.replicas import check_replicas
+            from spmd_engine.engine.state.replicas import check_replicas
 
             check_replicas(self, gradients)
             self.checks_replicas = False  # a reduction that is there once is there in every step

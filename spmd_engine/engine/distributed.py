@@ -12,16 +12,16 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.engine.assignment import Assignment, Storage
 from spmd_engine.engine.base import Loss, ShardedEngine
 from spmd_engine.engine.batch import Batch
-from spmd_engine.engine.composition import Composition, ModelConfig, build_engine
 from spmd_engine.engine.contract import backward_of, check_batch, check_parameters, check_tape
 from spmd_engine.engine.evaluation import Scores
 from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.engine.parameter_store import ParameterStore
-from spmd_engine.engine.reducer import Reducer
-from spmd_engine.engine.stored import StoredEngine
+from spmd_engine.engine.parallel_config import Composition, ModelConfig, build_engine
+from spmd_engine.engine.state.assignment import Assignment, Storage
+from spmd_engine.engine.zero.parameter_store import ParameterStore
+from spmd_engine.engine.zero.reducer import Reducer
+from spmd_engine.engine.zero.store_engine import StoredEngine
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.contract import described
 from spmd_engine.layers.declarations import Parameter

@@ -15,17 +15,17 @@ from spmd_engine.arrays.backend import CPU, Array, Backend
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.pending import Pending
 from spmd_engine.engine import schedules
-from spmd_engine.engine.assignment import PIPE, Assignment, Storage
 from spmd_engine.engine.base import Loss, Metric
 from spmd_engine.engine.batch import Batch, MicroBatch
 from spmd_engine.engine.contract import check_batch
 from spmd_engine.engine.evaluation import Scores
 from spmd_engine.engine.optimizers import Optimizer
-from spmd_engine.engine.parameter_store import Index
-from spmd_engine.engine.placed import PlacedModel, place
-from spmd_engine.engine.recompute import Recompute
-from spmd_engine.engine.stages import Division
-from spmd_engine.engine.stored import StoredEngine, check_shapes
+from spmd_engine.engine.pipeline.chunk import Recompute
+from spmd_engine.engine.pipeline.stages import Division
+from spmd_engine.engine.state.assignment import PIPE, Assignment, Storage
+from spmd_engine.engine.state.engine_state import PlacedModel, place
+from spmd_engine.engine.zero.parameter_store import Index
+from spmd_engine.engine.zero.store_engine import StoredEngine, check_shapes
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.attention.kv_cache import Cache
 from spmd_engine.layers.layer import ForwardContext, Layer
@@ -126,7 +126,7 @@ class LayeredEngine(StoredEngine):
         ``storage``, ``schedule``, ``stages``, ``recompute``. Collective over the old mesh, whose ledger counts what
         is sent, and which is not closed.
         """
-        from spmd_engine.engine.move import StateMove
+        from spmd_engine.engine.state.reshard_state import StateMove
 
         move = StateMove(self, optimizer)
         if mesh is None:
@@ -221,7 +221,7 @@ class LayeredEngine(StoredEngine):
         """
         self.model.check_inputs(x)
         if cache is not None:
-            from spmd_engine.engine.growth import grow
+            from spmd_engine.engine.decode_inputs import grow
 
             growth = grow(self, x, cache)
             x, ctx = growth.inputs, growth.ctx

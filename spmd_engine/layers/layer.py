@@ -102,7 +102,7 @@ class Layer(ABC):
     ) -> tuple[Array | Deferred | None, Any]:
         """The input's gradient, and what the gradients of the weights still need.
 
-        The gradient may be under way (``sh.start_...``, or a ``Later``): it is then waited for after
+        The gradient may be under way (``sh.start_...``, or a ``Deferred``): it is then waited for after
         ``backward_weight``. A layer with losses among its ``side_outputs`` is given their gradients by name.
         """
 

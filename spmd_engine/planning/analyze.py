@@ -16,9 +16,9 @@ from spmd_engine.arrays.meta.meter import Meter, metered
 from spmd_engine.arrays.numba.functions import loops_are_there
 from spmd_engine.axes import MeshPosition
 from spmd_engine.comm.spans import span
-from spmd_engine.engine.assignment import PIPE
-from spmd_engine.engine.composition import Composition, ModelConfig, composed_assignment, composed_layout
 from spmd_engine.engine.optimizers import AdamW, Optimizer
+from spmd_engine.engine.parallel_config import Composition, ModelConfig, composed_assignment, composed_layout
+from spmd_engine.engine.state.assignment import PIPE
 from spmd_engine.layers.layer import Layer
 from spmd_engine.models.layouts import layout_for
 from spmd_engine.models.model import Model

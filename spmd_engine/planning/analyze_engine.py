@@ -17,8 +17,8 @@ from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, make_batch
 from spmd_engine.engine.distributed import DistributedEngine
 from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.engine.made import make_engine, name_of
 from spmd_engine.engine.optimizers import AdamW, Optimizer
+from spmd_engine.engine.user_engine import make_engine, name_of
 from spmd_engine.errors import UsageError
 from spmd_engine.planning.foretold_engine import watch_storage
 from spmd_engine.planning.meeting_point import MeetingPoint

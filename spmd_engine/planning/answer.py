@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from spmd_engine.engine.composition import Composition, ModelConfig
 from spmd_engine.engine.optimizers import OPTIMIZERS
+from spmd_engine.engine.parallel_config import Composition, ModelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models import Model
 from spmd_engine.models.adapters import LoRAOptions

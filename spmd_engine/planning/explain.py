@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from spmd_engine.engine.composition import composed_assignment
+from spmd_engine.engine.parallel_config import composed_assignment
 from spmd_engine.models import layout_for
 from spmd_engine.planning.answer import Request
 from spmd_engine.planning.estimate import Estimate

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from spmd_engine.engine.composition import Composition
+from spmd_engine.engine.parallel_config import Composition
 from spmd_engine.models import Model
 from spmd_engine.planning.analyze import analyze
 from spmd_engine.planning.lattice import Candidate

@@ -13,7 +13,7 @@ from functools import cached_property
 from math import prod
 
 from spmd_engine.axes import MeshPosition
-from spmd_engine.engine.composition import Composition
+from spmd_engine.engine.parallel_config import Composition
 from spmd_engine.errors import SpmdError
 from spmd_engine.models import Model, layout_for
 from spmd_engine.models.layouts import with_queries_apart

@@ -8,8 +8,8 @@ from functools import cached_property
 
 import numpy as np
 
-from spmd_engine.engine.recompute import Recompute, segments
-from spmd_engine.engine.reducer import IN_FLIGHT
+from spmd_engine.engine.pipeline.chunk import Recompute, segments
+from spmd_engine.engine.zero.reducer import IN_FLIGHT
 from spmd_engine.models import Model
 from spmd_engine.planning.hashed import HashedOnce
 

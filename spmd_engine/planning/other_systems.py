@@ -14,7 +14,7 @@ import numpy as np
 
 from spmd_engine.arrays.meta.array import ShapedArray
 from spmd_engine.arrays.meta.meter import meter
-from spmd_engine.engine.composition import Composition
+from spmd_engine.engine.parallel_config import Composition
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import Parameter
 from spmd_engine.layers.layer import Layer

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from spmd_engine.engine.shares import WORK, Shares
+from spmd_engine.engine.state.split_weights import WORK, Shares
 from spmd_engine.planning.lattice import PIPE, Candidate
 from spmd_engine.planning.machine import Machine
 from spmd_engine.planning.placement import shares

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from spmd_engine.configuration import Configuration, setting
-from spmd_engine.engine.composition import Composition, ModelConfig
+from spmd_engine.engine.parallel_config import Composition, ModelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.foreign import json_at
 

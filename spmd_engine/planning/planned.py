@@ -8,7 +8,7 @@ from time import perf_counter, process_time
 
 from spmd_engine.axes import MeshPosition
 from spmd_engine.engine.batch import check_batch
-from spmd_engine.engine.composition import composed_layout
+from spmd_engine.engine.parallel_config import composed_layout
 from spmd_engine.errors import UsageError
 from spmd_engine.garbage import uncollected
 from spmd_engine.planning.answer import Answer, Request, rooms_of, within

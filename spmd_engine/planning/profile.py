@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.axes import MeshPosition
-from spmd_engine.engine.assignment import assign
-from spmd_engine.engine.composition import Composition, composed_layout
+from spmd_engine.engine.parallel_config import Composition, composed_layout
+from spmd_engine.engine.state.assignment import assign
 from spmd_engine.layers.layer import Layer
 from spmd_engine.models import Model, layout_for
 from spmd_engine.planning.analyze import analyze

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from spmd_engine.engine.composition import Composition
 from spmd_engine.engine.optimizers import AdamW, Optimizer
-from spmd_engine.engine.shares import WORK, parse_shares
+from spmd_engine.engine.parallel_config import Composition
+from spmd_engine.engine.state.split_weights import WORK, parse_shares
 from spmd_engine.errors import SpmdError
 from spmd_engine.models import Model
 from spmd_engine.planning.estimate import Bound, Estimate, Estimator

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spmd_engine.engine.reducer import IN_FLIGHT
+from spmd_engine.engine.zero.reducer import IN_FLIGHT
 from spmd_engine.planning.collective_time import CollectiveTimes
 from spmd_engine.planning.layer_costs import CutLayers
 

@@ -12,7 +12,7 @@ from math import gcd
 from statistics import fmean
 
 from spmd_engine.axes import MeshPosition
-from spmd_engine.engine.shares import STATE, WORK, said
+from spmd_engine.engine.state.split_weights import STATE, WORK, said
 from spmd_engine.planning.foresight import Foresight
 from spmd_engine.planning.lattice import Candidate
 from spmd_engine.planning.machine import Machine

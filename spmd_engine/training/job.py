@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from spmd_engine.comm.pending import TIMEOUT
 from spmd_engine.configuration import Configuration, section_of, setting
-from spmd_engine.engine.composition import Composition, ModelConfig
+from spmd_engine.engine.parallel_config import Composition, ModelConfig
 from spmd_engine.errors import UsageError, one_of
 from spmd_engine.foreign import json_at
 from spmd_engine.layers.layer import DOCUMENTS

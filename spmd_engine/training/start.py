@@ -14,8 +14,8 @@ from spmd_engine.checkpoints.folder import find_checkpoint, make_folder, replace
 from spmd_engine.comm.agreement import text_from_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
-from spmd_engine.engine.composition import Composition
 from spmd_engine.engine.layered import LayeredEngine
+from spmd_engine.engine.parallel_config import Composition
 from spmd_engine.errors import UsageError
 from spmd_engine.models.shape_at import short_name
 from spmd_engine.strategies import default_axes, strategy_named

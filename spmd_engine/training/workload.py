@@ -13,9 +13,9 @@ from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, check_batch
-from spmd_engine.engine.composition import Composition, build_engine
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.optimizers import SGD, AdamW, Optimizer, WarmupCosine
+from spmd_engine.engine.parallel_config import Composition, build_engine
 from spmd_engine.errors import UsageError
 from spmd_engine.models.gpt import BYTES
 from spmd_engine.models.images import ImageShape

@@ -5,8 +5,8 @@ from __future__ import annotations
 from spmd_engine.arrays.random import key_of, normal
 from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.engine.composition import Composition, ModelConfig, build_engine
 from spmd_engine.engine.layered import LayeredEngine
+from spmd_engine.engine.parallel_config import Composition, ModelConfig, build_engine
 from spmd_engine.verify.reference import DEVIATION
 
 

@@ -15,7 +15,7 @@ from spmd_engine.comm.agreement import on_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.threads import run, solo
 from spmd_engine.engine.base import ShardedEngine
-from spmd_engine.engine.made import make_engine, name_of
+from spmd_engine.engine.user_engine import make_engine, name_of
 from spmd_engine.errors import UsageError, WrongNumberOfRanks
 
 DEVIATION = 0.1  #: of the values that take the place of zeros

@@ -16,8 +16,8 @@ from spmd_engine.arrays import softmax
 from spmd_engine.arrays.backend import CPU, backend_of
 from spmd_engine.arrays.numba.functions import FastFunctions, fast_functions
 from spmd_engine.engine import AdamW, LayeredEngine
-from spmd_engine.engine.assignment import Storage
 from spmd_engine.engine.batch import batch_of
+from spmd_engine.engine.state.assignment import Storage
 from spmd_engine.models.gpt import GPTSize, gpt
 from test_cuda_kernels import (  # noqa: F401 (they are run here again, on another device)
     TOLERANCE,

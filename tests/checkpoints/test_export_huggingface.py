@@ -14,7 +14,7 @@ from spmd_engine import Mesh, run
 from spmd_engine.checkpoints import Checkpoint, save_checkpoint
 from spmd_engine.checkpoints.export_huggingface import export_huggingface
 from spmd_engine.checkpoints.pretrained import open_pretrained
-from spmd_engine.engine.composition import Composition, ModelConfig, build_engine
+from spmd_engine.engine.parallel_config import Composition, ModelConfig, build_engine
 from spmd_engine.errors import UsageError
 from spmd_engine.formats.huggingface import folder_tensors
 from spmd_engine.layers import RotaryOptions

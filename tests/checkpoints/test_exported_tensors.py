@@ -18,7 +18,7 @@ from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.checkpoints.read import Sliceable
 from spmd_engine.checkpoints.rewrite import export_checkpoint
 from spmd_engine.checkpoints.stored_view import as_it_is
-from spmd_engine.engine.composition import Composition, ModelConfig
+from spmd_engine.engine.parallel_config import Composition, ModelConfig
 from spmd_engine.errors import CheckpointError
 from spmd_engine.models.shape_at import shape_at
 

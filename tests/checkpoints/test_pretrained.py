@@ -14,7 +14,7 @@ from spmd_engine.checkpoints.pretrained import load_pretrained, open_pretrained
 from spmd_engine.checkpoints.pretrained_table import table
 from spmd_engine.checkpoints.weights import Pretrained
 from spmd_engine.comm.world import world
-from spmd_engine.engine.composition import Composition, ModelConfig, build_engine
+from spmd_engine.engine.parallel_config import Composition, ModelConfig, build_engine
 from spmd_engine.errors import UsageError
 from spmd_engine.formats.safetensors_file import read_safetensors
 from spmd_engine.formats.tensor import PlainTensor

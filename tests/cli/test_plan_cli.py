@@ -6,7 +6,7 @@ import pytest
 
 from command_line import QUIET
 from spmd_engine.cli import main
-from spmd_engine.engine.composition import Composition, ModelConfig
+from spmd_engine.engine.parallel_config import Composition, ModelConfig
 from spmd_engine.planning import analyze
 from spmd_engine.planning.plan_file import PlanFile
 from spmd_engine.training import Job

@@ -3,7 +3,7 @@
 import pytest
 
 from spmd_engine.cli import main
-from spmd_engine.engine.composition import Composition
+from spmd_engine.engine.parallel_config import Composition
 from spmd_engine.models.names import build_model
 from spmd_engine.planning import analyze
 

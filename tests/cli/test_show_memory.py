@@ -7,8 +7,8 @@ from spmd_engine.cli import main
 from spmd_engine.cli.show.bytes_per_rank import CLASSES, bytes_per_rank
 from spmd_engine.cli.show.memory import draw_memory
 from spmd_engine.engine import SGD
-from spmd_engine.engine.composition import Composition
 from spmd_engine.engine.layered import LayeredEngine
+from spmd_engine.engine.parallel_config import Composition
 from spmd_engine.models import build_model, deep_mlp, gpt
 from spmd_engine.planning import analyze
 from tiny import SIZE

@@ -10,7 +10,7 @@ from spmd_engine.cli.bench.steps import held_bytes
 from spmd_engine.cli.show.bytes_per_rank import bytes_per_rank
 from spmd_engine.engine import AdamW, LayeredEngine, Storage
 from spmd_engine.engine.batch import batch_of
-from spmd_engine.engine.composition import Composition
+from spmd_engine.engine.parallel_config import Composition
 from spmd_engine.models import deep_mlp
 from spmd_engine.training import Trainer
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import tiny
 from spmd_engine import Mesh, run
 from spmd_engine.axes import all_positions
-from spmd_engine.engine.assignment import Storage, assign
-from spmd_engine.engine.stages import divide, parse_division
+from spmd_engine.engine.pipeline.stages import divide, parse_division
+from spmd_engine.engine.state.assignment import Storage, assign
 from spmd_engine.errors import UsageError
 from spmd_engine.models import deep_mlp, gpt
 from spmd_engine.sharding import Layout

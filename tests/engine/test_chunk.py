@@ -7,9 +7,8 @@ import pytest
 
 import tiny
 from spmd_engine import Mesh, run
-from spmd_engine.engine.chunk import LayerSegment
 from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.engine.recompute import Recompute, segments
+from spmd_engine.engine.pipeline.chunk import LayerSegment, Recompute, segments
 from spmd_engine.errors import UsageError
 from spmd_engine.models import deep_mlp, gpt, mlp
 from toy_layers import SERVING, TRAINING, Box, Stand, Toy, through, words

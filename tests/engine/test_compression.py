@@ -10,7 +10,7 @@ import pytest
 import tiny
 from spmd_engine import Mesh, run
 from spmd_engine.engine import AdamW
-from spmd_engine.engine.compression import HalfPrecision, PowerSGD, TopK, compression
+from spmd_engine.engine.zero.compression import HalfPrecision, PowerSGD, TopK, compression
 from spmd_engine.errors import UsageError
 from spmd_engine.sharding.groups import Member, ParameterGroup, Sum
 from spmd_engine.training import Trainer

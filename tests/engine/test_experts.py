@@ -9,8 +9,8 @@ from spmd_engine import Mesh, run
 from spmd_engine.axes import all_positions
 from spmd_engine.checkpoints import load_checkpoint, save_checkpoint
 from spmd_engine.engine import AdamW, schedules
-from spmd_engine.engine.assignment import Storage, assign
-from spmd_engine.engine.recompute import Recompute
+from spmd_engine.engine.pipeline.chunk import Recompute
+from spmd_engine.engine.state.assignment import Storage, assign
 from spmd_engine.errors import MeshError, UsageError
 from spmd_engine.sharding import Layout
 from spmd_engine.training import Trainer

@@ -12,9 +12,9 @@ from spmd_engine.arrays import einsum
 from spmd_engine.arrays.images.window import Window
 from spmd_engine.checkpoints import load_checkpoint, save_checkpoint
 from spmd_engine.engine import AdamW, LayeredEngine, schedules
-from spmd_engine.engine.assignment import Storage
 from spmd_engine.engine.batch import batch_of
-from spmd_engine.engine.recompute import Recompute
+from spmd_engine.engine.pipeline.chunk import Recompute
+from spmd_engine.engine.state.assignment import Storage
 from spmd_engine.errors import NotFiniteError, UsageError
 from spmd_engine.layers import (
     MLP,

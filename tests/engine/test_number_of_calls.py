@@ -7,7 +7,7 @@ import tiny
 from spmd_engine import Mesh, run
 from spmd_engine.checkpoints import save_checkpoint
 from spmd_engine.engine import AdamW, ShardedEngine
-from spmd_engine.engine.assignment import Storage
+from spmd_engine.engine.state.assignment import Storage
 
 MANY_FIELDS = np.dtype([(f"a field with a long name, number {i}", "<f8", (2,)) for i in range(20)])
 

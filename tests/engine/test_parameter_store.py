@@ -10,9 +10,9 @@ from pairwise import in_turn
 from spmd_engine import Mesh, run
 from spmd_engine.checkpoints import load_checkpoint, save_checkpoint
 from spmd_engine.engine import AdamW, LayeredEngine, schedules
-from spmd_engine.engine.assignment import Storage
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.gather import _plan_to_whole
+from spmd_engine.engine.state.assignment import Storage
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import Linear
 from spmd_engine.layers.declarations import Activation, Parameter

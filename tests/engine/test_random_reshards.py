@@ -11,9 +11,9 @@ import pictures
 import tiny
 from spmd_engine import Mesh, run
 from spmd_engine.engine import AdamW, LayeredEngine
-from spmd_engine.engine.assignment import Storage
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.schedules import named
+from spmd_engine.engine.state.assignment import Storage
 from spmd_engine.layers import RouterOptions
 from spmd_engine.models import Mixture, gpt, layout_for
 from spmd_engine.sharding import Layout

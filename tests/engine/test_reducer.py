@@ -9,9 +9,9 @@ import tiny
 from spmd_engine import Mesh, run
 from spmd_engine.comm.communicator import Communicator
 from spmd_engine.comm.tuning import Tuning
-from spmd_engine.engine.assignment import Storage
-from spmd_engine.engine.reducer import Reducer
-from spmd_engine.engine.storage import GroupStorage
+from spmd_engine.engine.state.assignment import Storage
+from spmd_engine.engine.zero.reducer import Reducer
+from spmd_engine.engine.zero.storage import GroupStorage
 from spmd_engine.models import deep_mlp
 from stored import TIED, UNTIED, Parts, every_stage_of_zero, integers, memory_of, pair_bytes, thresholds
 

@@ -13,7 +13,7 @@ from spmd_engine import Mesh, run
 from spmd_engine.axes import all_positions
 from spmd_engine.engine import AdamW, LayeredEngine
 from spmd_engine.engine.batch import check_batch
-from spmd_engine.engine.composition import Composition, composed_assignment, composed_layout
+from spmd_engine.engine.parallel_config import Composition, composed_assignment, composed_layout
 from spmd_engine.errors import UsageError
 from spmd_engine.models import build_model, gpt
 from spmd_engine.planning import analyze

@@ -8,7 +8,7 @@ import pytest
 
 from spmd_engine import Mesh, run
 from spmd_engine.arrays.backend import CPU
-from spmd_engine.engine.storage import GroupStorage
+from spmd_engine.engine.zero.storage import GroupStorage
 from spmd_engine.sharding.groups import Member, Sum, make_groups
 from stored import FLOAT, every_stage_of_zero, integers, memory_of
 

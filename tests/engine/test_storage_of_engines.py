@@ -11,9 +11,9 @@ from spmd_engine import Mesh, run
 from spmd_engine.comm.communicator import Communicator
 from spmd_engine.comm.tuning import Tuning
 from spmd_engine.engine import LayeredEngine
-from spmd_engine.engine.assignment import Storage
 from spmd_engine.engine.batch import batch_of
-from spmd_engine.engine.recompute import Recompute
+from spmd_engine.engine.pipeline.chunk import Recompute
+from spmd_engine.engine.state.assignment import Storage
 from spmd_engine.layers import Linear
 from spmd_engine.models import Model, deep_mlp
 from spmd_engine.models.mlp import squared_loss

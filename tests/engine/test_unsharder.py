@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from spmd_engine import Mesh, run
-from spmd_engine.engine.assignment import Storage
-from spmd_engine.engine.storage import GroupStorage
-from spmd_engine.engine.unsharder import Unsharder
+from spmd_engine.engine.state.assignment import Storage
+from spmd_engine.engine.zero.storage import GroupStorage
+from spmd_engine.engine.zero.unsharder import Unsharder
 from spmd_engine.models import deep_mlp
 from stored import TIED, UNTIED, Parts, memory_of, pair_bytes, thresholds
 

@@ -9,7 +9,7 @@ import tiny
 from spmd_engine import Mesh, run
 from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.checkpoints.weights import Pretrained
-from spmd_engine.engine.composition import ModelConfig
+from spmd_engine.engine.parallel_config import ModelConfig
 from spmd_engine.errors import CheckpointError
 from spmd_engine.formats.gguf import BlockedTensor, read_gguf
 from spmd_engine.formats.gguf_blocks import BY_NAME

@@ -19,7 +19,7 @@ from spmd_engine.checkpoints.pretrained import open_pretrained, with_shape
 from spmd_engine.cli.show.bytes_per_rank import bytes_per_rank
 from spmd_engine.engine import AdamW
 from spmd_engine.engine.batch import batch_of
-from spmd_engine.engine.composition import (
+from spmd_engine.engine.parallel_config import (
     Composition,
     ModelConfig,
     build_engine,

@@ -9,7 +9,7 @@ import tiny
 from script_module import script
 from spmd_engine import Mesh, run
 from spmd_engine.checkpoints.pretrained import open_pretrained
-from spmd_engine.engine.composition import Composition, ModelConfig
+from spmd_engine.engine.parallel_config import Composition, ModelConfig
 
 pytest.importorskip("glassllm", reason="needs the model in PyPI's glassllm: pip install '.[test]'")
 

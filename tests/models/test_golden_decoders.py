@@ -13,7 +13,7 @@ from spmd_engine import Mesh, run
 from spmd_engine.checkpoints.pretrained import load_pretrained
 from spmd_engine.checkpoints.weights import Pretrained
 from spmd_engine.engine.batch import batch_of
-from spmd_engine.engine.composition import Composition, ModelConfig, build_engine
+from spmd_engine.engine.parallel_config import Composition, ModelConfig, build_engine
 from spmd_engine.layers.attention.kv_cache import Cache
 from spmd_engine.models.shape_at import shape_at
 from spmd_engine.models.stored_names import stored_names

@@ -9,8 +9,8 @@ from pictures import BATCH, SHAPE, assert_same, pictures, small_convnet, small_r
 from spmd_engine import Mesh, run
 from spmd_engine.engine import LayeredEngine, schedules
 from spmd_engine.engine.batch import batch_of
-from spmd_engine.engine.composition import Composition
-from spmd_engine.engine.recompute import Recompute
+from spmd_engine.engine.parallel_config import Composition
+from spmd_engine.engine.pipeline.chunk import Recompute
 from spmd_engine.errors import MeshError, UsageError
 from spmd_engine.models import ImageShape, build_model, convnet, layout_for
 
@@ -116,8 +116,10 @@ def test_a_network_cut_in_channels_sends_what_is_whole_between_its_blocks(ranks)
             engine.count(batch)
             mesh.ledger.clear()
             engine.step(batch)
-            return {name: sum(e.sent for (_, _, label), e in mesh.ledger.entries.items() if label == name)
-                    for name in (*dict(engine.model.layers), "gradients")}
+            return {
+                name: sum(e.sent for (_, _, label), e in mesh.ledger.entries.items() if label == name)
+                for name in (*dict(engine.model.layers), "gradients")
+            }
 
     found = [sum(each) for each in zip(*(rank.values() for rank in run(program, ranks)))]
     stem, first, half, mean, scores = (8 * BATCH * n for n in (2 * 2 * 3, 2 * 2 * 3, 1 * 1 * 6, 6, 5))

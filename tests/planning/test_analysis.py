@@ -13,7 +13,7 @@ import tiny
 from spmd_engine import Mesh
 from spmd_engine.cli import main
 from spmd_engine.engine import AdamW
-from spmd_engine.engine.composition import Composition, ModelConfig
+from spmd_engine.engine.parallel_config import Composition, ModelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models import gpt
 from spmd_engine.models.mlp import deep_mlp
@@ -216,6 +216,6 @@ def test_models_of_plan_are_looked_at_as_well(command, model, tmp_path, monkeypa
 
 
 def test_parameters_beyond_the_memory_of_a_node_are_refused_before_they_are_made(monkeypatch):
-    monkeypatch.setattr("spmd_engine.engine.parameter_store.memory_here", lambda: 1000)
+    monkeypatch.setattr("spmd_engine.engine.zero.parameter_store.memory_here", lambda: 1000)
     with pytest.raises(UsageError, match=r"rank 0: its parameters alone are .* KiB, and this node has 1000 B of mem"):
         build(deep_mlp(4, 16), Mesh(), Composition(), np.float32)

@@ -9,7 +9,7 @@ from script_module import script
 from spmd_engine import run
 from spmd_engine.arrays.meta.meter import CONVOLUTION, CONVOLUTION_WEIGHTS
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.engine.composition import ModelConfig
+from spmd_engine.engine.parallel_config import ModelConfig
 from spmd_engine.planning import analyze, measure
 from spmd_engine.planning.compute_time import ComputeTimes, bytes_of
 from spmd_engine.planning.machine import Curve, Fitted

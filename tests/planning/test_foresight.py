@@ -5,7 +5,7 @@ import json
 import pytest
 
 from spmd_engine import run
-from spmd_engine.engine.storage import GroupStorage
+from spmd_engine.engine.zero.storage import GroupStorage
 from spmd_engine.errors import PlanError
 from spmd_engine.planning.comparison import differences, routed_bytes
 from spmd_engine.training import Job

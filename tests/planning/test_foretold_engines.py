@@ -7,9 +7,9 @@ import pytest
 
 from spmd_engine import Mesh, as_distributed, run
 from spmd_engine.engine import SGD, LayeredEngine, ShardedEngine
-from spmd_engine.engine.assignment import Storage
 from spmd_engine.engine.batch import batch_of
-from spmd_engine.engine.composition import Composition
+from spmd_engine.engine.parallel_config import Composition
+from spmd_engine.engine.state.assignment import Storage
 from spmd_engine.errors import UsageError
 from spmd_engine.models import GPTSize, gpt, two_layers
 from spmd_engine.planning.analyze import analyze

@@ -10,7 +10,7 @@ from real_steps import ledgers
 
 import tiny
 from spmd_engine.axes import parse_axes
-from spmd_engine.engine.composition import Composition
+from spmd_engine.engine.parallel_config import Composition
 from spmd_engine.layers import Embedding, Head, Layer, LayerNorm, Parameter, Residual
 from spmd_engine.models import DecoderShape, Model, gpt
 from spmd_engine.models.adapters import LoRAOptions, with_adapters

@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from spmd_engine.engine.composition import Composition
+from spmd_engine.engine.parallel_config import Composition
 from spmd_engine.errors import UsageError
 from spmd_engine.planning import analyze
 from spmd_engine.planning.compute_time import ComputeTimes, bytes_of

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from spmd_engine.cli.plan.compare import steps_of
-from spmd_engine.engine.composition import Composition, ModelConfig
+from spmd_engine.engine.parallel_config import Composition, ModelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models import GPT_SIZES, gpt
 from spmd_engine.models.names import build_model

@@ -5,7 +5,7 @@ import pytest
 
 import tiny
 from spmd_engine import Mesh, run
-from spmd_engine.engine.composition import ModelConfig, build_engine
+from spmd_engine.engine.parallel_config import ModelConfig, build_engine
 from spmd_engine.errors import NotFiniteError, UsageError
 from spmd_engine.models import DecoderShape
 from spmd_engine.serving import SamplingOptions, StoppingCriteria, generate

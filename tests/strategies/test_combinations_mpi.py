@@ -8,9 +8,9 @@ import pytest
 from combinations import ATTENTION, BLOCK, PARALLEL, Case, assert_as_one_device, assert_same, train
 from spmd_engine import Mesh, run
 from spmd_engine.engine import LayeredEngine
-from spmd_engine.engine.assignment import Storage
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.schedules import named
+from spmd_engine.engine.state.assignment import Storage
 from spmd_engine.models import deep_mlp, layout_for, mlp, two_layers
 
 

@@ -10,8 +10,8 @@ from pages import HEADS, LAYERS, D, F, S, build, case_id, data, one_rank, single
 from spmd_engine import Mesh, run
 from spmd_engine.checkpoints import load_checkpoint, save_checkpoint
 from spmd_engine.engine import AdamW, LayeredEngine
-from spmd_engine.engine.assignment import Storage
 from spmd_engine.engine.batch import batch_of
+from spmd_engine.engine.state.assignment import Storage
 from spmd_engine.layers import Attention, Linear, Skip
 from spmd_engine.models.mlp import squared_loss, two_layers
 from spmd_engine.models.model import Model

@@ -13,7 +13,7 @@ from spmd_engine import Mesh, run
 from spmd_engine.checkpoints.export_huggingface import export_huggingface
 from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.checkpoints.weights import Pretrained
-from spmd_engine.engine.composition import ModelConfig
+from spmd_engine.engine.parallel_config import ModelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models.tokenizer_at import tokenizer_at
 from spmd_engine.serving import SamplingOptions, StoppingCriteria, generate

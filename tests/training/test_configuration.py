@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import spmd_engine
-from spmd_engine.engine.composition import Composition, ModelConfig
+from spmd_engine.engine.parallel_config import Composition, ModelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import RouterOptions
 from spmd_engine.models import Mixture
@@ -181,9 +181,7 @@ def test_what_a_section_within_leaves_out_is_as_the_section_around_has_it():
 PAGE = Path(spmd_engine.__file__).parent.parent / "docs" / "configuration.md"
 
 
-@pytest.mark.parametrize(
-    "kind", [Job, ModelConfig, Mixture, RouterOptions, DataConfig, TrainingConfig, Composition]
-)
+@pytest.mark.parametrize("kind", [Job, ModelConfig, Mixture, RouterOptions, DataConfig, TrainingConfig, Composition])
 def test_the_page_names_every_field(kind):
     named = set(re.findall(r"`(\w+)`", PAGE.read_text()))
     assert {each.name for each in fields(kind)} <= named

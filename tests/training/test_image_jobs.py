@@ -8,7 +8,7 @@ import pytest
 import tiny
 from labelled_images import LABELS, PIXELS, write_idx, write_npz
 from spmd_engine import Job, run, train
-from spmd_engine.engine.composition import ModelConfig
+from spmd_engine.engine.parallel_config import ModelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.training.job import OF_IMAGES
 from spmd_engine.training.start import JobObserver

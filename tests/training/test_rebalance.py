@@ -6,7 +6,7 @@ import routed
 import tiny
 from spmd_engine import Mesh, run
 from spmd_engine.engine import AdamW
-from spmd_engine.engine.assignment import Storage
+from spmd_engine.engine.state.assignment import Storage
 from spmd_engine.sharding.experts import imbalance
 from spmd_engine.training import Trainer
 from spmd_engine.training.expert_load import ExpertLoad

@@ -8,7 +8,7 @@ import pytest
 import tiny
 from spmd_engine import Mesh, run
 from spmd_engine.checkpoints.pretrained import open_pretrained
-from spmd_engine.engine.composition import Composition, ModelConfig
+from spmd_engine.engine.parallel_config import Composition, ModelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import Layer
 from spmd_engine.verify.activations import compare_activations

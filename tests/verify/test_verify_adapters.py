@@ -11,7 +11,7 @@ from faults import HOW, every_how
 from spmd_engine import Mesh, run
 from spmd_engine.checkpoints.weights import Pretrained
 from spmd_engine.comm.pending import Pending
-from spmd_engine.engine.composition import Composition, ModelConfig
+from spmd_engine.engine.parallel_config import Composition, ModelConfig
 from spmd_engine.layers import low_rank
 from spmd_engine.layers.moe.router_options import RouterOptions
 from spmd_engine.models import DecoderShape, Mixture

@@ -18,8 +18,8 @@ import numpy as np
 from spmd_engine import Mesh, world
 from spmd_engine.cli.bench.figures import print_table, spread
 from spmd_engine.engine import LayeredEngine
-from spmd_engine.engine.assignment import Storage
 from spmd_engine.engine.batch import batch_of
+from spmd_engine.engine.state.assignment import Storage
 from spmd_engine.models.names import GPT_SIZES, build_model
 
 

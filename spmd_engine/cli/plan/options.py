@@ -14,8 +14,8 @@ from spmd_engine.axes import parse_axes
 from spmd_engine.cli.adapters import lora_of
 from spmd_engine.cli.composition import COMPOSITION
 from spmd_engine.cli.options import MODEL, with_options
-from spmd_engine.engine.composition import PIPELINES, RECOMPUTE, Composition
-from spmd_engine.engine.stages import parse_division
+from spmd_engine.engine.parallel_config import PIPELINES, RECOMPUTE, Composition
+from spmd_engine.engine.pipeline.stages import parse_division
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.attention.methods import CONTEXT_METHODS
 from spmd_engine.models.names import IMAGES

@@ -10,9 +10,9 @@ from math import prod
 import numpy as np
 
 from spmd_engine.axes import MeshPosition, all_positions
-from spmd_engine.engine.assignment import PIPE
-from spmd_engine.engine.composition import Composition, composed_assignment, composed_layout
 from spmd_engine.engine.optimizers import AdamW, Optimizer
+from spmd_engine.engine.parallel_config import Composition, composed_assignment, composed_layout
+from spmd_engine.engine.state.assignment import PIPE
 from spmd_engine.models import Model
 from spmd_engine.planning import analyze
 from spmd_engine.planning.passes import PassCache

@@ -15,7 +15,7 @@ from spmd_engine.cli.show.bytes_per_rank import CLASSES, bytes_per_rank
 from spmd_engine.cli.show.options import OPTIMIZERS, dtype_option, mesh_option, optimizer_option, output_option
 from spmd_engine.cli.show.output import present
 from spmd_engine.cli.show.picture import BLUE, GREEN, ORANGE, PURPLE, Cell, Picture, listed, table, text
-from spmd_engine.engine.composition import Composition
+from spmd_engine.engine.parallel_config import Composition
 from spmd_engine.models.images import ImageShape
 from spmd_engine.models.names import build_model
 from spmd_engine.planning.passes import PassCache

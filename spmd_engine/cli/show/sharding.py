@@ -15,8 +15,8 @@ from spmd_engine.cli.options import image_shape, images_option, model_option
 from spmd_engine.cli.show.options import mesh_option, output_option
 from spmd_engine.cli.show.output import present
 from spmd_engine.cli.show.picture import COLOURS, Picture, grid, listed
-from spmd_engine.engine.assignment import PIPE, assign
-from spmd_engine.engine.shares import misfit, parse_shares
+from spmd_engine.engine.state.assignment import PIPE, assign
+from spmd_engine.engine.state.split_weights import misfit, parse_shares
 from spmd_engine.errors import UsageError
 from spmd_engine.models import ImageShape, build_model, layout_for
 from spmd_engine.sharding.notation import Spec

@@ -10,7 +10,7 @@ from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.comm.agreement import gather_json
 from spmd_engine.comm.group import Group
 from spmd_engine.engine.optimizers import Optimizer
-from spmd_engine.engine.stored import Placements, StoredEngine, placements_said, said_of
+from spmd_engine.engine.zero.store_engine import Placements, StoredEngine, placements_said, said_of
 from spmd_engine.errors import UsageError
 from spmd_engine.sharding.placement import Placement
 from spmd_engine.sharding.transfer import PIECE, plan_transfer

@@ -20,7 +20,7 @@ from spmd_engine.arrays.memory import fresh_zeros
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.pending import Pending
-from spmd_engine.engine.compression import PendingReduction, compression
+from spmd_engine.engine.zero.compression import PendingReduction, compression
 from spmd_engine.errors import UsageError
 from spmd_engine.sharding.groups import ParameterGroup, Sum
 

@@ -11,17 +11,15 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array, Backend
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.engine.assignment import PIPE, Storage, assign
-from spmd_engine.engine.chunk import Chunk
-from spmd_engine.engine.execution import Execution, PipelineNeighbours
-from spmd_engine.engine.extras import Buffers, Extras, SideOutputs
-from spmd_engine.engine.frozen import FrozenStore
-from spmd_engine.engine.parameter_store import ParameterStore
-from spmd_engine.engine.recompute import Recompute, check, segments
-from spmd_engine.engine.reducer import Reducer
+from spmd_engine.engine.pipeline.chunk import Chunk, Recompute, check, segments
+from spmd_engine.engine.pipeline.executor import Execution, PipelineNeighbours
+from spmd_engine.engine.pipeline.stages import Division, parse_division
 from spmd_engine.engine.schedules import Program, Schedule, chosen
-from spmd_engine.engine.stages import Division, parse_division
-from spmd_engine.engine.unsharder import Unsharder
+from spmd_engine.engine.state.assignment import PIPE, Storage, assign
+from spmd_engine.engine.state.buffers_and_side_outputs import Buffers, Extras, SideOutputs
+from spmd_engine.engine.zero.parameter_store import FrozenStore, ParameterStore
+from spmd_engine.engine.zero.reducer import Reducer
+from spmd_engine.engine.zero.unsharder import Unsharder
 from spmd_engine.layers.layer import ForwardContext, Layer
 from spmd_engine.models import Model
 from spmd_engine.sharding.layout import Layout

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from spmd_engine.comm.pending import Pending
-from spmd_engine.engine.compression import PendingReduction
-from spmd_engine.engine.storage import GroupStorage
+from spmd_engine.engine.zero.compression import PendingReduction
+from spmd_engine.engine.zero.storage import GroupStorage
 from spmd_engine.errors import SpmdError
 from spmd_engine.layers.layer import GradientSums
 

@@ -11,7 +11,7 @@ import numpy as np
 from spmd_engine.arrays.backend import Array, Backend, backend_of
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.pending import Pending
-from spmd_engine.engine.assignment import PIPE
+from spmd_engine.engine.state.assignment import PIPE
 from spmd_engine.layers.declarations import Buffer, SideOutput
 from spmd_engine.layers.layer import Extra, ForwardContext, Layer
 from spmd_engine.models.model import Model

@@ -10,8 +10,8 @@ import numpy as np
 from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.agreement import gather_json
 from spmd_engine.engine.base import ShardedEngine
-from spmd_engine.engine.parameter_store import Index, ParameterStore
-from spmd_engine.engine.storage import GroupStorage
+from spmd_engine.engine.zero.parameter_store import Index, ParameterStore
+from spmd_engine.engine.zero.storage import GroupStorage
 from spmd_engine.errors import UsageError
 from spmd_engine.sharding.notation import Spec
 from spmd_engine.sharding.placement import Placement, placement_said, say

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from spmd_engine.arrays.backend import Array
-from spmd_engine.engine.storage import GroupStorage
+from spmd_engine.engine.zero.storage import GroupStorage
 from spmd_engine.errors import UnknownParameter
 
 

@@ -12,8 +12,8 @@ from functools import cache
 from math import prod
 
 from spmd_engine.axes import MeshPosition
-from spmd_engine.engine.shares import Shares, shares_along
-from spmd_engine.engine.stages import Division, divide
+from spmd_engine.engine.pipeline.stages import Division, divide
+from spmd_engine.engine.state.split_weights import Shares, shares_along
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.declarations import Buffer, Parameter
 from spmd_engine.models.model import Model

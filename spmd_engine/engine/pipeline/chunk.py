@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from enum import Enum
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from spmd_engine.arrays.backend import Array
-from spmd_engine.engine.extras import Extras
-from spmd_engine.engine.reducer import Reducer
-from spmd_engine.engine.unsharder import Unsharder
+from spmd_engine.engine.state.buffers_and_side_outputs import Extras
+from spmd_engine.engine.zero.reducer import Reducer
+from spmd_engine.engine.zero.unsharder import Unsharder
+from spmd_engine.errors import UsageError
 from spmd_engine.layers.deferred import wait_for
 from spmd_engine.layers.layer import Extra, ForwardContext, Layer
+from spmd_engine.models.model import Model
 from spmd_engine.sharding.shards import Shards
 
 
@@ -157,3 +161,45 @@ class Chunk:
 
 def _losses_of(layer: Layer) -> list[str]:
     return [name for name, output in layer.side_outputs.items() if output.loss]
+
+
+# --- Which activations are recomputed in the backward instead of kept: memory for time
+
+
+class Recompute(Enum):
+    """What a forward does not keep."""
+
+    NONE = "none"  #: everything is kept
+    #: of each block (layers whose names share what stands before "/") only its input is kept: Chen et al., "Training
+    #: Deep Nets with Sublinear Memory Cost" (2016)
+    BLOCK = "block"
+    #: of attention only its input: Korthikanti et al., "Reducing Activation Recomputation" (2022)
+    ATTENTION = "attention"
+
+    @classmethod
+    def _missing_(cls, value: object) -> None:
+        raise UsageError(f"no recompute {value!r}; there are: {', '.join(each.value for each in cls)}")
+
+
+def check(model: Model, recompute: Recompute) -> None:
+    """Raise UsageError if a model has nothing of what is to be recomputed."""
+    everything = segments(model, range(len(model.layers)), recompute)
+    if recompute is not Recompute.NONE and not any(segment.recomputed for segment in everything):
+        has_blocks = any("/" in name for name, _ in model.layers)
+        nearest = "block or none" if has_blocks else "none"
+        raise UsageError(f"recompute {recompute.value}: {model.name} has no {recompute.value}; choose {nearest}")
+
+
+def segments(model: Model, layers: Iterable[int], recompute: Recompute) -> list[LayerSegment]:
+    """Consecutive layers, cut into parts that are recomputed together or kept."""
+
+    def part(number: int) -> tuple[str, bool]:
+        name, layer = model.layers[number]
+        block, slash, _ = name.partition("/")
+        if recompute is Recompute.BLOCK and slash:
+            return block, True
+        if recompute is Recompute.ATTENTION and layer.attends:
+            return name, True
+        return "", False
+
+    return [LayerSegment(range((n := list(numbers))[0], n[-1] + 1), key[1]) for key, numbers in groupby(layers, part)]

@@ -9,7 +9,7 @@ from spmd_engine.arrays.backend import Array, Backend
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.pending import Pending
 from spmd_engine.engine import schedules
-from spmd_engine.engine.chunk import Chunk
+from spmd_engine.engine.pipeline.chunk import Chunk
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.layer import ForwardContext
 

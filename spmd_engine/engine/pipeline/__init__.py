@@ -1,0 +1,1 @@
+"""Pipelines: layers in stages, and the execution of a schedule."""
