@@ -24,8 +24,8 @@ from spmd_engine.models import Mixture
 from spmd_engine.models.adapters import LoRAOptions
 from spmd_engine.strategies import STRATEGIES, default_axes
 from spmd_engine.tokens.tokenizer import Tokenizer
-from spmd_engine.training.prepare import prepare
-from spmd_engine.training.start import _begin, _make_run
+from spmd_engine.training.data.prepare import prepare
+from spmd_engine.training.run_job import _begin, _make_run
 from spmd_engine.training.workload import open_workload
 
 FAMILIES = sorted(Path(__file__).parent.joinpath("golden", "decoders").iterdir())

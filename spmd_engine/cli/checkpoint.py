@@ -23,7 +23,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.models.names import shape_named
 from spmd_engine.process.launchers import launcher_rank
 from spmd_engine.training.job import Job
-from spmd_engine.training.start import run_folder
+from spmd_engine.training.run_job import run_folder
 
 MOST_FILES = 4096  #: of each kind, that a checkpoint is rewritten in
 

@@ -10,7 +10,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.models import Mixture
 from spmd_engine.models.adapters import LoRAOptions
 from spmd_engine.training.job import LORA, MIXTURE, ROUTER, Job
-from spmd_engine.training.start import read_job
+from spmd_engine.training.run_job import read_job
 
 _JOB = "spmd_engine.job"  # in a context's meta
 _OF_THE_COMMAND = ("steps", "config")  # how long a job trains says nothing of how it is looked at

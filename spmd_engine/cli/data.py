@@ -14,8 +14,8 @@ from spmd_engine.formats.token_file import TokenFile, open_token_file
 from spmd_engine.models.tokenizer_at import tokenizer_at
 from spmd_engine.process.launchers import launcher_rank
 from spmd_engine.tokens import ByteTokenizer, Tokenizer
-from spmd_engine.training.prepare import prepare as prepare_file
-from spmd_engine.training.prepared import check_digests
+from spmd_engine.training.data.prepare import prepare as prepare_file
+from spmd_engine.training.data.token_data import check_digests
 
 BYTES = "bytes"
 

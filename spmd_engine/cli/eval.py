@@ -13,7 +13,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.formats.text_documents import check_text
 from spmd_engine.formats.token_file import is_token_file, open_token_file
 from spmd_engine.serving.scoring import Score, score
-from spmd_engine.training.prepared import check_digests
+from spmd_engine.training.data.token_data import check_digests
 
 
 @click.command(name="eval", short_help="Score texts: log-probabilities, perplexity.")

@@ -33,8 +33,8 @@ from spmd_engine.errors import NotationError, SpmdError, UsageError
 from spmd_engine.foreign import reading
 from spmd_engine.models.names import IMAGES
 from spmd_engine.sharding.notation import Spec
-from spmd_engine.training.image_sources import check_pixels, check_scale
-from spmd_engine.training.images import as_floats
+from spmd_engine.training.data.image_sources import check_pixels, check_scale
+from spmd_engine.training.data.images import as_floats
 
 
 @click.command(short_help="Run a model on an array.")

@@ -7,9 +7,9 @@ from signal import Signals
 from typing import TYPE_CHECKING
 
 from spmd_engine.cli.terminal import console
-from spmd_engine.training.data import Corpus
+from spmd_engine.training.data.corpus import Corpus
 from spmd_engine.training.run import Run
-from spmd_engine.training.start import JobObserver
+from spmd_engine.training.run_job import JobObserver
 from spmd_engine.training.trainer import StepReport
 from spmd_engine.training.workload import Workload
 

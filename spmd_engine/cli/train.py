@@ -19,10 +19,10 @@ from spmd_engine.errors import UsageError
 from spmd_engine.layers.layer import DOCUMENTS
 from spmd_engine.process.signals import REQUEUE
 from spmd_engine.strategies import STRATEGIES
-from spmd_engine.training.augment import AUGMENT
+from spmd_engine.training.data.augment import AUGMENT
 from spmd_engine.training.job import FIXED, DataConfig, Job, TrainingConfig
-from spmd_engine.training.start import read_job, read_run, run_folder
-from spmd_engine.training.start import train as train_job
+from spmd_engine.training.run_job import read_job, read_run, run_folder
+from spmd_engine.training.run_job import train as train_job
 from spmd_engine.training.workload import PAGE_MODEL
 
 #: Options that say what is done this time; a job knows nothing of them.

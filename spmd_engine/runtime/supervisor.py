@@ -15,7 +15,7 @@ from spmd_engine.checkpoints import CheckpointFolder
 from spmd_engine.errors import UsageError
 from spmd_engine.process.signals import ENDING, REQUEUE, Handlers, Interrupted, exit_code
 from spmd_engine.runtime.mpi_job import MPIJob, find_mpiexec, is_open_mpi
-from spmd_engine.training.start import run_folder
+from spmd_engine.training.run_job import run_folder
 
 USAGE_ERROR = 2  #: exit code of what would fail again in the same way
 SIGNALLED = (*(128 + number for number in ENDING), REQUEUE)  #: of a job that was asked to end, and has saved

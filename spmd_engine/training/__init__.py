@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING
 from spmd_engine.importing import imported_when_asked
 
 if TYPE_CHECKING:
-    from spmd_engine.training.array_data import ArrayData
-    from spmd_engine.training.data import Corpus, load_corpus
-    from spmd_engine.training.images import ImageData, Images, load_images
+    from spmd_engine.training.data.array_data import ArrayData
+    from spmd_engine.training.data.corpus import Corpus, load_corpus
+    from spmd_engine.training.data.images import ImageData, Images, load_images
     from spmd_engine.training.job import Job
     from spmd_engine.training.observers import Observer
     from spmd_engine.training.run import Run
-    from spmd_engine.training.start import train
+    from spmd_engine.training.run_job import train
     from spmd_engine.training.trainer import Trainer
 
 __all__ = [
@@ -29,13 +29,20 @@ __all__ = [
 ]
 
 _PUBLIC = {
-    "array_data": ("ArrayData",),
-    "data": ("Corpus", "load_corpus"),
-    "images": ("ImageData", "Images", "load_images"),
+    "data.array_data": ("ArrayData",),
+    "data.corpus": (
+        "Corpus",
+        "load_corpus",
+    ),
+    "data.images": (
+        "ImageData",
+        "Images",
+        "load_images",
+    ),
     "job": ("Job",),
     "observers": ("Observer",),
     "run": ("Run",),
-    "start": ("train",),
+    "run_job": ("train",),
     "trainer": ("Trainer",),
 }
 __getattr__ = imported_when_asked(__name__, _PUBLIC)

@@ -16,7 +16,7 @@ from spmd_engine.foreign import json_at
 from spmd_engine.layers.layer import DOCUMENTS
 from spmd_engine.layers.moe.router_options import RouterOptions
 from spmd_engine.models.names import IMAGES
-from spmd_engine.training.augment import AUGMENT
+from spmd_engine.training.data.augment import AUGMENT
 
 VERSION = 1  #: of the JSON that jobs are written as
 MOST = 1 << 24  #: samples, and parts of them: beyond it is a slip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import isfinite
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,18 +13,19 @@ import numpy as np
 from spmd_engine.arrays.backend import backend_of
 from spmd_engine.arrays.updates import sum_of_squares
 from spmd_engine.comm.agreement import gather_json
+from spmd_engine.comm.mesh import Mesh
+from spmd_engine.comm.signature import named
 from spmd_engine.engine.base import Loss, ShardedEngine
 from spmd_engine.engine.batch import Batch
 from spmd_engine.engine.contract import check_batch
 from spmd_engine.engine.evaluation import Evaluation
 from spmd_engine.engine.optimizers import Optimizer
-from spmd_engine.errors import NotFiniteError, UsageError
+from spmd_engine.errors import NotFiniteError, ReplicasDifferError, UsageError
 from spmd_engine.layers.contract import described
 from spmd_engine.process.signals import StopFlag
-from spmd_engine.training.step_metrics import StepMetrics
 
 if TYPE_CHECKING:
-    from spmd_engine.training.foresight import FirstStepCheck
+    from spmd_engine.training.first_step_check import FirstStepCheck
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Trainer:
     norm that is not finite nothing is updated, on any rank, and the report says why; after more than ``max_skipped``
     such steps in a row NotFiniteError is raised, on every rank alike. If only some ranks find it so, in gradients that
     should be equal, ReplicasDifferError is. With
-    ``step_metrics`` every report tells what all ranks sent and waited for, which takes a small collective; what layers
+    ``trainer`` every report tells what all ranks sent and waited for, which takes a small collective; what layers
     tell beside their outputs, auxiliary losses and counts, it tells always. ``foresight`` compares the first step with
     what was foretold of it. ``run`` ends after a step
     at whose end any rank had a signal in its ``stop`` flag: all ranks' flags are then taken.
@@ -221,3 +223,78 @@ def _is_newer(kind: type, method: str, than: str) -> bool:
     """Whether a class has one of its methods from a subclass of the class that it has the other from."""
     order = [next(i for i, each in enumerate(kind.__mro__) if name in vars(each)) for name in (method, than)]
     return order[0] < order[1]
+
+
+# --- Where the time of a step went, on every rank, and what was sent meanwhile
+
+
+class StepMetrics:
+    """Opened when a step begins; ``close`` tells what the ledger and the waits gained since, unless ``brief``."""
+
+    def __init__(self, mesh: Mesh, brief: bool = False) -> None:
+        self._mesh, self._brief, self._began = mesh, brief, perf_counter()
+        self._before = _state(mesh) if mesh.size > 1 and not brief else None
+
+    def close(self, skips: bool = False, signal: int | None = None) -> tuple[float, dict[str, Any], int]:
+        """The step's seconds on this rank, facts about all ranks, and the largest ``signal`` that one of them says.
+
+        Raises ReplicasDifferError, on all ranks, if some but not all of them say that this step ``skips`` its update.
+        Collective over the world; if it is brief, only where there are signals to be told.
+        A rank is *idle* where it stands in a collective with nothing to do, since others have not come or their
+        messages are under way; it *communicates* for the rest of the time it stands there.
+        """
+        seconds = perf_counter() - self._began
+        if self._brief:
+            return seconds, {}, self._largest(skips, signal)
+        if self._mesh.size == 1:
+            return seconds, {"bytes_sent": 0}, signal or 0
+        mine = np.concatenate([_state(self._mesh) - self._before, [seconds, skips, signal or 0]])
+        axes = list(self._mesh.axes)
+        ranks = self._mesh.all_gather(mine[None], label="metrics")
+        _check_alike(ranks[:, -2])
+        idle, seconds, signals = ranks[:, 0], ranks[:, -3], ranks[:, -1]
+        sent, waited = ranks[:, 1 : 1 + len(axes)], ranks[:, 1 + len(axes) : -3]
+        stood = waited.sum(axis=1)
+        idle = np.minimum(idle, stood)
+        parts = np.stack([seconds - stood, stood - idle, idle], axis=1) / seconds[:, None]
+        speeds = zip(axes, sent.sum(axis=0), waited.sum(axis=0), strict=True)
+        facts = {
+            "bytes_sent": int(sent.sum()),
+            "exposed_communication": float(stood.mean()),
+            "gigabytes_per_second": {axis: round(n / t / 1e9, 3) for axis, n, t in speeds if n and t},
+            "shares": parts.round(3).tolist(),
+        }
+        return perf_counter() - self._began, facts, int(signals.max())
+
+    def _largest(self, skips: bool, signal: int | None) -> int:
+        if signal is None or self._mesh.size == 1:
+            return signal or 0
+        said = self._mesh.all_gather(np.array([[skips, signal]]), label="metrics")
+        _check_alike(said[:, 0])
+        return int(said[:, 1].max())
+
+
+def _check_alike(skips: np.ndarray) -> None:
+    """Raise ReplicasDifferError unless all ranks say the same."""
+    if skips.any() and not skips.all():
+        ranks = np.flatnonzero(skips).tolist()
+        raise ReplicasDifferError(
+            f"{named(ranks)} of {len(skips)} found something in the summed gradients that is not finite; the others, "
+            "whose gradients should be equal, did not. A bit was flipped there, or something else made them differ; go "
+            "on from the last checkpoint (--resume)"
+        )
+
+
+def _state(mesh: Mesh) -> np.ndarray:
+    """Idle seconds so far; then bytes sent over, and seconds stood for, each mesh axis.
+
+    What goes over several axes at once counts for the first of them.
+    """
+    places = {axis: place for place, axis in enumerate(mesh.axes)}
+    sent, waited = [0] * len(places), [0.0] * len(places)
+    for (_, over, _), entry in mesh.ledger.entries.items():
+        place = places.get(over.partition(",")[0])
+        if place is not None:
+            sent[place] += entry.sent
+            waited[place] += entry.seconds
+    return np.array([mesh.comm.progress.idle_seconds, *sent, *waited])

@@ -22,15 +22,15 @@ from spmd_engine.models.images import ImageShape
 from spmd_engine.models.names import IMAGES
 from spmd_engine.sharding.notation import Spec
 from spmd_engine.strategies import strategy_named
-from spmd_engine.training.data import Corpus, load_corpus
+from spmd_engine.training.data.corpus import Corpus, load_corpus
 from spmd_engine.training.job import Job, TrainingConfig
 from spmd_engine.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from spmd_engine.formats.token_file import TokenFile
-    from spmd_engine.training.images import ImageData, Images
-    from spmd_engine.training.prepared import PreparedData
-    from spmd_engine.training.windows import Windows
+    from spmd_engine.training.data.images import ImageData, Images
+    from spmd_engine.training.data.token_data import PreparedData
+    from spmd_engine.training.data.windows import Windows
 
 PAGE_MODEL = "mlp"  #: what the model's name is for any page: each has its own small model
 _WIDTH, _HIDDEN, _HEADS, _LENGTH = 64, 256, 4, 16
@@ -121,7 +121,7 @@ def _model(job: Job, mesh: Mesh) -> Workload:
     _check_corpus(job, corpus)
     source, writes = corpus, bool(engine.model.vocabulary)
     if not writes:
-        from spmd_engine.training.windows import data_for
+        from spmd_engine.training.data.windows import data_for
 
         source = data_for(engine.model, corpus, job.model.dtype)
     return Workload(job, engine, corpus, Sampled(source, length, job.model.seed), writes)
@@ -138,7 +138,7 @@ def _is_token_file(group: Group, path: str) -> bool:
 def _of_tokens(job: Job, mesh: Mesh) -> Workload:
     """A model that is drawn is built for the tokens that are found, and the job says so from now on."""
     from spmd_engine.formats.token_file import open_token_file
-    from spmd_engine.training.prepared import PreparedData, check_file
+    from spmd_engine.training.data.token_data import PreparedData, check_file
 
     file = on_all_ranks(mesh.group(), lambda: open_token_file(str(job.data.path)))
     check_file(mesh.group(), file)
@@ -167,7 +167,7 @@ def _length(job: Job, engine: LayeredEngine) -> int:
 
 def _of_images(job: Job, mesh: Mesh) -> Workload:
     """The model is built for the images that are found, and the job says so from now on."""
-    from spmd_engine.training.images import ImageData, load_images  # with the formats that they come in
+    from spmd_engine.training.data.images import ImageData, load_images  # with the formats that they come in
 
     images = load_images(mesh.group(), job.data.path)
     _check_corpus(job, images)
@@ -189,7 +189,7 @@ def _fitting(found: dict[str, int], job: Job) -> dict[str, int]:
 
 def _page(job: Job, mesh: Mesh) -> Workload:
     from spmd_engine.strategies.two_convolutions import IMAGE
-    from spmd_engine.training.windows import BytePairs, ShapedBytePairs
+    from spmd_engine.training.data.windows import BytePairs, ShapedBytePairs
 
     name, dtype = job.strategy, job.model.dtype
     page = strategy_named(name)

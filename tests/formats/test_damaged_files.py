@@ -33,8 +33,8 @@ from spmd_engine.planning.other_work import model_of
 from spmd_engine.planning.plan_file import PlanFile
 from spmd_engine.planning.system_file import Transformer, read_system
 from spmd_engine.serving.options import read_generation_config
-from spmd_engine.training.image_sources import find_images
-from spmd_engine.training.images import ImageRows
+from spmd_engine.training.data.image_sources import find_images
+from spmd_engine.training.data.images import ImageRows
 from spmd_engine.training.job import Job
 
 GOLDEN = Path(__file__).parents[1] / "golden"

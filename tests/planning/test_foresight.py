@@ -9,7 +9,7 @@ from spmd_engine.engine.zero.storage import GroupStorage
 from spmd_engine.errors import PlanError
 from spmd_engine.planning.comparison import differences, routed_bytes
 from spmd_engine.training import Job
-from spmd_engine.training.start import train
+from spmd_engine.training.run_job import train
 
 LINE = ("all_reduce", "data", "gradients")
 
@@ -62,11 +62,11 @@ def test_a_step_that_cannot_be_foretold_is_trained_all_the_same(tmp_path, monkey
 
 
 def test_a_job_s_mesh_sums_in_rank_order_if_it_says_so(monkeypatch):
-    from spmd_engine.training import start
+    from spmd_engine.training import run_job
 
     asked = {}
-    monkeypatch.setattr(start, "Mesh", lambda **options: asked.update(options))
-    start._open_mesh(Job.of(model="mlp", deterministic=True, mesh={"data": 2}))
+    monkeypatch.setattr(run_job, "Mesh", lambda **options: asked.update(options))
+    run_job._open_mesh(Job.of(model="mlp", deterministic=True, mesh={"data": 2}))
     assert asked["deterministic"] is True and asked["data"] == 2
 
 

@@ -19,7 +19,7 @@ from spmd_engine.models.tokenizer_at import tokenizer_at
 from spmd_engine.serving import SamplingOptions, StoppingCriteria, generate
 from spmd_engine.tokens import ByteTokenizer, TextStream
 from spmd_engine.tokens.chat import chat_text
-from spmd_engine.training.prepare import prepare
+from spmd_engine.training.data.prepare import prepare
 
 library = pytest.importorskip("tokenizers")
 from spmd_engine.tokens.gguf import gguf_ends, gguf_tokenizer  # noqa: E402 (only with the library)

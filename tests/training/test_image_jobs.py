@@ -11,7 +11,7 @@ from spmd_engine import Job, run, train
 from spmd_engine.engine.parallel_config import ModelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.training.job import OF_IMAGES
-from spmd_engine.training.start import JobObserver
+from spmd_engine.training.run_job import JobObserver
 
 SHAPE = {"height": 6, "width": 5, "channels": 1, "classes": 3}
 SMALL = {"model": "convnet", "dtype": "float64", "steps": 3, "batch_size": 6, "augment": "shift-flip", "eval_every": 2}

@@ -20,11 +20,10 @@ from spmd_engine.formats.token_file import is_token_file, open_token_file
 from spmd_engine.tokens import ByteTokenizer
 from spmd_engine.tokens.hugging_face import TOKENIZER
 from spmd_engine.training import Job, Run, Trainer, train
+from spmd_engine.training.data.prepare import _encoded, prepare
+from spmd_engine.training.data.token_data import PreparedData, check_file, whole_documents, windows
 from spmd_engine.training.observers import Observer
-from spmd_engine.training.packing import whole_documents, windows
-from spmd_engine.training.prepare import _encoded, prepare
-from spmd_engine.training.prepared import PreparedData, check_file
-from spmd_engine.training.start import keep_tokenizer
+from spmd_engine.training.run_job import keep_tokenizer
 from spmd_engine.training.workload import make_trainer, open_workload
 
 SMALL_TEXT = {"model": "gpt-nano", "length": 16, "steps": 2, "batch_size": 3, "eval_samples": 2, "sample": 0}
@@ -105,7 +104,7 @@ def test_large_and_small_files_are_the_same_documents(tmp_path, monkeypatch, ran
     (tmp_path / "texts" / "b.txt").write_text(long)
     (tmp_path / "texts" / "c.jsonl").write_text("".join(json.dumps({"text": each}) + "\n" for each in ("x", long, "y")))
     whole = prepared(str(tmp_path / "texts"), tmp_path / "whole.tokens", ranks)
-    monkeypatch.setattr("spmd_engine.training.prepare.TOGETHER", 1000)
+    monkeypatch.setattr("spmd_engine.training.data.prepare.TOGETHER", 1000)
     monkeypatch.setattr("spmd_engine.formats.text_documents.CHUNK", 100)
     parts = prepared(str(tmp_path / "texts"), tmp_path / "parts.tokens", ranks)
     assert Path(parts.path).read_bytes() == Path(whole.path).read_bytes() and whole.facts.documents == 5
@@ -237,7 +236,7 @@ def test_what_cannot_be_written_leaves_nothing_behind(texts, tmp_path, monkeypat
     (tmp_path / "folder").mkdir()
     with pytest.raises(UsageError, match="--output .*/folder: a folder; name the file"):
         program(tmp_path / "folder")
-    monkeypatch.setattr("spmd_engine.training.prepare._copy", full)
+    monkeypatch.setattr("spmd_engine.training.data.prepare._copy", full)
     with pytest.raises(UsageError, match="--output .*/c.tokens: .*No space left on device"):
         program(tmp_path / "c.tokens")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "texts"]

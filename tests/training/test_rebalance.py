@@ -9,8 +9,7 @@ from spmd_engine.engine import AdamW
 from spmd_engine.engine.state.assignment import Storage
 from spmd_engine.sharding.experts import imbalance
 from spmd_engine.training import Trainer
-from spmd_engine.training.expert_load import ExpertLoad
-from spmd_engine.training.rebalance import Rebalancer
+from spmd_engine.training.expert_load import ExpertLoad, Rebalancer
 
 
 def losses(axes, every=0):

@@ -22,7 +22,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.strategies import DataParallel
 from spmd_engine.training import Observer, Trainer
 from spmd_engine.training.observers import MetricsFile
-from spmd_engine.training.start import read_run
+from spmd_engine.training.run_job import read_run
 
 X = np.random.default_rng(0).standard_normal((40, 4))
 Y = np.sin(X)

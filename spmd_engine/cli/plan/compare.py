@@ -17,7 +17,7 @@ from spmd_engine.planning.foresight import look
 from spmd_engine.planning.machines_here import default_machine
 from spmd_engine.training.job import Job
 from spmd_engine.training.run import CONFIG
-from spmd_engine.training.start import run_folder
+from spmd_engine.training.run_job import run_folder
 from spmd_engine.training.workload import optimizer_of
 
 #: How communications end in a trace that come behind the last step: of metrics, of saving, of the end.

@@ -12,7 +12,7 @@ import numpy as np
 
 from spmd_engine.errors import UsageError
 from spmd_engine.formats import ImageFiles, MappedArray, image_files, npz_names, read_idx, read_npz
-from spmd_engine.training.array_data import part_of
+from spmd_engine.training.data.array_data import part_of
 
 HELD_OUT = 5  #: one image in so many is for validation where the data have no part for that; the same in every run
 #: What a .npz may call images and their classes, and then those that are held out.

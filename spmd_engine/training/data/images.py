@@ -16,9 +16,9 @@ from spmd_engine.comm.shared_array import share_array
 from spmd_engine.errors import UsageError
 from spmd_engine.formats import ImageFiles, MappedArray
 from spmd_engine.models import ImageShape
-from spmd_engine.training.array_data import ArrayData
-from spmd_engine.training.augment import augmented
-from spmd_engine.training.image_sources import ImageSource, Part, check_pixels, check_scale, find_images
+from spmd_engine.training.data.array_data import ArrayData
+from spmd_engine.training.data.augment import augmented
+from spmd_engine.training.data.image_sources import ImageSource, Part, check_pixels, check_scale, find_images
 
 _MOST_BYTES = 1 << 24  # of images that the digest looks at together
 

@@ -15,7 +15,7 @@ from spmd_engine.engine.batch import Batch, make_batch
 from spmd_engine.errors import UsageError
 from spmd_engine.models.model import Model
 from spmd_engine.tokens.bytes import END_OF_FILE
-from spmd_engine.training.data import Corpus
+from spmd_engine.training.data.corpus import Corpus
 
 BITS = 8
 #: What kind of character comes next, in Python's source; what is in none of these is "other".

@@ -20,7 +20,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.models.shape_at import short_name
 from spmd_engine.strategies import default_axes, strategy_named
 from spmd_engine.tokens import ByteTokenizer, Tokenizer
-from spmd_engine.training.foresight import first_step_check
+from spmd_engine.training.first_step_check import first_step_check
 from spmd_engine.training.job import CorpusFacts, Job
 from spmd_engine.training.observers import Observer
 from spmd_engine.training.run import CONFIG, Run
@@ -221,7 +221,7 @@ def _rebalancing(composition: Composition, trainer: Trainer) -> dict[str, Callab
     engine, every = trainer.engine, composition.rebalance_every
     if not every or not isinstance(engine, LayeredEngine):
         return {}
-    from spmd_engine.training.rebalance import Rebalancer
+    from spmd_engine.training.expert_load import Rebalancer
 
     return {"after_step": Rebalancer(engine, trainer.optimizer, every, **composition.how_on(engine.mesh.axes)).after}
 
