@@ -27,8 +27,8 @@ from bench_decoding import SHAPE, write_model
 from spmd_engine import Mesh
 from spmd_engine.axes import parse_axes
 from spmd_engine.checkpoints import Checkpoint, save_checkpoint
-from spmd_engine.checkpoints.export_huggingface import export_huggingface
-from spmd_engine.checkpoints.manifest import MODEL
+from spmd_engine.checkpoints.format.manifest import MODEL
+from spmd_engine.checkpoints.hf.export import export_huggingface
 from spmd_engine.checkpoints.pretrained import load_pretrained
 from spmd_engine.checkpoints.rewrite import export_checkpoint
 from spmd_engine.comm.agreement import text_from_rank_zero

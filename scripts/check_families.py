@@ -21,7 +21,7 @@ import numpy as np
 import tokenizers
 
 from spmd_engine import Mesh
-from spmd_engine.checkpoints.export_huggingface import export_huggingface
+from spmd_engine.checkpoints.hf.export import export_huggingface
 from spmd_engine.checkpoints.read import Sliceable
 from spmd_engine.cli.bench.launch import mpiexec
 from spmd_engine.engine.parallel_config import ModelConfig, build_engine

@@ -21,7 +21,7 @@ PLACES = {
     "optimizer": ("spmd_engine.engine.optimizers", "AdamW", "_update"),
     "norm": ("spmd_engine.engine.zero.store_engine", "StoredEngine", "gradient_norm"),
     "save": ("spmd_engine.checkpoints.save", "Save", "_write"),
-    "commit": ("spmd_engine.checkpoints.folder", "CheckpointFolder", "commit"),
+    "commit": ("spmd_engine.checkpoints.format.folder", "CheckpointFolder", "commit"),
 }
 
 

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from spmd_engine.importing import imported_when_asked
 
 if TYPE_CHECKING:
-    from spmd_engine.checkpoints.folder import CheckpointFolder, find_checkpoint
-    from spmd_engine.checkpoints.manifest import Manifest
+    from spmd_engine.checkpoints.format.folder import CheckpointFolder, find_checkpoint
+    from spmd_engine.checkpoints.format.manifest import Manifest
     from spmd_engine.checkpoints.read import Checkpoint, load_checkpoint
     from spmd_engine.checkpoints.save import Save, save_checkpoint
 
@@ -21,9 +21,18 @@ __all__ = [
 ]
 
 _PUBLIC = {
-    "folder": ("CheckpointFolder", "find_checkpoint"),
-    "manifest": ("Manifest",),
-    "read": ("Checkpoint", "load_checkpoint"),
-    "save": ("Save", "save_checkpoint"),
+    "format.folder": (
+        "CheckpointFolder",
+        "find_checkpoint",
+    ),
+    "format.manifest": ("Manifest",),
+    "read": (
+        "Checkpoint",
+        "load_checkpoint",
+    ),
+    "save": (
+        "Save",
+        "save_checkpoint",
+    ),
 }
 __getattr__ = imported_when_asked(__name__, _PUBLIC)

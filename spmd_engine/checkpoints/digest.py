@@ -18,9 +18,9 @@ from zlib import crc32
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.checkpoints.dtypes import DTYPES, dtype_name
-from spmd_engine.checkpoints.files import read_block
-from spmd_engine.checkpoints.manifest import MODEL, OPTIMIZER
+from spmd_engine.checkpoints.format.dtypes import DTYPES, dtype_name
+from spmd_engine.checkpoints.format.files import read_block
+from spmd_engine.checkpoints.format.manifest import MODEL, OPTIMIZER
 from spmd_engine.checkpoints.read import Checkpoint
 from spmd_engine.checkpoints.save import shares_of
 from spmd_engine.engine.base import ShardedEngine

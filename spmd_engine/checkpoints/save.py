@@ -14,11 +14,19 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.checkpoints.dtypes import dtype_name
-from spmd_engine.checkpoints.files import block_name
-from spmd_engine.checkpoints.folder import CheckpointFolder, discard
-from spmd_engine.checkpoints.manifest import MODEL, OPTIMIZER, RESIDUES, Arrays, Manifest, StoredArray, StoredBlock
-from spmd_engine.checkpoints.write import BlockToWrite, Written, write_files
+from spmd_engine.checkpoints.format.dtypes import dtype_name
+from spmd_engine.checkpoints.format.files import block_name
+from spmd_engine.checkpoints.format.folder import CheckpointFolder, discard
+from spmd_engine.checkpoints.format.manifest import (
+    MODEL,
+    OPTIMIZER,
+    RESIDUES,
+    Arrays,
+    Manifest,
+    StoredArray,
+    StoredBlock,
+)
+from spmd_engine.checkpoints.format.write import BlockToWrite, Written, write_files
 from spmd_engine.comm.agreement import gather_json, on_rank_zero, text_from_rank_zero
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.optimizers import Optimizer

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from spmd_engine.axes import MeshPosition, all_positions, parse_axes
-from spmd_engine.checkpoints.pretrained_table import table as tensor_table
-from spmd_engine.checkpoints.weights import Pretrained
+from spmd_engine.checkpoints.hf.weights import Pretrained
+from spmd_engine.checkpoints.pretrained import table as tensor_table
 from spmd_engine.cli.adapters import adapted, lora_options
 from spmd_engine.cli.composition import composition_of, composition_options, model_of
 from spmd_engine.cli.config_file import config_option

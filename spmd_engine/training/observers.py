@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from spmd_engine.checkpoints.folder import replace_file
+from spmd_engine.checkpoints.format.folder import replace_file
 from spmd_engine.errors import UsageError
 from spmd_engine.regular_file import open_regular
 from spmd_engine.training.trainer import StepReport

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.checkpoints import CheckpointFolder, Save
-from spmd_engine.checkpoints.folder import make_folder, replace_file
-from spmd_engine.checkpoints.lock import RunLock
+from spmd_engine.checkpoints.format.folder import make_folder, replace_file
+from spmd_engine.checkpoints.format.lock import RunLock
 from spmd_engine.checkpoints.save import KEEP, mesh_name
 from spmd_engine.comm.agreement import on_rank_zero
 from spmd_engine.engine.base import ShardedEngine

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spmd_engine.checkpoints import CheckpointFolder
-from spmd_engine.checkpoints.folder import find_checkpoint, make_folder, replace_file
+from spmd_engine.checkpoints.format.folder import find_checkpoint, make_folder, replace_file
 from spmd_engine.comm.agreement import text_from_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
@@ -148,8 +148,7 @@ def _load_weights(workload: Workload) -> list[str]:
     model, engine = workload.job.model, workload.engine
     if model.path is None or not isinstance(engine, LayeredEngine):
         return []
-    from spmd_engine.checkpoints.pretrained import load_pretrained
-    from spmd_engine.checkpoints.pretrained_table import table
+    from spmd_engine.checkpoints.pretrained import load_pretrained, table
 
     pretrained = load_pretrained(engine, model.path, model.adapter)
     specs = {name: str(engine.layout.spec(each.view.dims)) for name, each in pretrained.filled.items()}

@@ -11,7 +11,7 @@ import tiny
 from altered import in_bytes, in_json
 from spmd_engine import Mesh, run
 from spmd_engine.checkpoints import Checkpoint, CheckpointFolder, load_checkpoint, save_checkpoint
-from spmd_engine.checkpoints.manifest import Manifest
+from spmd_engine.checkpoints.format.manifest import Manifest
 from spmd_engine.checkpoints.rewrite import problems
 from spmd_engine.engine import AdamW
 from spmd_engine.errors import CheckpointError

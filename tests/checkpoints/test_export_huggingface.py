@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from pairwise import in_turn
 from spmd_engine import Mesh, run
 from spmd_engine.checkpoints import Checkpoint, save_checkpoint
-from spmd_engine.checkpoints.export_huggingface import export_huggingface
+from spmd_engine.checkpoints.hf.export import export_huggingface
 from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.engine.parallel_config import Composition, ModelConfig, build_engine
 from spmd_engine.errors import UsageError

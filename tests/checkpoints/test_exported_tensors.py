@@ -11,13 +11,14 @@ from safetensors.numpy import load_file
 import tiny
 from pairwise import in_turn
 from spmd_engine import Mesh, run
-from spmd_engine.checkpoints import Checkpoint, CheckpointFolder, exported_tensors, save_checkpoint
-from spmd_engine.checkpoints.export_huggingface import export_huggingface
-from spmd_engine.checkpoints.exported_tensors import TensorToWrite, write_tensors
+from spmd_engine.checkpoints import Checkpoint, CheckpointFolder, save_checkpoint
+from spmd_engine.checkpoints.hf import exported_tensors
+from spmd_engine.checkpoints.hf.export import export_huggingface
+from spmd_engine.checkpoints.hf.exported_tensors import TensorToWrite, write_tensors
+from spmd_engine.checkpoints.hf.tensor_view import as_it_is
 from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.checkpoints.read import Sliceable
 from spmd_engine.checkpoints.rewrite import export_checkpoint
-from spmd_engine.checkpoints.stored_view import as_it_is
 from spmd_engine.engine.parallel_config import Composition, ModelConfig
 from spmd_engine.errors import CheckpointError
 from spmd_engine.models.shape_at import shape_at

@@ -10,9 +10,10 @@ import pytest
 import saved
 import tiny
 from spmd_engine import Mesh, run
-from spmd_engine.checkpoints import Checkpoint, CheckpointFolder, fill, headers, load_checkpoint, parts, save_checkpoint
-from spmd_engine.checkpoints.headers import read_file_header
-from spmd_engine.checkpoints.parts import PartReader
+from spmd_engine.checkpoints import Checkpoint, CheckpointFolder, load_checkpoint, load_in_place, save_checkpoint
+from spmd_engine.checkpoints.format import files
+from spmd_engine.checkpoints.format.files import read_file_header
+from spmd_engine.checkpoints.load_in_place import PartReader
 from spmd_engine.checkpoints.read import read_manifest
 from spmd_engine.engine import AdamW
 from spmd_engine.errors import CheckpointError
@@ -71,7 +72,7 @@ def test_each_block_is_hashed_by_one_rank_of_a_node(tmp_path, monkeypatch, axes,
 
     read = PartReader.read
     monkeypatch.setattr(PartReader, "read", counted)
-    monkeypatch.setattr(parts, "IN_CACHE", 100)  # bytes: some rows of a block at a time
+    monkeypatch.setattr(load_in_place, "IN_CACHE", 100)  # bytes: some rows of a block at a time
     loaded(tmp_path / "a", tmp_path / "b", zero, nodes=nodes, **axes)
     monkeypatch.undo()
     assert hashed == dict.fromkeys(blocks, len(set(nodes)))
@@ -81,7 +82,7 @@ def test_each_block_is_hashed_by_one_rank_of_a_node(tmp_path, monkeypatch, axes,
 def test_a_file_is_checked_by_one_rank_where_that_leaves_others_as_much(tmp_path, monkeypatch):
     save(tmp_path, data=3)
     looked = []
-    monkeypatch.setattr(headers, "read_file_header", lambda path: looked.append(path.name) or read_file_header(path))
+    monkeypatch.setattr(files, "read_file_header", lambda path: looked.append(path.name) or read_file_header(path))
 
     def program():
         with Mesh(data=3) as mesh:
@@ -98,7 +99,7 @@ def test_what_one_thread_of_several_finds_damaged_ends_the_others(tmp_path, monk
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    monkeypatch.setattr("spmd_engine.checkpoints.fill.cores_here", lambda: threads)
+    monkeypatch.setattr("spmd_engine.checkpoints.load_in_place.cores_here", lambda: threads)
     used, read = set(), PartReader.read
 
     def slow(self, asked):
@@ -118,7 +119,7 @@ def test_what_one_thread_of_several_finds_damaged_ends_the_others(tmp_path, monk
 
 def test_an_engine_of_another_dtype_gets_the_values_in_its_own(tmp_path, monkeypatch):
     save(tmp_path / "a", data=2)
-    monkeypatch.setattr(fill, "AT_ONCE", 500)  # bytes: a few arrays at a time
+    monkeypatch.setattr(load_in_place, "AT_ONCE", 500)  # bytes: a few arrays at a time
     loaded(tmp_path / "a", tmp_path / "b", 0, np.float32, model=2)
     ours, theirs = saved.parameters(tmp_path / "b"), saved.parameters(tmp_path / "a")
     for name, array in theirs.items():

@@ -8,15 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from spmd_engine.checkpoints import new_file
-from spmd_engine.checkpoints.new_file import NewFile
+from spmd_engine.checkpoints.format import write
+from spmd_engine.checkpoints.format.write import NewFile
 
-WINDOW = 2 * new_file.PAGE
+WINDOW = 2 * write.PAGE
 
 
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch):
-    monkeypatch.setattr(new_file, "WINDOW", WINDOW)
+    monkeypatch.setattr(write, "WINDOW", WINDOW)
 
 
 def written(path, size, piece):

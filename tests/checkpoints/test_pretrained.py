@@ -10,9 +10,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from spmd_engine import Mesh, run
-from spmd_engine.checkpoints.pretrained import load_pretrained, open_pretrained
-from spmd_engine.checkpoints.pretrained_table import table
-from spmd_engine.checkpoints.weights import Pretrained
+from spmd_engine.checkpoints.hf.weights import Pretrained
+from spmd_engine.checkpoints.pretrained import load_pretrained, open_pretrained, table
 from spmd_engine.comm.world import world
 from spmd_engine.engine.parallel_config import Composition, ModelConfig, build_engine
 from spmd_engine.errors import UsageError

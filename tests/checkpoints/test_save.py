@@ -12,10 +12,10 @@ import saved
 import tiny
 from spmd_engine import Mesh, run
 from spmd_engine.checkpoints import Checkpoint, CheckpointFolder, Save, load_checkpoint, save_checkpoint
-from spmd_engine.checkpoints.files import read_block
-from spmd_engine.checkpoints.manifest import Manifest
+from spmd_engine.checkpoints.format.files import read_block
+from spmd_engine.checkpoints.format.manifest import Manifest
+from spmd_engine.checkpoints.format.write import BlockToWrite, write_files
 from spmd_engine.checkpoints.save import deal
-from spmd_engine.checkpoints.write import BlockToWrite, write_files
 from spmd_engine.engine import AdamW
 from spmd_engine.errors import CheckpointError
 from spmd_engine.sharding.placement import ArrayPlacement, Placement

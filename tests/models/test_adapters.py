@@ -13,8 +13,8 @@ import tiny
 from spmd_engine import Mesh, run
 from spmd_engine.axes import all_positions
 from spmd_engine.checkpoints import Checkpoint, save_checkpoint
-from spmd_engine.checkpoints.export_huggingface import export_adapters, export_huggingface
-from spmd_engine.checkpoints.peft import Merged, adapter_options
+from spmd_engine.checkpoints.hf.export import export_adapters, export_huggingface
+from spmd_engine.checkpoints.hf.peft import Merged, adapter_options
 from spmd_engine.checkpoints.pretrained import open_pretrained, with_shape
 from spmd_engine.cli.show.bytes_per_rank import bytes_per_rank
 from spmd_engine.engine import AdamW

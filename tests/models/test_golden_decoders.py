@@ -10,8 +10,8 @@ import parts
 import tiny
 from pairwise import in_turn
 from spmd_engine import Mesh, run
+from spmd_engine.checkpoints.hf.weights import Pretrained
 from spmd_engine.checkpoints.pretrained import load_pretrained
-from spmd_engine.checkpoints.weights import Pretrained
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.parallel_config import Composition, ModelConfig, build_engine
 from spmd_engine.layers.attention.kv_cache import Cache

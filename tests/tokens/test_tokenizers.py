@@ -10,9 +10,9 @@ import tiny
 from altered import gguf_of
 from pairwise import in_turn
 from spmd_engine import Mesh, run
-from spmd_engine.checkpoints.export_huggingface import export_huggingface
+from spmd_engine.checkpoints.hf.export import export_huggingface
+from spmd_engine.checkpoints.hf.weights import Pretrained
 from spmd_engine.checkpoints.pretrained import open_pretrained
-from spmd_engine.checkpoints.weights import Pretrained
 from spmd_engine.engine.parallel_config import ModelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models.tokenizer_at import tokenizer_at

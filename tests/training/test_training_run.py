@@ -14,9 +14,9 @@ import saved
 import tiny
 from spmd_engine import ArrayData, Job, Mesh, Run, run, train
 from spmd_engine.checkpoints import Checkpoint, CheckpointFolder
-from spmd_engine.checkpoints.folder import replace_file
-from spmd_engine.checkpoints.lock import RunLock
-from spmd_engine.checkpoints.write import write_files
+from spmd_engine.checkpoints.format.folder import replace_file
+from spmd_engine.checkpoints.format.lock import RunLock
+from spmd_engine.checkpoints.format.write import write_files
 from spmd_engine.engine import AdamW
 from spmd_engine.errors import UsageError
 from spmd_engine.strategies import DataParallel

@@ -9,7 +9,7 @@ import pytest
 import tiny
 from faults import HOW, every_how
 from spmd_engine import Mesh, run
-from spmd_engine.checkpoints.weights import Pretrained
+from spmd_engine.checkpoints.hf.weights import Pretrained
 from spmd_engine.comm.pending import Pending
 from spmd_engine.engine.parallel_config import Composition, ModelConfig
 from spmd_engine.layers import low_rank

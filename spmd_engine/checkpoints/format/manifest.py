@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd_engine.checkpoints.dtypes import DTYPES
+from spmd_engine.checkpoints.format.dtypes import DTYPES
 from spmd_engine.errors import CheckpointError
 from spmd_engine.foreign import parse_json, reading
 from spmd_engine.sharding.rectangles import Rectangle

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 
-from spmd_engine.checkpoints.exported_tensors import TensorToWrite, write_tensors
-from spmd_engine.checkpoints.peft import CONFIG as ADAPTER_CONFIG
-from spmd_engine.checkpoints.peft import WEIGHTS
+from spmd_engine.checkpoints.hf.exported_tensors import TensorToWrite, write_tensors
+from spmd_engine.checkpoints.hf.peft import CONFIG as ADAPTER_CONFIG
+from spmd_engine.checkpoints.hf.peft import WEIGHTS
+from spmd_engine.checkpoints.hf.tensor_view import StoredView
 from spmd_engine.checkpoints.read import Sliceable
-from spmd_engine.checkpoints.stored_view import StoredView
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import CheckpointError, UsageError
 from spmd_engine.formats.gguf import is_gguf, read_gguf
@@ -85,7 +85,7 @@ def export_adapters(
 ) -> None:
     """Write adapters as ``adapter_config.json`` and a safetensors file that PEFT reads; ``base`` is what they adapt.
 
-    All else is as of ``export_huggingface``.
+    All else is as of ``export``.
     """
     model = with_adapters(decoder(shape), options, shape.family)
     tensors = tensors_of(model, adapter_names(shape, options), NAMES[dtype])

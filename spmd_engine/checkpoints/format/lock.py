@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Self
 
-from spmd_engine.checkpoints.folder import make_folder
+from spmd_engine.checkpoints.format.folder import make_folder
 from spmd_engine.errors import UsageError
 from spmd_engine.regular_file import open_regular
 

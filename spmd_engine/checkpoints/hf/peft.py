@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from spmd_engine.arrays import einsum
+from spmd_engine.checkpoints.hf.weights import Filled, fill
 from spmd_engine.checkpoints.read import Sliceable
-from spmd_engine.checkpoints.weights import Filled, fill
 from spmd_engine.errors import CheckpointError
 from spmd_engine.foreign import reading
 from spmd_engine.formats.huggingface import read_json

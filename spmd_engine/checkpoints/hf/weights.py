@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from spmd_engine.checkpoints.hf.tensor_view import StoredView
 from spmd_engine.checkpoints.read import Sliceable
-from spmd_engine.checkpoints.stored_view import StoredView
 from spmd_engine.errors import CheckpointError
 from spmd_engine.formats.gguf import read_gguf
 from spmd_engine.formats.huggingface import CONFIG, folder_tensors, read_json

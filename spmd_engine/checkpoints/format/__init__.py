@@ -1,0 +1,1 @@
+"""The files of a checkpoint: blocks, manifest, folder and lock."""
