@@ -33,7 +33,7 @@ from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.parallel_config import Composition, ModelConfig, build_engine
 from spmd_engine.node.arena import HEAD, Arena
 from spmd_engine.planning import analyze
-from spmd_engine.planning.samples import foretold_batch
+from spmd_engine.planning.dry_run.analyze import foretold_batch
 from spmd_engine.training import Trainer
 
 PLANS = {  # model, mesh, composition, batch, micro-batches

@@ -15,12 +15,12 @@ from collections.abc import Iterable, Sequence
 from spmd_engine.engine.parallel_config import Composition
 from spmd_engine.models import GPTSize, Model, gpt
 from spmd_engine.models.mlp import deep_mlp
-from spmd_engine.planning.foresight import Foresight, look, look_at
-from spmd_engine.planning.goals import Constraints, Limits
-from spmd_engine.planning.lattice import SearchSpace
-from spmd_engine.planning.machine import Machine
-from spmd_engine.planning.machine_file import read_machine
-from spmd_engine.planning.search import Planner
+from spmd_engine.planning.machine.files import read_machine
+from spmd_engine.planning.machine.machine import Machine
+from spmd_engine.planning.search.goals import Constraints, Limits
+from spmd_engine.planning.search.plan_evaluation import Foresight, look, look_at
+from spmd_engine.planning.search.search import Planner
+from spmd_engine.planning.search.search_space import SearchSpace
 from spmd_engine.units import bytes_of, readable_bytes, readable_seconds
 
 BATCH, CONTEXT = 64, 1024

@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from spmd_engine.errors import UsageError
 from spmd_engine.models.gpt import GPT_SIZES
-from spmd_engine.planning.machine_file import read_machine
+from spmd_engine.planning.machine.files import read_machine
 
 #: What is used, and how columns are called that tell it.
 NAMES: Mapping[str, Sequence[str]] = {

@@ -33,12 +33,12 @@ from score_columns import Columns, TransformerRun
 
 from spmd_engine.errors import SpmdError
 from spmd_engine.models import GPTSize, Model, gpt
-from spmd_engine.planning.lattice import Candidate
-from spmd_engine.planning.machine import Machine
-from spmd_engine.planning.machine_file import read_machine
+from spmd_engine.planning.machine.files import read_machine
+from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.other_systems import SystemMemory, memory_of
 from spmd_engine.planning.other_work import SystemUpdate, model_of
-from spmd_engine.planning.search import Planner
+from spmd_engine.planning.search.search import Planner
+from spmd_engine.planning.search.search_space import Candidate
 from spmd_engine.planning.system_file import RECOMPUTED, Transformer, read_system
 
 Row = dict[str, str]
@@ -302,7 +302,7 @@ def told(name: str, errors: Iterable[float]) -> None:
 
 def score_all_reduce(rows: Sequence[Row], _: argparse.Namespace) -> None:
     """all_reduce inside an A100 node; ``link_share`` and ``wait_seconds`` fitted to a quarter of the rows."""
-    from spmd_engine.planning.collective_time import CollectiveTimes
+    from spmd_engine.planning.simulator.collective_time import CollectiveTimes
 
     rows = [row for row in rows if row["gpu"] == "a100"]
     fitting = [row for row in rows if share(row) < 0.25]

@@ -32,12 +32,12 @@ from spmd_engine.cli.calibrate_steps import STEPS, fitted, step_seconds
 from spmd_engine.engine import AdamW
 from spmd_engine.engine.parallel_config import Composition, ModelConfig, build_engine
 from spmd_engine.errors import UsageError
-from spmd_engine.planning.foresight import look
-from spmd_engine.planning.machine import Machine
-from spmd_engine.planning.machine_file import machine_of, read_machine
-from spmd_engine.planning.machine_text import text_of
-from spmd_engine.planning.measure import measure_machine
-from spmd_engine.planning.samples import foretold_batch
+from spmd_engine.planning.dry_run.analyze import foretold_batch
+from spmd_engine.planning.machine.files import machine_of, read_machine
+from spmd_engine.planning.machine.machine import Machine
+from spmd_engine.planning.machine.measure import measure_machine
+from spmd_engine.planning.machine.text import text_of
+from spmd_engine.planning.search.plan_evaluation import look
 from spmd_engine.training import Trainer
 
 BATCHES = {"gpt-mini": 8, "mlp": 4096, "convnet": 256, "gpt-moe-mini": 8}

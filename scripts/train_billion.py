@@ -21,7 +21,7 @@ from spmd_engine.engine import AdamW, LayeredEngine
 from spmd_engine.engine.parallel_config import Composition, composed_layout
 from spmd_engine.models import GPTSize, gpt
 from spmd_engine.planning import analyze
-from spmd_engine.planning.samples import foretold_batch
+from spmd_engine.planning.dry_run.analyze import foretold_batch
 from spmd_engine.training import Trainer
 
 

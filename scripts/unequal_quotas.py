@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 
-from spmd_engine.planning.placement import shares
+from spmd_engine.planning.search.placement import shares
 
 GROUPS = Path("/sys/fs/cgroup")
 PERIOD = 20_000  #: microseconds in which a rank may have its part
@@ -113,7 +113,7 @@ def measure(quotas: Sequence[float], first: int, split: str | None, batch_size: 
     from spmd_engine import Mesh
     from spmd_engine.engine import AdamW
     from spmd_engine.engine.parallel_config import Composition, ModelConfig, build_engine
-    from spmd_engine.planning.samples import foretold_batch
+    from spmd_engine.planning.dry_run.analyze import foretold_batch
     from spmd_engine.training import Trainer
 
     with threadpool_limits(1, "blas"), Mesh(data=MPI.COMM_WORLD.size) as mesh:

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from spmd_engine.planning import RankStep, StepAnalysis
-from spmd_engine.planning.critical_path import critical_path
-from spmd_engine.planning.step_analysis import BACKWARD_INPUT, BACKWARD_WEIGHTS, FORWARD, RECOMPUTED
+from spmd_engine.planning.dry_run.step_analysis import BACKWARD_INPUT, BACKWARD_WEIGHTS, FORWARD, RECOMPUTED
+from spmd_engine.planning.simulator.critical_path import critical_path
 
 _PHASES = (FORWARD, RECOMPUTED, BACKWARD_INPUT, BACKWARD_WEIGHTS)
 _MOST_HELD = 10

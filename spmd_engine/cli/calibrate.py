@@ -12,11 +12,10 @@ from spmd_engine.cli.output_file import check_ending, output_file
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
 from spmd_engine.errors import UsageError
-from spmd_engine.planning.machine import Machine
-from spmd_engine.planning.machine_file import read_machine
-from spmd_engine.planning.machine_text import text_of
-from spmd_engine.planning.machines_here import calibrated_file
-from spmd_engine.planning.measure import SECONDS, measure_machine
+from spmd_engine.planning.machine.files import calibrated_file, read_machine
+from spmd_engine.planning.machine.machine import Machine
+from spmd_engine.planning.machine.measure import SECONDS, measure_machine
+from spmd_engine.planning.machine.text import text_of
 from spmd_engine.process.launchers import launcher_rank
 
 

@@ -11,9 +11,9 @@ from threadpoolctl import threadpool_limits
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import solo
 from spmd_engine.engine.optimizers import AdamW
-from spmd_engine.planning.analyze import analyze
-from spmd_engine.planning.compute_time import ComputeTimes
-from spmd_engine.planning.machine import Fitted, Machine
+from spmd_engine.planning.dry_run.analyze import analyze
+from spmd_engine.planning.machine.machine import Fitted, Machine
+from spmd_engine.planning.simulator.compute_time import ComputeTimes
 from spmd_engine.training import Trainer
 from spmd_engine.training.job import Job
 from spmd_engine.training.workload import make_trainer, open_workload

@@ -124,7 +124,7 @@ def model_of(name: str, images: str | None, options: Mapping[str, Any]) -> Model
     """The model of this name that a command's options describe, of ``images`` as they say, and how it is computed; or
     that of a file without weights, which ``plan`` takes, too."""
     if is_description(name):
-        from spmd_engine.planning.model_file import planned_model
+        from spmd_engine.planning.report.model_file import planned_model
 
         how = {each: options[each] for each in ("context_method", "recut_after")}
         return planned_model(name, base=Composition(**how))

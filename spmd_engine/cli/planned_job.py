@@ -32,7 +32,7 @@ def planned_values(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
     Raises UsageError for a plan that does not fit the ranks at hand, or was made for another model, and for options
     that the plan decides otherwise.
     """
-    from spmd_engine.planning.plan_file import PlanFile
+    from spmd_engine.planning.report.plan_result import PlanFile
 
     with Mesh(world()) as mesh:
         text = text_from_rank_zero(mesh.group(), lambda: json.dumps(PlanFile.read(path).as_json()))
@@ -70,9 +70,9 @@ def planned_here(job: Job, given: Mapping[str, Any]) -> Job:
 
 def _plan(job: Job, ranks: int, given: Mapping[str, Any]) -> dict[str, Any]:
     """On rank 0: the composition as JSON."""
-    from spmd_engine.planning.answer import Request
-    from spmd_engine.planning.machines_here import default_machine
-    from spmd_engine.planning.planned import plan
+    from spmd_engine.planning.machine.files import default_machine
+    from spmd_engine.planning.report.plan_result import Request
+    from spmd_engine.planning.search.planner import plan
     from spmd_engine.units import readable_bytes, readable_seconds
 
     names = ("zero", "sequence_parallel", "schedule", "chunks", "recompute")

@@ -1,7 +1,7 @@
 """Foresight: what every rank computes, sends and holds in a step, before a rank is started."""
 
-from spmd_engine.planning.analyze import analyze
-from spmd_engine.planning.step_analysis import (
+from spmd_engine.planning.dry_run.analyze import analyze
+from spmd_engine.planning.dry_run.step_analysis import (
     Communication,
     Computation,
     ModelShard,

@@ -19,8 +19,8 @@ from spmd_engine.errors import UsageError
 from spmd_engine.layers import Parameter
 from spmd_engine.layers.layer import Layer
 from spmd_engine.models import Model
-from spmd_engine.planning.analyze import analyze
-from spmd_engine.planning.step_analysis import NORM, UPDATE, RankStep
+from spmd_engine.planning.dry_run.analyze import analyze
+from spmd_engine.planning.dry_run.step_analysis import NORM, UPDATE, RankStep
 from spmd_engine.planning.system_file import RECOMPUTED, SavedTensor, System, Transformer
 
 _DTYPES = {1: np.uint8, 2: np.float16, 4: np.float32, 8: np.float64}

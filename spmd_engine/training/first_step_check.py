@@ -63,8 +63,8 @@ class FirstStepCheck:
 
     def _judge(self, everyone: list, seconds: float) -> dict[str, Any]:
         """On rank 0, which alone imports the analyzer: what the step differs in, if it does, and facts."""
-        from spmd_engine.planning.comparison import differences, facts_of, foretold_sums, routed_bytes
-        from spmd_engine.planning.machines_here import default_machine
+        from spmd_engine.planning.machine.files import default_machine
+        from spmd_engine.planning.simulator.check_prediction import differences, facts_of, foretold_sums, routed_bytes
 
         try:
             analysis, routed = self._foretell()
@@ -96,7 +96,7 @@ def first_step_check(workload: Workload, enforced: bool) -> FirstStepCheck | Non
 
     def foretell() -> tuple[StepAnalysis, set[str]]:
         from spmd_engine.planning import analyze
-        from spmd_engine.planning.comparison import routed_labels
+        from spmd_engine.planning.simulator.check_prediction import routed_labels
 
         analysis = analyze(
             engine.model,

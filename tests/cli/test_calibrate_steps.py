@@ -7,10 +7,10 @@ import pytest
 
 from spmd_engine.cli import calibrate_steps
 from spmd_engine.engine.optimizers import AdamW
-from spmd_engine.planning.analyze import analyze
-from spmd_engine.planning.compute_time import ComputeTimes
-from spmd_engine.planning.machine import Fitted
-from spmd_engine.planning.machine_file import read_machine
+from spmd_engine.planning.dry_run.analyze import analyze
+from spmd_engine.planning.machine.files import read_machine
+from spmd_engine.planning.machine.machine import Fitted
+from spmd_engine.planning.simulator.compute_time import ComputeTimes
 
 
 def test_a_machine_that_is_known_is_found(monkeypatch):

@@ -12,8 +12,8 @@ from spmd_engine import Mesh
 from spmd_engine.checkpoints import CheckpointFolder
 from spmd_engine.engine.parallel_config import build_engine
 from spmd_engine.errors import UsageError
-from spmd_engine.planning.machine_file import read_machine
-from spmd_engine.planning.machine_text import text_of
+from spmd_engine.planning.machine.files import read_machine
+from spmd_engine.planning.machine.text import text_of
 from spmd_engine.training import Job
 
 LLAMA = Path(__file__).parents[1] / "golden" / "decoders" / "llama"

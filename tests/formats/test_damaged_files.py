@@ -26,11 +26,11 @@ from spmd_engine.formats.text_documents import documents, find_files
 from spmd_engine.formats.token_file import TokenFacts, add_to_digest, layout, open_token_file
 from spmd_engine.models.shape_at import shape_at
 from spmd_engine.models.tokenizer_at import ends_at, tokenizer_at
-from spmd_engine.planning.machine_file import read_machine
-from spmd_engine.planning.model_file import planned_model
+from spmd_engine.planning.machine.files import read_machine
 from spmd_engine.planning.other_systems import memory_of
 from spmd_engine.planning.other_work import model_of
-from spmd_engine.planning.plan_file import PlanFile
+from spmd_engine.planning.report.model_file import planned_model
+from spmd_engine.planning.report.plan_result import PlanFile
 from spmd_engine.planning.system_file import Transformer, read_system
 from spmd_engine.serving.options import read_generation_config
 from spmd_engine.training.data.image_sources import find_images

@@ -14,7 +14,7 @@ from spmd_engine import Mesh, run
 from spmd_engine.arrays.attention import causal_attention
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import Attention, LayerNorm, Residual
-from spmd_engine.layers.attention.attention import ring_attention
+from spmd_engine.layers.attention import ring_attention
 from spmd_engine.layers.attention.methods import CONTEXT_METHODS, context_method
 from spmd_engine.layers.deferred import wait_for
 from spmd_engine.sharding import Layout

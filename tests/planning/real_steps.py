@@ -8,7 +8,7 @@ from spmd_engine import Mesh, run
 from spmd_engine.engine import AdamW, LayeredEngine
 from spmd_engine.engine.batch import make_batch
 from spmd_engine.engine.parallel_config import composed_layout
-from spmd_engine.planning.samples import sample_shapes
+from spmd_engine.planning.dry_run.analyze import sample_shapes
 from spmd_engine.training import Trainer
 
 

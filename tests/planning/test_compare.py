@@ -2,9 +2,9 @@
 
 import pytest
 
-from spmd_engine.planning.compare import compare
-from spmd_engine.planning.machine_file import machine_of
-from spmd_engine.planning.simulation import COMMUNICATION, COMPUTE, Prediction, Span
+from spmd_engine.planning.machine.files import machine_of
+from spmd_engine.planning.simulator.simulation import COMMUNICATION, COMPUTE, Prediction, Span
+from spmd_engine.planning.simulator.trace_diff import compare
 
 MACHINE = machine_of("""
 name = "m"

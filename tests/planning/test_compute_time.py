@@ -10,12 +10,12 @@ from spmd_engine import run
 from spmd_engine.arrays.meta.meter import CONVOLUTION, CONVOLUTION_WEIGHTS
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.parallel_config import ModelConfig
-from spmd_engine.planning import analyze, measure
-from spmd_engine.planning.compute_time import ComputeTimes, bytes_of
-from spmd_engine.planning.machine import Curve, Fitted
-from spmd_engine.planning.machine_file import machine_of, read_machine
-from spmd_engine.planning.machine_text import text_of
-from spmd_engine.planning.step_analysis import FORWARD, Computation, Product, Products
+from spmd_engine.planning import analyze
+from spmd_engine.planning.dry_run.step_analysis import FORWARD, Computation, Product, Products
+from spmd_engine.planning.machine.files import machine_of, read_machine
+from spmd_engine.planning.machine.machine import Curve, Fitted, measure
+from spmd_engine.planning.machine.text import text_of
+from spmd_engine.planning.simulator.compute_time import ComputeTimes, bytes_of
 
 
 def host(**speeds):

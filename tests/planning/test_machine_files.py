@@ -3,10 +3,10 @@
 import pytest
 
 from spmd_engine.errors import UsageError
-from spmd_engine.planning.compute_time import rounds_of_tiles
-from spmd_engine.planning.machine import Curve
-from spmd_engine.planning.machine_file import PACKAGED, machine_of, read_machine
-from spmd_engine.planning.machine_text import text_of
+from spmd_engine.planning.machine.files import PACKAGED, machine_of, read_machine
+from spmd_engine.planning.machine.machine import Curve
+from spmd_engine.planning.machine.text import text_of
+from spmd_engine.planning.simulator.compute_time import rounds_of_tiles
 
 NODE = """
 name = "m"

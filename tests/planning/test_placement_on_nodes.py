@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from spmd_engine.errors import UsageError
-from spmd_engine.planning.placement import Tasks, annealed, assigned, evolved, exact, shares, stage_places
+from spmd_engine.planning.search.placement import Tasks, annealed, assigned, evolved, exact, shares, stage_places
 
 
 def drawn(seed, tasks=8, nodes=3, **constraints):

@@ -12,15 +12,15 @@ from spmd_engine.errors import UsageError
 from spmd_engine.models import GPT_SIZES, gpt
 from spmd_engine.models.names import build_model
 from spmd_engine.planning import analyze
-from spmd_engine.planning.answer import Request
-from spmd_engine.planning.explain import explain
-from spmd_engine.planning.foresight import look_at
-from spmd_engine.planning.goals import Limits
-from spmd_engine.planning.lattice import Candidate, SearchSpace, candidates
-from spmd_engine.planning.machine_file import read_machine
-from spmd_engine.planning.model_file import planned_model
-from spmd_engine.planning.planned import fixed_plan, plan
-from spmd_engine.planning.search import Planner
+from spmd_engine.planning.machine.files import read_machine
+from spmd_engine.planning.report.explain import explain
+from spmd_engine.planning.report.model_file import planned_model
+from spmd_engine.planning.report.plan_result import Request
+from spmd_engine.planning.search.goals import Limits
+from spmd_engine.planning.search.plan_evaluation import look_at
+from spmd_engine.planning.search.planner import fixed_plan, plan
+from spmd_engine.planning.search.search import Planner
+from spmd_engine.planning.search.search_space import Candidate, SearchSpace, candidates
 from spmd_engine.units import readable_bytes
 
 SMALL = gpt(replace(GPT_SIZES["gpt-nano"], layers=3), "small")
@@ -67,8 +67,8 @@ def test_what_is_quicker_by_the_simulation_alone_is_chosen(monkeypatch):
         seen = look_at(model, machine, candidate, *others, **options)
         return replace(seen, seconds=seen.seconds / 100) if candidate.micro_batches == 4 else seen
 
-    monkeypatch.setattr("spmd_engine.planning.planned.look_at", quick)
-    monkeypatch.setattr("spmd_engine.planning.planned.KEPT", 1)
+    monkeypatch.setattr("spmd_engine.planning.search.planner.look_at", quick)
+    monkeypatch.setattr("spmd_engine.planning.search.planner.KEPT", 1)
     answer = plan(replace(asked(), axes=["data"]))
     assert answer.plan.candidate.micro_batches == 4 and len(answer.found.best) == 1
 

@@ -9,10 +9,10 @@ from statistics import median
 import numpy as np
 import pytest
 
-from spmd_engine.planning.lattice import Candidate
-from spmd_engine.planning.machine_file import read_machine
+from spmd_engine.planning.machine.files import read_machine
 from spmd_engine.planning.other_work import SystemUpdate, model_of
-from spmd_engine.planning.search import Planner
+from spmd_engine.planning.search.search import Planner
+from spmd_engine.planning.search.search_space import Candidate
 from spmd_engine.planning.system_file import Transformer, read_system
 
 #: Of what large products reach on each, and of the rest what is usual.

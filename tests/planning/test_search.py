@@ -9,13 +9,13 @@ import pytest
 from spmd_engine.engine.schedules import named
 from spmd_engine.engine.schedules.timeline import makespan, peak_activations, timeline
 from spmd_engine.models.names import build_model
-from spmd_engine.planning.conflict import Question, closest, conflict_of
-from spmd_engine.planning.goals import GOALS, Constraints, Limits, least, value
-from spmd_engine.planning.lattice import SearchSpace, across_nodes, candidates
-from spmd_engine.planning.machine_file import read_machine
-from spmd_engine.planning.pipeline_time import Slots
-from spmd_engine.planning.search import Planner, pareto
-from spmd_engine.planning.stage_division import best_division, slowest
+from spmd_engine.planning.machine.files import read_machine
+from spmd_engine.planning.search.estimate import best_division, slowest
+from spmd_engine.planning.search.goals import GOALS, Constraints, Limits, least, value
+from spmd_engine.planning.search.relaxation import Question, closest, conflict_of
+from spmd_engine.planning.search.search import Planner, pareto
+from spmd_engine.planning.search.search_space import SearchSpace, across_nodes, candidates
+from spmd_engine.planning.simulator.pipeline_time import Slots
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_when_time_is_over_nothing_more_is_looked_at(asked, everything, monkeypa
     """Each question after the time takes a second."""
     planner, choices = asked
     clock = iter(range(1 << 20))
-    monkeypatch.setattr("spmd_engine.planning.search.process_time", lambda: next(clock))
+    monkeypatch.setattr("spmd_engine.planning.search.search.process_time", lambda: next(clock))
     found = planner.search(choices, Constraints(), seconds=9.5, keep=3)
     assert not found.certificate.complete and found.certificate.estimated < 10
     assert found.certificate.bound <= min(estimate.seconds for _, _, estimate in everything) <= found.best[0].seconds

@@ -3,9 +3,7 @@
 import pytest
 
 from spmd_engine.errors import UsageError
-from spmd_engine.planning.machine_file import machine_of
-from spmd_engine.planning.simulation import simulate
-from spmd_engine.planning.step_analysis import (
+from spmd_engine.planning.dry_run.step_analysis import (
     FORWARD,
     Communication,
     Computation,
@@ -16,6 +14,8 @@ from spmd_engine.planning.step_analysis import (
     RankStep,
     StepAnalysis,
 )
+from spmd_engine.planning.machine.files import machine_of
+from spmd_engine.planning.simulator.simulation import simulate
 
 TEXT = """
 name = "m"

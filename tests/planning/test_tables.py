@@ -8,9 +8,9 @@ from spmd_engine.comm.slot_table import size_of_table
 from spmd_engine.engine.parallel_config import Composition
 from spmd_engine.models import GPT_SIZES, gpt
 from spmd_engine.planning import analyze
-from spmd_engine.planning.foresight import look
-from spmd_engine.planning.machine_file import read_machine
-from spmd_engine.planning.tables import tables_of
+from spmd_engine.planning.dry_run.slot_table_memory import tables_of
+from spmd_engine.planning.machine.files import read_machine
+from spmd_engine.planning.search.plan_evaluation import look
 
 MODEL = gpt(replace(GPT_SIZES["gpt-nano"], layers=2), "small")
 AXES = {"data": 2, "model": 2}

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from spmd_engine.models import GPT_SIZES, gpt
-from spmd_engine.planning.answer import Request, plan_file_of
-from spmd_engine.planning.goals import Limits
-from spmd_engine.planning.lattice import Candidate
-from spmd_engine.planning.machine import Curve, Link, Machine, NodeKind
-from spmd_engine.planning.planned import fixed_plan, plan
-from spmd_engine.planning.search import Planner
-from spmd_engine.planning.stage_division import best_division
+from spmd_engine.planning.machine.machine import Curve, Link, Machine, NodeKind
+from spmd_engine.planning.report.plan_result import Request, plan_file_of
+from spmd_engine.planning.search.estimate import best_division
+from spmd_engine.planning.search.goals import Limits
+from spmd_engine.planning.search.planner import fixed_plan, plan
+from spmd_engine.planning.search.search import Planner
+from spmd_engine.planning.search.search_space import Candidate
 
 SMALL = gpt(replace(GPT_SIZES["gpt-nano"], layers=3), "gpt-nano")
 MIB = 1 << 20

@@ -15,10 +15,10 @@ from spmd_engine.cli.plan.compare import compare_run
 from spmd_engine.cli.plan.options import fixed_options, request_of, source_options
 from spmd_engine.cli.plan.page import print_answer, print_comparison, print_fixed
 from spmd_engine.errors import UsageError
-from spmd_engine.planning.answer import plan_file_of
-from spmd_engine.planning.goals import GOALS
-from spmd_engine.planning.planned import MISFIT, fixed_plan
-from spmd_engine.planning.planned import plan as find_plan
+from spmd_engine.planning.report.plan_result import plan_file_of
+from spmd_engine.planning.search.goals import GOALS
+from spmd_engine.planning.search.planner import MISFIT, fixed_plan
+from spmd_engine.planning.search.planner import plan as find_plan
 from spmd_engine.process.launchers import launcher_rank
 
 
@@ -78,7 +78,7 @@ def plan(context: click.Context, what: str | None, **options: Any) -> None:
         else:
             plan_file_of(answer, options["model"], lora_of(options)).write(options["output"])
     if options["timeline"] and answer.foresight is not None:
-        from spmd_engine.planning.trace_text import trace_of
+        from spmd_engine.planning.simulator.trace_diff import trace_of
 
         with output_file(options["timeline"], "--timeline") as file:
             file.write(trace_of(answer.foresight.prediction, answer.foresight.analysis.axes).encode())
@@ -95,7 +95,7 @@ def plan(context: click.Context, what: str | None, **options: Any) -> None:
 
 def _explain(request: Any, as_json: bool) -> None:
     from spmd_engine.cli.plan.page import print_explanation
-    from spmd_engine.planning.explain import Explanation, explain
+    from spmd_engine.planning.report.explain import Explanation, explain
 
     if not request.ranks:
         raise UsageError("plan explain: --ranks N, how many?")

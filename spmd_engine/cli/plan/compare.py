@@ -12,9 +12,9 @@ import numpy as np
 
 from spmd_engine.errors import UsageError
 from spmd_engine.foreign import json_at, parse_json, read_text, reading
-from spmd_engine.planning.compare import Comparison, compare
-from spmd_engine.planning.foresight import look
-from spmd_engine.planning.machines_here import default_machine
+from spmd_engine.planning.machine.files import default_machine
+from spmd_engine.planning.search.plan_evaluation import look
+from spmd_engine.planning.simulator.trace_diff import Comparison, compare
 from spmd_engine.training.job import Job
 from spmd_engine.training.run import CONFIG
 from spmd_engine.training.run_job import run_folder

@@ -19,10 +19,10 @@ from spmd_engine.engine.pipeline.stages import parse_division
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.attention.methods import CONTEXT_METHODS
 from spmd_engine.models.names import IMAGES
-from spmd_engine.planning.answer import Request
-from spmd_engine.planning.goals import Limits
-from spmd_engine.planning.machines_here import default_machine
-from spmd_engine.planning.model_file import planned_model
+from spmd_engine.planning.machine.files import default_machine
+from spmd_engine.planning.report.model_file import planned_model
+from spmd_engine.planning.report.plan_result import Request
+from spmd_engine.planning.search.goals import Limits
 from spmd_engine.training.job import OF_IMAGES, DataConfig
 from spmd_engine.units import bytes_of
 

@@ -10,14 +10,14 @@ from rich.table import Table
 
 from spmd_engine.cli.plan.picture import draw_step
 from spmd_engine.cli.show.as_text import print_picture
-from spmd_engine.planning.answer import Answer
-from spmd_engine.planning.compare import PARTS, Comparison
-from spmd_engine.planning.estimate import Estimate
-from spmd_engine.planning.explain import Explanation
-from spmd_engine.planning.foresight import Foresight
-from spmd_engine.planning.goals import Constraints
-from spmd_engine.planning.lattice import across_nodes
-from spmd_engine.planning.search import thinned
+from spmd_engine.planning.report.explain import Explanation
+from spmd_engine.planning.report.plan_result import Answer
+from spmd_engine.planning.search.estimate import Estimate
+from spmd_engine.planning.search.goals import Constraints
+from spmd_engine.planning.search.plan_evaluation import Foresight
+from spmd_engine.planning.search.search import thinned
+from spmd_engine.planning.search.search_space import across_nodes
+from spmd_engine.planning.simulator.trace_diff import PARTS, Comparison
 from spmd_engine.units import readable_bytes, readable_seconds
 
 BY = "simulated step by step (about: estimated)"  #: how what a table shows was found

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from spmd_engine.cli.show.picture import GREEN, ORANGE, PALE, PURPLE, SKY, YELLOW, Cell, Picture, text
-from spmd_engine.planning.foresight import Foresight
-from spmd_engine.planning.simulation import COMMUNICATION
+from spmd_engine.planning.search.plan_evaluation import Foresight
+from spmd_engine.planning.simulator.simulation import COMMUNICATION
 from spmd_engine.units import readable_seconds
 
 COLUMNS = 88

@@ -15,7 +15,7 @@ from spmd_engine.engine.parallel_config import Composition, composed_assignment,
 from spmd_engine.engine.state.assignment import PIPE
 from spmd_engine.models import Model
 from spmd_engine.planning import analyze
-from spmd_engine.planning.passes import PassCache
+from spmd_engine.planning.dry_run.layer_cache import PassCache
 from spmd_engine.sharding.groups import ParameterGroup
 from spmd_engine.sharding.layout import Layout
 

@@ -17,7 +17,7 @@ from spmd_engine.cli.show.output import present
 from spmd_engine.cli.show.picture import BLUE, GREEN, ORANGE, PALE, PURPLE, SKY, YELLOW, Cell, Picture, table, text
 from spmd_engine.errors import UsageError
 from spmd_engine.planning import analyze
-from spmd_engine.planning.step_analysis import Communication, RankStep
+from spmd_engine.planning.dry_run.step_analysis import Communication, RankStep
 
 FILLS = {
     "all_gather": BLUE,

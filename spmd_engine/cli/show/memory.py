@@ -18,7 +18,7 @@ from spmd_engine.cli.show.picture import BLUE, GREEN, ORANGE, PURPLE, Cell, Pict
 from spmd_engine.engine.parallel_config import Composition
 from spmd_engine.models.images import ImageShape
 from spmd_engine.models.names import build_model
-from spmd_engine.planning.passes import PassCache
+from spmd_engine.planning.dry_run.layer_cache import PassCache
 from spmd_engine.units import readable_bytes
 
 FILLS = {"parameters": BLUE, "gradients": ORANGE, "optimizer state": GREEN, "largest groups": PURPLE}

@@ -17,7 +17,7 @@ from spmd_engine.cli.show.picture import (
     text,
 )
 from spmd_engine.planning import StepAnalysis
-from spmd_engine.planning.step_analysis import KINDS
+from spmd_engine.planning.dry_run.step_analysis import KINDS
 from spmd_engine.units import readable_bytes
 
 #: A letter and a colour for each kind.

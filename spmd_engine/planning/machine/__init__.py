@@ -1,0 +1,1 @@
+"""Machines: their speeds and links, from files or measured."""

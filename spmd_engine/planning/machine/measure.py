@@ -1,0 +1,231 @@
+"""Measures what a machine file says of this machine: products, memory, and the links between ranks, pair by pair."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import cycle, product
+from math import prod
+from pathlib import Path
+from statistics import median
+from time import perf_counter, process_time
+
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+from spmd_engine.arrays.backend import CPU
+from spmd_engine.arrays.images.convolution import conv2d, conv2d_weight_gradient
+from spmd_engine.arrays.images.window import Window
+from spmd_engine.arrays.meta.meter import CONVOLUTION, KERNELS
+from spmd_engine.comm.mesh import Mesh
+from spmd_engine.node.cores import cores_here
+from spmd_engine.planning.machine.machine import Curve, Link, Machine, NodeKind
+
+PRODUCTS = (8, 16, 32, 64, 128, 256, 512, 1024)  #: widths of square matrices
+ARRAYS = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23)  #: elements
+IMAGES = (1, 8, 64)  #: of 16 rows, 16 columns and 32 channels, convolved by three by three taps
+#: Bytes that operands rotate through, as in a step, where much else is touched between an array's making and its use.
+#: Inside of steps products were as fast as with this; from a cache they are up to twice, from memory 0.8 times as fast.
+POOL = 1 << 24
+SMALL, LARGE = 8, 1 << 20  #: bytes of messages that tell latency and bandwidth
+SECONDS = 6.0  #: that products, convolutions and memory are measured, about
+REPEATS = 5
+TINY = 50  #: all_reduces that tell how long the shortest takes
+OVERSUBSCRIBED = 8  #: ranks a core that a machine file lets one plan
+UNLIKE = 1.5  #: how many times slower or faster a pair's link is than the others' to be listed by itself
+
+
+def measure_machine(mesh: Mesh, seconds: float = SECONDS) -> Machine | None:
+    """The machine that these ranks are on; None on all ranks but the first. Collective.
+
+    ``seconds`` is about how long a rank measures products, convolutions and memory, under the conditions of a step: all
+    ranks compute at once, on operands that no cache holds. Speeds are by processor time, so that what else runs
+    meanwhile changes little. Ranks that wait for each other go as fast as the slowest of the moment: of each turn that
+    of a node's slowest rank counts, and of several turns the median.
+    """
+    acts = {("float32", 2.0 * width**3): partial(_product, "float32", width) for width in PRODUCTS}
+    acts |= {("float64", 2.0 * width**3): partial(_product, "float64", width) for width in PRODUCTS}
+    if CPU.image_kernels is not None:
+        for kernel, n in product(KERNELS, IMAGES):
+            acts[kernel, _convolution_flops(n)] = partial(_convolution, kernel, n)
+    acts |= {("memory", 12.0 * elements): partial(_addition, elements) for elements in ARRAYS}
+    with threadpool_limits(1, "blas"):
+        took = np.array([_turns(mesh, make(), seconds / len(acts)) for make in acts.values()])
+    ranks = mesh.all_gather(took[None], label="calibrate") if mesh.size > 1 else took[None]
+    inside, between, pairs = _links(mesh)
+    if mesh.rank:
+        return None
+    nodes = tuple(
+        _node(node, [r for r, other in enumerate(mesh.nodes_by_rank) if other == node], ranks, list(acts), inside)
+        for node in dict.fromkeys(mesh.nodes_by_rank)
+    )
+    return Machine("here", nodes, between or inside, pairs, source="measured by calibrate")
+
+
+def _node(
+    name: str, members: list[int], ranks: np.ndarray, measured: Sequence[tuple[str, float]], inside: Link
+) -> NodeKind:
+    points: dict[str, list[tuple[float, float]]] = {}
+    took = np.median(ranks[members].max(axis=0), axis=1)
+    for (what, size), seconds in zip(measured, took.tolist(), strict=True):
+        points.setdefault(what, []).append((size, size / seconds))
+    curves = {what: Curve(tuple(each)) for what, each in points.items()}
+    cores = cores_here()
+    return NodeKind(
+        name=name,
+        count=1,
+        ranks=max(len(members), int(OVERSUBSCRIBED * cores)),
+        memory=float(_available_bytes()),
+        memory_bandwidth=curves.pop("memory"),
+        speeds=curves,
+        inside=inside,
+        cores=cores,
+    )
+
+
+Act = Callable[[], object]
+
+
+def _turns(mesh: Mesh, act: Act, seconds: float) -> list[float]:
+    """Processor seconds of one ``act`` of this rank while all ranks do it, in each of several turns of many."""
+    act()
+    began = process_time()
+    act()
+    many = max(1, min(1 << 16, round(seconds / REPEATS / max(process_time() - began, 1e-6))))
+    turns = []
+    for _ in range(REPEATS):
+        mesh.barrier()
+        began = process_time()
+        for _ in range(many):
+            act()
+        turns.append(max((process_time() - began) / many, 1e-9))
+    return turns
+
+
+def _rotating(shape: tuple[int, ...], dtype: str, arrays: int) -> Iterator[list[np.ndarray]]:
+    """So many arrays of a shape, others each time, until as many bytes as POOL were given; then the first again."""
+    size = np.dtype(dtype).itemsize * arrays * prod(shape)
+    pool = np.ones((max(2, POOL // size), arrays, *shape), dtype)
+    return cycle([list(each) for each in pool])
+
+
+def _product(dtype: str, width: int) -> Act:
+    """A product of square matrices."""
+    operands = _rotating((width, width), dtype, 3)
+
+    def act() -> None:
+        a, b, out = next(operands)
+        np.matmul(a, b, out=out)
+
+    return act
+
+
+def _addition(elements: int) -> Act:
+    """A sum of two arrays, each element of which is read or written once."""
+    operands = _rotating((elements,), "float32", 3)
+
+    def act() -> None:
+        a, b, out = next(operands)
+        np.add(a, b, out=out)
+
+    return act
+
+
+def _convolution_flops(images: int) -> float:
+    return 2.0 * images * 16 * 16 * 32 * 9 * 32
+
+
+def _convolution(kernel: str, images: int) -> Act:
+    """A convolution of so many images, or its weights' gradient, by the host's own kernels."""
+    operands = _rotating((images, 16, 16, 32), "float32", 2)
+    window = Window(3, before=1, after=1)
+    w = np.ones((3, 3, 32, 32), np.float32)
+
+    def act() -> None:
+        x, y = next(operands)
+        if kernel == CONVOLUTION:
+            conv2d(x, w, window, window)
+        else:
+            conv2d_weight_gradient(x, y, window, window, 1)
+
+    return act
+
+
+def _available_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+# --- links
+
+
+def _links(mesh: Mesh) -> tuple[Link, Link | None, dict[tuple[int, int], Link]]:
+    """Inside a node, between nodes if there are several, and pairs unlike those. Collective."""
+    if mesh.size == 1:
+        return Link(1e-5, 5e9, by_copy=True), None, {}
+    nodes = mesh.nodes_by_rank
+    found: dict[tuple[int, int], Link] = {}
+    for a in range(mesh.size):
+        for b in range(a + 1, mesh.size):
+            latency, bandwidth = _pair(mesh, a, b)
+            found[a, b] = Link(latency, bandwidth, by_copy=nodes[a] == nodes[b])
+    usual = {}
+    for together in (True, False):
+        alike = [link for (a, b), link in found.items() if (nodes[a] == nodes[b]) is together]
+        if alike:
+            middle = Link(
+                median(link.latency for link in alike), median(link.bandwidth for link in alike), by_copy=together
+            )
+            usual[together] = _by_copy(mesh, middle) if together and mesh.node_count == 1 else middle
+    pairs = {
+        pair: link
+        for pair, link in found.items()
+        if not link.by_copy and not 1 / UNLIKE < link.bandwidth / usual[False].bandwidth < UNLIKE
+    }
+    return usual.get(True) or Link(1e-5, 5e9, by_copy=True), usual.get(False), pairs
+
+
+def _pair(mesh: Mesh, a: int, b: int) -> tuple[float, float]:
+    """Latency and bandwidth of messages from a to b and back, as all ranks are told. Collective."""
+    world = mesh.group()
+    times = np.zeros(2)
+    for place, size in enumerate((SMALL, LARGE)):
+        x = np.zeros(size, np.uint8)
+        world.barrier()
+        if mesh.rank in (a, b):
+            turns = []
+            for _ in range(REPEATS):
+                began = perf_counter()
+                if mesh.rank == a:
+                    world.send(b, x)
+                    world.receive(b)
+                else:
+                    world.receive(a)
+                    world.send(a, x)
+                turns.append((perf_counter() - began) / 2)
+            times[place] = min(turns[1:])
+    small, large = world.broadcast(times if mesh.rank == a else None, a).tolist()
+    return small, LARGE / max(large - small, 1e-9)
+
+
+def _by_copy(mesh: Mesh, link: Link) -> Link:
+    """The link with the bandwidth at which a rank's core moves bytes in an all_reduce of all ranks. Collective."""
+    x = np.ones(LARGE, np.float32)
+    world = mesh.group()
+    turns = []
+    for _ in range(REPEATS):
+        world.barrier()
+        began = process_time()
+        world.all_reduce(x)
+        turns.append(process_time() - began)
+    took = float(world.all_reduce(np.array(min(turns)), "max"))
+    tiny, waits = np.ones(1, np.float32), []
+    for _ in range(TINY):
+        began = perf_counter()
+        world.all_reduce(tiny)
+        waits.append(perf_counter() - began)
+    latency = float(world.all_reduce(np.array(median(waits)), "max"))
+    return Link(latency, 2 * x.nbytes / took, by_copy=True)

@@ -1,0 +1,1 @@
+"""What planning tells: results, explanations, and files of plans."""

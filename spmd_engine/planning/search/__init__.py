@@ -1,0 +1,1 @@
+"""The search for the plan of a job: candidates, their bounds, estimates and evaluations."""

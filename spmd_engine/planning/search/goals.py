@@ -1,0 +1,128 @@
+"""What a plan is to be best at, and what it must keep to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from spmd_engine.errors import UsageError
+from spmd_engine.planning.search.estimate import Bound, Estimate
+from spmd_engine.planning.search.search_space import FIXABLE, Candidate
+from spmd_engine.units import readable_bytes, readable_seconds
+
+GOALS = ("latency", "throughput", "memory", "balance")
+
+
+def value(goal: str, estimate: Estimate) -> tuple[float, ...]:
+    """What is to be as small as possible; what comes second decides between equals."""
+    return {
+        "latency": (estimate.seconds, estimate.memory),
+        "throughput": (-estimate.throughput, estimate.memory),
+        "memory": (estimate.memory, estimate.seconds),
+        "balance": (round(estimate.imbalance, 2), estimate.seconds),
+    }[goal]
+
+
+def least(goal: str, candidate: Candidate, bound: Bound) -> tuple[float, ...]:
+    """What no division into stages of a candidate goes below."""
+    return {
+        "latency": (bound.seconds, bound.memory),
+        "throughput": (-candidate.batch_size / bound.seconds if bound.seconds else -float("inf"), bound.memory),
+        "memory": (bound.memory, bound.seconds),
+        "balance": (1.0, bound.seconds),
+    }[goal]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Constraints of numbers; None: none. Raises UsageError for what nothing can keep to."""
+
+    memory: float | None = None  #: bytes a rank
+    latency: float | None = None  #: seconds a step
+    bandwidth: float | None = None  #: bytes that a rank sends a second
+    compute: float | None = None  #: seconds that a rank works in a step
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            given = getattr(self, each.name)
+            if given is not None and not given > 0:
+                raise UsageError(f"--{each.name} {given:g}: it must be above 0")
+
+    def measured(self, estimate: Estimate) -> dict[str, float]:
+        """What a candidate needs of each limit that there is."""
+        needs = {
+            "memory": estimate.memory,
+            "latency": estimate.seconds,
+            "bandwidth": estimate.sent / estimate.candidate.ranks / estimate.seconds,
+            "compute": estimate.work,
+        }
+        return {name: need for name, need in needs.items() if getattr(self, name) is not None}
+
+    def broken(self, estimate: Estimate) -> frozenset[str]:
+        """The names of limits that a candidate does not keep."""
+        needs = self.measured(estimate)
+        return frozenset(name for name, need in needs.items() if need > getattr(self, name) * (1 + 1e-9))
+
+    def surely_broken(self, bound: Bound) -> frozenset[str]:
+        """Those that no division of a candidate keeps."""
+        broken = set()
+        if self.memory is not None and bound.memory > self.memory:
+            broken.add("memory")
+        if self.latency is not None and bound.seconds > self.latency:
+            broken.add("latency")
+        return frozenset(broken)
+
+    def said(self, name: str, number: float | None = None) -> str:
+        """A limit, or a need, as people read it."""
+        shown = getattr(self, name) if number is None else number
+        if name == "memory":
+            return readable_bytes(shown)
+        return f"{readable_bytes(shown)}/s" if name == "bandwidth" else readable_seconds(shown)
+
+
+LIMITS = tuple(each.name for each in fields(Limits))
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """Limits, and choices that are fixed."""
+
+    limits: Limits = Limits()
+    fixed: Mapping[str, Any] = field(default_factory=dict)  #: by name, of FIXABLE and "ranks", "batch_size"
+
+    def broken(self, candidate: Candidate, estimate: Estimate | None = None) -> frozenset[str]:
+        """All that a candidate does not keep to."""
+        wrong = {name for name, wanted in self.fixed.items() if not _as_fixed(candidate, name, wanted)}
+        return frozenset(wrong) | (self.limits.broken(estimate) if estimate else frozenset())
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Of all constraints that there are."""
+        return [name for name in LIMITS if getattr(self.limits, name) is not None] + list(self.fixed)
+
+    def said(self, name: str) -> str:
+        """A constraint as people read it."""
+        if name in self.fixed:
+            wanted = self.fixed[name]
+            if isinstance(wanted, Mapping):
+                wanted = ",".join(f"{axis}={size}" for axis, size in wanted.items())
+            if isinstance(wanted, tuple | list):
+                wanted = " or ".join(map(str, wanted))
+            return f"{name.replace('_', ' ')} {wanted}"
+        return f"{name} at most {self.limits.said(name)}"
+
+
+def _as_fixed(candidate: Candidate, name: str, wanted: Any) -> bool:
+    if name == "mesh":
+        return candidate.mesh == dict(wanted)
+    if name == "ranks":
+        return candidate.ranks in wanted
+    if name == "batch_size":
+        return candidate.batch_size in wanted
+    if name == "schedule":
+        return candidate.pipe == 1 or candidate.schedule == wanted
+    if name == "chunks":
+        return candidate.pipe == 1 or candidate.chunks == wanted
+    assert name in FIXABLE, name
+    return getattr(candidate, name) == wanted

@@ -1,0 +1,170 @@
+"""How long a computation takes on a rank: its matrix products by their sizes, all else by the bytes that it moves.
+
+Where ranks share cores they do all of it themselves, one thing after the other. A device is given its work by a host
+that does not wait for it: the device computes one thing while the next is handed over, and a pass through a layer takes
+as long as the slower of the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import ceil
+
+from spmd_engine.planning.dry_run.step_analysis import Computation, Product
+from spmd_engine.planning.machine.machine import Machine
+
+#: Rows and columns of the tiles in which devices make products, the largest first.
+TILES = (256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64)
+#: Multiplications that a processor makes while an element of a factor comes to it: of an A100, 1,024 a clock, while the
+#: second-level cache brings 5,120 bytes a clock to 108 processors ("NVIDIA A100 Tensor Core GPU Architecture", 2020).
+FETCH = 1024 / (5120 / 108 / 2)
+
+DTYPES = {2: "float16", 4: "float32", 8: "float64"}  #: of a product whose elements have so many bytes
+FUSED = "fused16"  #: what a machine may say of products inside of fused kernels
+
+
+@dataclass(frozen=True)
+class ComputeTime:
+    """Seconds that a rank works, with one core where cores are shared: in products of matrices, and in all else.
+
+    ``host``: seconds that a device's host meanwhile takes to hand over the pass that the computation belongs to.
+    """
+
+    products: float
+    rest: float
+    host: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.products + self.rest
+
+
+class ComputeTimes:
+    """Seconds of computations on the ranks of a machine.
+
+    A product takes as long as its FLOPs or its bytes, whichever takes longer (the roofline of Williams et al., 2009),
+    of a device with ``processors`` by rounds of tiles; elementwise work its bytes; every pass through a layer
+    ``pass_seconds`` besides: of the rank, or of a device's host.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self._known: dict[tuple, ComputeTime] = {}
+        self._steps: dict[tuple[str, int], tuple[Sequence[Computation], list[float]]] = {}
+
+    def of(self, rank: int, computation: Computation) -> ComputeTime:
+        """Of a rank that has the core, or the device, for itself."""
+        node = self.machine.node(rank)
+        key = (
+            node.name,
+            computation.products,
+            computation.calls,
+            computation.bytes_read + computation.bytes_written,
+        )
+        if key not in self._known:
+            self._known[key] = self._of(rank, computation)
+        return self._known[key]
+
+    def least(self, rank: int, computation: Computation, parts: int) -> float:
+        """Seconds that a rank takes at least which has one of so many parts of a computation, however it is cut."""
+        node, fitted = self.machine.node(rank), self.machine.fitted
+
+        def bandwidth(size: float) -> float:
+            return max(node.memory_bandwidth(size), node.memory_bandwidth(size / parts)) * fitted.memory_share
+
+        seconds = 0.0
+        for product in computation.products:
+            if product.flops:
+                moved = bytes_of(product)
+                least = product.flops / self._speed(rank, product) if self._is_of_matrices(rank, product) else 0.0
+                seconds += max(least, moved / bandwidth(moved / product.calls))
+        moved = computation.bytes_read + computation.bytes_written - sum(map(bytes_of, computation.products))
+        calls = computation.calls - sum(product.calls for product in computation.products)
+        seconds += max(moved, 0) / bandwidth(max(moved, 1) / max(calls, 1))
+        return seconds / parts + (0.0 if node.has_devices else fitted.pass_seconds)
+
+    def seconds(self, rank: int, computations: Sequence[Computation]) -> tuple[list[float], list[float]]:
+        """Of each computation of a step, and of the host that hands it over; those of ranks that have the same step on
+        nodes of one kind are found once. A pass has been handed over before the last of its computations is done."""
+        key = self.machine.node(rank).name, id(computations)
+        if key not in self._steps:  # with the computations, so that their id stays their own
+            times, passes = [self.of(rank, each) for each in computations], [_pass(each) for each in computations]
+            following = pairwise((*passes, None))
+            hosts = [time.host * (this != after) for time, (this, after) in zip(times, following, strict=True)]
+            self._steps[key] = computations, ([time.seconds for time in times], hosts)
+        return self._steps[key][1]
+
+    def _of(self, rank: int, computation: Computation) -> ComputeTime:
+        node, fitted = self.machine.node(rank), self.machine.fitted
+        of_matrices = of_vectors = 0.0
+        for product in computation.products:
+            if self._is_of_matrices(rank, product):
+                of_matrices += self._product(rank, product)
+            else:
+                of_vectors += self._product(rank, product)
+        moved = computation.bytes_read + computation.bytes_written - sum(map(bytes_of, computation.products))
+        calls = computation.calls - sum(product.calls for product in computation.products)
+        bandwidth = node.memory_bandwidth(max(moved, 1) / max(calls, 1)) * fitted.memory_share
+        rest = max(moved, 0) / bandwidth + of_vectors
+        if node.has_devices:
+            return ComputeTime(of_matrices, rest, fitted.pass_seconds)
+        return ComputeTime(of_matrices, rest + fitted.pass_seconds)
+
+    def _product(self, rank: int, product: Product) -> float:
+        if not product.flops:
+            return 0.0
+        moved = bytes_of(product)
+        bandwidth = self.machine.node(rank).memory_bandwidth(moved / product.calls) * self.machine.fitted.memory_share
+        processors = self.machine.node(rank).processors
+        idle = rounds_of_tiles(product.m, product.n, product.batch, processors) if processors else 1.0
+        if not self._is_of_matrices(rank, product):
+            return moved / bandwidth
+        return max(product.flops / self._speed(rank, product) * idle, moved / bandwidth)
+
+    def _is_of_matrices(self, rank: int, product: Product) -> bool:
+        """Whether it is of matrices; a host's product with a vector takes as long as its bytes."""
+        return self.machine.node(rank).has_devices or 1 not in (product.m, product.n, product.k)
+
+    def _speed(self, rank: int, product: Product) -> float:
+        """FLOP/s of a product, or of a fused kernel, whose share of the device's is published.
+
+        A device computes a batch at once. A host is as fast as in the cube that does as many FLOPs for each element
+        that it reads and writes; the width of that is the harmonic mean of the product's three.
+        """
+        speeds, dtype = self.machine.node(rank).speeds, DTYPES[product.itemsize]
+        flops = 2 * product.m * product.n * product.k * product.batch
+        if product.fused:
+            return product.fused * self.machine.peak(rank, FUSED if FUSED in speeds else dtype, flops)
+        if product.kernel in speeds or self.machine.node(rank).has_devices:
+            return self.machine.speed(rank, product.kernel if product.kernel in speeds else dtype, flops)
+        return self.machine.speed(rank, dtype, 2 * (3 / (1 / product.m + 1 / product.n + 1 / product.k)) ** 3)
+
+
+def rounds_of_tiles(m: int, n: int, batch: int, processors: int) -> float:
+    """How many times longer ``batch`` products of [m k] by [k n] take than if no processor ever were without a tile of
+    the largest kind. In the last round some are, and tiles at the borders are not filled; smaller tiles leave less
+    idle, but fetch more for each multiplication: the best kind is taken. Of products that do not fill one round, 1:
+    libraries cut these along k, too, and ``product_half`` tells how slow they are."""
+    (rows, columns), *_ = TILES
+    if batch * m * n < processors * rows * columns:
+        return 1.0
+
+    def taken(rows: int, columns: int) -> float:
+        tiles = batch * ceil(m / rows) * ceil(n / columns)
+        return ceil(tiles / processors) * processors * (rows * columns + FETCH * (rows + columns))
+
+    full = batch * m * n * (1 + FETCH * (rows + columns) / (rows * columns))
+    return min(taken(*tile) for tile in TILES) / full
+
+
+def _pass(computation: Computation) -> tuple:
+    """The pass that a computation belongs to."""
+    return computation.layer, computation.phase, computation.micro_batch, computation.chunk
+
+
+def bytes_of(product: Product) -> int:
+    """Read and written by all calls of a product."""
+    one = product.m * product.k + product.k * product.n + product.m * product.n * (not product.fused)
+    return product.itemsize * product.batch * product.calls * one
