@@ -25,7 +25,7 @@ from spmd_engine.checkpoints.hf.export import export_huggingface
 from spmd_engine.checkpoints.read import Sliceable
 from spmd_engine.cli.bench.launch import mpiexec
 from spmd_engine.engine.parallel_config import ModelConfig, build_engine
-from spmd_engine.models.huggingface_config import shape_of_config
+from spmd_engine.models.hf.read_config import shape_of_config
 
 FOLDERS = Path(__file__).resolve().parent.parent / "tests" / "golden" / "decoders"
 FAMILIES = sorted(path.name for path in FOLDERS.iterdir())

@@ -21,7 +21,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.layers import RouterOptions
 from spmd_engine.layers.attention.methods import CONTEXT_METHODS
 from spmd_engine.models import Mixture
-from spmd_engine.models.adapters import LoRAOptions
+from spmd_engine.models.lora import LoRAOptions
 from spmd_engine.strategies import STRATEGIES, default_axes
 from spmd_engine.tokens.tokenizer import Tokenizer
 from spmd_engine.training.data.prepare import prepare

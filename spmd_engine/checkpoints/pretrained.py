@@ -18,8 +18,8 @@ from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.parallel_config import Composition, ModelConfig, build_engine
 from spmd_engine.errors import CheckpointError, UsageError
+from spmd_engine.models.load_config import located, read_shape
 from spmd_engine.models.names import other_meaning
-from spmd_engine.models.shape_at import located, read_shape
 
 
 def with_shape(model: ModelConfig, group: Group) -> ModelConfig:

@@ -10,7 +10,7 @@ import click
 from spmd_engine.cli.config_file import configured_lora
 from spmd_engine.cli.options import with_options
 from spmd_engine.models import Model
-from spmd_engine.models.adapters import LoRAOptions, with_adapters
+from spmd_engine.models.lora import LoRAOptions, with_adapters
 from spmd_engine.models.names import family_of
 from spmd_engine.training.job import LORA
 

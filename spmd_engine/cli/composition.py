@@ -13,8 +13,8 @@ from spmd_engine.configuration import default_of
 from spmd_engine.engine.parallel_config import PIPELINES, RECOMPUTE, Composition
 from spmd_engine.layers.attention.methods import CONTEXT_METHODS
 from spmd_engine.models import Model
+from spmd_engine.models.load_config import is_description
 from spmd_engine.models.names import build_model
-from spmd_engine.models.shape_at import is_description
 
 _OPTIONS = [
     click.option(

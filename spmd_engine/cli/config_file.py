@@ -8,7 +8,7 @@ import click
 
 from spmd_engine.errors import UsageError
 from spmd_engine.models import Mixture
-from spmd_engine.models.adapters import LoRAOptions
+from spmd_engine.models.lora import LoRAOptions
 from spmd_engine.training.job import LORA, MIXTURE, ROUTER, Job
 from spmd_engine.training.run_job import read_job
 

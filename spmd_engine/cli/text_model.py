@@ -14,8 +14,7 @@ from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.parallel_config import ModelConfig, build_engine
 from spmd_engine.errors import UsageError
-from spmd_engine.models.shape_at import located
-from spmd_engine.models.tokenizer_at import ends_at, tokenizer_at
+from spmd_engine.models.load_config import ends_at, located, tokenizer_at
 from spmd_engine.serving.options import GenerationConfig, read_generation_config
 from spmd_engine.tokens import ByteTokenizer, Tokenizer
 from spmd_engine.tokens.hugging_face import read_tokenizer

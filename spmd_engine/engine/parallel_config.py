@@ -22,8 +22,8 @@ from spmd_engine.engine.zero.compression import compression
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.attention.methods import CONTEXT_METHODS
 from spmd_engine.models import DecoderShape, ImageShape, Mixture, Model, layout_for
-from spmd_engine.models.adapters import LoRAOptions, with_adapters
 from spmd_engine.models.layouts import attends, note_of_shared_keys
+from spmd_engine.models.lora import LoRAOptions, with_adapters
 from spmd_engine.models.names import IMAGES, MODELS, build_model, family_of, has_weights, unknown_model
 from spmd_engine.sharding.groups import CAP, THRESHOLD
 from spmd_engine.sharding.layout import Layout
@@ -183,7 +183,7 @@ class Composition(Configuration):
     def _about_images(self, axes: Mapping[str, int], model: Model) -> str | None:
         if not {"rows", "columns"} & set(axes):
             return None
-        from spmd_engine.models.thin_cuts import note_of_thin_cut  # with the layers of images
+        from spmd_engine.models.halo_warning import note_of_thin_cut  # with the layers of images
 
         return note_of_thin_cut(model, axes)
 

@@ -9,10 +9,10 @@ from spmd_engine.models.convnet import convnet, resnet
 from spmd_engine.models.decoder import DECODERS, FAMILIES, DecoderShape, decoder
 from spmd_engine.models.gpt import GPT_SIZES, gpt
 from spmd_engine.models.images import ImageShape
+from spmd_engine.models.load_config import is_description, is_path, read_shape, shape_at, snapshot_of
 from spmd_engine.models.mixture import Mixture
 from spmd_engine.models.mlp import deep_mlp, mlp, two_layers
 from spmd_engine.models.model import Model
-from spmd_engine.models.shape_at import is_description, is_path, read_shape, shape_at, snapshot_of
 
 DENSE = {"mlp": mlp, "deep-mlp": deep_mlp, "two-layers": two_layers}
 #: Models of images, and the images that they are for unless told otherwise.

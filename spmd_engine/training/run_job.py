@@ -17,7 +17,7 @@ from spmd_engine.comm.world import world
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.parallel_config import Composition
 from spmd_engine.errors import UsageError
-from spmd_engine.models.shape_at import short_name
+from spmd_engine.models.load_config import short_name
 from spmd_engine.strategies import default_axes, strategy_named
 from spmd_engine.tokens import ByteTokenizer, Tokenizer
 from spmd_engine.training.first_step_check import first_step_check

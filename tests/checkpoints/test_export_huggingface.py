@@ -19,7 +19,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.formats.huggingface import folder_tensors
 from spmd_engine.layers import RotaryOptions
 from spmd_engine.models import DecoderShape
-from spmd_engine.models.shape_at import shape_at
+from spmd_engine.models.load_config import shape_at
 
 FOLDERS = Path(__file__).parents[1] / "golden" / "decoders"
 FAMILIES = sorted(path.name for path in FOLDERS.iterdir())

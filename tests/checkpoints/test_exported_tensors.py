@@ -21,7 +21,7 @@ from spmd_engine.checkpoints.read import Sliceable
 from spmd_engine.checkpoints.rewrite import export_checkpoint
 from spmd_engine.engine.parallel_config import Composition, ModelConfig
 from spmd_engine.errors import CheckpointError
-from spmd_engine.models.shape_at import shape_at
+from spmd_engine.models.load_config import shape_at
 
 FOLDERS = Path(__file__).parents[1] / "golden" / "decoders"
 

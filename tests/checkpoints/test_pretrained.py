@@ -18,10 +18,10 @@ from spmd_engine.errors import UsageError
 from spmd_engine.formats.safetensors_file import read_safetensors
 from spmd_engine.formats.tensor import PlainTensor
 from spmd_engine.layers import RotaryOptions
-from spmd_engine.models.huggingface_config import shape_of_config
-from spmd_engine.models.huggingface_written import config_of_shape
+from spmd_engine.models.hf.read_config import shape_of_config
+from spmd_engine.models.hf.write_config import config_of_shape
+from spmd_engine.models.load_config import shape_at
 from spmd_engine.models.mixture import Mixture
-from spmd_engine.models.shape_at import shape_at
 
 FOLDERS = Path(__file__).parents[1] / "golden" / "decoders"
 WEIGHTS = "model.safetensors"

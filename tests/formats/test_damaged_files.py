@@ -24,8 +24,7 @@ from spmd_engine.cli.infer import read_inputs
 from spmd_engine.errors import UsageError
 from spmd_engine.formats.text_documents import documents, find_files
 from spmd_engine.formats.token_file import TokenFacts, add_to_digest, layout, open_token_file
-from spmd_engine.models.shape_at import shape_at
-from spmd_engine.models.tokenizer_at import ends_at, tokenizer_at
+from spmd_engine.models.load_config import ends_at, shape_at, tokenizer_at
 from spmd_engine.planning.machine.files import read_machine
 from spmd_engine.planning.other_systems import memory_of
 from spmd_engine.planning.other_work import model_of

@@ -29,7 +29,7 @@ from spmd_engine.engine.parallel_config import (
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.moe.router_options import RouterOptions
 from spmd_engine.models import DecoderShape, Mixture
-from spmd_engine.models.adapters import LoRAOptions
+from spmd_engine.models.lora import LoRAOptions
 
 SHAPE = DecoderShape(
     family="qwen3", layers=2, width=12, heads=6, key_value_heads=2, head_width=4, hidden=10, vocabulary=13,

@@ -6,7 +6,7 @@ import pytest
 
 from spmd_engine.errors import CheckpointError
 from spmd_engine.models.decoder import decoder
-from spmd_engine.models.shape_at import not_understood, shape_at
+from spmd_engine.models.load_config import not_understood, shape_at
 
 LLAMA3 = {
     "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,

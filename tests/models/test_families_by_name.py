@@ -12,7 +12,7 @@ from spmd_engine import Mesh, run
 from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.engine.parallel_config import Composition, ModelConfig
 from spmd_engine.errors import CheckpointError
-from spmd_engine.models.shape_at import shape_at
+from spmd_engine.models.load_config import shape_at
 
 FOLDERS = Path(__file__).parents[1] / "golden" / "decoders"
 OF_INTERNLM = {

@@ -15,8 +15,8 @@ from spmd_engine.checkpoints.pretrained import load_pretrained
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.parallel_config import Composition, ModelConfig, build_engine
 from spmd_engine.layers.attention.kv_cache import Cache
-from spmd_engine.models.shape_at import shape_at
-from spmd_engine.models.stored_names import stored_names
+from spmd_engine.models.hf.stored_names import stored_names
+from spmd_engine.models.load_config import shape_at
 
 FOLDERS = Path(__file__).parents[1] / "golden" / "decoders"
 FAMILIES = sorted(path.name for path in FOLDERS.iterdir())

@@ -15,7 +15,7 @@ from spmd_engine.checkpoints.hf.weights import Pretrained
 from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.engine.parallel_config import ModelConfig
 from spmd_engine.errors import UsageError
-from spmd_engine.models.tokenizer_at import tokenizer_at
+from spmd_engine.models.load_config import tokenizer_at
 from spmd_engine.serving import SamplingOptions, StoppingCriteria, generate
 from spmd_engine.tokens import ByteTokenizer, TextStream
 from spmd_engine.tokens.chat import chat_text

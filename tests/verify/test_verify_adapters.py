@@ -15,8 +15,8 @@ from spmd_engine.engine.parallel_config import Composition, ModelConfig
 from spmd_engine.layers import low_rank
 from spmd_engine.layers.moe.router_options import RouterOptions
 from spmd_engine.models import DecoderShape, Mixture
-from spmd_engine.models.adapters import LoRAOptions
-from spmd_engine.models.shape_at import shape_at
+from spmd_engine.models.load_config import shape_at
+from spmd_engine.models.lora import LoRAOptions
 from spmd_engine.verify import Cause, engine_of_model, mesh_of_one, verify
 from spmd_engine.verify.samples import batches_for_model
 

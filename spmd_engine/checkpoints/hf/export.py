@@ -18,13 +18,13 @@ from spmd_engine.comm.group import Group
 from spmd_engine.errors import CheckpointError, UsageError
 from spmd_engine.formats.gguf import is_gguf, read_gguf
 from spmd_engine.formats.huggingface import CONFIG, INDEX, ONE_FILE, read_json
-from spmd_engine.models.adapters import LoRAOptions, adapter_names, config_of_options, with_adapters
 from spmd_engine.models.decoder import DecoderShape, decoder
-from spmd_engine.models.huggingface_written import config_of_shape
+from spmd_engine.models.hf.stored_names import stored_names
+from spmd_engine.models.hf.tensor_slice import Names
+from spmd_engine.models.hf.write_config import config_of_shape
+from spmd_engine.models.load_config import tokenizer_at
+from spmd_engine.models.lora import LoRAOptions, adapter_names, config_of_options, with_adapters
 from spmd_engine.models.model import Model
-from spmd_engine.models.stored import Names
-from spmd_engine.models.stored_names import stored_names
-from spmd_engine.models.tokenizer_at import tokenizer_at
 from spmd_engine.tokens.gguf import gguf_ends
 from spmd_engine.tokens.hugging_face import CONFIG as TOKENIZER_CONFIG
 from spmd_engine.tokens.hugging_face import TOKENIZER

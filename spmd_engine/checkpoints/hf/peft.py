@@ -15,8 +15,8 @@ from spmd_engine.foreign import reading
 from spmd_engine.formats.huggingface import read_json
 from spmd_engine.formats.safetensors_file import read_safetensors
 from spmd_engine.layers.low_rank import sides
-from spmd_engine.models.adapters import LoRAOptions, adapter_names, options_of_config, with_adapters
 from spmd_engine.models.decoder import DecoderShape, decoder
+from spmd_engine.models.lora import LoRAOptions, adapter_names, options_of_config, with_adapters
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 

@@ -8,7 +8,7 @@ from string import ascii_lowercase
 
 import numpy as np
 
-from spmd_engine.models.stored import Stored
+from spmd_engine.models.hf.tensor_slice import Stored
 
 CHUNK, ROWS = 1 << 15, 16  #: elements, and rows, at least, that are copied at a time
 

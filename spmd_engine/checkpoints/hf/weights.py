@@ -16,15 +16,15 @@ from spmd_engine.errors import CheckpointError
 from spmd_engine.formats.gguf import read_gguf
 from spmd_engine.formats.huggingface import CONFIG, folder_tensors, read_json
 from spmd_engine.formats.tensor import FileTensor
-from spmd_engine.models.beside_pictures import is_beside_pictures, tensors_of_text
 from spmd_engine.models.decoder import DecoderShape, decoder
-from spmd_engine.models.gguf_names import gguf_names
-from spmd_engine.models.gguf_rope import IGNORED as OF_GGUF
-from spmd_engine.models.gguf_shape import shape_of_gguf
+from spmd_engine.models.gguf.config import IGNORED as OF_GGUF
+from spmd_engine.models.gguf.config import shape_of_gguf
+from spmd_engine.models.gguf.names import gguf_names
+from spmd_engine.models.hf.stored_names import HEADS, IGNORED, stored_names
+from spmd_engine.models.hf.tensor_slice import Names
+from spmd_engine.models.hf.vision_language import is_beside_pictures, tensors_of_text
+from spmd_engine.models.load_config import located, shape_at
 from spmd_engine.models.model import Model
-from spmd_engine.models.shape_at import located, shape_at
-from spmd_engine.models.stored import Names
-from spmd_engine.models.stored_names import HEADS, IGNORED, stored_names
 
 COMPARED = 1 << 22  #: elements at a time
 

@@ -10,11 +10,9 @@ from spmd_engine.errors import UsageError, one_of
 from spmd_engine.foreign import parse_toml, read_text, reading
 from spmd_engine.formats.huggingface import read_json
 from spmd_engine.models import GPTSize, Model, build_model, gpt
-from spmd_engine.models.adapters import LoRAOptions, with_adapters
 from spmd_engine.models.decoder import decoder
-from spmd_engine.models.huggingface_config import read_config
-from spmd_engine.models.names import MODELS, family_of
-from spmd_engine.models.shape_at import (
+from spmd_engine.models.hf.read_config import read_config
+from spmd_engine.models.load_config import (
     is_description,
     is_path,
     located,
@@ -22,6 +20,8 @@ from spmd_engine.models.shape_at import (
     short_name,
     warn_not_heeded,
 )
+from spmd_engine.models.lora import LoRAOptions, with_adapters
+from spmd_engine.models.names import MODELS, family_of
 
 KINDS = {int: "a whole number from 1", bool: "true or false", float: "a number above 0, as 1e-5"}
 

@@ -17,7 +17,7 @@ from spmd_engine.engine.parallel_config import Composition, ModelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.foreign import json_at
 from spmd_engine.models import Model
-from spmd_engine.models.adapters import LoRAOptions
+from spmd_engine.models.lora import LoRAOptions
 from spmd_engine.models.names import MODELS, has_weights
 from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.search.estimate import Estimate

@@ -37,7 +37,7 @@ HARMLESS = frozenset((
 ))  # fmt: skip
 
 #: Fields that change what is computed, and their one value that is computed here (None, 0, false and "" aside); of
-#: those that a family has words for, another part of ``huggingface_config`` makes sense.
+#: those that a family has words for, another part of ``read_config`` makes sense.
 REFUSED: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),

@@ -9,8 +9,8 @@ from spmd_engine.errors import UsageError
 from spmd_engine.layers.attention.rotary import RotaryOptions
 from spmd_engine.models.block_numbers import as_text
 from spmd_engine.models.decoder import DecoderShape
-from spmd_engine.models.huggingface_fields import HARMLESS, must_be
-from spmd_engine.models.huggingface_rope import rotary_of_config
+from spmd_engine.models.hf.rope import rotary_of_config
+from spmd_engine.models.hf.unknown_fields import HARMLESS, must_be
 
 #: Of a head that is turned, where a config does not say.
 _PART = {"gpt-neox": 0.25, "stablelm": 0.25, "phi": 0.5, "glm": 0.5, "glm4": 0.5, "nemotron": 0.5}

@@ -9,13 +9,13 @@ from typing import Any
 from spmd_engine.errors import CheckpointError, UsageError, one_of
 from spmd_engine.layers.attention.rotary import RotaryOptions
 from spmd_engine.layers.moe.router_options import RouterOptions
-from spmd_engine.models.beside_pictures import is_beside_pictures, text_of
 from spmd_engine.models.block_numbers import as_text
 from spmd_engine.models.decoder import FAMILIES, DecoderShape
-from spmd_engine.models.huggingface_families import activation_said, always, says
-from spmd_engine.models.huggingface_fields import Fields
-from spmd_engine.models.huggingface_rope import rotary_of, rotary_of_config
-from spmd_engine.models.huggingface_tables import BY_TABLE, shape_by_table
+from spmd_engine.models.hf.families import activation_said, always, says
+from spmd_engine.models.hf.rope import rotary_of, rotary_of_config
+from spmd_engine.models.hf.tables import BY_TABLE, shape_by_table
+from spmd_engine.models.hf.unknown_fields import Fields
+from spmd_engine.models.hf.vision_language import is_beside_pictures, text_of
 from spmd_engine.models.mixture import Mixture
 
 MODEL_TYPES = {family.replace("-", "_"): family for family in FAMILIES}

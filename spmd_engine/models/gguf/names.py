@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from spmd_engine.models.decoder import DecoderShape
-from spmd_engine.models.stored import Names, Stored
-from spmd_engine.models.stored_tables import rows_of
+from spmd_engine.models.hf.tensor_slice import Names, Stored
+from spmd_engine.models.hf.weight_map import rows_of
 
 #: Families whose rows of queries and keys the converter puts in another order: neighbours are turned.
 PUT_IN_ORDER = (

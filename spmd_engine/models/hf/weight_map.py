@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from spmd_engine.models.decoder import DecoderShape
-from spmd_engine.models.stored import Names, Stored
+from spmd_engine.models.hf.tensor_slice import Names, Stored
 
 _ATTENTION = {name: f"self_attn.{name[0]}_proj" for name in ("query", "key", "value")}
 _OF_LLAMA = _ATTENTION | {

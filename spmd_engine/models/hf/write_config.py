@@ -8,9 +8,9 @@ from typing import Any
 from spmd_engine.errors import UsageError
 from spmd_engine.models.block_numbers import block_numbers
 from spmd_engine.models.decoder import DecoderShape
-from spmd_engine.models.huggingface_families import says, unsayable, words_for_activation
-from spmd_engine.models.huggingface_rope import rope_of
-from spmd_engine.models.huggingface_tables import BY_TABLE, words_by_table
+from spmd_engine.models.hf.families import says, unsayable, words_for_activation
+from spmd_engine.models.hf.rope import rope_of
+from spmd_engine.models.hf.tables import BY_TABLE, words_by_table
 
 _ARCHITECTURES = {
     "gpt2": "GPT2LMHeadModel",

@@ -7,8 +7,8 @@ from typing import Any
 
 from spmd_engine.errors import UsageError
 from spmd_engine.models.decoder import DecoderShape
-from spmd_engine.models.huggingface_beside_tables import PARALLEL
-from spmd_engine.models.huggingface_rope import rope_of
+from spmd_engine.models.hf.family_tables import PARALLEL
+from spmd_engine.models.hf.rope import rope_of
 
 
 def words_beside_table(shape: DecoderShape) -> dict[str, Any]:

@@ -6,9 +6,9 @@ from typing import Any
 
 from spmd_engine.errors import UsageError
 from spmd_engine.models.decoder import DecoderShape
-from spmd_engine.models.huggingface_tables import BY_TABLE
-from spmd_engine.models.stored import Names, Stored
-from spmd_engine.models.stored_tables import names_by_table, rows_of
+from spmd_engine.models.hf.tables import BY_TABLE
+from spmd_engine.models.hf.tensor_slice import Names, Stored
+from spmd_engine.models.hf.weight_map import names_by_table, rows_of
 
 #: Endings of the names of what is no parameter, but may be stored.
 IGNORED = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")

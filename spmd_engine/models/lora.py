@@ -15,7 +15,7 @@ from spmd_engine.models.decoder import DecoderShape, decoder
 from spmd_engine.models.model import Model
 
 if TYPE_CHECKING:
-    from spmd_engine.models.stored import Stored
+    from spmd_engine.models.hf.tensor_slice import Stored
 
 _THREE = {"q_proj": (("query",),), "k_proj": (("key",),), "v_proj": (("value",),)}
 _ATTENTION = _THREE | {"o_proj": (("output",),)}
@@ -101,9 +101,7 @@ class LoRAOptions(Configuration):
         names = list(filter(None, (name.strip() for name in self.targets.split(","))))
         if not names or (unknown := sorted(set(names) - set(known))):
             said = unknown[0] if names else self.targets
-            raise UsageError(
-                f"targets: {said!r} of a {family} has no adapter here; {one_of(said, known)}"
-            )
+            raise UsageError(f"targets: {said!r} of a {family} has no adapter here; {one_of(said, known)}")
         found = {name: known[name] for name in names}
         alone = {each for name in found if not name.startswith(_FUSED) for group in known[name] for each in group}
         for name in found.keys() & _OF_EXPERTS.keys():
@@ -152,7 +150,7 @@ def with_adapters(model: Model, options: LoRAOptions, family: str) -> Model:
 
 def adapter_names(shape: DecoderShape, options: LoRAOptions) -> Iterator[tuple[str, tuple[Stored, ...]]]:
     """Where PEFT keeps a and b of every weight that is adapted."""
-    from spmd_engine.models.stored_names import stored_names
+    from spmd_engine.models.hf.stored_names import stored_names
 
     dims = {name: parameter.dims for name, (parameter, _) in decoder(shape).parameters()}
     names, modules, told = options.names(shape.family, dims), options.modules(shape.family), set()
@@ -168,7 +166,7 @@ def adapter_names(shape: DecoderShape, options: LoRAOptions) -> Iterator[tuple[s
 
 def _thin(stored: Stored, family: str, modules: Collection[str], doubled: bool) -> tuple[Stored, Stored]:
     """Where the a and the b are of a weight that is stored there."""
-    from spmd_engine.models.stored import Stored
+    from spmd_engine.models.hf.tensor_slice import Stored
 
     folder, _, called = stored.tensor.rpartition(".")
     if _FUSED + called not in modules:

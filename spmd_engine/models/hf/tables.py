@@ -7,10 +7,10 @@ from typing import Any
 
 from spmd_engine.errors import UsageError
 from spmd_engine.models.decoder import DecoderShape
-from spmd_engine.models.huggingface_beside_tables import shape_beside_table
-from spmd_engine.models.huggingface_families import activation_said, always, words_for_activation
-from spmd_engine.models.huggingface_fields import must_be
-from spmd_engine.models.huggingface_words import words_beside_table
+from spmd_engine.models.hf.families import activation_said, always, words_for_activation
+from spmd_engine.models.hf.family_tables import shape_beside_table
+from spmd_engine.models.hf.unknown_fields import must_be
+from spmd_engine.models.hf.words import words_beside_table
 
 #: Fields of a DecoderShape, what a config calls them, and their value where it is silent; None: it must not be.
 _COMMON: Mapping[str, tuple[str, Any]] = {

@@ -8,7 +8,7 @@ from typing import Any
 
 from spmd_engine.errors import CheckpointError
 from spmd_engine.formats.tensor import FileTensor
-from spmd_engine.models.huggingface_fields import Fields
+from spmd_engine.models.hf.unknown_fields import Fields
 
 #: By ``model_type``, what ``text_config`` means where it is silent.
 _TEXT: Mapping[str, Mapping[str, Any]] = {

@@ -7,7 +7,10 @@ import os
 from pathlib import Path
 
 from spmd_engine.errors import CheckpointError
+from spmd_engine.formats.gguf import is_gguf, read_gguf
 from spmd_engine.models.decoder import DecoderShape
+from spmd_engine.tokens.gguf import gguf_ends, gguf_tokenizer
+from spmd_engine.tokens.hugging_face import JsonTokenizer, read_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +82,8 @@ def shape_at(path: str | Path) -> DecoderShape:
     """What is there: a folder with ``config.json``, or a GGUF file. Raises CheckpointError."""
     from spmd_engine.formats.gguf import read_gguf
     from spmd_engine.formats.huggingface import CONFIG, read_json
-    from spmd_engine.models.gguf_shape import shape_of_gguf
-    from spmd_engine.models.huggingface_config import shape_of_config
+    from spmd_engine.models.gguf.config import shape_of_gguf
+    from spmd_engine.models.hf.read_config import shape_of_config
 
     path = located(path)
     if path.is_file():
@@ -91,7 +94,7 @@ def shape_at(path: str | Path) -> DecoderShape:
 
 
 def read_shape(path: str | Path) -> DecoderShape:
-    """``shape_at``, with a warning of fields that are not heeded."""
+    """``load_config``, with a warning of fields that are not heeded."""
     shape = shape_at(path)
     warn_not_heeded(str(path), not_understood(path))
     return shape
@@ -106,7 +109,25 @@ def warn_not_heeded(where: str, fields: list[str]) -> None:
 def not_understood(path: str | Path) -> list[str]:
     """Fields of what describes the decoder there, of which nothing is known: it is computed as if they were not."""
     from spmd_engine.formats.huggingface import CONFIG, read_json
-    from spmd_engine.models.huggingface_config import read_config
+    from spmd_engine.models.hf.read_config import read_config
 
     path = located(path) / CONFIG
     return read_config(read_json(path), str(path))[1] if path.is_file() else []
+
+
+# --- The tokenizer of the decoder whose weights are at a path
+
+
+def tokenizer_at(path: str | Path) -> JsonTokenizer:
+    """That of a model's folder, of a GGUF file, or of one ``tokenizer.json``.
+
+    Raises UsageError for what is missing or damaged.
+    """
+    path = located(path, "tokenizer")
+    return gguf_tokenizer(read_gguf(path).facts, str(path)) if is_gguf(path) else read_tokenizer(path)
+
+
+def ends_at(path: str | Path) -> tuple[int, ...]:
+    """The tokens that end what is generated, as a GGUF file says them."""
+    path = located(path)
+    return gguf_ends(read_gguf(path).facts, str(path))

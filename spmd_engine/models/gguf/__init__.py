@@ -1,0 +1,1 @@
+"""Models of llama.cpp: configurations and tensor names in GGUF files."""

@@ -1,0 +1,1 @@
+"""Models of transformers: configurations and weight names, read and written."""
