@@ -47,8 +47,8 @@ from spmd_engine.verify import (
     mesh_of_one,
 )
 from spmd_engine.verify import verify as compare
+from spmd_engine.verify.reference import batches_for_model, batches_of_shape
 from spmd_engine.verify.report import HEADING
-from spmd_engine.verify.samples import batches_for_model, batches_of_shape
 
 POSITIVE, PARTS = click.IntRange(min=1), click.IntRange(1, 4096)
 #: Options that mean nothing to an engine of one's own.

@@ -10,7 +10,7 @@ import numpy as np
 
 from spmd_engine.errors import UsageError
 from spmd_engine.foreign import reading
-from spmd_engine.formats.mapped import MappedArray
+from spmd_engine.formats.tensor import MappedArray
 
 _DTYPES = {8: "u1", 9: "i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
 _GZIP = b"\x1f\x8b"

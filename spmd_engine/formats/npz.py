@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from spmd_engine.foreign import distinct, reading
-from spmd_engine.formats.mapped import MappedArray
+from spmd_engine.formats.tensor import MappedArray
 
 _LOCAL_HEADER = 30  # bytes of a zip member's own header, before its name and its extra field
 

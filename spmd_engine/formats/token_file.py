@@ -21,8 +21,8 @@ import numpy as np
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.errors import CheckpointError, UsageError
 from spmd_engine.foreign import parse_json, reading
-from spmd_engine.formats.mapped import MappedArray
 from spmd_engine.formats.safetensors_file import read_header, tensors_of
+from spmd_engine.formats.tensor import MappedArray
 
 FORMAT = "spmd_engine tokens 1"
 _HASHED = 1 << 20  # values at a time

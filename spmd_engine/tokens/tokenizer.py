@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from hashlib import sha256
 from types import MappingProxyType
 
 import numpy as np
@@ -36,3 +37,35 @@ class Tokenizer(ABC):
         """One text that comes in parts, UTF-8: its tokens in parts, those of ``encode_all`` for the whole text."""
         (tokens,) = self.encode_all([b"".join(chunks).decode(errors="surrogateescape")])
         yield np.array(tokens, np.int64)
+
+
+# --- Bytes as tokens: what the models that are trained here by default read and write
+
+
+END_OF_FILE = 256  #: the token after each file; the others are bytes
+
+
+class ByteTokenizer(Tokenizer):
+    """UTF-8 bytes, and one token more after each file. Its mark does not end a generation: models go on with another
+    file."""
+
+    vocabulary = 257
+    separator = END_OF_FILE
+    sha256 = sha256(b"bytes, and 256 after each text").hexdigest()
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        return list(text.encode(errors="surrogateescape"))
+
+    def encode_long(self, chunks: Iterable[bytes]) -> Iterator[np.ndarray]:
+        return (np.frombuffer(chunk, np.uint8) for chunk in chunks)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The end of a file becomes a line of dashes."""
+        pieces, current = [], bytearray()
+        for token in tokens:
+            if token < END_OF_FILE:
+                current.append(token)
+            elif token == END_OF_FILE:
+                pieces.append(current.decode(errors="replace") + "\n-----\n")
+                current = bytearray()
+        return "".join(pieces) + current.decode(errors="replace")

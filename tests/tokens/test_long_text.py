@@ -11,7 +11,7 @@ import pytest
 from spmd_engine.tokens import ByteTokenizer, long_text
 
 library = pytest.importorskip("tokenizers")
-from spmd_engine.tokens.gguf_splits import SPLITS  # noqa: E402 (only with the library)
+from spmd_engine.tokens.gguf import SPLITS  # noqa: E402 (only with the library)
 from spmd_engine.tokens.hugging_face import JsonTokenizer  # noqa: E402
 
 TEXT = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()

@@ -22,8 +22,11 @@ from spmd_engine.tokens.chat import chat_text
 from spmd_engine.training.data.prepare import prepare
 
 library = pytest.importorskip("tokenizers")
-from spmd_engine.tokens.gguf import gguf_ends, gguf_tokenizer  # noqa: E402 (only with the library)
-from spmd_engine.tokens.gguf_splits import SPLITS  # noqa: E402
+from spmd_engine.tokens.gguf import (  # noqa: E402 (only with the library)
+    SPLITS,  # noqa: E402
+    gguf_ends,
+    gguf_tokenizer,
+)
 from spmd_engine.tokens.hugging_face import read_tokenizer, tokenizers_library  # noqa: E402
 
 TEXT = "Hello world, naïve 数字 🙂 1234\n  end"

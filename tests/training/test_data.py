@@ -13,7 +13,7 @@ import tiny
 from spmd_engine import Mesh, run
 from spmd_engine.errors import UsageError
 from spmd_engine.formats.token_file import is_token_file
-from spmd_engine.tokens.bytes import END_OF_FILE, ByteTokenizer
+from spmd_engine.tokens.tokenizer import END_OF_FILE, ByteTokenizer
 from spmd_engine.training.data.corpus import Corpus, load_corpus
 from spmd_engine.training.data.prepare import prepare
 

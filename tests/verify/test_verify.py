@@ -22,7 +22,7 @@ from spmd_engine.strategies.one_attention import OneAttention
 from spmd_engine.verify import engine_and_reference, fill_zeros, mesh_of_one, verify
 from spmd_engine.verify.comparison import from_first, measure
 from spmd_engine.verify.lockstep import Pair
-from spmd_engine.verify.samples import batches_for_model, batches_of_shape
+from spmd_engine.verify.reference import batches_for_model, batches_of_shape
 
 GPT = [
     ({"data": 1}, {}),

@@ -18,7 +18,7 @@ from spmd_engine.models import DecoderShape, Mixture
 from spmd_engine.models.load_config import shape_at
 from spmd_engine.models.lora import LoRAOptions
 from spmd_engine.verify import Cause, engine_of_model, mesh_of_one, verify
-from spmd_engine.verify.samples import batches_for_model
+from spmd_engine.verify.reference import batches_for_model
 
 FOLDER = Path(__file__).parents[1] / "golden" / "decoders" / "qwen3"
 SHAPE = DecoderShape(

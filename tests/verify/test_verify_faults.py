@@ -12,7 +12,7 @@ from spmd_engine.comm.pending import Pending
 from spmd_engine.engine import SGD, AdamW
 from spmd_engine.strategies import DataParallel, TensorParallel
 from spmd_engine.verify import Cause, engine_and_reference, fill_zeros, verify
-from spmd_engine.verify.samples import batches_of_shape
+from spmd_engine.verify.reference import batches_of_shape
 
 D, F = 5, 7
 

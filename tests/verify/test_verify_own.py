@@ -16,7 +16,7 @@ from spmd_engine.layers.declarations import Parameter
 from spmd_engine.layers.loss import mean_squared_error
 from spmd_engine.strategies import AttentionHeads, DataParallel
 from spmd_engine.verify import Cause, engine_and_reference, fill_zeros, mesh_of_one, verify
-from spmd_engine.verify.samples import batches_of_shape
+from spmd_engine.verify.reference import batches_of_shape
 
 D, F = 5, 8
 

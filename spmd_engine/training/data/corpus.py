@@ -19,7 +19,7 @@ from spmd_engine.comm.shared_array import share_array
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, make_batch
 from spmd_engine.errors import UsageError
-from spmd_engine.tokens.bytes import END_OF_FILE
+from spmd_engine.tokens.tokenizer import END_OF_FILE
 
 HELD_OUT = 20  #: one file in so many is for validation (of a single file, its last part)
 _NOT_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3", "turtledemo"}

@@ -14,7 +14,7 @@ from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, make_batch
 from spmd_engine.errors import UsageError
 from spmd_engine.models.model import Model
-from spmd_engine.tokens.bytes import END_OF_FILE
+from spmd_engine.tokens.tokenizer import END_OF_FILE
 from spmd_engine.training.data.corpus import Corpus
 
 BITS = 8
