@@ -23,7 +23,7 @@ from statistics import median
 
 import click
 
-from spmd_engine.cli.bench.launch import mpiexec
+from spmd_engine.cli.bench.measuring import mpiexec
 
 HERE = Path(__file__).resolve().parent
 MODELS = {

@@ -23,7 +23,7 @@ import tokenizers
 from spmd_engine import Mesh
 from spmd_engine.checkpoints.hf.export import export_huggingface
 from spmd_engine.checkpoints.read import Sliceable
-from spmd_engine.cli.bench.launch import mpiexec
+from spmd_engine.cli.bench.measuring import mpiexec
 from spmd_engine.engine.parallel_config import ModelConfig, build_engine
 from spmd_engine.models.hf.read_config import shape_of_config
 

@@ -27,8 +27,8 @@ import numpy as np
 
 from spmd_engine import Mesh
 from spmd_engine.axes import parse_axes
-from spmd_engine.cli.bench.launch import start_ranks
-from spmd_engine.cli.calibrate_steps import STEPS, fitted, step_seconds
+from spmd_engine.cli.bench.measuring import start_ranks
+from spmd_engine.cli.calibrate import STEPS, fitted, step_seconds
 from spmd_engine.engine import AdamW
 from spmd_engine.engine.parallel_config import Composition, ModelConfig, build_engine
 from spmd_engine.errors import UsageError

@@ -11,15 +11,13 @@ from rich.console import Console
 
 from spmd_engine.axes import all_positions, parse_axes
 from spmd_engine.cli.adapters import adapted, lora_options
-from spmd_engine.cli.analysis_text import describe
+from spmd_engine.cli.analysis_text import describe, draw_memory_of_step
 from spmd_engine.cli.composition import composition_of, composition_options, model_of
 from spmd_engine.cli.config_file import config_option
 from spmd_engine.cli.experts import expert_options
 from spmd_engine.cli.options import images_option, model_option
-from spmd_engine.cli.show.as_text import print_picture
-from spmd_engine.cli.show.memory_of_step import draw_memory_of_step
 from spmd_engine.cli.show.options import OPTIMIZERS, dtype_option, mesh_option, optimizer_option, output_option
-from spmd_engine.cli.show.output import present
+from spmd_engine.cli.show.render import present, print_picture
 from spmd_engine.errors import UsageError
 from spmd_engine.planning import analyze as analyze_step
 from spmd_engine.process.launchers import launcher_rank

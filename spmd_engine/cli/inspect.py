@@ -19,8 +19,8 @@ from spmd_engine.cli.composition import composition_of, composition_options, mod
 from spmd_engine.cli.config_file import config_option
 from spmd_engine.cli.experts import mixture_options
 from spmd_engine.cli.options import images_option, mesh_option, model_option
-from spmd_engine.cli.show.bytes_per_rank import bytes_per_rank
 from spmd_engine.cli.show.experts import placement_text
+from spmd_engine.cli.show.memory import bytes_per_rank
 from spmd_engine.cli.show.options import dtype_option
 from spmd_engine.engine.parallel_config import composed_assignment, composed_layout
 from spmd_engine.engine.state.assignment import PIPE, Assignment, homes_of

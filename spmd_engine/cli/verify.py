@@ -9,9 +9,10 @@ from functools import partial
 from typing import Any
 
 import click
+import numpy as np
 from click.core import ParameterSource
 
-from spmd_engine.checkpoints.pretrained import with_shape
+from spmd_engine.checkpoints.pretrained import open_pretrained, with_shape
 from spmd_engine.cli.adapters import lora_of, lora_options
 from spmd_engine.cli.composition import COMPOSITION, composition_of, composition_options
 from spmd_engine.cli.config_file import config_option
@@ -26,14 +27,14 @@ from spmd_engine.cli.options import (
     model_option,
     open_mesh,
 )
-from spmd_engine.cli.verify_import import verify_import
-from spmd_engine.comm.agreement import on_rank_zero
+from spmd_engine.comm.agreement import on_all_ranks, on_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.optimizers import SGD, AdamW
 from spmd_engine.engine.parallel_config import Composition, ModelConfig
 from spmd_engine.errors import UsageError
+from spmd_engine.formats import MappedArray, npz_names, read_npz
 from spmd_engine.strategies import STRATEGIES, default_axes, strategy_named
 from spmd_engine.strategies.two_convolutions import IMAGE
 from spmd_engine.training.job import LORA, MIXTURE, ROUTER
@@ -47,6 +48,7 @@ from spmd_engine.verify import (
     mesh_of_one,
 )
 from spmd_engine.verify import verify as compare
+from spmd_engine.verify.activations import compare_activations
 from spmd_engine.verify.reference import batches_for_model, batches_of_shape
 from spmd_engine.verify.report import HEADING
 
@@ -261,3 +263,41 @@ def _parse_shape(text: str) -> tuple[int, ...]:
     if min(shape) < 1:
         raise UsageError(f"--input-shape {text}: sizes are from 1")
     return shape
+
+
+# --- ``verify --import PATH --reference FILE``: an imported model beside activations of another program
+
+
+TOLERANCE = 1e-4  #: of activations in float32, relative to a layer's largest
+
+
+def verify_import(
+    path: str, reference: str, mesh: Mesh, composition: Composition, device: str, tolerance: float | None
+) -> bool:
+    """Print how far each layer is from its reference, and which is the first that differs; whether none does."""
+    tolerance = tolerance or TOLERANCE
+    arrays = on_all_ranks(mesh.group(), lambda: _read(reference))
+    engine, pretrained = open_pretrained(ModelConfig(path, dtype="float64"), mesh, composition, device=device)
+    distances = compare_activations(engine, arrays, tolerance)
+    first = next((each for each in distances if each.place is not None), None)
+    if mesh.rank > 0:
+        return first is None
+    click.echo(f"{path} on mesh {mesh}, beside {reference}\n")
+    width = max(len(each.layer) for each in distances)
+    for each in distances:
+        said = "" if each.place is None else f"  off, first at sample {each.place[0]}, position {each.place[1]}"
+        click.echo(f"{each.layer:<{width}}  {each.distance:8.1e}{said}")
+    if first is None:
+        click.echo(f"\nall {len(distances)} agree to {tolerance:g}")
+        return True
+    tensors = [each.tensor.name for name, each in pretrained.filled.items() if name.startswith(f"{first.layer}/")]
+    click.echo(
+        f"\n{first.layer} is the first that differs, by {first.distance:.1e} (allowed is {tolerance:g}). It has "
+        f"{', '.join(dict.fromkeys(tensors)) or 'no parameters'}"
+    )
+    return False
+
+
+def _read(path: str) -> dict[str, np.ndarray]:
+    arrays = {name: read_npz(path, name) for name in npz_names(path)}
+    return {name: each.open() if isinstance(each, MappedArray) else each for name, each in arrays.items()}

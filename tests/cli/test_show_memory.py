@@ -4,8 +4,7 @@ import pytest
 
 from spmd_engine import Mesh, run
 from spmd_engine.cli import main
-from spmd_engine.cli.show.bytes_per_rank import CLASSES, bytes_per_rank
-from spmd_engine.cli.show.memory import draw_memory
+from spmd_engine.cli.show.memory import CLASSES, bytes_per_rank, draw_memory
 from spmd_engine.engine import SGD
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.parallel_config import Composition

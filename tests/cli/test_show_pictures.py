@@ -9,12 +9,11 @@ from rich.text import Text
 
 from spmd_engine.axes import all_positions
 from spmd_engine.cli import main
-from spmd_engine.cli.show.as_image import svg
-from spmd_engine.cli.show.as_text import lines, print_picture
 from spmd_engine.cli.show.collective import EXAMPLES, draw_collective
 from spmd_engine.cli.show.memory import draw_memory
 from spmd_engine.cli.show.mesh import draw_mesh
 from spmd_engine.cli.show.picture import BLUE, COLOURS, YELLOW, Cell, Picture, ink, listed, table, text, tint
+from spmd_engine.cli.show.render import lines, print_picture, svg
 from spmd_engine.cli.show.schedule import draw_schedule
 from spmd_engine.cli.show.sharding import draw_sharding
 from spmd_engine.engine.schedules.names import named
@@ -170,7 +169,7 @@ def test_written_files(tmp_path, capsys):
 @every_picture
 def test_png(kind, tmp_path):
     image = pytest.importorskip("PIL.Image")
-    from spmd_engine.cli.show.as_image import write_image
+    from spmd_engine.cli.show.render import write_image
 
     picture, path = PICTURES[kind](), tmp_path / "picture.png"
     write_image(picture, path)

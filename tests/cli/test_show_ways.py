@@ -2,8 +2,7 @@
 
 from click.testing import CliRunner
 
-from spmd_engine.cli.show.collective import collective
-from spmd_engine.cli.show.ways_table import ways_by_size, ways_on_mesh
+from spmd_engine.cli.show.collective import collective, ways_by_size, ways_on_mesh
 from spmd_engine.comm.tuning import Tuning
 
 

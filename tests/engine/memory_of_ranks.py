@@ -7,7 +7,7 @@ import numpy as np
 
 from spmd_engine import Mesh
 from spmd_engine.cli.bench.steps import held_bytes
-from spmd_engine.cli.show.bytes_per_rank import bytes_per_rank
+from spmd_engine.cli.show.memory import bytes_per_rank
 from spmd_engine.engine import AdamW, LayeredEngine, Storage
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.parallel_config import Composition

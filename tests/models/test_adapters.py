@@ -16,7 +16,7 @@ from spmd_engine.checkpoints import Checkpoint, save_checkpoint
 from spmd_engine.checkpoints.hf.export import export_adapters, export_huggingface
 from spmd_engine.checkpoints.hf.peft import Merged, adapter_options
 from spmd_engine.checkpoints.pretrained import open_pretrained, with_shape
-from spmd_engine.cli.show.bytes_per_rank import bytes_per_rank
+from spmd_engine.cli.show.memory import bytes_per_rank
 from spmd_engine.engine import AdamW
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.parallel_config import (

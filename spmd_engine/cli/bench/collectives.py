@@ -7,8 +7,7 @@ from statistics import median
 
 import click
 
-from spmd_engine.cli.bench.figures import output_option, ranks_option, report, rounds_option
-from spmd_engine.cli.bench.launch import measure
+from spmd_engine.cli.bench.measuring import measure, output_option, ranks_option, report, rounds_option
 
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
 

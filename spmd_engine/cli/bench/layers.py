@@ -12,8 +12,7 @@ from time import perf_counter
 import click
 from threadpoolctl import threadpool_limits
 
-from spmd_engine.cli.bench.figures import output_option, report, rounds_option, spread, steps_option
-from spmd_engine.cli.bench.peak import sgemm_peak
+from spmd_engine.cli.bench.measuring import output_option, report, rounds_option, sgemm_peak, spread, steps_option
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.threads import solo
 from spmd_engine.engine.layered import LayeredEngine

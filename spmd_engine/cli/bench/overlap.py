@@ -16,7 +16,7 @@ import click
 import numpy as np
 
 from spmd_engine import Mesh, world
-from spmd_engine.cli.bench.figures import print_table, spread
+from spmd_engine.cli.bench.measuring import print_table, spread
 from spmd_engine.engine import LayeredEngine
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.state.assignment import Storage

@@ -7,8 +7,15 @@ from statistics import median
 
 import click
 
-from spmd_engine.cli.bench.figures import output_option, ranks_option, report, rounds_option, spread, steps_option
-from spmd_engine.cli.bench.launch import measure
+from spmd_engine.cli.bench.measuring import (
+    measure,
+    output_option,
+    ranks_option,
+    report,
+    rounds_option,
+    spread,
+    steps_option,
+)
 from spmd_engine.node.cores import cores_here
 
 

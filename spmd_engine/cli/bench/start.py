@@ -13,8 +13,17 @@ from time import perf_counter
 
 import click
 
-from spmd_engine.cli.bench.figures import output_option, ranks_option, report, rounds_option, spread
-from spmd_engine.cli.bench.launch import as_arguments, launch, mpiexec, start_ranks
+from spmd_engine.cli.bench.measuring import (
+    as_arguments,
+    launch,
+    mpiexec,
+    output_option,
+    ranks_option,
+    report,
+    rounds_option,
+    spread,
+    start_ranks,
+)
 
 IMPORTS = "import numpy, spmd_engine, mpi4py.MPI"
 WORKER = ["-P", str(Path(__file__).with_name("phases.py")), "{}"]  # not -m, which imports what is measured

@@ -8,8 +8,15 @@ from statistics import median
 
 import click
 
-from spmd_engine.cli.bench.figures import output_option, report, rounds_option, spread, steps_option
-from spmd_engine.cli.bench.launch import as_arguments, measure
+from spmd_engine.cli.bench.measuring import (
+    as_arguments,
+    measure,
+    output_option,
+    report,
+    rounds_option,
+    spread,
+    steps_option,
+)
 
 _TEXT = argparse.__file__  # something small to learn: the memory of the usual data would hide that of a strategy
 

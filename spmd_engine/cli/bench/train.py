@@ -8,9 +8,16 @@ from statistics import median
 import click
 import numpy as np
 
-from spmd_engine.cli.bench.figures import output_option, ranks_option, report, rounds_option, spread, steps_option
-from spmd_engine.cli.bench.launch import measure
-from spmd_engine.cli.bench.peak import sgemm_peak
+from spmd_engine.cli.bench.measuring import (
+    measure,
+    output_option,
+    ranks_option,
+    report,
+    rounds_option,
+    sgemm_peak,
+    spread,
+    steps_option,
+)
 
 
 @click.command(

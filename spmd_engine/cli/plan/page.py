@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import click
 from rich.console import Console
 from rich.table import Table
 
-from spmd_engine.cli.plan.picture import draw_step
-from spmd_engine.cli.show.as_text import print_picture
+from spmd_engine.cli.show.picture import GREEN, ORANGE, PALE, PURPLE, SKY, YELLOW, Cell, Picture, text
+from spmd_engine.cli.show.render import print_picture
 from spmd_engine.planning.report.explain import Explanation
 from spmd_engine.planning.report.plan_result import Answer
 from spmd_engine.planning.search.estimate import Estimate
@@ -17,6 +18,7 @@ from spmd_engine.planning.search.goals import Constraints
 from spmd_engine.planning.search.plan_evaluation import Foresight
 from spmd_engine.planning.search.search import thinned
 from spmd_engine.planning.search.search_space import across_nodes
+from spmd_engine.planning.simulator.simulation import COMMUNICATION
 from spmd_engine.planning.simulator.trace_diff import PARTS, Comparison
 from spmd_engine.units import readable_bytes, readable_seconds
 
@@ -220,3 +222,67 @@ def print_explanation(subject: str, answers: Sequence[Explanation]) -> None:
         console.print(f"[bold]{number:2}. {each.question}[/bold]")
         for line in each.lines:
             console.print(f"    {line}")
+
+
+# --- The predicted step, drawn: a row a rank, time from left to right
+
+
+COLUMNS = 88
+MOST_ROWS = 16
+#: By the end of a computation's name: its letter, colour, and what it is.
+KINDS = (
+    ("forward again", "R", PURPLE, "forward again"),
+    ("forward", "F", SKY, "forward"),
+    ("backward (input)", "B", ORANGE, "backward"),
+    ("backward (weights)", "B", ORANGE, "backward"),
+    ("", "u", GREEN, "loss, norm and update"),
+)
+
+
+def draw_step(seen: Foresight) -> Picture:
+    """What each rank does most of the time in each 1/88 of the step."""
+    prediction = seen.prediction
+    rows = list(prediction.ranks)[:MOST_ROWS]
+    left = max(len(f"rank {rank}") for rank in rows) + 1
+    scale = COLUMNS / prediction.seconds
+    filled: dict[int, list[Counter]] = {rank: [Counter() for _ in range(COLUMNS)] for rank in rows}
+    for span in prediction.spans:
+        if span.rank not in filled:
+            continue
+        letter = "-" if span.kind == COMMUNICATION else _letter(span.name)
+        first, last = span.start * scale, span.end * scale
+        for column in range(int(first), min(int(last) + 1, COLUMNS)):
+            share = min(last, column + 1) - max(first, column)
+            if share > 0:
+                filled[span.rank][column][letter] += share
+    cells = [text(left, 0, "0"), text(left + COLUMNS - 8, 0, readable_seconds(prediction.seconds), 8, "right")]
+    used = set()
+    for row, rank in enumerate(rows, 1):
+        cells.append(text(0, row, f"rank {rank}"))
+        letters = [each.most_common(1)[0][0] if each else "." for each in filled[rank]]
+        used |= set(letters)
+        cells += _runs(left, row, letters)
+    legend = [f"{letter} {name}" for _, letter, _, name in dict.fromkeys(KINDS) if letter in used]
+    legend = list(dict.fromkeys(legend)) + ["- waits in communication"] * ("-" in used) + [". idle"] * ("." in used)
+    notes = [", ".join(legend) + "; what a rank does most in each column."]
+    if len(prediction.ranks) > len(rows):
+        notes.append(f"{len(prediction.ranks) - len(rows)} further ranks are not drawn.")
+    if len(prediction.ranks) < seen.analysis.ranks:
+        notes.append(f"{len(prediction.ranks)} ranks, one for each stage, stand for all {seen.analysis.ranks}.")
+    return Picture("the step, as predicted", cells, notes=notes)
+
+
+def _letter(name: str) -> str:
+    return next(letter for end, letter, _, _ in KINDS if name.endswith(end))
+
+
+def _runs(left: int, row: int, letters: list[str]) -> list[Cell]:
+    fills = {letter: fill for _, letter, fill, _ in KINDS} | {"-": YELLOW}
+    cells, begin = [], 0
+    for column in range(1, len(letters) + 1):
+        if column == len(letters) or letters[column] != letters[begin]:
+            letter = letters[begin]
+            fill = fills.get(letter, PALE)
+            cells.append(Cell(left + begin, row, column - begin, 1, letter * (column - begin), fill, False, "left"))
+            begin = column
+    return cells

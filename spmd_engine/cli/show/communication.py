@@ -13,8 +13,8 @@ from spmd_engine.cli.config_file import config_option
 from spmd_engine.cli.experts import expert_options
 from spmd_engine.cli.options import images_option, model_option
 from spmd_engine.cli.show.options import dtype_option, mesh_option, output_option
-from spmd_engine.cli.show.output import present
 from spmd_engine.cli.show.picture import BLUE, GREEN, ORANGE, PALE, PURPLE, SKY, YELLOW, Cell, Picture, table, text
+from spmd_engine.cli.show.render import present
 from spmd_engine.errors import UsageError
 from spmd_engine.planning import analyze
 from spmd_engine.planning.dry_run.step_analysis import Communication, RankStep

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import click
+import numpy as np
 
-from spmd_engine.axes import MeshPosition, parse_axes
+from spmd_engine.axes import MeshPosition, all_positions, parse_axes
 from spmd_engine.cli.config_file import config_option
 from spmd_engine.cli.options import image_shape, images_option, model_option
-from spmd_engine.cli.show.bytes_per_rank import CLASSES, bytes_per_rank
 from spmd_engine.cli.show.options import OPTIMIZERS, dtype_option, mesh_option, optimizer_option, output_option
-from spmd_engine.cli.show.output import present
 from spmd_engine.cli.show.picture import BLUE, GREEN, ORANGE, PURPLE, Cell, Picture, listed, table, text
-from spmd_engine.engine.parallel_config import Composition
+from spmd_engine.cli.show.render import present
+from spmd_engine.engine.optimizers import AdamW, Optimizer
+from spmd_engine.engine.parallel_config import Composition, composed_assignment, composed_layout
+from spmd_engine.engine.state.assignment import PIPE
+from spmd_engine.models import Model
 from spmd_engine.models.images import ImageShape
 from spmd_engine.models.names import build_model
+from spmd_engine.planning import analyze
 from spmd_engine.planning.dry_run.layer_cache import PassCache
+from spmd_engine.sharding.groups import ParameterGroup
+from spmd_engine.sharding.layout import Layout
 from spmd_engine.units import readable_bytes
 
 FILLS = {"parameters": BLUE, "gradients": ORANGE, "optimizer state": GREEN, "largest groups": PURPLE}
@@ -118,3 +126,113 @@ def _numbers(bars: Sequence[tuple[str, Held]]) -> list[Cell]:
     rows = [("", *(f"({kind[0]}) {kind}" for kind in CLASSES), "together")]
     rows += [(name, *(f"{count:,}" for _, count in held), f"{_together(held):,}") for name, held in bars]
     return table(rows, "lrrrrr")
+
+
+# --- What each rank would hold of a model's parameters, gradients and optimizer state, by the engine's own assignment,
+#
+# and how much of it a step makes whole for a while, by its analysis.
+
+
+CLASSES = ("parameters", "gradients", "optimizer state", "largest groups")
+FROZEN = "frozen weights"  #: one more class, of models with adapters
+#: What the analysis of a step calls the groups that are whole for a while, though stored in parts.
+_WHOLE = ("gathered groups", "whole gradients")
+_Parts = tuple[tuple[str, ...], list[int]]  # of a group: the axes that cut what is stored of it, and each part's size
+
+
+def bytes_per_rank(
+    model: Model,
+    axes: Mapping[str, int],
+    composition: Composition,
+    *,
+    dtype: str = "float32",
+    optimizer: Optimizer | None = None,
+    cache: PassCache | None = None,
+) -> list[tuple[tuple[str, int], ...]]:
+    """Pairs of a class (of CLASSES, and FROZEN where there are some) and bytes, for every rank of a mesh with these
+    axes, in order.
+
+    ``optimizer`` by default is AdamW. "largest groups" is what is whole only for a while of what is stored in parts,
+    at the worst moment of a step. Activations are not counted. A ``cache`` makes the next call for the same model and
+    axes quick. Raises UsageError for what makes no sense there, as too few layers for the stages.
+    """
+    optimizer = optimizer or AdamW()
+    places = all_positions(dict(axes))
+    layout = composed_layout(model, places[0], composition)
+    frozen = [buffer for _, (buffer, _) in model.buffers() if buffer.frozen]
+    arrays = [*(parameter for _, (parameter, _) in model.parameters()), *frozen]
+    letters = {letter for each in arrays for letter in each.dims.split()}
+    letters |= {each.element[0] for each in arrays if each.element}
+    shaping = {PIPE, *(axis for letter in letters for axis in layout.axes(letter))}
+    zero, itemsize = composition.storage.stage(axes), np.dtype(dtype).itemsize
+    for_a_while = [0] * len(places)
+    if zero >= 2:
+        for_a_while = _whole_for_a_while(model, axes, composition, dtype, cache)
+    shares: dict[tuple[int, ...], _Share] = {}
+    ranks = []
+    for place, passing in zip(places, for_a_while, strict=True):
+        where = tuple(place.coordinates[axis] for axis in place.axes if axis in shaping)
+        if where not in shares:  # the same for all that differ in the batch alone
+            shares[where] = _share(model, place, layout, itemsize, composition)
+        share = shares[where]
+        owned, of_frozen = (
+            sum(parts[place.index(cut)] for cut, parts in groups) for groups in (share.owned, share.frozen)
+        )
+        held = (
+            (owned if zero >= 3 else share.whole) * itemsize,
+            (owned if zero >= 2 else share.whole) * itemsize,
+            len(optimizer.kinds) * (owned if zero >= 1 else share.whole) * itemsize,
+            passing,
+        )
+        beside = ((FROZEN, (share.frozen_whole + of_frozen) * itemsize),) if frozen else ()
+        ranks.append((*zip(CLASSES, held, strict=True), *beside))
+    return ranks
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What the ranks of a stage that hold the same blocks have, in elements."""
+
+    whole: int  #: of all parameters
+    owned: list[_Parts]  #: of each group of parameters
+    frozen: list[_Parts]  #: of each group of frozen weights, all of which are in parts
+    frozen_whole: int  #: of frozen weights that are in none
+
+
+def _share(model: Model, place: MeshPosition, layout: Layout, itemsize: int, composition: Composition) -> _Share:
+    assignment = composed_assignment(model, place, layout, itemsize, composition)
+
+    def parts_of(groups: Sequence[ParameterGroup]) -> list[_Parts]:
+        cut = [(group, group.summed.cut) for group in groups]
+        sizes = ([each.stop - each.start for each in group.intervals(place.axis_size(over))] for group, over in cut)
+        return [(over, parts) for (_, over), parts in zip(cut, sizes, strict=True)]
+
+    in_parts = {name for group in assignment.frozen for name in group.spans}
+    whole = 0
+    for number in assignment.uses:
+        layer_name, layer = model.layers[number]
+        for own, buffer in layer.buffers.items():
+            home = assignment.homes.get(name := f"{layer_name}/{own}")
+            if buffer.frozen and name not in in_parts and (home is None or home.has(place)):
+                whole += prod(layout.spec(buffer.dims).local_shape(buffer.whole(layer.sizes), place))
+    of_parameters = sum(group.size for group in assignment.groups)
+    return _Share(of_parameters, parts_of(assignment.groups), parts_of(assignment.frozen), whole)
+
+
+def _whole_for_a_while(
+    model: Model, axes: Mapping[str, int], composition: Composition, dtype: str, cache: PassCache | None
+) -> list[int]:
+    """The most bytes of groups that are whole at a time in a step though stored in parts, on each rank.
+
+    Groups are the same for any batch: this one has a sample for each rank in each micro-batch, and a micro-batch for
+    each stage.
+    """
+    micro_batches = axes.get(PIPE, 1)
+    sizes = {"batch_size": micro_batches * prod(axes.values()), "micro_batches": micro_batches}
+    analysis = analyze(model, axes, composition, dtype=dtype, cache=cache, **sizes)
+    ranks = [0] * analysis.ranks
+    for alike in analysis:
+        most = max(sum(moment.bytes_by_kind.get(kind, 0) for kind in _WHOLE) for moment in alike.step.timeline)
+        for rank in alike.ranks:
+            ranks[rank] = most
+    return ranks

@@ -13,8 +13,8 @@ from spmd_engine.axes import MeshPosition, all_positions, parse_axes
 from spmd_engine.cli.config_file import config_option
 from spmd_engine.cli.options import image_shape, images_option, model_option
 from spmd_engine.cli.show.options import mesh_option, output_option
-from spmd_engine.cli.show.output import present
 from spmd_engine.cli.show.picture import COLOURS, Picture, grid, listed
+from spmd_engine.cli.show.render import present
 from spmd_engine.engine.state.assignment import PIPE, assign
 from spmd_engine.engine.state.split_weights import misfit, parse_shares
 from spmd_engine.errors import UsageError

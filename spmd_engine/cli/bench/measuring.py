@@ -1,0 +1,152 @@
+"""What all benchmarks have alike: their options, and figures as medians with ranges, in a table and as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from shutil import which
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import click
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from threadpoolctl import threadpool_limits
+
+from spmd_engine.cli.output_file import check_ending
+from spmd_engine.errors import UsageError
+
+Option = Callable[[Callable], Callable]
+
+
+def ranks_option(default: int, least: int = 1) -> Option:
+    """``--ranks``"""
+    return click.option("--ranks", type=click.IntRange(min=least), default=default, show_default=True)
+
+
+def steps_option(default: int) -> Option:
+    """``--steps``"""
+    steps = click.IntRange(min=1)
+    return click.option("--steps", type=steps, default=default, show_default=True, help="Timed, in each round.")
+
+
+def rounds_option(default: int = 3) -> Option:
+    """``--rounds``"""
+    return click.option("--rounds", type=click.IntRange(min=1), default=default, show_default=True)
+
+
+def output_option() -> Option:
+    """``--output``, which is looked at before anything is measured."""
+
+    def check(_, __, output: Path | None) -> Path | None:
+        if output and not output.parent.is_dir():
+            raise UsageError(f"--output {output}: there is no such folder")
+        if output:
+            check_ending("--output", output, ".json")
+        return output
+
+    path = click.Path(path_type=Path, dir_okay=False)
+    return click.option("--output", type=path, callback=check, help="A JSON file for all figures.")
+
+
+def report(columns: Sequence[str], rows: Sequence[Sequence[str]], figures: Any, output: Path | None) -> None:
+    """Print the table, and write all ``figures`` to ``output``."""
+    print_table(columns, rows)
+    if output:
+        output.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table that reads well in a pipe, too: numbers to the right."""
+    table = Table(*columns, box=None, header_style="bold", pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in rows:
+        table.add_row(*row)
+    console = Console(highlight=False)
+    console.width = max(console.width, 140)
+    console.print(table)
+
+
+def spread(values: Sequence[float], scale: float = 1.0, unit: str = "") -> str:
+    """The median, and the range."""
+    low, high = min(values) * scale, max(values) * scale
+    return f"{median(values) * scale:,.4g}{unit} ({low:,.4g}-{high:,.4g})"
+
+
+# --- Starts workers under mpiexec and reads what they measured
+
+
+TIMEOUT = 1200.0  # seconds
+
+
+def measure(ranks: int, worker: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``python -m spmd_engine.cli.bench.WORKER`` prints as its last line, on so many ranks."""
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}  # a core for each rank, as the share of the peak has it
+    output = launch(ranks, [f"spmd_engine.cli.bench.{worker}", json.dumps(config)], environment)
+    return json.loads(output.splitlines()[-1])
+
+
+def launch(ranks: int, module: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
+    """What ``python -m MODULE``, with its arguments, prints on so many ranks.
+
+    Raises UsageError, with the end of what it wrote, if it fails or takes too long.
+    """
+    return start_ranks(ranks, ["-m", *module], environment)
+
+
+def start_ranks(ranks: int, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
+    """As ``launch``, with the arguments of Python."""
+    command, what = [mpiexec(), "-n", str(ranks), sys.executable, *arguments], " ".join(arguments)
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMEOUT, stdin=subprocess.DEVNULL, env=environment
+        )
+    except subprocess.TimeoutExpired as error:
+        raise UsageError(f"bench: {ranks} ranks took more than {TIMEOUT:g} s for {what}") from error
+    if done.returncode:
+        tail = "\n".join(done.stderr.strip().splitlines()[-24:])  # Open MPI adds a dozen of its own
+        raise UsageError(f"bench: {ranks} ranks failed ({done.returncode}) with {what}:\n{tail}")
+    return done.stdout
+
+
+def as_arguments(options: Mapping[str, Any]) -> list[str]:
+    """Options by name as a command line has them: ``{"zero": 3}`` is ``--zero 3``; True stands for a flag."""
+    arguments: list[str] = []
+    for name, value in options.items():
+        arguments += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return arguments
+
+
+def mpiexec() -> str:
+    """The mpiexec beside this Python, else the one on the PATH; raises UsageError if there is none."""
+    beside = Path(sys.executable).with_name("mpiexec")
+    found = str(beside) if beside.exists() else which("mpiexec")
+    if not found:
+        raise UsageError("bench starts ranks with mpiexec, and there is none: pip install 'spmd_engine[mpich]'")
+    return found
+
+
+# --- How fast this machine multiplies matrices: what other speeds are shares of
+
+
+_SIZE = 1024
+
+
+def sgemm_peak(rounds: int = 20) -> float:
+    """Floating-point operations a second of one core's float32 matrix products: the best of some."""
+    a, b = (np.random.default_rng(seed).standard_normal((_SIZE, _SIZE)).astype(np.float32) for seed in (0, 1))
+    out = np.empty_like(a)
+    seconds = []
+    with threadpool_limits(1, "blas"):
+        for _ in range(rounds):
+            began = perf_counter()
+            np.matmul(a, b, out=out)
+            seconds.append(perf_counter() - began)
+    return 2 * _SIZE**3 / min(seconds)
