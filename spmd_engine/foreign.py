@@ -19,6 +19,7 @@ DEPTH = 64  #: of objects and lists in each other
 DIGITS = 100  #: of a whole number
 _LARGEST = 10**DIGITS
 LONGEST = 500  #: characters of a reason
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  #: a surrogate, as an escape in JSON
 #: A TOML key that is nested too deep.
 _DOTTED = re.compile(rf"(?<![\w\"'-])(?:[\w\"'-]++[ \t]*+\.[ \t]*+){{{DEPTH}}}")
 
@@ -74,7 +75,11 @@ def parse_toml(text: str) -> dict[str, Any]:
 def json_at(path: str | Path, kind: type[SpmdError] = UsageError) -> Any:
     """What a JSON file says, within the bounds; whatever is wrong with it is an error of this kind."""
     with reading(f"{path} cannot be read as JSON", kind=kind):
-        return parse_json(read_text(path))
+        text = read_text(path)
+        content = parse_json(text)
+        if _SURROGATE.search(text):  # half of a pair is no character, and no terminal prints it
+            json.dumps(content, ensure_ascii=False).encode()
+        return content
 
 
 def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

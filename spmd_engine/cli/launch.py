@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import click
 
+from spmd_engine.checkpoints import CheckpointFolder
 from spmd_engine.runtime.supervisor import Supervisor
+from spmd_engine.training.run_job import run_folder
 
 
 @click.command(
@@ -36,4 +40,14 @@ def launch(ranks: int, hosts: str, max_restarts: int, min_ranks: int | None, arg
     command (exit code 2), nothing is started again. scripts/slurm.sh and scripts/pbs.sh are ready-made jobs for batch
     systems.
     """
-    sys.exit(Supervisor(ranks, arguments, max_restarts, min_ranks, hosts).run())
+    newest = newest_checkpoint(arguments)
+    sys.exit(Supervisor(ranks, arguments, max_restarts, min_ranks, hosts, newest).run())
+
+
+def newest_checkpoint(arguments: Sequence[str]) -> Callable[[], Path | None] | None:
+    """A function that finds the newest checkpoint of the run that ``--run`` names; None where nothing is named."""
+    for number, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name == "--run" and (equals or number + 1 < len(arguments)):
+            return CheckpointFolder(run_folder(value if equals else arguments[number + 1])).newest
+    return None

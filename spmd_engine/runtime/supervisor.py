@@ -11,11 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import TimeoutExpired
 
-from spmd_engine.checkpoints import CheckpointFolder
 from spmd_engine.errors import UsageError
 from spmd_engine.process.signals import ENDING, REQUEUE, Handlers, Interrupted, exit_code
 from spmd_engine.runtime.mpi_job import MPIJob, find_mpiexec, is_open_mpi
-from spmd_engine.training.run_job import run_folder
 
 USAGE_ERROR = 2  #: exit code of what would fail again in the same way
 SIGNALLED = (*(128 + number for number in ENDING), REQUEUE)  #: of a job that was asked to end, and has saved
@@ -43,6 +41,7 @@ class Supervisor:
     max_restarts: int = 3
     min_ranks: int | None = None  #: None: as many as at the start
     hosts: str = ""  #: as mpiexec takes them, with commas; "": this one, or the allocation's
+    newest: Callable[[], Path | None] | None = None  #: the run's newest checkpoint; None: a script, of which none is known
     pause: float = 1.0  #: seconds before the first restart
     say: Callable[[str], None] = field(default=lambda text: print(text, file=sys.stderr, flush=True))
 
@@ -51,7 +50,7 @@ class Supervisor:
             raise UsageError("launch: nothing to launch; as in: launch -n 8 -- train --run NAME")
         if self.ranks < 1 or not 1 <= (self.min_ranks or self.ranks) <= self.ranks:
             raise UsageError(f"launch: -n {self.ranks} with --min-ranks {self.min_ranks}: at least one, at most -n")
-        if self.folder is None and self._is_training:
+        if self.newest is None and self._is_training:
             raise UsageError("launch: give 'train' a --run NAME, so that it is known where it goes on")
         if find_mpiexec() is None:
             raise UsageError("launch: no mpiexec; pip install 'spmd_engine[mpich]', or load your cluster's MPI")
@@ -59,16 +58,6 @@ class Supervisor:
     @property
     def _is_training(self) -> bool:
         return self.arguments[0] == "train"
-
-    @property
-    def folder(self) -> Path | None:
-        """The folder of the run that is supervised, if its arguments name one."""
-        for number, each in enumerate(self.arguments):
-            if each == "--run" and number + 1 < len(self.arguments):
-                return run_folder(self.arguments[number + 1])
-            if each.startswith("--run="):
-                return run_folder(each.removeprefix("--run="))
-        return None
 
     def run(self) -> int:
         """Start the job as often as need be; the exit code of the last one."""
@@ -79,12 +68,12 @@ class Supervisor:
     def _run(self, asked: list[int]) -> int:
         ranks, restarts, in_a_row, fruitless = self.ranks, 0, 0, 0
         while True:
-            saved, began = self._saved(), time.monotonic()
+            saved, began = self._checkpoint(), time.monotonic()
             code = self._once(ranks, restarts, asked)
             if asked or code in (0, USAGE_ERROR, *SIGNALLED):
                 return code
-            found = self._saved()
-            progress = found != saved if self.folder else time.monotonic() - began > LONG
+            found = self._checkpoint()
+            progress = found != saved if self.newest else time.monotonic() - began > LONG
             in_a_row, fruitless = (0, 0) if progress else (in_a_row, fruitless + 1)
             if in_a_row == self.max_restarts:
                 self.say(f"launch: {_ended(code)}, after {in_a_row} restart(s) without progress: no more")
@@ -114,14 +103,14 @@ class Supervisor:
         if not self._is_training:
             return [*launcher, sys.executable, *self.arguments]
         arguments = list(self.arguments)
-        if self._saved() is not None and "--resume" not in arguments:
+        if self._checkpoint() is not None and "--resume" not in arguments:
             arguments = [*_without(arguments, "--config"), "--resume"]  # the run's own job is what goes on
         if ranks != self.ranks:
             arguments = _without(arguments, "--mesh")
         return [*launcher, sys.executable, "-m", "spmd_engine", *arguments]
 
-    def _saved(self) -> Path | None:
-        return CheckpointFolder(self.folder).newest() if self.folder else None
+    def _checkpoint(self) -> Path | None:
+        return self.newest() if self.newest else None
 
     def _once(self, ranks: int, restarts: int, asked: Sequence[int]) -> int:
         """Start it once, and see all of it end; its exit code. Signals that were ``asked`` for are handed on to it."""

@@ -10,6 +10,7 @@ import pytest
 
 import saved
 from spmd_engine.checkpoints import CheckpointFolder
+from spmd_engine.cli.launch import newest_checkpoint
 from spmd_engine.errors import UsageError
 from spmd_engine.runtime.mpi_job import MPIJob, find_mpiexec
 from spmd_engine.runtime.supervisor import Supervisor
@@ -21,8 +22,8 @@ JOB += ["--eval-every", "0", "--eval-samples", "2", "--dtype", "float64"]
 
 
 def supervisor(*arguments, ranks=2, **options):
-    told = []
-    return Supervisor(ranks, list(arguments), say=told.append, **{"pause": 0.0, **options}), told
+    told, options = [], {"pause": 0.0, "newest": newest_checkpoint(arguments), **options}
+    return Supervisor(ranks, list(arguments), say=told.append, **options), told
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def losses(folder):
 
 def test_a_job_whose_rank_was_killed_goes_on_and_ends_as_if_nothing_had_been(here):
     job = [*JOB, "--data", "data"]
-    assert Supervisor(2, [*job[:2], "whole", *job[3:]]).run() == 0
+    assert supervisor(*job[:2], "whole", *job[3:])[0].run() == 0
     kill_at(here, 5)
     watched, told = supervisor(*job)
     assert watched.run() == 0

@@ -70,12 +70,13 @@ def multiplications(workload: Workload) -> float:
 
 
 def held_bytes() -> int:
-    """Memory of this process, pages that several share counted by their part (PSS): freed memory is kept, so this
-    is a peak."""
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    return 0
+    """This process's memory in bytes, without mapped files; a page that several ranks share counts by its part (PSS).
+
+    Freed memory is kept, so this is a peak. The part of a mapped library depends on how many unrelated processes use it
+    at the moment.
+    """
+    fields = dict(line.split()[:2] for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
+    return 1024 * sum(int(fields.get(name, 0)) for name in ("Pss_Anon:", "Pss_Shmem:"))
 
 
 if __name__ == "__main__":
