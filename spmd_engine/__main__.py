@@ -8,8 +8,8 @@ def main() -> None:
     """Load the command line and run it; a signal that comes meanwhile ends it in one line, on whatever rank."""
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # until there is what handles them
     from spmd_engine.importing import many_imports
-    from spmd_engine.process.launchers import one_blas_thread
-    from spmd_engine.process.signals import StopFlag, exit_code, raise_interrupted
+    from spmd_engine.runtime.launchers import one_blas_thread
+    from spmd_engine.runtime.signals import StopFlag, exit_code, raise_interrupted
 
     try:
         with raise_interrupted():
@@ -19,7 +19,7 @@ def main() -> None:
                 from spmd_engine.cli import main as run_command_line
             run_command_line()
     except KeyboardInterrupt as error:
-        from spmd_engine.process.ending import end_at_once
+        from spmd_engine.runtime.ending import end_at_once
 
         end_at_once(f"spmd_engine: {error}", exit_code(error, sys.argv))
 

@@ -13,9 +13,9 @@ from spmd_engine import __version__
 from spmd_engine.cli.lazy import LazyGroup, modules_of
 from spmd_engine.comm.world import fail
 from spmd_engine.errors import UsageError
-from spmd_engine.process.ending import end_at_once
-from spmd_engine.process.launchers import launcher_rank, let_rank_zero_speak
-from spmd_engine.process.signals import exit_code, raise_interrupted
+from spmd_engine.runtime.ending import end_at_once
+from spmd_engine.runtime.launchers import launcher_rank, let_rank_zero_speak
+from spmd_engine.runtime.signals import exit_code, raise_interrupted
 
 INSTALLED = "spmd-engine"  #: the command that an installed package brings (``console_scripts`` in setup.cfg)
 

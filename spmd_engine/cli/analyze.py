@@ -20,7 +20,7 @@ from spmd_engine.cli.show.options import OPTIMIZERS, dtype_option, mesh_option, 
 from spmd_engine.cli.show.render import present, print_picture
 from spmd_engine.errors import UsageError
 from spmd_engine.planning import analyze as analyze_step
-from spmd_engine.process.launchers import launcher_rank
+from spmd_engine.runtime.launchers import launcher_rank
 
 WIDTH = 240  # columns that a table may have, however narrow the terminal is: a number whose end is cut off is none
 

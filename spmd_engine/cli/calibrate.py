@@ -23,7 +23,7 @@ from spmd_engine.planning.machine.machine import Fitted, Machine
 from spmd_engine.planning.machine.measure import SECONDS, measure_machine
 from spmd_engine.planning.machine.text import text_of
 from spmd_engine.planning.simulator.compute_time import ComputeTimes
-from spmd_engine.process.launchers import launcher_rank
+from spmd_engine.runtime.launchers import launcher_rank
 from spmd_engine.training import Trainer
 from spmd_engine.training.job import Job
 from spmd_engine.training.workload import make_trainer, open_workload

@@ -21,7 +21,7 @@ from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.errors import UsageError
 from spmd_engine.models.names import shape_named
-from spmd_engine.process.launchers import launcher_rank
+from spmd_engine.runtime.launchers import launcher_rank
 from spmd_engine.training.job import Job
 from spmd_engine.training.run_job import run_folder
 

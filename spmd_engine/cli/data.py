@@ -12,7 +12,7 @@ from spmd_engine.cli.output_file import check_ending
 from spmd_engine.comm.agreement import on_all_ranks, on_rank_zero
 from spmd_engine.formats.token_file import TokenFile, open_token_file
 from spmd_engine.models.load_config import tokenizer_at
-from spmd_engine.process.launchers import launcher_rank
+from spmd_engine.runtime.launchers import launcher_rank
 from spmd_engine.tokens import ByteTokenizer, Tokenizer
 from spmd_engine.training.data.prepare import prepare as prepare_file
 from spmd_engine.training.data.token_data import check_digests

@@ -28,7 +28,7 @@ from spmd_engine.layers import Parameter
 from spmd_engine.layers.declarations import Buffer
 from spmd_engine.models import Model
 from spmd_engine.models.names import has_weights
-from spmd_engine.process.launchers import launcher_rank
+from spmd_engine.runtime.launchers import launcher_rank
 from spmd_engine.sharding.groups import Home
 from spmd_engine.sharding.layout import Layout
 

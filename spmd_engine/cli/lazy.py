@@ -10,7 +10,7 @@ import click
 
 from spmd_engine.errors import one_of
 from spmd_engine.importing import many_imports
-from spmd_engine.process.signals import StopFlag
+from spmd_engine.runtime.signals import StopFlag
 
 
 class LazyGroup(click.Group):

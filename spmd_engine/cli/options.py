@@ -16,7 +16,7 @@ from spmd_engine.engine.parallel_config import ModelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models import ImageShape
 from spmd_engine.models.names import IMAGES, MODELS, other_meaning
-from spmd_engine.process.launchers import launcher_rank
+from spmd_engine.runtime.launchers import launcher_rank
 from spmd_engine.training.job import OF_IMAGES, Job
 from spmd_engine.training.run_job import read_run, run_folder
 

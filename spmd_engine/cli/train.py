@@ -17,7 +17,7 @@ from spmd_engine.cli.report import Reporter
 from spmd_engine.engine.parallel_config import ModelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.layer import DOCUMENTS
-from spmd_engine.process.signals import REQUEUE
+from spmd_engine.runtime.signals import REQUEUE
 from spmd_engine.strategies import STRATEGIES
 from spmd_engine.training.data.augment import AUGMENT
 from spmd_engine.training.job import FIXED, DataConfig, Job, TrainingConfig

@@ -22,7 +22,7 @@ from spmd_engine.comm.slot_table import LEFT, SlotTable
 from spmd_engine.comm.staging import copied
 from spmd_engine.comm.ways import inline_at_most
 from spmd_engine.errors import UsageError
-from spmd_engine.watchdog.activity import Line
+from spmd_engine.runtime.activity import Line
 
 KEPT = 512  # prepared calls that are kept at most
 

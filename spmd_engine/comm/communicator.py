@@ -20,7 +20,7 @@ from spmd_engine.comm.pending import TIMEOUT, Progress
 from spmd_engine.comm.slot_table import SlotTable
 from spmd_engine.comm.tuning import Tuning
 from spmd_engine.node.arena import Neighbours
-from spmd_engine.watchdog.activity import Line
+from spmd_engine.runtime.activity import Line
 
 if TYPE_CHECKING:
     from spmd_engine.comm.transports.hierarchical import Lanes

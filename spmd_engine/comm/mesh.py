@@ -16,7 +16,7 @@ from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.pending import TIMEOUT, Pending
 from spmd_engine.comm.world import world
 from spmd_engine.errors import MeshError, UsageError, WrongNumberOfRanks
-from spmd_engine.watchdog.activity import Activity
+from spmd_engine.runtime.activity import Activity
 
 
 class Collectives:
@@ -54,9 +54,7 @@ class Collectives:
     def all_reduce(self, arr: Array, op: str = "sum", *, over: Over = None, **options: Any) -> Array:
         return self.group(over).all_reduce(arr, op, **options)
 
-    def reduce_scatter(
-        self, arr: Array, axis: int = 0, op: str = "sum", *, over: Over = None, **options: Any
-    ) -> Array:
+    def reduce_scatter(self, arr: Array, axis: int = 0, op: str = "sum", *, over: Over = None, **options: Any) -> Array:
         return self.group(over).reduce_scatter(arr, axis, op, **options)
 
     def all_to_all(

@@ -25,7 +25,7 @@ from spmd_engine.comm.transports.messages import MessagePart
 from spmd_engine.comm.transports.mpi import NonblockingCollectives
 from spmd_engine.errors import MeshError
 from spmd_engine.node.node import Node, open_node
-from spmd_engine.watchdog.other_nodes import ASK, ENDED, SideMessages
+from spmd_engine.runtime.other_nodes import ASK, ENDED, SideMessages
 
 logger = logging.getLogger(__name__)
 

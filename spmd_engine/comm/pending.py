@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from spmd_engine.comm.condition import Condition
 from spmd_engine.errors import CommunicationTimeout, MismatchError, SpmdError
-from spmd_engine.watchdog.activity import Activity, Line
+from spmd_engine.runtime.activity import Activity, Line
 
 if TYPE_CHECKING:
     from spmd_engine.comm.communicator import Communicator

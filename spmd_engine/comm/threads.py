@@ -28,7 +28,7 @@ from spmd_engine.errors import RankAborted, UsageError
 from spmd_engine.node.arena import Neighbours, bound
 from spmd_engine.node.cores import cores_here
 from spmd_engine.node.cross_memory import CrossMemory
-from spmd_engine.watchdog.watchdog import watch_threads
+from spmd_engine.runtime.watchdog import watch_threads
 
 _current = threading.local()
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0  # memory that is not used is not counted

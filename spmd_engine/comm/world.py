@@ -21,19 +21,19 @@ from spmd_engine.comm.pending import Progress
 from spmd_engine.comm.threads import current_thread_communicator, solo
 from spmd_engine.errors import SpmdError, UsageError
 from spmd_engine.node.cores import cores_here, cores_of, quota_here
-from spmd_engine.process.ending import FAILED, end_all_ranks_on_error, leave_at_exit, speaks, stay_at_exit
-from spmd_engine.process.join import join_mpi
-from spmd_engine.process.launchers import (
+from spmd_engine.runtime.activity import SIZE, Activity, Memory
+from spmd_engine.runtime.ending import FAILED, end_all_ranks_on_error, leave_at_exit, speaks, stay_at_exit
+from spmd_engine.runtime.join import join_mpi
+from spmd_engine.runtime.launchers import (
     THREAD_VARIABLES,
     is_launched,
     launcher_rank,
     launcher_size,
     let_rank_zero_speak,
 )
-from spmd_engine.process.signals import StopFlag
-from spmd_engine.watchdog.activity import SIZE, Activity, Memory
-from spmd_engine.watchdog.records import Record
-from spmd_engine.watchdog.watchdog import Watchdog
+from spmd_engine.runtime.records import Record
+from spmd_engine.runtime.signals import StopFlag
+from spmd_engine.runtime.watchdog import Watchdog
 
 
 def world() -> Communicator:
@@ -90,7 +90,7 @@ def _alone() -> Communicator:
 
 def _watch(comm: Communicator, records: Mapping[int, Memory]) -> None:
     """Start a watchdog, which sees these ranks' records, and asks others for theirs."""
-    from spmd_engine.watchdog.other_nodes import MPI, OtherNodes
+    from spmd_engine.runtime.other_nodes import MPI, OtherNodes
 
     messages, elsewhere = comm.side_messages, None
     if messages is not None and len(records) < comm.size and MPI.Query_thread() == MPI.THREAD_MULTIPLE:

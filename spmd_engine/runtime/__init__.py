@@ -1,1 +1,1 @@
-"""What watches over a job from outside: starting it, ending all of it, and starting it again."""
+"""The processes of a job: how they join, hear signals and end, a watchdog that reports hangs, and a supervisor."""

@@ -15,8 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
-from spmd_engine.process.launchers import RANK_VARIABLES
-from spmd_engine.process.shared_memory import files_in_shared_memory, remove_unused
+from spmd_engine.runtime.launchers import RANK_VARIABLES
+from spmd_engine.runtime.leftover_files import files_in_shared_memory, remove_unused
 
 LAUNCHER_VARIABLES = ("PMI_", "PMIX_", "PRTE_", "HYDI_", "MPI_LOCAL", "OMPI_COMM_WORLD_")
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from subprocess import TimeoutExpired
 
 from spmd_engine.errors import UsageError
-from spmd_engine.process.signals import ENDING, REQUEUE, Handlers, Interrupted, exit_code
 from spmd_engine.runtime.mpi_job import MPIJob, find_mpiexec, is_open_mpi
+from spmd_engine.runtime.signals import ENDING, REQUEUE, Handlers, Interrupted, exit_code
 
 USAGE_ERROR = 2  #: exit code of what would fail again in the same way
 SIGNALLED = (*(128 + number for number in ENDING), REQUEUE)  #: of a job that was asked to end, and has saved
@@ -41,7 +41,9 @@ class Supervisor:
     max_restarts: int = 3
     min_ranks: int | None = None  #: None: as many as at the start
     hosts: str = ""  #: as mpiexec takes them, with commas; "": this one, or the allocation's
-    newest: Callable[[], Path | None] | None = None  #: the run's newest checkpoint; None: a script, of which none is known
+    newest: Callable[[], Path | None] | None = (
+        None  #: the run's newest checkpoint; None: a script, of which none is known
+    )
     pause: float = 1.0  #: seconds before the first restart
     say: Callable[[str], None] = field(default=lambda text: print(text, file=sys.stderr, flush=True))
 

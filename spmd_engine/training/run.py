@@ -22,7 +22,7 @@ from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch
 from spmd_engine.engine.evaluation import Evaluation
 from spmd_engine.errors import CheckpointError, UsageError
-from spmd_engine.process.signals import StopFlag
+from spmd_engine.runtime.signals import StopFlag
 from spmd_engine.training.observers import MetricsFile, Observer
 from spmd_engine.training.trainer import StepReport, Trainer
 

@@ -22,7 +22,7 @@ from spmd_engine.engine.evaluation import Evaluation
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.errors import NotFiniteError, ReplicasDifferError, UsageError
 from spmd_engine.layers.contract import described
-from spmd_engine.process.signals import StopFlag
+from spmd_engine.runtime.signals import StopFlag
 
 if TYPE_CHECKING:
     from spmd_engine.training.first_step_check import FirstStepCheck

@@ -8,7 +8,7 @@ import json
 import sys
 
 from spmd_engine.cli import main
-from spmd_engine.process.launchers import launcher_rank
+from spmd_engine.runtime.launchers import launcher_rank
 
 if __name__ == "__main__":
     sys.path[0] = ""  # where the ranks were started, as with python -m

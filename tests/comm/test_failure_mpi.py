@@ -160,7 +160,7 @@ def test_an_end_while_another_waits_in_a_smaller_group_ends_the_job(mpi_run, tmp
 def test_a_rank_that_never_comes_out_of_the_end_of_mpi_is_ended(job):
     """Here one is stopped when all have met at the end; the others would wait for it in MPI_Finalize."""
     ended = job("""
-ending, Group = sys.modules["spmd_engine.process.ending"], sys.modules["spmd_engine.comm.group"].Group
+ending, Group = sys.modules["spmd_engine.runtime.ending"], sys.modules["spmd_engine.comm.group"].Group
 ending.FINALIZE = 3
 if mesh.rank == 1:
     leave = Group.leave
@@ -178,20 +178,28 @@ import numpy as np
 from spmd_engine import Mesh, world
 from spmd_engine.comm import pending
 """
-SLEEPS = NODES + """
+SLEEPS = (
+    NODES
+    + """
 pending.MESSAGES_AFTER = 0.1  # seconds after which a rank asks those it waits for whether they have ended
 with Mesh() as mesh:
     if mesh.rank == 1:
         time.sleep(0.4)
     mesh.all_reduce(np.ones(4))
 """
-SENDS_LAST = NODES + """
+)
+SENDS_LAST = (
+    NODES
+    + """
 mesh = Mesh()
 others = [rank for rank in range(mesh.size) if rank != mesh.rank]
 world().side_messages.send(bytes(1_000_000), others, 1)  # too large to be sent before it is received
 """
+)
 #: Ranks that ask late ones whether they have ended, watchdogs that report, ranks that reach the end at different times.
-LATE = NODES + """
+LATE = (
+    NODES
+    + """
 seconds, chance = float(sys.argv[2]), random.Random(os.getpid())
 with Mesh(timeout=2 * seconds - 1) as mesh:  # the watchdogs report after half of it
     for i in range(3):
@@ -204,6 +212,7 @@ with Mesh(timeout=2 * seconds - 1) as mesh:  # the watchdogs report after half o
     mesh.all_reduce(np.ones(4))
 time.sleep(chance.random() * seconds)
 """
+)
 
 
 def test_questions_between_nodes_that_nobody_answers_do_not_spoil_the_end(mpi_run, tmp_path):

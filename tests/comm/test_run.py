@@ -14,7 +14,7 @@ from threadpoolctl import threadpool_info, threadpool_limits
 from spmd_engine import Mesh, run, world
 from spmd_engine.errors import UsageError
 from spmd_engine.node.cores import cores_here
-from spmd_engine.process.launchers import RANK_VARIABLES, SIZE_VARIABLES, THREAD_VARIABLES
+from spmd_engine.runtime.launchers import RANK_VARIABLES, SIZE_VARIABLES, THREAD_VARIABLES
 
 
 def test_results_are_in_rank_order():
@@ -165,7 +165,7 @@ def test_a_rank_has_no_more_threads_than_were_allowed_before(monkeypatch):
 
 LOADS_NUMPY = """
 import os
-from spmd_engine.process.launchers import one_blas_thread
+from spmd_engine.runtime.launchers import one_blas_thread
 with one_blas_thread():
     import numpy
 from threadpoolctl import threadpool_info, threadpool_limits

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from spmd_engine.process.launchers import is_launched, launcher_rank
+from spmd_engine.runtime.launchers import is_launched, launcher_rank
 
 from .launch import Job
 from .parent import Parent

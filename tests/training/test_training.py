@@ -14,7 +14,7 @@ from spmd_engine.engine import SGD, AdamW
 from spmd_engine.engine.batch import batch_of, make_batch
 from spmd_engine.engine.optimizers import WarmupCosine
 from spmd_engine.errors import NotFiniteError, ReplicasDifferError
-from spmd_engine.process.signals import StopFlag
+from spmd_engine.runtime.signals import StopFlag
 from spmd_engine.strategies import DataParallel
 from spmd_engine.training import Trainer
 

@@ -19,7 +19,7 @@ def main() -> None:
         ends.append((phase, process_time()))
 
     from spmd_engine.importing import many_imports
-    from spmd_engine.process.launchers import one_blas_thread
+    from spmd_engine.runtime.launchers import one_blas_thread
 
     with one_blas_thread():
         import mpi4py.MPI  # noqa: F401

@@ -19,7 +19,7 @@ from spmd_engine.planning.report.plan_result import plan_file_of
 from spmd_engine.planning.search.goals import GOALS
 from spmd_engine.planning.search.planner import MISFIT, fixed_plan
 from spmd_engine.planning.search.planner import plan as find_plan
-from spmd_engine.process.launchers import launcher_rank
+from spmd_engine.runtime.launchers import launcher_rank
 
 
 @click.command(short_help="The best way to train a model on a machine, and why.")

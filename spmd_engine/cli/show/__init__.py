@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from spmd_engine.cli.lazy import LazyGroup, modules_of
-from spmd_engine.process.launchers import launcher_rank
+from spmd_engine.runtime.launchers import launcher_rank
 
 
 @click.group(

@@ -11,7 +11,7 @@ PROGRAM = """
 import sys
 from spmd_engine.process import join
 from spmd_engine.comm.world import world
-from spmd_engine.process.launchers import launcher_rank
+from spmd_engine.runtime.launchers import launcher_rank
 
 join.TOLD, join.MOST = 0.5, 1.0
 if launcher_rank() != {missing}:
@@ -65,7 +65,7 @@ def test_mpi_is_initialized_as_mpi4py_does_it(mpi_run, tmp_path):
 
 INTERRUPTED = """
 from spmd_engine.process import join
-from spmd_engine.process.ending import end_at_once
+from spmd_engine.runtime.ending import end_at_once
 
 
 def interrupted(*_, **__):

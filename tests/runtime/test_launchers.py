@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from mpi_harness.launch import clean_environment
-from spmd_engine.process.launchers import RANK_VARIABLES, SIZE_VARIABLES, is_launched, launcher_rank, launcher_size
+from spmd_engine.runtime.launchers import RANK_VARIABLES, SIZE_VARIABLES, is_launched, launcher_rank, launcher_size
 
 BY = {
     "nobody": ({}, (False, 0, 1)),

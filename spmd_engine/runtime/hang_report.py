@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from spmd_engine.watchdog.activity import ranges
-from spmd_engine.watchdog.records import CallRecord, State
+from spmd_engine.runtime.activity import ranges
+from spmd_engine.runtime.records import CallRecord, State
 
 _STANDARD = os.path.dirname(os.__file__)
 HELD = 5.0  #: seconds without a sign of life from a process that runs, after which this is told

@@ -16,7 +16,7 @@ from mpi_harness.launch import Job, clean_environment, mpiexec
 from spmd_engine import Mesh
 from spmd_engine.cli import main
 from spmd_engine.engine import SGD
-from spmd_engine.process.signals import Interrupted, StopFlag, exit_code, raise_interrupted
+from spmd_engine.runtime.signals import Interrupted, StopFlag, exit_code, raise_interrupted
 from spmd_engine.training import Run, Trainer
 
 needs_mpi = pytest.mark.skipif(mpiexec() is None, reason="needs an MPI library and its mpiexec")
@@ -41,7 +41,7 @@ def test_a_signal_is_noted_and_its_echo_too():
 
 @pytest.mark.parametrize("first", ["received", "told by another rank"])
 def test_a_second_signal_ends_at_once(monkeypatch, first):
-    monkeypatch.setattr("spmd_engine.process.signals.AGAIN", -1.0)
+    monkeypatch.setattr("spmd_engine.runtime.signals.AGAIN", -1.0)
     with pytest.raises(Interrupted, match="SIGTERM"), StopFlag() as flag:
         send() if first == "received" else flag.take(signal.SIGINT)
         send(signal.SIGTERM)
@@ -156,7 +156,7 @@ HEAD = """
 import os, signal, sys, threading, time
 from pathlib import Path
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from spmd_engine.process.launchers import launcher_rank
+from spmd_engine.runtime.launchers import launcher_rank
 """
 
 TRAIN = (
@@ -306,7 +306,7 @@ STARTS = [
     "from spmd_engine.__main__ import main; main()",
 ]
 MOMENTS = {  # the module that is about to be imported when a signal comes
-    "handlers": ("SIGINT", "spmd_engine.process.signals", "", 130),
+    "handlers": ("SIGINT", "spmd_engine.runtime.signals", "", 130),
     "modules": ("SIGINT", "numpy", "--requeue", 130),
     "a job to be queued again": ("SIGTERM", "numpy", "--requeue", 75),
     "a command": ("SIGHUP", "spmd_engine.cli.train", "", 129),

@@ -11,10 +11,10 @@ import pytest
 from mpi_harness.launch import mpiexec
 from spmd_engine import Mesh, run
 from spmd_engine.errors import CommunicationTimeout
-from spmd_engine.watchdog.activity import SIZE, Activity
-from spmd_engine.watchdog.hang_report import look_at
-from spmd_engine.watchdog.records import CallRecord, Record, State, WaitRecord
-from spmd_engine.watchdog.watchdog import tell
+from spmd_engine.runtime.activity import SIZE, Activity
+from spmd_engine.runtime.hang_report import look_at
+from spmd_engine.runtime.records import CallRecord, Record, State, WaitRecord
+from spmd_engine.runtime.watchdog import tell
 
 ALL = (0, 1, 2, 3)
 

@@ -19,9 +19,9 @@ from typing import Protocol
 
 from spmd_engine.errors import UsageError
 from spmd_engine.regular_file import open_regular
-from spmd_engine.watchdog.activity import Activity, frames_of_others, stack_of, stacks_here
-from spmd_engine.watchdog.hang_report import Hang, look_at
-from spmd_engine.watchdog.records import Record, State
+from spmd_engine.runtime.activity import Activity, frames_of_others, stack_of, stacks_here
+from spmd_engine.runtime.hang_report import Hang, look_at
+from spmd_engine.runtime.records import Record, State
 
 PERIOD = 0.5  # seconds between looks
 FRESH = 10.0  # seconds after which what nodes have told each other is asked for anew

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from spmd_engine.errors import RankAborted, SpmdError
-from spmd_engine.process.join import join_mpi
-from spmd_engine.process.launchers import is_launched, launcher_rank
-from spmd_engine.process.signals import ENDING, exit_code, raise_interrupted
+from spmd_engine.runtime.join import join_mpi
+from spmd_engine.runtime.launchers import is_launched, launcher_rank
+from spmd_engine.runtime.signals import ENDING, exit_code, raise_interrupted
 
 JOIN = 10  #: seconds within which other ranks should come, too, when one joins MPI only to leave
 FINALIZE = 120  #: seconds that the end of MPI may take after all ranks have come to the end of their programs

@@ -15,8 +15,8 @@ from threading import Lock
 import numpy as np
 from mpi4py import MPI
 
-from spmd_engine.watchdog.records import State
-from spmd_engine.watchdog.watchdog import FRESH
+from spmd_engine.runtime.records import State
+from spmd_engine.runtime.watchdog import FRESH
 
 ENDED, ASK, REPORT = range(32764, 32767)  #: tags; no larger ones are allowed by every MPI
 

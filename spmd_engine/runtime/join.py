@@ -11,8 +11,8 @@ import threading
 import time
 
 from spmd_engine.errors import UsageError
-from spmd_engine.process.launchers import launcher_rank, launcher_size, local_rank, local_size
-from spmd_engine.process.shared_memory import check_room, files_in_shared_memory, held_files, remove_unused, siblings
+from spmd_engine.runtime.launchers import launcher_rank, launcher_size, local_rank, local_size
+from spmd_engine.runtime.leftover_files import check_room, files_in_shared_memory, held_files, remove_unused, siblings
 
 TOLD = 30.0  #: seconds of waiting after which it is told
 MOST = 600.0  #: seconds of waiting after which a rank ends its job

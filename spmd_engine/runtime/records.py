@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 from zlib import crc32
 
-from spmd_engine.watchdog.activity import (
+from spmd_engine.runtime.activity import (
     BEAT,
     LINE,
     LINE_WORDS,
