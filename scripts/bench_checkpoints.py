@@ -26,7 +26,7 @@ import numpy as np
 from spmd_engine import Mesh
 from spmd_engine.axes import parse_axes
 from spmd_engine.checkpoints import CheckpointFolder, load_checkpoint, save_checkpoint
-from spmd_engine.comm.agreement import text_from_rank_zero
+from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
 from spmd_engine.comm.group import Group
 from spmd_engine.engine import AdamW, LayeredEngine
 from spmd_engine.engine.state.assignment import Storage

@@ -18,7 +18,7 @@ from bench_checkpoints import timed
 
 from spmd_engine import Mesh
 from spmd_engine.checkpoints import load_checkpoint, save_checkpoint
-from spmd_engine.comm.agreement import text_from_rank_zero
+from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
 from spmd_engine.engine import AdamW, LayeredEngine
 from spmd_engine.engine.state.assignment import Storage
 from spmd_engine.models.names import build_model

@@ -28,10 +28,10 @@ import numpy as np
 from spmd_engine import Mesh
 from spmd_engine.arrays.memory import address_of
 from spmd_engine.axes import parse_axes
+from spmd_engine.comm.shared_memory.arena import HEAD, Arena
 from spmd_engine.engine import AdamW
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.parallel_config import Composition, ModelConfig, build_engine
-from spmd_engine.node.arena import HEAD, Arena
 from spmd_engine.planning import analyze
 from spmd_engine.planning.dry_run.analyze import foretold_batch
 from spmd_engine.training import Trainer

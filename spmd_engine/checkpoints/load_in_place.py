@@ -25,10 +25,10 @@ from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.checkpoints.format.dtypes import DTYPES
 from spmd_engine.checkpoints.format.files import IN_CACHE, Headers, bytes_of, cut_short, damaged, is_finite, read_into
 from spmd_engine.checkpoints.format.manifest import StoredArray, StoredBlock
-from spmd_engine.comm.agreement import on_all_ranks
+from spmd_engine.comm.agreement.rank_zero import on_all_ranks
 from spmd_engine.comm.group import Group
+from spmd_engine.comm.shared_memory.cores import cores_here
 from spmd_engine.errors import CheckpointError
-from spmd_engine.node.cores import cores_here
 from spmd_engine.sharding.placement import ArrayPlacement, Rectangles, ranks_of_blocks
 from spmd_engine.sharding.rectangles import Rectangle, meetings
 

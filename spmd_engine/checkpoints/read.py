@@ -17,7 +17,7 @@ from spmd_engine.checkpoints.format.folder import CHECKPOINTS, MANIFEST, find_ch
 from spmd_engine.checkpoints.format.manifest import MODEL, OPTIMIZER, RESIDUES, Manifest, StoredArray, StoredBlock
 from spmd_engine.checkpoints.load_in_place import Wanted, fill
 from spmd_engine.checkpoints.save import BLOCK, mesh_name, pieces_of
-from spmd_engine.comm.agreement import text_from_rank_zero
+from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.engine.zero.store_engine import check_shapes

@@ -27,7 +27,7 @@ from spmd_engine.checkpoints.format.manifest import (
     StoredBlock,
 )
 from spmd_engine.checkpoints.format.write import BlockToWrite, Written, write_files
-from spmd_engine.comm.agreement import gather_json, on_rank_zero, text_from_rank_zero
+from spmd_engine.comm.agreement.rank_zero import gather_json, on_rank_zero, text_from_rank_zero
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.errors import CheckpointError, UsageError

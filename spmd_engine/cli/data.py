@@ -9,7 +9,7 @@ import click
 
 from spmd_engine.cli.options import check_option, open_mesh
 from spmd_engine.cli.output_file import check_ending
-from spmd_engine.comm.agreement import on_all_ranks, on_rank_zero
+from spmd_engine.comm.agreement.rank_zero import on_all_ranks, on_rank_zero
 from spmd_engine.formats.token_file import TokenFile, open_token_file
 from spmd_engine.models.load_config import tokenizer_at
 from spmd_engine.runtime.launchers import launcher_rank

@@ -8,7 +8,7 @@ import click
 
 from spmd_engine.cli.options import check_option, device_option, mesh_option, open_mesh
 from spmd_engine.cli.text_model import TextModel, open_text_model, text_model_options
-from spmd_engine.comm.agreement import text_from_rank_zero
+from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
 from spmd_engine.errors import UsageError
 from spmd_engine.formats.text_documents import check_text
 from spmd_engine.formats.token_file import is_token_file, open_token_file

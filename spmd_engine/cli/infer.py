@@ -23,7 +23,7 @@ from spmd_engine.cli.options import (
 )
 from spmd_engine.cli.output_file import check_ending, output_file
 from spmd_engine.cli.text_model import weights_options
-from spmd_engine.comm.agreement import on_rank_zero
+from spmd_engine.comm.agreement.rank_zero import on_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.layered import LayeredEngine

@@ -10,7 +10,7 @@ import click
 import numpy as np
 
 from spmd_engine.cli.options import AUTO
-from spmd_engine.comm.agreement import text_from_rank_zero
+from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
 from spmd_engine.engine.parallel_config import Composition

@@ -27,7 +27,7 @@ from spmd_engine.cli.options import (
     model_option,
     open_mesh,
 )
-from spmd_engine.comm.agreement import on_all_ranks, on_rank_zero
+from spmd_engine.comm.agreement.rank_zero import on_all_ranks, on_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
 from spmd_engine.engine.base import ShardedEngine

@@ -10,17 +10,17 @@ import numpy as np
 
 from spmd_engine.arrays import dtypes
 from spmd_engine.arrays.backend import Array, Backend
-from spmd_engine.comm import signature
-from spmd_engine.comm.call_agreement import bytes_of
+from spmd_engine.comm.agreement import signature
+from spmd_engine.comm.agreement.call_agreement import bytes_of
+from spmd_engine.comm.agreement.signature import NumberedCall, Signature, Signatures
 from spmd_engine.comm.collectives import PREPARE, PreparedCall
-from spmd_engine.comm.communicator import Communicator
+from spmd_engine.comm.communicators.communicator import Communicator
+from spmd_engine.comm.dispatch import inline_at_most
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.pending import TIMEOUT, Pending, Steps
 from spmd_engine.comm.routing import Routing
-from spmd_engine.comm.signature import NumberedCall, Signature, Signatures
-from spmd_engine.comm.slot_table import LEFT, SlotTable
+from spmd_engine.comm.shared_memory.slot_table import LEFT, SlotTable
 from spmd_engine.comm.staging import copied
-from spmd_engine.comm.ways import inline_at_most
 from spmd_engine.errors import UsageError
 from spmd_engine.runtime.activity import Line
 

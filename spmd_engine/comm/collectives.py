@@ -16,22 +16,22 @@ import numpy as np
 
 from spmd_engine.arrays.backend import CPU, Array, Backend, backend_of
 from spmd_engine.arrays.memory import address_of
+from spmd_engine.comm.agreement.signature import Signature, Signatures, number_of
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.pending import Steps
 from spmd_engine.comm.reducing import Reducer, reducer, reducible
-from spmd_engine.comm.signature import Signature, Signatures, number_of
+from spmd_engine.comm.shared_memory.cross_memory import Block, flat
 from spmd_engine.comm.spans import joined, span, spans
 from spmd_engine.comm.staging import copied, is_reachable, ready
 from spmd_engine.comm.transports.shared_memory import keeps_apart, readable_with_result, reduce_in_pieces
 from spmd_engine.comm.transports.transport import Transport
 from spmd_engine.errors import UsageError
-from spmd_engine.node.cross_memory import Block, flat
 
 if TYPE_CHECKING:
-    from spmd_engine.comm.call_agreement import Agreed
+    from spmd_engine.comm.agreement.call_agreement import Agreed
     from spmd_engine.comm.calls import Calls
     from spmd_engine.comm.routing import Routing
-    from spmd_engine.comm.slot_table import SlotTable
+    from spmd_engine.comm.shared_memory.slot_table import SlotTable
 
 Shape = tuple[int, ...]
 #: A rank's array as the others are to get it, what those of its node can read, and where its result is to come.

@@ -15,7 +15,7 @@ from typing import Any, Concatenate, ParamSpec
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.comm.call_agreement import bytes_of
+from spmd_engine.comm.agreement.call_agreement import bytes_of
 from spmd_engine.comm.pending import Pending
 from spmd_engine.comm.point_to_point import PointToPoint
 from spmd_engine.comm.staging import ready

@@ -10,7 +10,7 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.axes import MeshPosition, Over
-from spmd_engine.comm.communicator import Communicator
+from spmd_engine.comm.communicators.communicator import Communicator
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.pending import TIMEOUT, Pending

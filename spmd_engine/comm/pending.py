@@ -22,7 +22,7 @@ from spmd_engine.errors import CommunicationTimeout, MismatchError, SpmdError
 from spmd_engine.runtime.activity import Activity, Line
 
 if TYPE_CHECKING:
-    from spmd_engine.comm.communicator import Communicator
+    from spmd_engine.comm.communicators.communicator import Communicator
 
 TIMEOUT = 1800.0  #: seconds a rank waits for others, unless it is told another number
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from spmd_engine.arrays.backend import CPU, Array, Backend, backend_of
-from spmd_engine.comm import signature
-from spmd_engine.comm.call_agreement import INLINE, bytes_of, text_of
+from spmd_engine.comm.agreement import signature
+from spmd_engine.comm.agreement.call_agreement import INLINE, bytes_of, text_of
+from spmd_engine.comm.agreement.signature import Signature
 from spmd_engine.comm.calls import Calls, Operation
 from spmd_engine.comm.collectives import PreparedCall
 from spmd_engine.comm.condition import Requests
 from spmd_engine.comm.pending import Pending, Steps
-from spmd_engine.comm.signature import Signature
 from spmd_engine.comm.staging import ready
 from spmd_engine.comm.transports.messages import COLLECTIVE_TAGS
 from spmd_engine.errors import UsageError

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
-from spmd_engine.comm.call_agreement import Agreed, Agreement
-from spmd_engine.comm.communicator import Communicator
+from spmd_engine.comm.agreement.call_agreement import Agreed, Agreement
+from spmd_engine.comm.communicators.communicator import Communicator
+from spmd_engine.comm.dispatch import Facts, Way, between_nodes, way, within_node
 from spmd_engine.comm.pending import Steps
 from spmd_engine.comm.spans import spans
 from spmd_engine.comm.transports.hierarchical import Hierarchical
 from spmd_engine.comm.transports.messages import Messages
 from spmd_engine.comm.transports.shared_memory import SharedMemory, readable
 from spmd_engine.comm.transports.transport import GatherAndReduce, Transport
-from spmd_engine.comm.ways import Facts, Way, between_nodes, way, within_node
 
 if TYPE_CHECKING:
     from spmd_engine.comm.collectives import PreparedCall

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spmd_engine.node.cross_memory import Block, RemoteArray, fill
+from spmd_engine.comm.shared_memory.cross_memory import Block, RemoteArray, fill
 
 
 def span(length: int, parts: int, index: int) -> slice:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.comm.communicator import Communicator
+from spmd_engine.comm.communicators.communicator import Communicator
 
 
 def ready(comm: Communicator, x: Array) -> tuple[Array, Callable[[Array], Array]]:

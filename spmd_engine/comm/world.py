@@ -13,14 +13,14 @@ from typing import Any
 from threadpoolctl import threadpool_limits
 
 from spmd_engine.arrays.memory import keep_freed_memory
-from spmd_engine.comm.agreement import gather_json
-from spmd_engine.comm.communicator import Communicator
+from spmd_engine.comm.agreement.rank_zero import gather_json
+from spmd_engine.comm.communicators.communicator import Communicator
+from spmd_engine.comm.communicators.threads import current_thread_communicator, solo
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.pending import Progress
-from spmd_engine.comm.threads import current_thread_communicator, solo
+from spmd_engine.comm.shared_memory.cores import cores_here, cores_of, quota_here
 from spmd_engine.errors import SpmdError, UsageError
-from spmd_engine.node.cores import cores_here, cores_of, quota_here
 from spmd_engine.runtime.activity import SIZE, Activity, Memory
 from spmd_engine.runtime.ending import FAILED, end_all_ranks_on_error, leave_at_exit, speaks, stay_at_exit
 from spmd_engine.runtime.join import join_mpi
@@ -47,8 +47,8 @@ def _process_world() -> Communicator:
     try:
         with StopFlag(but_defaults=True):  # an import that was interrupted cannot be made again
             join_mpi()
-            from spmd_engine.comm.mpi import MPI, MPICommunicator
-            from spmd_engine.node.node import OwnMemory, mapped
+            from spmd_engine.comm.communicators.mpi import MPI, MPICommunicator
+            from spmd_engine.comm.shared_memory.node import OwnMemory, mapped
 
             if MPI.COMM_WORLD.size > 1:
                 end_all_ranks_on_error(MPI.COMM_WORLD)

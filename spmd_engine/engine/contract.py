@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
-from spmd_engine.comm.agreement import gather_json
+from spmd_engine.comm.agreement.rank_zero import gather_json
 from spmd_engine.engine.batch import Batch, MicroBatch
 from spmd_engine.errors import SpmdError, UsageError
 from spmd_engine.layers.contract import described, guard, is_array

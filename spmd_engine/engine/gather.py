@@ -11,7 +11,7 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array, Backend
 from spmd_engine.arrays.dtypes import describe, described
-from spmd_engine.comm.agreement import gather_json
+from spmd_engine.comm.agreement.rank_zero import gather_json
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.errors import MismatchError, UsageError, one_of

@@ -12,7 +12,7 @@ from zlib import crc32
 import numpy as np
 
 from spmd_engine.arrays.random import key_of
-from spmd_engine.comm.agreement import text_from_rank_zero
+from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import UsageError
 from spmd_engine.serving.next_tokens import LOG_PROB, MARGIN, TOKEN, NextTokens, call

@@ -13,7 +13,7 @@ import numpy as np
 from spmd_engine.arrays.backend import Array
 from spmd_engine.arrays.dtypes import describe, described
 from spmd_engine.axes import MeshPosition
-from spmd_engine.comm.agreement import gather_json
+from spmd_engine.comm.agreement.rank_zero import gather_json
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import UsageError
 from spmd_engine.sharding.layout import Layout

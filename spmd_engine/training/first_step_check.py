@@ -8,7 +8,7 @@ import resource
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from spmd_engine.comm.agreement import gather_json, text_from_rank_zero
+from spmd_engine.comm.agreement.rank_zero import gather_json, text_from_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import PlanError, UsageError

@@ -17,7 +17,7 @@ from spmd_engine.checkpoints import CheckpointFolder, Save
 from spmd_engine.checkpoints.format.folder import make_folder, replace_file
 from spmd_engine.checkpoints.format.lock import RunLock
 from spmd_engine.checkpoints.save import KEEP, mesh_name
-from spmd_engine.comm.agreement import on_rank_zero
+from spmd_engine.comm.agreement.rank_zero import on_rank_zero
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch
 from spmd_engine.engine.evaluation import Evaluation

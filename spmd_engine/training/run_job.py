@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from spmd_engine.checkpoints import CheckpointFolder
 from spmd_engine.checkpoints.format.folder import find_checkpoint, make_folder, replace_file
-from spmd_engine.comm.agreement import text_from_rank_zero
+from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
 from spmd_engine.engine.layered import LayeredEngine

@@ -9,7 +9,7 @@ from typing import TypeVar
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
-from spmd_engine.comm.agreement import on_rank_zero
+from spmd_engine.comm.agreement.rank_zero import on_rank_zero
 from spmd_engine.engine.base import Loss, ShardedEngine
 from spmd_engine.engine.batch import Batch
 from spmd_engine.engine.optimizers import AdamW, Optimizer

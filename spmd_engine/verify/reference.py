@@ -11,9 +11,9 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.random import key_of, normal
-from spmd_engine.comm.agreement import on_rank_zero
+from spmd_engine.comm.agreement.rank_zero import on_rank_zero
+from spmd_engine.comm.communicators.threads import run, solo
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.comm.threads import run, solo
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, batch_of
 from spmd_engine.engine.user_engine import make_engine, name_of

@@ -17,7 +17,7 @@ import pytest
 import saved
 from spmd_engine import Mesh, run
 from spmd_engine.checkpoints import Checkpoint, CheckpointFolder, Save, load_checkpoint
-from spmd_engine.comm.threads import current_thread_communicator
+from spmd_engine.comm.communicators.threads import current_thread_communicator
 from spmd_engine.engine import AdamW
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.strategies import DataParallel

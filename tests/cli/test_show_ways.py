@@ -3,7 +3,7 @@
 from click.testing import CliRunner
 
 from spmd_engine.cli.show.collective import collective, ways_by_size, ways_on_mesh
-from spmd_engine.comm.tuning import Tuning
+from spmd_engine.comm.dispatch import Tuning
 
 
 def test_the_ways_of_a_mesh_by_axis():

@@ -17,8 +17,8 @@ MPI.Get_processor_name = lambda: f"host {rank // int(per_node)}"
 
 import numpy as np
 from spmd_engine import Mesh
-from spmd_engine.comm.communicator import Communicator
-from spmd_engine.comm.tuning import Tuning
+from spmd_engine.comm.communicators.communicator import Communicator
+from spmd_engine.comm.dispatch import Tuning
 
 Communicator.tuning = Tuning(**{key: int(value) for key, value in (each.split("=") for each in options)})
 mesh = Mesh(timeout=60)

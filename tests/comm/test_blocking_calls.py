@@ -17,7 +17,7 @@ from spmd_engine import run, world
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.routing import Routing
-from spmd_engine.comm.slot_table import SLOTS
+from spmd_engine.comm.shared_memory.slot_table import SLOTS
 from spmd_engine.comm.transports.messages import Messages
 from spmd_engine.comm.transports.shared_memory import SharedMemory
 from spmd_engine.errors import UsageError

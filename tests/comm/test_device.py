@@ -217,7 +217,7 @@ def test_threads_copy_with_the_device_s_own_module():
 @pytest.mark.mpi(ranks=2)
 @pytest.mark.parametrize("library", [SimpleNamespace(), SimpleNamespace(MPIX_Query_cuda_support=lambda: 0), None])
 def test_an_mpi_library_is_not_aware_unless_it_says_so(library, monkeypatch):
-    from spmd_engine.comm.mpi import is_device_aware
+    from spmd_engine.comm.communicators.mpi import is_device_aware
 
     def load(name):
         if library is None:
@@ -233,7 +233,7 @@ def test_an_mpi_library_is_not_aware_unless_it_says_so(library, monkeypatch):
 
 @pytest.mark.mpi(ranks=2)
 def test_an_mpi_library_may_say_that_it_is_aware(monkeypatch):
-    from spmd_engine.comm.mpi import is_device_aware
+    from spmd_engine.comm.communicators.mpi import is_device_aware
 
     monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(MPIX_Query_cuda_support=lambda: 1))
     monkeypatch.delenv("SPMD_CUDA_AWARE", raising=False)

@@ -14,10 +14,10 @@ from on_ranks import DTYPES, FORMS, OPS, assert_alike, assert_same, reduced, val
 from spmd_engine import Mesh, run, world
 from spmd_engine.arrays.backend import register_backend, unregister_backend
 from spmd_engine.comm import Group, Ledger
-from spmd_engine.comm.threads import ThreadCommunicator
-from spmd_engine.comm.tuning import Tuning
-from spmd_engine.node.arena import Arena
-from spmd_engine.node.cross_memory import CrossMemory
+from spmd_engine.comm.communicators.threads import ThreadCommunicator
+from spmd_engine.comm.dispatch import Tuning
+from spmd_engine.comm.shared_memory.arena import Arena
+from spmd_engine.comm.shared_memory.cross_memory import CrossMemory
 
 LARGE = Tuning().hierarchical  # bytes
 PLACEMENTS = [("abab", "shared"), ("aaabbb", "shared"), ("aabb", "sent"), ("abccba", "sent")]

@@ -9,8 +9,8 @@ import pytest
 from nodes import everyone
 from on_ranks import assert_same, reduced, values
 from spmd_engine import Mesh, run
+from spmd_engine.comm.dispatch import Tuning
 from spmd_engine.comm.transports.hierarchical import even_nodes
-from spmd_engine.comm.tuning import Tuning
 from spmd_engine.errors import MismatchError
 
 LARGE = Tuning().hierarchical  # bytes

@@ -6,7 +6,7 @@ from time import process_time
 import numpy as np
 
 from spmd_engine.comm import Group, Ledger
-from spmd_engine.comm.threads import solo
+from spmd_engine.comm.communicators.threads import solo
 
 RANKS = 4096
 

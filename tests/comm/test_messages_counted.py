@@ -8,7 +8,7 @@ import pytest
 
 from nodes import everyone
 from spmd_engine import run
-from spmd_engine.comm.threads import ThreadCommunicator
+from spmd_engine.comm.communicators.threads import ThreadCommunicator
 
 PLACEMENTS = [(8, 1), (32, 1), (16, 4), (32, 8)]  # ranks, and how many share a node
 SOAK = [pytest.param(*each, marks=pytest.mark.soak) for each in ((16, 1), (32, 4), (16, 8))]

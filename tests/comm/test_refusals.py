@@ -6,7 +6,7 @@ import pytest
 from on_ranks import numbers_of_ranks, on_ranks
 from pairwise import every_pair
 from spmd_engine import Mesh, run
-from spmd_engine.comm.call_agreement import INLINE, bytes_of, text_of
+from spmd_engine.comm.agreement.call_agreement import INLINE, bytes_of, text_of
 from spmd_engine.errors import UsageError
 
 ONES, LARGE = np.ones(4), np.ones((4, 3000))

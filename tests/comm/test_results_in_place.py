@@ -11,9 +11,9 @@ from on_ranks import DTYPES, INLINE, assert_alike, assert_same, reduced, values
 from pairwise import every_pair
 from spmd_engine import Mesh, run, world
 from spmd_engine.arrays.backend import register_backend, unregister_backend
-from spmd_engine.comm.communicator import Communicator
+from spmd_engine.comm.communicators.communicator import Communicator
+from spmd_engine.comm.dispatch import Tuning
 from spmd_engine.comm.transports import shared_memory
-from spmd_engine.comm.tuning import Tuning
 from spmd_engine.errors import UsageError
 
 FLOAT = np.dtype(float)

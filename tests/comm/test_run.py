@@ -12,8 +12,8 @@ import pytest
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from spmd_engine import Mesh, run, world
+from spmd_engine.comm.shared_memory.cores import cores_here
 from spmd_engine.errors import UsageError
-from spmd_engine.node.cores import cores_here
 from spmd_engine.runtime.launchers import RANK_VARIABLES, SIZE_VARIABLES, THREAD_VARIABLES
 
 
@@ -146,7 +146,7 @@ def blas_threads():
 
 
 def test_ranks_share_the_cores(monkeypatch):
-    monkeypatch.setattr("spmd_engine.comm.threads.cores_here", lambda: 8.0)
+    monkeypatch.setattr("spmd_engine.comm.communicators.threads.cores_here", lambda: 8.0)
     assert blas_threads(), "NumPy's BLAS is not one that threadpoolctl knows"
     with threadpool_limits(3, user_api="blas"):
         assert run(blas_threads, 8) == [{1}] * 8
@@ -157,7 +157,7 @@ def test_ranks_share_the_cores(monkeypatch):
 
 def test_a_rank_has_no_more_threads_than_were_allowed_before(monkeypatch):
     """By the user's OMP_NUM_THREADS, or by the ranks among which this one runs others."""
-    monkeypatch.setattr("spmd_engine.comm.threads.cores_here", lambda: 8.0)
+    monkeypatch.setattr("spmd_engine.comm.communicators.threads.cores_here", lambda: 8.0)
     with threadpool_limits(2, user_api="blas"):
         assert run(blas_threads, 1) == [{2}]
         assert run(lambda: run(blas_threads, 2), 5) == [[{1}] * 2] * 5

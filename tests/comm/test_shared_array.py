@@ -5,8 +5,9 @@ import pytest
 
 from nodes import everyone
 from spmd_engine import run
-from spmd_engine.comm import Mesh, shared_array
-from spmd_engine.comm.shared_array import share_array
+from spmd_engine.comm import Mesh
+from spmd_engine.comm.shared_memory import shared_array
+from spmd_engine.comm.shared_memory.shared_array import share_array
 
 PARTS = [np.arange(6.0).reshape(3, 2), np.empty((0, 2)), np.arange(8.0).reshape(4, 2)[::-1]]
 JOINED = np.concatenate(PARTS)

@@ -8,13 +8,14 @@ import pytest
 from on_ranks import DTYPES, OPS, assert_alike, assert_same, everywhere, on_ranks, reduced, values
 from pairwise import every_pair
 from spmd_engine import Mesh, run, world
-from spmd_engine.comm import slot_table, threads
-from spmd_engine.comm.communicator import Communicator
+from spmd_engine.comm.communicators import threads
+from spmd_engine.comm.communicators.communicator import Communicator
+from spmd_engine.comm.dispatch import Tuning
+from spmd_engine.comm.shared_memory import slot_table
+from spmd_engine.comm.shared_memory.arena import ALIGNMENT, HEAD
+from spmd_engine.comm.shared_memory.cross_memory import CrossMemory
 from spmd_engine.comm.transports import shared_memory
-from spmd_engine.comm.tuning import Tuning
 from spmd_engine.errors import MismatchError
-from spmd_engine.node.arena import ALIGNMENT, HEAD
-from spmd_engine.node.cross_memory import CrossMemory
 
 # --- collectives, by every way that data can take
 

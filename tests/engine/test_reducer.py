@@ -7,8 +7,8 @@ import pytest
 
 import tiny
 from spmd_engine import Mesh, run
-from spmd_engine.comm.communicator import Communicator
-from spmd_engine.comm.tuning import Tuning
+from spmd_engine.comm.communicators.communicator import Communicator
+from spmd_engine.comm.dispatch import Tuning
 from spmd_engine.engine.state.assignment import Storage
 from spmd_engine.engine.zero.reducer import Reducer
 from spmd_engine.engine.zero.storage import GroupStorage

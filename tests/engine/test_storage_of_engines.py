@@ -8,8 +8,8 @@ import pytest
 
 import tiny
 from spmd_engine import Mesh, run
-from spmd_engine.comm.communicator import Communicator
-from spmd_engine.comm.tuning import Tuning
+from spmd_engine.comm.communicators.communicator import Communicator
+from spmd_engine.comm.dispatch import Tuning
 from spmd_engine.engine import LayeredEngine
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.pipeline.chunk import Recompute

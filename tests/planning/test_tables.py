@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from spmd_engine.comm.slot_table import size_of_table
+from spmd_engine.comm.shared_memory.slot_table import size_of_table
 from spmd_engine.engine.parallel_config import Composition
 from spmd_engine.models import GPT_SIZES, gpt
 from spmd_engine.planning import analyze

@@ -18,10 +18,10 @@ from spmd_engine.checkpoints.format.files import bytes_of
 from spmd_engine.checkpoints.format.write import header
 from spmd_engine.checkpoints.hf.tensor_view import StoredView
 from spmd_engine.checkpoints.read import Sliceable
-from spmd_engine.comm.agreement import on_all_ranks, on_rank_zero
+from spmd_engine.comm.agreement.rank_zero import on_all_ranks, on_rank_zero
 from spmd_engine.comm.group import Group
+from spmd_engine.comm.shared_memory.cores import cores_here
 from spmd_engine.errors import CheckpointError
-from spmd_engine.node.cores import cores_here
 from spmd_engine.sharding.rectangles import Rectangle
 
 WRITERS = 4  #: threads of a rank, where it has so many cores

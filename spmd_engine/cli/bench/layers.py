@@ -13,8 +13,8 @@ import click
 from threadpoolctl import threadpool_limits
 
 from spmd_engine.cli.bench.measuring import output_option, report, rounds_option, sgemm_peak, spread, steps_option
+from spmd_engine.comm.communicators.threads import solo
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.comm.threads import solo
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.errors import UsageError
 from spmd_engine.training.trace import Trace

@@ -16,7 +16,7 @@ from spmd_engine.cli.bench.measuring import (
     spread,
     steps_option,
 )
-from spmd_engine.node.cores import cores_here
+from spmd_engine.comm.shared_memory.cores import cores_here
 
 
 @click.command(

@@ -29,7 +29,7 @@ def main() -> None:
     with many_imports():
         import spmd_engine.cli.train  # noqa: F401
         from spmd_engine.checkpoints import save_checkpoint
-        from spmd_engine.comm.agreement import text_from_rank_zero
+        from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
         from spmd_engine.comm.mesh import Mesh
         from spmd_engine.training.job import Job
         from spmd_engine.training.workload import make_trainer, open_workload

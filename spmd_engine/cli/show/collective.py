@@ -13,12 +13,11 @@ from spmd_engine.axes import all_positions, parse_axes
 from spmd_engine.cli.show.options import output_option
 from spmd_engine.cli.show.picture import COLOURS, PALE, Cell, Picture, text
 from spmd_engine.cli.show.render import present
+from spmd_engine.comm.communicators.threads import run
+from spmd_engine.comm.dispatch import Facts, Tuning, Way, inline_at_most, way
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.comm.slot_table import room_of
-from spmd_engine.comm.threads import run
+from spmd_engine.comm.shared_memory.slot_table import room_of
 from spmd_engine.comm.transports.hierarchical import even_nodes
-from spmd_engine.comm.tuning import Tuning
-from spmd_engine.comm.ways import Facts, Way, inline_at_most, way
 from spmd_engine.errors import UsageError
 from spmd_engine.units import readable_bytes
 

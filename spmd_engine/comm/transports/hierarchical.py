@@ -15,7 +15,7 @@ from collections.abc import Hashable, Sequence
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.comm.pending import Steps
 from spmd_engine.comm.reducing import accumulated_in
-from spmd_engine.comm.slot_table import SlotTable
+from spmd_engine.comm.shared_memory.slot_table import SlotTable
 from spmd_engine.comm.spans import spans
 from spmd_engine.comm.transports.messages import MessagePart, Ranks
 from spmd_engine.comm.transports.transport import GatherAndReduce, Parts, Transport

@@ -15,7 +15,7 @@ from spmd_engine.comm.pending import Steps
 from spmd_engine.comm.transports.transport import Parts, Transport
 
 if TYPE_CHECKING:
-    from spmd_engine.comm.communicator import Communicator
+    from spmd_engine.comm.communicators.communicator import Communicator
 
 PHASES = 3  # tags that a call may use: to agree, to explain why not, and for data
 AGREEMENT, EXPLANATION, DATA = range(PHASES)

@@ -14,10 +14,10 @@ from mpi4py import MPI
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.condition import Condition, Turns
+from spmd_engine.comm.dispatch import Tuning
 from spmd_engine.comm.pending import Steps
 from spmd_engine.comm.reducing import accumulated_in
 from spmd_engine.comm.transports.transport import Parts, Transport
-from spmd_engine.comm.tuning import Tuning
 
 _KINDS = "iufc"  # of dtypes that the library adds up
 

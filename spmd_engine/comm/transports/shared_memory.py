@@ -11,14 +11,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from spmd_engine.arrays.memory import address_of
+from spmd_engine.comm.agreement.signature import Signature, Signatures
+from spmd_engine.comm.dispatch import Tuning
 from spmd_engine.comm.pending import Steps
 from spmd_engine.comm.reducing import Reducer, reducer
-from spmd_engine.comm.signature import Signature, Signatures
-from spmd_engine.comm.slot_table import CALLED, LEFT, NOWHERE, REDUCED, SlotTable
+from spmd_engine.comm.shared_memory.cross_memory import Block, fill, flat, here
+from spmd_engine.comm.shared_memory.slot_table import CALLED, LEFT, NOWHERE, REDUCED, SlotTable
 from spmd_engine.comm.spans import span
 from spmd_engine.comm.transports.transport import GatherAndReduce, Parts
-from spmd_engine.comm.tuning import Tuning
-from spmd_engine.node.cross_memory import Block, fill, flat, here
 
 CACHE = 1 << 19  # bytes of all ranks' blocks together that are worked on at a time: they stay in the second-level cache
 LINE = 64  # bytes that ranks do not share, as they would have to pass them to and fro

@@ -6,10 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.comm.dispatch import Tuning
 from spmd_engine.comm.pending import Steps
 from spmd_engine.comm.reducing import reduce_into
 from spmd_engine.comm.spans import span, spans
-from spmd_engine.comm.tuning import Tuning
 
 Parts = Sequence[slice]  #: of a flat array, by rank
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.comm.agreement import gather_json
+from spmd_engine.comm.agreement.rank_zero import gather_json
 from spmd_engine.comm.group import Group
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.engine.zero.store_engine import Placements, StoredEngine, placements_said, said_of

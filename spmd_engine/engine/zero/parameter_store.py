@@ -10,13 +10,13 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array, Backend
 from spmd_engine.comm.mesh import Mesh
+from spmd_engine.comm.shared_memory.arena import memory_here
 from spmd_engine.engine.state.assignment import PIPE, Assignment, Storage
 from spmd_engine.engine.zero.compression import compression
 from spmd_engine.engine.zero.storage import GroupStorage
 from spmd_engine.errors import UnknownParameter, UsageError
 from spmd_engine.layers.declarations import Parameter
 from spmd_engine.models.model import Model
-from spmd_engine.node.arena import memory_here
 from spmd_engine.sharding.groups import Member, ParameterGroup, Place, joined
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.sharding.notation import Spec

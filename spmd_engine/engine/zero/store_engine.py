@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
-from spmd_engine.comm.agreement import gather_json
+from spmd_engine.comm.agreement.rank_zero import gather_json
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.zero.parameter_store import Index, ParameterStore
 from spmd_engine.engine.zero.storage import GroupStorage

@@ -15,6 +15,7 @@ from spmd_engine.arrays.backend import CPU, Array, Backend
 from spmd_engine.arrays.meta.array import ShapedArray
 from spmd_engine.axes import MeshPosition, Over
 from spmd_engine.comm.collectives import PreparedCall
+from spmd_engine.comm.dispatch import Tuning
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.mesh import Mesh
@@ -22,7 +23,6 @@ from spmd_engine.comm.pending import Pending, Progress
 from spmd_engine.comm.reducing import reduce_into
 from spmd_engine.comm.spans import joined
 from spmd_engine.comm.transports.shared_memory import CACHE
-from spmd_engine.comm.tuning import Tuning
 from spmd_engine.errors import UsageError
 from spmd_engine.planning.dry_run.recorder import Recorder
 from spmd_engine.planning.dry_run.step_analysis import Communication, GroupKey

@@ -9,8 +9,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import product
 
-from spmd_engine.comm.slot_table import size_of_table
-from spmd_engine.node.node import MOST_RANKS
+from spmd_engine.comm.shared_memory.node import MOST_RANKS
+from spmd_engine.comm.shared_memory.slot_table import size_of_table
 from spmd_engine.planning.dry_run.step_analysis import GroupKey, StepAnalysis
 
 Coordinates = tuple[int, ...]  #: of a rank, along the axes of its mesh in their order

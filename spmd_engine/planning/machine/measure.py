@@ -19,7 +19,7 @@ from spmd_engine.arrays.images.convolution import conv2d, conv2d_weight_gradient
 from spmd_engine.arrays.images.window import Window
 from spmd_engine.arrays.meta.meter import CONVOLUTION, KERNELS
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.node.cores import cores_here
+from spmd_engine.comm.shared_memory.cores import cores_here
 from spmd_engine.planning.machine.machine import Curve, Link, Machine, NodeKind
 
 PRODUCTS = (8, 16, 32, 64, 128, 256, 512, 1024)  #: widths of square matrices

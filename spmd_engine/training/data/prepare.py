@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from spmd_engine.comm.agreement import on_all_ranks, on_rank_zero, text_from_rank_zero
+from spmd_engine.comm.agreement.rank_zero import on_all_ranks, on_rank_zero, text_from_rank_zero
 from spmd_engine.comm.group import Group
 from spmd_engine.errors import UsageError
 from spmd_engine.formats.text_documents import Document, count_documents, documents, find_files

@@ -21,7 +21,7 @@ from typing import Protocol
 import numpy as np
 
 from spmd_engine.arrays.memory import address_of
-from spmd_engine.node.cross_memory import CrossMemory
+from spmd_engine.comm.shared_memory.cross_memory import CrossMemory
 
 ALIGNMENT = 64  # bytes: a cache line
 HEAD = 4096  # bytes at the beginning of every arena that are not allocated, but the ranks' own

@@ -17,17 +17,17 @@ from threadpoolctl import ThreadpoolController
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.memory import address_of
-from spmd_engine.comm.communicator import Communicator
+from spmd_engine.comm.communicators.communicator import Communicator
 from spmd_engine.comm.condition import Turns
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.pending import TIMEOUT, Progress
-from spmd_engine.comm.slot_table import SlotTable, size_of_table
+from spmd_engine.comm.shared_memory.arena import Neighbours, bound
+from spmd_engine.comm.shared_memory.cores import cores_here
+from spmd_engine.comm.shared_memory.cross_memory import CrossMemory
+from spmd_engine.comm.shared_memory.slot_table import SlotTable, size_of_table
 from spmd_engine.comm.transports.hierarchical import Lanes, even_nodes
 from spmd_engine.errors import RankAborted, UsageError
-from spmd_engine.node.arena import Neighbours, bound
-from spmd_engine.node.cores import cores_here
-from spmd_engine.node.cross_memory import CrossMemory
 from spmd_engine.runtime.watchdog import watch_threads
 
 _current = threading.local()

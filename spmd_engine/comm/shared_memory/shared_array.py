@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from spmd_engine.comm.agreement import gather_json, text_from_rank_zero
+from spmd_engine.comm.agreement.rank_zero import gather_json, text_from_rank_zero
 from spmd_engine.comm.group import Group
-from spmd_engine.node.arena import ALIGNMENT
-from spmd_engine.node.node import OwnMemory, mapped
+from spmd_engine.comm.shared_memory.arena import ALIGNMENT
+from spmd_engine.comm.shared_memory.node import OwnMemory, mapped
 
 _AT_ONCE = 1 << 20  # bytes that pass between nodes at a time
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from spmd_engine.comm.agreement.signature import ENDED, KNOWN
 from spmd_engine.comm.condition import Requests
 from spmd_engine.comm.pending import RanksEnded, Steps
-from spmd_engine.comm.signature import ENDED, KNOWN
 from spmd_engine.comm.transports.messages import Ranks
 
 _LENGTH = 8  # bytes that say how long a row of ``copies`` is

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from spmd_engine.arrays.backend import Array
-from spmd_engine.comm import signature
-from spmd_engine.comm.communicator import Communicator
-from spmd_engine.comm.dissemination import disseminate
+from spmd_engine.comm.agreement import signature
+from spmd_engine.comm.agreement.dissemination import disseminate
+from spmd_engine.comm.agreement.signature import ALIKE, HOST, KNOWN, MOST, SAME, NumberedCall, Signature
+from spmd_engine.comm.communicators.communicator import Communicator
 from spmd_engine.comm.pending import RanksEnded, Steps
-from spmd_engine.comm.signature import ALIKE, HOST, KNOWN, MOST, SAME, NumberedCall, Signature
 from spmd_engine.comm.transports.messages import AGREEMENT, EXPLANATION, exchange, tag
 from spmd_engine.comm.transports.shared_memory import SharedMemory, meet
 from spmd_engine.errors import RankAborted

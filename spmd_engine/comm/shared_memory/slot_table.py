@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from spmd_engine.arrays.memory import address_of
+from spmd_engine.comm.agreement.signature import Signature, Signatures, room
 from spmd_engine.comm.condition import Condition
-from spmd_engine.comm.signature import Signature, Signatures, room
-from spmd_engine.node.arena import ALIGNMENT, HEAD, Neighbours
-from spmd_engine.node.cross_memory import Block, RemoteArray
-from spmd_engine.node.futex import Futexes
-from spmd_engine.node.node import Node
+from spmd_engine.comm.shared_memory.arena import ALIGNMENT, HEAD, Neighbours
+from spmd_engine.comm.shared_memory.cross_memory import Block, RemoteArray
+from spmd_engine.comm.shared_memory.futex import Futexes
+from spmd_engine.comm.shared_memory.node import Node
 
 if TYPE_CHECKING:
     from spmd_engine.comm.pending import Progress

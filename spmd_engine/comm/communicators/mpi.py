@@ -14,17 +14,17 @@ from contextlib import suppress
 from mpi4py import MPI
 
 from spmd_engine.arrays.backend import Array, backend_of
-from spmd_engine.comm.communicator import Communicator
+from spmd_engine.comm.agreement.dissemination import disseminate
+from spmd_engine.comm.agreement.signature import Signature
+from spmd_engine.comm.communicators.communicator import Communicator
 from spmd_engine.comm.condition import Turns
-from spmd_engine.comm.dissemination import disseminate
 from spmd_engine.comm.pending import TIMEOUT, Pending, Progress, ProgressThread, Steps
-from spmd_engine.comm.signature import Signature
-from spmd_engine.comm.slot_table import SlotTable, room_for_table, size_of_table, table_on
+from spmd_engine.comm.shared_memory.node import Node, open_node
+from spmd_engine.comm.shared_memory.slot_table import SlotTable, room_for_table, size_of_table, table_on
 from spmd_engine.comm.transports.hierarchical import Lanes, even_nodes
 from spmd_engine.comm.transports.messages import MessagePart
 from spmd_engine.comm.transports.mpi import NonblockingCollectives
 from spmd_engine.errors import MeshError
-from spmd_engine.node.node import Node, open_node
 from spmd_engine.runtime.other_nodes import ASK, ENDED, SideMessages
 
 logger = logging.getLogger(__name__)

@@ -4,8 +4,7 @@ from itertools import product
 
 import pytest
 
-from spmd_engine.comm.tuning import Tuning
-from spmd_engine.comm.ways import Facts, Way, inline_at_most, way
+from spmd_engine.comm.dispatch import Facts, Tuning, Way, inline_at_most, way
 
 KIB, MIB = 1 << 10, 1 << 20
 BY_NODES, LIBRARY, MESSAGES = Way.HIERARCHICAL, Way.MPI, Way.MESSAGES

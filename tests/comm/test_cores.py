@@ -7,8 +7,8 @@ from subprocess import run
 
 import pytest
 
-from spmd_engine.node import cores
-from spmd_engine.node.cores import cores_here, cores_of, quota_here
+from spmd_engine.comm.shared_memory import cores
+from spmd_engine.comm.shared_memory.cores import cores_here, cores_of, quota_here
 from spmd_engine.runtime.launchers import RANK_VARIABLES, SIZE_VARIABLES, THREAD_VARIABLES
 
 OLD = "cpu.cfs_quota_us", "cpu.cfs_period_us"

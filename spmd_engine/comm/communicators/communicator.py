@@ -16,10 +16,10 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array
 from spmd_engine.comm.condition import Turns
+from spmd_engine.comm.dispatch import Tuning
 from spmd_engine.comm.pending import TIMEOUT, Progress
-from spmd_engine.comm.slot_table import SlotTable
-from spmd_engine.comm.tuning import Tuning
-from spmd_engine.node.arena import Neighbours
+from spmd_engine.comm.shared_memory.arena import Neighbours
+from spmd_engine.comm.shared_memory.slot_table import SlotTable
 from spmd_engine.runtime.activity import Line
 
 if TYPE_CHECKING:

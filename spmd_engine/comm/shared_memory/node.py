@@ -17,9 +17,9 @@ from contextlib import suppress
 import numpy as np
 
 from spmd_engine.arrays.memory import address_of
-from spmd_engine.node.arena import HEAD, Neighbours, bound
-from spmd_engine.node.cross_memory import CrossMemory, allow_reading
-from spmd_engine.node.futex import Futexes
+from spmd_engine.comm.shared_memory.arena import HEAD, Neighbours, bound
+from spmd_engine.comm.shared_memory.cross_memory import CrossMemory, allow_reading
+from spmd_engine.comm.shared_memory.futex import Futexes
 
 _TOKEN = 16  # bytes at the beginning of an arena, by which the others know that it is the right one
 _FUTEXES = 64  # where the words of the ranks' futexes begin, in the arena of the node's first rank

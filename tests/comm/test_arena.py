@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from on_ranks import everywhere, on_ranks
 from spmd_engine import Mesh, run, world
 from spmd_engine.arrays.memory import address_of
-from spmd_engine.node.arena import ALIGNMENT, HEAD, Arena, bound
-from spmd_engine.node.node import OwnMemory
+from spmd_engine.comm.shared_memory.arena import ALIGNMENT, HEAD, Arena, bound
+from spmd_engine.comm.shared_memory.node import OwnMemory
 
 MIB = 1 << 20
 
