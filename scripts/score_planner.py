@@ -9,7 +9,7 @@ Other tables there are looked at for columns that tell of steps of transformers,
 ``score_columns.py`` knows, and it is said what cannot be used of them. Errors with nothing fitted are told, too.
 
 Systems other than this engine compute in 16 bits with other kernels. They are described operation by operation by
-files of the package (``systems/megatron-deepspeed.toml``, ``fsdp.toml``, ...); of the table of H200 layers are this
+files (``other_systems/megatron-deepspeed.toml``, ``fsdp.toml``, ...); of the table of H200 layers are this
 engine's own, of a GPT with the row's sizes, products and arrays at half the bytes. Schedules and collectives are always
 the engine's.
 """
@@ -29,17 +29,17 @@ from statistics import mean, median
 from textwrap import fill
 
 import numpy as np
+from other_systems.description import RECOMPUTED, Transformer, read_system
+from other_systems.memory import SystemMemory, memory_of
+from other_systems.work import SystemUpdate, model_of
 from score_columns import Columns, TransformerRun
 
 from spmd_engine.errors import SpmdError
 from spmd_engine.models import GPTSize, Model, gpt
 from spmd_engine.planning.machine.files import read_machine
 from spmd_engine.planning.machine.machine import Machine
-from spmd_engine.planning.other_systems import SystemMemory, memory_of
-from spmd_engine.planning.other_work import SystemUpdate, model_of
 from spmd_engine.planning.search.search import Planner
 from spmd_engine.planning.search.search_space import Candidate
-from spmd_engine.planning.system_file import RECOMPUTED, Transformer, read_system
 
 Row = dict[str, str]
 

@@ -14,6 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from other_systems import description
+from other_systems.description import Transformer, read_system
+from other_systems.memory import memory_of
+from other_systems.work import model_of
 
 from altered import gguf_of, in_bytes, in_json, in_words
 from labelled_images import write_folder, write_idx, write_npz
@@ -26,11 +30,8 @@ from spmd_engine.formats.text_documents import documents, find_files
 from spmd_engine.formats.token_file import TokenFacts, add_to_digest, layout, open_token_file
 from spmd_engine.models.load_config import ends_at, shape_at, tokenizer_at
 from spmd_engine.planning.machine.files import read_machine
-from spmd_engine.planning.other_systems import memory_of
-from spmd_engine.planning.other_work import model_of
 from spmd_engine.planning.report.model_file import planned_model
 from spmd_engine.planning.report.plan_result import PlanFile
-from spmd_engine.planning.system_file import Transformer, read_system
 from spmd_engine.serving.options import read_generation_config
 from spmd_engine.training.data.image_sources import find_images
 from spmd_engine.training.data.images import ImageRows
@@ -209,11 +210,9 @@ def npy(folder):
     return folder / "x.npy"
 
 
-def packaged(folder, name):
-    return (resources.files("spmd_engine.planning") / folder / f"{name}.toml").read_text()
-
-
-MACHINE = packaged("machines", "a100") + '[topology]\nkind = "fat-tree"\nleaf = 4\n'
+MACHINES = resources.files("spmd_engine.planning") / "machines"
+MACHINE = (MACHINES / "a100.toml").read_text() + '[topology]\nkind = "fat-tree"\nleaf = 4\n'
+SYSTEM = Path(description.__file__).with_name("megatron-deepspeed.toml").read_text()
 PLAN = PlanFile(ranks=2, machine="x").as_json()
 JOB = Job.of(model="mlp", mesh={"data": 2, "model": 2}, zero=1, steps=3, data="texts").as_json()
 MODEL = "layers = 2\nwidth = 8\nheads = 2\ncontext = 16\nvocabulary = 300\ntied = true\nepsilon = 1e-5\n"
@@ -222,7 +221,7 @@ LINES = "".join(json.dumps(each) + "\n" for each in ({"text": "a"}, {"prompt": "
 JSON, TOML = (in_bytes, in_words, in_object, in_object), (in_bytes, in_words, in_words)
 KINDS = {
     "machine": Kind(text_file("x.toml", MACHINE), read_machine, TOML),
-    "system": Kind(text_file("x.toml", packaged("systems", "megatron-deepspeed")), read_system_file, TOML),
+    "system": Kind(text_file("x.toml", SYSTEM), read_system_file, TOML),
     "sizes": Kind(text_file("x.toml", MODEL), lambda path: planned_model(str(path)), TOML),
     "plan": Kind(text_file("x.json", json.dumps(PLAN)), PlanFile.read, JSON),
     "job": Kind(text_file("x.json", json.dumps(JOB)), Job.read, JSON),

@@ -12,8 +12,9 @@ from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.parallel_config import ModelConfig
 from spmd_engine.planning import analyze
 from spmd_engine.planning.dry_run.step_analysis import FORWARD, Computation, Product, Products
+from spmd_engine.planning.machine import measure
 from spmd_engine.planning.machine.files import machine_of, read_machine
-from spmd_engine.planning.machine.machine import Curve, Fitted, measure
+from spmd_engine.planning.machine.machine import Curve, Fitted
 from spmd_engine.planning.machine.text import text_of
 from spmd_engine.planning.simulator.compute_time import ComputeTimes, bytes_of
 

@@ -5,10 +5,10 @@ percent of those without any technique). Eight ranks of tensor parallelism, sequ
 """
 
 import pytest
+from other_systems.description import Transformer, read_system
+from other_systems.memory import memory_of
 
 from spmd_engine.errors import UsageError
-from spmd_engine.planning.other_systems import memory_of
-from spmd_engine.planning.system_file import Transformer, read_system
 
 MODELS = {  # transformer, stages, chunks a stage, samples of a micro-batch
     "22B": (Transformer(48, 6144, 64, 2048), 1, 1, 4),

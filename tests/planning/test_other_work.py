@@ -4,15 +4,15 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from other_systems.description import System, Transformer, read_system
+from other_systems.work import SystemUpdate, model_of
 
 from spmd_engine.engine.parallel_config import Composition
 from spmd_engine.errors import UsageError
 from spmd_engine.planning import analyze
 from spmd_engine.planning.dry_run.step_analysis import BACKWARD_WEIGHTS, UPDATE, Computation, Product, Products
 from spmd_engine.planning.machine.files import read_machine
-from spmd_engine.planning.other_work import SystemUpdate, model_of
 from spmd_engine.planning.simulator.compute_time import ComputeTimes, bytes_of
-from spmd_engine.planning.system_file import System, Transformer, read_system
 
 LAYERS, WIDTH, HEADS, SEQUENCE, VOCABULARY, SAMPLES = 2, 64, 4, 32, 256, 3
 SIZES = Transformer(LAYERS, WIDTH, HEADS, SEQUENCE, VOCABULARY)

@@ -8,12 +8,12 @@ from statistics import median
 
 import numpy as np
 import pytest
+from other_systems.description import Transformer, read_system
+from other_systems.work import SystemUpdate, model_of
 
 from spmd_engine.planning.machine.files import read_machine
-from spmd_engine.planning.other_work import SystemUpdate, model_of
 from spmd_engine.planning.search.search import Planner
 from spmd_engine.planning.search.search_space import Candidate
-from spmd_engine.planning.system_file import Transformer, read_system
 
 #: Of what large products reach on each, and of the rest what is usual.
 SHARES = {"a100": 0.75, "h100": 0.65}

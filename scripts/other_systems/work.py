@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from math import prod
 
+from other_systems.description import PARTS, RECOMPUTED, System, SystemWork, Transformer
 from spmd_engine.arrays.meta.array import ShapedArray
 from spmd_engine.arrays.meta.meter import meter
 from spmd_engine.engine.optimizers import Optimizer
@@ -20,7 +21,6 @@ from spmd_engine.layers.declarations import Activation
 from spmd_engine.layers.deferred import then, wait_for
 from spmd_engine.layers.layer import Layer
 from spmd_engine.models import Model
-from spmd_engine.planning.system_file import PARTS, RECOMPUTED, System, SystemWork, Transformer
 
 ITEMSIZE = 2  #: bytes of what is multiplied and sent
 

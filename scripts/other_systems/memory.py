@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from other_systems.description import RECOMPUTED, SavedTensor, System, Transformer
 from spmd_engine.arrays.meta.array import ShapedArray
 from spmd_engine.arrays.meta.meter import meter
 from spmd_engine.engine.parallel_config import Composition
@@ -21,7 +22,6 @@ from spmd_engine.layers.layer import Layer
 from spmd_engine.models import Model
 from spmd_engine.planning.dry_run.analyze import analyze
 from spmd_engine.planning.dry_run.step_analysis import NORM, UPDATE, RankStep
-from spmd_engine.planning.system_file import RECOMPUTED, SavedTensor, System, Transformer
 
 _DTYPES = {1: np.uint8, 2: np.float16, 4: np.float32, 8: np.float64}
 #: The stage of ZeRO from which each kind of state is cut.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from importlib import resources
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -105,14 +104,14 @@ class Transformer:
 
 
 def read_system(name: str | Path) -> System:
-    """A system by the name of a file that comes with the package ("megatron"), or by the path of another. A file that
+    """A system by the name of a file beside this one ("megatron"), or by the path of another. A file that
     says which other it is ``like`` has what it does not say from that one.
 
     Raises UsageError, in one line, for a file that cannot be read, or with fields that are unknown or missing.
     """
-    packaged = resources.files("spmd_engine.planning") / "systems" / f"{name}.toml"
+    beside = Path(__file__).with_name(f"{name}.toml")
     with reading(f"{name}: no description of a system"):
-        content = parse_toml(packaged.read_text() if packaged.is_file() else read_text(name))
+        content = parse_toml(beside.read_text() if beside.is_file() else read_text(name))
         like = read_system(content.pop("like")) if "like" in content else None
         readers = {"saved": _saved, "work": _operation}
         for key in readers.keys() & content.keys():
