@@ -109,7 +109,7 @@ def read_system(name: str | Path) -> System:
 
     Raises UsageError, in one line, for a file that cannot be read, or with fields that are unknown or missing.
     """
-    beside = Path(__file__).with_name(f"{name}.toml")
+    beside = Path(__file__).parent / f"{name}.toml"
     with reading(f"{name}: no description of a system"):
         content = parse_toml(beside.read_text() if beside.is_file() else read_text(name))
         like = read_system(content.pop("like")) if "like" in content else None

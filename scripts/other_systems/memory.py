@@ -132,6 +132,7 @@ def _activations(step: RankStep) -> tuple[int, int]:
 class _LayerPart(Layer):
     """Keeps what a system keeps, and computes nothing."""
 
+    costs_only = True
     may_cut, across = "bshrfv", "h"
 
     def __init__(

@@ -68,6 +68,7 @@ class SystemUpdate(Optimizer):
 class _WorkLayer(Layer):
     """Does, on shapes, what a system's file lists for a part of the model."""
 
+    costs_only = True
     may_cut = "bshrfv"
 
     def __init__(

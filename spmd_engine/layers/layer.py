@@ -72,10 +72,13 @@ class Layer(ABC):
     tied: Mapping[str, str] = MappingProxyType({})  #: own names of parameters that are another layer's, by full name
     may_cut = "bs"  #: letters that a layout may cut inside this layer
     across = ""  #: the letter over whose axes it gathers from, and reduces onto, the residual stream
+    costs_only = False  #: it computes nothing, but spends on shapes what another program would: it is not checked
     attends = False  #: whether queries meet keys in it: what ``--recompute attention`` repeats
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        if cls.costs_only:
+            return
         guard(cls, "__init__", lambda layer, returned, *args, **options: None)
         guard(cls, "forward", check_forward)
         guard(cls, "backward_input", check_backward_input)
@@ -108,7 +111,7 @@ class Layer(ABC):
 
     def backward_weight(self, sh: Shards, rest: Any, g: GradientSums) -> None:
         """Add the gradients to ``g``, unreduced over the axes that cut the batch or the sequence."""
-        if is_users(type(self)):  # of its own parameters it has forgotten all
+        if is_users(type(self)) and not self.costs_only:  # of its own parameters it has forgotten all
             check_backward_weight(self, None, sh, rest, g)
 
 
