@@ -60,8 +60,8 @@ def test_json_that_has_no_end_is_one_line(tmp_path):
 
 def test_half_of_a_surrogate_pair_is_refused_where_it_is_read(tmp_path):
     job = JOBS[0].as_json()
-    (tmp_path / "job.json").write_text(json.dumps({**job, "data": {**job["data"], "source": "texts \ud83d\ude00"}}))
-    assert Job.read(tmp_path / "job.json").data.source == "texts \U0001f600"
-    (tmp_path / "job.json").write_text(json.dumps({**job, "data": {**job["data"], "source": "texts \ud800"}}))
+    (tmp_path / "job.json").write_text(json.dumps({**job, "data": {**job["data"], "path": "texts \ud83d\ude00"}}))
+    assert Job.read(tmp_path / "job.json").data.path == "texts \U0001f600"
+    (tmp_path / "job.json").write_text(json.dumps({**job, "data": {**job["data"], "path": "texts \ud800"}}))
     with pytest.raises(UsageError, match="cannot be read as JSON: .*surrogates not allowed"):
         Job.read(tmp_path / "job.json")
