@@ -18,8 +18,8 @@ from zlib import crc32
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.checkpoints.format.blocks import read_block
 from spmd_engine.checkpoints.format.dtypes import DTYPES, dtype_name
-from spmd_engine.checkpoints.format.files import read_block
 from spmd_engine.checkpoints.format.manifest import MODEL, OPTIMIZER
 from spmd_engine.checkpoints.read import Checkpoint
 from spmd_engine.checkpoints.save import shares_of

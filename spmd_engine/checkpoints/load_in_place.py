@@ -22,8 +22,9 @@ from typing import Self
 import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
+from spmd_engine.checkpoints.format.blocks import IN_CACHE, bytes_of, cut_short, damaged, is_finite, read_into
 from spmd_engine.checkpoints.format.dtypes import DTYPES
-from spmd_engine.checkpoints.format.files import IN_CACHE, Headers, bytes_of, cut_short, damaged, is_finite, read_into
+from spmd_engine.checkpoints.format.headers import Headers
 from spmd_engine.checkpoints.format.manifest import StoredArray, StoredBlock
 from spmd_engine.comm.agreement.rank_zero import on_all_ranks
 from spmd_engine.comm.group import Group

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
+from spmd_engine.checkpoints.format.blocks import block_name, is_finite, read_block
 from spmd_engine.checkpoints.format.dtypes import DTYPES
-from spmd_engine.checkpoints.format.files import block_name, is_finite, read_block, read_file_header
 from spmd_engine.checkpoints.format.folder import CheckpointFolder, discard
+from spmd_engine.checkpoints.format.headers import read_file_header
 from spmd_engine.checkpoints.format.lock import RunLock
 from spmd_engine.checkpoints.format.manifest import Arrays, StoredArray, StoredBlock
 from spmd_engine.checkpoints.format.write import BlockToWrite, write_files

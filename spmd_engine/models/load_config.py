@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from spmd_engine.errors import CheckpointError
-from spmd_engine.formats.gguf import is_gguf, read_gguf
 from spmd_engine.models.decoder import DecoderShape
-from spmd_engine.tokens.gguf import gguf_ends, gguf_tokenizer
-from spmd_engine.tokens.hugging_face import JsonTokenizer, read_tokenizer
+
+if TYPE_CHECKING:
+    from spmd_engine.tokens.hugging_face import JsonTokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -115,19 +116,26 @@ def not_understood(path: str | Path) -> list[str]:
     return read_config(read_json(path), str(path))[1] if path.is_file() else []
 
 
-# --- The tokenizer of the decoder whose weights are at a path
+# --- tokenizers: their modules are imported by those that read one, not by every rank that trains
 
 
 def tokenizer_at(path: str | Path) -> JsonTokenizer:
-    """That of a model's folder, of a GGUF file, or of one ``tokenizer.json``.
+    """The tokenizer of a model's folder, of a GGUF file, or of one ``tokenizer.json``.
 
     Raises UsageError for what is missing or damaged.
     """
+    from spmd_engine.formats.gguf import is_gguf, read_gguf
+    from spmd_engine.tokens.gguf import gguf_tokenizer
+    from spmd_engine.tokens.hugging_face import read_tokenizer
+
     path = located(path, "tokenizer")
     return gguf_tokenizer(read_gguf(path).facts, str(path)) if is_gguf(path) else read_tokenizer(path)
 
 
 def ends_at(path: str | Path) -> tuple[int, ...]:
-    """The tokens that end what is generated, as a GGUF file says them."""
+    """The tokens that end a generated text, from the metadata of a GGUF file."""
+    from spmd_engine.formats.gguf import read_gguf
+    from spmd_engine.tokens.gguf import gguf_ends
+
     path = located(path)
     return gguf_ends(read_gguf(path).facts, str(path))

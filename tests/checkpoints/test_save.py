@@ -12,7 +12,7 @@ import saved
 import tiny
 from spmd_engine import Mesh, run
 from spmd_engine.checkpoints import Checkpoint, CheckpointFolder, Save, load_checkpoint, save_checkpoint
-from spmd_engine.checkpoints.format.files import read_block
+from spmd_engine.checkpoints.format.blocks import read_block
 from spmd_engine.checkpoints.format.manifest import Manifest
 from spmd_engine.checkpoints.format.write import BlockToWrite, write_files
 from spmd_engine.checkpoints.save import deal

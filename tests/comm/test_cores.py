@@ -89,7 +89,7 @@ def test_ranks_of_a_group_share_its_quota(quotas, cores):
 THREADS = """
 import os, sys
 from pathlib import Path
-from spmd_engine.node import cores
+from spmd_engine.comm.shared_memory import cores
 os.sched_getaffinity = lambda process: range(8)
 cores.OWN, cores.GROUPS = Path(sys.argv[1]), sys.argv[2]
 from threadpoolctl import threadpool_info

@@ -56,7 +56,7 @@ def test_a_step_that_cannot_be_foretold_is_trained_all_the_same(tmp_path, monkey
     def fails(*_, **__):
         raise ValueError("no such shape")
 
-    monkeypatch.setattr("spmd_engine.planning.dry_run.analyze", fails)
+    monkeypatch.setattr("spmd_engine.planning.analyze", fails)
     assert "foretold" not in trained(tmp_path / "run")
     assert "not compared with a plan: the analysis of it failed with ValueError('no such shape')" in caplog.text
 

@@ -9,7 +9,7 @@ from spmd_engine.runtime.mpi_job import find_mpiexec
 
 PROGRAM = """
 import sys
-from spmd_engine.process import join
+from spmd_engine.runtime import join
 from spmd_engine.comm.world import world
 from spmd_engine.runtime.launchers import launcher_rank
 
@@ -64,7 +64,7 @@ def test_mpi_is_initialized_as_mpi4py_does_it(mpi_run, tmp_path):
 
 
 INTERRUPTED = """
-from spmd_engine.process import join
+from spmd_engine.runtime import join
 from spmd_engine.runtime.ending import end_at_once
 
 

@@ -13,8 +13,8 @@ from typing import BinaryIO
 
 import numpy as np
 
+from spmd_engine.checkpoints.format.blocks import bytes_of
 from spmd_engine.checkpoints.format.dtypes import DTYPES
-from spmd_engine.checkpoints.format.files import bytes_of
 from spmd_engine.checkpoints.format.write import header
 from spmd_engine.checkpoints.hf.tensor_view import StoredView
 from spmd_engine.checkpoints.read import Sliceable
