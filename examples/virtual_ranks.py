@@ -1,11 +1,11 @@
 """Four virtual ranks in one process: no MPI, one debugger, results in rank order.
 
-    python examples/virtual_ranks.py
+python examples/virtual_ranks.py
 """
 
 import numpy as np
 
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 
 
 def program():
@@ -19,7 +19,7 @@ def program():
 
 
 def main():
-    results = run(program, ranks=4)
+    results = run_threads(program, ranks=4)
     for rank, result in enumerate(results):
         print(rank, result)
     return results

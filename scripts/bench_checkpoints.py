@@ -29,7 +29,7 @@ from spmd_engine.checkpoints import CheckpointFolder, load_checkpoint, save_chec
 from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
 from spmd_engine.comm.group import Group
 from spmd_engine.engine import AdamW, LayeredEngine
-from spmd_engine.engine.state.assignment import Storage
+from spmd_engine.engine.state.assignment import ZeroConfig
 from spmd_engine.models.names import build_model
 
 AT_ONCE = 4 << 20  # bytes
@@ -94,7 +94,7 @@ def main() -> None:
     axes = parse_axes(asked.mesh) if asked.mesh else {}
     with Mesh(**axes) as mesh:
         world = mesh.group()
-        engine, optimizer = LayeredEngine(build_model(asked.model), mesh, storage=Storage(asked.zero)), AdamW()
+        engine, optimizer = LayeredEngine(build_model(asked.model), mesh, storage=ZeroConfig(asked.zero)), AdamW()
         optimizer.prepare(engine)
         folder = Path(text_from_rank_zero(world, lambda: tempfile.mkdtemp(dir=".", prefix="bench-checkpoints-")))
         plain, whole = folder / f"plain-{world.rank}", folder / "plain"

@@ -26,10 +26,10 @@ from spmd_engine.checkpoints.hf.export import export_huggingface
 from spmd_engine.checkpoints.read import Sliceable
 from spmd_engine.cli.bench.measuring import mpiexec
 from spmd_engine.engine.parallel_config import ModelConfig, build_engine
-from spmd_engine.models import DecoderShape
+from spmd_engine.models import DecoderConfig
 
 HERE = Path(__file__).resolve().parent
-SHAPE = DecoderShape(
+SHAPE = DecoderConfig(
     layers=30, width=576, heads=9, key_value_heads=3, hidden=1536, vocabulary=49152, context=2048, epsilon=1e-5
 )
 #: What is to be reached: how many times as fast as transformers, of `memory` which part of its bytes at most.

@@ -20,7 +20,7 @@ from spmd_engine import Mesh
 from spmd_engine.checkpoints import load_checkpoint, save_checkpoint
 from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
 from spmd_engine.engine import AdamW, LayeredEngine
-from spmd_engine.engine.state.assignment import Storage
+from spmd_engine.engine.state.assignment import ZeroConfig
 from spmd_engine.models.names import build_model
 
 WAYS = {
@@ -38,7 +38,7 @@ class Engine(LayeredEngine):
 
 
 def in_memory(engine: LayeredEngine, optimizer: AdamW, mesh: Mesh, zero: int) -> None:
-    engine.reshard(mesh, optimizer=optimizer, storage=Storage(zero))
+    engine.reshard(mesh, optimizer=optimizer, storage=ZeroConfig(zero))
 
 
 def through_rank_zero(engine: LayeredEngine, optimizer: AdamW, mesh: Mesh, zero: int) -> None:
@@ -49,7 +49,7 @@ def through_rank_zero(engine: LayeredEngine, optimizer: AdamW, mesh: Mesh, zero:
         kind: {name: engine.gather_owned(name, state, root=0) for name in engine.names}
         for kind, state in optimizer.state.items()
     }
-    engine = Engine(engine.model, mesh, storage=Storage(zero))
+    engine = Engine(engine.model, mesh, storage=ZeroConfig(zero))
     engine.load_checkpoint({name: world.broadcast(array) for name, array in whole.items()})
     engine.after_update()
     optimizer.state.clear()
@@ -65,7 +65,7 @@ def through_rank_zero(engine: LayeredEngine, optimizer: AdamW, mesh: Mesh, zero:
 def through_checkpoint(engine: LayeredEngine, optimizer: AdamW, mesh: Mesh, zero: int) -> None:
     folder = text_from_rank_zero(engine.group(), tempfile.mkdtemp)
     save_checkpoint(folder, engine, optimizer)
-    load_checkpoint(folder, Engine(engine.model, mesh, storage=Storage(zero)), AdamW())
+    load_checkpoint(folder, Engine(engine.model, mesh, storage=ZeroConfig(zero)), AdamW())
     engine.group().barrier()
     if engine.group().rank == 0:
         shutil.rmtree(folder)
@@ -78,7 +78,7 @@ def moved(how: Callable, way: tuple, model: str) -> tuple[float, float]:
     """Wall seconds until all ranks are done, and CPU seconds of all of them."""
     axes, zero, others, new_zero = way
     with Mesh(**axes) as mesh, Mesh(**others) as other:
-        engine, optimizer = Engine(build_model(model), mesh, storage=Storage(zero)), AdamW()
+        engine, optimizer = Engine(build_model(model), mesh, storage=ZeroConfig(zero)), AdamW()
         optimizer.prepare(engine)
         return timed(mesh.group(), lambda: how(engine, optimizer, other, new_zero))
 

@@ -11,7 +11,7 @@ from spmd_engine import Mesh
 from spmd_engine.arrays.backend import CPU
 from spmd_engine.engine import SGD, AdamW, LayeredEngine, schedules
 from spmd_engine.engine.batch import make_batch
-from spmd_engine.engine.state.assignment import Storage
+from spmd_engine.engine.state.assignment import ZeroConfig
 from spmd_engine.models import GPTSize, gpt
 from spmd_engine.models.mlp import mlp
 from spmd_engine.training.trainer import Trainer
@@ -23,7 +23,7 @@ def main() -> None:
         engine = LayeredEngine(
             build_model(config),
             mesh,
-            storage=Storage(config.get("zero")),
+            storage=ZeroConfig(config.get("zero")),
             schedule=schedules.named(config["schedule"]) if "schedule" in config else None,
             stages=config.get("stages", "even"),
         )

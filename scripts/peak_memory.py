@@ -31,7 +31,7 @@ from spmd_engine.axes import parse_axes
 from spmd_engine.comm.shared_memory.arena import HEAD, Arena
 from spmd_engine.engine import AdamW
 from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.engine.parallel_config import Composition, ModelConfig, build_engine
+from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
 from spmd_engine.planning import analyze
 from spmd_engine.planning.dry_run.analyze import foretold_batch
 from spmd_engine.training import Trainer
@@ -133,7 +133,9 @@ def use_blas_buffers(side: int = 2048) -> None:
     np.matmul(a, b, out=c)
 
 
-def steps_of(config: ModelConfig, mesh: Mesh, composition: Composition, batch_size: int, micro_batches: int) -> Trainer:
+def steps_of(
+    config: ModelConfig, mesh: Mesh, composition: ParallelConfig, batch_size: int, micro_batches: int
+) -> Trainer:
     """What trains a model; it has made two steps."""
     engine = build_engine(config, mesh, composition)
     batch = foretold_batch(engine.model, engine, batch_size, micro_batches, None, engine.dtype, real=True)
@@ -147,7 +149,7 @@ def steps_of(config: ModelConfig, mesh: Mesh, composition: Composition, batch_si
 def measure(name: str, resident: bool) -> list[dict]:
     """Each rank's peak, foretold and measured."""
     model, axes, options, batch_size, micro_batches = PLANS[name]
-    composition, config = Composition(**options), ModelConfig(model)
+    composition, config = ParallelConfig(**options), ModelConfig(model)
     with Mesh(**parse_axes(axes)) as mesh:
         if resident:
             small, few = ModelConfig(SMALL.get(model, model)), micro_batches * mesh.size
@@ -175,7 +177,7 @@ def measure(name: str, resident: bool) -> list[dict]:
 
 
 def foretold(
-    config: ModelConfig, axes: str, composition: Composition, batch_size: int, micro_batches: int
+    config: ModelConfig, axes: str, composition: ParallelConfig, batch_size: int, micro_batches: int
 ) -> Sequence[int]:
     """The peak of each rank."""
     sizes = {"batch_size": batch_size, "micro_batches": micro_batches}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Sequence
 
-from spmd_engine.engine.parallel_config import Composition
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.models import GPTSize, Model, gpt
 from spmd_engine.models.mlp import deep_mlp
 from spmd_engine.planning.machine.files import read_machine
@@ -70,21 +70,21 @@ def billions(machine: Machine, memory: float) -> Iterable[list[str]]:
             yield [name, str(ranks), "none fits"]
         else:
             best = found.best[0].candidate
-            yield [name, str(ranks), str(best), *measures(look_at(model, nodes, best, Composition()))]
+            yield [name, str(ranks), str(best), *measures(look_at(model, nodes, best, ParallelConfig()))]
         if ranks > 1:
             yield [name, str(ranks), f"data={ranks}; zero 3; recompute block", *measures(sharded(model, nodes, ranks))]
 
 
 def sharded(model: Model, machine: Machine, ranks: int) -> Foresight:
     """Everything stored in parts, blocks recomputed, four samples a rank and micro-batch."""
-    return look(model, machine, {"data": ranks}, Composition(zero=3, recompute="block"), BATCH, BATCH // ranks // 4)
+    return look(model, machine, {"data": ranks}, ParallelConfig(zero=3, recompute="block"), BATCH, BATCH // ranks // 4)
 
 
 def grouped(machine: Machine) -> Iterable[list[str]]:
     """Small layers, by the bytes at which a group is closed."""
     model = deep_mlp(SMALL_LAYERS, SMALL_WIDTH)
     for threshold in THRESHOLDS:
-        composition = Composition(zero=3, group_threshold=threshold)
+        composition = ParallelConfig(zero=3, group_threshold=threshold)
         seen = look(model, machine.with_ranks(SMALL_RANKS), {"data": SMALL_RANKS}, composition, 64 * SMALL_RANKS, 1)
         yield [readable_bytes(threshold) if threshold else "one array", *measures(seen)]
 

@@ -30,7 +30,7 @@ from spmd_engine.axes import parse_axes
 from spmd_engine.cli.bench.measuring import start_ranks
 from spmd_engine.cli.calibrate import STEPS, fitted, step_seconds
 from spmd_engine.engine import AdamW
-from spmd_engine.engine.parallel_config import Composition, ModelConfig, build_engine
+from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
 from spmd_engine.errors import UsageError
 from spmd_engine.planning.dry_run.analyze import foretold_batch
 from spmd_engine.planning.machine.files import machine_of, read_machine
@@ -95,7 +95,7 @@ def measure(name: str, seconds: float) -> float:
     """Seconds of a step: the median of as many as there is time for, on the slowest rank."""
     model, axes, options, micro_batches = named()[name]
     with Mesh(**parse_axes(axes)) as mesh:
-        engine = build_engine(ModelConfig(model), mesh, Composition(**options))
+        engine = build_engine(ModelConfig(model), mesh, ParallelConfig(**options))
         batch = foretold_batch(engine.model, engine, BATCHES[model], micro_batches, None, engine.dtype, real=True)
         trainer = Trainer(engine, AdamW(), lambda step: batch, lambda step: 1e-4, step_metrics=False)
         turns: list[float] = []
@@ -149,7 +149,7 @@ def cpu_name() -> str:
 def predicted(name: str, machine: Machine) -> float:
     """Seconds of a step, as the planner simulates it."""
     model, axes, options, micro_batches = named()[name]
-    mesh, composition = parse_axes(axes), Composition(**options)
+    mesh, composition = parse_axes(axes), ParallelConfig(**options)
     machine = machine.with_ranks(prod(mesh.values()))
     config = ModelConfig(model)
     options = {"dtype": np.dtype(config.dtype), "optimizer": AdamW()}

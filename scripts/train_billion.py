@@ -18,7 +18,7 @@ from spmd_engine import Mesh
 from spmd_engine.cli.bench.steps import held_bytes
 from spmd_engine.comm.world import world
 from spmd_engine.engine import AdamW, LayeredEngine
-from spmd_engine.engine.parallel_config import Composition, composed_layout
+from spmd_engine.engine.parallel_config import ParallelConfig, composed_layout
 from spmd_engine.models import GPTSize, gpt
 from spmd_engine.planning import analyze
 from spmd_engine.planning.dry_run.analyze import foretold_batch
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     arguments = parser.parse_args()
     model = gpt(GPTSize(arguments.blocks, arguments.width, arguments.width // 64, context=128), "gpt-1b")
-    composition = Composition(zero=3, recompute="block")
+    composition = ParallelConfig(zero=3, recompute="block")
     with Mesh(data=world().size) as mesh:
         say = print if mesh.rank == 0 else (lambda *_, **__: None)
         axes, batch_size = dict(mesh.axes), mesh.size

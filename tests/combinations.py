@@ -7,7 +7,7 @@ import numpy as np
 
 import parts
 import tiny
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import AdamW
 from spmd_engine.engine.pipeline.chunk import Recompute
 from spmd_engine.engine.schedules import named
@@ -54,7 +54,7 @@ def assert_same(results, expected):
         parts.assert_parts([result[kind] for result in results], expected[kind], atol=1e-8, missing=alone)
 
 
-def train_gpt(axes, *, launch=run, micro_batches=2, optimizer=AdamW, steps=tiny.STEPS, **options):
+def train_gpt(axes, *, launch=run_threads, micro_batches=2, optimizer=AdamW, steps=tiny.STEPS, **options):
     def program():
         with Mesh(**axes) as mesh:
             engine = tiny.make_engine(mesh, **options)
@@ -68,7 +68,7 @@ def one_device(**options):
     return train_gpt({"data": 1}, **options)[0]
 
 
-def assert_as_one_device(case, launch=run):
+def assert_as_one_device(case, launch=run_threads):
     expected = one_device(**{key: value for key, value in case.options.items() if key in COMPUTED})
     assert_same(train_gpt(case.axes, launch=launch, **case.options), expected)
 

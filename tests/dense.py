@@ -6,7 +6,7 @@ from math import prod
 import numpy as np
 
 from numerics import frozen, normals
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.layers import ForwardContext, GradientSums, Linear, Skip
 from spmd_engine.layers.deferred import wait_for
 from spmd_engine.sharding import Layout, Shards
@@ -114,7 +114,7 @@ def on_mesh(problem, cut, work=Local.solve):
         with Mesh(**axes) as mesh:
             return work(Local(problem, mesh, cuts))
 
-    return run(rank, prod(axes.values()))
+    return run_threads(rank, prod(axes.values()))
 
 
 def assert_same(results, expected):

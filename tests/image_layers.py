@@ -6,7 +6,7 @@ import numpy as np
 
 from layer_harness import tree
 from numerics import frozen, normals
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.layers import ForwardContext, GradientSums
 from spmd_engine.layers.deferred import wait_for
 from spmd_engine.sharding import Layout, Shards
@@ -86,7 +86,7 @@ def solve(problem, cut):
             results |= {name: whole(update, layer.buffers[name].dims) for name, update in told.updates.items()}
         return results, sent
 
-    return run(rank, ranks=prod(axes.values()))
+    return run_threads(rank, ranks=prod(axes.values()))
 
 
 def assert_as_one_device(problem, cut):

@@ -12,7 +12,7 @@ import pytest
 
 from numerics import frozen, normals
 from parts import joined
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.layers import (
     MLP,
     Attention,
@@ -224,7 +224,7 @@ def solve(problem, axes, training=True, **options):
         index = {name: sh.layout.spec(*dims[name]).block(shapes[name], mesh) for name in results}
         return {name: (index[name], part) for name, part in results.items()}, in_rank_order(sh, problem.x.shape[1])
 
-    found = run(rank, ranks=prod(axes.values()))
+    found = run_threads(rank, ranks=prod(axes.values()))
     whole = joined([parts for parts, _ in found], {name: shapes[name] for name in found[0][0]})
     by_position = np.argsort(found[0][1])
     return {name: array[:, by_position] if name in ("y", "dx") else array for name, array in whole.items()}

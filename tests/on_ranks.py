@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from spmd_engine import run
+from spmd_engine import run_threads
 
 OPS = {"sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
 NUMPY_DTYPES = ("bool", "int8", "uint16", "int64", "float16", "float32", "float64", "complex128")
@@ -37,7 +37,7 @@ def numbers_of_ranks(*virtual, soak=(), mpi=(2, 3, 4)):
 
 def on_ranks(program, ranks, *args):
     """Run ``program(*args)`` on virtual ranks; with None for them, as one rank of the MPI job there is."""
-    return run(program, ranks, args=args) if ranks else [program(*args)]
+    return run_threads(program, ranks, args=args) if ranks else [program(*args)]
 
 
 @functools.cache

@@ -6,7 +6,7 @@ from math import prod
 import numpy as np
 import pytest
 
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.strategies import (
     STRATEGIES,
@@ -100,7 +100,7 @@ def train(name, axes, optimizer, micro_batches, *, steps=2, dtype=np.float64, of
 @cache
 def trained_alone(name, *args, **options):
     """The training of the single rank, made once for all meshes; not to be written to."""
-    return run(partial(train, name, {}, *args, alone=True, **options), 1)[0]
+    return run_threads(partial(train, name, {}, *args, alone=True, **options), 1)[0]
 
 
 def assert_trained_alike(result, expected, tolerance=1e-10):

@@ -3,10 +3,10 @@
 import numpy as np
 
 import parts
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import SGD, LayeredEngine, schedules
 from spmd_engine.engine.batch import batch_of
-from spmd_engine.engine.state.assignment import Storage
+from spmd_engine.engine.state.assignment import ZeroConfig
 from spmd_engine.models import ImageShape, convnet, layout_for, resnet
 from spmd_engine.training import Trainer
 
@@ -38,7 +38,7 @@ def train(model, axes, *, layout=None, schedule=None, zero=None, steps=STEPS, mi
             chosen = layout or layout_for(model, mesh)
             if schedule:
                 how["schedule"] = schedules.named(schedule)
-            engine = LayeredEngine(model, mesh, chosen, dtype=np.float64, seed=5, storage=Storage(zero), **how)
+            engine = LayeredEngine(model, mesh, chosen, dtype=np.float64, seed=5, storage=ZeroConfig(zero), **how)
             batches = lambda step: batch_of(*pictures(step), engine, micro_batches, step)
             trainer = Trainer(engine, SGD(momentum=0.9), batches, lambda step: 0.05, grad_clip=None)
             losses = [report.loss for report in trainer.run(steps)]
@@ -49,7 +49,7 @@ def train(model, axes, *, layout=None, schedule=None, zero=None, steps=STEPS, mi
                 {name: (engine.buffer_index(name), array.copy()) for name, array in engine.buffers.items()},
             )
 
-    return run(program, ranks=int(np.prod(list(axes.values()))))
+    return run_threads(program, ranks=int(np.prod(list(axes.values()))))
 
 
 def assert_same(found, expected):

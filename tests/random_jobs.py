@@ -13,7 +13,7 @@ import numpy as np
 import saved
 import tiny
 from labelled_images import write_npz
-from spmd_engine import Job, Mesh, run, train
+from spmd_engine import Mesh, TrainConfig, run_threads, train
 from spmd_engine.axes import MeshPosition
 from spmd_engine.checkpoints import Checkpoint
 from spmd_engine.engine.parallel_config import PIPELINES, RECOMPUTE, composed_layout
@@ -130,7 +130,7 @@ class RandomJob:
     def _tokens(self):
         path = self.folder / "letters.tokens"
         if not path.exists():
-            run(lambda: prepare(Mesh().group(), [self._text_lines()], Letters(), path), 1)
+            run_threads(lambda: prepare(Mesh().group(), [self._text_lines()], Letters(), path), 1)
         return str(path)
 
     def _text_lines(self):
@@ -158,7 +158,7 @@ class RandomJob:
             return self._page_axes(ranks), {}
         for _ in range(200):
             axes, how = self._axes(ranks), self._how()
-            job = Job.of(**self.what | how)
+            job = TrainConfig.of(**self.what | how)
             try:
                 place = MeshPosition(axes, dict.fromkeys(axes, 0))
                 composed_layout(job.model.build(job.composition), place, job.composition)
@@ -202,12 +202,12 @@ class RandomJob:
 
     def trained(self, leg, folder, resume):
         """Losses by step of one leg."""
-        job = Job.of(**self.what | leg.how | leg.run | {"mesh": leg.axes})
+        job = TrainConfig.of(**self.what | leg.how | leg.run | {"mesh": leg.axes})
         ranks = tiny.ranks_of(leg.axes)
         if leg.turns_at is None:
-            run(lambda: train(job, folder, resume=resume, stop_at=leg.stop_at, trace=leg.trace), ranks)
+            run_threads(lambda: train(job, folder, resume=resume, stop_at=leg.stop_at, trace=leg.trace), ranks)
             return losses_in(folder)
-        return run(lambda: self._turning(job, leg, folder, resume), ranks)[0] | losses_in(folder)
+        return run_threads(lambda: self._turning(job, leg, folder, resume), ranks)[0] | losses_in(folder)
 
     def _turning(self, job, leg, folder, resume):
         """The steps before the turn; those after it are in the folder."""
@@ -220,7 +220,7 @@ class RandomJob:
                 _begin(made, workload, resume)
             reports = list(made.trainer.run(leg.turns_at))
             model_has = {name: leg.how[name] for name in ("context_method", "recut_after") if name in leg.how}
-            composition = Job.of(**self.what | how | model_has).composition
+            composition = TrainConfig.of(**self.what | how | model_has).composition
             layout = composed_layout(workload.engine.model, other, composition)
             options = composition.how_on(axes)
             workload.engine.reshard(other, layout, optimizer=made.trainer.optimizer, **options)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 
 from numerics import frozen
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.sharding import Spec
 
 DATA_MODEL = ["b s f", "b/data s f", "b s f/data", "b/data s f/model", "b/model s f/data", "b/data s/model f"]
@@ -47,7 +47,7 @@ def on_mesh(axes, body):
         with Mesh(**axes) as mesh:
             return body(mesh)
 
-    return run(rank, prod(axes.values()))
+    return run_threads(rank, prod(axes.values()))
 
 
 @st.composite

@@ -8,10 +8,10 @@ import numpy as np
 
 import parts
 import tiny
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import AdamW, LayeredEngine
 from spmd_engine.engine.schedules import named
-from spmd_engine.engine.state.assignment import Storage
+from spmd_engine.engine.state.assignment import ZeroConfig
 from spmd_engine.layers import RouterOptions
 from spmd_engine.models import Mixture, gpt
 from spmd_engine.sharding import Layout
@@ -39,7 +39,7 @@ def engine_on(mesh, built, *, zero=None, schedule=None, layout=(), **options):
     if schedule:
         options["schedule"] = named(schedule)
     return LayeredEngine(
-        built, mesh, layout, dtype=np.float64, seed=5, storage=Storage(zero, threshold=2000), **options
+        built, mesh, layout, dtype=np.float64, seed=5, storage=ZeroConfig(zero, threshold=2000), **options
     )
 
 
@@ -76,7 +76,7 @@ def train(axes, *, steps=2, micro_batches=2, between=lambda engine, optimizer: N
             mesh.barrier()
             return side
 
-    return run(program, prod(axes.values()))
+    return run_threads(program, prod(axes.values()))
 
 
 @cache

@@ -3,10 +3,10 @@
 import numpy as np
 
 import parts
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import AdamW, LayeredEngine
 from spmd_engine.engine.batch import make_batch
-from spmd_engine.engine.state.assignment import Storage
+from spmd_engine.engine.state.assignment import ZeroConfig
 from spmd_engine.models import GPTSize, gpt
 from spmd_engine.sharding import Layout
 from spmd_engine.sharding.groups import THRESHOLD
@@ -63,7 +63,7 @@ def make_engine(
 ):
     size = GPTSize(**{**SIZE.__dict__, "tied": tied, "layers": layers})
     layout = Layout.for_mesh(mesh, sequence_parallel=sequence_parallel, zigzag=zigzag)
-    storage = Storage(zero, threshold=group_threshold, compress=compress)
+    storage = ZeroConfig(zero, threshold=group_threshold, compress=compress)
     model = gpt(size, dropout=dropout, **dict(model_options))
     return LayeredEngine(model, mesh, layout, dtype=dtype, seed=5, storage=storage, **options)
 
@@ -85,7 +85,7 @@ def train(axes, *, optimizer=AdamW, micro_batches=2, **options):
             numbers = [[report.loss, report.grad_norm] for report in reports]
             return numbers, parts.updated(engine, engine.gradients), parts.stored(engine)
 
-    return run(program, ranks_of(axes))
+    return run_threads(program, ranks_of(axes))
 
 
 def assert_same_training(found, expected, tolerance=1e-10):

@@ -2,7 +2,7 @@
 
 import tracemalloc
 
-from spmd_engine import run
+from spmd_engine import run_threads
 
 
 def peak_of(program, ranks):
@@ -19,6 +19,6 @@ def peak_of(program, ranks):
             return tracemalloc.get_traced_memory()[1]
 
     try:
-        return max(run(traced, ranks))
+        return max(run_threads(traced, ranks))
     finally:
         tracemalloc.stop()

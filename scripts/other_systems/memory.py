@@ -15,7 +15,7 @@ import numpy as np
 from other_systems.description import RECOMPUTED, SavedTensor, System, Transformer
 from spmd_engine.arrays.meta.array import ShapedArray
 from spmd_engine.arrays.meta.meter import meter
-from spmd_engine.engine.parallel_config import Composition
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import Parameter
 from spmd_engine.layers.layer import Layer
@@ -75,7 +75,7 @@ def memory_of(
         each = transformer.layers // count
         stages = ",".join(str(number * each + bool(number and system.first)) for number in range(count))
     model = Model(system.name, tuple(layers), "b s", "b s", "b s", _no_loss, context=transformer.sequence)
-    composition = Composition(
+    composition = ParallelConfig(
         sequence_parallel=sequence_parallel,
         schedule="interleaved" if chunks > 1 else None,
         chunks=chunks if chunks > 1 else None,

@@ -16,7 +16,7 @@ from spmd_engine.comm.agreement.rank_zero import on_all_ranks, on_rank_zero, tex
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.engine.parallel_config import Composition, ModelConfig, build_engine
+from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
 from spmd_engine.errors import CheckpointError, UsageError
 from spmd_engine.models.load_config import located, read_shape
 from spmd_engine.models.names import other_meaning
@@ -45,7 +45,7 @@ def with_shape(model: ModelConfig, group: Group) -> ModelConfig:
 def open_pretrained(
     model: ModelConfig,
     mesh: Mesh,
-    composition: Composition = Composition(),  # noqa: B008 (immutable)
+    composition: ParallelConfig = ParallelConfig(),  # noqa: B008 (immutable)
     *,
     device: str = "cpu",
 ) -> tuple[LayeredEngine, Pretrained]:

@@ -12,7 +12,7 @@ from spmd_engine.cli.options import with_options
 from spmd_engine.models import Model
 from spmd_engine.models.lora import LoRAOptions, with_adapters
 from spmd_engine.models.names import family_of
-from spmd_engine.training.job import LORA
+from spmd_engine.training.train_config import LORA
 
 _OPTIONS = [
     click.option("--lora-rank", type=int, help="Freeze the model, train adapters of this rank. [default: trains all]"),

@@ -25,7 +25,7 @@ from spmd_engine.planning.machine.text import text_of
 from spmd_engine.planning.simulator.compute_time import ComputeTimes
 from spmd_engine.runtime.launchers import launcher_rank
 from spmd_engine.training import Trainer
-from spmd_engine.training.job import Job
+from spmd_engine.training.train_config import TrainConfig
 from spmd_engine.training.workload import make_trainer, open_workload
 
 
@@ -148,8 +148,8 @@ def fitted(machine: Machine, seconds: np.ndarray) -> Machine:
     return machine.with_fitted(memory_share=float(1 / max(memory, 0.2)), pass_seconds=float(each_pass))
 
 
-def _jobs() -> list[Job]:
-    return [Job.of(model=model, batch_size=batch, eval_every=0, sample=0) for model, batch in STEPS]
+def _jobs() -> list[TrainConfig]:
+    return [TrainConfig.of(model=model, batch_size=batch, eval_every=0, sample=0) for model, batch in STEPS]
 
 
 def _positive(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:
@@ -166,7 +166,7 @@ def _positive(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     return best
 
 
-def _trainer(job: Job, mesh: Mesh, ranks: Mesh) -> Trainer | None:
+def _trainer(job: TrainConfig, mesh: Mesh, ranks: Mesh) -> Trainer | None:
     """None where some rank has no scikit-learn, which has the images."""
     try:
         trainer = make_trainer(open_workload(job, mesh))

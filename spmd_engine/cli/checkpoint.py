@@ -22,8 +22,8 @@ from spmd_engine.comm.mesh import Mesh
 from spmd_engine.errors import UsageError
 from spmd_engine.models.names import shape_named
 from spmd_engine.runtime.launchers import launcher_rank
-from spmd_engine.training.job import Job
 from spmd_engine.training.run_job import run_folder
+from spmd_engine.training.train_config import TrainConfig
 
 MOST_FILES = 4096  #: of each kind, that a checkpoint is rewritten in
 
@@ -174,7 +174,7 @@ def _writing(path: str) -> Iterator[None]:
 
 
 def _export_folder(found: Checkpoint, target: str, kind: str, dtype: str, group: Group | None) -> None:
-    model = Job.from_json(found.manifest.config, f"{found.path}: config").model
+    model = TrainConfig.from_json(found.manifest.config, f"{found.path}: config").model
     shape = model.shape or shape_named(model.name)
     shape = shape.changed(mixture=model.mixture or shape.mixture, vocabulary=model.vocabulary or shape.vocabulary)
     if kind == "peft":

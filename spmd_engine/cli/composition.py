@@ -1,4 +1,4 @@
-"""The options that compose a strategy, as a Composition."""
+"""The options that compose a strategy, as a ParallelConfig."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import click
 from spmd_engine.cli.experts import mixture_of
 from spmd_engine.cli.options import image_shape, print_notices, with_options
 from spmd_engine.configuration import default_of
-from spmd_engine.engine.parallel_config import PIPELINES, RECOMPUTE, Composition
+from spmd_engine.engine.parallel_config import PIPELINES, RECOMPUTE, ParallelConfig
 from spmd_engine.layers.attention.methods import CONTEXT_METHODS
 from spmd_engine.models import Model
 from spmd_engine.models.load_config import is_description
@@ -38,7 +38,7 @@ _OPTIONS = [
         "--rebalance-every",
         metavar="STEPS",
         type=int,
-        default=default_of(Composition, "rebalance_every"),
+        default=default_of(ParallelConfig, "rebalance_every"),
         show_default=True,
         help="Move experts to where there is room, by the load measured since; 0: never.",
     ),
@@ -66,7 +66,7 @@ _OPTIONS = [
         "--group-threshold",
         metavar="BYTES",
         type=int,
-        default=default_of(Composition, "group_threshold"),
+        default=default_of(ParallelConfig, "group_threshold"),
         show_default=True,
         help="Neighbouring parameters share a collective up to this size ...",
     ),
@@ -74,7 +74,7 @@ _OPTIONS = [
         "--group-cap",
         metavar="BYTES",
         type=int,
-        default=default_of(Composition, "group_cap"),
+        default=default_of(ParallelConfig, "group_cap"),
         show_default=True,
         help="... and none that would make it larger than this.",
     ),
@@ -92,7 +92,7 @@ _OPTIONS = [
         "--min-tensor-size",
         metavar="BYTES",
         type=int,
-        default=default_of(Composition, "min_tensor_size"),
+        default=default_of(ParallelConfig, "min_tensor_size"),
         show_default=True,
         help="Parameters below this --zero stores in no parts: they are whole on every rank.",
     ),
@@ -110,12 +110,12 @@ def composition_options(command: Callable) -> Callable:
     return with_options(_OPTIONS, command)
 
 
-def composition_of(options: Mapping[str, Any], axes: Mapping[str, int], model: Model | None = None) -> Composition:
-    """The Composition that a command's options describe on a mesh with these axes.
+def composition_of(options: Mapping[str, Any], axes: Mapping[str, int], model: Model | None = None) -> ParallelConfig:
+    """The ParallelConfig that a command's options describe on a mesh with these axes.
 
     Says what has no effect there; raises UsageError for what makes no sense.
     """
-    composition = Composition(mesh=axes, **{name: options[name] for name in COMPOSITION})
+    composition = ParallelConfig(mesh=axes, **{name: options[name] for name in COMPOSITION})
     print_notices(composition.check(axes, model))
     return composition
 
@@ -127,7 +127,7 @@ def model_of(name: str, images: str | None, options: Mapping[str, Any]) -> Model
         from spmd_engine.planning.report.model_file import planned_model
 
         how = {each: options[each] for each in ("context_method", "recut_after")}
-        return planned_model(name, base=Composition(**how))
+        return planned_model(name, base=ParallelConfig(**how))
     return build_model(
         name,
         context_method=options["context_method"] or "ring",

@@ -9,8 +9,8 @@ import click
 from spmd_engine.errors import UsageError
 from spmd_engine.models import Mixture
 from spmd_engine.models.lora import LoRAOptions
-from spmd_engine.training.job import LORA, MIXTURE, ROUTER, Job
 from spmd_engine.training.run_job import read_job
+from spmd_engine.training.train_config import LORA, MIXTURE, ROUTER, TrainConfig
 
 _JOB = "spmd_engine.job"  # in a context's meta
 _OF_THE_COMMAND = ("steps", "config")  # how long a job trains says nothing of how it is looked at
@@ -32,7 +32,7 @@ def _take(context: click.Context, _: click.Parameter, path: str | None) -> None:
     context.default_map = {name: value for name, value in found.items() if value is not None}
 
 
-def _option(job: Job, name: str) -> Any:
+def _option(job: TrainConfig, name: str) -> Any:
     """The value of a command's option in a job, as the command line would write it; None if a job has none."""
     if name == "images":
         sizes = job.model.images
@@ -66,7 +66,7 @@ def configured_lora(given: dict[str, Any]) -> LoRAOptions | None:
     return _configured(given).model.lora
 
 
-def _configured(given: dict[str, Any]) -> Job:
+def _configured(given: dict[str, Any]) -> TrainConfig:
     context = click.get_current_context(silent=True)
-    job = context.meta.get(_JOB, Job()) if context else Job()
+    job = context.meta.get(_JOB, TrainConfig()) if context else TrainConfig()
     return job.with_options(**given) if given else job

@@ -10,7 +10,7 @@ import click
 from spmd_engine.cli.config_file import configured_mixture
 from spmd_engine.cli.options import with_options
 from spmd_engine.models import Mixture
-from spmd_engine.training.job import MIXTURE, ROUTER
+from spmd_engine.training.train_config import MIXTURE, ROUTER
 
 _OF_MODELS = [
     click.option("--experts", type=int, help="Of a gpt-moe model, in each layer that has any. [default: 8]"),

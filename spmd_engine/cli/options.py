@@ -17,8 +17,8 @@ from spmd_engine.errors import UsageError
 from spmd_engine.models import ImageShape
 from spmd_engine.models.names import IMAGES, MODELS, other_meaning
 from spmd_engine.runtime.launchers import launcher_rank
-from spmd_engine.training.job import OF_IMAGES, Job
 from spmd_engine.training.run_job import read_run, run_folder
+from spmd_engine.training.train_config import OF_IMAGES, TrainConfig
 
 __all__ = ["run_folder"]
 
@@ -120,12 +120,12 @@ def options_given(context: click.Context) -> dict[str, Any]:
     return given
 
 
-def read_config(run: str | Path) -> Job:
+def read_config(run: str | Path) -> TrainConfig:
     """The job of a run, by its ``config.json``, read on rank 0 and given to all. Collective over the world."""
     return read_run(run)
 
 
-def what_it_computes(job: Job) -> ModelConfig:
+def what_it_computes(job: TrainConfig) -> ModelConfig:
     """A run's model without how it was computed: to be served on another mesh.
 
     Raises UsageError for a run of a page of ``strategies/``, which has no model to be built anew.

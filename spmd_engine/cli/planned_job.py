@@ -13,9 +13,9 @@ from spmd_engine.cli.options import AUTO
 from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
-from spmd_engine.engine.parallel_config import Composition
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
-from spmd_engine.training.job import LORA, Job
+from spmd_engine.training.train_config import LORA, TrainConfig
 
 __all__ = ["AUTO", "planned_here", "planned_values"]
 
@@ -55,7 +55,7 @@ def planned_values(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return {"model": plan.model.name, **decided, **{n: v for n, v in given.items() if n not in DECIDED}}
 
 
-def planned_here(job: Job, given: Mapping[str, Any]) -> Job:
+def planned_here(job: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
     """The job with the quickest composition for the ranks there are, planned on rank 0. Collective over the world.
 
     What of the composition was given stays; micro-batches stay as the job has them, since they are part of what is
@@ -65,10 +65,10 @@ def planned_here(job: Job, given: Mapping[str, Any]) -> Job:
         raise UsageError(f"--mesh {AUTO}: --strategy {job.strategy} is one strategy, whole; leave --mesh out")
     with Mesh(world()) as mesh:
         text = text_from_rank_zero(mesh.group(), lambda: json.dumps(_plan(job, mesh.size, given)))
-    return job.changed(composition=Composition.from_json(json.loads(text), f"--mesh {AUTO}"))
+    return job.changed(composition=ParallelConfig.from_json(json.loads(text), f"--mesh {AUTO}"))
 
 
-def _plan(job: Job, ranks: int, given: Mapping[str, Any]) -> dict[str, Any]:
+def _plan(job: TrainConfig, ranks: int, given: Mapping[str, Any]) -> dict[str, Any]:
     """On rank 0: the composition as JSON."""
     from spmd_engine.planning.machine.files import default_machine
     from spmd_engine.planning.report.plan_result import Request

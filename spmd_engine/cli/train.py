@@ -20,9 +20,9 @@ from spmd_engine.layers.layer import DOCUMENTS
 from spmd_engine.runtime.signals import REQUEUE
 from spmd_engine.strategies import STRATEGIES
 from spmd_engine.training.data.augment import AUGMENT
-from spmd_engine.training.job import FIXED, DataConfig, Job, TrainingConfig
 from spmd_engine.training.run_job import read_job, read_run, run_folder
 from spmd_engine.training.run_job import train as train_job
+from spmd_engine.training.train_config import FIXED, DataConfig, StepConfig, TrainConfig
 from spmd_engine.training.workload import PAGE_MODEL
 
 #: Options that say what is done this time; a job knows nothing of them.
@@ -47,29 +47,31 @@ of its composition the mesh cannot have is left out."""
 @click.option("--documents", type=click.Choice(DOCUMENTS), help="Of a file of tokens: how they share a sample.")
 @click.option("--vocabulary", type=click.IntRange(min=1), help="Tokens that a new model knows. [default: the data's]")
 @field_option(DataConfig, "micro_batches", help="Parts of a batch, one by one.")
-@field_option(TrainingConfig, "steps", help="Optimizer steps in all.")
+@field_option(StepConfig, "steps", help="Optimizer steps in all.")
 @click.option("--stop-at", type=int, help="Stop, to be resumed, after this step. [default: --steps]")
 @click.option("--requeue", is_flag=True, help=f"Ended by a signal, exit with {REQUEUE}: batch scripts requeue then.")
-@field_option(TrainingConfig, "max_skipped", help="Steps in a row that may be skipped, as not finite.")
-@field_option(TrainingConfig, "check_replicas_every", help="Steps; 0: never.")
-@field_option(TrainingConfig, "save_every", help="Steps; 0: at the end.")
-@field_option(TrainingConfig, "keep", help="Checkpoints that stay.")
-@field_option(TrainingConfig, "save_in_background", is_flag=True, help="Train on while one is written.")
-@field_option(TrainingConfig, "go_on_unsaved", is_flag=True, help="Also when one cannot be written.")
-@field_option(TrainingConfig, "learning_rate", help="At its peak.")
-@field_option(TrainingConfig, "warmup", help="Steps up to the peak.")
-@field_option(TrainingConfig, "optimizer", type=_ADAMW_OR_SGD)
-@field_option(TrainingConfig, "momentum", help="Of sgd.")
-@field_option(TrainingConfig, "weight_decay", help="None on norms, biases.")
-@field_option(TrainingConfig, "grad_clip", help="Largest norm; 0: any.")
+@field_option(StepConfig, "max_skipped", help="Steps in a row that may be skipped, as not finite.")
+@field_option(StepConfig, "check_replicas_every", help="Steps; 0: never.")
+@field_option(StepConfig, "save_every", help="Steps; 0: at the end.")
+@field_option(StepConfig, "keep", help="Checkpoints that stay.")
+@field_option(StepConfig, "save_in_background", is_flag=True, help="Train on while one is written.")
+@field_option(StepConfig, "go_on_unsaved", is_flag=True, help="Also when one cannot be written.")
+@field_option(StepConfig, "learning_rate", help="At its peak.")
+@field_option(StepConfig, "warmup", help="Steps up to the peak.")
+@field_option(StepConfig, "optimizer", type=_ADAMW_OR_SGD)
+@field_option(StepConfig, "momentum", help="Of sgd.")
+@field_option(StepConfig, "weight_decay", help="None on norms, biases.")
+@field_option(StepConfig, "grad_clip", help="Largest norm; 0: any.")
 @field_option(ModelConfig, "dropout")
 @field_option(ModelConfig, "seed", help="Of parameters, samples and dropout.")
 @field_option(ModelConfig, "dtype", type=_DTYPES)
-@field_option(TrainingConfig, "eval_every", help="Steps; 0: at the end.")
+@field_option(StepConfig, "eval_every", help="Steps; 0: at the end.")
 @field_option(DataConfig, "eval_samples", help="Held-out samples.")
-@field_option(Job, "deterministic", is_flag=True, help="Sums in rank order between any number of nodes, too.")
-@field_option(Job, "timeout", help="Seconds a rank waits for others; after half, who keeps whom waiting is told.")
-@field_option(Job, "sample", help="Tokens written at the end.")
+@field_option(TrainConfig, "deterministic", is_flag=True, help="Sums in rank order between any number of nodes, too.")
+@field_option(
+    TrainConfig, "timeout", help="Seconds a rank waits for others; after half, who keeps whom waiting is told."
+)
+@field_option(TrainConfig, "sample", help="Tokens written at the end.")
 @click.option("--config", metavar="FILE", help="A job in JSON, like a run's config.json; options override it.")
 @click.option("--run", metavar="NAME", help="Folder for results, or its name under runs/. [default: MODEL-NUMBER]")
 @click.option("--resume", is_flag=True, help=_GO_ON)
@@ -116,7 +118,7 @@ def train(context: click.Context, **options: Any) -> None:
         raise
 
 
-def job_of(context: click.Context) -> Job:
+def job_of(context: click.Context) -> TrainConfig:
     """The job that a command line of ``train`` describes, with what it takes from a file or from the run it resumes."""
     options, given = context.params, options_given(context)
     values = {name: value for name, value in given.items() if name not in OF_THIS_TIME}
@@ -129,7 +131,7 @@ def job_of(context: click.Context) -> Job:
     auto = values.get("mesh") == AUTO
     if auto:
         values = {name: value for name, value in values.items() if name != "mesh"}
-    job = read_job(options["config"]).with_options(**values) if options["config"] else Job.of(**values)
+    job = read_job(options["config"]).with_options(**values) if options["config"] else TrainConfig.of(**values)
     if job.strategy and "model" not in given and not options["config"]:
         job = job.with_options(model=PAGE_MODEL)
     return planned_here(job, values) if auto else job

@@ -32,12 +32,12 @@ from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.optimizers import SGD, AdamW
-from spmd_engine.engine.parallel_config import Composition, ModelConfig
+from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.formats import MappedArray, npz_names, read_npz
 from spmd_engine.strategies import STRATEGIES, default_axes, strategy_named
 from spmd_engine.strategies.two_convolutions import IMAGE
-from spmd_engine.training.job import LORA, MIXTURE, ROUTER
+from spmd_engine.training.train_config import LORA, MIXTURE, ROUTER
 from spmd_engine.verify import (
     Distances,
     GradientCheck,
@@ -169,9 +169,9 @@ def _verify_model(options: dict[str, Any], mesh: Mesh) -> Report:
     model = ModelConfig(options["model"], options["dropout"], "float64", options["seed"], images, mixture)
     model = with_shape(model.changed(lora=lora_of(options)), mesh.group())
     engine = engine_of_model(model, mesh, composition, device=options["device"])
-    alone, axes = Composition(), {"data": 1}
+    alone, axes = ParallelConfig(), {"data": 1}
     if "context" in mesh.axes:  # whatever the ranks' method, one device needs none
-        alone, axes = Composition(context_method="gather"), axes | {"context": 1}
+        alone, axes = ParallelConfig(context_method="gather"), axes | {"context": 1}
     reference = on_rank_zero(
         mesh.group(), lambda: engine_of_model(model, mesh_of_one(axes), alone, device=options["device"])
     )
@@ -272,7 +272,7 @@ TOLERANCE = 1e-4  #: of activations in float32, relative to a layer's largest
 
 
 def verify_import(
-    path: str, reference: str, mesh: Mesh, composition: Composition, device: str, tolerance: float | None
+    path: str, reference: str, mesh: Mesh, composition: ParallelConfig, device: str, tolerance: float | None
 ) -> bool:
     """Print how far each layer is from its reference, and which is the first that differs; whether none does."""
     tolerance = tolerance or TOLERANCE

@@ -17,11 +17,11 @@ the result to where it is wanted; the ledger has its entry, and the table's slot
 """
 
 from spmd_engine.comm.communicators.communicator import Communicator
-from spmd_engine.comm.communicators.threads import run
+from spmd_engine.comm.communicators.threads import run_threads
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.pending import Pending
 from spmd_engine.comm.world import world
 
-__all__ = ["Communicator", "Group", "Ledger", "Mesh", "Pending", "run", "world"]
+__all__ = ["Communicator", "Group", "Ledger", "Mesh", "Pending", "run_threads", "world"]

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from spmd_engine.engine.layered import LayeredEngine
     from spmd_engine.engine.optimizers import SGD, AdamW
     from spmd_engine.engine.pipeline.chunk import Recompute
-    from spmd_engine.engine.state.assignment import Storage
+    from spmd_engine.engine.state.assignment import ZeroConfig
 
 __all__ = [
     "AdamW",
@@ -21,7 +21,7 @@ __all__ = [
     "Recompute",
     "SGD",
     "ShardedEngine",
-    "Storage",
+    "ZeroConfig",
     "as_distributed",
 ]
 
@@ -38,6 +38,6 @@ _PUBLIC = {
         "SGD",
     ),
     "pipeline.chunk": ("Recompute",),
-    "state.assignment": ("Storage",),
+    "state.assignment": ("ZeroConfig",),
 }
 __getattr__ = imported_when_asked(__name__, _PUBLIC)

@@ -17,8 +17,8 @@ from spmd_engine.engine.batch import Batch
 from spmd_engine.engine.contract import backward_of, check_batch, check_parameters, check_tape
 from spmd_engine.engine.evaluation import Scores
 from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.engine.parallel_config import Composition, ModelConfig, build_engine
-from spmd_engine.engine.state.assignment import Assignment, Storage
+from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
+from spmd_engine.engine.state.assignment import Assignment, ZeroConfig
 from spmd_engine.engine.zero.parameter_store import ParameterStore
 from spmd_engine.engine.zero.reducer import Reducer
 from spmd_engine.engine.zero.store_engine import StoredEngine
@@ -54,7 +54,7 @@ def as_distributed(
     by default) and the loss: ``mean_squared_error`` (the default), ``cross_entropy`` of outputs whose last letter is
     the classes, or any other of whole samples. Targets have the letters of the outputs, without the classes.
     A name, such as "gpt-nano", is that of a model as the command line knows it, and ``options`` are then its: those of
-    ``ModelConfig`` and ``Composition``.
+    ``ModelConfig`` and ``ParallelConfig``.
     A ShardedEngine written for one device keeps its own arrays, so gradients and optimizer state are what is stored
     in parts (``zero=2``; 1: the optimizer's state alone). Raises UsageError for one that is cut already.
     """
@@ -74,7 +74,7 @@ def as_distributed(
     else:
         model = _model_of(model, inputs or "b d", outputs or "b d", targets, loss or mean_squared_error)
     _check_options(options, [name for name in signature(LayeredEngine).parameters if name not in ("model", "mesh")])
-    options.setdefault("storage", Storage(3 if zero is None else zero))
+    options.setdefault("storage", ZeroConfig(3 if zero is None else zero))
     return LayeredEngine(model, mesh, **options)
 
 
@@ -87,12 +87,14 @@ def _dtype(dtype: Any) -> str:
 
 def _by_name(name: str, mesh: Mesh | None, options: dict[str, Any]) -> LayeredEngine:
     """The model of this name, as the command line has it; raises UsageError for a path, whose weights are elsewhere."""
-    of_model, of_composition = ([each.name for each in fields(kind)] for kind in (ModelConfig, Composition))
+    of_model, of_composition = ([each.name for each in fields(kind)] for kind in (ModelConfig, ParallelConfig))
     _check_options(options, [each for each in (*of_model, *of_composition) if each not in ("name", "mesh")])
     model = ModelConfig(name, **{each: value for each, value in options.items() if each in of_model})
     if model.path is not None:
-        raise UsageError(f"as_distributed: {name} is a path; train that by spmd_engine.train(Job.of(model=...))")
-    composition = Composition(**{each: value for each, value in options.items() if each in of_composition})
+        raise UsageError(
+            f"as_distributed: {name} is a path; train that by spmd_engine.train(TrainConfig.of(model=...))"
+        )
+    composition = ParallelConfig(**{each: value for each, value in options.items() if each in of_composition})
     return build_engine(model, mesh if mesh is not None else Mesh(), composition)
 
 
@@ -146,7 +148,7 @@ class DistributedEngine(StoredEngine):
         self.loss, self.metrics = engine.loss, engine.metrics
         #: whatever comes after the batch is whole
         self.input_sharding = self.output_sharding = f"b/{','.join(self.mesh.axes)}"
-        storage = Storage(zero)
+        storage = ZeroConfig(zero)
         over = tuple(axis for axis, size in self.mesh.axes.items() if size > 1)
         summed = Sum(over, storage.cut(over, self.mesh.axes))
         arrays = engine.parameters

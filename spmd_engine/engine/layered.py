@@ -22,8 +22,8 @@ from spmd_engine.engine.evaluation import Scores
 from spmd_engine.engine.optimizers import Optimizer
 from spmd_engine.engine.pipeline.chunk import Recompute
 from spmd_engine.engine.pipeline.stages import Division
-from spmd_engine.engine.state.assignment import PIPE, Assignment, Storage
-from spmd_engine.engine.state.engine_state import PlacedModel, place
+from spmd_engine.engine.state.assignment import PIPE, Assignment, ZeroConfig
+from spmd_engine.engine.state.engine_state import EngineState, place
 from spmd_engine.engine.zero.parameter_store import Index
 from spmd_engine.engine.zero.store_engine import StoredEngine, check_shapes
 from spmd_engine.errors import UsageError
@@ -61,7 +61,7 @@ class LayeredEngine(StoredEngine):
         seed: int = 0,
         dtype: Any = np.float32,
         backend: Backend = CPU,
-        storage: Storage = Storage(),  # noqa: B008 (immutable)
+        storage: ZeroConfig = ZeroConfig(),  # noqa: B008 (immutable)
         schedule: schedules.Schedule | str | None = None,
         stages: Division = "even",
         recompute: Recompute | str = Recompute.NONE,
@@ -85,7 +85,7 @@ class LayeredEngine(StoredEngine):
         if drawn:
             self.initialize()
 
-    def _be(self, placed: PlacedModel) -> None:
+    def _be(self, placed: EngineState) -> None:
         """From now on, be the model as it is placed there."""
         self._placed, self.mesh, self.layout, self.store = placed, placed.mesh, placed.layout, placed.store
         self.input_sharding = str(self.layout.spec(self.model.inputs))

@@ -16,12 +16,12 @@ from spmd_engine.engine import schedules
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.pipeline.chunk import Recompute
 from spmd_engine.engine.pipeline.stages import Division, divide, parse_division
-from spmd_engine.engine.state.assignment import PIPE, Assignment, Storage, assign
+from spmd_engine.engine.state.assignment import PIPE, Assignment, ZeroConfig, assign
 from spmd_engine.engine.state.split_weights import STATE, WORK, Shares, misfit, parse_shares
 from spmd_engine.engine.zero.compression import compression
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.attention.methods import CONTEXT_METHODS
-from spmd_engine.models import DecoderShape, ImageShape, Mixture, Model, layout_for
+from spmd_engine.models import DecoderConfig, ImageShape, Mixture, Model, layout_for
 from spmd_engine.models.layouts import attends, note_of_shared_keys
 from spmd_engine.models.lora import LoRAOptions, with_adapters
 from spmd_engine.models.names import IMAGES, MODELS, build_model, family_of, has_weights, unknown_model
@@ -44,7 +44,7 @@ class ModelConfig(Configuration):
     images: Mapping[str, int] | None = None
     mixture: Mixture | None = None  #: of a model that has experts; None: its own
     vocabulary: int | None = setting(None, least=1)  #: tokens of a model of text by name; None: its own, or the data's
-    shape: DecoderShape | None = None  #: of a model by path: what was found there; None: look there, or by name
+    shape: DecoderConfig | None = None  #: of a model by path: what was found there; None: look there, or by name
     lora: LoRAOptions | None = None  #: adapters, which alone are trained; None: all parameters are
     adapter: str | None = None  #: the folder of the adapters that it begins with; None: they change nothing at first
 
@@ -60,7 +60,7 @@ class ModelConfig(Configuration):
         """Where the weights are that it begins with; None: they are drawn by the seed."""
         return self.name if has_weights(self.name) else None
 
-    def build(self, composition: Composition) -> Model:
+    def build(self, composition: ParallelConfig) -> Model:
         """The model, as this composition computes it."""
         image = ImageShape(**self.images) if self.images else None
         method = composition.context_method or "ring"
@@ -78,7 +78,7 @@ def _check_images(name: str, images: Mapping[str, int]) -> None:
 
 
 @dataclass(frozen=True)
-class Composition(Configuration):
+class ParallelConfig(Configuration):
     """How a model is spread over ranks. But for ``compress``, this says how something is computed, not what.
 
     None of the optional fields stands for the usual choice, which may depend on the mesh.
@@ -114,10 +114,10 @@ class Composition(Configuration):
         return parse_shares(self.shares, "--shares", WORK, least=1)
 
     @property
-    def storage(self) -> Storage:
+    def storage(self) -> ZeroConfig:
         """How parameters, gradients and optimizer state are stored."""
         shares = parse_shares(self.state_shares, "--state-shares", STATE, least=0)
-        return Storage(self.zero, self.group_threshold, self.group_cap, self.compress, shares, self.min_tensor_size)
+        return ZeroConfig(self.zero, self.group_threshold, self.group_cap, self.compress, shares, self.min_tensor_size)
 
     @property
     def expert_axes(self) -> tuple[str, ...] | None:
@@ -231,7 +231,7 @@ class Composition(Configuration):
 
     def fitted(
         self, axes: Mapping[str, int], model: Model | None, given: Collection[str] = ()
-    ) -> tuple[Composition, list[str]]:
+    ) -> tuple[ParallelConfig, list[str]]:
         """This composition on another mesh than the one it was made for, and a notice for each part that is left out,
         since the mesh cannot have it. Fields that are ``given`` stay; raises UsageError if then nothing fits.
         """
@@ -263,7 +263,7 @@ def _flag(name: str) -> str:
 def build_engine(
     model: ModelConfig,
     mesh: Mesh,
-    composition: Composition = Composition(),  # noqa: B008 (immutable)
+    composition: ParallelConfig = ParallelConfig(),  # noqa: B008 (immutable)
     *,
     device: str = "cpu",
     drawn: bool = True,
@@ -285,7 +285,7 @@ def build_engine(
     )
 
 
-def composed_layout(model: Model, place: MeshPosition, composition: Composition) -> Layout:
+def composed_layout(model: Model, place: MeshPosition, composition: ParallelConfig) -> Layout:
     """What the axes of a mesh cut of this model, as the composition has it; raises UsageError for what makes no sense
     there."""
     composition.check(place.axes, model)
@@ -301,7 +301,7 @@ def composed_layout(model: Model, place: MeshPosition, composition: Composition)
 
 
 def composed_assignment(
-    model: Model, place: MeshPosition, layout: Layout, itemsize: int, composition: Composition
+    model: Model, place: MeshPosition, layout: Layout, itemsize: int, composition: ParallelConfig
 ) -> Assignment:
     """The share of the rank at ``place``, as the composition stores parameters and divides layers among stages."""
     return assign(

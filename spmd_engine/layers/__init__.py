@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from spmd_engine.layers.gated_mlp import GatedMLP
     from spmd_engine.layers.images.convolution import Conv2d
     from spmd_engine.layers.images.pooling import AveragePool, GlobalPool, MaxPool
-    from spmd_engine.layers.images.reshard import Gather, Recut
+    from spmd_engine.layers.images.reshard import Gather, Reshard
     from spmd_engine.layers.images.residual_block import ResidualBlock, Skip
     from spmd_engine.layers.images.windows import Window
     from spmd_engine.layers.layer import Extra, ForwardContext, GradientSums, Layer
@@ -61,7 +61,7 @@ __all__ = [
     "Positions",
     "RMSNorm",
     "ReLU",
-    "Recut",
+    "Reshard",
     "Residual",
     "ResidualBlock",
     "RingAttention",
@@ -112,7 +112,7 @@ _PUBLIC = {
     ),
     "images.reshard": (
         "Gather",
-        "Recut",
+        "Reshard",
     ),
     "images.residual_block": (
         "ResidualBlock",

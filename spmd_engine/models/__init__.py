@@ -1,7 +1,7 @@
 """Models as lists of layers, with sizes by name."""
 
 from spmd_engine.models.convnet import convnet, resnet
-from spmd_engine.models.decoder import DECODERS, DecoderShape, decoder
+from spmd_engine.models.decoder import DECODERS, DecoderConfig, decoder
 from spmd_engine.models.gpt import GPT_SIZES, GPTSize, gpt
 from spmd_engine.models.images import ImageShape
 from spmd_engine.models.layouts import layout_for
@@ -13,7 +13,7 @@ from spmd_engine.models.names import build_model
 __all__ = [
     "DECODERS",
     "GPT_SIZES",
-    "DecoderShape",
+    "DecoderConfig",
     "GPTSize",
     "ImageShape",
     "Mixture",

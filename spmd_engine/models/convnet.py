@@ -142,7 +142,7 @@ class _Network:
         """Change the cut, if it is to change here."""
         if number == self.recut_after:
             channel = self.layers[-1][1].outputs.dims[-1] if self.layers else "c"
-            self.add("recut", layers.Recut(self.image, self.letters + channel, "nyx" + channel))
+            self.add("recut", layers.Reshard(self.image, self.letters + channel, "nyx" + channel))
             self.letters = "nyx"
 
     def finish(self, blocks: int) -> Model:

@@ -43,7 +43,7 @@ FAMILIES = (
 
 
 @dataclass(frozen=True)
-class DecoderShape(Configuration):
+class DecoderConfig(Configuration):
     """All that decides what a decoder computes, but its parameters. Raises UsageError for what does not go together.
 
     ``gpt2`` has learned positions, layer norm, GELU and biases everywhere, whatever the fields from ``rotary`` on say.
@@ -142,12 +142,12 @@ class DecoderShape(Configuration):
 NANO = {"layers": 8, "width": 96, "heads": 6, "key_value_heads": 2}
 #: Small ones, to be trained from nothing, on bytes.
 DECODERS = {
-    "llama-nano": DecoderShape(**NANO),
-    "llama-mini": DecoderShape(layers=6, width=384, heads=6, key_value_heads=2, hidden=1024, context=256),
-    "qwen2-nano": DecoderShape(family="qwen2", bias=True, **NANO),
-    "qwen3-nano": DecoderShape(family="qwen3", query_key_norm=True, head_width=24, **NANO),
-    "mixtral-nano": DecoderShape(family="mixtral", mixture=Mixture(hidden=128), **NANO),
-    "qwen3-moe-nano": DecoderShape(
+    "llama-nano": DecoderConfig(**NANO),
+    "llama-mini": DecoderConfig(layers=6, width=384, heads=6, key_value_heads=2, hidden=1024, context=256),
+    "qwen2-nano": DecoderConfig(family="qwen2", bias=True, **NANO),
+    "qwen3-nano": DecoderConfig(family="qwen3", query_key_norm=True, head_width=24, **NANO),
+    "mixtral-nano": DecoderConfig(family="mixtral", mixture=Mixture(hidden=128), **NANO),
+    "qwen3-moe-nano": DecoderConfig(
         family="qwen3-moe",
         query_key_norm=True,
         mixture=Mixture(hidden=64, router=RouterOptions(top_k=4, balance_loss=0.01, z_loss=0.001)),
@@ -156,7 +156,7 @@ DECODERS = {
 }
 
 
-def decoder(shape: DecoderShape, name: str = "decoder", dropout: float = 0.0, context_method: str = "gather") -> Model:
+def decoder(shape: DecoderConfig, name: str = "decoder", dropout: float = 0.0, context_method: str = "gather") -> Model:
     """Tokens[b s] to logits[b s v]. ``dropout`` applies to every residual branch, and to learned positions.
 
     Initial weights are normal with deviation 0.02, those that end a branch with 0.02 / sqrt(2 layers). How queries
@@ -177,13 +177,13 @@ def decoder(shape: DecoderShape, name: str = "decoder", dropout: float = 0.0, co
     return Model(name, tuple(layers), "b s", "b s v", "b s", token_loss(v), shape.context, v)
 
 
-def _norm(shape: DecoderShape) -> Layer:
+def _norm(shape: DecoderConfig) -> Layer:
     if shape.norm == "rms":
         return RMSNorm(shape.width, shape.epsilon)
     return LayerNorm(shape.width, shape.epsilon, scale=shape.norm != "layer-plain", shift=shape.norm == "layer")
 
 
-def _blocks(shape: DecoderShape, dropout: float, context_method: str) -> Iterator[tuple[str, Layer]]:
+def _blocks(shape: DecoderConfig, dropout: float, context_method: str) -> Iterator[tuple[str, Layer]]:
     """The layers of all blocks."""
     d, out_std, rotaries = shape.width, 0.02 / sqrt(2 * shape.layers), shape.rotaries()
     context = method_called(context_method)
@@ -223,19 +223,19 @@ def _blocks(shape: DecoderShape, dropout: float, context_method: str) -> Iterato
             yield f"block{i}/mlp", residual(_perceptron(shape, out_std))
 
 
-def _perceptron(shape: DecoderShape, out_std: float) -> Layer:
+def _perceptron(shape: DecoderConfig, out_std: float) -> Layer:
     kind = GatedMLP if shape.gated else MLP
     return kind(shape.width, shape.hidden, activation=shape.activation, bias=shape.perceptron_bias, out_std=out_std)
 
 
-def _side_by_side(shape: DecoderShape, attention: Layer, mlp: Layer, dropout: float) -> Parallel:
+def _side_by_side(shape: DecoderConfig, attention: Layer, mlp: Layer, dropout: float) -> Parallel:
     if shape.parallel == "one-norm":
         return Parallel(("attention", attention), ("mlp", mlp), norm=_norm(shape), dropout=dropout)
     own = Branch(_norm(shape), attention), Branch(_norm(shape), mlp)
     return Parallel(("attention", own[0]), ("mlp", own[1]), dropout=dropout)
 
 
-def _as_gpt(shape: DecoderShape) -> GPTSize:
+def _as_gpt(shape: DecoderConfig) -> GPTSize:
     return GPTSize(
         layers=shape.layers,
         width=shape.width,

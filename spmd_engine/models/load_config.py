@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spmd_engine.errors import CheckpointError
-from spmd_engine.models.decoder import DecoderShape
+from spmd_engine.models.decoder import DecoderConfig
 
 if TYPE_CHECKING:
     from spmd_engine.tokens.hugging_face import JsonTokenizer
@@ -79,7 +79,7 @@ def is_description(name: str) -> bool:
     return name.endswith((".toml", ".json"))
 
 
-def shape_at(path: str | Path) -> DecoderShape:
+def shape_at(path: str | Path) -> DecoderConfig:
     """What is there: a folder with ``config.json``, or a GGUF file. Raises CheckpointError."""
     from spmd_engine.formats.gguf import read_gguf
     from spmd_engine.formats.huggingface import CONFIG, read_json
@@ -94,7 +94,7 @@ def shape_at(path: str | Path) -> DecoderShape:
     return shape_of_config(read_json(path / CONFIG), str(path / CONFIG))
 
 
-def read_shape(path: str | Path) -> DecoderShape:
+def read_shape(path: str | Path) -> DecoderConfig:
     """``load_config``, with a warning of fields that are not heeded."""
     shape = shape_at(path)
     warn_not_heeded(str(path), not_understood(path))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.errors import CheckpointError, UsageError, one_of
 from spmd_engine.layers import Layer, Parallel
-from spmd_engine.models.decoder import DecoderShape, decoder
+from spmd_engine.models.decoder import DecoderConfig, decoder
 from spmd_engine.models.model import Model
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def with_adapters(model: Model, options: LoRAOptions, family: str) -> Model:
     return replace(model, layers=tuple(layers))
 
 
-def adapter_names(shape: DecoderShape, options: LoRAOptions) -> Iterator[tuple[str, tuple[Stored, ...]]]:
+def adapter_names(shape: DecoderConfig, options: LoRAOptions) -> Iterator[tuple[str, tuple[Stored, ...]]]:
     """Where PEFT keeps a and b of every weight that is adapted."""
     from spmd_engine.models.hf.stored_names import stored_names
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from spmd_engine.errors import UsageError, one_of
 from spmd_engine.models.convnet import convnet, resnet
-from spmd_engine.models.decoder import DECODERS, FAMILIES, DecoderShape, decoder
+from spmd_engine.models.decoder import DECODERS, FAMILIES, DecoderConfig, decoder
 from spmd_engine.models.gpt import GPT_SIZES, gpt
 from spmd_engine.models.images import ImageShape
 from spmd_engine.models.load_config import is_description, is_path, read_shape, shape_at, snapshot_of
@@ -25,14 +25,14 @@ IMAGES = {
 MODELS = (*GPT_SIZES, *DECODERS, *DENSE, *IMAGES)
 
 
-def shape_named(name: str) -> DecoderShape:
+def shape_named(name: str) -> DecoderConfig:
     """The decoder called ``name``; raises UsageError for a model that is none, or has experts of a kind of its own."""
     if name in DECODERS:
         return DECODERS[name]
     size = GPT_SIZES.get(name)
     if size is None or size.mixture is not None or size.key_value_heads is not None:
         raise UsageError(f"{name} is of no family that others know; {one_of(name, FAMILIES)}")
-    return DecoderShape(
+    return DecoderConfig(
         family="gpt2",
         layers=size.layers,
         width=size.width,
@@ -50,7 +50,7 @@ def has_weights(name: str) -> bool:
     return name not in MODELS and is_path(name) and not is_description(name)
 
 
-def family_of(name: str, shape: DecoderShape | None = None) -> str:
+def family_of(name: str, shape: DecoderConfig | None = None) -> str:
     """The family of a decoder by name or path, or of this shape; of all other models "gpt2", whose names they have."""
     if shape is None:
         shape = shape_at(name) if name not in MODELS and is_path(name) else DECODERS.get(name)
@@ -81,7 +81,7 @@ def build_model(
     sample: ImageShape | None = None,
     recut_after: int | None = None,
     mixture: Mixture | None = None,
-    shape: DecoderShape | None = None,
+    shape: DecoderConfig | None = None,
     vocabulary: int | None = None,
 ) -> Model:
     """The model called ``name``: of images of the shape of ``sample``, or with this ``mixture`` of experts.

@@ -9,18 +9,18 @@ class HybridCNN(Spatial):
     """``rows`` cuts h in the first convolution, as ``Spatial`` does it, and b in the second one.
 
     Early feature maps are large, so that halos are little of them; late ones are small: there each rank has whole maps
-    of its samples and needs no halo. Recut is a transfer: what lies in a rank's rows and in its samples stays there.
+    of its samples and needs no halo. Reshard is a transfer: what lies in a rank's rows and in its samples stays there.
     Write * for a convolution, i and j for the rows and columns of its window, B for b/rows, H for h/rows, H' for H
     with the row before and the row behind.
 
     Forward
         1. x[b H' w c] = Halo(x[b H w c])
         2. r[b H w f] = relu(x[b H' w c] * w0[i j c f])
-        3. r[B h w f] = Recut(r[b H w f])
-        4. y[B h w c] = r[B h w f] * w1[i j f c],                    y[b H w c] = Recut(y[B h w c])
+        3. r[B h w f] = Reshard(r[b H w f])
+        4. y[B h w c] = r[B h w f] * w1[i j f c],                    y[b H w c] = Reshard(y[B h w c])
     Backward
-        5. dy[B h w c] = Recut(dy[b H w c])
-        6. dr[B h w f] = the input gradient of dy[B h w c] * w1,     begin dr[b H w f] = Recut(...)
+        5. dy[B h w c] = Reshard(dy[b H w c])
+        6. dr[B h w f] = the input gradient of dy[B h w c] * w1,     begin dr[b H w f] = Reshard(...)
         7. dw1[i j f c] {U_rows} = r[B h w f] · dy[B h w c],         begin dw1[i j f c] = AllReduce_rows(...)
         8. dz[b H w f] = dr[b H w f] where r > 0
         9. dx[b H' w c] = the input gradient of dz * w0,             begin dx[b H w c] = AddHalo(...)

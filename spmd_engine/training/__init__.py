@@ -8,10 +8,10 @@ if TYPE_CHECKING:
     from spmd_engine.training.data.array_data import ArrayData
     from spmd_engine.training.data.corpus import Corpus, load_corpus
     from spmd_engine.training.data.images import ImageData, Images, load_images
-    from spmd_engine.training.job import Job
     from spmd_engine.training.observers import Observer
     from spmd_engine.training.run import Run
     from spmd_engine.training.run_job import train
+    from spmd_engine.training.train_config import TrainConfig
     from spmd_engine.training.trainer import Trainer
 
 __all__ = [
@@ -19,7 +19,7 @@ __all__ = [
     "Corpus",
     "ImageData",
     "Images",
-    "Job",
+    "TrainConfig",
     "Observer",
     "Run",
     "Trainer",
@@ -39,7 +39,7 @@ _PUBLIC = {
         "Images",
         "load_images",
     ),
-    "job": ("Job",),
+    "train_config": ("TrainConfig",),
     "observers": ("Observer",),
     "run": ("Run",),
     "run_job": ("train",),

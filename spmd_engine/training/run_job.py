@@ -15,15 +15,15 @@ from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
 from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.engine.parallel_config import Composition
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models.load_config import short_name
 from spmd_engine.strategies import default_axes, strategy_named
 from spmd_engine.tokens import ByteTokenizer, Tokenizer
 from spmd_engine.training.first_step_check import first_step_check
-from spmd_engine.training.job import CorpusFacts, Job
 from spmd_engine.training.observers import Observer
 from spmd_engine.training.run import CONFIG, Run
+from spmd_engine.training.train_config import CorpusFacts, TrainConfig
 from spmd_engine.training.trainer import Trainer
 from spmd_engine.training.workload import Workload, make_trainer, open_workload
 
@@ -45,7 +45,7 @@ class JobObserver(Observer):
 
 
 def train(
-    job: Job | Mapping[str, Any] | str | Path | None = None,
+    job: TrainConfig | Mapping[str, Any] | str | Path | None = None,
     run: str | Path | None = None,
     *,
     resume: bool = False,
@@ -88,15 +88,15 @@ def train(
     return made
 
 
-def _as_job(job: Job | Mapping[str, Any] | str | Path | None) -> Job:
-    if isinstance(job, Job):
+def _as_job(job: TrainConfig | Mapping[str, Any] | str | Path | None) -> TrainConfig:
+    if isinstance(job, TrainConfig):
         return job
     if isinstance(job, (str, Path)):
         return read_job(job)
-    return Job.from_json(job, "train") if job is not None else Job()
+    return TrainConfig.from_json(job, "train") if job is not None else TrainConfig()
 
 
-def _open_mesh(job: Job) -> Mesh:
+def _open_mesh(job: TrainConfig) -> Mesh:
     """The mesh that a job asks for; of a page of strategies, one with its axes."""
     axes = job.composition.mesh
     if job.strategy and not axes:
@@ -104,7 +104,7 @@ def _open_mesh(job: Job) -> Mesh:
     return Mesh(check=job.check, timeout=job.timeout, deterministic=job.deterministic, **(axes or {}))
 
 
-def _with_shape(job: Job, mesh: Mesh) -> Job:
+def _with_shape(job: TrainConfig, mesh: Mesh) -> TrainConfig:
     """The job, whose model knows the shape of the weights that it begins with, if there are any."""
     if job.model.path is None and job.model.adapter is None:
         return job
@@ -113,7 +113,7 @@ def _with_shape(job: Job, mesh: Mesh) -> Job:
     return job.changed(model=with_shape(job.model, mesh.group()))
 
 
-def _fitted(job: Job, mesh: Mesh, resume: bool, given: Collection[str]) -> tuple[Job, list[str]]:
+def _fitted(job: TrainConfig, mesh: Mesh, resume: bool, given: Collection[str]) -> tuple[TrainConfig, list[str]]:
     """The job as this mesh can have it, and what of its composition is left out."""
     if job.strategy:
         return job, []
@@ -215,7 +215,7 @@ def keep_tokenizer(file: TokenFile, folder: Path) -> None:
         replace_file(folder / name, files[name])
 
 
-def _rebalancing(composition: Composition, trainer: Trainer) -> dict[str, Callable[[int], None]]:
+def _rebalancing(composition: ParallelConfig, trainer: Trainer) -> dict[str, Callable[[int], None]]:
     """What is done after each step, if experts are to move."""
     engine, every = trainer.engine, composition.rebalance_every
     if not every or not isinstance(engine, LayeredEngine):
@@ -243,11 +243,11 @@ def _is_model(folder: Path) -> bool:
     return isinstance(content, Mapping) and "model_type" in content
 
 
-def read_run(run: str | Path) -> Job:
+def read_run(run: str | Path) -> TrainConfig:
     """The job of a run, by its ``config.json``. Collective over the world."""
     path = run_folder(run) / CONFIG
 
-    def read() -> Job:
+    def read() -> TrainConfig:
         newest = CheckpointFolder(path.parent).newest()
         if os.path.exists(path) and not os.path.isfile(path):
             raise UsageError(f"{path} is no file: move it away, and the job is taken from the newest checkpoint")
@@ -259,9 +259,9 @@ def read_run(run: str | Path) -> Job:
             from spmd_engine.checkpoints.read import read_manifest
 
             if (kept := read_manifest(newest).config) is not None:
-                return Job.from_json(kept, f"{newest}")
+                return TrainConfig.from_json(kept, f"{newest}")
         try:
-            return Job.read(path)
+            return TrainConfig.read(path)
         except UsageError as error:
             if newest is None:
                 raise
@@ -270,17 +270,19 @@ def read_run(run: str | Path) -> Job:
     return _from_rank_zero(read)
 
 
-def read_job(path: str | Path) -> Job:
+def read_job(path: str | Path) -> TrainConfig:
     """The job of a JSON file, read on rank 0. Collective over the world."""
-    return _from_rank_zero(lambda: Job.read(path))
+    return _from_rank_zero(lambda: TrainConfig.read(path))
 
 
-def _from_rank_zero(read) -> Job:
+def _from_rank_zero(read) -> TrainConfig:
     with Mesh(world()) as mesh:
-        return Job.from_json(json.loads(text_from_rank_zero(mesh.group(), lambda: json.dumps(read().as_json()))))
+        return TrainConfig.from_json(
+            json.loads(text_from_rank_zero(mesh.group(), lambda: json.dumps(read().as_json())))
+        )
 
 
-def _open_folder(job: Job, run: str | Path | None, resume: bool) -> str:
+def _open_folder(job: TrainConfig, run: str | Path | None, resume: bool) -> str:
     """On rank 0: the run's folder, made if it is a new run. A run without a checkpoint may be begun again."""
     if run is not None:
         folder = run_folder(run)

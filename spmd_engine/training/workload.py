@@ -15,7 +15,7 @@ from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, check_batch
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.optimizers import SGD, AdamW, Optimizer, WarmupCosine
-from spmd_engine.engine.parallel_config import Composition, build_engine
+from spmd_engine.engine.parallel_config import ParallelConfig, build_engine
 from spmd_engine.errors import UsageError
 from spmd_engine.models.gpt import BYTES
 from spmd_engine.models.images import ImageShape
@@ -23,7 +23,7 @@ from spmd_engine.models.names import IMAGES
 from spmd_engine.sharding.notation import Spec
 from spmd_engine.strategies import strategy_named
 from spmd_engine.training.data.corpus import Corpus, load_corpus
-from spmd_engine.training.job import Job, TrainingConfig
+from spmd_engine.training.train_config import StepConfig, TrainConfig
 from spmd_engine.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Sampled:
 class Workload:
     """An engine, and what it learns from."""
 
-    job: Job
+    job: TrainConfig
     engine: ShardedEngine
     corpus: Corpus | Images | PreparedData
     data: Sampled | ImageData
@@ -77,7 +77,7 @@ class Workload:
         return self.data.validation_batches(self.engine, samples=data.eval_samples, size=data.batch_size)
 
 
-def open_workload(job: Job, mesh: Mesh) -> Workload:
+def open_workload(job: TrainConfig, mesh: Mesh) -> Workload:
     """The engine and the data of a job. Collective.
 
     Raises UsageError for what does not go together, for data that are not those of ``job.corpus``, and for batches
@@ -97,7 +97,7 @@ def open_workload(job: Job, mesh: Mesh) -> Workload:
     return workload
 
 
-def _check_corpus(job: Job, corpus: Corpus | Images | PreparedData) -> None:
+def _check_corpus(job: TrainConfig, corpus: Corpus | Images | PreparedData) -> None:
     """Raise UsageError if the job was made for other data."""
     if job.corpus and job.corpus.sha256 != corpus.sha256:
         usual = "Python's standard library" if isinstance(corpus, Corpus) else "scikit-learn"
@@ -105,7 +105,7 @@ def _check_corpus(job: Job, corpus: Corpus | Images | PreparedData) -> None:
         raise UsageError(f"{where}: other files than the job was made for (SHA-256 differs); give the same --data")
 
 
-def _model(job: Job, mesh: Mesh) -> Workload:
+def _model(job: TrainConfig, mesh: Mesh) -> Workload:
     if job.data.path and _is_token_file(mesh.group(), str(job.data.path)):
         return _of_tokens(job, mesh)
     if job.data.documents is not None:
@@ -135,7 +135,7 @@ def _is_token_file(group: Group, path: str) -> bool:
     return bool(group.broadcast(np.array(bool(found)), label="corpus"))
 
 
-def _of_tokens(job: Job, mesh: Mesh) -> Workload:
+def _of_tokens(job: TrainConfig, mesh: Mesh) -> Workload:
     """A model that is drawn is built for the tokens that are found, and the job says so from now on."""
     from spmd_engine.formats.token_file import open_token_file
     from spmd_engine.training.data.token_data import PreparedData, check_file
@@ -157,7 +157,7 @@ def _of_tokens(job: Job, mesh: Mesh) -> Workload:
     return Workload(job, engine, data, Sampled(data, length, job.model.seed), writes=True, token_file=file)
 
 
-def _length(job: Job, engine: LayeredEngine) -> int:
+def _length(job: TrainConfig, engine: LayeredEngine) -> int:
     """Of a sample, in tokens."""
     length, context = job.data.length or engine.model.context, engine.model.context
     if 0 < context < length:
@@ -165,7 +165,7 @@ def _length(job: Job, engine: LayeredEngine) -> int:
     return length
 
 
-def _of_images(job: Job, mesh: Mesh) -> Workload:
+def _of_images(job: TrainConfig, mesh: Mesh) -> Workload:
     """The model is built for the images that are found, and the job says so from now on."""
     from spmd_engine.training.data.images import ImageData, load_images  # with the formats that they come in
 
@@ -177,7 +177,7 @@ def _of_images(job: Job, mesh: Mesh) -> Workload:
     return Workload(job, engine, images, data)
 
 
-def _fitting(found: dict[str, int], job: Job) -> dict[str, int]:
+def _fitting(found: dict[str, int], job: TrainConfig) -> dict[str, int]:
     """What the model is for: what the job says, if these images fit, or else what they are."""
     said = job.model.images or found
     alike = all(found[name] == said[name] for name in ("height", "width", "channels"))
@@ -187,7 +187,7 @@ def _fitting(found: dict[str, int], job: Job) -> dict[str, int]:
     return dict(said)
 
 
-def _page(job: Job, mesh: Mesh) -> Workload:
+def _page(job: TrainConfig, mesh: Mesh) -> Workload:
     from spmd_engine.strategies.two_convolutions import IMAGE
     from spmd_engine.training.data.windows import BytePairs, ShapedBytePairs
 
@@ -195,7 +195,7 @@ def _page(job: Job, mesh: Mesh) -> Workload:
     page = strategy_named(name)
     if job.model.name != PAGE_MODEL:
         raise UsageError(f"--strategy {name} has a small model of its own: leave --model out, or give {PAGE_MODEL}")
-    chosen, usual = job.composition.as_json(), Composition().as_json()
+    chosen, usual = job.composition.as_json(), ParallelConfig().as_json()
     if composed := [each for each in chosen if chosen[each] != usual[each] and each != "mesh"]:
         listed = ", ".join("--" + each.replace("_", "-") for each in composed)
         raise UsageError(f"--strategy {name} is one strategy, whole: it does not go with {listed}")
@@ -216,7 +216,7 @@ def _page(job: Job, mesh: Mesh) -> Workload:
     return Workload(job, engine, corpus, Sampled(data, 1, job.model.seed))
 
 
-def optimizer_of(training: TrainingConfig) -> Optimizer:
+def optimizer_of(training: StepConfig) -> Optimizer:
     """The optimizer that a job names."""
     if training.optimizer == "adamw":
         return AdamW(weight_decay=training.weight_decay)

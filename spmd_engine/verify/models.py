@@ -6,11 +6,13 @@ from spmd_engine.arrays.random import key_of, normal
 from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.engine.parallel_config import Composition, ModelConfig, build_engine
+from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
 from spmd_engine.verify.reference import DEVIATION
 
 
-def engine_of_model(model: ModelConfig, mesh: Mesh, composition: Composition, *, device: str = "cpu") -> LayeredEngine:
+def engine_of_model(
+    model: ModelConfig, mesh: Mesh, composition: ParallelConfig, *, device: str = "cpu"
+) -> LayeredEngine:
     """A model on a mesh, with random parameters. Collective.
 
     What adapters leave frozen is read, if the model is one by path, and else random; they themselves are not the zeros

@@ -12,7 +12,7 @@ import numpy as np
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.random import key_of, normal
 from spmd_engine.comm.agreement.rank_zero import on_rank_zero
-from spmd_engine.comm.communicators.threads import run, solo
+from spmd_engine.comm.communicators.threads import run_threads, solo
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, batch_of
@@ -43,7 +43,7 @@ def engine_and_reference(make: Callable[..., Any], mesh: Mesh) -> tuple[ShardedE
 
     def alone() -> ShardedEngine:
         one = mesh_of_one(engine.mesh.axes)
-        return run(_made, 1, args=(make, one))[0]  # a mesh that it makes itself is then one of one rank, too
+        return run_threads(_made, 1, args=(make, one))[0]  # a mesh that it makes itself is then one of one rank, too
 
     reference = on_rank_zero(engine.group(), alone)
     whole = {name: engine.gather(name, root=0) for name in engine.names}

@@ -9,7 +9,7 @@ import pytest
 
 from on_ranks import everywhere, numbers_of_ranks, on_ranks
 from pairwise import every_pair
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays import dtypes
 from spmd_engine.errors import MismatchError, UsageError
 
@@ -118,7 +118,7 @@ def kinds_and_ranks():
 
 @pytest.mark.parametrize("kind, ranks, every", list(kinds_and_ranks()))
 def test_exchanges(kind, ranks, every):
-    on_ranks(exchanges, ranks, KINDS[kind], every) if ranks != 1 else run(alone, 1, args=(KINDS[kind],))
+    on_ranks(exchanges, ranks, KINDS[kind], every) if ranks != 1 else run_threads(alone, 1, args=(KINDS[kind],))
 
 
 def alone(dtype):
@@ -137,7 +137,7 @@ def kinds_and_nodes():
 
 @pytest.mark.parametrize("kind, nodes, every", list(kinds_and_nodes()))
 def test_exchanges_between_nodes(kind, nodes, every):
-    run(exchanges, 4, args=(KINDS[kind], every), nodes=list(nodes))
+    run_threads(exchanges, 4, args=(KINDS[kind], every), nodes=list(nodes))
 
 
 @everywhere(1, 3)
@@ -148,7 +148,7 @@ def test_reductions(dtype, ranks):
 
 @pytest.mark.parametrize("dtype", NUMBERS, ids=str)
 def test_reductions_between_nodes(dtype):
-    run(reductions, 4, args=(dtype,), nodes=list("aabb"))
+    run_threads(reductions, 4, args=(dtype,), nodes=list("aabb"))
 
 
 @everywhere(2)
@@ -170,7 +170,7 @@ def test_a_mismatch_of_byte_orders_names_them():
         group.all_reduce(np.ones(3, ">f4" if group.rank else "<f4"))
 
     with pytest.raises(MismatchError, match=r"rank 0 called .*float32\[3\].*; rank 1 called .*>f4\[3\]"):
-        run(program, 2)
+        run_threads(program, 2)
 
 
 # --- what cannot go
@@ -212,4 +212,4 @@ def test_what_one_rank_cannot_send_all_refuse(name, nodes, ranks):
     if ranks is None:
         program(OPERATIONS[name])
     else:
-        run(program, ranks, args=(OPERATIONS[name],), nodes=[str(r % nodes) for r in range(ranks)])
+        run_threads(program, ranks, args=(OPERATIONS[name],), nodes=[str(r % nodes) for r in range(ranks)])

@@ -11,13 +11,13 @@ import pytest
 
 import test_cuda_kernels
 from numerics import normals
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays import softmax
 from spmd_engine.arrays.backend import CPU, backend_of
 from spmd_engine.arrays.numba.functions import FastFunctions, fast_functions
 from spmd_engine.engine import AdamW, LayeredEngine
 from spmd_engine.engine.batch import batch_of
-from spmd_engine.engine.state.assignment import Storage
+from spmd_engine.engine.state.assignment import ZeroConfig
 from spmd_engine.models.gpt import GPTSize, gpt
 from test_cuda_kernels import (  # noqa: F401 (they are run here again, on another device)
     TOLERANCE,
@@ -118,14 +118,14 @@ def train():
     tokens = np.random.default_rng(0).integers(0, 31, (6, 8, 21))
 
     def body():
-        engine, optimizer = LayeredEngine(model, Mesh(data=2), storage=Storage(zero=1), dtype=np.float32), AdamW()
+        engine, optimizer = LayeredEngine(model, Mesh(data=2), storage=ZeroConfig(zero=1), dtype=np.float32), AdamW()
         losses = []
         for step, batch in enumerate(tokens):
             losses.append(engine.step(batch_of(batch[:, :-1], batch[:, 1:], engine, step=step)))
             optimizer.update(engine, engine.gradients, step=step + 1, rate=1e-2)
         return losses
 
-    return run(body, 2)[0]
+    return run_threads(body, 2)[0]
 
 
 def test_a_model_trains_alike(loops, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 
 import tiny
 from altered import in_bytes, in_json
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints import Checkpoint, CheckpointFolder, load_checkpoint, save_checkpoint
 from spmd_engine.checkpoints.format.manifest import Manifest
 from spmd_engine.checkpoints.rewrite import problems
@@ -27,7 +27,7 @@ def sound(tmp_path_factory):
         with Mesh(data=2) as mesh:
             save_checkpoint(folder, tiny.make_engine(mesh), AdamW(), step=1, seed=0)
 
-    run(program, 2)
+    run_threads(program, 2)
     return CheckpointFolder(folder).newest()
 
 
@@ -52,7 +52,7 @@ def small(tmp_path_factory):
             engine.initialize(0)
             save_checkpoint(folder, engine, AdamW(), step=1, seed=0, config={"x": [1, 2]})
 
-    run(program, 2)
+    run_threads(program, 2)
     return CheckpointFolder(folder).newest()
 
 

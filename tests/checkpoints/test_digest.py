@@ -6,7 +6,7 @@ from safetensors.numpy import load_file
 
 import saved
 import tiny
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints import Checkpoint, load_checkpoint, save_checkpoint
 from spmd_engine.checkpoints import digest as digests
 from spmd_engine.checkpoints.digest import differences, digest_of_checkpoint, digest_of_engine, digest_text
@@ -45,7 +45,7 @@ def test_every_mesh_has_the_same_digest_and_a_flipped_bit_another(reference, axe
                 engine.parameters[name].reshape(-1)[:1].view(np.uint64)[...] ^= np.uint64(1 << 63)
             return differences(digest_of_engine(engine, optimizer), expected)
 
-    for found in run(program, tiny.ranks_of(axes)):
+    for found in run_threads(program, tiny.ranks_of(axes)):
         assert len(found) == 1 and found[0].startswith("model/block1/mlp/w1: rows 0 to ")
 
 
@@ -88,7 +88,7 @@ def test_an_export_is_one_plain_file_whoever_writes_it(tmp_path, reference, rank
             group = mesh.group() if ranks > 1 else None
             export_checkpoint(Checkpoint(reference), "model", tmp_path / "plain.safetensors", group)
 
-    run(program, ranks)
+    run_threads(program, ranks)
     plain, expected = load_file(tmp_path / "plain.safetensors"), saved.parameters(reference)
     assert plain.keys() == expected.keys() == Checkpoint(tmp_path / "plain.safetensors").keys()
     for name in expected:

@@ -10,22 +10,22 @@ import pytest
 from safetensors.numpy import load_file
 
 from pairwise import in_turn
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints import Checkpoint, save_checkpoint
 from spmd_engine.checkpoints.hf.export import export_huggingface
 from spmd_engine.checkpoints.pretrained import open_pretrained
-from spmd_engine.engine.parallel_config import Composition, ModelConfig, build_engine
+from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
 from spmd_engine.errors import UsageError
 from spmd_engine.formats.huggingface import folder_tensors
 from spmd_engine.layers import RotaryOptions
-from spmd_engine.models import DecoderShape
+from spmd_engine.models import DecoderConfig
 from spmd_engine.models.load_config import shape_at
 
 FOLDERS = Path(__file__).parents[1] / "golden" / "decoders"
 FAMILIES = sorted(path.name for path in FOLDERS.iterdir())
 
 
-def saved_and_exported(source, into, axes, composition=Composition(), **options):  # noqa: B008 (immutable)
+def saved_and_exported(source, into, axes, composition=ParallelConfig(), **options):  # noqa: B008 (immutable)
     """From a folder to a checkpoint on a mesh, and from that to a folder."""
 
     def program():
@@ -36,7 +36,7 @@ def saved_and_exported(source, into, axes, composition=Composition(), **options)
                 Checkpoint(into / "run"), shape_at(source), into / "out", mesh.group(), beside=source, **options
             )
 
-    run(program, int(np.prod(list(axes.values()))))
+    run_threads(program, int(np.prod(list(axes.values()))))
     return into / "out"
 
 
@@ -57,7 +57,7 @@ def test_several_files_in_half_precision_with_what_is_beside(tmp_path):
     shutil.copytree(FOLDERS / "llama", source)
     (source / "tokenizer.json").write_text("{}")
     out = saved_and_exported(
-        source, tmp_path, {"data": 3}, Composition(mesh={"data": 3}, zero=3), dtype="bfloat16", largest=1000
+        source, tmp_path, {"data": 3}, ParallelConfig(mesh={"data": 3}, zero=3), dtype="bfloat16", largest=1000
     )
     index = json.loads((out / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 5
@@ -80,7 +80,7 @@ def test_a_folder_that_holds_weights_is_left_alone(tmp_path):
 
 def test_neighbours_that_are_paired_become_halves(tmp_path):
     """The format has no word for the other pairs: what is read again computes the same with halves."""
-    shape = DecoderShape(
+    shape = DecoderConfig(
         family="qwen3",
         layers=1,
         width=12,
@@ -100,7 +100,9 @@ def test_neighbours_that_are_paired_become_halves(tmp_path):
 
     def program():
         with Mesh(data=2) as mesh:  # which keeps parts of the norms of heads, too
-            made = build_engine(ModelConfig(shape=shape, dtype="float64"), mesh, Composition(mesh={"data": 2}, zero=3))
+            made = build_engine(
+                ModelConfig(shape=shape, dtype="float64"), mesh, ParallelConfig(mesh={"data": 2}, zero=3)
+            )
             made.load_checkpoint(
                 {name: np.random.default_rng(len(name)).standard_normal(made.global_shape(name)) for name in made.names}
             )
@@ -109,7 +111,7 @@ def test_neighbours_that_are_paired_become_halves(tmp_path):
             export_huggingface(Checkpoint(tmp_path / "run"), shape, tmp_path / "out", mesh.group(), dtype="float64")
             return logits(made)
 
-    expected = run(program, 2)[0]
+    expected = run_threads(program, 2)[0]
     engine, _ = open_pretrained(ModelConfig(str(tmp_path / "out"), dtype="float64"), Mesh())
     assert engine.model.name.endswith("out") and shape_at(tmp_path / "out").rotary.pairs == "halves"
     np.testing.assert_allclose(logits(engine), expected, rtol=0, atol=1e-12)

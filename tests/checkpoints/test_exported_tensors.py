@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 
 import tiny
 from pairwise import in_turn
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints import Checkpoint, CheckpointFolder, save_checkpoint
 from spmd_engine.checkpoints.hf import exported_tensors
 from spmd_engine.checkpoints.hf.export import export_huggingface
@@ -19,7 +19,7 @@ from spmd_engine.checkpoints.hf.tensor_view import as_it_is
 from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.checkpoints.read import Sliceable
 from spmd_engine.checkpoints.rewrite import export_checkpoint
-from spmd_engine.engine.parallel_config import Composition, ModelConfig
+from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.errors import CheckpointError
 from spmd_engine.models.load_config import shape_at
 
@@ -29,10 +29,10 @@ FOLDERS = Path(__file__).parents[1] / "golden" / "decoders"
 def stored_on(folder, source, axes, zero):
     def program():
         with Mesh(**axes) as mesh:
-            engine, _ = open_pretrained(ModelConfig(str(source)), mesh, Composition(mesh=axes, zero=zero))
+            engine, _ = open_pretrained(ModelConfig(str(source)), mesh, ParallelConfig(mesh=axes, zero=zero))
             save_checkpoint(folder, engine)
 
-    run(program, tiny.ranks_of(axes))
+    run_threads(program, tiny.ranks_of(axes))
 
 
 @in_turn(3, axes=[{"data": 1}, {"model": 2}, {"data": 3}], ranks=[1, 3], at_once=[0, 200, 8 << 20])
@@ -59,7 +59,7 @@ def test_blocks_are_read_once_and_come_to_their_places(tmp_path, monkeypatch, ax
                 export_huggingface(Checkpoint(folder), shape_at(source), out, group)
                 export_checkpoint(Checkpoint(folder), "model", f"{out}.safetensors", group)
 
-        run(program, ranks)
+        run_threads(program, ranks)
         monkeypatch.setattr(Checkpoint, "read_block", real)
         arrays = checkpoint.manifest.sections["model"].items()
         blocks = [(name, block.rectangle) for name, array in arrays for block in array.blocks]
@@ -106,7 +106,7 @@ def test_what_one_rank_finds_damaged_is_told_on_all_and_nothing_is_left(tmp_path
                     export()
                 mesh.group().barrier()
 
-    run(program, 3)
+    run_threads(program, 3)
     assert list(out.iterdir()) == []
 
 

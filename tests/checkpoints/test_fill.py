@@ -9,7 +9,7 @@ import pytest
 
 import saved
 import tiny
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints import Checkpoint, CheckpointFolder, load_checkpoint, load_in_place, save_checkpoint
 from spmd_engine.checkpoints.format import headers
 from spmd_engine.checkpoints.format.headers import read_file_header
@@ -31,7 +31,7 @@ def save(folder, **axes):
                     array[...] = np.random.default_rng(mesh.rank).standard_normal(array.shape)
             save_checkpoint(folder, engine, optimizer, step=1)
 
-    run(program, tiny.ranks_of(axes))
+    run_threads(program, tiny.ranks_of(axes))
 
 
 def loaded(folder, into, zero=0, dtype=np.float64, nodes=None, **axes):
@@ -43,7 +43,7 @@ def loaded(folder, into, zero=0, dtype=np.float64, nodes=None, **axes):
             load_checkpoint(folder, engine, optimizer)
             save_checkpoint(into, engine, optimizer, step=1)
 
-    run(program, tiny.ranks_of(axes), nodes=nodes)
+    run_threads(program, tiny.ranks_of(axes), nodes=nodes)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_a_file_is_checked_by_one_rank_where_that_leaves_others_as_much(tmp_path
         with Mesh(data=3) as mesh:
             load_checkpoint(tmp_path, tiny.make_engine(mesh), AdamW())
 
-    run(program, 3)
+    run_threads(program, 3)
     assert sorted(looked) == sorted(each.name for each in CheckpointFolder(tmp_path).newest().glob("*.safetensors"))
 
 
@@ -113,7 +113,7 @@ def test_what_one_thread_of_several_finds_damaged_ends_the_others(tmp_path, monk
         with Mesh(data=1) as mesh, pytest.raises(CheckpointError, match="model-00000.safetensors is damaged"):
             load_checkpoint(tmp_path, tiny.make_engine(mesh), AdamW())
 
-    run(program, 1)
+    run_threads(program, 1)
     assert len(used) == threads
 
 
@@ -137,7 +137,7 @@ def test_damage_that_one_rank_reads_is_an_error_on_all(tmp_path):
         with Mesh(data=4) as mesh, pytest.raises(CheckpointError, match=r"rank . of 4: .*00001.*is damaged"):
             load_checkpoint(tmp_path, tiny.make_engine(mesh), AdamW())
 
-    run(program, 4)
+    run_threads(program, 4)
 
 
 def test_all_ranks_load_the_checkpoint_that_rank_zero_found(tmp_path, monkeypatch):
@@ -156,5 +156,5 @@ def test_all_ranks_load_the_checkpoint_that_rank_zero_found(tmp_path, monkeypatc
         with Mesh(data=3) as mesh:
             load_checkpoint(tmp_path, tiny.make_engine(mesh))
 
-    run(program, 3)
+    run_threads(program, 3)
     assert looked == [first] * 3

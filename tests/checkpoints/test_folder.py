@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import saved
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints import Checkpoint, CheckpointFolder, find_checkpoint, save_checkpoint
 from spmd_engine.checkpoints.format.lock import RunLock
 from spmd_engine.engine import AdamW
@@ -27,7 +27,7 @@ def save(folder, ranks, step, keep=2):
             optimizer.prepare(engine)
             save_checkpoint(folder, engine, optimizer, step=step, keep=keep, config={"made": step})
 
-    run(program, ranks)
+    run_threads(program, ranks)
 
 
 def not_to_be_looked_into(monkeypatch, name):

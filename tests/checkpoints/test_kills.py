@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import saved
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints import Checkpoint, CheckpointFolder, Save, load_checkpoint
 from spmd_engine.comm.communicators.threads import current_thread_communicator
 from spmd_engine.engine import AdamW
@@ -49,7 +49,7 @@ def trained(folder, steps, background=False, keep=1):
                 )
                 saving.finish()
 
-    run(program, RANKS)
+    run_threads(program, RANKS)
 
 
 def batch(engine, step):

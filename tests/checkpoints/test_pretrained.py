@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints.hf.weights import Pretrained
 from spmd_engine.checkpoints.pretrained import load_pretrained, open_pretrained, table
 from spmd_engine.comm.world import world
-from spmd_engine.engine.parallel_config import Composition, ModelConfig, build_engine
+from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
 from spmd_engine.errors import UsageError
 from spmd_engine.formats.safetensors_file import read_safetensors
 from spmd_engine.formats.tensor import PlainTensor
@@ -52,10 +52,10 @@ def load(folder, axes=None):
 
     def program():
         with Mesh(**axes) as mesh:
-            engine, _ = open_pretrained(ModelConfig(str(folder)), mesh, Composition(mesh=axes))
+            engine, _ = open_pretrained(ModelConfig(str(folder)), mesh, ParallelConfig(mesh=axes))
             return {name: engine.gather(name) for name in engine.names}
 
-    return run(program, int(np.prod(list(axes.values()))))[0]
+    return run_threads(program, int(np.prod(list(axes.values()))))[0]
 
 
 # --- what is read
@@ -77,7 +77,7 @@ def test_each_rank_reads_what_it_holds_and_no_more(monkeypatch):
 
     def program(axes, composition):
         with Mesh(**axes) as mesh:
-            engine = build_engine(ModelConfig(str(folder)), mesh, Composition(mesh=axes, **composition))
+            engine = build_engine(ModelConfig(str(folder)), mesh, ParallelConfig(mesh=axes, **composition))
             load_pretrained(engine, folder)
             return sum(parameter.size for parameter in engine.parameters.values())
 
@@ -87,7 +87,7 @@ def test_each_rank_reads_what_it_holds_and_no_more(monkeypatch):
         ({"expert": 2, "model": 2}, {}),
     ):
         read.clear()
-        held = run(program, 4, args=(axes, composition))
+        held = run_threads(program, 4, args=(axes, composition))
         assert [read[rank] for rank in range(4)] == held
         assert max(held) < 0.6 * elements
     assert sum(held) < 2 * elements

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from spmd_engine import run
+from spmd_engine import run_threads
 from spmd_engine.checkpoints import Checkpoint, load_checkpoint
 from spmd_engine.engine import ShardedEngine
 from spmd_engine.errors import UsageError
@@ -66,7 +66,7 @@ def test_what_no_sharding_names_is_loaded_whole(tmp_path):
         for name in whole:
             np.testing.assert_array_equal(engine.parameters[name], whole[name][engine.index(name)], strict=True)
 
-    run(program, 3)
+    run_threads(program, 3)
 
 
 def test_a_checkpoint_is_a_file_or_the_folder_that_was_saved(tmp_path):

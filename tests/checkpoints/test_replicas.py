@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import tiny
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints.replicas import compare_replicas
 from spmd_engine.engine import AdamW
 from spmd_engine.errors import ReplicasDifferError
@@ -26,7 +26,7 @@ def message(axes, victim, spoil, **options):
             except ReplicasDifferError as error:
                 return str(error)
 
-    said = run(program, tiny.ranks_of(axes))
+    said = run_threads(program, tiny.ranks_of(axes))
     assert len(set(said)) == 1
     return said[0]
 

@@ -7,7 +7,7 @@ import numpy as np
 import saved
 import tiny
 from pairwise import in_turn
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints import Checkpoint, load_checkpoint, save_checkpoint
 from spmd_engine.checkpoints.digest import digest_of_checkpoint, digest_of_engine, digest_text
 from spmd_engine.engine import AdamW
@@ -29,7 +29,7 @@ def train(axes, compress, folder, begin, end):
             save_checkpoint(folder, engine, optimizer, step=end)
             return losses, digest_text(digest_of_engine(engine, optimizer))
 
-    return run(program, tiny.ranks_of(axes))[0]
+    return run_threads(program, tiny.ranks_of(axes))[0]
 
 
 @in_turn(2, axes=PLACES, compress=["top-k:0.1", "powersgd:2"])

@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 import saved
 import tiny
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints import Checkpoint, CheckpointFolder, Save, load_checkpoint, save_checkpoint
 from spmd_engine.checkpoints.format.blocks import read_block
 from spmd_engine.checkpoints.format.manifest import Manifest
@@ -36,7 +36,7 @@ def save(folder, axes, steps=2, **options):
         with Mesh(**axes) as mesh:
             save_checkpoint(folder, *stepped(mesh, **options), step=steps, fact="x")
 
-    run(program, tiny.ranks_of(axes))
+    run_threads(program, tiny.ranks_of(axes))
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_any_mesh_saves_the_same_and_loads_what_another_saved(tmp_path, referenc
             assert load_checkpoint(reference, engine, optimizer) == {"step": 2, "fact": "x"}
             save_checkpoint(tmp_path / "again", engine, optimizer, step=2)
 
-    run(load, tiny.ranks_of(axes))
+    run_threads(load, tiny.ranks_of(axes))
     assert saved.everything(tmp_path / "again") == saved.everything(reference)
 
 
@@ -139,7 +139,7 @@ def test_only_the_blocks_that_are_needed_are_read(tmp_path, monkeypatch):
             monkeypatch.setattr("spmd_engine.checkpoints.save.deal.__kwdefaults__", {"block_bytes": 100}, raising=False)
             save_checkpoint(tmp_path, engine)
 
-    run(program, 1)
+    run_threads(program, 1)
     checkpoint, read = Checkpoint(tmp_path), []
     name, array = max(checkpoint.manifest.sections["model"].items(), key=lambda item: len(item[1].blocks))
     assert len(array.blocks) > 4
@@ -162,7 +162,7 @@ def test_what_is_not_finite_is_not_saved_and_what_was_there_stays(tmp_path):
             with pytest.raises(CheckpointError, match=r"step 3 could not be saved \(rank 1: .* not finite"):
                 save_checkpoint(tmp_path, engine, optimizer, step=3)
 
-    run(program, 2)
+    run_threads(program, 2)
     assert saved.everything(tmp_path) == before
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step-00000002"]
 
@@ -186,7 +186,7 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all(tmp_path, monkeypatch, v
             with pytest.raises(CheckpointError, match=rf"step 5 could not be saved \(rank {victim}: .*No space left"):
                 saving.finish()
 
-    run(program, 3)
+    run_threads(program, 3)
     assert Checkpoint(tmp_path).metadata["step"] == 2
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step-00000002"]
 
@@ -207,7 +207,7 @@ def test_a_background_save_sees_no_later_step(tmp_path, monkeypatch):
             monkeypatch.undo()
             save_checkpoint(tmp_path / "straight", *stepped(mesh), step=2)
 
-    run(program, 2)
+    run_threads(program, 2)
     assert saved.everything(tmp_path) == saved.everything(tmp_path / "straight")
 
 
@@ -219,7 +219,7 @@ def test_another_optimizer_s_state_is_refused(tmp_path):
             with pytest.raises(CheckpointError, match="has no mean/.*: it was saved with another optimizer"):
                 load_checkpoint(tmp_path, engine, AdamW())
 
-    run(program, 1)
+    run_threads(program, 1)
 
 
 def test_the_manifest_is_json_that_says_where_everything_is(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from threadpoolctl import threadpool_limits
 
 from command_line import ONE_THREAD, QUIET, TEXT
-from spmd_engine import run as run_ranks
+from spmd_engine import run_threads
 from spmd_engine.cli import main
 
 
@@ -37,7 +37,7 @@ def virtual(tmp_path, monkeypatch, capsys):
 
     def run(ranks, *args):
         capsys.readouterr()
-        run_ranks(lambda: main(list(map(str, args))), ranks)
+        run_threads(lambda: main(list(map(str, args))), ranks)
         return capsys.readouterr()
 
     return run

@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 import saved
 from command_line import QUIET, TEXT, metrics
 from spmd_engine.cli import main
-from spmd_engine.training import Job
+from spmd_engine.training import TrainConfig
 
 STEPS = 2
 EXACT = ["--model", "gpt-nano", "--dtype", "float64", "--steps", str(STEPS), "--warmup", "1", "--dropout", "0.1"]
@@ -147,7 +147,7 @@ def test_resume_keeps_the_composition_that_fits_the_new_mesh(virtual, here, tmp_
 
 @pytest.mark.parametrize("option, value", [("seed", "3"), ("dtype", "float64"), ("batch-size", "4"), ("model", "mlp")])
 def test_resume_refuses_what_decides_what_is_computed(here, tmp_path, option, value):
-    Job.of(model="gpt-nano", batch_size=2, steps=1).write(tmp_path / "config.json")
+    TrainConfig.of(model="gpt-nano", batch_size=2, steps=1).write(tmp_path / "config.json")
     code, _, errors = here("train", "--resume", "--run", str(tmp_path), f"--{option}", value)
     assert code == 2 and errors.count("\n") == 1
     assert f"{option.replace('-', '_')} {value} cannot go on with it" in errors

@@ -14,7 +14,7 @@ from spmd_engine.engine.parallel_config import build_engine
 from spmd_engine.errors import UsageError
 from spmd_engine.planning.machine.files import read_machine
 from spmd_engine.planning.machine.text import text_of
-from spmd_engine.training import Job
+from spmd_engine.training import TrainConfig
 
 LLAMA = Path(__file__).parents[1] / "golden" / "decoders" / "llama"
 
@@ -209,11 +209,11 @@ def test_a_misspelled_name_is_answered_with_the_nearest(line, near, here, tmp_pa
 
 def test_a_misspelled_model_axis_or_parameter_is_answered_with_the_nearest_in_python():
     with pytest.raises(UsageError, match=r"unknown model 'mpl'; did you mean 'mlp'\? There are: mlp, "):
-        Job.of(model="mpl")
+        TrainConfig.of(model="mpl")
     with pytest.raises(UsageError, match="a job has no option 'batchsize'; did you mean 'batch_size'"):
-        Job.of(batchsize=3)
+        TrainConfig.of(batchsize=3)
     with Mesh(data=1, model=1) as mesh, pytest.raises(UsageError, match="axis 'modle' .* did you mean 'model'"):
         mesh.all_reduce(np.ones(1), over="modle")
-    engine = build_engine(Job.of(model="mlp").model, Mesh())
+    engine = build_engine(TrainConfig.of(model="mlp").model, Mesh())
     with pytest.raises(UsageError, match="no parameter 'layer_0/weight'; did you mean 'layer_0/weights'"):
         engine.gather("layer_0/weight")

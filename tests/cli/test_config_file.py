@@ -2,13 +2,13 @@
 
 import pytest
 
-from spmd_engine.training import Job
+from spmd_engine.training import TrainConfig
 
 
 @pytest.fixture
 def write(tmp_path):
     def write(**options):
-        Job.of(**options).write(tmp_path / "job.json")
+        TrainConfig.of(**options).write(tmp_path / "job.json")
 
     return write
 

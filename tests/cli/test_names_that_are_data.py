@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from command_line import metrics
-from spmd_engine import run as run_ranks
+from spmd_engine import run_threads
 from spmd_engine.checkpoints import Checkpoint
 from spmd_engine.cli import main
 from spmd_engine.models.names import MODELS, build_model
@@ -49,7 +49,7 @@ def train(name, folder):
     data = {"gpt-nano": corpus(folder), "random routing": corpus(folder), "adapters": LETTERS}.get(name)
     run = folder / "run"
     arguments = ["train", *RUNS[name], *(["--data", str(data)] if data else []), "--run", str(run)]
-    run_ranks(lambda: main(arguments), 2 if name == "PowerSGD" else 1)
+    run_threads(lambda: main(arguments), 2 if name == "PowerSGD" else 1)
     steps = [[step["loss"], step["grad_norm"]] for step in metrics(run)]
     checkpoint = Checkpoint(run)
     saved = {**dict(checkpoint.items()), **dict(checkpoint.section("optimizer").items())}
@@ -69,7 +69,20 @@ def described(name):
 def generate(folder):
     """Tokens drawn from an untrained model."""
     run, prompt = folder / "run", ["--prompt", "ab", "--temperature", "1.0", "--seed", "5", "--tokens", "24"]
-    main(["train", "--model", "gpt-nano", *LANGUAGE, "--steps", "0", "--data", str(corpus(folder)), "--run", str(run)])
+    main(
+        [
+            "train",
+            "--model",
+            "gpt-nano",
+            *LANGUAGE,
+            "--steps",
+            "0",
+            "--data",
+            str(corpus(folder)),
+            "--run",
+            str(run),
+        ]
+    )
     text = io.StringIO()
     with redirect_stdout(text):
         main(["generate", "--run", str(run), *prompt])

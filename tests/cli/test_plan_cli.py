@@ -6,10 +6,10 @@ import pytest
 
 from command_line import QUIET
 from spmd_engine.cli import main
-from spmd_engine.engine.parallel_config import Composition, ModelConfig
+from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.planning import analyze
 from spmd_engine.planning.report.plan_result import PlanFile
-from spmd_engine.training import Job
+from spmd_engine.training import TrainConfig
 
 FIXED = ("plan", "--machine", "cpu", "--ranks", "2", "--model", "mlp", "--batch-size", "16", "--mesh", "data=2")
 
@@ -39,7 +39,7 @@ def test_a_given_composition_is_planned_as_it_is_trained(model, axes, options, c
     named = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     main(["plan", "--machine", "cpu", "--model", model, "--batch-size", "4", "--mesh", mesh, "--json", *named])
     found = json.loads(capsys.readouterr().out)
-    trained = analyze(ModelConfig(model), axes, Composition(**options), batch_size=4)
+    trained = analyze(ModelConfig(model), axes, ParallelConfig(**options), batch_size=4)
     assert found["bytes_sent"] == trained.bytes_sent
     assert found["peak_bytes"] == trained.peak_bytes_by_rank()
 
@@ -57,7 +57,7 @@ def test_adapters_are_planned_for_and_the_plan_is_run(here, tmp_path):
     assert PlanFile.read("plan.json").model.lora.rank == 2
     code, _, error = here("train", "--plan", "plan.json", "--steps", "1", *data, "--run", "runs/a")
     assert code == 0, error
-    assert Job.read("runs/a/config.json").model.lora.rank == 2
+    assert TrainConfig.read("runs/a/config.json").model.lora.rank == 2
     code, _, error = here("train", "--plan", "plan.json", "--lora-rank", "4", "--steps", "1", *data)
     assert code == 2 and "--lora-rank 4 with --plan plan.json, which says 2" in error
 

@@ -3,13 +3,13 @@
 import pytest
 
 from spmd_engine.cli import main
-from spmd_engine.engine.parallel_config import Composition
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.models.names import build_model
 from spmd_engine.planning import analyze
 
 
 def test_gathers_are_a_group_ahead_and_reductions_hide_behind_the_backward():
-    analysis = analyze(build_model("gpt-nano"), {"data": 2}, Composition(zero=3), batch_size=2)
+    analysis = analyze(build_model("gpt-nano"), {"data": 2}, ParallelConfig(zero=3), batch_size=2)
     communications = analysis.classes[0].step.communications
     gathers = [each for each in communications if each.operation == "all_gather"]
     assert gathers[0].priority == 0 and all(each.priority > 0 for each in gathers[1:])

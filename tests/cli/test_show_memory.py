@@ -2,12 +2,12 @@
 
 import pytest
 
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.cli import main
 from spmd_engine.cli.show.memory import CLASSES, bytes_per_rank, draw_memory
 from spmd_engine.engine import SGD
 from spmd_engine.engine.layered import LayeredEngine
-from spmd_engine.engine.parallel_config import Composition
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.models import build_model, deep_mlp, gpt
 from spmd_engine.planning import analyze
 from tiny import SIZE
@@ -18,7 +18,7 @@ COUNT = MODEL.parameter_count
 
 
 def held(axes, zero, model=MODEL, dtype="float32", optimizer=None, **how):
-    ranks = bytes_per_rank(model, axes, Composition(zero=zero, **how), dtype=dtype, optimizer=optimizer)
+    ranks = bytes_per_rank(model, axes, ParallelConfig(zero=zero, **how), dtype=dtype, optimizer=optimizer)
     assert all(tuple(name for name, _ in rank) == CLASSES for rank in ranks)
     return [[count for _, count in rank] for rank in ranks]
 
@@ -67,7 +67,7 @@ MESHES = [{"data": 3}, {"data": 2, "model": 2}, {"pipe": 2, "data": 2}, {"shard"
 @pytest.mark.parametrize("axes", MESHES)
 @pytest.mark.parametrize("zero", [None, 0, 1, 2, 3])
 def test_what_is_drawn_is_what_an_engine_stores(axes, zero):
-    model, composition = gpt(SIZE), Composition(zero=zero, group_threshold=500)
+    model, composition = gpt(SIZE), ParallelConfig(zero=zero, group_threshold=500)
 
     def program():
         with Mesh(**axes) as mesh:
@@ -77,7 +77,7 @@ def test_what_is_drawn_is_what_an_engine_stores(axes, zero):
             return stored, sum(array.nbytes for array in engine.owned.values()), storage.stage(mesh.axes)
 
     drawn = bytes_per_rank(model, axes, composition)
-    for ours, (stored, owned, stage) in zip(drawn, run(program, len(drawn)), strict=True):
+    for ours, (stored, owned, stage) in zip(drawn, run_threads(program, len(drawn)), strict=True):
         assert dict(ours)["parameters"] == stored
         assert dict(ours)["optimizer state"] == ADAMW * (owned if stage else stored)
 
@@ -105,7 +105,7 @@ def test_what_is_whole_for_a_while(axes, zero, whole):
 
 
 def test_what_is_whole_for_a_while_is_what_the_analysis_of_any_batch_says():
-    composition = Composition(zero=3, group_threshold=500)
+    composition = ParallelConfig(zero=3, group_threshold=500)
     analysis = analyze(MODEL, {"data": 3}, composition, batch_size=13, micro_batches=3)
     for rank, mine in enumerate(held({"data": 3}, 3, group_threshold=500)):
         moments = [each.bytes_by_kind for each in analysis.of_rank(rank).timeline]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from on_ranks import everywhere, on_ranks
-from spmd_engine import Mesh, run, world
+from spmd_engine import Mesh, run_threads, world
 from spmd_engine.arrays.memory import address_of
 from spmd_engine.comm.shared_memory.arena import ALIGNMENT, HEAD, Arena, bound
 from spmd_engine.comm.shared_memory.node import OwnMemory
@@ -115,7 +115,7 @@ def test_neighbours_see_what_is_written(ranks):
 
 
 def test_an_array_outlives_the_run_it_was_made_in():
-    arrays = run(lambda: Mesh().empty(1000, zero=True), 3)
+    arrays = run_threads(lambda: Mesh().empty(1000, zero=True), 3)
     gc.collect()
     for i, x in enumerate(arrays):
         x += i

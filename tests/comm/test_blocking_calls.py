@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from on_ranks import assert_same, numbers_of_ranks, on_ranks, reduced, values
-from spmd_engine import run, world
+from spmd_engine import run_threads, world
 from spmd_engine.comm.group import Group
 from spmd_engine.comm.ledger import Ledger
 from spmd_engine.comm.routing import Routing
@@ -362,4 +362,4 @@ def test_memory_is_the_callers_again_when_all_have_read_it(ranks=3):
                 x[...] = arrays[group.rank]
         return group.ledger.total().calls
 
-    assert set(run(program, ranks)) == {3 * TIMES * 4}
+    assert set(run_threads(program, ranks)) == {3 * TIMES * 4}

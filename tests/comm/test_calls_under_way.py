@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from on_ranks import INLINE, assert_same, everywhere, on_ranks
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 
 
 @everywhere(2, 3, 8)
@@ -47,7 +47,7 @@ def test_a_rank_may_send_to_itself():
         assert_same(group.receive(group.rank), np.arange(INLINE))
         sent.wait()
 
-    run(program, 2)
+    run_threads(program, 2)
 
 
 @everywhere(2, 3)

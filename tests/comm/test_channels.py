@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from on_ranks import INLINE, assert_same, everywhere, on_ranks
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.errors import MeshError
 
 # --- channels
@@ -107,7 +107,7 @@ def test_labels_and_bytes_are_in_the_ledger():
                 group.receive(0, channel=3, label="input")
             return {key: (entry.calls, entry.sent) for key, entry in mesh.ledger.entries.items()}
 
-    assert run(program, 2) == [{("send", "data", "input"): (1, 40)}, {("receive", "data", "input"): (1, 0)}]
+    assert run_threads(program, 2) == [{("send", "data", "input"): (1, 40)}, {("receive", "data", "input"): (1, 0)}]
 
 
 # --- groups among some places
@@ -131,7 +131,7 @@ def test_a_group_among_some_places_has_only_their_ranks():
             found["all"] = mesh.group("pipe", among={}).all_gather(np.array([mesh.rank])).tolist()
             return found
 
-    for rank, found in enumerate(run(program, 8)):
+    for rank, found in enumerate(run_threads(program, 8)):
         column = rank % 2
         assert found["all"] == [column, 2 + column, 4 + column, 6 + column]
         assert found.get("ends", [column, 6 + column]) == [column, 6 + column]
@@ -172,4 +172,4 @@ def test_places_that_cannot_be_are_refused(over, among, message):
                 mesh.group(over, among=among)
 
     with pytest.raises(MeshError, match=message):
-        run(program, 8)
+        run_threads(program, 8)

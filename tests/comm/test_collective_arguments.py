@@ -6,7 +6,7 @@ import pytest
 
 from on_ranks import DTYPES, INLINE, assert_same, everywhere, numbers_of_ranks, on_ranks, reduced, values
 from pairwise import every_pair
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.errors import UsageError
 
 
@@ -37,7 +37,7 @@ def test_out_may_overlap_the_input(size, shift):
         x[...] = arrays[group.rank]
         assert_same(group.all_reduce(x, out=out), reduced(arrays, "sum"))
 
-    run(program, 4)
+    run_threads(program, 4)
 
 
 @everywhere(2)
@@ -61,7 +61,7 @@ def test_a_root_s_array_need_not_be_contiguous(starts, ranks):
 @pytest.mark.parametrize("out", [np.empty(3), np.empty((2, 2)), np.empty(2, int), np.empty(4)[::2]])
 def test_out_must_fit(out):
     with pytest.raises(UsageError, match="out must be contiguous"):
-        run(lambda: Mesh().group().all_reduce(np.ones(2), out=out), 2)
+        run_threads(lambda: Mesh().group().all_reduce(np.ones(2), out=out), 2)
 
 
 @pytest.mark.parametrize(
@@ -87,12 +87,12 @@ def test_out_must_fit(out):
 )
 def test_wrong_arguments(text, call):
     with pytest.raises(UsageError, match=text):
-        run(lambda: call(Mesh(timeout=5).group()), 2)
+        run_threads(lambda: call(Mesh(timeout=5).group()), 2)
 
 
 def test_a_group_of_one_has_nobody_to_talk_to():
     with pytest.raises(UsageError, match="one rank has nobody to talk to"):
-        run(lambda: Mesh().group().send(0, np.ones(3)), 1)
+        run_threads(lambda: Mesh().group().send(0, np.ones(3)), 1)
 
 
 @pytest.mark.parametrize("name", ["broadcast", "all_gather", "all_reduce", "reduce_scatter", "all_to_all"])
@@ -104,7 +104,7 @@ def test_results_are_new_arrays(name, ranks):
         assert not np.may_share_memory(result, x)
         result += 1  # and may be written to
 
-    run(program, ranks)
+    run_threads(program, ranks)
 
 
 SOME_DTYPES = ["S3", "U2", "M8[s]", "m8[ms]", ">f4", "longdouble", "complex64", "V5", "i4,f8"]
@@ -125,4 +125,4 @@ def test_any_dtype_that_numpy_knows(name):
         assert group.all_gather(x).tobytes() == x.tobytes() * 2
         sent.wait()
 
-    run(program, 2)
+    run_threads(program, 2)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from on_ranks import DTYPES, OPS, assert_same, reduced, split, values
-from spmd_engine import Mesh, run, world
+from spmd_engine import Mesh, run_threads, world
 
 
 def shards(least=1):
@@ -30,7 +30,7 @@ def arrays_of(shape, axis, lengths, dtype):
 @given(shards(), st.sampled_from(DTYPES))
 def test_all_gather_of_any_shards(drawn, dtype):
     arrays, axis = arrays_of(*drawn, dtype), drawn[1]
-    for result in run(lambda: Mesh().all_gather(arrays[world().rank], axis), len(arrays)):
+    for result in run_threads(lambda: Mesh().all_gather(arrays[world().rank], axis), len(arrays)):
         assert_same(result, np.concatenate(arrays, axis))
 
 
@@ -44,7 +44,7 @@ def test_reduce_scatter_of_any_cut(drawn, dtype, op):
         group = Mesh().group()
         return group.reduce_scatter(arrays[group.rank], axis, op, sizes=lengths)
 
-    for result, part in zip(run(program, len(lengths)), split(reduced(arrays, op), lengths, axis)):
+    for result, part in zip(run_threads(program, len(lengths)), split(reduced(arrays, op), lengths, axis)):
         assert_same(result, part, op)
 
 
@@ -63,4 +63,4 @@ def test_all_to_all_of_any_cut_and_back(drawn, data):
         assert_same(result, np.concatenate(parts, axis))
         assert_same(group.all_to_all(result, axis, splits=back[group.rank])[0], arrays[group.rank])
 
-    run(program, n)
+    run_threads(program, n)

@@ -10,7 +10,7 @@ import pytest
 from fake_device import DeviceArray, FakeDevice, watch
 from on_ranks import DTYPES, INLINE, OPS, assert_same, everywhere, numbers_of_ranks, on_ranks, values
 from pairwise import every_pair
-from spmd_engine import Mesh, run, world
+from spmd_engine import Mesh, run_threads, world
 from spmd_engine.arrays.backend import CPU, backend_of, get_backend, register_backend, unregister_backend
 from spmd_engine.errors import UsageError
 
@@ -180,7 +180,7 @@ def test_every_dtype(dtype, aware, device):
             result = group.all_reduce(device.asarray(x))
             assert_same(result.memory, Mesh().all_reduce(x))
 
-    run(program, 3)
+    run_threads(program, 3)
 
 
 @pytest.mark.parametrize("aware", [False, True])
@@ -194,7 +194,7 @@ def test_a_rank_alone_copies_on_the_device(aware, device):
                 assert isinstance(result, DeviceArray) and not np.may_share_memory(result.memory, x.memory)
             assert set(device.events) == {"work"}
 
-    run(program, 1)
+    run_threads(program, 1)
 
 
 def test_bytes_count_once_whichever_way_they_go(device):
@@ -204,14 +204,14 @@ def test_bytes_count_once_whichever_way_they_go(device):
             group.broadcast(device.asarray(np.ones(10)))
             return group.ledger.total().payload, group.ledger.total().sent
 
-    assert run(program, 3, args=[True]) == run(program, 3, args=[False])
+    assert run_threads(program, 3, args=[True]) == run_threads(program, 3, args=[False])
 
 
 # --- which communicators are aware
 
 
 def test_threads_copy_with_the_device_s_own_module():
-    assert all(run(lambda: world().device_aware, 2))
+    assert all(run_threads(lambda: world().device_aware, 2))
 
 
 @pytest.mark.mpi(ranks=2)

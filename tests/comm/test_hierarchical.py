@@ -11,7 +11,7 @@ import pytest
 from fake_device import DeviceArray, FakeDevice, watch
 from nodes import everyone
 from on_ranks import DTYPES, FORMS, OPS, assert_alike, assert_same, reduced, values
-from spmd_engine import Mesh, run, world
+from spmd_engine import Mesh, run_threads, world
 from spmd_engine.arrays.backend import register_backend, unregister_backend
 from spmd_engine.comm import Group, Ledger
 from spmd_engine.comm.communicators.threads import ThreadCommunicator
@@ -96,7 +96,7 @@ def test_all_reduce(dtype, hosts, memory):
                 assert group.all_reduce(x, op, out=x) is x
                 assert_same(x, total, *about)
 
-    run(program, len(hosts), nodes=list(hosts))
+    run_threads(program, len(hosts), nodes=list(hosts))
 
 
 @dtypes_and_placements(1)
@@ -115,7 +115,7 @@ def test_reduce_scatter(dtype, hosts, memory):
                     result = group.reduce_scatter(x, axis, op, sizes=sizes)
                     assert_same(result, parts[group.rank], shape, axis, sizes, op)
 
-    run(program, ranks, nodes=list(hosts))
+    run_threads(program, ranks, nodes=list(hosts))
 
 
 @placements
@@ -144,7 +144,7 @@ def test_results_that_are_parts_of_what_is_given(arena, hosts, memory):
         across = x[n // 2 - 2000 : n // 2 - 2000 + sizes[group.rank]]
         assert_same(group.reduce_scatter(x, sizes=sizes, out=across), total[parts[group.rank]])
 
-    run(program, ranks, nodes=list(hosts))
+    run_threads(program, ranks, nodes=list(hosts))
 
 
 @pytest.mark.parametrize("check", [True, False])
@@ -163,7 +163,7 @@ def test_sizes_of_many_ranks_on_several_nodes(nodes, per_node, check):
             assert_same(part, ranks * np.split(whole, np.cumsum(sizes)[:-1])[group.rank])
             assert_same(group.all_gather(part, sizes=sizes), ranks * whole)
 
-    run(program, ranks, nodes=[str(r // per_node) for r in range(ranks)])
+    run_threads(program, ranks, nodes=[str(r // per_node) for r in range(ranks)])
 
 
 @dtypes_and_placements(2)
@@ -181,7 +181,7 @@ def test_all_gather(dtype, hosts, memory):
                 result = group.all_gather(next(form)(arrays[group.rank]), sizes=sizes)
                 assert_same(result, np.concatenate(arrays), lengths, sizes)
 
-    run(program, ranks, nodes=list(hosts))
+    run_threads(program, ranks, nodes=list(hosts))
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
@@ -197,7 +197,7 @@ def test_half_precision_is_rounded_once(dtype):
         assert (shifted == dtype.type(np.float32(1 + 6 * 2.0**-12))).all()
         return float(shifted[0])
 
-    results = run(program, 4, nodes=list("aabb"))
+    results = run_threads(program, 4, nodes=list("aabb"))
     assert dtype.name == "bfloat16" or results[0] > 1
 
 
@@ -224,7 +224,7 @@ def test_device_memory(length, some, aware):
             assert_same(getattr(result, "memory", result), right)
 
     try:
-        run(program, 4, nodes=list("abab"))
+        run_threads(program, 4, nodes=list("abab"))
     finally:
         unregister_backend(device)
 
@@ -255,7 +255,7 @@ def test_every_byte_leaves_a_node_once(hosts, memory, monkeypatch):
         (lambda group: group.all_gather(x[: len(x) // ranks]), 1),
     ]:
         sent.clear()
-        ledger = run(lambda: everyone_s_bytes(call), ranks, nodes=list(hosts))  # noqa: B023 (it is called now)
+        ledger = run_threads(lambda: everyone_s_bytes(call), ranks, nodes=list(hosts))  # noqa: B023 (it is called now)
         within = sent.pop("within", 0)
         assert dict(sent) == {host: times * size * (nodes - 1) // nodes for host in set(hosts)}
         assert within == (sum(ledger) - sum(sent.values()) if memory == "sent" else 0)

@@ -8,7 +8,7 @@ import pytest
 
 from nodes import everyone
 from on_ranks import assert_same, reduced, values
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.comm.dispatch import Tuning
 from spmd_engine.comm.transports.hierarchical import even_nodes
 from spmd_engine.errors import MismatchError
@@ -27,7 +27,7 @@ def test_the_ledger_says_the_same_on_any_nodes(hosts):
         mesh.all_gather(part)
         return [mesh.ledger.total(each).sent for each in ("all_reduce", "reduce_scatter", "all_gather")]
 
-    totals = np.sum(run(program, 4, nodes=hosts and list(hosts)), axis=0)
+    totals = np.sum(run_threads(program, 4, nodes=hosts and list(hosts)), axis=0)
     assert totals.tolist() == [3 * 8 * (LARGE + 3) * n for n in (2, 1, 1)]
 
 
@@ -40,7 +40,7 @@ def test_lengths_that_are_known_may_differ_by_rank_where_all_split_alike():
         x = np.arange(7.0) + 10 * group.rank
         return group.all_to_all(x, splits=splits, received=[splits[group.rank]] * 4)
 
-    for rank, (y, received) in enumerate(run(program, 4, nodes=list("aabb"))):
+    for rank, (y, received) in enumerate(run_threads(program, 4, nodes=list("aabb"))):
         parts = [np.split(np.arange(7.0) + 10 * r, np.cumsum(splits)[:-1])[rank] for r in range(4)]
         assert received == [splits[rank]] * 4
         assert_same(y, np.concatenate(parts))
@@ -53,7 +53,7 @@ def test_nodes_with_different_numbers_of_ranks_add_up_in_rank_order():
         assert group.comm.lanes is None
         assert_same(group.all_reduce(x), reduced([values(x.shape, x.dtype, r) for r in range(3)], "sum"))
 
-    run(program, 3, nodes=["a", "b", "a"])
+    run_threads(program, 3, nodes=["a", "b", "a"])
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_many_calls_under_way(hosts):
                 result, right = pending[i][0].wait(), pending[i][1]
                 assert right is None or np.allclose(result, right, rtol=1e-14)
 
-    run(program, ranks, nodes=list(hosts))
+    run_threads(program, ranks, nodes=list(hosts))
 
 
 def test_groups_come_and_go():
@@ -110,7 +110,7 @@ def test_groups_come_and_go():
             free = free or mesh.comm.neighbours.own.free
         assert mesh.comm.neighbours.own.free >= free
 
-    run(program, 4, nodes=list("abab"))
+    run_threads(program, 4, nodes=list("abab"))
 
 
 BIG = np.ones((5, LARGE // 8))
@@ -142,7 +142,7 @@ def test_a_mismatch_is_everyone_s_at_once(odd, name):
         for _ in range(10):
             assert (group.all_reduce(BIG) == 4).all()
 
-    run(program, 4, nodes=list("aabb"))
+    run_threads(program, 4, nodes=list("aabb"))
 
 
 @pytest.mark.parametrize("hosts", ["abcd", "aabb"])
@@ -157,4 +157,4 @@ def test_some_ranks_know_the_sizes_of_what_they_gather(hosts, length):
             result = group.all_gather(x, sizes=lengths if group.rank in (1, 2) else None)
             assert_same(result, np.repeat(np.arange(4), lengths))
 
-    run(program, 4, nodes=list(hosts))
+    run_threads(program, 4, nodes=list(hosts))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from on_ranks import DTYPES, INLINE, everywhere, numbers_of_ranks, on_ranks
-from spmd_engine import Ledger, Mesh, run
+from spmd_engine import Ledger, Mesh, run_threads
 from spmd_engine.comm.ledger import Entry
 
 LENGTHS = [0, 1, 5, 24, INLINE, INLINE + 1]  # of all shards together: fewer than ranks, inline, large
@@ -154,7 +154,7 @@ def test_entries_are_kept_by_operation_axes_and_label():
             mesh.barrier("model")
             return mesh.ledger
 
-    for ledger in run(program, 4):
+    for ledger in run_threads(program, 4):
         calls = {key: (entry.calls, entry.payload) for key, entry in ledger.entries.items()}
         assert calls == {
             ("all_reduce", "data", ""): (1, 80),
@@ -182,7 +182,7 @@ def test_axes_of_one_rank_cost_nothing():
             mesh.all_reduce(np.zeros(10), over="model")
             return len(mesh.ledger.entries)
 
-    assert run(program, 2) == [0, 0]
+    assert run_threads(program, 2) == [0, 0]
 
 
 def test_meshes_may_share_a_ledger():
@@ -192,7 +192,7 @@ def test_meshes_may_share_a_ledger():
             Mesh(ledger=ledger).all_reduce(np.zeros(10))
         return ledger.total("all_reduce", "data").calls
 
-    assert run(program, 2) == [2, 2]
+    assert run_threads(program, 2) == [2, 2]
 
 
 def test_seconds_are_those_a_rank_stood_waiting():
@@ -206,6 +206,6 @@ def test_seconds_are_those_a_rank_stood_waiting():
         mesh.all_reduce(np.zeros(10), label="late")
         return [mesh.ledger.total(label=label).seconds for label in ("overlapped", "late")]
 
-    (overlapped, late), (_, waited) = run(program, 2)
+    (overlapped, late), (_, waited) = run_threads(program, 2)
     assert overlapped < 0.1 and late < 0.1
     assert 0.1 < waited < 1

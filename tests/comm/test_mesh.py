@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from on_ranks import assert_same
-from spmd_engine import Mesh, run, world
+from spmd_engine import Mesh, run_threads, world
 from spmd_engine.axes import parse_axes
 from spmd_engine.comm import Ledger
 from spmd_engine.errors import MeshError, UsageError
@@ -19,7 +19,7 @@ def on_cube(program):
         with Mesh(**CUBE) as mesh:
             return program(mesh)
 
-    return run(on_mesh, 12)
+    return run_threads(on_mesh, 12)
 
 
 def members(mesh, over):
@@ -37,7 +37,9 @@ def test_the_last_named_axis_varies_fastest():
 
 
 def test_without_axes_all_ranks_are_data():
-    assert run(lambda: (dict(Mesh().axes), Mesh().coordinates), 2) == [({"data": 2}, {"data": r}) for r in range(2)]
+    assert run_threads(lambda: (dict(Mesh().axes), Mesh().coordinates), 2) == [
+        ({"data": 2}, {"data": r}) for r in range(2)
+    ]
 
 
 ORDERS = [
@@ -110,7 +112,7 @@ def test_two_meshes_at_once_do_not_mix_their_messages():
             for mesh, pending in started.items():
                 assert_same(pending.wait(), np.full(3, 2 * factors[mesh]))
 
-    run(program, 4)
+    run_threads(program, 4)
 
 
 # --- mistakes
@@ -118,7 +120,7 @@ def test_two_meshes_at_once_do_not_mix_their_messages():
 
 def raises(error, text, do, ranks=1):
     with pytest.raises(error) as caught:
-        run(do, ranks)
+        run_threads(do, ranks)
     assert text in str(caught.value)
 
 
@@ -155,7 +157,7 @@ def test_sizes_are_whole_numbers_from_one(size):
 def test_parse_axes(text, axes):
     assert parse_axes(text) == axes
     assert list(parse_axes(text)) == list(axes)  # their order says where they lie
-    assert parse_axes(str(run(lambda: Mesh(**axes), np.prod(list(axes.values())))[0])) == axes
+    assert parse_axes(str(run_threads(lambda: Mesh(**axes), np.prod(list(axes.values())))[0])) == axes
 
 
 @pytest.mark.parametrize(
@@ -194,7 +196,7 @@ def test_ranks_of_a_node_are_kept_together():
             nodes = [mesh.nodes[rank] for rank in members(mesh, "model")]
             return mesh.ranks.tolist(), mesh.node_count, nodes, mesh.group().rank
 
-    results = run(program, 6, nodes=["east", "west"] * 3)
+    results = run_threads(program, 6, nodes=["east", "west"] * 3)
     for rank, (ranks, node_count, nodes, place) in enumerate(results):
         assert ranks == [[0, 2, 4], [1, 3, 5]]
         assert node_count == 2
@@ -207,7 +209,7 @@ def test_collectives_over_ranks_dealt_out_to_nodes():
         with Mesh(data=2, model=2) as mesh:
             return mesh.all_gather(np.array([mesh.rank])).tolist(), members(mesh, "data")
 
-    results = run(program, 4, nodes=["a", "b", "b", "a"])
+    results = run_threads(program, 4, nodes=["a", "b", "b", "a"])
     assert [whole for whole, _ in results] == [[0, 3, 1, 2]] * 4
     assert [data for _, data in results] == [[0, 1], [0, 1], [3, 2], [3, 2]]
 
@@ -231,7 +233,7 @@ def test_close_frees_what_the_mesh_made_and_nothing_else():
         mesh.close()  # again: nothing is left to free
         assert freed == made
 
-    run(program, 4)
+    run_threads(program, 4)
 
 
 def test_with_closes_after_an_error_too():
@@ -242,7 +244,7 @@ def test_with_closes_after_an_error_too():
             raise ZeroDivisionError
         assert freed == [True]
 
-    run(program, 2)
+    run_threads(program, 2)
 
 
 def test_a_ledger_and_a_communicator_may_be_given():
@@ -253,7 +255,7 @@ def test_a_ledger_and_a_communicator_may_be_given():
         assert mesh.rank == 1 - world().rank
         assert ledger.total("all_reduce").calls == 1
 
-    run(program, 2)
+    run_threads(program, 2)
 
 
 def open_and_close(meshes, **axes):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from nodes import everyone
-from spmd_engine import run
+from spmd_engine import run_threads
 from spmd_engine.comm.communicators.threads import ThreadCommunicator
 
 PLACEMENTS = [(8, 1), (32, 1), (16, 4), (32, 8)]  # ranks, and how many share a node
@@ -48,7 +48,7 @@ def of_one_call(sent, call, ranks, per_node):
     for many in (1, 3):
         for count in sent:
             count.clear()
-        run(times(call, many), ranks, nodes=nodes)
+        run_threads(times(call, many), ranks, nodes=nodes)
         totals.append([np.array([count[r] for r in range(ranks)]) for count in sent])
     (messages, data), (more_messages, more_data) = totals
     return (more_messages - messages) / 2, (more_data - data) / 2

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from on_ranks import everywhere, on_ranks
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.errors import CommunicationTimeout, MismatchError
 
 THREE = np.ones(3)
@@ -96,7 +96,7 @@ def test_mismatch(name, ranks):
 @pytest.mark.parametrize("ranks", [2, 3, 8])  # under MPI, where other tests follow, a rank ends once and for good
 def test_a_program_that_ended(ranks):
     texts = ["{odd} called nothing more: its program ended", "{others} called all_gather(float64[3], axis=0)"]
-    run(lambda: disagree(lambda g: g.leave(), lambda g: g.all_gather(THREE), texts), ranks)
+    run_threads(lambda: disagree(lambda g: g.leave(), lambda g: g.all_gather(THREE), texts), ranks)
 
 
 def disagree(odd, usual, texts):
@@ -152,7 +152,7 @@ def test_a_call_too_many_shows_at_the_next():
         group.all_reduce(THREE)
 
     with pytest.raises(MismatchError, match="rank 0 called barrier.* number 1; rank 1 called all_reduce"):
-        run(program, 2)
+        run_threads(program, 2)
 
 
 def test_a_program_that_ends_early():
@@ -163,7 +163,7 @@ def test_a_program_that_ends_early():
 
     text = "ranks 0, 2 called all_gather.* as its call number 1; rank 1 called nothing more: its program"
     with pytest.raises(MismatchError, match=text):
-        run(program, 3)
+        run_threads(program, 3)
 
 
 def test_a_mesh_needs_no_communication():
@@ -175,7 +175,7 @@ def test_a_mesh_needs_no_communication():
             Mesh().group()
         mesh.barrier()
 
-    run(program, 2)
+    run_threads(program, 2)
 
 
 def test_a_mismatch_in_a_group_names_its_axes():
@@ -187,7 +187,7 @@ def test_a_mismatch_in_a_group_names_its_axes():
                 with pytest.raises(MismatchError, match="over 'model'.*: rank 0 called .*; rank 1 called"):
                     mesh.all_reduce(np.ones(mesh.rank), over="model")
 
-    run(program, 4)
+    run_threads(program, 4)
 
 
 # --- timeouts
@@ -245,4 +245,4 @@ def ends_early(how):
 def test_an_end_while_another_waits_in_a_smaller_group_is_an_error(how):
     text = r"waits for ranks whose program has ended \(\[1\]\): .* over 'columns'"
     with pytest.raises(MismatchError, match=text):
-        run(ends_early, 4, args=(how,))
+        run_threads(ends_early, 4, args=(how,))

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.comm import pending
 from spmd_engine.comm.pending import ProgressThread
 from spmd_engine.errors import MismatchError
@@ -55,7 +55,7 @@ def test_calls_end_while_nobody_waits():
         return entry.calls
 
     for nodes in (None, list("abcd"), list("aabb")):
-        assert run(with_thread(program), 4, nodes=nodes) == [3 * 31] * 4
+        assert run_threads(with_thread(program), 4, nodes=nodes) == [3 * 31] * 4
 
 
 def test_who_waits_moves_operations_on_alone():
@@ -72,7 +72,7 @@ def test_who_waits_moves_operations_on_alone():
         time.sleep(0.05)
         return len(looks) - before
 
-    assert run(with_thread(program), 3, nodes=list("abc")) == [0, 0, 0]
+    assert run_threads(with_thread(program), 3, nodes=list("abc")) == [0, 0, 0]
 
 
 def test_it_stops_at_once():

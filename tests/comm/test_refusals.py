@@ -5,7 +5,7 @@ import pytest
 
 from on_ranks import numbers_of_ranks, on_ranks
 from pairwise import every_pair
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.comm.agreement.call_agreement import INLINE, bytes_of, text_of
 from spmd_engine.errors import UsageError
 
@@ -62,7 +62,7 @@ def test_all_refuse_what_one_rank_cannot_call(nodes, name, ranks):
     if ranks is None:
         on_ranks(program, ranks)
     else:
-        run(program, ranks, nodes=[str(r % nodes) for r in range(ranks)])
+        run_threads(program, ranks, nodes=[str(r % nodes) for r in range(ranks)])
 
 
 def test_the_error_of_a_call_that_was_started_is_its_own():
@@ -73,7 +73,7 @@ def test_the_error_of_a_call_that_was_started_is_its_own():
         with pytest.raises(UsageError, match="axis 1"):
             wrong.wait()
 
-    run(program, 2)
+    run_threads(program, 2)
 
 
 def test_different_refusals_are_all_said():
@@ -81,7 +81,7 @@ def test_different_refusals_are_all_said():
         Mesh(timeout=20).group().all_gather(ONES, 1 + Mesh().rank)
 
     with pytest.raises(UsageError, match="rank 0 of 'data': .*axis 1 .*; rank 1 of 'data': .*axis 2 "):
-        run(program, 2)
+        run_threads(program, 2)
 
 
 def test_without_checks_all_hear_of_it_as_well():
@@ -91,7 +91,7 @@ def test_without_checks_all_hear_of_it_as_well():
             group.all_reduce(LARGE, "average" if group.rank == 1 else "sum")
         assert group.all_reduce(LARGE)[0, 0] == 2
 
-    run(program, 2, nodes=["a", "b"])
+    run_threads(program, 2, nodes=["a", "b"])
 
 
 @pytest.mark.parametrize("nodes", ["aa", "ab", "aabb", "aab"])
@@ -107,7 +107,7 @@ def test_an_out_of_the_wrong_shape_is_one_rank_s_loss(nodes):
             assert group.all_gather(LARGE[0] * 1).shape == (3000 * group.size,)
         group.barrier()
 
-    run(program, len(nodes), nodes=list(nodes))
+    run_threads(program, len(nodes), nodes=list(nodes))
 
 
 @pytest.mark.parametrize("dtype", ["i4,f8", "V2", "M8[s]"])
@@ -117,7 +117,7 @@ def test_what_has_no_sum_has_none_on_ranks_without_a_part(dtype):
         with pytest.raises(UsageError, match="there is no sum of"):
             group.reduce_scatter(np.zeros(4, dtype), sizes=[4, 0])
 
-    run(program, 2)
+    run_threads(program, 2)
 
 
 def test_a_text_may_be_cut_within_a_letter():

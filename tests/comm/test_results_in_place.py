@@ -9,7 +9,7 @@ import pytest
 from fake_device import DeviceArray, FakeDevice, watch
 from on_ranks import DTYPES, INLINE, assert_alike, assert_same, reduced, values
 from pairwise import every_pair
-from spmd_engine import Mesh, run, world
+from spmd_engine import Mesh, run_threads, world
 from spmd_engine.arrays.backend import register_backend, unregister_backend
 from spmd_engine.comm.communicators.communicator import Communicator
 from spmd_engine.comm.dispatch import Tuning
@@ -37,7 +37,7 @@ def on_ranks(program, ranks):
     if ranks is None:
         return [program()]
     n, nodes = ranks
-    return run(program, n, nodes=[f"node{rank % nodes}" for rank in range(n)])
+    return run_threads(program, n, nodes=[f"node{rank % nodes}" for rank in range(n)])
 
 
 SCALES = {"inline": 1, "large": INLINE // 4}
@@ -103,7 +103,7 @@ def test_what_is_gathered_from_elsewhere_is_left(scale, ranks):
 )
 def test_an_out_that_does_not_fit_a_gather_is_refused(axis, out, ranks):
     with pytest.raises(UsageError, match="all_gather: out (must be|has shape)"):
-        run(lambda: Mesh(timeout=5).group().all_gather(np.ones((2, 3)), axis, out=out(ranks)), ranks)
+        run_threads(lambda: Mesh(timeout=5).group().all_gather(np.ones((2, 3)), axis, out=out(ranks)), ranks)
 
 
 def test_one_rank_s_wrong_out_is_everyone_s_error():
@@ -112,7 +112,7 @@ def test_one_rank_s_wrong_out_is_everyone_s_error():
         group.all_gather(np.ones(INLINE), out=np.empty(2 * INLINE + group.rank))
 
     with pytest.raises(UsageError, match=r"all_gather: out has shape \(8193,\), the result \(8192,\)"):
-        run(program, 2)
+        run_threads(program, 2)
 
 
 # --- reduce_scatter
@@ -157,7 +157,7 @@ def test_a_part_is_reduced_into_other_memory(scale, ranks):
 )
 def test_an_out_that_does_not_fit_a_scatter_is_refused(out, ranks):
     with pytest.raises(UsageError, match="reduce_scatter: out must be contiguous"):
-        run(lambda: Mesh().group().reduce_scatter(np.ones(4), out=out(ranks)), ranks)
+        run_threads(lambda: Mesh().group().reduce_scatter(np.ones(4), out=out(ranks)), ranks)
 
 
 # --- in pieces
@@ -280,7 +280,7 @@ def test_device_memory_is_filled_where_it_is(aware, scale):
         assert_same(x.memory, reduced(arrays, "sum"))
 
     try:
-        run(program, 3)
+        run_threads(program, 3)
     finally:
         unregister_backend(device)
 
@@ -297,4 +297,4 @@ def test_a_result_may_overlap_what_is_reduced(nodes, size):
         alone = np.array(2.0)
         assert group.all_reduce(alone, out=alone)[()] == 2 * group.size
 
-    run(program, len(nodes), nodes=list(nodes))
+    run_threads(program, len(nodes), nodes=list(nodes))

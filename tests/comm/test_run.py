@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from threadpoolctl import threadpool_info, threadpool_limits
 
-from spmd_engine import Mesh, run, world
+from spmd_engine import Mesh, run_threads, world
 from spmd_engine.comm.shared_memory.cores import cores_here
 from spmd_engine.errors import UsageError
 from spmd_engine.runtime.launchers import RANK_VARIABLES, SIZE_VARIABLES, THREAD_VARIABLES
@@ -22,38 +22,38 @@ def test_results_are_in_rank_order():
         time.sleep(0.01 * (4 - world().rank))  # the last rank is the first to end
         return world().rank, world().size
 
-    assert run(program, 5) == [(r, 5) for r in range(5)]
+    assert run_threads(program, 5) == [(r, 5) for r in range(5)]
 
 
 def test_arguments():
-    assert run(lambda a, b: (a, b, world().rank), 2, args=["a", "b"]) == [("a", "b", 0), ("a", "b", 1)]
+    assert run_threads(lambda a, b: (a, b, world().rank), 2, args=["a", "b"]) == [("a", "b", 0), ("a", "b", 1)]
 
 
 @pytest.mark.parametrize("ranks", [0, -1])
 def test_at_least_one_rank(ranks):
     with pytest.raises(UsageError, match=f"ranks={ranks}; at least one rank"):
-        run(world, ranks)
+        run_threads(world, ranks)
 
 
 def test_each_rank_has_a_node():
-    assert run(lambda: world().node, 3, nodes=["a", "b", "a"]) == ["a", "b", "a"]
-    assert len(set(run(lambda: world().node, 3))) == 1
+    assert run_threads(lambda: world().node, 3, nodes=["a", "b", "a"]) == ["a", "b", "a"]
+    assert len(set(run_threads(lambda: world().node, 3))) == 1
     with pytest.raises(UsageError, match="names 2 hosts; one for each of 3 ranks"):
-        run(world, 3, nodes=["a", "b"])
+        run_threads(world, 3, nodes=["a", "b"])
 
 
 def test_a_debugger_sees_which_rank_it_is_in():
-    names = run(lambda: threading.current_thread().name, 3)
+    names = run_threads(lambda: threading.current_thread().name, 3)
     assert names == ["rank 0", "rank 1", "rank 2"]
 
 
 def test_runs_may_be_nested():
     def program():
         outer = Mesh()
-        inner = run(lambda: (world().size, float(Mesh().all_reduce(np.ones(())))), 3)
+        inner = run_threads(lambda: (world().size, float(Mesh().all_reduce(np.ones(())))), 3)
         return inner, world().size, float(outer.all_reduce(np.ones(())))
 
-    assert run(program, 2) == [([(3, 3.0)] * 3, 2, 2.0)] * 2
+    assert run_threads(program, 2) == [([(3, 3.0)] * 3, 2, 2.0)] * 2
 
 
 # --- failures
@@ -93,7 +93,7 @@ def test_one_rank_ends_all_that_wait(wait, error):
 
     began = time.monotonic()
     with pytest.raises(error, match="of rank 1") as caught:
-        run(program, 4)
+        run_threads(program, 4)
     assert time.monotonic() - began < 1
     assert caught.value.__notes__ == ["raised on rank 1 of 4"]
     assert caught.traceback[-1].name == "program"  # where it was raised, not where it was found
@@ -110,13 +110,13 @@ def test_the_first_error_is_the_one_raised():
         raise ValueError(f"of rank {world().rank}")
 
     with pytest.raises(ValueError, match="of rank 2"):
-        run(program, 3)
+        run_threads(program, 3)
 
 
 def test_an_error_of_one_run_is_none_of_the_next():
     with pytest.raises(ZeroDivisionError):
-        run(lambda: 1 / world().rank, 2)
-    assert run(lambda: float(Mesh().all_reduce(np.ones(()))), 2) == [2.0, 2.0]
+        run_threads(lambda: 1 / world().rank, 2)
+    assert run_threads(lambda: float(Mesh().all_reduce(np.ones(()))), 2) == [2.0, 2.0]
 
 
 @pytest.mark.usefixtures("sigint_is_heard")
@@ -131,7 +131,7 @@ def test_an_interrupt_ends_ranks_that_wait():
         mesh.receive(1 - mesh.rank)  # that never comes
 
     with pytest.raises(KeyboardInterrupt):
-        run(program, 2)
+        run_threads(program, 2)
     deadline = time.monotonic() + 1
     while ranks_that_run() and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -149,9 +149,9 @@ def test_ranks_share_the_cores(monkeypatch):
     monkeypatch.setattr("spmd_engine.comm.communicators.threads.cores_here", lambda: 8.0)
     assert blas_threads(), "NumPy's BLAS is not one that threadpoolctl knows"
     with threadpool_limits(3, user_api="blas"):
-        assert run(blas_threads, 8) == [{1}] * 8
-        assert run(blas_threads, 3) == [{2}] * 3
-        assert run(blas_threads, 99) == [{1}] * 99
+        assert run_threads(blas_threads, 8) == [{1}] * 8
+        assert run_threads(blas_threads, 3) == [{2}] * 3
+        assert run_threads(blas_threads, 99) == [{1}] * 99
         assert blas_threads() == {3}
 
 
@@ -159,8 +159,8 @@ def test_a_rank_has_no_more_threads_than_were_allowed_before(monkeypatch):
     """By the user's OMP_NUM_THREADS, or by the ranks among which this one runs others."""
     monkeypatch.setattr("spmd_engine.comm.communicators.threads.cores_here", lambda: 8.0)
     with threadpool_limits(2, user_api="blas"):
-        assert run(blas_threads, 1) == [{2}]
-        assert run(lambda: run(blas_threads, 2), 5) == [[{1}] * 2] * 5
+        assert run_threads(blas_threads, 1) == [{2}]
+        assert run_threads(lambda: run_threads(blas_threads, 2), 5) == [[{1}] * 2] * 5
 
 
 LOADS_NUMPY = """

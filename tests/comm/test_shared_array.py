@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from nodes import everyone
-from spmd_engine import run
+from spmd_engine import run_threads
 from spmd_engine.comm import Mesh
 from spmd_engine.comm.shared_memory import shared_array
 from spmd_engine.comm.shared_memory.shared_array import share_array
@@ -42,7 +42,7 @@ def copies(group):
 @pytest.mark.parametrize("bytes_at_once", [1 << 20, 40])
 def test_ranks_of_a_node_have_one_copy(nodes, shared, bytes_at_once, monkeypatch):
     monkeypatch.setattr(shared_array, "_AT_ONCE", bytes_at_once)
-    assert run(lambda: copies(everyone()), len(nodes), nodes=list(nodes)) == shared
+    assert run_threads(lambda: copies(everyone()), len(nodes), nodes=list(nodes)) == shared
 
 
 def test_where_one_node_has_no_memory_to_share_each_rank_has_a_copy(monkeypatch):
@@ -52,11 +52,11 @@ def test_where_one_node_has_no_memory_to_share_each_rank_has_a_copy(monkeypatch)
         return None if everyone().rank == 3 else opened(texts)
 
     monkeypatch.setattr(shared_array, "mapped", mapped)
-    assert run(lambda: copies(everyone()), 4, nodes=list("aabb")) == [0, 1, 2, 3]
+    assert run_threads(lambda: copies(everyone()), 4, nodes=list("aabb")) == [0, 1, 2, 3]
 
 
 def test_nothing_is_shared_too():
-    empty = run(lambda: share_array(everyone(), [np.empty((0, 3), np.uint8)]), 2)
+    empty = run_threads(lambda: share_array(everyone(), [np.empty((0, 3), np.uint8)]), 2)
     assert [(x.shape, x.dtype) for x in empty] == [((0, 3), np.uint8)] * 2
 
 

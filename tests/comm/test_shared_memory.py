@@ -7,7 +7,7 @@ import pytest
 
 from on_ranks import DTYPES, OPS, assert_alike, assert_same, everywhere, on_ranks, reduced, values
 from pairwise import every_pair
-from spmd_engine import Mesh, run, world
+from spmd_engine import Mesh, run_threads, world
 from spmd_engine.comm.communicators import threads
 from spmd_engine.comm.communicators.communicator import Communicator
 from spmd_engine.comm.dispatch import Tuning
@@ -76,7 +76,7 @@ def test_reductions(ranks, dtype, way):
                 assert group.all_reduce(x, op, out=x) is x
                 assert_same(x, expected, op)
 
-    run(program, ranks)
+    run_threads(program, ranks)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -98,7 +98,7 @@ def test_moves(ranks, way):
             for each, before in (x, arrays), (y, alike):  # as soon as a rank has its result, it may write
                 each[...] = before[group.rank] + (i + 1)
 
-    run(program, ranks)
+    run_threads(program, ranks)
 
 
 @pytest.mark.parametrize("lends", [True, False])
@@ -123,7 +123,7 @@ def test_one_rank_has_no_room(ranks, lends, monkeypatch):
                 assert_same(x, reduced(arrays, "sum"))
         del hog
 
-    run(program, ranks)
+    run_threads(program, ranks)
 
 
 @everywhere(2)
@@ -155,7 +155,7 @@ def test_who_waits_for_a_slow_reader_is_not_told_that_another_has_ended(slow):
         time.sleep(slow if mesh.rank == 2 else 0.0)
         return pending.wait().shape
 
-    assert run(program, 3) == [(200_000,)] * 3
+    assert run_threads(program, 3) == [(200_000,)] * 3
 
 
 # --- many calls
@@ -202,7 +202,7 @@ def test_a_mismatch_uses_up_its_slot_alone():
                 group.all_reduce(np.ones(1 + group.rank))
             assert group.all_reduce(np.full(10, i))[0] == 2 * i
 
-    run(program, 2)
+    run_threads(program, 2)
 
 
 @everywhere(2, 3)

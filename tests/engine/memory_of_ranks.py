@@ -8,9 +8,9 @@ import numpy as np
 from spmd_engine import Mesh
 from spmd_engine.cli.bench.steps import held_bytes
 from spmd_engine.cli.show.memory import bytes_per_rank
-from spmd_engine.engine import AdamW, LayeredEngine, Storage
+from spmd_engine.engine import AdamW, LayeredEngine, ZeroConfig
 from spmd_engine.engine.batch import batch_of
-from spmd_engine.engine.parallel_config import Composition
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.models import deep_mlp
 from spmd_engine.training import Trainer
 
@@ -26,14 +26,14 @@ def main():
         mesh.barrier()
         before = held_bytes()
         mesh.barrier()
-        engine = LayeredEngine(model, mesh, storage=Storage(zero))
+        engine = LayeredEngine(model, mesh, storage=ZeroConfig(zero))
         batch = batch_of(x, x, engine)
         trainer = Trainer(engine, AdamW(), lambda step: batch, lambda step: 1e-3)
         for _ in range(2):
             trainer.step()
         mesh.barrier()
         held = mesh.all_gather(np.array([held_bytes() - before]))
-        expected = bytes_per_rank(model, mesh.axes, Composition(zero=zero))
+        expected = bytes_per_rank(model, mesh.axes, ParallelConfig(zero=zero))
     if mesh.rank == 0:
         print(json.dumps({"held": held.tolist(), "expected": [sum(n for _, n in rank) for rank in expected]}))
 

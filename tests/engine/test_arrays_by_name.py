@@ -8,7 +8,7 @@ from safetensors.numpy import save_file
 
 import tiny
 from fake_device import FakeDevice
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints import Checkpoint
 from spmd_engine.engine import SGD, ShardedEngine
 from spmd_engine.engine.batch import batch_of
@@ -70,7 +70,7 @@ def on_shelves(program, axes=AXES, kind=Shelf):
         with Mesh(**axes) as mesh:
             return program(kind(mesh), mesh)
 
-    return run(body, prod(axes.values()))
+    return run_threads(body, prod(axes.values()))
 
 
 # --- the whole, from what ranks hold
@@ -139,7 +139,7 @@ def test_what_is_held_otherwise_than_last_time_is_asked_for_anew():
                 shelf.parameters = {"w": shelf.block("w", whole)}
                 np.testing.assert_array_equal(shelf.gather("w"), whole)
 
-    run(program, 2)
+    run_threads(program, 2)
 
 
 def test_parts_of_different_dtypes_are_every_rank_s_error():
@@ -361,7 +361,7 @@ def test_ranks_that_load_one_array_train_apart():
         trainer = Trainer(engine, SGD(), lambda step: batch_of(x, y, engine, step=step), lambda step: 0.1)
         return [report.loss for report in trainer.run(3)]
 
-    expected = run(program, 1)[0]
+    expected = run_threads(program, 1)[0]
     for ranks in (2, 4):
-        np.testing.assert_allclose(run(program, ranks)[0], expected, rtol=1e-12)
+        np.testing.assert_allclose(run_threads(program, ranks)[0], expected, rtol=1e-12)
     assert not whole["w"].any()

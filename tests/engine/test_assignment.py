@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tiny
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.axes import all_positions
 from spmd_engine.engine.pipeline.stages import divide, parse_division
-from spmd_engine.engine.state.assignment import Storage, assign
+from spmd_engine.engine.state.assignment import ZeroConfig, assign
 from spmd_engine.errors import UsageError
 from spmd_engine.models import deep_mlp, gpt
 from spmd_engine.sharding import Layout
@@ -37,13 +37,13 @@ UNTIED = gpt(tiny.GPTSize(**{**tiny.SIZE.__dict__, "tied": False}))
     ],
 )
 def test_the_stage_of_zero(zero, axes, stage):
-    assert Storage(zero).stage(axes) == stage
+    assert ZeroConfig(zero).stage(axes) == stage
 
 
 @pytest.mark.parametrize("zero", [4, -1, "3"])
 def test_other_stages_there_are_not(zero):
     with pytest.raises(UsageError, match=f"zero stage {zero}: it is 1, 2 or 3, or 0 for none"):
-        Storage(zero).stage({"data": 2})
+        ZeroConfig(zero).stage({"data": 2})
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_other_stages_there_are_not(zero):
 )
 def test_the_axes_along_which_state_is_in_parts(zero, summed, cut):
     axes = dict.fromkeys(summed.split(), 2)
-    assert Storage(zero).cut(tuple(summed.split()), axes) == tuple(cut.split())
+    assert ZeroConfig(zero).cut(tuple(summed.split()), axes) == tuple(cut.split())
 
 
 # --- stages: which layers run where
@@ -208,7 +208,7 @@ def test_a_tied_parameter_of_two_chunks_of_one_stage_belongs_to_the_first():
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_gradients_are_summed_over_what_cuts_the_layer_s_activations(sequence_parallel):
-    where = {"storage": Storage(3), "sequence_parallel": sequence_parallel}
+    where = {"storage": ZeroConfig(3), "sequence_parallel": sequence_parallel}
     for _, plan in plans(GPT, {"data": 2, "model": 2, "context": 2}, **where):
         sums = {m.name: m.summed for m in plan.members}
         within = Sum(("data", "context"), ("data", "context"))
@@ -218,7 +218,7 @@ def test_gradients_are_summed_over_what_cuts_the_layer_s_activations(sequence_pa
 
 
 def test_axes_of_one_rank_are_not_summed_over():
-    (_, plan) = plans(GPT, {"data": 1, "model": 1}, storage=Storage(3), sequence_parallel=True)[0]
+    (_, plan) = plans(GPT, {"data": 1, "model": 1}, storage=ZeroConfig(3), sequence_parallel=True)[0]
     assert {m.summed for m in plan.members} == {Sum()}
 
 
@@ -246,14 +246,14 @@ def groups_of(plan):
 def test_ranks_of_a_stage_have_the_same_groups(threshold):
     """Of 6 heads on 4 ranks, and 13 words on 4, blocks differ."""
     by_stage = {}
-    for place, plan in plans(GPT, {"data": 2, "pipe": 2, "model": 4}, storage=Storage(1, threshold)):
+    for place, plan in plans(GPT, {"data": 2, "pipe": 2, "model": 4}, storage=ZeroConfig(1, threshold)):
         by_stage.setdefault(place.coordinates["pipe"], []).append(groups_of(plan))
     for stage in by_stage.values():
         assert all(groups == stage[0] for groups in stage)
 
 
 def test_a_mesh_that_exists_has_the_plan_of_its_places():
-    options = {"storage": Storage(2, 2000), "stages": "cost"}
+    options = {"storage": ZeroConfig(2, 2000), "stages": "cost"}
 
     def program():
         with Mesh(**CUBE) as mesh:
@@ -261,7 +261,7 @@ def test_a_mesh_that_exists_has_the_plan_of_its_places():
             return plan.chunks, plan.mine, plan.uses, plan.holders, groups_of(plan)
 
     expected = [(p.chunks, p.mine, p.uses, p.holders, groups_of(p)) for _, p in plans(GPT, CUBE, **options)]
-    assert run(program, 12) == expected
+    assert run_threads(program, 12) == expected
 
 
 @pytest.mark.parametrize("width", [16, 64, 96])
@@ -269,14 +269,14 @@ def test_a_thousand_layers_are_few_groups(width):
     model = deep_mlp(1000, width)
     assert sum(len(layer.parameters) // 2 for _, layer in model.layers) == 1000
     place = all_positions({"data": 4})[0]
-    plan = assign(model, place, Layout.for_mesh(place), 4, storage=Storage(3))
+    plan = assign(model, place, Layout.for_mesh(place), 4, storage=ZeroConfig(3))
     assert 1 <= len(plan.groups) <= 50
     assert len(list(plan.members)) == 2000
 
 
 def test_options_of_groups_reach_them():
     def sizes(**options):
-        return [group.size * 8 for group in plans(UNTIED, {"data": 2}, storage=Storage(3, **options))[0][1].groups]
+        return [group.size * 8 for group in plans(UNTIED, {"data": 2}, storage=ZeroConfig(3, **options))[0][1].groups]
 
     assert len(sizes()) == 1
     assert len(sizes(threshold=0)) == len(list(UNTIED.parameters()))

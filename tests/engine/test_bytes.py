@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 import tiny
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import Recompute, schedules
 from spmd_engine.sharding.groups import THRESHOLD
 
@@ -25,7 +25,7 @@ def entries_of_a_step(axes, micro_batches=1, **options):
             engine.after_update()
             return engine.model.parameter_count, dict(mesh.ledger.entries)
 
-    results = run(program, tiny.ranks_of(axes))
+    results = run_threads(program, tiny.ranks_of(axes))
     total: dict = {}
     for _, entries in results:
         for (operation, over, label), entry in entries.items():
@@ -79,7 +79,7 @@ def test_together_they_add_up():
         with Mesh(**axes) as mesh:
             return sum(p.size for p in tiny.make_engine(mesh).parameters.values())
 
-    held = run(local_parameters, 4)
+    held = run_threads(local_parameters, 4)
     # Each pair along data sends its own shard twice, less the half that stays.
     assert total["all_reduce", "data", "gradients"][1] == sum(held) * ITEM
     stream = tiny.BATCH * tiny.SIZE.context * tiny.SIZE.width * ITEM
@@ -196,7 +196,7 @@ def test_everything_together():
         with Mesh(**axes) as mesh:
             return sum(p.size for p in tiny.make_engine(mesh, tied=False).parameters.values())
 
-    held = run(local_parameters, 8)
+    held = run_threads(local_parameters, 8)
     # A pair along data reduces and gathers its common block once: half of it a rank.
     assert total["reduce_scatter", "data", "gradients"][1] == sum(held) // 2 * ITEM
     assert total["all_gather", "data", "parameters"][1] == sum(held) // 2 * ITEM
@@ -214,7 +214,7 @@ def test_micro_batches_do_not_multiply_the_gradients():
             engine.step(batch)
             return mesh.ledger.total("all_reduce", "data", "gradients").sent
 
-    assert run(partial(program, 1), 2) == run(partial(program, 4), 2)
+    assert run_threads(partial(program, 1), 2) == run_threads(partial(program, 4), 2)
 
 
 @pytest.mark.parametrize(("nodes", "calls"), [(["a", "a"], 0), (["a", "b"], 1)])
@@ -225,7 +225,7 @@ def test_replicas_on_one_node_each_take_the_norm_of_the_gradients_that_all_have(
             engine.step(tiny.batch(engine, 0))
             return engine.gradient_norm(), mesh.ledger.total(label="gradient norm").calls
 
-    (norm, _), (other, _) = results = run(program, 2, nodes=nodes)
+    (norm, _), (other, _) = results = run_threads(program, 2, nodes=nodes)
     assert norm == other and [found for _, found in results] == [calls] * 2
 
 
@@ -237,4 +237,4 @@ def test_one_rank_sends_nothing():
             engine.gradient_norm()
             return mesh.ledger.total().calls
 
-    assert run(program, 1) == [0]
+    assert run_threads(program, 1) == [0]

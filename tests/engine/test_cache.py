@@ -5,12 +5,12 @@ import pytest
 
 import tiny
 from pairwise import in_turn
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import LayeredEngine
 from spmd_engine.engine.decode_inputs import grow
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.attention.kv_cache import Cache
-from spmd_engine.models import DecoderShape, GPTSize, gpt
+from spmd_engine.models import DecoderConfig, GPTSize, gpt
 from spmd_engine.models.decoder import decoder
 from spmd_engine.sharding import Layout
 from spmd_engine.sharding.shards import Shards
@@ -59,7 +59,7 @@ def test_pieces_are_the_whole(axes, options, pieces):
                     begin += length
             return None if parts[0] is None else np.concatenate(parts, axis=1)
 
-    found = [each for each in run(program, tiny.ranks_of(axes)) if each is not None]
+    found = [each for each in run_threads(program, tiny.ranks_of(axes)) if each is not None]
     assert found
     for each in found:
         np.testing.assert_allclose(each, whole(TOKENS), rtol=0, atol=1e-12)
@@ -94,7 +94,7 @@ def test_sequences_are_reordered_repeated_dropped_and_cut_short():
         np.testing.assert_allclose(scores[0], alone[0, -1], rtol=0, atol=1e-12)
 
 
-WINDOWED = DecoderShape(
+WINDOWED = DecoderConfig(
     layers=2, width=8, heads=2, hidden=10, vocabulary=13, context=40, window=4, windowed="1", query_key_norm=True
 )
 LONG = np.random.default_rng(1).integers(0, 13, (3, 40))
@@ -120,7 +120,7 @@ def test_keys_beyond_a_window_are_dropped(axes):
     engine = windowed_on(mesh_of_one())
     with engine.inference():
         expected = engine.forward(LONG)
-    for found, (without, within) in run(program, tiny.ranks_of(axes)):
+    for found, (without, within) in run_threads(program, tiny.ranks_of(axes)):
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
         assert within <= 9 and without == (40 if "context" not in axes else without)
 
@@ -178,7 +178,7 @@ def test_the_last_outputs_of_sequences_that_grow_by_different_numbers(axes):
                         found |= {(begins[0] > 0, rows[row]): y[number, 0] for number, row in enumerate(growth.rows)}
             return found, cache.lengths
 
-    results = run(program, tiny.ranks_of(axes))
+    results = run_threads(program, tiny.ranks_of(axes))
     found = {key: scores for scores_by_key, _ in results for key, scores in scores_by_key.items()}
     assert len(found) == 10
     scores = whole(TOKENS)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import tiny
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.pipeline.chunk import LayerSegment, Recompute, segments
 from spmd_engine.errors import UsageError
@@ -140,7 +140,7 @@ def test_of_a_layer_s_backward_nothing_is_left_when_the_next_one_begins():
 )
 def test_what_a_model_does_not_have_is_not_recomputed(recompute, model, nearest):
     with pytest.raises(UsageError, match=nearest):
-        run(lambda: LayeredEngine(model, Mesh(), recompute=recompute), 1)
+        run_threads(lambda: LayeredEngine(model, Mesh(), recompute=recompute), 1)
 
 
 MODEL = gpt(tiny.GPTSize(layers=2, width=4, heads=1, context=4, vocabulary=5))

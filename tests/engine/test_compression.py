@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tiny
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import AdamW
 from spmd_engine.engine.zero.compression import HalfPrecision, PowerSGD, TopK, compression
 from spmd_engine.errors import UsageError
@@ -44,7 +44,7 @@ def summed(make, steps=1, low_rank=None):
                 total += g
             return g, total, mesh.ledger.total().sent
 
-    results = run(program, RANKS)
+    results = run_threads(program, RANKS)
     for g, total, _ in results:
         assert np.array_equal(g, results[0][0]) and np.array_equal(total, results[0][1])  # the same bits everywhere
     return results[0][0], results[0][1], sum(sent for _, _, sent in results)
@@ -70,7 +70,7 @@ def test_half_precision_scatters_too():
             part = half.start_reduce_scatter(gradient(mesh.rank), mesh.group("data"), sizes, None).wait()
             return part
 
-    parts = run(program, RANKS)
+    parts = run_threads(program, RANKS)
     assert [len(part) for part in parts] == [100, 0, SIZE - 100] and parts[0].dtype == np.float64
     np.testing.assert_allclose(np.concatenate(parts), EXACT, atol=1e-2)
 
@@ -141,7 +141,7 @@ def losses(compress, axes, **options):
             alike = all(np.array_equal(x, engine.block(name, parameters[name])) for name, x in held)
             return [report.loss for report in reports], parameters, alike
 
-    return run(program, tiny.ranks_of(axes))
+    return run_threads(program, tiny.ranks_of(axes))
 
 
 @cache
@@ -179,4 +179,4 @@ def test_parts_and_sparse_gradients_do_not_go_together():
         with Mesh(data=2) as mesh, pytest.raises(UsageError, match="needs whole gradients on every rank"):
             tiny.make_engine(mesh, compress="top-k", zero=1)
 
-    run(program, 2)
+    run_threads(program, 2)

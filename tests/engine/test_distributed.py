@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pairwise import in_turn
-from spmd_engine import Mesh, ShardedEngine, as_distributed, run
+from spmd_engine import Mesh, ShardedEngine, as_distributed, run_threads
 from spmd_engine.arrays import einsum
 from spmd_engine.engine import SGD, AdamW
 from spmd_engine.engine.batch import batch_of
@@ -81,13 +81,13 @@ CASES = [(kind, zero) for kind, (_, zeros) in MODELS.items() for zero in zeros]
 @cache
 def one_device(kind):
     make = (lambda mesh: OneDevice()) if kind == "an engine" else MODELS[kind][0](0)
-    return run(lambda: train(make), 1)[0]
+    return run_threads(lambda: train(make), 1)[0]
 
 
 @in_turn(2, axes=[{"data": 1}, {"data": 3}, {"replicate": 2, "shard": 2}], **{"kind, zero": CASES})
 def test_it_computes_what_one_device_does(kind, zero, axes):
     losses, gradients, parameters = one_device(kind)
-    for result in run(lambda: train(MODELS[kind][0](zero), **axes), int(np.prod(list(axes.values())))):
+    for result in run_threads(lambda: train(MODELS[kind][0](zero), **axes), int(np.prod(list(axes.values())))):
         np.testing.assert_allclose(result[0], losses, rtol=1e-11)
         for ours, theirs in ((result[1], gradients), (result[2], parameters)):
             assert list(ours) == list(theirs)
@@ -102,9 +102,9 @@ def test_state_is_in_parts():
             return sum(x.size for x in engine.parameters.values()), sum(x.size for x in engine.owned.values())
 
     whole = WIDTH * WIDTH + WIDTH
-    for stored, owned in run(program, 3, args=(own(2),)):
+    for stored, owned in run_threads(program, 3, args=(own(2),)):
         assert stored == whole and abs(owned - whole / 3) <= WIDTH
-    sizes = run(program, 3, args=(layers(3),))
+    sizes = run_threads(program, 3, args=(layers(3),))
     assert sum(stored for stored, _ in sizes) == WIDTH * HIDDEN * 2 + WIDTH + HIDDEN
     assert all(stored == owned for stored, owned in sizes)
 
@@ -121,7 +121,7 @@ def test_the_engine_itself_has_what_was_trained():
         if engine.device_id == 0:
             np.testing.assert_allclose(outputs[0], data(0)[0] @ inner.parameters["w"] + inner.parameters["bias"])
 
-    run(program, 3)
+    run_threads(program, 3)
 
 
 SEQUENCES = np.random.default_rng(1).standard_normal((4, 9, WIDTH + 1))
@@ -136,7 +136,9 @@ def test_layers_that_attend_take_sequences_of_any_length(axes):
             return engine.step(batch_of(SEQUENCES, 2 * SEQUENCES, engine))
 
     ranks = prod(axes.values())
-    assert run(program, ranks, args=(axes,)) == pytest.approx(run(program, 1, args=({},)) * ranks, rel=1e-12)
+    assert run_threads(program, ranks, args=(axes,)) == pytest.approx(
+        run_threads(program, 1, args=({},)) * ranks, rel=1e-12
+    )
 
 
 @pytest.mark.parametrize("axes", [{"data": 2}, {"model": 2}, {"data": 2, "model": 3}], ids=str)
@@ -151,8 +153,8 @@ def test_layers_that_end_in_classes(axes):
             loss = engine.step(batch_of(tokens, tokens[:, ::-1], engine))
             return loss, engine.gather_owned("embedding/table", engine.gradients)
 
-    (expected, gradient), *_ = run(program, 1, args=({},))
-    for loss, found in run(program, prod(axes.values()), args=(axes,)):
+    (expected, gradient), *_ = run_threads(program, 1, args=({},))
+    for loss, found in run_threads(program, prod(axes.values()), args=(axes,)):
         assert loss == pytest.approx(expected, rel=1e-12)
         np.testing.assert_allclose(found, gradient, rtol=1e-10, atol=1e-14)
 
@@ -165,7 +167,7 @@ def test_a_loss_that_does_not_know_of_cuts_is_refused_where_there_are():
         with pytest.raises(UsageError, match="'b f' are cut over model, of which this loss knows nothing"):
             engine.step(batch_of(x, np.ones((2, HIDDEN), np.float32), engine))
 
-    run(program, 2)
+    run_threads(program, 2)
 
 
 @pytest.mark.parametrize("make", [OneDevice, lambda: two_layers(WIDTH, HIDDEN)])
@@ -180,7 +182,7 @@ def test_a_table_of_positions_says_how_long_they_may_be():
         with pytest.raises(UsageError, match="a sequence of 9, but the context is 8"):
             engine.step(batch_of(SEQUENCES, SEQUENCES, engine))
 
-    run(program, 1)
+    run_threads(program, 1)
 
 
 class Cut(OneDevice):
@@ -270,7 +272,7 @@ def test_the_command_line_s_words_are_taken():
             assert [each.schedule.name for each in (engine, named)] == ["zero-bubble"] * 2
             assert (named.seed, named.dtype, len(named.assignment.chunks[0])) == (3, np.float64, 1)
 
-    run(program, 2)
+    run_threads(program, 2)
     assert as_distributed(STACK, schedule="zero-bubble").schedule.name == "sequential"  # of one stage, as with train
 
 
@@ -281,5 +283,5 @@ def test_a_model_by_name_is_the_command_line_s():
             x, y = np.ones((4, 64), np.float32), np.zeros((4, 64), np.float32)
             return [r.loss for r in Trainer(engine, SGD(), lambda s: batch_of(x, y, engine), lambda s: 0.1).run(2)]
 
-    by_name = run(lambda: losses(lambda mesh: as_distributed("two-layers", mesh, seed=5)), 2)
-    assert by_name == run(lambda: losses(lambda mesh: as_distributed(two_layers(), mesh, seed=5)), 2)
+    by_name = run_threads(lambda: losses(lambda mesh: as_distributed("two-layers", mesh, seed=5)), 2)
+    assert by_name == run_threads(lambda: losses(lambda mesh: as_distributed(two_layers(), mesh, seed=5)), 2)

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 import tiny
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import LayeredEngine
 from spmd_engine.engine.batch import Batch, MicroBatch, make_batch
 from spmd_engine.layers.layer import documents_of
-from spmd_engine.models import DecoderShape, GPTSize, decoder, gpt
+from spmd_engine.models import DecoderConfig, GPTSize, decoder, gpt
 from spmd_engine.sharding import Layout
 from spmd_engine.verify import mesh_of_one
 
@@ -18,7 +18,7 @@ TOKENS = np.random.default_rng(0).integers(0, 13, (ROWS, LENGTH))
 TARGETS = np.random.default_rng(1).integers(0, 13, (ROWS, LENGTH))
 NUMBERS = np.array([np.repeat(np.arange(len(each)), each) for each in LENGTHS])
 MASK = np.random.default_rng(2).random((ROWS, LENGTH)) < 0.7
-LLAMA_SHAPE = DecoderShape(width=12, heads=6, key_value_heads=2, head_width=4, hidden=14, layers=2, vocabulary=13)
+LLAMA_SHAPE = DecoderConfig(width=12, heads=6, key_value_heads=2, head_width=4, hidden=14, layers=2, vocabulary=13)
 
 
 def model_of(kind, method):
@@ -79,7 +79,7 @@ def test_packed_documents_are_as_each_alone(kind, axes, method, options):
             named = {name: engine.gather_owned(name, engine.gradients) for name in engine.names}
             return found, named, engine.evaluation([batch])
 
-    for found, named, evaluated in run(program, tiny.ranks_of(axes)):
+    for found, named, evaluated in run_threads(program, tiny.ranks_of(axes)):
         np.testing.assert_allclose(found, loss, rtol=1e-12)
         np.testing.assert_allclose(evaluated.loss, loss, rtol=1e-12)
         assert evaluated.count == MASK.sum()

@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import ShardedEngine
 from spmd_engine.errors import MismatchError, UsageError
 from spmd_engine.strategies import DataParallel, SingleDevice, TensorParallel
@@ -37,7 +37,7 @@ def test_everything_given_works_without_super_init():
             assert (got.shape, got.dtype) == ((2, 3), np.float16)
         assert engine.ledger.total("barrier").calls == 1
 
-    run(program, 3)
+    run_threads(program, 3)
 
 
 def test_collectives_go_over_a_named_axis():
@@ -48,7 +48,7 @@ def test_collectives_go_over_a_named_axis():
             total = engine.all_reduce(np.array([mesh.rank]), over="data")
             assert total.tolist() == [2 * mesh.coordinates["model"] + 2]
 
-    run(program, 4)
+    run_threads(program, 4)
 
 
 class Sliced:
@@ -72,7 +72,7 @@ def test_a_checkpoint_is_read_by_slices_alone():
             engine.load_checkpoint({name: Sliced(array, D * 3) for name, array in whole.items()})
             return {name: engine.gather(name) for name in whole}
 
-    for result in run(program, 4):
+    for result in run_threads(program, 4):
         assert all(np.array_equal(result[name], whole[name]) for name in whole)
 
 
@@ -114,7 +114,7 @@ def test_gather_is_whole_on_every_rank_and_knows_its_names():
             with pytest.raises(UsageError, match="no parameter 'w9'; there are: layer_0/weights"):
                 engine.gather("w9")
 
-    run(program, 3)
+    run_threads(program, 3)
 
 
 @pytest.mark.parametrize("others", ["leave", "reduce"])
@@ -128,7 +128,7 @@ def test_a_gather_that_only_one_rank_calls_is_an_error(others):
                 engine.all_reduce(np.ones(3))
 
     with pytest.raises(MismatchError, match="rank 0 called all_gather"):
-        run(program, 3)
+        run_threads(program, 3)
 
 
 def test_the_norm_counts_every_element_once():
@@ -144,7 +144,7 @@ def test_the_norm_counts_every_element_once():
 
     meshes = [(DataParallel, {"data": 3}), (TensorParallel, {"model": 3}), (TensorParallel, {"model": 2, "data": 2})]
     for strategy, axes in meshes:
-        norms = run(partial(program, strategy, **axes), int(np.prod(list(axes.values()))))
+        norms = run_threads(partial(program, strategy, **axes), int(np.prod(list(axes.values()))))
         np.testing.assert_allclose(norms, expected, rtol=1e-13)
 
 
@@ -154,7 +154,7 @@ def test_gathers_of_different_names_are_an_error():
             TensorParallel(D, D, mesh).gather(f"layer_{mesh.rank}/weights")
 
     with pytest.raises(MismatchError, match=r"ranks \[1\] ask for another parameter"):
-        run(program, 2)
+        run_threads(program, 2)
 
 
 def test_blocks_of_parameters_without_a_sharding_are_whole_copies():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import SGD, ShardedEngine
 from spmd_engine.engine.batch import Batch, MicroBatch, batch_of
 from spmd_engine.errors import UsageError
@@ -47,7 +47,7 @@ def losses(engine=None, *, micro_batches=1, optimizer=None, rate=lambda step: 0.
 def test_without_a_mistake_nothing_is_refused():
     expected = losses(micro_batches=3)
     assert expected[1] < expected[0]
-    np.testing.assert_allclose(run(lambda: losses(micro_batches=3), 2)[1], expected, rtol=1e-12)
+    np.testing.assert_allclose(run_threads(lambda: losses(micro_batches=3), 2)[1], expected, rtol=1e-12)
 
 
 # --- what methods return
@@ -178,7 +178,7 @@ def test_a_forward_without_outputs_on_any_rank_is_told_from_one_of_a_pipeline():
     with pytest.raises(
         UsageError, match=r"Linear.forward returned None, and Linear.backward\(None\) failed \(ValueError"
     ):
-        run(program, 2)
+        run_threads(program, 2)
 
 
 def test_what_a_forward_by_hand_left_on_the_tape_is_not_the_step_s():
@@ -304,7 +304,7 @@ def test_a_sharding_of_a_parameter_that_another_rank_has_is_no_mistake():
         engine.checks_replicas = False  # the two train apart
         return losses(engine)
 
-    assert len(run(program, 2)) == 2
+    assert len(run_threads(program, 2)) == 2
 
 
 # --- losses, metrics, batches, trainers
@@ -436,4 +436,4 @@ def test_a_forgotten_all_reduce_is_found_in_the_first_step(shardings, cut):
 
     said = f"the gradient of 'w' differs between ranks of data, along which it is {cut}: is an all_reduce over data mi"
     with pytest.raises(UsageError, match=said):
-        run(program, 4)
+        run_threads(program, 4)

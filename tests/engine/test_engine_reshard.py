@@ -8,11 +8,11 @@ import pytest
 from test_layer_contract import MICRO_BATCHES, text_model, tokens
 
 import tiny
-from spmd_engine import Mesh, run, world
+from spmd_engine import Mesh, run_threads, world
 from spmd_engine.engine import AdamW, LayeredEngine, schedules
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.pipeline.chunk import Recompute
-from spmd_engine.engine.state.assignment import Storage
+from spmd_engine.engine.state.assignment import ZeroConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models import two_layers
 from spmd_engine.sharding import Layout
@@ -32,7 +32,7 @@ WAYS = [
 
 def options(zero=None, schedule=None, **others):
     chosen = {"schedule": schedules.named(schedule)} if schedule else {}
-    return {"storage": Storage(zero), **chosen, **others}
+    return {"storage": ZeroConfig(zero), **chosen, **others}
 
 
 def trained(before, how_before, after=None, how_after=None):
@@ -59,7 +59,7 @@ def trained(before, how_before, after=None, how_after=None):
                 arrays |= {f"{kind} of {name}": engine.gather_owned(name, state) for name in engine.names}
             return losses, arrays, sent
 
-    return run(program, tiny.ranks_of(before))
+    return run_threads(program, tiny.ranks_of(before))
 
 
 @cache
@@ -117,7 +117,7 @@ def test_some_of_the_ranks_go_on(members, after, how, nodes):
 
     def program():
         with Mesh(data=4) as mesh:
-            engine = LayeredEngine(text_model(), mesh, dtype=np.float64, seed=5, storage=Storage(3))
+            engine = LayeredEngine(text_model(), mesh, dtype=np.float64, seed=5, storage=ZeroConfig(3))
             optimizer = AdamW()
             batches = lambda step: batch_of(*tokens(step), engine, MICRO_BATCHES, step)
             trainer = Trainer(engine, optimizer, batches, lambda step: 0.05, grad_clip=0.3)
@@ -134,7 +134,7 @@ def test_some_of_the_ranks_go_on(members, after, how, nodes):
                     found |= {f"{kind} of {name}": engine.gather_owned(name, state) for name in engine.names}
                 return losses, found
 
-    results = run(program, 4, nodes=nodes)
+    results = run_threads(program, 4, nodes=nodes)
     for rank, (losses, ours) in enumerate(results):
         np.testing.assert_allclose(losses, expected if rank in members else expected[:2], rtol=1e-11)
         assert not ours if rank not in members else ours.keys() == arrays.keys()
@@ -149,7 +149,7 @@ def test_ranks_that_go_on_on_several_meshes_are_refused():
             with pytest.raises(UsageError, match=r"one new mesh.*2 of 2 are on a mesh of 1, as its \[0, 0\]"):
                 engine.reshard(alone)
 
-    run(program, 2)
+    run_threads(program, 2)
 
 
 def test_no_rank_holds_more_than_its_own_and_two_pieces(monkeypatch):
@@ -160,7 +160,7 @@ def test_no_rank_holds_more_than_its_own_and_two_pieces(monkeypatch):
     @contextmanager
     def program():
         with Mesh(data=n) as mesh, Mesh(model=n) as other:
-            engine, optimizer = LayeredEngine(model, mesh, dtype=np.float64, storage=Storage(3)), AdamW()
+            engine, optimizer = LayeredEngine(model, mesh, dtype=np.float64, storage=ZeroConfig(3)), AdamW()
             optimizer.prepare(engine)
             yield mesh, lambda: engine.reshard(other, optimizer=optimizer)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import tiny
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import SGD, LayeredEngine, ShardedEngine, as_distributed
 from spmd_engine.engine.batch import make_batch
 from spmd_engine.engine.schedules import named
@@ -39,7 +39,7 @@ def evaluated(axes, masked=False, **options):
             engine = LayeredEngine(mlp(SIZES), mesh, dtype=np.float64, seed=1, **options)
             return Trainer(engine, None, None, None).evaluation(batches(engine, masked))
 
-    return run(program, tiny.ranks_of(axes))
+    return run_threads(program, tiny.ranks_of(axes))
 
 
 def by_hand(masked):
@@ -79,7 +79,7 @@ def trained(make, axes, **options):
             report = Trainer(engine, SGD(), lambda step: batch, lambda step: 0.1).step()
             return report, sum(e.calls for (_, _, label), e in mesh.ledger.entries.items() if label == "loss")
 
-    return run(program, tiny.ranks_of(axes))
+    return run_threads(program, tiny.ranks_of(axes))
 
 
 MESHES = [{"data": 1}, {"data": 3}, {"model": 3}, {"data": 2, "model": 2}, {"pipe": 2, "data": 2}]
@@ -142,7 +142,7 @@ def test_an_engine_of_one_s_own_has_metrics_too():
             return engine.evaluation(batches(engine)).metrics
 
     right = (X @ np.random.default_rng(2).standard_normal((6, 4))).argmax(axis=1) == Y
-    assert run(program, 2) == [{"accuracy": pytest.approx(right.mean())}] * 2
+    assert run_threads(program, 2) == [{"accuracy": pytest.approx(right.mean())}] * 2
 
 
 def test_an_engine_made_distributed_keeps_its_metrics():

@@ -5,12 +5,12 @@ import pytest
 
 import routed
 import tiny
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.axes import all_positions
 from spmd_engine.checkpoints import load_checkpoint, save_checkpoint
 from spmd_engine.engine import AdamW, schedules
 from spmd_engine.engine.pipeline.chunk import Recompute
-from spmd_engine.engine.state.assignment import Storage, assign
+from spmd_engine.engine.state.assignment import ZeroConfig, assign
 from spmd_engine.errors import MeshError, UsageError
 from spmd_engine.sharding import Layout
 from spmd_engine.training import Trainer
@@ -82,7 +82,7 @@ def plans(mesh, experts=5, zero=None, **layout):
     places = all_positions(axes_of(mesh))
     built = routed.model(experts=experts)
     made = Layout.for_mesh(places[0], **layout)
-    return [assign(built, place, made, 8, storage=Storage(zero, threshold=2000)) for place in places], places
+    return [assign(built, place, made, 8, storage=ZeroConfig(zero, threshold=2000)) for place in places], places
 
 
 def of_experts(plan, layer=0):
@@ -133,7 +133,7 @@ def test_every_element_is_counted_once():
             engine = routed.engine_on(mesh, routed.model(experts=4), zero=2)
             return {name for name in engine.names if engine.counts_here(name)}, engine.names
 
-    found = run(program, 6)
+    found = run_threads(program, 6)
     everywhere = [name for counted, _ in found for name in counted if name.startswith("block0/moe/expert")]
     assert len(everywhere) == len(set(everywhere)) * 2 and len(set(everywhere)) == 8  # ZeRO: the rows of two owners
 
@@ -157,7 +157,7 @@ def test_parts_that_are_not_there_are_refused(parts):
 def test_experts_move_between_steps_with_their_state():
     def move(engine, optimizer):
         layout = Layout.for_mesh(engine.mesh, experts={"block0/moe": (2, 2, 0, 1, 0), "block1/moe": (1, 1, 1, 1, 1)})
-        engine.reshard(engine.mesh, layout, optimizer=optimizer, storage=Storage(1))
+        engine.reshard(engine.mesh, layout, optimizer=optimizer, storage=ZeroConfig(1))
         assert len([n for n in engine.parameters if "block1/moe/expert" in n]) == (10 if engine.device_id == 1 else 0)
 
     found = routed.train({"expert": 3}, between=move, zero=1)
@@ -169,17 +169,17 @@ def test_only_what_moves_is_sent():
         with Mesh(expert=2) as mesh:
             engine = routed.engine_on(mesh, routed.model(experts=4))
             layout = Layout.for_mesh(mesh, experts={"block1/moe": (0, 1, 1, 1)})
-            engine.reshard(mesh, layout, storage=Storage(threshold=2000))
+            engine.reshard(mesh, layout, storage=ZeroConfig(threshold=2000))
             return mesh.ledger.total(label="reshard").sent
 
-    assert run(program, 2) == [2 * 12 * 10 * 8, 0]  # expert 1 of one layer: two matrices
+    assert run_threads(program, 2) == [2 * 12 * 10 * 8, 0]  # expert 1 of one layer: two matrices
 
 
 @pytest.mark.parametrize("after", [{"data": 4}, {"expert": 2, "model": 2}, {"pipe": 2, "expert": 2}], ids=str)
 def test_a_training_goes_on_on_another_mesh(after):
     def move(engine, optimizer):
         other = Mesh(**after)
-        engine.reshard(other, Layout.for_mesh(other), optimizer=optimizer, storage=Storage(1))
+        engine.reshard(other, Layout.for_mesh(other), optimizer=optimizer, storage=ZeroConfig(1))
 
     found = routed.train({"expert": 4}, between=move, zero=3, of=(("experts", 5),))
     routed.assert_as_alone(found, routed.alone(of=(("experts", 5),)))
@@ -206,7 +206,9 @@ def test_a_checkpoint_goes_on_on_another_mesh(tmp_path):
             save_checkpoint(tmp_path, engine, optimizer, step=last)
             return losses
 
-    losses = run(lambda: program({"expert": 4}, 0, 2), 4)[0] + run(lambda: program({"data": 3}, 2, 3), 3)[0]
+    losses = (
+        run_threads(lambda: program({"expert": 4}, 0, 2), 4)[0] + run_threads(lambda: program({"data": 3}, 2, 3), 3)[0]
+    )
     np.testing.assert_allclose(losses, expected[0]["losses"][:6], rtol=1e-9)
 
 

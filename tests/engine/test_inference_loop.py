@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.errors import UsageError
 from spmd_engine.strategies import DataParallel, SingleDevice, TensorParallel
 from spmd_engine.strategies.two_layers import initial_parameters
@@ -48,7 +48,7 @@ def test_inference_loop_serves_whole_arrays(strategy, axis, ranks):
             assert len(engine.tape) == 0
             return sink.arrays
 
-    outputs = run(program, ranks)
+    outputs = run_threads(program, ranks)
     assert [len(arrays) for arrays in outputs] == [3] + [0] * (ranks - 1)
     for x, y in zip(inputs, outputs[0], strict=True):
         np.testing.assert_allclose(y, np.maximum(x @ w0, 0) @ w1, atol=1e-12)
@@ -64,7 +64,7 @@ def test_an_input_stream_that_fails_ends_the_loop_on_every_rank():
         engine.inference_loop(broken(), Sink())
 
     with pytest.raises(OSError, match="the disk is gone"):
-        run(program, 3)
+        run_threads(program, 3)
 
 
 class LastRankOnly(Bare):
@@ -82,4 +82,4 @@ def test_an_output_that_another_rank_has_reaches_the_stream():
         engine.inference_loop([np.ones((1, 3)), np.zeros((1, 3))], sink)
         return [a.tolist() for a in sink.arrays]
 
-    assert run(program, 3)[0] == [[[3.0, 3.0]], [[0.0, 0.0]]]
+    assert run_threads(program, 3)[0] == [[[3.0, 3.0]], [[0.0, 0.0]]]

@@ -7,14 +7,14 @@ import pytest
 
 import parts
 import tiny
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays import einsum
 from spmd_engine.arrays.images.window import Window
 from spmd_engine.checkpoints import load_checkpoint, save_checkpoint
 from spmd_engine.engine import AdamW, LayeredEngine, schedules
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.pipeline.chunk import Recompute
-from spmd_engine.engine.state.assignment import Storage
+from spmd_engine.engine.state.assignment import ZeroConfig
 from spmd_engine.errors import NotFiniteError, UsageError
 from spmd_engine.layers import (
     MLP,
@@ -98,7 +98,7 @@ def numbers(model, axes, batch, *, sequence_parallel=False, layout=None, schedul
             chosen = layout or Layout.for_mesh(mesh, sequence_parallel=sequence_parallel)
             if schedule:
                 how["schedule"] = schedules.named(schedule)
-            engine = LayeredEngine(model, mesh, chosen, dtype=np.float64, seed=5, storage=Storage(zero), **how)
+            engine = LayeredEngine(model, mesh, chosen, dtype=np.float64, seed=5, storage=ZeroConfig(zero), **how)
             batches = lambda step: batch_of(*batch(step), engine, MICRO_BATCHES, step)
             trainer = Trainer(engine, AdamW(), batches, lambda step: 0.05, grad_clip=0.3)
             losses, side = [], []
@@ -108,7 +108,7 @@ def numbers(model, axes, batch, *, sequence_parallel=False, layout=None, schedul
             buffers = {name: engine.gather_buffer(name) for name in engine.buffer_names}
             return losses, side, buffers, parts.stored(engine), trainer.evaluate([batches(99)])
 
-    return run(program, ranks=int(np.prod(list(axes.values()))))
+    return run_threads(program, ranks=int(np.prod(list(axes.values()))))
 
 
 def assert_same(found, expected):
@@ -254,7 +254,7 @@ def test_buffers_are_saved_and_loaded_on_any_mesh(tmp_path):
                 load_checkpoint(folder, engine)
             return {name: engine.gather_buffer(name) for name in engine.buffer_names}
 
-    saved, loaded = (run(program, ranks, args=(tmp_path, ranks == 4)) for ranks in (4, 2))
+    saved, loaded = (run_threads(program, ranks, args=(tmp_path, ranks == 4)) for ranks in (4, 2))
     assert len(saved[0]) == 4 and all(abs(buffer).max() > 0 for buffer in saved[0].values())
     for name, buffer in saved[0].items():
         np.testing.assert_array_equal(loaded[1][name], buffer)
@@ -409,7 +409,7 @@ def test_a_letter_that_a_layer_needs_whole_may_not_be_cut():
             LayeredEngine(text_model(), mesh, Layout({"d": ("rows",)}, {"d": ("rows",)}))
 
     with pytest.raises(UsageError, match="d is cut over mesh axis"):
-        run(program, ranks=2)
+        run_threads(program, ranks=2)
 
 
 @pytest.mark.parametrize(
@@ -433,7 +433,7 @@ def test_verify_knows_them(model, batch, axes, cuts):
             batches = lambda engine, step: batch_of(*batch(step), engine, 2, step)
             return verify(engine, alone, batches, steps=2)
 
-    for report in run(program, ranks=tiny.ranks_of(axes)):
+    for report in run_threads(program, ranks=tiny.ranks_of(axes)):
         assert report.agrees, str(report)
 
 
@@ -629,7 +629,7 @@ def test_a_mistake_of_a_layer_s_author_is_one_line(case, bare):
     assert str(raised.value).startswith("Own.") and "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("how", [{}, {"recompute": "block"}, {"storage": Storage(3)}], ids=str)
+@pytest.mark.parametrize("how", [{}, {"recompute": "block"}, {"storage": ZeroConfig(3)}], ids=str)
 def test_a_layer_without_a_mistake_is_not_refused(how):
     assert a_step(type("Own", (Gated,), dict(vars(Gated)))(), **how) == a_step(Gated())
 
@@ -637,7 +637,7 @@ def test_a_layer_without_a_mistake_is_not_refused(how):
 def test_a_gradient_forgotten_in_parts_of_the_optimizer_s_is_found_too():
     changed, message = WRONG["weights: forgotten"]
     with pytest.raises(UsageError, match=message):
-        a_step(type("Own", (Gated,), changed)(), storage=Storage(3))
+        a_step(type("Own", (Gated,), changed)(), storage=ZeroConfig(3))
 
 
 def test_a_layer_in_a_layer_is_named_with_both():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import tiny
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays import random
 from spmd_engine.engine import SGD, Batch, LayeredEngine, MicroBatch, schedules
 from spmd_engine.errors import NotationError, UsageError
@@ -81,9 +81,9 @@ def test_masked_and_ragged_targets_count_globally():
             micro = MicroBatch(inputs[part], targets[part], mask=mask[part])
             return engine.step(Batch([micro])), engine.gradient_norm(), engine.count(Batch([micro]))
 
-    expected = run(program, 1)[0]
+    expected = run_threads(program, 1)[0]
     assert expected[2] == mask.sum()
-    for result in run(program, 4):
+    for result in run_threads(program, 4):
         np.testing.assert_allclose(result, expected, rtol=1e-12)
 
 
@@ -152,9 +152,11 @@ def test_initial_parameters_are_those_of_one_device(axes, options, nodes):
             engine = tiny.make_engine(mesh, **options)
             return {name: (engine.index(name), array.copy()) for name, array in engine.parameters.items()}
 
-    (expected,) = run(partial(program, data=1), 1)
+    (expected,) = run_threads(partial(program, data=1), 1)
     ranks = tiny.ranks_of(axes)
-    for result in run(partial(program, **axes), ranks, nodes=[f"node{rank * nodes // ranks}" for rank in range(ranks)]):
+    for result in run_threads(
+        partial(program, **axes), ranks, nodes=[f"node{rank * nodes // ranks}" for rank in range(ranks)]
+    ):
         for name, (index, array) in result.items():
             assert index is None or np.array_equal(array, expected[name][1][index]), name
 
@@ -177,7 +179,7 @@ def test_ranks_of_a_node_draw_an_initial_parameter_once(monkeypatch, zero, nodes
             described = engine.store.described.values()
             return sum(math.prod(shape) for parameter, shape in described if parameter.std)
 
-    (size, *_) = run(program, 4, nodes=[f"node{rank * nodes // 4}" for rank in range(4)])
+    (size, *_) = run_threads(program, 4, nodes=[f"node{rank * nodes // 4}" for rank in range(4)])
     assert sum(array.size for array in drawn) == (4 if nodes > 1 and zero < 3 else 1) * size
 
 
@@ -189,7 +191,7 @@ def test_a_plain_forward_draws_the_dropout_of_one_device():
             engine = tiny.make_engine(mesh, dropout=0.5)
             return engine.all_gather(engine.forward(inputs[engine.batch_span(len(inputs))]))
 
-    np.testing.assert_allclose(run(program, 4)[3], run(program, 1)[0], atol=1e-12)
+    np.testing.assert_allclose(run_threads(program, 4)[3], run_threads(program, 1)[0], atol=1e-12)
 
 
 LAYOUTS = {
@@ -261,7 +263,7 @@ def test_a_step_after_one_that_broke_off_is_right():
     def broken(*args):
         raise RuntimeError
 
-    run(program, 2)
+    run_threads(program, 2)
 
 
 def test_samples_that_are_not_numbered_are_counted():
@@ -277,7 +279,7 @@ def test_samples_that_are_not_numbered_are_counted():
 
         return program
 
-    np.testing.assert_allclose(run(norm(False), 2), run(norm(True), 1)[0], rtol=1e-12)
+    np.testing.assert_allclose(run_threads(norm(False), 2), run_threads(norm(True), 1)[0], rtol=1e-12)
 
 
 @pytest.mark.parametrize("axes", [{"data": 2}, {"pipe": 2}], ids=tiny.mesh_id)
@@ -294,6 +296,6 @@ def test_an_engine_s_memory_goes_with_it(axes):
 
     gc.disable()
     try:
-        assert run(program, 2) == [0, 0]
+        assert run_threads(program, 2) == [0, 0]
     finally:
         gc.enable()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import tiny
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.sharding import plan_transfer
 
 WAYS = [
@@ -37,4 +37,4 @@ def test_all_parameters_move_at_once(axes, options, others, new_options):
             return plan.bytes_received(mesh.rank)
 
     nothing_moves = axes == {"data": 4} and not options  # replicas have it all
-    assert any(run(program, 4)) != nothing_moves
+    assert any(run_threads(program, 4)) != nothing_moves

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 import tiny
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints import save_checkpoint
 from spmd_engine.engine import AdamW, ShardedEngine
-from spmd_engine.engine.state.assignment import Storage
+from spmd_engine.engine.state.assignment import ZeroConfig
 
 MANY_FIELDS = np.dtype([(f"a field with a long name, number {i}", "<f8", (2,)) for i in range(20)])
 
@@ -22,7 +22,7 @@ def calls(do, ranks, **options):
             do(engine)
             return mesh.ledger.total().calls - before
 
-    return run(program, ranks)[0]
+    return run_threads(program, ranks)[0]
 
 
 def test_a_save_takes_as_many_calls_of_many_arrays_as_of_few(tmp_path):
@@ -40,10 +40,10 @@ def test_state_of_several_kinds_moves_in_as_many_calls_as_one(zero, most):
         with Mesh(data=2) as mesh, Mesh(data=2) as other:
             engine = tiny.make_engine(mesh, zero=zero)
             before = mesh.ledger.total().calls
-            engine.reshard(other, optimizer=AdamW(), storage=Storage(3 - zero))
+            engine.reshard(other, optimizer=AdamW(), storage=ZeroConfig(3 - zero))
             return mesh.ledger.total().calls - before
 
-    assert max(run(program, 2)) <= most
+    assert max(run_threads(program, 2)) <= most
 
 
 def test_to_gather_takes_as_many_calls_of_many_holders_as_of_few():
@@ -72,7 +72,7 @@ def test_records_of_many_fields_are_gathered(root):
             return Records(mesh).gather("records", root=root)
 
     expected = np.repeat(np.arange(2), 3).astype(MANY_FIELDS)
-    for rank, found in enumerate(run(program, 2)):
+    for rank, found in enumerate(run_threads(program, 2)):
         if root in (None, rank):
             np.testing.assert_array_equal(found, expected)
         else:

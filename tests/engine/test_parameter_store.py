@@ -7,12 +7,12 @@ import pytest
 
 import tiny
 from pairwise import in_turn
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints import load_checkpoint, save_checkpoint
 from spmd_engine.engine import AdamW, LayeredEngine, schedules
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.gather import _plan_to_whole
-from spmd_engine.engine.state.assignment import Storage
+from spmd_engine.engine.state.assignment import ZeroConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import Linear
 from spmd_engine.layers.declarations import Activation, Parameter
@@ -49,7 +49,7 @@ def initial(tied):
             engine = tiny.make_engine(mesh, tied=tied)
             return {name: array.copy() for name, array in engine.parameters.items()}
 
-    return run(program, 1)[0]
+    return run_threads(program, 1)[0]
 
 
 @engines_in_turn(0)
@@ -74,7 +74,7 @@ def test_an_engine_s_parts_are_those_of_the_whole(axes, options):
                 np.testing.assert_array_equal(engine.gather(name), whole[name], strict=True)
             return held, {name: engine.owned_index(name) for name in engine.names}
 
-    results = run(program, tiny.ranks_of(axes))
+    results = run_threads(program, tiny.ranks_of(axes))
     for name, array in whole.items():
         for indices in ([held[name] for held, _ in results], [owned[name] for _, owned in results]):
             covered = np.zeros(array.shape, int)
@@ -107,7 +107,7 @@ def test_gradients_and_state_are_gathered_and_counted_as_owned(axes, options):
             return engine.gradient_norm()
 
     expected = sum((array**2).sum() for array in places.values()) ** 0.5
-    np.testing.assert_allclose(run(program, tiny.ranks_of(axes)), expected, rtol=1e-13)
+    np.testing.assert_allclose(run_threads(program, tiny.ranks_of(axes)), expected, rtol=1e-13)
 
 
 @cache
@@ -121,7 +121,7 @@ def doubled(tied):
             engine.load_checkpoint(whole)
             return engine.evaluate(tiny.batch(engine, 0))
 
-    return whole, run(program, 1)[0]
+    return whole, run_threads(program, 1)[0]
 
 
 @engines_in_turn(0)
@@ -137,7 +137,7 @@ def test_a_checkpoint_is_taken_by_the_parts_and_used_at_once(axes, options):
                 np.testing.assert_array_equal(engine.gather(name), whole[name], strict=True)
             np.testing.assert_allclose(engine.evaluate(tiny.batch(engine, 0)), expected, rtol=1e-12)
 
-    run(program, tiny.ranks_of(axes))
+    run_threads(program, tiny.ranks_of(axes))
 
 
 class Scale(Layer):
@@ -166,7 +166,7 @@ def test_a_number_has_one_owner(zero, tmp_path):
 
     def program():
         with Mesh() as mesh:
-            engine = LayeredEngine(model, mesh, dtype=np.float64, storage=Storage(zero))
+            engine = LayeredEngine(model, mesh, dtype=np.float64, storage=ZeroConfig(zero))
             loss = engine.step(batch_of(x, x[::-1].copy(), engine, 2))
             gradient, norm = engine.gather_owned("scale/scale", engine.gradients), engine.gradient_norm()
             optimizer = AdamW()
@@ -179,8 +179,8 @@ def test_a_number_has_one_owner(zero, tmp_path):
             assert engine.gather("scale/scale") == 3.0
             return loss, norm, gradient, after
 
-    expected = run(program, 1)[0]
-    for result in run(program, 3):
+    expected = run_threads(program, 1)[0]
+    for result in run_threads(program, 3):
         np.testing.assert_allclose(result, expected, rtol=1e-12)
 
 
@@ -200,7 +200,7 @@ def test_to_gather_one_array_only_its_own_view_is_made(monkeypatch):
             engine.gather_owned(name, engine.owned)
         return engine.names
 
-    names, _ = run(program, 2)
+    names, _ = run_threads(program, 2)
     assert sorted(made) == sorted(2 * names)
 
 
@@ -214,5 +214,5 @@ def test_arrays_that_lie_alike_are_gathered_by_one_plan():
             engine.gather(name)
             engine.gather_owned(name, engine.owned)
 
-    run(program, 2)
+    run_threads(program, 2)
     assert _plan_to_whole.cache_info().hits >= 6  # of 8: at first both ranks may make it

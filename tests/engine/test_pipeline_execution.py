@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays.backend import CPU
 from spmd_engine.engine import schedules
 from spmd_engine.engine.pipeline.chunk import LayerSegment
@@ -81,7 +81,7 @@ def test_a_pipeline_computes_what_one_stage_does_and_keeps_what_its_schedule_say
             assert stand.log.count("weight 0") == (micro_batches if stage == 0 else 0)
             return lost, execution.input_gradients
 
-    results = run(program, stages)
+    results = run_threads(program, stages)
     outputs = {m: [through(range(count * layers_each), 1.0 + m)] for m in range(micro_batches)}
     assert {m: y.tolist() for m, y in results[-1][0].items()} == outputs
     assert not any(lost for lost, _ in results[:-1])

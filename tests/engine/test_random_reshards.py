@@ -9,11 +9,11 @@ from test_layer_contract import tokens as contract_tokens
 
 import pictures
 import tiny
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import AdamW, LayeredEngine
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.schedules import named
-from spmd_engine.engine.state.assignment import Storage
+from spmd_engine.engine.state.assignment import ZeroConfig
 from spmd_engine.layers import RouterOptions
 from spmd_engine.models import Mixture, gpt, layout_for
 from spmd_engine.sharding import Layout
@@ -57,7 +57,7 @@ def drawn_axes(kind, ranks, layers, rng):
 
 def drawn_options(mesh, model, rng):
     """How the model is computed there: ZeRO stage, groups, uneven stages, schedule, and who has which expert."""
-    options = {"storage": Storage(int(rng.integers(4)), threshold=int(rng.choice([0, 500, 1 << 20])))}
+    options = {"storage": ZeroConfig(int(rng.integers(4)), threshold=int(rng.choice([0, 500, 1 << 20])))}
     stages, layers = mesh.axes.get("pipe", 1), len(model.layers)
     if stages > 1 and layers >= 2 * stages and rng.integers(2):
         options["schedule"] = named("interleaved", 2)
@@ -140,7 +140,7 @@ def walk(kind, seed):
         mesh.close()
         return sent, loss
 
-    results = run(program, ranks)
+    results = run_threads(program, ranks)
     for received, told in np.array([each for each, _ in results]).sum(axis=0):
         assert told == received  # each element once to every rank that lacked it
     alone = LayeredEngine(model, mesh_of_one(), dtype=np.float64)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import tiny
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.comm.communicators.communicator import Communicator
 from spmd_engine.comm.dispatch import Tuning
-from spmd_engine.engine.state.assignment import Storage
+from spmd_engine.engine.state.assignment import ZeroConfig
 from spmd_engine.engine.zero.reducer import Reducer
 from spmd_engine.engine.zero.storage import GroupStorage
 from spmd_engine.models import deep_mlp
@@ -75,13 +75,13 @@ def assert_reduced(parts, micro_batches, ranks):
 
 
 STORED = [
-    *[({"data": 3}, Storage(zero, 1500)) for zero in (0, 1, 2, 3)],
-    *[({"data": 2}, Storage(zero, 0)) for zero in (1, 3)],
-    *[({"data": 2}, Storage(zero, 1 << 20)) for zero in (0, 2)],
-    ({"data": 2, "shard": 2}, Storage(None, 1500)),
-    ({"data": 2, "shard": 2}, Storage(2, 1500)),
-    ({"replicate": 2, "shard": 2}, Storage(None, 1500)),
-    ({"replicate": 2, "shard": 2}, Storage(1, 1500)),
+    *[({"data": 3}, ZeroConfig(zero, 1500)) for zero in (0, 1, 2, 3)],
+    *[({"data": 2}, ZeroConfig(zero, 0)) for zero in (1, 3)],
+    *[({"data": 2}, ZeroConfig(zero, 1 << 20)) for zero in (0, 2)],
+    ({"data": 2, "shard": 2}, ZeroConfig(None, 1500)),
+    ({"data": 2, "shard": 2}, ZeroConfig(2, 1500)),
+    ({"replicate": 2, "shard": 2}, ZeroConfig(None, 1500)),
+    ({"replicate": 2, "shard": 2}, ZeroConfig(1, 1500)),
 ]
 
 
@@ -113,7 +113,7 @@ def test_micro_batches_and_ranks_add_up_and_nothing_else(model, axes, storage):
                 reducer.finish()
                 assert_reduced(parts, micro_batches, range(mesh.size))
 
-    run(program, prod(axes.values()))
+    run_threads(program, prod(axes.values()))
 
 
 class Sent(GroupStorage):
@@ -131,7 +131,7 @@ def test_groups_leave_as_soon_as_the_backward_is_through_with_them(threshold, ze
 
     def program():
         with Mesh(data=2) as mesh:
-            parts, log = Parts(TIED, mesh, Storage(zero, threshold), kind=Sent), []
+            parts, log = Parts(TIED, mesh, ZeroConfig(zero, threshold), kind=Sent), []
             for each in parts.storages:
                 each.log = log
             reducer = make_reducer(parts)
@@ -150,14 +150,14 @@ def test_groups_leave_as_soon_as_the_backward_is_through_with_them(threshold, ze
                     expected.append((m, layer))
             assert log == expected
 
-    run(program, 2)
+    run_threads(program, 2)
 
 
 @pytest.mark.parametrize("zero", [2, 3])
 def test_few_whole_gradients_are_here_at_once(zero):
     def program():
         with Garbage(data=3) as mesh:
-            parts = Parts(deep_mlp(16, 4), mesh, Storage(zero, pair_bytes(4)))
+            parts = Parts(deep_mlp(16, 4), mesh, ZeroConfig(zero, pair_bytes(4)))
             assert len(parts.storages) == 8
             reducer, alive, stored = make_reducer(parts), [], mesh.alive
             for _ in range(2):
@@ -167,7 +167,7 @@ def test_few_whole_gradients_are_here_at_once(zero):
                 assert mesh.alive == stored
             return max(alive)
 
-    assert max(run(program, 3)) == 2  # on their way, between two layers
+    assert max(run_threads(program, 3)) == 2  # on their way, between two layers
 
 
 @every_stage_of_zero
@@ -177,7 +177,7 @@ def test_a_reducer_begins_anew_after_a_step_that_broke_off(zero, monkeypatch):
 
     def program():
         with Garbage(data=2) as mesh:
-            parts = Parts(UNTIED, mesh, Storage(zero, 3000))
+            parts = Parts(UNTIED, mesh, ZeroConfig(zero, 3000))
             reducer = make_reducer(parts)
             for broken_after in (1, 3, len(parts.layers)):
                 reducer.begin(1)
@@ -190,4 +190,4 @@ def test_a_reducer_begins_anew_after_a_step_that_broke_off(zero, monkeypatch):
                 reducer.finish()
                 assert_reduced(parts, 2, range(2))
 
-    run(program, 2)
+    run_threads(program, 2)

@@ -9,11 +9,11 @@ import pytest
 import parts
 import tiny
 from planning.real_steps import ledgers
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.axes import all_positions
 from spmd_engine.engine import AdamW, LayeredEngine
 from spmd_engine.engine.batch import check_batch
-from spmd_engine.engine.parallel_config import Composition, composed_assignment, composed_layout
+from spmd_engine.engine.parallel_config import ParallelConfig, composed_assignment, composed_layout
 from spmd_engine.errors import UsageError
 from spmd_engine.models import build_model, gpt
 from spmd_engine.planning import analyze
@@ -36,29 +36,29 @@ def trained(axes, composition, micro_batches=1):
             rows = [len(each.samples) for each in batch.micro_batches]
             return numbers, parts.updated(engine, engine.gradients), parts.stored(engine), rows
 
-    return run(program, prod(axes.values()))
+    return run_threads(program, prod(axes.values()))
 
 
 @cache
 def alone(micro_batches):
-    return trained({"data": 1}, Composition(), micro_batches)[0]
+    return trained({"data": 1}, ParallelConfig(), micro_batches)[0]
 
 
 CASES = [
-    ({"data": 2}, Composition(shares="data=3:1"), 1, [[7], [2]]),
+    ({"data": 2}, ParallelConfig(shares="data=3:1"), 1, [[7], [2]]),
     (
         {"data": 2, "model": 2},
-        Composition(shares="data=2:1", zero=1, state_shares="data=1:3", sequence_parallel=True),
+        ParallelConfig(shares="data=2:1", zero=1, state_shares="data=1:3", sequence_parallel=True),
         1,
         [[6], [6], [3], [3]],
     ),
     (
         {"data": 2, "shard": 2},
-        Composition(shares="data=3:1,shard=1:2", state_shares="shard=0:1,data=2:1", zero=3, min_tensor_size=300),
+        ParallelConfig(shares="data=3:1,shard=1:2", state_shares="shard=0:1,data=2:1", zero=3, min_tensor_size=300),
         1,
         [[2], [5], [1], [1]],
     ),
-    ({"pipe": 2, "data": 2}, Composition(shares="data=3:1", zero=2, min_tensor_size=300), 2, [[4, 3], [1, 1]] * 2),
+    ({"pipe": 2, "data": 2}, ParallelConfig(shares="data=3:1", zero=2, min_tensor_size=300), 2, [[4, 3], [1, 1]] * 2),
 ]
 
 
@@ -94,15 +94,15 @@ def owned(composition, axes):
 
 def test_state_goes_by_its_own_shares():
     whole = MODEL.parameter_count
-    found = owned(Composition(zero=1, state_shares="data=1:3"), {"data": 2})
+    found = owned(ParallelConfig(zero=1, state_shares="data=1:3"), {"data": 2})
     assert sum(found) == whole and abs(found[0] - whole / 4) <= 3 * tiny.SIZE.width
-    assert owned(Composition(zero=1, state_shares="data=0:1"), {"data": 2}) == [0, whole]
+    assert owned(ParallelConfig(zero=1, state_shares="data=0:1"), {"data": 2}) == [0, whole]
 
 
 def test_what_is_below_the_least_size_is_in_no_parts():
     axes = {"data": 2}
     place = all_positions(axes)[0]
-    composition = Composition(zero=3, min_tensor_size=300)
+    composition = ParallelConfig(zero=3, min_tensor_size=300)
     groups = composed_assignment(MODEL, place, composed_layout(MODEL, place, composition), 4, composition).groups
     for group in groups:
         small = {4 * member.size < 300 for member in group.members}
@@ -125,7 +125,7 @@ REFUSED = [
 @pytest.mark.parametrize(("options", "why"), REFUSED, ids=lambda x: "" if isinstance(x, dict) else x)
 def test_shares_that_make_no_sense_are_refused(options, why):
     with pytest.raises(UsageError, match=why):
-        Composition(**options).check({"data": 2})
+        ParallelConfig(**options).check({"data": 2})
 
 
 def test_a_batch_too_small_for_the_shares_is_refused():
@@ -137,14 +137,14 @@ def test_a_batch_too_small_for_the_shares_is_refused():
 
 def test_another_mesh_goes_on_without_shares_of_the_first():
     model = build_model("gpt-nano")
-    fitted, notices = Composition(shares="data=3:1", zero=1).fitted({"data": 4}, model)
-    assert fitted == Composition(zero=1) and "goes on without --shares data=3:1" in notices[0]
+    fitted, notices = ParallelConfig(shares="data=3:1", zero=1).fitted({"data": 4}, model)
+    assert fitted == ParallelConfig(zero=1) and "goes on without --shares data=3:1" in notices[0]
     with pytest.raises(UsageError, match="it says 2 shares of data"):
-        Composition(shares="data=3:1").fitted({"data": 4}, model, given={"shares"})
+        ParallelConfig(shares="data=3:1").fitted({"data": 4}, model, given={"shares"})
 
 
 def test_state_shares_without_state_in_parts_are_noted():
-    notices = Composition(state_shares="data=3:1", min_tensor_size=9).check({"data": 2})
+    notices = ParallelConfig(state_shares="data=3:1", min_tensor_size=9).check({"data": 2})
     assert [notice.split(" has no effect")[0] for notice in notices] == [
         "--state-shares data=3:1", "--min-tensor-size 9",
     ]  # fmt: skip

@@ -6,7 +6,7 @@ from math import prod
 import numpy as np
 import pytest
 
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays.backend import CPU
 from spmd_engine.engine.zero.storage import GroupStorage
 from spmd_engine.sharding.groups import Member, Sum, make_groups
@@ -39,7 +39,7 @@ def on_each_rank(axes, summed, zero, program):
             group, *_ = make_groups(members, FLOAT.itemsize)  # what stages share stands alone: then the first
             return program(GroupStorage(group, mesh, zero, FLOAT, CPU), mesh)
 
-    return run(body, prod(axes.values()))
+    return run_threads(body, prod(axes.values()))
 
 
 def summed_with(axes, summed, rank):

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 import tiny
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.comm.communicators.communicator import Communicator
 from spmd_engine.comm.dispatch import Tuning
 from spmd_engine.engine import LayeredEngine
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.pipeline.chunk import Recompute
-from spmd_engine.engine.state.assignment import Storage
+from spmd_engine.engine.state.assignment import ZeroConfig
 from spmd_engine.layers import Linear
 from spmd_engine.models import Model, deep_mlp
 from spmd_engine.models.mlp import squared_loss
@@ -50,7 +50,7 @@ def test_calls_and_bytes_of_a_step(zero, pairs, micro_batches, recompute):
 
     def program():
         with Mesh(data=ranks) as mesh:
-            storage = Storage(zero, pairs * pair_bytes(4))
+            storage = ZeroConfig(zero, pairs * pair_bytes(4))
             engine = engine_on(mesh, deep_mlp(12, 4), storage=storage, recompute=recompute)
             batch = batch_for(engine, micro_batches)
             mesh.ledger.clear()
@@ -62,7 +62,7 @@ def test_calls_and_bytes_of_a_step(zero, pairs, micro_batches, recompute):
     gathers = {0: 0, 1: count, 2: count, 3: count + (2 * micro_batches - 1) * (count - 1)}[zero]
     sums = count * micro_batches if zero >= 2 else count
     operation = "reduce_scatter" if zero else "all_reduce"
-    for steps in zip(*run(lambda: list(program()), ranks)):
+    for steps in zip(*run_threads(lambda: list(program()), ranks)):
         for found in steps:
             assert found.get(("all_gather", "parameters"), (0,))[0] == gathers
             assert found[operation, "gradients"][0] == sums
@@ -83,21 +83,21 @@ def test_recomputing_blocks_of_several_groups_gathers_nothing_more(recompute):
             engine.step(batch)
             return len(engine.assignment.groups), counted(mesh)["all_gather", "parameters"][0]
 
-    expected = run(program, 2, args=(Recompute.NONE,))
+    expected = run_threads(program, 2, args=(Recompute.NONE,))
     assert expected[0][0] > 6  # groups of less than a block
-    assert run(program, 2, args=(recompute,)) == expected
+    assert run_threads(program, 2, args=(recompute,)) == expected
 
 
 def test_evaluation_gathers_once_a_forward():
     def program():
         with Mesh(data=2) as mesh:
-            engine = engine_on(mesh, deep_mlp(12, 4), storage=Storage(3, pair_bytes(4)))
+            engine = engine_on(mesh, deep_mlp(12, 4), storage=ZeroConfig(3, pair_bytes(4)))
             batch = batch_for(engine, 2)
             mesh.ledger.clear()
             engine.evaluate(batch)
             return counted(mesh)["all_gather", "parameters"][0]
 
-    assert run(program, 2) == [12, 12]
+    assert run_threads(program, 2) == [12, 12]
 
 
 def test_nothing_stays_whole_between_steps():
@@ -105,7 +105,7 @@ def test_nothing_stays_whole_between_steps():
 
     def program():
         with Mesh(data=2) as mesh:
-            engine = engine_on(mesh, deep_mlp(12, 4), storage=Storage(3, pair_bytes(4)))
+            engine = engine_on(mesh, deep_mlp(12, 4), storage=ZeroConfig(3, pair_bytes(4)))
             batch = batch_for(engine, 2)
             for compute in (engine.step, engine.evaluate):
                 compute(batch)
@@ -116,7 +116,7 @@ def test_nothing_stays_whole_between_steps():
             engine.after_update()
             assert engine.evaluate(batch) == changed
 
-    run(program, 2)
+    run_threads(program, 2)
 
 
 @every_stage_of_zero
@@ -142,7 +142,7 @@ def test_a_step_after_one_that_broke_off_is_right(zero, monkeypatch):
             del first.backward_weight
             assert (engine.step(batch), engine.gradient_norm()) == expected
 
-    run(program, 2)
+    run_threads(program, 2)
 
 
 def autoencoder(width=6):
@@ -161,7 +161,7 @@ def test_stages_may_finish_with_what_they_share_in_different_orders(axes, zero):
 
     def program():
         with Mesh(**axes) as mesh:
-            engine = engine_on(mesh, autoencoder(), storage=Storage(zero))
+            engine = engine_on(mesh, autoencoder(), storage=ZeroConfig(zero))
             engine.step(batch_of(x, x[::-1].copy(), engine, 2))
             return engine.gradient_norm(), {n: engine.gather_owned(n, engine.gradients) for n in engine.names}
 
@@ -170,8 +170,8 @@ def test_stages_may_finish_with_what_they_share_in_different_orders(axes, zero):
         engine.step(batch_of(x, x[::-1].copy(), engine, 2))
         return engine.gradient_norm(), engine.named(engine.gradients)
 
-    ((norm, gradients),) = run(alone, 1)
-    for result in run(program, prod(axes.values())):
+    ((norm, gradients),) = run_threads(alone, 1)
+    for result in run_threads(program, prod(axes.values())):
         np.testing.assert_allclose(result[0], norm, rtol=1e-12)
         for name, gradient in gradients.items():
             np.testing.assert_allclose(result[1][name], gradient, atol=1e-13)

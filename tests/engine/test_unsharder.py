@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from spmd_engine import Mesh, run
-from spmd_engine.engine.state.assignment import Storage
+from spmd_engine import Mesh, run_threads
+from spmd_engine.engine.state.assignment import ZeroConfig
 from spmd_engine.engine.zero.storage import GroupStorage
 from spmd_engine.engine.zero.unsharder import Unsharder
 from spmd_engine.models import deep_mlp
@@ -22,7 +22,7 @@ def leaves(tree, prefix=""):
 def test_a_layer_opens_its_own_parameters(model, zero, threshold):
     def program():
         with Mesh(data=2) as mesh:
-            parts = Parts(model, mesh, Storage(zero, threshold))
+            parts = Parts(model, mesh, ZeroConfig(zero, threshold))
             unsharder = Unsharder(parts.storages, parts.assignment.uses)
             for layer in (*parts.layers, *reversed(parts.layers), 3, 3, 6, 0):
                 found = dict(leaves(unsharder.unshard(layer, prefetch=range(layer + 1, len(parts.layers)))))
@@ -31,7 +31,7 @@ def test_a_layer_opens_its_own_parameters(model, zero, threshold):
                     np.testing.assert_array_equal(found[own], parts.whole[full], strict=True)
             assert zero == 3 or not mesh.ledger.entries
 
-    run(program, 2)
+    run_threads(program, 2)
 
 
 @thresholds
@@ -39,7 +39,7 @@ def test_a_layer_opens_its_own_parameters(model, zero, threshold):
 def test_of_groups_in_parts_only_those_in_use_and_the_next_are_here(model, threshold):
     def program():
         with Mesh(data=2) as mesh:
-            parts = Parts(model, mesh, Storage(3, threshold))
+            parts = Parts(model, mesh, ZeroConfig(3, threshold))
             unsharder = Unsharder(parts.storages, parts.assignment.uses)
             last = parts.layers[-1]
             walk = [(layer, (), range(layer + 1, last + 1)) for layer in parts.layers]
@@ -53,7 +53,7 @@ def test_of_groups_in_parts_only_those_in_use_and_the_next_are_here(model, thres
             unsharder.release()
             assert not parts.gathered()
 
-    run(program, 2)
+    run_threads(program, 2)
 
 
 class Logged(GroupStorage):
@@ -71,7 +71,7 @@ class Logged(GroupStorage):
 def test_the_next_group_is_on_its_way_before_the_one_in_use_is_waited_for():
     def program():
         with Mesh(data=2) as mesh:
-            parts, log = Parts(deep_mlp(8, 4), mesh, Storage(3, pair_bytes(4)), kind=Logged), []
+            parts, log = Parts(deep_mlp(8, 4), mesh, ZeroConfig(3, pair_bytes(4)), kind=Logged), []
             for each in parts.storages:
                 each.log = log
             unsharder = Unsharder(parts.storages, parts.assignment.uses)
@@ -80,17 +80,17 @@ def test_the_next_group_is_on_its_way_before_the_one_in_use_is_waited_for():
             return list(dict.fromkeys(log))
 
     events = ["start 0", "start 1", "finish 0", "start 2", "finish 1", "start 3", "finish 2", "finish 3"]
-    assert run(program, 2) == [[event.replace(" ", " group") for event in events]] * 2
+    assert run_threads(program, 2) == [[event.replace(" ", " group") for event in events]] * 2
 
 
 def test_released_memory_is_given_back():
     def program():
         with Mesh(data=2) as mesh:
-            parts = Parts(deep_mlp(8, 4), mesh, Storage(3, pair_bytes(4)))
+            parts = Parts(deep_mlp(8, 4), mesh, ZeroConfig(3, pair_bytes(4)))
             unsharder = Unsharder(parts.storages, parts.assignment.uses)
             unsharder.unshard(0, prefetch=range(1, 4))
             first = memory_of(parts.storages[0].whole_parameters)
             unsharder.unshard(1, prefetch=range(2, 4))
             assert first() is None
 
-    run(program, 2)
+    run_threads(program, 2)

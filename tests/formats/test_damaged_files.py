@@ -35,7 +35,7 @@ from spmd_engine.planning.report.plan_result import PlanFile
 from spmd_engine.serving.options import read_generation_config
 from spmd_engine.training.data.image_sources import find_images
 from spmd_engine.training.data.images import ImageRows
-from spmd_engine.training.job import Job
+from spmd_engine.training.train_config import TrainConfig
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FAMILIES = sorted(path.name for path in (GOLDEN / "decoders").iterdir())
@@ -214,7 +214,7 @@ MACHINES = resources.files("spmd_engine.planning") / "machines"
 MACHINE = (MACHINES / "a100.toml").read_text() + '[topology]\nkind = "fat-tree"\nleaf = 4\n'
 SYSTEM = Path(description.__file__).with_name("megatron-deepspeed.toml").read_text()
 PLAN = PlanFile(ranks=2, machine="x").as_json()
-JOB = Job.of(model="mlp", mesh={"data": 2, "model": 2}, zero=1, steps=3, data="texts").as_json()
+JOB = TrainConfig.of(model="mlp", mesh={"data": 2, "model": 2}, zero=1, steps=3, data="texts").as_json()
 MODEL = "layers = 2\nwidth = 8\nheads = 2\ncontext = 16\nvocabulary = 300\ntied = true\nepsilon = 1e-5\n"
 GENERATION = {"do_sample": True, "temperature": 0.5, "top_k": 3, "eos_token_id": [1, 2], "max_new_tokens": 9}
 LINES = "".join(json.dumps(each) + "\n" for each in ({"text": "a"}, {"prompt": "b", "completion": "c"}) * 3)
@@ -224,7 +224,7 @@ KINDS = {
     "system": Kind(text_file("x.toml", SYSTEM), read_system_file, TOML),
     "sizes": Kind(text_file("x.toml", MODEL), lambda path: planned_model(str(path)), TOML),
     "plan": Kind(text_file("x.json", json.dumps(PLAN)), PlanFile.read, JSON),
-    "job": Kind(text_file("x.json", json.dumps(JOB)), Job.read, JSON),
+    "job": Kind(text_file("x.json", json.dumps(JOB)), TrainConfig.read, JSON),
     "generation": Kind(
         text_file("generation_config.json", json.dumps(GENERATION)),
         lambda path: read_generation_config(path.parent),
@@ -303,4 +303,4 @@ def test_a_field_of_another_kind_is_named(name, value, tmp_path):
 
 def test_what_has_no_end_is_refused():
     with pytest.raises(UsageError, match="/dev/zero cannot be read as JSON: it has more than"):
-        Job.read("/dev/zero")
+        TrainConfig.read("/dev/zero")

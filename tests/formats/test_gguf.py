@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import tiny
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints.hf.weights import Pretrained
 from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.engine.parallel_config import ModelConfig
@@ -29,7 +29,7 @@ def test_logits(name, axes):
                 y = engine.forward(expected["tokens"][engine.batch_span(2)])
             return None if y is None else engine.join_outputs(y)
 
-    found = [each for each in run(program, tiny.ranks_of(axes)) if each is not None]
+    found = [each for each in run_threads(program, tiny.ranks_of(axes)) if each is not None]
     assert found
     for logits in found:
         np.testing.assert_allclose(logits, expected["logits"], rtol=0, atol=1e-10)

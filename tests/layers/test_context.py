@@ -10,7 +10,7 @@ import pytest
 
 from layer_harness import BATCH, LENGTH, Problem, assert_same, cut, problem_of, single, solve
 from pairwise import every_pair
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays.attention import causal_attention
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import Attention, LayerNorm, Residual
@@ -101,7 +101,7 @@ def test_float32_stays(method):
         dx = wait_for(problem.layer.backward_input(local.sh, local.p, saved, local.dy)[0])
         return y.dtype, dx.dtype
 
-    assert run(rank, ranks=2) == [(np.dtype(np.float32),) * 2] * 2
+    assert run_threads(rank, ranks=2) == [(np.dtype(np.float32),) * 2] * 2
 
 
 @pytest.mark.mpi(ranks=3)
@@ -198,7 +198,7 @@ def sent(layer, axes, length=LENGTH, **options):
         return forward, {key: entry.sent for key, entry in mesh.ledger.entries.items()}
 
     totals = Counter(), Counter()
-    for ways in run(rank, ranks=prod(axes.values())):
+    for ways in run_threads(rank, ranks=prod(axes.values())):
         for total, entries in zip(totals, ways):
             for (operation, over, label), number in entries.items():
                 assert (over, label) == ("context", "layer")
@@ -269,7 +269,7 @@ def test_only_queries_that_see_a_key_are_compared(monkeypatch, ranks):
             problem.layer.forward(local.sh, local.p, local.x, local.ctx)
             return calls[get_ident()]
 
-        return run(rank, ranks=ranks)
+        return run_threads(rank, ranks=ranks)
 
     assert [len(seen) for seen in work(zigzag=False)] == list(range(1, ranks + 1))
     first, *others = work(zigzag=True)
@@ -294,7 +294,7 @@ def test_positions_that_do_not_fit_are_an_error(length):
         return problem.layer.forward(local.sh, local.p, local.x, replace(local.ctx, length=length))
 
     with pytest.raises(UsageError, match=f"s is cut over context: of a sequence of {length} "):
-        run(rank, ranks=2)
+        run_threads(rank, ranks=2)
 
 
 @pytest.mark.parametrize("heads, key_value_heads", [(5, 5), (4, 3), (4, 0), (4, 8)])

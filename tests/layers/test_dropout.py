@@ -9,7 +9,7 @@ import pytest
 
 from layer_harness import BATCH, LENGTH, MESHES, ONE, every_layer, problem_of, single, solve, where_and_when
 from numerics import frozen, normals
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.layers.dropout import Dropout
 from spmd_engine.sharding import Layout, Shards
 
@@ -27,7 +27,7 @@ def masks(axes, rate=0.5, sequence_parallel=False, length=LENGTH, label="layer",
         assert (mask is None) == (rate == 0 or not ctx.training)
         return spec.gather(y, mesh)
 
-    return run(rank, ranks=prod(axes.values()))
+    return run_threads(rank, ranks=prod(axes.values()))
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)

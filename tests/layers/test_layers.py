@@ -23,7 +23,7 @@ from layer_harness import (
 )
 from numerics import assert_gradient, frozen, normals
 from pairwise import in_turn
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.errors import NotationError
 from spmd_engine.layers import Embedding, GradientSums
 from spmd_engine.layers.declarations import Parameter
@@ -123,7 +123,7 @@ def calls(name, axes, sequence_parallel):
         layer.backward_weight(local.sh, rest, GradientSums(local.g))
         return [forward, list(mesh.ledger.entries)]
 
-    first, *others = run(rank, ranks=prod(axes.values()))
+    first, *others = run_threads(rank, ranks=prod(axes.values()))
     assert all(other == first for other in others)
     return first
 
@@ -170,7 +170,7 @@ def test_micro_batches_in_flight(name):
             backward(local, forward(local), second.g)
         return inputs, outputs, first.g, second.g
 
-    for inputs, outputs, together, one_by_one in run(rank, ranks=2):
+    for inputs, outputs, together, one_by_one in run_threads(rank, ranks=2):
         for sequence in (inputs, outputs):
             for a, b in zip(sequence[:2], sequence[2:]):
                 np.testing.assert_array_equal(a, b)
@@ -194,7 +194,7 @@ def test_weights_may_wait(name):
             layer.backward_weight(local.sh, rest, GradientSums(local.g))
         return local.gradients(layer.parameters)
 
-    (twice,) = run(rank, ranks=1)
+    (twice,) = run_threads(rank, ranks=1)
     once = single(problem)
     for own, gradient in twice.items():
         np.testing.assert_allclose(gradient, 2 * once[f"d{own}"], rtol=0, atol=1e-12)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dense import BATCH, INPUTS, ONE, OUTPUTS, Local, Problem, assert_same, linear, on_mesh, problem_of, skip
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.layers.deferred import wait_for
 
 WHOLE = [(), ("slice_input",), ("gather_output",), ("slice_input", "gather_output")]
@@ -168,7 +168,7 @@ def test_micro_batches_in_flight_and_weights_that_wait(layer):
                 local.backward_weight(rest)
             return [local.gradients() for local in both]
 
-    for results in run(rank, 4):
+    for results in run_threads(rank, 4):
         for problem, gradients in zip((first, second), results):
             (expected,) = on_mesh(problem, ONE)
             assert_same(gradients, {name: expected[name] for name in gradients})

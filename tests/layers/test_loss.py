@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from numerics import assert_gradient, frozen, normals
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.comm.spans import span
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import cross_entropy, mean_squared_error
@@ -36,7 +36,7 @@ def cut(ranks, logits=LOGITS, targets=TARGETS, **options):
         group = mesh.group("model")
         return cross_entropy(logits[..., part].copy(), targets, over=group, start=part.start, **options)
 
-    values, gradients = zip(*run(rank, ranks=ranks))
+    values, gradients = zip(*run_threads(rank, ranks=ranks))
     return values, np.concatenate(gradients, axis=-1)
 
 
@@ -139,7 +139,7 @@ def test_logits_are_never_gathered():
         return {key: (entry.calls, entry.payload) for key, entry in mesh.ledger.entries.items()}
 
     tokens = TARGETS.size
-    assert run(rank, ranks=2) == [{("all_reduce", "model", "loss"): (2, 3 * tokens * 8)}] * 2
+    assert run_threads(rank, ranks=2) == [{("all_reduce", "model", "loss"): (2, 3 * tokens * 8)}] * 2
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 8])

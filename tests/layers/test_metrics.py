@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.comm.spans import span
 from spmd_engine.layers import right_classes
 
@@ -26,7 +26,7 @@ def test_cut_classes_are_counted_as_whole_ones(ranks, mask):
 
     expected = RIGHT.sum() if mask is None else (RIGHT & mask).sum()
     assert 0 < expected < 50
-    assert run(program, ranks) == [expected] * ranks
+    assert run_threads(program, ranks) == [expected] * ranks
 
 
 def test_scores_may_have_more_dims():

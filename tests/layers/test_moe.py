@@ -5,7 +5,7 @@ import pytest
 
 from layer_harness import where_and_when
 from numerics import assert_gradient, normals
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays.activations import gelu
 from spmd_engine.layers import GradientSums, MoE, RouterOptions
 from spmd_engine.layers.deferred import wait_for
@@ -95,7 +95,7 @@ def test_rows_come_to_their_experts_and_back(ranks, parts):
             np.testing.assert_allclose(dispatch.gathered(back, D, weights[own]), expected[own], atol=1e-12)
             return dispatch.here
 
-    held = run(program, ranks)
+    held = run_threads(program, ranks)
     assert sorted(sum(held, [])) == list(range(E))
     if parts:
         assert held[1] == []
@@ -123,6 +123,6 @@ def test_what_travels_is_what_leaves_and_numbers_of_it():
             wait_for(layer.backward_input(sh, tree(mine), saved, y)[0])
             return forward, mesh.ledger.total(operation="all_to_all").sent - forward
 
-    forward, backward = np.sum(run(program, ranks), axis=0)
+    forward, backward = np.sum(run_threads(program, ranks), axis=0)
     assert forward == 2 * leaving * D * 8 + E * (ranks - 1) * 8
     assert backward == 2 * leaving * D * 8

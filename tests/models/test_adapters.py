@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import tiny
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.axes import all_positions
 from spmd_engine.checkpoints import Checkpoint, save_checkpoint
 from spmd_engine.checkpoints.hf.export import export_adapters, export_huggingface
@@ -20,23 +20,23 @@ from spmd_engine.cli.show.memory import bytes_per_rank
 from spmd_engine.engine import AdamW
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.parallel_config import (
-    Composition,
     ModelConfig,
+    ParallelConfig,
     build_engine,
     composed_assignment,
     composed_layout,
 )
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.moe.router_options import RouterOptions
-from spmd_engine.models import DecoderShape, Mixture
+from spmd_engine.models import DecoderConfig, Mixture
 from spmd_engine.models.lora import LoRAOptions
 
-SHAPE = DecoderShape(
+SHAPE = DecoderConfig(
     family="qwen3", layers=2, width=12, heads=6, key_value_heads=2, head_width=4, hidden=10, vocabulary=13,
     query_key_norm=True, context=16,
 )  # fmt: skip
-GPT2 = DecoderShape(family="gpt2", layers=2, width=12, heads=3, hidden=10, vocabulary=13, context=16)
-EXPERTS = DecoderShape(
+GPT2 = DecoderConfig(family="gpt2", layers=2, width=12, heads=3, hidden=10, vocabulary=13, context=16)
+EXPERTS = DecoderConfig(
     family="qwen3-moe", layers=2, width=12, heads=6, key_value_heads=2, hidden=10, vocabulary=13, query_key_norm=True,
     context=16, mixture=Mixture(experts=5, hidden=7, dense="1", router=RouterOptions(top_k=2)),
 )  # fmt: skip
@@ -44,7 +44,7 @@ SHARED = EXPERTS.changed(
     family="qwen2-moe", query_key_norm=False, bias=True,
     mixture=Mixture(experts=3, hidden=5, shared=2, shared_gate=True, router=RouterOptions(top_k=2)),
 )  # fmt: skip
-NEOX = DecoderShape(
+NEOX = DecoderConfig(
     family="gpt-neox", layers=2, width=12, heads=3, hidden=10, vocabulary=13, context=16, norm="layer", bias=True,
     output_bias=True, parallel="two-norms", gated=False, activation="gelu-erf", perceptron_bias=True,
 )  # fmt: skip
@@ -83,7 +83,7 @@ def two_steps(axes, composition, shape=SHAPE):
     def program():
         with Mesh(**axes) as mesh:
             config = ModelConfig(name="adapted", shape=shape, dtype="float64", lora=OPTIONS)
-            engine = build_engine(config, mesh, Composition(mesh=axes, **composition))
+            engine = build_engine(config, mesh, ParallelConfig(mesh=axes, **composition))
             assert all("_lora_" in name for name in engine.names)
             whole = values(engine, [*engine.names, *engine.buffer_names])
             engine.load_checkpoint(whole)
@@ -97,7 +97,7 @@ def two_steps(axes, composition, shape=SHAPE):
             frozen = {name: engine.gather_buffer(name) for name in engine.buffer_names}
             return losses, gradients, {name: engine.gather(name) for name in engine.names}, frozen, whole
 
-    return run(program, tiny.ranks_of(axes))[0]
+    return run_threads(program, tiny.ranks_of(axes))[0]
 
 
 @cache
@@ -115,7 +115,7 @@ def alone(shape=SHAPE):
         ({"pipe": 2, "expert": 3}, {"recompute": "block"}, EXPERTS),
         ({"expert": 2, "model": 2}, {"zero": 3, "sequence_parallel": True}, SHARED),
     ],
-    ids=lambda each: each.family if isinstance(each, DecoderShape) else str(each) if each else "",
+    ids=lambda each: each.family if isinstance(each, DecoderConfig) else str(each) if each else "",
 )
 def test_every_mesh_computes_the_same(axes, composition, shape):
     losses, gradients, adapters, frozen, whole = two_steps(axes, composition, shape)
@@ -140,24 +140,24 @@ def test_fully_sharded_no_frozen_number_is_stored_twice(axes, shape, copies):
     def program():
         with Mesh(**axes) as mesh:
             config = ModelConfig(name="adapted", shape=shape, dtype="float64", lora=OPTIONS)
-            engine = build_engine(config, mesh, Composition(mesh=axes, zero=3))
+            engine = build_engine(config, mesh, ParallelConfig(mesh=axes, zero=3))
             engine.load_checkpoint(values(engine, [*engine.names, *engine.buffer_names]))
             engine.step(batch_of(*TOKENS, engine))
             storages = engine._placed.frozen.storages
             assert all(each.whole_parameters is None and each.own_gradients.size == 0 for each in storages)
             return sum(each.size for each in engine.buffers.values()), engine.model
 
-    found = run(program, tiny.ranks_of(axes))
+    found = run_threads(program, tiny.ranks_of(axes))
     whole = sum(np.prod(shape) for _, (_, shape) in found[0][1].buffers())
     counts = [count for count, _ in found]
-    foretold = bytes_per_rank(found[0][1], axes, Composition(zero=3), dtype="float64")
+    foretold = bytes_per_rank(found[0][1], axes, ParallelConfig(zero=3), dtype="float64")
     assert [8 * count for count in counts] == [dict(rank)["frozen weights"] for rank in foretold]
     assert sum(counts) == copies * whole and max(counts) < 1.4 * sum(counts) / len(counts)
 
 
 def test_frozen_weights_go_by_shares_of_state():
     config, axes = ModelConfig(name="adapted", shape=SHAPE, lora=OPTIONS), {"data": 2}
-    composition = Composition(mesh=axes, zero=3, state_shares="data=1:3")
+    composition = ParallelConfig(mesh=axes, zero=3, state_shares="data=1:3")
     model, stored = config.build(composition), []
     for place in all_positions(axes):
         assignment = composed_assignment(model, place, composed_layout(model, place, composition), 4, composition)
@@ -222,7 +222,7 @@ def test_fused_experts_with_twice_the_rank(monkeypatch):
 )
 def test_what_has_no_adapters_is_refused(name, targets, said):
     with pytest.raises(UsageError, match=said):
-        ModelConfig(name, lora=LoRAOptions(targets=targets)).build(Composition())
+        ModelConfig(name, lora=LoRAOptions(targets=targets)).build(ParallelConfig())
 
 
 # --- PEFT's files
@@ -255,7 +255,7 @@ def test_what_peft_wrote_and_what_is_written_for_it(family, axes, composition, t
     def program():
         with Mesh(**axes) as mesh:
             config = with_shape(ModelConfig(str(base), dtype="float64", adapter=str(golden)), mesh.group())
-            engine, _ = open_pretrained(config, mesh, Composition(mesh=axes, **composition))
+            engine, _ = open_pretrained(config, mesh, ParallelConfig(mesh=axes, **composition))
             with engine.inference():
                 y = engine.forward(expected["tokens"][engine.batch_span(2)])
             save_checkpoint(tmp_path / "run", engine)
@@ -265,7 +265,7 @@ def test_what_peft_wrote_and_what_is_written_for_it(family, axes, composition, t
             export_huggingface(merged, config.shape, tmp_path / "merged", group, dtype="float64")
             return None if y is None else engine.join_outputs(y)
 
-    for logits in run(program, tiny.ranks_of(axes)):
+    for logits in run_threads(program, tiny.ranks_of(axes)):
         if logits is not None:
             np.testing.assert_allclose(logits, expected["logits"], rtol=0, atol=1e-10)
     found, original = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "peft", golden))

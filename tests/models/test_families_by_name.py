@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints.pretrained import open_pretrained
-from spmd_engine.engine.parallel_config import Composition, ModelConfig
+from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.errors import CheckpointError
 from spmd_engine.models.load_config import shape_at
 
@@ -37,11 +37,11 @@ def golden(family):
 def logits_of(folder, tokens, axes):
     def program():
         with Mesh(**axes) as mesh:
-            engine, _ = open_pretrained(ModelConfig(str(folder), dtype="float64"), mesh, Composition(mesh=axes))
+            engine, _ = open_pretrained(ModelConfig(str(folder), dtype="float64"), mesh, ParallelConfig(mesh=axes))
             with engine.inference():
                 return engine.join_outputs(engine.forward(tokens[engine.batch_span(len(tokens))]))
 
-    return run(program, int(np.prod(list(axes.values()))))[0]
+    return run_threads(program, int(np.prod(list(axes.values()))))[0]
 
 
 @pytest.mark.parametrize("axes", [{"data": 1}, {"model": 2, "queries": 2}, {"model": 3}], ids=str)

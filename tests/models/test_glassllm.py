@@ -7,9 +7,9 @@ import pytest
 
 import tiny
 from script_module import script
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints.pretrained import open_pretrained
-from spmd_engine.engine.parallel_config import Composition, ModelConfig
+from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 
 pytest.importorskip("glassllm", reason="needs the model in PyPI's glassllm: pip install '.[test]'")
 
@@ -61,13 +61,13 @@ def test_its_greedy_text(folder, axes, composition):
 
     def program():
         with Mesh(**axes) as mesh:
-            engine, _ = open_pretrained(ModelConfig(folder), mesh, Composition(mesh=axes, **composition))
+            engine, _ = open_pretrained(ModelConfig(folder), mesh, ParallelConfig(mesh=axes, **composition))
             return greedy(engine, PROMPT, count)[len(PROMPT) :]
 
     from glassllm.tokenizer import Tokenizer
 
     vocabulary = Tokenizer.load(str(files("glassllm") / "weights" / "en.tokenizer.json"))
-    for tokens in run(program, tiny.ranks_of(axes)):
+    for tokens in run_threads(program, tiny.ranks_of(axes)):
         assert len(tokens) == count and TEXT.startswith(vocabulary.decode(tokens))
         assert count < 24 or vocabulary.decode(tokens) == TEXT
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import AdamW, Batch, LayeredEngine, MicroBatch
 from spmd_engine.models import GPTSize, gpt
 
@@ -30,7 +30,7 @@ def on_mesh(axes, dtype, program):
             micro = MicroBatch(*(GOLDEN[name][rows] for name in ("tokens", "targets")), mask=GOLDEN["mask"][rows])
             return program(engine, Batch([micro]))
 
-    return run(body, int(np.prod(list(axes.values()))))
+    return run_threads(body, int(np.prod(list(axes.values()))))
 
 
 def gathered(engine, arrays):

@@ -9,11 +9,11 @@ import pytest
 import parts
 import tiny
 from pairwise import in_turn
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints.hf.weights import Pretrained
 from spmd_engine.checkpoints.pretrained import load_pretrained
 from spmd_engine.engine.batch import batch_of
-from spmd_engine.engine.parallel_config import Composition, ModelConfig, build_engine
+from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
 from spmd_engine.layers.attention.kv_cache import Cache
 from spmd_engine.models.hf.stored_names import stored_names
 from spmd_engine.models.load_config import shape_at
@@ -65,7 +65,7 @@ def golden(family):
 def engine_of(family, axes, dtype, composition):
     folder = str(FOLDERS / family)
     config = ModelConfig(name=folder, shape=shape_at(folder), dtype=dtype)
-    engine = build_engine(config, Mesh(**axes), Composition(mesh=axes, **composition))
+    engine = build_engine(config, Mesh(**axes), ParallelConfig(mesh=axes, **composition))
     load_pretrained(engine, folder)
     return engine
 
@@ -104,7 +104,7 @@ def test_logits_loss_and_gradients_in_float64(family, axes, composition):
 
     names = dict(stored_names(shape_at(FOLDERS / family)))
     filled = Pretrained(FOLDERS / family).filled
-    ranks, shapes = run(program, tiny.ranks_of(axes)), {}
+    ranks, shapes = run_threads(program, tiny.ranks_of(axes)), {}
     for logits, loss, _, here in ranks:
         shapes |= here
         if logits is not None:
@@ -143,5 +143,5 @@ def test_piece_by_piece_with_a_cache(family, axes):
                 parts.append(engine.join_outputs(engine.forward(tokens[:, begin:end], cache=cache)))
         return np.concatenate(parts, axis=1)
 
-    for logits in run(program, tiny.ranks_of(axes)):
+    for logits in run_threads(program, tiny.ranks_of(axes)):
         np.testing.assert_allclose(logits, expected["logits64"], rtol=0, atol=1e-10)

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import AdamW, LayeredEngine
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.layers import LayerNorm, MoE, Residual, RouterOptions
@@ -45,4 +45,4 @@ def test_three_steps_are_those_of_pytorch(axes):
             for name, value in part("final/").items():
                 np.testing.assert_allclose(engine.gather(name), value, rtol=0, atol=1e-10, err_msg=name)
 
-    run(program, int(np.prod(list(axes.values()))))
+    run_threads(program, int(np.prod(list(axes.values()))))

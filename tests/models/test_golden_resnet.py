@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import SGD, LayeredEngine
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.models import ImageShape, resnet
@@ -47,7 +47,7 @@ def test_three_steps(name, axes):
                 scores = engine.join_outputs(engine.forward(micro.inputs))
             return losses, gradients, final, scores
 
-    losses, gradients, final, scores = run(program, int(np.prod(list(axes.values()))))[0]
+    losses, gradients, final, scores = run_threads(program, int(np.prod(list(axes.values()))))[0]
     np.testing.assert_allclose(losses, GOLDEN[f"{name}/losses"], rtol=1e-11)
     assert_all_close(gradients, part(f"{name}/gradient/"))
     assert_all_close(final, part(f"{name}/final/"))

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from pictures import BATCH, SHAPE, assert_same, pictures, small_convnet, small_resnet, train
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import LayeredEngine, schedules
 from spmd_engine.engine.batch import batch_of
-from spmd_engine.engine.parallel_config import Composition
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.pipeline.chunk import Recompute
 from spmd_engine.errors import MeshError, UsageError
 from spmd_engine.models import ImageShape, build_model, convnet, layout_for
@@ -121,7 +121,7 @@ def test_a_network_cut_in_channels_sends_what_is_whole_between_its_blocks(ranks)
                 for name in (*dict(engine.model.layers), "gradients")
             }
 
-    found = [sum(each) for each in zip(*(rank.values() for rank in run(program, ranks)))]
+    found = [sum(each) for each in zip(*(rank.values() for rank in run_threads(program, ranks)))]
     stem, first, half, mean, scores = (8 * BATCH * n for n in (2 * 2 * 3, 2 * 2 * 3, 1 * 1 * 6, 6, 5))
     expected = {
         "stem/gather": stem,
@@ -166,7 +166,7 @@ def activations(axes, model):
             whole = {id(array): array for array in arrays_in(list(kept.values()))}
             return sum(array.nbytes for array in whole.values())
 
-    return run(program, int(np.prod(list(axes.values()))))
+    return run_threads(program, int(np.prod(list(axes.values()))))
 
 
 def arrays_in(thing):
@@ -204,7 +204,7 @@ def test_an_axis_that_cuts_nothing_is_refused(model, axes, message):
         with Mesh(**axes) as mesh, pytest.raises(MeshError, match=message):
             layout_for(build_model(model), mesh)
 
-    run(program, 2)
+    run_threads(program, 2)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_images_of_another_size_are_refused():
 
 def test_so_thin_a_cut_that_halos_outweigh_what_ranks_have_is_noted():
     model = convnet(SHAPE)
-    (notice,) = Composition().check({"rows": 8}, model)
+    (notice,) = ParallelConfig().check({"rows": 8}, model)
     assert "rows=8" in notice and "more than" in notice
-    assert Composition().check({"rows": 2}, model) == []
-    assert Composition().check({"data": 8}, model) == []
+    assert ParallelConfig().check({"rows": 2}, model) == []
+    assert ParallelConfig().check({"data": 8}, model) == []

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import parts
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import SGD, AdamW, Batch, LayeredEngine, MicroBatch
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.errors import NotationError, UsageError
@@ -59,7 +59,7 @@ def train_here(
 
 
 def train(model, axes, **options):
-    return run(partial(train_here, model, axes, **options), prod(axes.values()))
+    return run_threads(partial(train_here, model, axes, **options), prod(axes.values()))
 
 
 def assert_same(found, expected, tolerance, kinds=(1, 2)):
@@ -125,7 +125,7 @@ def test_shardings_of_rows_and_columns():
             engine = LayeredEngine(mlp(), mesh, layout_of(mesh.axes))
             return engine.shardings, engine.input_sharding, engine.output_sharding, engine.target_sharding
 
-    for shardings, *ends in run(program, 8):
+    for shardings, *ends in run_threads(program, 8):
         assert [shardings[f"layer_{k}/weights"] for k in range(3)] == ["d/row f/col", "f/col d/row", "d/row c"]
         assert [shardings[f"layer_{k}/bias"] for k in range(3)] == ["f/col", "d/row", "c"]
         assert ends == ["b/data d/row", "b/data c", "b/data"]
@@ -146,7 +146,7 @@ def test_bytes_of_a_step():
             sent["gradients"] = mesh.ledger.total(axes="data", label="gradients").sent
             return sent, sum(array.size for array in engine.parameters.values())
 
-    ranks = run(program, data * rows * columns)
+    ranks = run_threads(program, data * rows * columns)
     assert {key: sum(sent[key] for sent, _ in ranks) for key in ranks[0][0]} == {
         (0, "row"): 2 * batch * sizes[1] * 8 * (rows - 1),  # z[b f/col], which d made unreduced
         (0, "col"): 0,  # nobody wants the inputs' gradient
@@ -169,8 +169,8 @@ def test_classes_may_be_cut_too():
             loss = engine.step(batch_of(rng.standard_normal((6, 16)), rng.integers(0, 10, 6), engine))
             return loss, engine.gradient_norm(), engine.output_sharding
 
-    (expected,) = run(program, 1, args=({"data": 1},))
-    for result in run(program, 6, args=({"data": 2, "model": 3},)):
+    (expected,) = run_threads(program, 1, args=({"data": 1},))
+    for result in run_threads(program, 6, args=({"data": 2, "model": 3},)):
         assert result[2] == "b/data c/model"
         np.testing.assert_allclose(result[:2], expected[:2], rtol=1e-12)
 

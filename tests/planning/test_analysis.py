@@ -13,7 +13,7 @@ import tiny
 from spmd_engine import Mesh
 from spmd_engine.cli import main
 from spmd_engine.engine import AdamW
-from spmd_engine.engine.parallel_config import Composition, ModelConfig
+from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models import gpt
 from spmd_engine.models.mlp import deep_mlp
@@ -35,7 +35,7 @@ def test_flops_of_linear_layers_are_three_times_two_for_each_weight_and_sample()
 
 def test_ranks_with_unlike_parts_of_a_sequence_are_told_apart():
     sizes = {"sequence": 7, **SIZES}  # over three ranks: 3, 2 and 2 positions
-    parallel = Composition(sequence_parallel=True)
+    parallel = ParallelConfig(sequence_parallel=True)
     found, every = (analyze(GPT, {"model": 3}, parallel, every=each, **sizes) for each in (False, True))
     assert found.totals() == every.totals()
     assert found.peak_bytes_by_rank() == every.peak_bytes_by_rank()
@@ -59,7 +59,7 @@ def test_ranks_with_other_images_are_alike(axes, classes):
 @pytest.mark.parametrize("recompute, forwards", [("none", 1), ("block", 2)])
 def test_recomputation_is_a_second_forward(recompute, forwards):
     plain = analyze(GPT, {"data": 1}, **SIZES).of_rank(0)
-    step = analyze(GPT, {"data": 1}, Composition(recompute=recompute), **SIZES).of_rank(0)
+    step = analyze(GPT, {"data": 1}, ParallelConfig(recompute=recompute), **SIZES).of_rank(0)
     of_blocks = {n: sum(c.flops for c in plain.computations if c.name == f"block0/mlp {n}") for n in ("forward",)}
     again = sum(c.flops for c in step.computations if c.name == "block0/mlp forward again")
     assert again == (forwards - 1) * of_blocks["forward"]
@@ -75,7 +75,7 @@ def test_recomputation_is_a_second_forward(recompute, forwards):
     ids=["mlp", "recomputed", "resnet"],
 )
 def test_peak_memory_is_what_numpy_takes(model, recompute, dtype):
-    composition = Composition(recompute=recompute)
+    composition = ParallelConfig(recompute=recompute)
     foretold = analyze(model, {"data": 1}, composition, batch_size=512, micro_batches=2, dtype=dtype).peak_bytes
     with Mesh() as mesh:
         tracemalloc.start()
@@ -104,7 +104,7 @@ def test_what_other_stages_send_ahead_of_time_is_in_the_peak():
 
 def test_what_is_joined_along_a_later_axis_is_there_twice_while_it_comes():
     """First as it comes, then in its place. A head gathers [512 7 12] along the second axis."""
-    parallel = Composition(sequence_parallel=True)
+    parallel = ParallelConfig(sequence_parallel=True)
     step = analyze(GPT, {"model": 2}, parallel, batch_size=512, sequence=7).of_rank(0)
     apart = analyze(GPT, {"model": 2}, batch_size=512, sequence=7).of_rank(0)
     gathered = 512 * 7 * 12 * 4
@@ -118,7 +118,7 @@ def test_layers_alike_are_looked_at_once_and_counted_each_time():
 
 
 def test_shards_say_what_a_rank_has():
-    step = analyze(GPT, {"data": 2, "model": 2}, Composition(zero=3), **SIZES).of_rank(0)
+    step = analyze(GPT, {"data": 2, "model": 2}, ParallelConfig(zero=3), **SIZES).of_rank(0)
     (table,) = (shard for shard in step.shards if shard.name == "embedding/table")
     assert (table.sharding, table.shape, table.whole_shape) == ("v/model d", (7, 12), (13, 12))
     assert table.layers == ("embedding", "head")
@@ -130,7 +130,7 @@ def test_shards_say_what_a_rank_has():
 
 def test_a_pipeline_waits_along_its_critical_path():
     alone = critical_path(analyze(GPT, {"data": 1}, **SIZES))
-    step = analyze(GPT, {"pipe": 3}, Composition(zero=0), **SIZES)
+    step = analyze(GPT, {"pipe": 3}, ParallelConfig(zero=0), **SIZES)
     path = critical_path(step)
     assert path.classes[0] == 0 and set(path.classes) == {0, 1, 2}
     assert max(each.step.flops for each in step.classes) < path.flops < alone.flops
@@ -218,4 +218,4 @@ def test_models_of_plan_are_looked_at_as_well(command, model, tmp_path, monkeypa
 def test_parameters_beyond_the_memory_of_a_node_are_refused_before_they_are_made(monkeypatch):
     monkeypatch.setattr("spmd_engine.engine.zero.parameter_store.memory_here", lambda: 1000)
     with pytest.raises(UsageError, match=r"rank 0: its parameters alone are .* KiB, and this node has 1000 B of mem"):
-        build(deep_mlp(4, 16), Mesh(), Composition(), np.float32)
+        build(deep_mlp(4, 16), Mesh(), ParallelConfig(), np.float32)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from script_module import script
-from spmd_engine import run
+from spmd_engine import run_threads
 from spmd_engine.arrays.meta.meter import CONVOLUTION, CONVOLUTION_WEIGHTS
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.parallel_config import ModelConfig
@@ -68,7 +68,7 @@ def test_two_ranks_measure_at_once(monkeypatch):
         with Mesh(data=2) as mesh:
             return measure.measure_machine(mesh, seconds=0.01)
 
-    machine, other = run(program, ranks=2)
+    machine, other = run_threads(program, ranks=2)
     assert other is None
     node = machine.nodes[0]
     assert {"float32", "float64"} <= node.speeds.keys()

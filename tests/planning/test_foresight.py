@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from spmd_engine import run
+from spmd_engine import run_threads
 from spmd_engine.engine.zero.storage import GroupStorage
 from spmd_engine.errors import PlanError
 from spmd_engine.planning.simulator.check_prediction import differences, routed_bytes
-from spmd_engine.training import Job
+from spmd_engine.training import TrainConfig
 from spmd_engine.training.run_job import train
 
 LINE = ("all_reduce", "data", "gradients")
@@ -17,8 +17,8 @@ LINE = ("all_reduce", "data", "gradients")
 def trained(folder, **options):
     """The first line of the metrics of two steps on two virtual ranks."""
     enforce = options.pop("enforce", True)
-    job = Job.of(model="mlp", steps=1, batch_size=32, eval_samples=32, **options)
-    run(lambda: train(job, run=folder, enforce=enforce), 2)
+    job = TrainConfig.of(model="mlp", steps=1, batch_size=32, eval_samples=32, **options)
+    run_threads(lambda: train(job, run_threads=folder, enforce=enforce), 2)
     return json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
 
 
@@ -66,7 +66,7 @@ def test_a_job_s_mesh_sums_in_rank_order_if_it_says_so(monkeypatch):
 
     asked = {}
     monkeypatch.setattr(run_job, "Mesh", lambda **options: asked.update(options))
-    run_job._open_mesh(Job.of(model="mlp", deterministic=True, mesh={"data": 2}))
+    run_job._open_mesh(TrainConfig.of(model="mlp", deterministic=True, mesh={"data": 2}))
     assert asked["deterministic"] is True and asked["data"] == 2
 
 

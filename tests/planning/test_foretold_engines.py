@@ -5,11 +5,11 @@ from math import prod
 import numpy as np
 import pytest
 
-from spmd_engine import Mesh, as_distributed, run
+from spmd_engine import Mesh, as_distributed, run_threads
 from spmd_engine.engine import SGD, LayeredEngine, ShardedEngine
 from spmd_engine.engine.batch import batch_of
-from spmd_engine.engine.parallel_config import Composition
-from spmd_engine.engine.state.assignment import Storage
+from spmd_engine.engine.parallel_config import ParallelConfig
+from spmd_engine.engine.state.assignment import ZeroConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models import GPTSize, gpt, two_layers
 from spmd_engine.planning.dry_run.analyze import analyze
@@ -35,7 +35,7 @@ def ledgers(make, axes, samples):
             trainer.step()
             return {where: (each.calls, each.payload, each.sent) for where, each in mesh.ledger.entries.items()}
 
-    return run(program, prod(axes.values()))
+    return run_threads(program, prod(axes.values()))
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -102,9 +102,9 @@ SIZE = GPTSize(layers=2, width=16, heads=4, context=12, vocabulary=32)
 def test_a_list_of_layers_as_an_engine_of_ones_own(model, axes, zero):
     """What ``analyze`` says of the same model: what is sent, and what a rank holds when the step begins."""
     sample = (12,) if model.vocabulary else (8,)
-    make = lambda mesh: LayeredEngine(model, mesh, storage=Storage(zero))
+    make = lambda mesh: LayeredEngine(model, mesh, storage=ZeroConfig(zero))
     found = analyze_engine(make, axes, Samples(sample, sample, 8), checks=False)
-    expected = analyze(model, axes, Composition(zero=zero), batch_size=8, every=True)
+    expected = analyze(model, axes, ParallelConfig(zero=zero), batch_size=8, every=True)
     assert [each.step.before for each in found.classes] == [each.step.before for each in expected.classes]
     assert list(map(sent, found.classes)) == list(map(sent, expected.classes))
 

@@ -10,9 +10,9 @@ from real_steps import ledgers
 
 import tiny
 from spmd_engine.axes import parse_axes
-from spmd_engine.engine.parallel_config import Composition
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.layers import Embedding, Head, Layer, LayerNorm, Parameter, Residual
-from spmd_engine.models import DecoderShape, Model, gpt
+from spmd_engine.models import DecoderConfig, Model, gpt
 from spmd_engine.models.convnet import convnet
 from spmd_engine.models.decoder import decoder
 from spmd_engine.models.gpt import token_loss
@@ -29,7 +29,7 @@ GPT_UNTIED = gpt(replace(tiny.SIZE, tied=False))
 GPT_SHARED_KEYS = gpt(replace(tiny.SIZE, key_value_heads=2))
 MLP, DEEP, TWO = mlp((12, 7, 9, 5)), deep_mlp(4, 6), two_layers(6, 10)
 ADAPTED = with_adapters(
-    decoder(DecoderShape(layers=2, width=12, heads=3, hidden=20, vocabulary=13, context=8)),
+    decoder(DecoderConfig(layers=2, width=12, heads=3, hidden=20, vocabulary=13, context=8)),
     LoRAOptions(rank=2),
     "llama",
 )
@@ -88,7 +88,7 @@ def case_id(case):
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_a_step_sends_what_was_foretold(case):
     model, mesh, options = case
-    axes, composition = parse_axes(mesh), Composition(**options)
+    axes, composition = parse_axes(mesh), ParallelConfig(**options)
     how = {"batch_size": tiny.BATCH, "micro_batches": 2, "dtype": np.float64}
     real = ledgers(model, axes, composition, **how)
     foretold = analyze(model, axes, composition, every=True, **how)
@@ -109,7 +109,7 @@ def causal():
     return Model("causal", tuple(layers), "b s", "b s v", "b s", token_loss(13), context=8, vocabulary=13)
 
 
-@pytest.mark.parametrize("composition", [None, Composition(zero=3)], ids=["plain", "zero=3"])
+@pytest.mark.parametrize("composition", [None, ParallelConfig(zero=3)], ids=["plain", "zero=3"])
 @pytest.mark.parametrize("axes", [{"context": 2}, {"context": 3, "data": 2}], ids=str)
 def test_layers_of_a_users_own_send_what_was_predicted(axes, composition):
     model, how = causal(), {"batch_size": 4, "micro_batches": 2, "dtype": np.float64}
@@ -123,7 +123,7 @@ def test_without_a_composition_a_model_is_cut_as_its_engine_cuts_it():
     how = {"batch_size": 2, "every": True}
     plain, composed = (
         [analyze(GPT_RING, {"context": 2}, each, **how).of_rank(rank).flops for rank in range(2)]
-        for each in (None, Composition())
+        for each in (None, ParallelConfig())
     )
     assert plain[1] - plain[0] > 2 * abs(composed[1] - composed[0])
 
@@ -135,8 +135,8 @@ def test_a_recut_of_micro_batches_of_several_sizes(batch_size, micro_batches):
     """Rank 0 has a sample of each after the recut, and others have none of the last: what one has tells not of all."""
     model = convnet(ImageShape(), "convnet", channels=(4, 4), recut_after=1)
     axes, how = {"rows": 2}, {"batch_size": batch_size, "micro_batches": micro_batches, "dtype": np.float64}
-    foretold = analyze(model, axes, Composition(), **how)
-    for rank, ledger in enumerate(ledgers(model, axes, Composition(), **how)):
+    foretold = analyze(model, axes, ParallelConfig(), **how)
+    for rank, ledger in enumerate(ledgers(model, axes, ParallelConfig(), **how)):
         assert foretold.of_rank(rank).ledger() == ledger, f"rank {rank}"
 
 

@@ -7,7 +7,7 @@ import pytest
 from other_systems.description import System, Transformer, read_system
 from other_systems.work import SystemUpdate, model_of
 
-from spmd_engine.engine.parallel_config import Composition
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.planning import analyze
 from spmd_engine.planning.dry_run.step_analysis import BACKWARD_WEIGHTS, UPDATE, Computation, Product, Products
@@ -23,7 +23,7 @@ def step(axes, repeats="none", system=MEGATRON, **options):
     """Of the first rank."""
     model = model_of(system, SIZES, repeats)
     found = analyze(
-        model, axes, Composition(**options), batch_size=SAMPLES, dtype=np.float16, optimizer=SystemUpdate(system)
+        model, axes, ParallelConfig(**options), batch_size=SAMPLES, dtype=np.float16, optimizer=SystemUpdate(system)
     )
     return found.classes[0].step
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from spmd_engine.cli.plan.compare import steps_of
-from spmd_engine.engine.parallel_config import Composition, ModelConfig
+from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models import GPT_SIZES, gpt
 from spmd_engine.models.names import build_model
@@ -183,7 +183,7 @@ def test_what_follows_the_last_step_is_no_part_of_it():
 def test_estimates_are_near_what_the_whole_step_takes(candidate):
     model, machine = build_model("gpt2"), read_machine("a100").with_ranks(16)
     estimate = Planner(model, machine).estimator(candidate).estimate()
-    seen = look_at(model, machine, estimate.candidate, Composition(), dtype=np.float32)
+    seen = look_at(model, machine, estimate.candidate, ParallelConfig(), dtype=np.float32)
     assert estimate.seconds == pytest.approx(seen.seconds, rel=0.08)
     assert estimate.sent == pytest.approx(seen.bytes_sent, rel=0.02)
     assert estimate.memory == pytest.approx(seen.analysis.peak_bytes, rel=0.05)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from spmd_engine.comm.shared_memory.slot_table import size_of_table
-from spmd_engine.engine.parallel_config import Composition
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.models import GPT_SIZES, gpt
 from spmd_engine.planning import analyze
 from spmd_engine.planning.dry_run.slot_table_memory import tables_of
@@ -19,7 +19,7 @@ FOUR, TWO = size_of_table(4), size_of_table(2)
 
 @pytest.fixture(scope="module")
 def analysis():
-    return analyze(MODEL, AXES, Composition(mesh=AXES), batch_size=4)
+    return analyze(MODEL, AXES, ParallelConfig(mesh=AXES), batch_size=4)
 
 
 def test_the_first_rank_of_a_group_holds_its_table(analysis):
@@ -37,6 +37,6 @@ def test_each_node_has_a_table_of_its_own_ranks(analysis):
 
 @pytest.mark.parametrize(("name", "are_there"), [("cpu", True), ("a100", False)])
 def test_ranks_with_devices_of_their_own_hold_none_there(name, are_there):
-    seen = look(MODEL, read_machine(name).with_ranks(4), AXES, Composition(mesh=AXES), 4, 1)
+    seen = look(MODEL, read_machine(name).with_ranks(4), AXES, ParallelConfig(mesh=AXES), 4, 1)
     assert ("tables of groups" in seen.peak_bytes_by_kind) is are_there
     assert sum(seen.peak_bytes_by_kind.values()) == seen.analysis.peak_bytes

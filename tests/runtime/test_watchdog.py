@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mpi_harness.launch import mpiexec
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.errors import CommunicationTimeout
 from spmd_engine.runtime.activity import SIZE, Activity
 from spmd_engine.runtime.hang_report import look_at
@@ -173,7 +173,7 @@ HOW = {
 @pytest.mark.parametrize("how", HOW)
 def test_virtual_ranks_that_hang_are_told_of(how, caplog):
     with caplog.at_level(logging.WARNING), pytest.raises(CommunicationTimeout) as caught:
-        run(stuck_at, 4, args=(how,))
+        run_threads(stuck_at, 4, args=(how,))
     told = [each.getMessage() for each in caplog.records if "waited for" in each.getMessage()]
     assert len(told) == 1 and HOW[how] in told[0]
     assert re.search(r"since \d+ s, at test_watchdog\.py:\d+", told[0])  # the line that called, none of comm's own

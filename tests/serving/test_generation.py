@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 import tiny
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.engine.parallel_config import ModelConfig, build_engine
 from spmd_engine.errors import NotFiniteError, UsageError
-from spmd_engine.models import DecoderShape
+from spmd_engine.models import DecoderConfig
 from spmd_engine.serving import SamplingOptions, StoppingCriteria, generate
 from spmd_engine.tokens import ByteTokenizer
 
@@ -39,7 +39,7 @@ def write(axes, sampling, which=range(5), **options):
                 **options,
             )
 
-    return run(program, tiny.ranks_of(axes))
+    return run_threads(program, tiny.ranks_of(axes))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,9 @@ def test_one_seed_is_one_text_on_every_mesh_and_rank(sampling, meshes):
             np.testing.assert_allclose(other, likely, rtol=1e-9)
 
 
-LLAMA = DecoderShape(width=12, heads=6, key_value_heads=2, head_width=4, hidden=14, layers=2, vocabulary=13, context=40)
+LLAMA = DecoderConfig(
+    width=12, heads=6, key_value_heads=2, head_width=4, hidden=14, layers=2, vocabulary=13, context=40
+)
 
 
 def write_llama(axes, count=20):
@@ -72,7 +74,7 @@ def write_llama(axes, count=20):
             engine = build_engine(model, mesh)
             return generate(engine, PROMPTS, sampling=DRAWN, stopping=StoppingCriteria(count), log_probs=True)
 
-    return run(program, tiny.ranks_of(axes))
+    return run_threads(program, tiny.ranks_of(axes))
 
 
 def test_shared_key_heads_and_rotary_positions_write_the_same_on_every_mesh():
@@ -167,7 +169,7 @@ def test_parameters_that_are_not_finite_are_told():
             generate(engine, [[1]])
 
     with pytest.raises(NotFiniteError, match="scores are not finite"):
-        run(program, 2)
+        run_threads(program, 2)
 
 
 def test_ties_within_rounding_are_counted_in_float32():
@@ -179,7 +181,7 @@ def test_ties_within_rounding_are_counted_in_float32():
             return generate(engine, [[1, 2, 3]], stopping=StoppingCriteria(5))[0]
 
     for dtype in (np.float32, np.float64):
-        (text,) = run(program, 1, args=(dtype,))
+        (text,) = run_threads(program, 1, args=(dtype,))
         among_the_best = sum(token in (7, 9) for token in text.tokens)
         assert 7 in text.tokens and 9 not in text.tokens, "of equal scores the lower token's is taken"
         assert text.near_ties >= among_the_best > 0

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays.random import gumbel_at
 from spmd_engine.errors import UsageError
 from spmd_engine.serving.options import SamplingOptions, generation_config, read_generation_config
@@ -68,7 +68,7 @@ def chosen(ranks, options, log_probs=False):
             part = SCORES[:, begin:end]
             return choose(part, options, seen=SEEN, keys=KEYS, vocabulary=vocabulary, log_probs=log_probs)
 
-    return run(program, ranks)
+    return run_threads(program, ranks)
 
 
 @pytest.mark.parametrize("given", OPTIONS, ids=str)
@@ -119,7 +119,7 @@ def test_a_sharded_choice_sends_a_pair_and_the_second_best_never_the_scores():
             )
             return mesh.ledger.total().sent
 
-    assert max(run(program, 2)) < 4000
+    assert max(run_threads(program, 2)) < 4000
 
 
 # --- options

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.serving.options import SamplingOptions
 from spmd_engine.serving.sampling import Vocabulary, allowed_scores
 
@@ -47,5 +47,5 @@ def test_the_same_where_the_vocabulary_is_cut():
         found = [allowed(number, Vocabulary(part.start, group), part) for number in range(len(GOLDEN["allowed"]))]
         return np.stack(found)
 
-    for number, (found, expected) in enumerate(zip(np.concatenate(run(program, 3), axis=1), GOLDEN["allowed"])):
+    for number, (found, expected) in enumerate(zip(np.concatenate(run_threads(program, 3), axis=1), GOLDEN["allowed"])):
         same(found, expected, number)

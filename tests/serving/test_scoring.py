@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import tiny
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.errors import UsageError
 from spmd_engine.serving.scoring import score
 
@@ -17,7 +17,7 @@ def scored(axes):
         with Mesh(**axes) as mesh:
             return [each.log_probs for each in score(tiny.make_engine(mesh), TEXTS, stride=4, batch_size=3)]
 
-    return run(program, tiny.ranks_of(axes))
+    return run_threads(program, tiny.ranks_of(axes))
 
 
 def expected(text):

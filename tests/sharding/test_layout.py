@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.errors import MeshError, NotationError
 from spmd_engine.sharding import Layout
 
@@ -81,7 +81,7 @@ def positions(axes, length, where="inside", **options):
         layout = Layout.for_mesh(mesh, **options)
         return layout.positions(length, mesh, where), layout.positions_by_rank(length, mesh)
 
-    return run(rank, ranks=prod(axes.values()))
+    return run_threads(rank, ranks=prod(axes.values()))
 
 
 @pytest.mark.parametrize("zigzag", [False, True])
@@ -141,7 +141,7 @@ def test_a_sequence_dealt_over_two_axes(order):
         np.testing.assert_array_equal(rank_positions[mesh.group(order).rank], own)
         return np.concatenate(rank_positions)
 
-    for whole in run(rank, ranks=6):
+    for whole in run_threads(rank, ranks=6):
         np.testing.assert_array_equal(whole, np.arange(10))
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.axes import all_positions
 from spmd_engine.errors import MeshError, NotationError
 from spmd_engine.sharding import Spec
@@ -153,7 +153,7 @@ def test_gathered_blocks_are_the_whole(text, shape, axes):
         mesh = Mesh(**axes)
         return spec.gather(whole[spec.block(shape, mesh)], mesh, label="gather"), mesh.ledger
 
-    for gathered, ledger in run(rank, ranks=int(np.prod(list(axes.values())))):
+    for gathered, ledger in run_threads(rank, ranks=int(np.prod(list(axes.values())))):
         np.testing.assert_array_equal(gathered, whole, strict=True)
         assert {key[0] for key in ledger.entries} <= {"all_gather"}
         assert ledger.total().calls == len(spec.axes)

@@ -11,7 +11,7 @@ from fake_device import FakeDevice
 from numerics import normals
 from on_ranks import DTYPES, assert_same, on_ranks, values
 from resharding import DATA_MODEL, each_mesh_with_pairs, numbered, on_mesh, specs
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays.backend import register_backend, unregister_backend
 from spmd_engine.sharding import Spec, gather, reshard, reshard_plan, shard
 
@@ -82,7 +82,7 @@ def test_without_comparing_calls(check):
                 x = shard(whole, source, mesh)
                 assert_same(reshard(x, source, target, mesh), shard(whole, target, mesh), source, target)
 
-    run(rank, 4)
+    run_threads(rank, 4)
 
 
 @given(specs(), specs(), st.tuples(*[st.integers(1, 2)] * 3), st.tuples(*[st.integers(0, 5)] * 3))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from numerics import normals
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays.images.window import Window
 from spmd_engine.errors import MeshError, NotationError
 from spmd_engine.layers.deferred import wait_for
@@ -23,7 +23,7 @@ def on_ranks(body, layout=None, sequence_parallel=False, **axes):
         custom = layout or Layout.for_mesh(mesh, sequence_parallel=sequence_parallel)
         return body(Shards(mesh, custom, "layer"))
 
-    return run(rank, ranks=prod(axes.values()))
+    return run_threads(rank, ranks=prod(axes.values()))
 
 
 def stream(sh, x):

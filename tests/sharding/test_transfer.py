@@ -10,7 +10,7 @@ from fake_device import FakeDevice
 from numerics import normals
 from on_ranks import on_ranks
 from pairwise import every_pair
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays.backend import register_backend, unregister_backend
 from spmd_engine.axes import all_positions
 from spmd_engine.errors import UsageError
@@ -94,7 +94,7 @@ def execute(operation, n, blocks, **options):
             result = operation.execute(mesh.group(), blocks[mesh.rank], **options)
             return result, mesh.ledger.total().sent
 
-    results, sent = zip(*run(program, n))
+    results, sent = zip(*run_threads(program, n))
     assert list(sent) == [operation.bytes_sent(rank) for rank in range(n)]
     return results
 
@@ -128,7 +128,7 @@ def test_several_sets_of_blocks_move_in_the_collectives_of_one(case, piece_bytes
             plan.execute_all(mesh.group(), sets)
             return [out["x"] for _, out in sets], mesh.ledger.total()
 
-    for rank, (found, moved) in enumerate(run(program, n)):
+    for rank, (found, moved) in enumerate(run_threads(program, n)):
         assert moved.calls == sum(plan.rounds.values()) and moved.sent == len(wholes) * plan.bytes_sent(rank)
         for blocks, whole in zip(found, wholes, strict=True):
             for block, expected in zip(blocks, placed(target, whole, rank), strict=True):
@@ -216,7 +216,7 @@ def test_into_memory_that_is_there_in_part_already():
             assert result["x"][0] is padded
             np.testing.assert_array_equal(padded, whole[held.index])
 
-    run(program, n)
+    run_threads(program, n)
 
 
 # --- in pieces
@@ -249,7 +249,7 @@ def test_pieces_are_no_larger_than_allowed_and_no_more_than_needed(case, adjoint
             operation.execute(group, {"x": blocks})
             return group.pieces
 
-    everyone = run(program, n)
+    everyone = run_threads(program, n)
     assert max(max(pair) for pieces in everyone for pair in pieces) <= most
     largest = max(max(plan.bytes_sent(rank), plan.bytes_received(rank)) for rank in range(n))
     assert {len(pieces) for pieces in everyone} == set(plan.rounds.values())
@@ -339,7 +339,7 @@ def test_it_adds_to_what_is_there():
             blocks = {"x": [np.ones(each.shape) for each in target.held[mesh.rank]]}
             plan.adjoint().execute(mesh.group(), blocks, out=out[mesh.rank])
 
-    run(program, 2)
+    run_threads(program, 2)
     assert out[0]["x"][0][:, 0].tolist() == [11, 11, 11, 12] and (out[1]["x"][0] == 11).all()
 
 
@@ -364,7 +364,7 @@ def test_arrays_on_a_device_stay_there(adjoint):
                     assert device.owns(block)
                     np.testing.assert_array_equal(block.memory, expected)
 
-        run(program, 2)
+        run_threads(program, 2)
     finally:
         unregister_backend(device)
 
@@ -423,4 +423,4 @@ def test_blocks_that_are_not_those_that_are_placed():
         with Mesh() as mesh, pytest.raises(UsageError, match=r"x on rank [01] are float64\[4, 6\]; placed there are"):
             plan.execute(mesh.group(), {"x": [np.ones((4, 6))]})
 
-    run(program, 2)
+    run_threads(program, 2)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from numerics import normals
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints import Checkpoint, save_checkpoint
 from spmd_engine.engine import SGD, ShardedEngine
 from spmd_engine.engine.batch import batch_of
@@ -53,7 +53,7 @@ def trained(micro_batches):
             gradient = engine.gather_owned("w", engine.gradients)
             return losses, engine.gather("w"), gradient, answers, [len(m.inputs) for m in batch.micro_batches]
 
-    return run(program, 2)
+    return run_threads(program, 2)
 
 
 @pytest.mark.parametrize("micro_batches, rows", [(1, [[7], [2]]), (2, [[4, 3], [1, 1]])])
@@ -85,7 +85,7 @@ def test_a_checkpoint_is_whole_and_can_be_loaded_by_weights(tmp_path):
             assert engine.parameters["w"].shape == (4 * mesh.rank or 1, 3)
             return engine.gather("w")
 
-    for whole in run(program, 2):
+    for whole in run_threads(program, 2):
         np.testing.assert_array_equal(whole, W)
 
 
@@ -101,4 +101,4 @@ def test_inputs_and_targets_are_cut_alike():
             with pytest.raises(UsageError, match='inputs are "b/data:3:1 d", targets "b/data d"'):
                 engine.step(batch_of(X, Y, engine))
 
-    run(program, 2)
+    run_threads(program, 2)

@@ -5,7 +5,7 @@ from math import prod
 import numpy as np
 import pytest
 
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.axes import all_positions
 from spmd_engine.sharding import Layout
 from spmd_engine.sharding.layout import block_of, in_order
@@ -28,7 +28,7 @@ def test_what_is_dealt_and_joined_is_the_whole_again(axes, zigzag, length):
             joined = in_order(spec.gather(block, mesh), "b s v", layout, mesh)
             np.testing.assert_array_equal(joined, whole, strict=True)
 
-    run(program, prod(axes.values()))
+    run_threads(program, prod(axes.values()))
 
 
 def test_balanced_ranks_have_an_early_and_a_late_part():

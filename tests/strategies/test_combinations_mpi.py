@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from combinations import ATTENTION, BLOCK, PARALLEL, Case, assert_as_one_device, assert_same, train
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import LayeredEngine
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.schedules import named
-from spmd_engine.engine.state.assignment import Storage
+from spmd_engine.engine.state.assignment import ZeroConfig
 from spmd_engine.models import deep_mlp, layout_for, mlp, two_layers
 
 
@@ -28,7 +28,7 @@ def test_on_several_nodes(nodes, case):
     """Ranks of different nodes share no memory."""
 
     def launch(program, ranks):
-        return run(program, ranks, nodes=[f"node{rank * nodes // ranks}" for rank in range(ranks)])
+        return run_threads(program, ranks, nodes=[f"node{rank * nodes // ranks}" for rank in range(ranks)])
 
     assert_as_one_device(case, launch)
 
@@ -74,19 +74,23 @@ def train_dense(name, axes, **options):
             engine = LayeredEngine(model, mesh, layout_for(model, mesh), dtype=np.float64, **options)
             return train(engine, lambda step: batch_of(x, y, engine, 3, step))
 
-    return run(program, prod(axes.values()))
+    return run_threads(program, prod(axes.values()))
 
 
 @pytest.mark.parametrize(
     "name, mesh, options",
     [
-        ("mlp", "row=2,col=2,data=2", {"storage": Storage(3, 500)}),
+        ("mlp", "row=2,col=2,data=2", {"storage": ZeroConfig(3, 500)}),
         ("mlp", "pipe=3,row=2", {"schedule": named("zero-bubble")}),
         ("mlp", "shard=2,col=3", {}),
-        ("two layers", "pipe=2,model=2", {"storage": Storage(1)}),
-        ("two layers", "row=3,data=2", {"storage": Storage(2)}),
-        ("deep", "pipe=3,data=2", {"storage": Storage(3, 500), "recompute": BLOCK, "schedule": named("interleaved")}),
-        ("deep", "data=3", {"storage": Storage(3, 1000), "recompute": BLOCK}),
+        ("two layers", "pipe=2,model=2", {"storage": ZeroConfig(1)}),
+        ("two layers", "row=3,data=2", {"storage": ZeroConfig(2)}),
+        (
+            "deep",
+            "pipe=3,data=2",
+            {"storage": ZeroConfig(3, 500), "recompute": BLOCK, "schedule": named("interleaved")},
+        ),
+        ("deep", "data=3", {"storage": ZeroConfig(3, 1000), "recompute": BLOCK}),
         ("deep", "replicate=2,pipe=2", {"stages": "cost", "schedule": named("gpipe")}),
     ],
 )

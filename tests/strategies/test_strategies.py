@@ -24,7 +24,7 @@ from pages import (
     trained_alone,
 )
 from pairwise import in_turn
-from spmd_engine import Mesh, run, world
+from spmd_engine import Mesh, run_threads, world
 from spmd_engine.engine import SGD, AdamW
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.errors import UsageError
@@ -57,7 +57,7 @@ def ways_to_train():
 @pytest.mark.parametrize(("name", "axes", "optimizer", "micro_batches"), list(ways_to_train()), ids=case_id)
 def test_training_equals_the_single_device(name, axes, optimizer, micro_batches):
     """Losses, every gradient and the parameters."""
-    for result in run(lambda: train(name, axes, optimizer, micro_batches), prod(axes.values())):
+    for result in run_threads(lambda: train(name, axes, optimizer, micro_batches), prod(axes.values())):
         assert_trained_alike(result, trained_alone(name, optimizer, micro_batches))
 
 
@@ -70,7 +70,7 @@ def test_micro_batches_without_samples_change_nothing(name):
     axes = dict(
         zip(STRATEGIES[name].axes or ("data",), (3,) if len(STRATEGIES[name].axes) < 2 else (2, 1, 1), strict=False)
     )
-    for result in run(lambda: train(name, axes, SGD, 3, steps=1, of=data_of_two), prod(axes.values())):
+    for result in run_threads(lambda: train(name, axes, SGD, 3, steps=1, of=data_of_two), prod(axes.values())):
         assert_trained_alike(result, trained_alone(name, SGD, 3, steps=1, of=data_of_two))
 
 
@@ -182,7 +182,7 @@ def test_the_input_gradient_is_right(name, ranks):
                 whole = engine.join_outputs(engine.input_gradient).reshape(-1, D)
                 np.testing.assert_allclose(whole, reference.input_gradient.reshape(-1, D), atol=1e-13)
 
-    run(program, ranks)
+    run_threads(program, ranks)
 
 
 # --- end to end
@@ -204,7 +204,7 @@ IN_FLOAT32 = {"tensor-parallel", "fully-sharded", "ring-attention", "expert-para
 def test_ten_epochs_in_float32(name):
     how = {"steps": 30, "dtype": np.float32, "of": epoch, "rate": 0.2}
     expected = trained_alone(name, SGD, 1, **how)
-    for result in run(partial(train, name, default_axes(STRATEGIES[name], 4), SGD, 1, **how), 4):
+    for result in run_threads(partial(train, name, default_axes(STRATEGIES[name], 4), SGD, 1, **how), 4):
         assert_trained_alike(result, expected, tolerance=1e-5)
     assert expected[0][-1] < 0.8 * expected[0][2]  # of the same batch
 
@@ -229,7 +229,7 @@ def test_serving_and_evaluating(name):
             assert len(engine.tape) == 0
             return engine.evaluate(batch_of(x, y, engine, 3)), sink
 
-    results = run(program, 3)
+    results = run_threads(program, 3)
     np.testing.assert_allclose([each for each, _ in results], loss, rtol=1e-13)
     for served, expected in zip(results[0][1], outputs, strict=True):
         np.testing.assert_allclose(served, expected, atol=1e-13)
@@ -286,7 +286,7 @@ def test_starting_values_are_functions_of_the_seed_alone(name):
             engine = build(strategy, mesh)
             return {each: engine.gather(each) for each in engine.names}
 
-    (alone,), (together, *_) = run(program, 1), run(program, 3)
+    (alone,), (together, *_) = run_threads(program, 1), run_threads(program, 3)
     for each, value in alone.items():
         assert np.array_equal(value, together[each])
         inputs = value.shape[-2] * (9 if "conv" in each or value.ndim == 5 else 1)

@@ -8,7 +8,7 @@ import pytest
 
 from pages import HEADS, LAYERS, B, D, F, S, build, data
 from pairwise import in_turn
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import AdamW
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.strategies import STRATEGIES, Pipeline
@@ -193,7 +193,7 @@ def test_costs_are_those_of_the_docstring(name, sizes, micro_batches):
             engine.forward(batch_of(*data(strategy, 0), engine).micro_batches[0].inputs)
             return sent, [*held, saved(engine.tape)]
 
-    sent, held = zip(*run(program, prod(sizes)), strict=True)
+    sent, held = zip(*run_threads(program, prod(sizes)), strict=True)
     numbers, calls, *numbers_held = COSTS[name](micro_batches, *sizes)
     assert sum(sent, Counter()) == {"bytes": 8 * numbers, **calls}
     assert np.sum(held, axis=0).tolist() == [8 * each for each in numbers_held]
@@ -231,7 +231,7 @@ def test_a_pipeline_keeps_no_more_micro_batches_than_stages_follow(stages, micro
             engine.step(batch_of(*data(Pipeline, 0), engine, micro_batches))
             return "".join(engine.done)
 
-    for stage, done in enumerate(run(program, stages)):
+    for stage, done in enumerate(run_threads(program, stages)):
         ahead = min(stages - 1 - stage, micro_batches)
         assert done == "F" * ahead + "FB" * (micro_batches - ahead) + "B" * ahead
         under_way = np.cumsum([1 if each == "F" else -1 for each in done])

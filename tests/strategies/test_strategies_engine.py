@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from pages import HEADS, LAYERS, D, F, S, build, case_id, data, one_rank, single
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints import load_checkpoint, save_checkpoint
 from spmd_engine.engine import AdamW, LayeredEngine
 from spmd_engine.engine.batch import batch_of
-from spmd_engine.engine.state.assignment import Storage
+from spmd_engine.engine.state.assignment import ZeroConfig
 from spmd_engine.layers import Attention, Linear, Skip
 from spmd_engine.models.mlp import squared_loss, two_layers
 from spmd_engine.models.model import Model
@@ -83,7 +83,9 @@ def test_a_checkpoint_of_one_goes_on_as_another(saving, loading, tmp_path):
             save_checkpoint(tmp_path, engine, trainer.optimizer, step=last)
             return losses
 
-    losses = run(partial(program, saving, 4, 0, 2), 4)[0] + run(partial(program, loading, 3, 2, STEPS), 3)[0]
+    losses = (
+        run_threads(partial(program, saving, 4, 0, 2), 4)[0] + run_threads(partial(program, loading, 3, 2, STEPS), 3)[0]
+    )
     np.testing.assert_allclose(losses, expected, rtol=1e-10)
 
 
@@ -93,13 +95,13 @@ def test_a_checkpoint_of_one_goes_on_as_another(saving, loading, tmp_path):
 @pytest.mark.parametrize(
     ("axes", "storage", "name"),
     [
-        ({"data": 3}, Storage(), "data-parallel"),
-        ({"data": 3}, Storage(zero=1), "sharded-optimizer"),
-        ({"data": 3}, Storage(zero=2), "sharded-gradients"),
-        ({"shard": 3}, Storage(), "fully-sharded"),
-        ({"replicate": 2, "shard": 2}, Storage(), "replicate-shard"),
-        ({"model": 4}, Storage(), "tensor-parallel"),
-        ({"row": 2, "col": 2}, Storage(), "two-dimensional"),
+        ({"data": 3}, ZeroConfig(), "data-parallel"),
+        ({"data": 3}, ZeroConfig(zero=1), "sharded-optimizer"),
+        ({"data": 3}, ZeroConfig(zero=2), "sharded-gradients"),
+        ({"shard": 3}, ZeroConfig(), "fully-sharded"),
+        ({"replicate": 2, "shard": 2}, ZeroConfig(), "replicate-shard"),
+        ({"model": 4}, ZeroConfig(), "tensor-parallel"),
+        ({"row": 2, "col": 2}, ZeroConfig(), "two-dimensional"),
     ],
 )
 def test_the_layered_engine_trains_as_the_page_does(axes, storage, name):
@@ -117,7 +119,7 @@ def test_the_layered_engine_trains_as_the_page_does(axes, storage, name):
             for each in page.names:
                 np.testing.assert_allclose(engine.gather(each), page.gather(each), atol=1e-12)
 
-    run(program, prod(axes.values()))
+    run_threads(program, prod(axes.values()))
 
 
 @pytest.mark.parametrize("axes", [{"data": 1}, {"model": 2}, {"context": 3}], ids=case_id)
@@ -142,7 +144,7 @@ def test_attention_is_that_of_the_layers(axes):
             for name, each in gradients.items():
                 np.testing.assert_allclose(found[name], each[engine.owned_index(name)], atol=1e-13)
 
-    run(program, prod(axes.values()))
+    run_threads(program, prod(axes.values()))
 
 
 @pytest.mark.parametrize("axes", [{"pipe": 3}, {"pipe": 2, "data": 2, "model": 2}], ids=case_id)
@@ -170,4 +172,4 @@ def test_the_layered_engine_s_pipeline_trains_as_the_page_does(axes):
             losses = [report.loss for report in trainer_of(engine, Pipeline).run(STEPS)]
             np.testing.assert_allclose(losses, expected, rtol=1e-12)
 
-    run(program, prod(axes.values()))
+    run_threads(program, prod(axes.values()))

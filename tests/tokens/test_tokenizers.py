@@ -9,7 +9,7 @@ import pytest
 import tiny
 from altered import gguf_of
 from pairwise import in_turn
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints.hf.export import export_huggingface
 from spmd_engine.checkpoints.hf.weights import Pretrained
 from spmd_engine.checkpoints.pretrained import open_pretrained
@@ -382,7 +382,9 @@ def test_templates_that_cannot_be(template, message, monkeypatch):
 
 def test_threads_share_the_process_that_writes_conversations():
     pytest.importorskip("jinja2")
-    found = run(lambda: [chat_text(Chatty("{{ messages }}" * number), [{}] * number) for number in range(1, 6)], 3)
+    found = run_threads(
+        lambda: [chat_text(Chatty("{{ messages }}" * number), [{}] * number) for number in range(1, 6)], 3
+    )
     assert found == [[str([{}] * number) * number for number in range(1, 6)]] * 3
 
 
@@ -414,5 +416,5 @@ def test_a_trained_model_writes_its_documented_text(axes, tmp_path):
                 engine, [prompt], sampling=SamplingOptions(), stopping=stopping, tokenizer=tokenizer, log_probs=True
             )
 
-    for (found,) in run(program, tiny.ranks_of(axes)):
+    for (found,) in run_threads(program, tiny.ranks_of(axes)):
         assert found.text == ALICE and abs(found.log_probs[0] + 1.5998) < 1e-4

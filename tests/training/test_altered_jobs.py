@@ -8,13 +8,13 @@ import pytest
 from altered import in_bytes, in_json
 from spmd_engine.cli import main
 from spmd_engine.errors import UsageError
-from spmd_engine.training.job import Job
+from spmd_engine.training.train_config import TrainConfig
 
 JOBS = [
-    Job.of(model="mlp", mesh={"data": 2, "model": 2}, zero=1, steps=3, data="texts"),
-    Job.of(model="gpt-nano", mesh={"pipe": 2, "context": 2}, schedule="interleaved", chunks=2, stages="cost"),
-    Job.of(model="gpt-moe-nano", mesh={"expert": 2}, experts=6, top_k=2, dense_layers="0"),
-    Job.of(model="convnet", mesh={"rows": 2, "data": 1}),
+    TrainConfig.of(model="mlp", mesh={"data": 2, "model": 2}, zero=1, steps=3, data="texts"),
+    TrainConfig.of(model="gpt-nano", mesh={"pipe": 2, "context": 2}, schedule="interleaved", chunks=2, stages="cost"),
+    TrainConfig.of(model="gpt-moe-nano", mesh={"expert": 2}, experts=6, top_k=2, dense_layers="0"),
+    TrainConfig.of(model="convnet", mesh={"rows": 2, "data": 1}),
 ]
 
 
@@ -38,12 +38,12 @@ def test_a_job_that_was_altered_is_read_or_is_one_line(tmp_path, capsys, begin, 
     for seed in range(begin, begin + count):
         path.write_bytes(altered(seed))
         try:
-            job = Job.read(path)
+            job = TrainConfig.read(path)
         except UsageError as error:
             assert str(path) in str(error) and "\n" not in str(error), seed
             refused += 1
             continue
-        assert Job.from_json(json.loads(json.dumps(job.as_json()))) == job, seed
+        assert TrainConfig.from_json(json.loads(json.dumps(job.as_json()))) == job, seed
         try:
             main(["inspect", "--config", str(path)])
         except SystemExit as left:
@@ -55,13 +55,13 @@ def test_a_job_that_was_altered_is_read_or_is_one_line(tmp_path, capsys, begin, 
 def test_json_that_has_no_end_is_one_line(tmp_path):
     (tmp_path / "job.json").write_text('{"model": ' + "[" * 100_000)
     with pytest.raises(UsageError, match="cannot be read as JSON"):
-        Job.read(tmp_path / "job.json")
+        TrainConfig.read(tmp_path / "job.json")
 
 
 def test_half_of_a_surrogate_pair_is_refused_where_it_is_read(tmp_path):
     job = JOBS[0].as_json()
     (tmp_path / "job.json").write_text(json.dumps({**job, "data": {**job["data"], "path": "texts \ud83d\ude00"}}))
-    assert Job.read(tmp_path / "job.json").data.path == "texts \U0001f600"
+    assert TrainConfig.read(tmp_path / "job.json").data.path == "texts \U0001f600"
     (tmp_path / "job.json").write_text(json.dumps({**job, "data": {**job["data"], "path": "texts \ud800"}}))
     with pytest.raises(UsageError, match="cannot be read as JSON: .*surrogates not allowed"):
-        Job.read(tmp_path / "job.json")
+        TrainConfig.read(tmp_path / "job.json")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import tiny
-from spmd_engine import ArrayData, Mesh, run
+from spmd_engine import ArrayData, Mesh, run_threads
 from spmd_engine.errors import UsageError
 from spmd_engine.strategies import DataParallel
 
@@ -26,7 +26,7 @@ def batches(axes, steps, data=None, **options):
             arrays = data or ArrayData(X, Y, validation=0.25, seed=4)
             return [numbers(arrays.batch(engine, step, size=5, **options)) for step in range(steps)]
 
-    results = run(program, tiny.ranks_of(axes))
+    results = run_threads(program, tiny.ranks_of(axes))
     return [{place: n for rank in results for place, n in rank[step].items()} for step in range(steps)]
 
 

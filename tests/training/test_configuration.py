@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 
 import spmd_engine
-from spmd_engine.engine.parallel_config import Composition, ModelConfig
+from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import RouterOptions
 from spmd_engine.models import Mixture
 from spmd_engine.models.names import build_model
-from spmd_engine.training.job import FIXED, DataConfig, Job, TrainingConfig
+from spmd_engine.training.train_config import FIXED, DataConfig, StepConfig, TrainConfig
 
-JOB = Job.of(model="gpt-mini", dropout=0.1, steps=7, zero=3, mesh={"data": 2, "model": 4}, data="texts", sample=0)
+JOB = TrainConfig.of(
+    model="gpt-mini", dropout=0.1, steps=7, zero=3, mesh={"data": 2, "model": 4}, data="texts", sample=0
+)
 
 
 # --- JSON
@@ -23,11 +25,11 @@ JOB = Job.of(model="gpt-mini", dropout=0.1, steps=7, zero=3, mesh={"data": 2, "m
 
 def test_a_job_in_json_is_the_job(tmp_path):
     JOB.write(tmp_path / "job.json")
-    assert Job.read(tmp_path / "job.json") == JOB
+    assert TrainConfig.read(tmp_path / "job.json") == JOB
 
 
 def test_what_json_leaves_out_has_its_default():
-    assert Job.from_json({"version": 1, "training": {"steps": 3}}) == Job.of(steps=3)
+    assert TrainConfig.from_json({"version": 1, "training": {"steps": 3}}) == TrainConfig.of(steps=3)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +56,7 @@ def test_what_json_leaves_out_has_its_default():
 def test_a_mistake_is_one_line_that_names_file_and_field(tmp_path, content, message):
     (tmp_path / "job.json").write_text(json.dumps(content))
     with pytest.raises(UsageError, match=message) as caught:
-        Job.read(tmp_path / "job.json")
+        TrainConfig.read(tmp_path / "job.json")
     assert str(caught.value).startswith(f"{tmp_path}/job.json") and "\n" not in str(caught.value)
 
 
@@ -62,14 +64,14 @@ def test_a_file_that_is_no_json_is_one_line(tmp_path):
     (tmp_path / "job.json").write_text("{")
     for path in (tmp_path / "job.json", tmp_path / "none", tmp_path):
         with pytest.raises(UsageError, match="cannot be read as JSON"):
-            Job.read(path)
+            TrainConfig.read(path)
 
 
 def test_a_configuration_from_before_there_were_versions_is_understood():
     flat = {"model": "mlp", "seed": 3, "dtype": "float64", "data": None, "mesh": "data=2,model=2", "zero": 1}
     facts = {"files": 4, "sha256": "ab"}
-    job = Job.from_json(flat | {"steps": 5, "corpus": facts}, "config.json")
-    expected = Job.of(model="mlp", seed=3, dtype="float64", mesh={"data": 2, "model": 2}, zero=1, steps=5)
+    job = TrainConfig.from_json(flat | {"steps": 5, "corpus": facts}, "config.json")
+    expected = TrainConfig.of(model="mlp", seed=3, dtype="float64", mesh={"data": 2, "model": 2}, zero=1, steps=5)
     assert job.changed(corpus=None) == expected and job.corpus.as_json() == facts
 
 
@@ -78,8 +80,8 @@ def test_a_configuration_from_before_there_were_versions_is_understood():
 
 def test_values_are_checked_where_a_configuration_is_made():
     with pytest.raises(UsageError, match="warmup is -1: it must be from 0"):
-        TrainingConfig(warmup=-1)
-    assert type(TrainingConfig(grad_clip=2).grad_clip) is float
+        StepConfig(warmup=-1)
+    assert type(StepConfig(grad_clip=2).grad_clip) is float
 
 
 def test_options_find_their_sections():
@@ -117,10 +119,10 @@ def test_what_decides_what_is_computed_stays(name):
     ],
 )
 def test_what_has_no_effect_is_a_notice_so_that_one_command_serves_every_mesh(options, axes, missing):
-    notices = Composition(**options).check(axes)
+    notices = ParallelConfig(**options).check(axes)
     assert len(notices) == len(options) and all(f"has no effect with --mesh {tuple(axes)[0]}=" in n for n in notices)
     assert all(f"no axis {missing}" in notice for notice in notices)
-    assert Composition(**options).check({"data": 2, "model": 2, "context": 2, "pipe": 2}) == []
+    assert ParallelConfig(**options).check({"data": 2, "model": 2, "context": 2, "pipe": 2}) == []
 
 
 @pytest.mark.parametrize(
@@ -136,44 +138,44 @@ def test_what_has_no_effect_is_a_notice_so_that_one_command_serves_every_mesh(op
 )
 def test_what_makes_no_sense_is_refused(options, axes, message):
     with pytest.raises(UsageError, match=message):
-        Composition(**options).check(axes, build_model("gpt-nano"))
+        ParallelConfig(**options).check(axes, build_model("gpt-nano"))
 
 
 def test_what_a_new_mesh_cannot_have_is_left_out_and_named():
     model = build_model("gpt-nano")
-    saved = Composition(zero=3, stages="0,3,7")
+    saved = ParallelConfig(zero=3, stages="0,3,7")
     fitted, notices = saved.fitted({"pipe": 2, "data": 2}, model)
-    assert fitted == Composition(zero=3) and "goes on without --stages 0,3,7" in notices[0]
+    assert fitted == ParallelConfig(zero=3) and "goes on without --stages 0,3,7" in notices[0]
     assert saved.fitted({"pipe": 3}, model) == (saved, [])
-    saved = Composition(zero=1, schedule="interleaved", chunks=5)
+    saved = ParallelConfig(zero=1, schedule="interleaved", chunks=5)
     fitted, notices = saved.fitted({"pipe": 5}, model)
-    assert fitted == Composition(zero=1, schedule="interleaved") and "--chunks 5" in notices[0]
+    assert fitted == ParallelConfig(zero=1, schedule="interleaved") and "--chunks 5" in notices[0]
     fitted, notices = saved.fitted({"pipe": 12}, model)
-    assert fitted == Composition(zero=1) and "--schedule interleaved, --chunks 5" in notices[0]
+    assert fitted == ParallelConfig(zero=1) and "--schedule interleaved, --chunks 5" in notices[0]
 
 
 def test_what_was_given_this_time_is_not_left_out():
     with pytest.raises(UsageError, match="ascending numbers"):
-        Composition(stages="0,3,7").fitted({"pipe": 2}, build_model("gpt-nano"), given={"stages"})
+        ParallelConfig(stages="0,3,7").fitted({"pipe": 2}, build_model("gpt-nano"), given={"stages"})
 
 
 # --- experts
 
 
 def test_options_about_experts_are_found_in_their_sections():
-    job = Job.of(model="gpt-moe-nano", experts=10, top_k=3, shared_experts=1, dense_layers="0,2", z_loss=0)
+    job = TrainConfig.of(model="gpt-moe-nano", experts=10, top_k=3, shared_experts=1, dense_layers="0,2", z_loss=0)
     mixture = job.model.mixture
     assert (mixture.experts, mixture.shared, mixture.dense) == (10, 1, "0,2")
     assert (mixture.router.top_k, mixture.router.z_loss, mixture.router.balance_loss) == (3, 0.0, 0.01)
-    assert Job.from_json(json.loads(json.dumps(job.as_json()))) == job
-    assert job.option("top_k") == 3 and Job().option("experts") == 8
+    assert TrainConfig.from_json(json.loads(json.dumps(job.as_json()))) == job
+    assert job.option("top_k") == 3 and TrainConfig().option("experts") == 8
 
 
 def test_what_a_section_within_leaves_out_is_as_the_section_around_has_it():
-    job = Job.from_json({"version": 1, "model": {"mixture": {"router": {"top_k": 1}}}})
+    job = TrainConfig.from_json({"version": 1, "model": {"mixture": {"router": {"top_k": 1}}}})
     assert job.model.mixture.router == Mixture().router.changed(top_k=1)
     with pytest.raises(UsageError, match="top_k is 9, but there are 8 experts"):
-        Job.of(top_k=9)
+        TrainConfig.of(top_k=9)
 
 
 # --- the page about them
@@ -181,7 +183,9 @@ def test_what_a_section_within_leaves_out_is_as_the_section_around_has_it():
 PAGE = Path(spmd_engine.__file__).parent.parent / "docs" / "configuration.md"
 
 
-@pytest.mark.parametrize("kind", [Job, ModelConfig, Mixture, RouterOptions, DataConfig, TrainingConfig, Composition])
+@pytest.mark.parametrize(
+    "kind", [TrainConfig, ModelConfig, Mixture, RouterOptions, DataConfig, StepConfig, ParallelConfig]
+)
 def test_the_page_names_every_field(kind):
     named = set(re.findall(r"`(\w+)`", PAGE.read_text()))
     assert {each.name for each in fields(kind)} <= named
@@ -189,4 +193,4 @@ def test_the_page_names_every_field(kind):
 
 def test_the_page_s_json_is_a_job():
     (text,) = re.findall(r"^```json\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert Job.from_json(json.loads(text)).composition.schedule == "zero-bubble"
+    assert TrainConfig.from_json(json.loads(text)).composition.schedule == "zero-bubble"

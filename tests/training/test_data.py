@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import tiny
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.errors import UsageError
 from spmd_engine.formats.token_file import is_token_file
 from spmd_engine.tokens.tokenizer import END_OF_FILE, ByteTokenizer
@@ -25,7 +25,7 @@ def load(path, ranks=1):
         with Mesh() as mesh:
             return load_corpus(mesh.group(), path and str(path), CONTEXT)
 
-    return run(program, ranks)
+    return run_threads(program, ranks)
 
 
 def load_corpus_of(text):
@@ -99,7 +99,7 @@ def test_useless_files_are_refused_on_every_rank(tmp_path, content, message):
         with Mesh() as mesh, pytest.raises(UsageError, match=message):
             load_corpus(mesh.group(), str(path), CONTEXT)
 
-    run(program, 3)
+    run_threads(program, 3)
 
 
 def packed(kind):
@@ -184,9 +184,9 @@ def test_samples_depend_on_seed_and_number_alone():
             assert batch.count == 10 * CONTEXT
             return dict(zip(samples.tolist(), rows.tolist(), strict=True))
 
-    (whole,) = run(program, 1, args=({"data": 1},))
+    (whole,) = run_threads(program, 1, args=({"data": 1},))
     assert sorted(whole) == list(range(10))
-    pieces = run(program, 3, args=({"data": 3},))
+    pieces = run_threads(program, 3, args=({"data": 3},))
     assert {k: v for piece in pieces for k, v in piece.items()} == whole
     assert sum(map(len, pieces)) == 10
 

@@ -8,7 +8,7 @@ from PIL import Image
 
 import tiny
 from labelled_images import CLASSES, LABELS, PIXELS, H, N, W, idx, write_folder, write_idx, write_npz
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.errors import UsageError
 from spmd_engine.models import ImageShape
 from spmd_engine.strategies import DataParallel
@@ -26,7 +26,7 @@ def load(path, ranks=1):
         with Mesh() as mesh:
             return load_images(mesh.group(), path and str(path))
 
-    return run(program, ranks)
+    return run_threads(program, ranks)
 
 
 # --- what is read
@@ -180,7 +180,7 @@ def test_what_makes_no_sense_is_one_line_on_every_rank(tmp_path, how):
             load_images(mesh.group(), str(path))
         return str(caught.value)
 
-    said = run(program, 2)
+    said = run_threads(program, 2)
     assert said[0] == said[1] and "\n" not in said[0]
 
 
@@ -208,7 +208,7 @@ def test_a_file_that_one_rank_cannot_see_is_an_error_on_all(tmp_path, monkeypatc
         with Mesh() as mesh, pytest.raises(UsageError, match="rank 2 of 3: no such file here"):
             load_images(mesh.group(), str(path))
 
-    run(program, 3)
+    run_threads(program, 3)
 
 
 # --- as samples
@@ -224,7 +224,7 @@ def batches(path, axes, steps, **options):
             made = [data.batch(engine, step, size=6) for step in steps]
             return [(micro.samples, micro.inputs, micro.targets) for batch in made for micro in batch.micro_batches]
 
-    ranks = run(program, tiny.ranks_of(axes))
+    ranks = run_threads(program, tiny.ranks_of(axes))
     return [[np.concatenate([rank[i][part] for rank in ranks]) for part in range(3)] for i in range(len(steps))]
 
 

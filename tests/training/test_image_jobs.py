@@ -7,11 +7,11 @@ import pytest
 
 import tiny
 from labelled_images import LABELS, PIXELS, write_idx, write_npz
-from spmd_engine import Job, run, train
+from spmd_engine import TrainConfig, run_threads, train
 from spmd_engine.engine.parallel_config import ModelConfig
 from spmd_engine.errors import UsageError
-from spmd_engine.training.job import OF_IMAGES
 from spmd_engine.training.run_job import JobObserver
+from spmd_engine.training.train_config import OF_IMAGES
 
 SHAPE = {"height": 6, "width": 5, "channels": 1, "classes": 3}
 SMALL = {"model": "convnet", "dtype": "float64", "steps": 3, "batch_size": 6, "augment": "shift-flip", "eval_every": 2}
@@ -22,25 +22,28 @@ def lines(folder):
 
 
 def trained(folder, data, axes, resume=False, **options):
-    job = Job.of(**SMALL | {"data": str(data), "mesh": axes} | options)
-    return run(lambda: train(job, folder, resume=resume).loss, tiny.ranks_of(axes))
+    job = TrainConfig.of(**SMALL | {"data": str(data), "mesh": axes} | options)
+    return run_threads(lambda: train(job, folder, resume=resume).loss, tiny.ranks_of(axes))
 
 
 # --- defaults
 
 
 def test_image_models_have_defaults_of_their_own():
-    job = Job.of(model="convnet", steps=7)
+    job = TrainConfig.of(model="convnet", steps=7)
     assert {name: job.option(name) for name in OF_IMAGES} == OF_IMAGES | {"steps": 7}
-    assert Job.of(model="gpt-mini", steps=7) == Job().with_options(model="gpt-mini", steps=7)
+    assert TrainConfig.of(model="gpt-mini", steps=7) == TrainConfig().with_options(model="gpt-mini", steps=7)
 
 
 def test_json_that_leaves_them_out_means_the_same():
     content = {"version": 1, "model": {"name": "convnet"}, "training": {"steps": 7}}
-    assert Job.from_json(content) == Job.of(model="convnet", steps=7)
-    assert Job.from_json(Job.of(model="convnet").with_options(batch_size=16).as_json()).data.batch_size == 16
+    assert TrainConfig.from_json(content) == TrainConfig.of(model="convnet", steps=7)
+    assert (
+        TrainConfig.from_json(TrainConfig.of(model="convnet").with_options(batch_size=16).as_json()).data.batch_size
+        == 16
+    )
     with pytest.raises(UsageError, match="training: it must be an object"):
-        Job.from_json(content | {"training": 3})
+        TrainConfig.from_json(content | {"training": 3})
 
 
 @pytest.mark.parametrize(
@@ -83,17 +86,17 @@ def test_every_mesh_computes_the_same_and_measures_it_exactly(alone, tmp_path, a
 
 
 def test_the_model_has_the_sizes_of_the_data_and_the_run_says_so(alone):
-    job = Job.read(alone / "run" / "config.json")
+    job = TrainConfig.read(alone / "run" / "config.json")
     assert job.model.images == SHAPE and job.corpus.files == 4
     assert len([line for line in lines(alone / "run") if "validation_accuracy" in line]) == 2  # after 2 steps and 3
 
 
 def test_a_run_goes_on_where_it_was_broken_off(alone, tmp_path):
     trained(tmp_path / "run", alone / "data", {"data": 2}, steps=3)
-    job = Job.of(**SMALL | {"data": str(alone / "data")})
+    job = TrainConfig.of(**SMALL | {"data": str(alone / "data")})
     train(job, tmp_path / "parts", stop_at=1)
-    read = Job.read(tmp_path / "parts" / "config.json")
-    run(lambda: train(read.resumed(mesh={"rows": 2}), tmp_path / "parts", resume=True), 2)
+    read = TrainConfig.read(tmp_path / "parts" / "config.json")
+    run_threads(lambda: train(read.resumed(mesh={"rows": 2}), tmp_path / "parts", resume=True), 2)
     ours, theirs = ([line["loss"] for line in lines(tmp_path / name)] for name in ("parts", "run"))
     np.testing.assert_allclose(ours, theirs, rtol=1e-9)
 
@@ -102,7 +105,7 @@ def test_a_run_goes_on_where_it_was_broken_off(alone, tmp_path):
 
 
 def test_a_run_goes_on_with_the_same_images_alone(alone, tmp_path):
-    job = Job.read(alone / "run" / "config.json").resumed(data=str(write_npz(tmp_path / "a.npz")), steps=4)
+    job = TrainConfig.read(alone / "run" / "config.json").resumed(data=str(write_npz(tmp_path / "a.npz")), steps=4)
     with pytest.raises(UsageError, match=r"a.npz: other files than the job was made for \(SHA-256 differs\)"):
         train(job, alone / "run", resume=True)
 
@@ -111,25 +114,25 @@ def test_a_run_goes_on_with_the_same_images_alone(alone, tmp_path):
 def test_images_that_a_model_is_not_for_are_refused(tmp_path, x, y):
     data = write_npz(tmp_path / "a.npz", x=x, y=y)
     with pytest.raises(UsageError, match="classes, but the model is for images of 6 x 5 x 1 in 3 classes"):
-        train(Job.of(**SMALL, data=str(data), images=SHAPE), tmp_path / "run")
+        train(TrainConfig.of(**SMALL, data=str(data), images=SHAPE), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_a_model_may_have_more_classes_than_the_data(tmp_path):
     data = write_npz(tmp_path / "a.npz")
-    train(Job.of(**SMALL | {"steps": 1}, data=str(data), images=SHAPE | {"classes": 4}), tmp_path / "run")
-    assert Job.read(tmp_path / "run" / "config.json").model.images["classes"] == 4
+    train(TrainConfig.of(**SMALL | {"steps": 1}, data=str(data), images=SHAPE | {"classes": 4}), tmp_path / "run")
+    assert TrainConfig.read(tmp_path / "run" / "config.json").model.images["classes"] == 4
 
 
 def test_text_is_not_shifted(tmp_path):
     with pytest.raises(UsageError, match="--augment shift: mlp learns from no images; leave it out"):
-        train(Job.of(model="mlp", augment="shift"), tmp_path / "run")
+        train(TrainConfig.of(model="mlp", augment="shift"), tmp_path / "run")
 
 
 @pytest.mark.parametrize("option, value", [("documents", "apart"), ("length", 5)])
 def test_images_are_no_documents(tmp_path, option, value):
     with pytest.raises(UsageError, match=f"--{option} {value}: convnet learns from no file of tokens; leave it out"):
-        train(Job.of(**{"model": "convnet", option: value}), tmp_path / "run")
+        train(TrainConfig.of(**{"model": "convnet", option: value}), tmp_path / "run")
 
 
 def test_what_is_noted_is_of_the_data_s_sizes(tmp_path):
@@ -141,6 +144,6 @@ def test_what_is_noted_is_of_the_data_s_sizes(tmp_path):
         told = []
         x = np.full((6, height, 4), 200, np.uint8)
         data = write_npz(tmp_path / f"{height}.npz", x=x, y=np.arange(6) % 2)
-        job = Job.of(**SMALL | {"steps": 1, "data": str(data), "mesh": {"rows": 4}})
-        run(lambda job=job, height=height: train(job, tmp_path / str(height), observers=[Notices()]), 4)
+        job = TrainConfig.of(**SMALL | {"steps": 1, "data": str(data), "mesh": {"rows": 4}})
+        run_threads(lambda job=job, height=height: train(job, tmp_path / str(height), observers=[Notices()]), 4)
         assert [any("so thin" in notice for notice in notices) for notices in told] == [noted]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import tiny
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import SGD
 from spmd_engine.engine.batch import make_batch
 from spmd_engine.engine.parallel_config import ModelConfig, build_engine
@@ -19,7 +19,7 @@ from spmd_engine.formats.text_documents import Document
 from spmd_engine.formats.token_file import is_token_file, open_token_file
 from spmd_engine.tokens import ByteTokenizer
 from spmd_engine.tokens.hugging_face import TOKENIZER
-from spmd_engine.training import Job, Run, Trainer, train
+from spmd_engine.training import Run, TrainConfig, Trainer, train
 from spmd_engine.training.data.prepare import _encoded, prepare
 from spmd_engine.training.data.token_data import PreparedData, check_file, whole_documents, windows
 from spmd_engine.training.observers import Observer
@@ -60,7 +60,7 @@ def prepared(path, output, ranks=1, tokenizer=None):
         with Mesh(data=ranks) as mesh:
             return prepare(mesh.group(), [path], tokenizer or ByteTokenizer(), output)
 
-    return run(program, ranks)[0]
+    return run_threads(program, ranks)[0]
 
 
 def documents_in(file):
@@ -176,18 +176,18 @@ def test_what_a_file_holds_is_compared_with_its_digest(pairs, tmp_path, where):
         with Mesh(data=3) as mesh:
             check_file(mesh.group(), open_token_file(path))
 
-    run(program, 3)
+    run_threads(program, 3)
     path.write_bytes(spoiled)
     what = "tokenizer is" if where == "tokenizer" else "documents are"
     with pytest.raises(UsageError, match=rf"x\.tokens is damaged: its {what} not what was written \(SHA-256 differs"):
-        run(program, 3)
+        run_threads(program, 3)
 
 
 def test_a_run_neither_begins_nor_goes_on_with_a_damaged_file(pairs, tmp_path):
     path = tmp_path / "x.tokens"
     begin = prepared(pairs, path).arrays["tokens"].offset
     whole = path.read_bytes()
-    job = Job.of(**SMALL_TEXT, data=str(path))
+    job = TrainConfig.of(**SMALL_TEXT, data=str(path))
     train(job, tmp_path / "run", stop_at=1)
     path.write_bytes(whole[:begin] + b"?" + whole[begin + 1 :])
     for resume, name in (True, "run"), (False, "another"):
@@ -295,11 +295,11 @@ def losses(axes, options):
     def program():
         with Mesh(**axes) as mesh:
             options_here = {"model": "gpt-nano", "dtype": "float64", "batch_size": 4, "length": 24, "seed": 3}
-            workload = open_workload(Job.of(**options_here, mesh=axes, **options), mesh)
+            workload = open_workload(TrainConfig.of(**options_here, mesh=axes, **options), mesh)
             trainer = make_trainer(workload)
             return [trainer.step().loss, trainer.evaluate(workload.validation)]
 
-    return run(program, tiny.ranks_of(axes))[0]
+    return run_threads(program, tiny.ranks_of(axes))[0]
 
 
 @pytest.mark.parametrize(

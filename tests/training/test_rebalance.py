@@ -4,9 +4,9 @@ import numpy as np
 
 import routed
 import tiny
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import AdamW
-from spmd_engine.engine.state.assignment import Storage
+from spmd_engine.engine.state.assignment import ZeroConfig
 from spmd_engine.sharding.experts import imbalance
 from spmd_engine.training import Trainer
 from spmd_engine.training.expert_load import ExpertLoad, Rebalancer
@@ -18,7 +18,7 @@ def losses(axes, every=0):
             engine, optimizer = routed.engine_on(mesh, routed.model(), zero=1), AdamW()
             batches = lambda step: tiny.batch(engine, step, 2)
             trainer = Trainer(engine, optimizer, batches, lambda step: 0.05, grad_clip=0.3)
-            rebalancer = Rebalancer(engine, optimizer, every, storage=Storage(1)) if every else None
+            rebalancer = Rebalancer(engine, optimizer, every, storage=ZeroConfig(1)) if every else None
             found, uneven = [], []
             for report in trainer.run(5):
                 found += [report.loss, report.grad_norm]
@@ -30,7 +30,7 @@ def losses(axes, every=0):
                     rebalancer.after(report.step)
             return found, uneven, rebalancer.moves if rebalancer else 0
 
-    return run(program, tiny.ranks_of(axes))
+    return run_threads(program, tiny.ranks_of(axes))
 
 
 def test_experts_move_and_nothing_else_changes():

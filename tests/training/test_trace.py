@@ -6,7 +6,7 @@ import pytest
 
 import routed
 import tiny
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.training.trace import Trace
 
 
@@ -22,7 +22,7 @@ def traced(axes, nodes=None, **options):
             engine.step(tiny.batch(engine, 1))  # this one is not recorded
             return trace.json()
 
-    results = run(program, tiny.ranks_of(axes), nodes=nodes)
+    results = run_threads(program, tiny.ranks_of(axes), nodes=nodes)
     assert results[1:] == [None] * (len(results) - 1)
     return json.loads(results[0])["traceEvents"]
 
@@ -64,7 +64,7 @@ def test_layers_with_losses_of_their_own_are_recorded_too():
                 engine.step(tiny.batch(engine, 0))
             return trace.json()
 
-    events = json.loads(run(program, 2)[0])["traceEvents"]
+    events = json.loads(run_threads(program, 2)[0])["traceEvents"]
     assert "block0/moe backward (input)" in {event["name"] for event in spans(events, 1, "compute")}
 
 

@@ -7,7 +7,7 @@ import pytest
 
 import saved
 import tiny
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays.updates import sum_of_squares
 from spmd_engine.checkpoints import load_checkpoint, save_checkpoint
 from spmd_engine.engine import SGD, AdamW
@@ -36,7 +36,7 @@ def train_from(axes, folder, steps, resume):
             save_checkpoint(folder, trainer.engine, trainer.optimizer, step=trainer.steps_done)
             return losses
 
-    return run(program, tiny.ranks_of(axes))[0]
+    return run_threads(program, tiny.ranks_of(axes))[0]
 
 
 def test_a_run_goes_on_exactly_on_another_mesh(tmp_path):
@@ -77,7 +77,7 @@ def test_a_report_without_an_account_costs_no_collective():
             report = trainer.step().as_dict()
             return list(report), mesh.ledger.total(label="metrics").calls
 
-    keys, calls = run(program, 2)[0]
+    keys, calls = run_threads(program, 2)[0]
     assert keys == ["step", "loss", "grad_norm", "learning_rate", "tokens", "seconds", "tokens_per_second"]
     assert calls == 0
 
@@ -88,7 +88,7 @@ def test_reports_hold_what_metrics_need():
             report = make_trainer(mesh).step().as_dict()
             return report
 
-    one, two = run(program, 2)
+    one, two = run_threads(program, 2)
     assert one["bytes_sent"] == two["bytes_sent"] > 0
     always = ["step", "loss", "grad_norm", "learning_rate", "tokens", "seconds", "tokens_per_second", "bytes_sent"]
     assert list(one) == [*always, "exposed_communication", "gigabytes_per_second", "shares"]
@@ -121,7 +121,7 @@ def test_evaluation_of_nothing_but_hidden_targets_is_0():
 
             return trainer.evaluate([make_batch(load, len(tokens), 1, trainer.engine)])
 
-    assert run(program, 2) == [0.0, 0.0]
+    assert run_threads(program, 2) == [0.0, 0.0]
 
 
 def test_evaluation_weighs_batches_by_their_terms():
@@ -130,7 +130,7 @@ def test_evaluation_weighs_batches_by_their_terms():
             trainer = make_trainer(mesh)
             return trainer.evaluate([tiny.batch(trainer.engine, 0), tiny.batch(trainer.engine, 1)])
 
-    results = run(program, 1) + run(program, 3)
+    results = run_threads(program, 1) + run_threads(program, 3)
     np.testing.assert_allclose(results, results[0], rtol=1e-13)
 
 
@@ -184,7 +184,7 @@ def test_a_step_that_is_not_finite_updates_nothing_on_any_rank(axes):
             assert first.skipped is last.skipped is None and trainer.steps_done == 4
             return last.loss
 
-    assert len(set(run(program, tiny.ranks_of(axes)))) == 1
+    assert len(set(run_threads(program, tiny.ranks_of(axes)))) == 1
 
 
 @pytest.mark.parametrize("compress", ["bfloat16", "top-k:0.5", "powersgd:2"])
@@ -194,7 +194,7 @@ def test_what_compression_keeps_is_finite_again(compress):
             trainer = spoilt(mesh, {1}, rank=1, max_skipped=1, engine={"compress": compress})
             return [bool(trainer.step().skipped) for _ in range(4)]
 
-    assert run(program, 2) == [[False, True, False, False]] * 2
+    assert run_threads(program, 2) == [[False, True, False, False]] * 2
 
 
 @pytest.mark.parametrize("step_metrics", [True, False])
@@ -214,7 +214,7 @@ def test_a_norm_that_is_not_finite_on_one_rank_alone_is_a_flipped_bit(step_metri
             with pytest.raises(ReplicasDifferError, match="rank 1 of 3 found something in the summed gradients"):
                 trainer.step()
 
-    run(program, 3)
+    run_threads(program, 3)
 
 
 def test_an_engine_that_says_itself_what_a_loss_is_is_asked():
@@ -230,7 +230,9 @@ def test_an_engine_that_says_itself_what_a_loss_is_is_asked():
             trainer = Trainer(engine, SGD(), lambda step: None, lambda step: 0.1)
             return trainer.evaluate([batch_of(x, x, engine, step=step) for step in range(2)])
 
-    assert run(program, 2, args=(Doubling,))[0] == pytest.approx(2 * run(program, 2, args=(DataParallel,))[0])
+    assert run_threads(program, 2, args=(Doubling,))[0] == pytest.approx(
+        2 * run_threads(program, 2, args=(DataParallel,))[0]
+    )
 
 
 def test_too_many_in_a_row_end_the_training():
@@ -242,7 +244,7 @@ def test_too_many_in_a_row_end_the_training():
             with pytest.raises(NotFiniteError, match=said):
                 trainer.step()
 
-    run(program, 4)
+    run_threads(program, 4)
 
 
 @pytest.mark.parametrize("spoilt_part", ["inputs", "targets"])
@@ -261,4 +263,4 @@ def test_data_that_are_not_finite_are_named_and_not_the_learning_rate(spoilt_par
             with pytest.raises(NotFiniteError, match=f"the validation loss is nan after step 1; {cause}$"):
                 trainer.evaluate([batch_of(x, y, engine)])
 
-    run(program, 2)
+    run_threads(program, 2)

@@ -12,7 +12,7 @@ import pytest
 
 import saved
 import tiny
-from spmd_engine import ArrayData, Job, Mesh, Run, run, train
+from spmd_engine import ArrayData, Mesh, Run, TrainConfig, run_threads, train
 from spmd_engine.checkpoints import Checkpoint, CheckpointFolder
 from spmd_engine.checkpoints.format.folder import replace_file
 from spmd_engine.checkpoints.format.lock import RunLock
@@ -51,7 +51,7 @@ def trained(folder, axes, steps, resume=False, **options):
                 made.resume()
             return made.train(steps)
 
-    return run(program, tiny.ranks_of(axes))
+    return run_threads(program, tiny.ranks_of(axes))
 
 
 # --- the run
@@ -250,7 +250,7 @@ def test_what_fails_before_anything_is_written_is_a_save_that_failed(tmp_path, m
 
 
 def test_a_run_whose_config_is_lost_has_it_in_its_checkpoint(tmp_path):
-    job = Job.of(model="mlp", steps=2, batch_size=4, eval_samples=2)
+    job = TrainConfig.of(model="mlp", steps=2, batch_size=4, eval_samples=2)
     train(job, tmp_path / "run", stop_at=1)
     whole = (tmp_path / "run" / "config.json").read_text()
     (tmp_path / "run" / "config.json").unlink()
@@ -300,7 +300,9 @@ def test_a_run_that_another_host_took_over_writes_nothing_more(tmp_path):
 
 def test_a_second_run_is_refused_before_it_writes_anything(tmp_path):
     """Also where the first one has not saved yet, and the second begins anew, as another job."""
-    jobs = [Job.of(model="mlp", steps=1, batch_size=4, eval_samples=2, learning_rate=rate) for rate in (0.1, 0.2)]
+    jobs = [
+        TrainConfig.of(model="mlp", steps=1, batch_size=4, eval_samples=2, learning_rate=rate) for rate in (0.1, 0.2)
+    ]
     refused = []
 
     class Second(Observer):
@@ -310,7 +312,7 @@ def test_a_second_run_is_refused_before_it_writes_anything(tmp_path):
                 train(jobs[1], tmp_path)
             refused.append(files_in(tmp_path) == before)
 
-    run(lambda: train(jobs[0], tmp_path, observers=[Second()]), 1)
+    run_threads(lambda: train(jobs[0], tmp_path, observers=[Second()]), 1)
     assert refused == [True] and read_run(tmp_path).training.learning_rate == 0.1
     with pytest.raises(UsageError, match="no such checkpoint"):
         train(jobs[0], tmp_path / "mistyped", resume=True)
@@ -425,7 +427,7 @@ def test_a_configuration_that_is_no_file_is_refused_before_anything_is_trained(t
 
 
 def test_a_configuration_that_is_damaged_says_where_the_same_is(tmp_path):
-    job = Job.of(model="mlp", steps=1, batch_size=4, eval_samples=2)
+    job = TrainConfig.of(model="mlp", steps=1, batch_size=4, eval_samples=2)
     train(job, tmp_path)
     (tmp_path / "config.json").write_text("")
     with pytest.raises(UsageError, match=r"as JSON: .*\. Move it away, and the job is taken from .*step-0"):
@@ -435,18 +437,18 @@ def test_a_configuration_that_is_damaged_says_where_the_same_is(tmp_path):
 
 
 def test_a_job_trains_in_a_notebook_s_ranks_too(tmp_path):
-    job = Job.of(model="mlp", steps=2, batch_size=4, eval_samples=2, dtype="float64", zero=2)
-    runs = run(lambda: train(job, tmp_path / "two", stop_at=1).loss, 2)
-    runs = run(lambda: train(tmp_path / "two" / "config.json", tmp_path / "two", resume=True).loss, 2)
+    job = TrainConfig.of(model="mlp", steps=2, batch_size=4, eval_samples=2, dtype="float64", zero=2)
+    runs = run_threads(lambda: train(job, tmp_path / "two", stop_at=1).loss, 2)
+    runs = run_threads(lambda: train(tmp_path / "two" / "config.json", tmp_path / "two", resume=True).loss, 2)
     assert runs[0] == runs[1]
     whole = train(job.as_json(), tmp_path / "one")
     np.testing.assert_allclose(runs[0], whole.loss, rtol=1e-11)
-    assert Job.read(tmp_path / "one" / "config.json").changed(corpus=None) == job
+    assert TrainConfig.read(tmp_path / "one" / "config.json").changed(corpus=None) == job
 
 
 def test_a_job_made_for_other_data_is_refused(tmp_path):
     (tmp_path / "text").write_text("something to read\n" * 200)
-    job = Job.of(model="mlp", steps=1, batch_size=2, eval_samples=1, data=str(tmp_path / "text"))
+    job = TrainConfig.of(model="mlp", steps=1, batch_size=2, eval_samples=1, data=str(tmp_path / "text"))
     train(job, tmp_path / "run")
     (tmp_path / "text").write_text("something else to read\n" * 200)
     with pytest.raises(UsageError, match=r"text: other files than the job was made for \(SHA-256 differs\)"):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import LayeredEngine
 from spmd_engine.errors import UsageError
 from spmd_engine.models import build_model, gpt, mlp, two_layers
@@ -111,7 +111,7 @@ def test_each_rank_has_its_block_of_the_same_samples(model, validation):
                 assert np.array_equal(mine.targets, all_of_it.targets[(part, *cut_alike)])
                 assert np.array_equal(mine.samples, all_of_it.samples[part])
 
-    run(program, 6)
+    run_threads(program, 6)
 
 
 def test_validation_windows_are_spread_over_all_that_is_held_out():

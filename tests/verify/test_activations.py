@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import tiny
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints.pretrained import open_pretrained
-from spmd_engine.engine.parallel_config import Composition, ModelConfig
+from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import Layer
 from spmd_engine.verify.activations import compare_activations
@@ -46,12 +46,12 @@ def compared(reference, axes, composition, spoil=lambda engine: None):
     def program():
         with Mesh(**axes) as mesh:
             engine, _ = open_pretrained(
-                ModelConfig(str(FOLDER), dtype="float64"), mesh, Composition(mesh=axes, **composition)
+                ModelConfig(str(FOLDER), dtype="float64"), mesh, ParallelConfig(mesh=axes, **composition)
             )
             spoil(engine)
             return compare_activations(engine, reference, 1e-9)
 
-    found = run(program, tiny.ranks_of(axes))
+    found = run_threads(program, tiny.ranks_of(axes))
     assert all(each == found[0] for each in found)
     return found[0]
 

@@ -6,7 +6,7 @@ import pytest
 
 import planted
 import tiny
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import SGD
 from spmd_engine.errors import UsageError
 from spmd_engine.verify import engine_and_reference, fill_zeros, verify
@@ -23,7 +23,7 @@ def report_of(make, source, **options):
             batches = batches_of_shape(engine, reference, shape)
             return verify(engine, reference, batches, steps=1, optimizer=SGD, rate=0.1, **options)
 
-    return run(program, tiny.ranks_of(axes))[0]
+    return run_threads(program, tiny.ranks_of(axes))[0]
 
 
 def check(fault, folder):

@@ -8,7 +8,7 @@ import pytest
 import pages
 import tiny
 from pairwise import in_turn
-from spmd_engine import Mesh, run, world
+from spmd_engine import Mesh, run_threads, world
 from spmd_engine.engine import SGD, LayeredEngine, ShardedEngine, schedules
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.pipeline.chunk import Recompute
@@ -76,7 +76,7 @@ def test_layers_on_any_mesh_agree(axes, pair, batches):
         with Mesh(**axes) as mesh:
             return verify(*pair(mesh), batches, steps=2, finite_differences=axes not in SAME_REFERENCE)
 
-    reports = run(program, tiny.ranks_of(axes))
+    reports = run_threads(program, tiny.ranks_of(axes))
     assert all(repr(report) == repr(reports[0]) for report in reports)
     assert reports[0].agrees and len(reports[0].steps) == 2 and reports[0].tolerance == 1e-9
     assert reports[0].distance < 1e-11
@@ -99,7 +99,7 @@ def test_all_that_passes_between_layers_is_found_in_its_place(axes, pair, batche
             assert (held >= [np.prod(shape) for shape in shapes.values()]).all()
             return shapes
 
-    shapes = run(program, tiny.ranks_of(axes))[0]
+    shapes = run_threads(program, tiny.ranks_of(axes))[0]
     layers = {point.layer for point in shapes}
     # In two micro-batches, of each layer the output and the input's gradient, but none of the first one's perhaps.
     assert 4 * len(layers) - 2 <= len(shapes) - 2 <= 4 * len(layers)
@@ -127,7 +127,7 @@ def test_zeros_are_filled_and_nothing_else():
             fill_zeros(engine, reference, seed=1)
             return [engine.gather(name) for name in engine.names], reference and list(reference.parameters.values())
 
-    (filled, ones), alone = run(program, 3)[0]
+    (filled, ones), alone = run_threads(program, 3)[0]
     assert np.array_equal(filled, alone[0]) and np.array_equal(ones, alone[1])
     assert (ones == 1).all() and 0.05 < filled.std() < 0.2 and (filled != 0).all()
 
@@ -142,7 +142,7 @@ def verified(make, axes, shape=(6, 5), *, steps=2, **options):
             batches = batches_of_shape(engine, reference, shape, **options)
             return verify(engine, reference, batches, steps=steps, optimizer=partial(SGD, 0.9), rate=0.1)
 
-    return run(program, tiny.ranks_of(axes))[0]
+    return run_threads(program, tiny.ranks_of(axes))[0]
 
 
 def test_engines_that_make_their_own_mesh_have_a_reference_on_one_rank():
@@ -202,7 +202,7 @@ def test_a_loss_of_one_s_own():
                 batches_of_shape(*pair, (7,), below=11)
             return verify(*pair, batches, loss=loss)
 
-    assert run(program, 2)[0].agrees
+    assert run_threads(program, 2)[0].agrees
 
 
 def refused(make, message):
@@ -244,7 +244,7 @@ def test_mistakes_of_the_reference_alone_are_everyone_s():
         with Mesh(data=3) as mesh, pytest.raises(UsageError, match="the data is gone"):
             verify(*engine_and_reference(partial(DataParallel, 5, 7), mesh), batches)
 
-    run(program, 3)
+    run_threads(program, 3)
 
 
 def test_a_reference_that_diverges_tells_nothing():
@@ -256,4 +256,4 @@ def test_a_reference_that_diverges_tells_nothing():
             with np.errstate(all="ignore"), pytest.raises(NotFiniteError, match="one device's loss is"):
                 verify(*pair, batches, optimizer=SGD, rate=1e150, steps=9)
 
-    run(program, 2)
+    run_threads(program, 2)

@@ -8,20 +8,20 @@ import pytest
 
 import tiny
 from faults import HOW, every_how
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.checkpoints.hf.weights import Pretrained
 from spmd_engine.comm.pending import Pending
-from spmd_engine.engine.parallel_config import Composition, ModelConfig
+from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.layers import low_rank
 from spmd_engine.layers.moe.router_options import RouterOptions
-from spmd_engine.models import DecoderShape, Mixture
+from spmd_engine.models import DecoderConfig, Mixture
 from spmd_engine.models.load_config import shape_at
 from spmd_engine.models.lora import LoRAOptions
 from spmd_engine.verify import Cause, engine_of_model, mesh_of_one, verify
 from spmd_engine.verify.reference import batches_for_model
 
 FOLDER = Path(__file__).parents[1] / "golden" / "decoders" / "qwen3"
-SHAPE = DecoderShape(
+SHAPE = DecoderConfig(
     family="llama", layers=2, width=12, heads=6, key_value_heads=2, hidden=10, vocabulary=13, context=16
 )
 EXPERTS = SHAPE.changed(
@@ -35,14 +35,14 @@ def report_of(axes, composition=None, shape=SHAPE, spoil=lambda engine: None, na
 
     def program():
         with Mesh(**axes) as mesh:
-            engine = engine_of_model(config, mesh, Composition(mesh=axes, **composition or {}))
-            reference = engine_of_model(config, mesh_of_one(), Composition()) if mesh.rank == 0 else None
+            engine = engine_of_model(config, mesh, ParallelConfig(mesh=axes, **composition or {}))
+            reference = engine_of_model(config, mesh_of_one(), ParallelConfig()) if mesh.rank == 0 else None
             assert all(each.any() for each in [*engine.parameters.values(), *engine.buffers.values()] if each.size)
             spoil(engine)
             batches = batches_for_model(engine.model, 4, length=12, micro_batches=2, seed=0)
             return verify(engine, reference, batches, steps=steps, finite_differences=False)
 
-    return run(program, tiny.ranks_of(axes))[0]
+    return run_threads(program, tiny.ranks_of(axes))[0]
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_of_a_model_by_path_the_frozen_weights_are_its_own():
     axes = {"model": 2, "data": 2}
     assert report_of(axes, {"zero": 3}, shape_at(FOLDER), name=str(FOLDER)).agrees
     config = ModelConfig(str(FOLDER), dtype="float64", shape=shape_at(FOLDER), lora=LORA)
-    engine = engine_of_model(config, mesh_of_one(), Composition())
+    engine = engine_of_model(config, mesh_of_one(), ParallelConfig())
     stored = Pretrained(FOLDER)["block1/mlp/down"]
     np.testing.assert_array_equal(engine.buffers["block1/mlp/down"], stored[:, :])
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import routed
 import tiny
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.comm.pending import Pending
 from spmd_engine.verify import Cause, mesh_of_one, verify
 
@@ -17,7 +17,7 @@ def disagreement(spoil, **axes):
             reference = routed.engine_on(mesh_of_one(), routed.model(layers=1)) if mesh.rank == 0 else None
             return verify(engine, reference, tiny.batch, steps=2)
 
-    return run(program, tiny.ranks_of(axes))[0].disagreement
+    return run_threads(program, tiny.ranks_of(axes))[0].disagreement
 
 
 def test_experts_agree():
@@ -62,6 +62,6 @@ def test_a_router_that_is_not_summed_over_f_is_named():
             reference = routed.engine_on(mesh_of_one(), routed.model(layers=1)) if mesh.rank == 0 else None
             return verify(engine, reference, tiny.batch, steps=1)
 
-    found = run(program, 4)[0].disagreement
+    found = run_threads(program, 4)[0].disagreement
     assert "router" in found.name and found.findings[0].cause is Cause.MISSING_SUM
     assert found.findings[0].axes == ("model",)

@@ -7,7 +7,7 @@ import pytest
 
 import tiny
 from faults import HOW, every_how
-from spmd_engine import Mesh, run, world
+from spmd_engine import Mesh, run_threads, world
 from spmd_engine.comm.pending import Pending
 from spmd_engine.engine import SGD, AdamW
 from spmd_engine.strategies import DataParallel, TensorParallel
@@ -27,7 +27,7 @@ def disagreement(make, axes, *, optimizer=SGD, start=fill_zeros):
             batches = batches_of_shape(engine, reference, (6, D))
             return verify(engine, reference, batches, optimizer=optimizer, rate=0.1)
 
-    reports = run(program, tiny.ranks_of(axes))
+    reports = run_threads(program, tiny.ranks_of(axes))
     assert all(repr(report) == repr(reports[0]) for report in reports)
     assert not reports[0].agrees and reports[0].disagreement.distance > 1e-4
     return reports[0].disagreement

@@ -5,7 +5,7 @@ import pytest
 
 import pictures
 from pairwise import in_turn
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import LayeredEngine
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.layers import BatchNorm, Conv2d
@@ -93,7 +93,7 @@ def disagreement(axes, name, kind, **attributes):
                 alone = LayeredEngine(pictures.small_convnet(), mesh_of_one(), dtype=np.float64, seed=5)
             return verify(engine, alone, lambda engine, step: batch_of(*pictures.pictures(step), engine, 2, step))
 
-    report = run(program, int(np.prod(list(axes.values()))))[0]
+    report = run_threads(program, int(np.prod(list(axes.values()))))[0]
     assert not report.agrees
     return report.disagreement
 

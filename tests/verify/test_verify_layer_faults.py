@@ -7,7 +7,7 @@ import pytest
 import tiny
 from faults import HOW
 from pairwise import every_pair, in_turn
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.arrays import einsum
 from spmd_engine.comm.pending import Pending
 from spmd_engine.engine import AdamW
@@ -53,7 +53,7 @@ def gpt_disagreement(axes, spoil, *, optimizer=AdamW, **options):
             # The reference is always the same: that it computes its gradients, ``test_verify`` shows.
             return verify(engine, reference, tiny.batch, optimizer=optimizer, finite_differences=False)
 
-    report = run(program, tiny.ranks_of(axes))[0]
+    report = run_threads(program, tiny.ranks_of(axes))[0]
     assert not report.agrees
     return report.disagreement
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import tiny
-from spmd_engine import Mesh, run
+from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import SGD, ShardedEngine, as_distributed
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.errors import UsageError
@@ -31,7 +31,7 @@ def verified(make, axes, shape=(6, D), *, steps=2, classes=None, below=None, **o
             batches = batches_of_shape(engine, reference, shape, classes=classes, below=below)
             return verify(engine, reference, batches, steps=steps, optimizer=SGD, rate=0.1, **options)
 
-    reports = run(program, tiny.ranks_of(axes))
+    reports = run_threads(program, tiny.ranks_of(axes))
     assert all(repr(report) == repr(reports[0]) for report in reports)
     return reports[0]
 
@@ -267,7 +267,7 @@ def test_a_layer_of_one_s_own_that_forgets_a_sum_is_named_by_the_watch():
         with Mesh(model=2) as mesh:
             return verify(engine(mesh), engine(mesh_of_one(["model"])) if mesh.rank == 0 else None, batches)
 
-    found = run(program, 2)[0].disagreement
+    found = run_threads(program, 2)[0].disagreement
     assert found.what == "input gradient of mine"
     assert [(finding.cause, finding.axes) for finding in found.findings] == [(Cause.MISSING_SUM, ("model",))]
 
@@ -360,7 +360,7 @@ def test_parameters_are_as_before(dtype):
                 np.testing.assert_array_equal(reference.parameters[name], x)
             return report
 
-    report = run(program, 1)[0]
+    report = run_threads(program, 1)[0]
     assert report.agrees and [slope.name for slope in report.gradients.slopes] == ["layer_0/weights", "layer_1/weights"]
     assert max(slope.distance for slope in report.gradients.slopes) < (1e-7 if dtype is np.float64 else 1e-2)
 

@@ -18,7 +18,7 @@ from spmd_engine.comm.group import Group
 from spmd_engine.errors import CheckpointError, UsageError
 from spmd_engine.formats.gguf import is_gguf, read_gguf
 from spmd_engine.formats.huggingface import CONFIG, INDEX, ONE_FILE, read_json
-from spmd_engine.models.decoder import DecoderShape, decoder
+from spmd_engine.models.decoder import DecoderConfig, decoder
 from spmd_engine.models.hf.stored_names import stored_names
 from spmd_engine.models.hf.tensor_slice import Names
 from spmd_engine.models.hf.write_config import config_of_shape
@@ -43,7 +43,7 @@ _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 def export_huggingface(
     arrays: Mapping[str, Sliceable],
-    shape: DecoderShape,
+    shape: DecoderConfig,
     folder: str | os.PathLike,
     group: Group | None = None,
     *,
@@ -75,7 +75,7 @@ def export_huggingface(
 
 def export_adapters(
     arrays: Mapping[str, Sliceable],
-    shape: DecoderShape,
+    shape: DecoderConfig,
     options: LoRAOptions,
     folder: str | os.PathLike,
     group: Group | None = None,

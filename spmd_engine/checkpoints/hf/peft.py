@@ -15,7 +15,7 @@ from spmd_engine.foreign import reading
 from spmd_engine.formats.huggingface import read_json
 from spmd_engine.formats.safetensors_file import read_safetensors
 from spmd_engine.layers.low_rank import sides
-from spmd_engine.models.decoder import DecoderShape, decoder
+from spmd_engine.models.decoder import DecoderConfig, decoder
 from spmd_engine.models.lora import LoRAOptions, adapter_names, options_of_config, with_adapters
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -30,7 +30,7 @@ def adapter_options(folder: str | Path) -> LoRAOptions:
         return options_of_config(read_json(path), str(path))
 
 
-def read_adapters(folder: str | Path, shape: DecoderShape) -> Mapping[str, Filled]:
+def read_adapters(folder: str | Path, shape: DecoderConfig) -> Mapping[str, Filled]:
     """The adapters of a folder, for a decoder of this shape, by our names; proven as ``Pretrained`` is."""
     options, path = adapter_options(folder), Path(folder) / WEIGHTS
     if not path.is_file():
@@ -45,7 +45,7 @@ def read_adapters(folder: str | Path, shape: DecoderShape) -> Mapping[str, Fille
 class Merged(Mapping[str, Sliceable]):
     """Arrays by name, those that have adapters as w + scale · a · b: what is sliced is read and multiplied."""
 
-    def __init__(self, arrays: Mapping[str, Sliceable], shape: DecoderShape, options: LoRAOptions) -> None:
+    def __init__(self, arrays: Mapping[str, Sliceable], shape: DecoderConfig, options: LoRAOptions) -> None:
         self._arrays, self._scale = arrays, options.scale
         names = {name for name, _ in adapter_names(shape, options)}
         dims = {name: parameter.dims for name, (parameter, _) in decoder(shape).parameters()}

@@ -16,7 +16,7 @@ from spmd_engine.errors import CheckpointError
 from spmd_engine.formats.gguf import read_gguf
 from spmd_engine.formats.huggingface import CONFIG, folder_tensors, read_json
 from spmd_engine.formats.tensor import FileTensor
-from spmd_engine.models.decoder import DecoderShape, decoder
+from spmd_engine.models.decoder import DecoderConfig, decoder
 from spmd_engine.models.gguf.config import IGNORED as OF_GGUF
 from spmd_engine.models.gguf.config import shape_of_gguf
 from spmd_engine.models.gguf.names import gguf_names
@@ -109,7 +109,7 @@ class Pretrained(Mapping[str, Sliceable]):
         return len(self.filled)
 
 
-def _opened(path: Path) -> tuple[DecoderShape, dict[str, FileTensor], Names]:
+def _opened(path: Path) -> tuple[DecoderConfig, dict[str, FileTensor], Names]:
     if path.is_file():
         file = read_gguf(path)
         shape = shape_of_gguf(file, str(path))
@@ -149,7 +149,7 @@ def fill(where: str, model: Model, tensors: Mapping[str, FileTensor], names: Nam
 
 
 def _check_used(
-    where: str, shape: DecoderShape, tensors: Mapping[str, FileTensor], filled: Sequence[Filled]
+    where: str, shape: DecoderConfig, tensors: Mapping[str, FileTensor], filled: Sequence[Filled]
 ) -> FileTensor | None:
     """Raise CheckpointError unless all of every tensor is used once; returns a stored copy of a tied head, if any."""
     used: dict[str, list[Filled]] = {}

@@ -19,7 +19,7 @@ from spmd_engine import Mesh, world
 from spmd_engine.cli.bench.measuring import print_table, spread
 from spmd_engine.engine import LayeredEngine
 from spmd_engine.engine.batch import batch_of
-from spmd_engine.engine.state.assignment import Storage
+from spmd_engine.engine.state.assignment import ZeroConfig
 from spmd_engine.models.names import GPT_SIZES, build_model
 
 
@@ -35,7 +35,7 @@ def overlap(model: str, samples: int, rounds: int, compress: tuple[str, ...]) ->
         rows = []
         for way in compress or ("none",):
             alone = LayeredEngine(build_model(model), one)
-            together = LayeredEngine(build_model(model), mesh, storage=Storage(compress=way))
+            together = LayeredEngine(build_model(model), mesh, storage=ZeroConfig(compress=way))
             ways = {
                 "alone": _step(alone, samples),
                 "communication": lambda engine=together: _communicate(engine),

@@ -31,12 +31,12 @@ def main() -> None:
         from spmd_engine.checkpoints import save_checkpoint
         from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
         from spmd_engine.comm.mesh import Mesh
-        from spmd_engine.training.job import Job
+        from spmd_engine.training.train_config import TrainConfig
         from spmd_engine.training.workload import make_trainer, open_workload
     over("this package")
     with Mesh() as mesh, ExitStack() as stack:
         over("ranks meet")
-        job = Job.of(steps=1, batch_size=mesh.size, **json.loads(sys.argv[1]))
+        job = TrainConfig.of(steps=1, batch_size=mesh.size, **json.loads(sys.argv[1]))
         trainer = make_trainer(open_workload(job, mesh))
         over("model and data")
         for _ in trainer.run(1):

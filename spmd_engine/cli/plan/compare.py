@@ -15,9 +15,9 @@ from spmd_engine.foreign import json_at, parse_json, read_text, reading
 from spmd_engine.planning.machine.files import default_machine
 from spmd_engine.planning.search.plan_evaluation import look
 from spmd_engine.planning.simulator.trace_diff import Comparison, compare
-from spmd_engine.training.job import Job
 from spmd_engine.training.run import CONFIG
 from spmd_engine.training.run_job import run_folder
+from spmd_engine.training.train_config import TrainConfig
 from spmd_engine.training.workload import optimizer_of
 
 #: How communications end in a trace that come behind the last step: of metrics, of saving, of the end.
@@ -35,7 +35,7 @@ def compare_run(run: str, machine_name: str | None = None) -> Comparison:
         raise UsageError(f"{folder}: no such run; --compare wants the folder that 'train' wrote, as in runs/gpt-nano-1")
     if not trace_file.is_file() or not metrics_file.is_file():
         raise UsageError(f"{folder} has no trace.json: run it with 'train --trace 5'")
-    job = Job.read(folder / CONFIG)
+    job = TrainConfig.read(folder / CONFIG)
     if job.strategy:
         raise UsageError(f"{folder} is a run of --strategy {job.strategy}, which has no composition to predict")
     trace = json_at(trace_file)

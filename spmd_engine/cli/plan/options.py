@@ -14,7 +14,7 @@ from spmd_engine.axes import parse_axes
 from spmd_engine.cli.adapters import lora_of
 from spmd_engine.cli.composition import COMPOSITION
 from spmd_engine.cli.options import MODEL, with_options
-from spmd_engine.engine.parallel_config import PIPELINES, RECOMPUTE, Composition
+from spmd_engine.engine.parallel_config import PIPELINES, RECOMPUTE, ParallelConfig
 from spmd_engine.engine.pipeline.stages import parse_division
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.attention.methods import CONTEXT_METHODS
@@ -23,7 +23,7 @@ from spmd_engine.planning.machine.files import default_machine
 from spmd_engine.planning.report.model_file import planned_model
 from spmd_engine.planning.report.plan_result import Request
 from spmd_engine.planning.search.goals import Limits
-from spmd_engine.training.job import OF_IMAGES, DataConfig
+from spmd_engine.training.train_config import OF_IMAGES, DataConfig
 from spmd_engine.units import bytes_of
 
 _SOURCE = [
@@ -86,7 +86,9 @@ def request_of(context: click.Context) -> Request:
     axes = parse_axes(options["mesh"]) if options["mesh"] else None
     ranks = _ranks(options, axes, machine)
     fixed = _fixed(options, given, axes)
-    base = Composition(**{name: options[name] for name in _BASE if options[name] is not None and name in COMPOSITION})
+    base = ParallelConfig(
+        **{name: options[name] for name in _BASE if options[name] is not None and name in COMPOSITION}
+    )
     model = planned_model(options["model"], lora_of(options), base)
     limits = Limits(
         memory=bytes_of(options["memory"], "--memory") if options["memory"] else None,

@@ -13,7 +13,7 @@ from spmd_engine.axes import all_positions, parse_axes
 from spmd_engine.cli.show.options import output_option
 from spmd_engine.cli.show.picture import COLOURS, PALE, Cell, Picture, text
 from spmd_engine.cli.show.render import present
-from spmd_engine.comm.communicators.threads import run
+from spmd_engine.comm.communicators.threads import run_threads
 from spmd_engine.comm.dispatch import Facts, Tuning, Way, inline_at_most, way
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.shared_memory.slot_table import room_of
@@ -151,7 +151,7 @@ def _run(example: Example, before: list[np.ndarray]) -> list[np.ndarray]:
         with Mesh() as mesh:
             return example.program(mesh, before[mesh.rank])
 
-    return run(program, len(before))
+    return run_threads(program, len(before))
 
 
 def draw_collective(name: str, ranks: int) -> Picture:

@@ -12,7 +12,7 @@ from spmd_engine.axes import MeshPosition, all_positions, parse_axes
 from spmd_engine.cli.config_file import config_option
 from spmd_engine.cli.experts import mixture_of, mixture_options
 from spmd_engine.cli.options import model_option, read_config, run_folder
-from spmd_engine.engine.parallel_config import Composition, composed_layout
+from spmd_engine.engine.parallel_config import ParallelConfig, composed_layout
 from spmd_engine.errors import UsageError, one_of
 from spmd_engine.foreign import parse_json, read_text, reading
 from spmd_engine.models import Model, build_model
@@ -52,7 +52,7 @@ def experts(
       python -m spmd_engine show experts --run gpt-moe-nano-1 --mesh expert=8
     """
     mixture = mixture_of(options)
-    composition = Composition(experts_over=experts_over)
+    composition = ParallelConfig(experts_over=experts_over)
     loads: Mapping[str, Sequence[float]] = {}
     axes = parse_axes(mesh) if mesh else {"data": 1}
     if run:

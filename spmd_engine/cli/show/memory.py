@@ -18,7 +18,7 @@ from spmd_engine.cli.show.options import OPTIMIZERS, dtype_option, mesh_option, 
 from spmd_engine.cli.show.picture import BLUE, GREEN, ORANGE, PURPLE, Cell, Picture, listed, table, text
 from spmd_engine.cli.show.render import present
 from spmd_engine.engine.optimizers import AdamW, Optimizer
-from spmd_engine.engine.parallel_config import Composition, composed_assignment, composed_layout
+from spmd_engine.engine.parallel_config import ParallelConfig, composed_assignment, composed_layout
 from spmd_engine.engine.state.assignment import PIPE
 from spmd_engine.models import Model
 from spmd_engine.models.images import ImageShape
@@ -75,7 +75,7 @@ def draw_memory(
     built = build_model(model, sample=images)
     stages = range(4) if zero is None else [zero]
     options = {"dtype": dtype, "optimizer": OPTIMIZERS[optimizer](), "cache": PassCache()}
-    held = {stage: bytes_per_rank(built, axes, Composition(zero=stage), **options) for stage in stages}
+    held = {stage: bytes_per_rank(built, axes, ParallelConfig(zero=stage), **options) for stage in stages}
     if zero is None:
         bars = [(f"zero {stage}", max(ranks, key=_together)) for stage, ranks in held.items()]
         what = "the rank that holds most"
@@ -143,7 +143,7 @@ _Parts = tuple[tuple[str, ...], list[int]]  # of a group: the axes that cut what
 def bytes_per_rank(
     model: Model,
     axes: Mapping[str, int],
-    composition: Composition,
+    composition: ParallelConfig,
     *,
     dtype: str = "float32",
     optimizer: Optimizer | None = None,
@@ -199,7 +199,7 @@ class _Share:
     frozen_whole: int  #: of frozen weights that are in none
 
 
-def _share(model: Model, place: MeshPosition, layout: Layout, itemsize: int, composition: Composition) -> _Share:
+def _share(model: Model, place: MeshPosition, layout: Layout, itemsize: int, composition: ParallelConfig) -> _Share:
     assignment = composed_assignment(model, place, layout, itemsize, composition)
 
     def parts_of(groups: Sequence[ParameterGroup]) -> list[_Parts]:
@@ -220,7 +220,7 @@ def _share(model: Model, place: MeshPosition, layout: Layout, itemsize: int, com
 
 
 def _whole_for_a_while(
-    model: Model, axes: Mapping[str, int], composition: Composition, dtype: str, cache: PassCache | None
+    model: Model, axes: Mapping[str, int], composition: ParallelConfig, dtype: str, cache: PassCache | None
 ) -> list[int]:
     """The most bytes of groups that are whole at a time in a step though stored in parts, on each rank.
 

@@ -40,7 +40,7 @@ def current_thread_communicator() -> Communicator | None:
     return getattr(_current, "communicator", None)
 
 
-def run(
+def run_threads(
     fn: Callable[..., Any],
     ranks: int,
     *,

@@ -25,7 +25,7 @@ PIPE = "pipe"
 
 
 @dataclass(frozen=True)
-class Storage:
+class ZeroConfig:
     """How parameters, gradients and optimizer state are stored.
 
     ``zero`` is the stage of ZeRO: 0 whole on every rank of a batch axis, 1 the optimizer's state in parts, 2 the
@@ -87,7 +87,7 @@ def assign(
     layout: Layout,
     itemsize: int,
     *,
-    storage: Storage = Storage(),  # noqa: B008 (immutable)
+    storage: ZeroConfig = ZeroConfig(),  # noqa: B008 (immutable)
     stages: Division = "even",
     chunks_per_stage: int = 1,
 ) -> Assignment:

@@ -15,7 +15,7 @@ from spmd_engine.engine.pipeline.chunk import Chunk, Recompute, check, segments
 from spmd_engine.engine.pipeline.executor import Execution, PipelineNeighbours
 from spmd_engine.engine.pipeline.stages import Division, parse_division
 from spmd_engine.engine.schedules import Program, Schedule, chosen
-from spmd_engine.engine.state.assignment import PIPE, Storage, assign
+from spmd_engine.engine.state.assignment import PIPE, ZeroConfig, assign
 from spmd_engine.engine.state.buffers_and_side_outputs import Buffers, Extras, SideOutputs
 from spmd_engine.engine.zero.parameter_store import FrozenStore, ParameterStore
 from spmd_engine.engine.zero.reducer import Reducer
@@ -27,7 +27,7 @@ from spmd_engine.sharding.shards import Shards
 
 
 @dataclass(frozen=True)
-class PlacedModel:
+class EngineState:
     """Where a model's parts are, and who works on them when; made anew for another mesh."""
 
     mesh: Mesh
@@ -57,11 +57,11 @@ def place(
     *,
     dtype: np.dtype,
     backend: Backend,
-    storage: Storage = Storage(),  # noqa: B008 (immutable)
+    storage: ZeroConfig = ZeroConfig(),  # noqa: B008 (immutable)
     schedule: Schedule | str | None = None,
     stages: Division = "even",
     recompute: Recompute | str = Recompute.NONE,
-) -> PlacedModel:
+) -> EngineState:
     """The model on this mesh; its parameters are zeros. Options are those of ``LayeredEngine``. Collective.
 
     Raises NotationError for a layout under which a layer cannot work, UsageError for a schedule or a recomputation
@@ -96,7 +96,7 @@ def place(
         for number, layers in zip(assignment.mine, passes, strict=True)
     }
     positions = lru_cache(maxsize=8)(partial(_positions, layout, mesh, backend))
-    return PlacedModel(
+    return EngineState(
         mesh, layout, schedule, store, extras, unsharder, reducer, neighbours, chunks, program, positions, frozen
     )
 

@@ -11,7 +11,7 @@ import numpy as np
 from spmd_engine.arrays.backend import Array, Backend
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.shared_memory.arena import memory_here
-from spmd_engine.engine.state.assignment import PIPE, Assignment, Storage
+from spmd_engine.engine.state.assignment import PIPE, Assignment, ZeroConfig
 from spmd_engine.engine.zero.compression import compression
 from spmd_engine.engine.zero.storage import GroupStorage
 from spmd_engine.errors import UnknownParameter, UsageError
@@ -40,7 +40,7 @@ class ParameterStore:
         assignment: Assignment,
         mesh: Mesh,
         layout: Layout,
-        storage: Storage,
+        storage: ZeroConfig,
         dtype: np.dtype,
         backend: Backend,
     ) -> None:

@@ -6,7 +6,7 @@ from spmd_engine.layers.declarations import Activation
 from spmd_engine.layers.layer import Layer
 
 
-class Recut(Layer):
+class Reshard(Layer):
     """y = x[b h w c] with other letters, such as [n y x c], which other mesh axes may cut
 
     With h and w cut over the mesh axes H and W:
@@ -35,8 +35,8 @@ class Recut(Layer):
 class Gather(Layer):
     """y[b k] = x[n k], or any letters: with all that the ranks have who differ along the axes that cut n and not b
 
-    What comes after it is computed by all of these alike. Backward, each takes its part of dy. So a network gets its
-    samples back that a Recut gave away, (n k -> b k), and all its channels where a rank made some (b h w f -> b h w c).
+    All of these ranks compute what follows alike; in the backward, each takes its part of dy. This restores the samples
+    that a Reshard split (n k -> b k), and all channels where each rank computed some (b h w f -> b h w c).
     """
 
     def __init__(self, before: str, after: str) -> None:

@@ -1,4 +1,4 @@
-"""What a GGUF file says of a decoder: the facts of each architecture as a DecoderShape.
+"""What a GGUF file says of a decoder: the facts of each architecture as a DecoderConfig.
 
 Facts and their names are those of https://github.com/ggml-org/llama.cpp (``convert_hf_to_gguf.py`` writes them). What
 a fact does not say, as which blocks of a Gemma see a window, is what that program takes for granted.
@@ -17,7 +17,7 @@ from spmd_engine.formats.tensor import FileTensor
 from spmd_engine.layers.attention.rotary import RotaryOptions
 from spmd_engine.layers.moe.router_options import RouterOptions
 from spmd_engine.models.block_numbers import as_text
-from spmd_engine.models.decoder import DecoderShape
+from spmd_engine.models.decoder import DecoderConfig
 from spmd_engine.models.gguf.names import PUT_IN_ORDER
 from spmd_engine.models.hf.families import always
 from spmd_engine.models.hf.unknown_fields import Fields, must_be
@@ -36,7 +36,7 @@ FAMILIES = {
 }  # fmt: skip
 _MULTIPLIERS = {"embedding_scale": "embedding_scale", "residual_scale": "residual_scale"}
 _GRANITE = _MULTIPLIERS | {"attention_scale": "attention.scale", "logits_divisor": "logit_scale"}
-#: Fields of a DecoderShape, and the facts that have them; one that is missing or 0 is as if it were not there.
+#: Fields of a DecoderConfig, and the facts that have them; one that is missing or 0 is as if it were not there.
 _FACTORS: Mapping[str, Mapping[str, str]] = {
     "granite": _GRANITE,
     "granitemoe": _GRANITE,
@@ -71,7 +71,7 @@ _WITHOUT_EFFECT: Mapping[str, Any] = {
 }  # fmt: skip
 
 
-def shape_of_gguf(file: GGUF, where: str) -> DecoderShape:
+def shape_of_gguf(file: GGUF, where: str) -> DecoderConfig:
     """The decoder that a file describes; raises CheckpointError for an architecture or feature not known here."""
     kind = file.facts.get("general.architecture")
     if kind not in FAMILIES:
@@ -106,7 +106,7 @@ def _family(kind: str, facts: Mapping[str, Any]) -> str:
     return FAMILIES[kind]
 
 
-def _shape(family: str, facts: Mapping[str, Any], tensors: Mapping[str, FileTensor]) -> DecoderShape:
+def _shape(family: str, facts: Mapping[str, Any], tensors: Mapping[str, FileTensor]) -> DecoderConfig:
     heads, width = _of_all_blocks(facts, "attention.head_count"), facts["embedding_length"]
     usual = {"norm": "layer"} if family == "gpt2" else always(family, width)
     epsilon = "layer_norm_rms_epsilon" if usual.get("norm", "rms") == "rms" else "layer_norm_epsilon"
@@ -115,7 +115,7 @@ def _shape(family: str, facts: Mapping[str, Any], tensors: Mapping[str, FileTens
     must_be("attention.causal", facts.get("attention.causal", True), True)
     if family in PUT_IN_ORDER:  # whole heads are
         must_be("rope.dimension_count", facts.get("rope.dimension_count") or head_width, head_width)
-    shape = DecoderShape(
+    shape = DecoderConfig(
         family=family,
         layers=facts["block_count"],
         width=width,
@@ -171,14 +171,14 @@ def _mixture(family: str, facts: Mapping[str, Any]) -> Mixture | None:
     return Mixture(facts["expert_count"], shared, hidden, router=router, shared_gate=shared > 0)
 
 
-def _with_factors(facts: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
+def _with_factors(facts: Mapping[str, Any], shape: DecoderConfig) -> DecoderConfig:
     for name in _NEEDED.get(shape.family, ()):
         facts[name]
     said = {own: facts.get(name) for own, name in _FACTORS.get(shape.family, {}).items()}
     return shape.changed(**{own: as_written(value) for own, value in said.items() if value})
 
 
-def _with_window(facts: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
+def _with_window(facts: Mapping[str, Any], shape: DecoderConfig) -> DecoderConfig:
     if shape.family not in _WINDOWS:
         return shape
     usual, every = _WINDOWS[shape.family]
@@ -198,15 +198,15 @@ def _with_window(facts: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
     return shape.changed(window=window, windowed=as_text(near) if far else "")
 
 
-def _cohere(facts: Mapping[str, Any], tensors: Mapping[str, FileTensor], shape: DecoderShape) -> DecoderShape:
+def _cohere(facts: Mapping[str, Any], tensors: Mapping[str, FileTensor], shape: DecoderConfig) -> DecoderConfig:
     return shape.changed(logits_divisor=1 / as_written(facts["logit_scale"]))
 
 
-def _falcon(facts: Mapping[str, Any], tensors: Mapping[str, FileTensor], shape: DecoderShape) -> DecoderShape:
+def _falcon(facts: Mapping[str, Any], tensors: Mapping[str, FileTensor], shape: DecoderConfig) -> DecoderConfig:
     return shape.changed(parallel="two-norms") if "blk.0.attn_norm_2.weight" in tensors else shape
 
 
-def _gemma(facts: Mapping[str, Any], tensors: Mapping[str, FileTensor], shape: DecoderShape) -> DecoderShape:
+def _gemma(facts: Mapping[str, Any], tensors: Mapping[str, FileTensor], shape: DecoderConfig) -> DecoderConfig:
     """Of the largest, queries are divided by the root of the width of a head if heads were as wide as all together."""
     large = shape.layers == _OF_27B[shape.family]
     shape = shape.changed(attention_scale=(shape.width // shape.heads if large else shape.head_width) ** -0.5)
@@ -215,44 +215,44 @@ def _gemma(facts: Mapping[str, Any], tensors: Mapping[str, FileTensor], shape: D
     return shape.changed(rotary_in_window=rotary_in_window_of_gguf(facts, shape.rotary, 10_000.0))
 
 
-def _gpt_neox(facts: Mapping[str, Any], tensors: Mapping[str, FileTensor], shape: DecoderShape) -> DecoderShape:
+def _gpt_neox(facts: Mapping[str, Any], tensors: Mapping[str, FileTensor], shape: DecoderConfig) -> DecoderConfig:
     """The file does not say which GELU it is; nearly all of this family have the exact one."""
     parallel = "two-norms" if facts["use_parallel_residual"] else "none"
     return shape.changed(parallel=parallel, activation="gelu-erf")
 
 
-def _granite(facts: Mapping[str, Any], tensors: Mapping[str, FileTensor], shape: DecoderShape) -> DecoderShape:
+def _granite(facts: Mapping[str, Any], tensors: Mapping[str, FileTensor], shape: DecoderConfig) -> DecoderConfig:
     must_be("rope.scaling.finetuned", facts.get("rope.scaling.finetuned", True), True)  # Granite 4 has no positions
     return shape
 
 
-def _ministral3(facts: Mapping[str, Any], tensors: Mapping[str, FileTensor], shape: DecoderShape) -> DecoderShape:
+def _ministral3(facts: Mapping[str, Any], tensors: Mapping[str, FileTensor], shape: DecoderConfig) -> DecoderConfig:
     """Queries have a factor beyond what was learnt before positions were scaled; up to there, it is 1."""
     facts.get("attention.temperature_scale")
     return shape.changed(context=min(shape.context, shape.rotary.original_context))
 
 
-def _mpt(facts: Mapping[str, Any], tensors: Mapping[str, FileTensor], shape: DecoderShape) -> DecoderShape:
+def _mpt(facts: Mapping[str, Any], tensors: Mapping[str, FileTensor], shape: DecoderConfig) -> DecoderConfig:
     if not (alibi := as_written(facts["attention.max_alibi_bias"])):
         raise UsageError("attention.max_alibi_bias is 0: learned positions of an MPT are not known here")
     return shape.changed(alibi=alibi)
 
 
-def _olmo3(facts: Mapping[str, Any], tensors: Mapping[str, FileTensor], shape: DecoderShape) -> DecoderShape:
+def _olmo3(facts: Mapping[str, Any], tensors: Mapping[str, FileTensor], shape: DecoderConfig) -> DecoderConfig:
     return shape.changed(rotary_in_window=rotary_in_window_of_gguf(facts, shape.rotary, shape.rotary.theta))
 
 
-def _smollm3(facts: Mapping[str, Any], tensors: Mapping[str, FileTensor], shape: DecoderShape) -> DecoderShape:
+def _smollm3(facts: Mapping[str, Any], tensors: Mapping[str, FileTensor], shape: DecoderConfig) -> DecoderConfig:
     return shape.changed(unturned=as_text(block for block in range(shape.layers) if block % 4 == 3))
 
 
-def _stablelm(facts: Mapping[str, Any], tensors: Mapping[str, FileTensor], shape: DecoderShape) -> DecoderShape:
+def _stablelm(facts: Mapping[str, Any], tensors: Mapping[str, FileTensor], shape: DecoderConfig) -> DecoderConfig:
     """By its norms: of a model that says nothing of it, ``use_parallel_residual`` does."""
     return shape if "blk.0.ffn_norm.weight" in tensors else shape.changed(parallel="one-norm")
 
 
 #: By family, the decoder with what it has beside the tables.
-_OWN: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, FileTensor], DecoderShape], DecoderShape]] = {
+_OWN: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, FileTensor], DecoderConfig], DecoderConfig]] = {
     "cohere": _cohere, "cohere2": _cohere, "falcon": _falcon, "gemma2": _gemma, "gemma3-text": _gemma,
     "gpt-neox": _gpt_neox, "granite": _granite, "granitemoe": _granite, "ministral3": _ministral3, "mpt": _mpt,
     "olmo3": _olmo3, "smollm3": _smollm3, "stablelm": _stablelm,

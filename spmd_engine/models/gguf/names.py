@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from spmd_engine.models.decoder import DecoderShape
+from spmd_engine.models.decoder import DecoderConfig
 from spmd_engine.models.hf.tensor_slice import Names, Stored
 from spmd_engine.models.hf.weight_map import rows_of
 
@@ -27,7 +27,7 @@ _PLAIN = (("w0", "ffn_up", "f d", "b0"), ("w1", "ffn_down", "d f", "b1"))
 _DOWN = ("down", "ffn_down", "d f", "down_bias")
 
 
-def gguf_names(shape: DecoderShape) -> Names:
+def gguf_names(shape: DecoderConfig) -> Names:
     """All parameters of a decoder, in its order."""
     if shape.family == "gpt2":  # of which its shape does not speak
         shape = shape.changed(**_GPT2)
@@ -45,7 +45,7 @@ def gguf_names(shape: DecoderShape) -> Names:
         yield "head/bias", _at("output", "v", "bias")
 
 
-def _of_block(shape: DecoderShape, own: str, blk: str) -> Names:
+def _of_block(shape: DecoderConfig, own: str, blk: str) -> Names:
     renamed = _NORMS_OF_FALCON if shape.family == "falcon" and shape.parallel == "two-norms" else {}
     if shape.family in _NORM_AFTER_ATTENTION:
         renamed = {"ffn_norm": "post_attention_norm"}
@@ -68,7 +68,7 @@ def _of_block(shape: DecoderShape, own: str, blk: str) -> Names:
         yield from norm(f"{kind}/norm_after", "post_ffw_norm")
 
 
-def _of_attention(shape: DecoderShape, own: str, blk: str) -> Names:
+def _of_attention(shape: DecoderConfig, own: str, blk: str) -> Names:
     """Queries, keys and values have a tensor each, or are one behind the other in one."""
     queries = "hr" if shape.heads > (shape.key_value_heads or shape.heads) else "h"
     for name, short in _ATTENTION.items():
@@ -91,7 +91,7 @@ def _of_attention(shape: DecoderShape, own: str, blk: str) -> Names:
         yield f"{own}/output_bias", _at(f"{blk}attn_output", "d", "bias")
 
 
-def _of_perceptron(shape: DecoderShape, own: str, blk: str) -> Names:
+def _of_perceptron(shape: DecoderConfig, own: str, blk: str) -> Names:
     if shape.mixture is not None:
         yield from _of_experts(shape, own, blk)
         return
@@ -104,7 +104,7 @@ def _of_perceptron(shape: DecoderShape, own: str, blk: str) -> Names:
             yield f"{own}/{bias}", _at(blk + tensor, dims[0], "bias")
 
 
-def _of_experts(shape: DecoderShape, own: str, blk: str) -> Names:
+def _of_experts(shape: DecoderConfig, own: str, blk: str) -> Names:
     """All of a block in one tensor; those that every token goes through in another, side by side."""
     experts, shared = shape.mixture.experts, shape.mixture.shared
     yield f"{own}/router", _at(f"{blk}ffn_gate_inp", "E d")
@@ -118,7 +118,7 @@ def _of_experts(shape: DecoderShape, own: str, blk: str) -> Names:
         yield f"{own}/shared_gate", _at(f"{blk}ffn_gate_inp_shexp", "d")
 
 
-def _norm(shape: DecoderShape, own: str, tensor: str) -> Names:
+def _norm(shape: DecoderConfig, own: str, tensor: str) -> Names:
     if shape.norm != "layer-plain":
         yield f"{own}/scale", _at(tensor, "d")
     if shape.norm == "layer":

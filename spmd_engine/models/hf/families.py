@@ -7,7 +7,7 @@ from math import sqrt
 from typing import Any
 
 from spmd_engine.errors import UsageError, one_of
-from spmd_engine.models.decoder import DecoderShape
+from spmd_engine.models.decoder import DecoderConfig
 
 _EXPERTS = ("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "granitemoe")
 _GRANITES = ("granite", "granitemoe")
@@ -22,7 +22,7 @@ _PUT_IN_ORDER = (
 )  # fmt: skip
 #: Families that have a word for the biases of queries, keys and values, and one for the output's, or none.
 _OTHER_OUTPUT = ("qwen2-moe", "stablelm", "seed-oss", "helium", *_GLMS)
-#: Fields of a DecoderShape of which not every config speaks, and the families of which one does.
+#: Fields of a DecoderConfig of which not every config speaks, and the families of which one does.
 _SAID_BY = {
     "bias": (
         "llama", "qwen2-moe", "qwen3", "qwen3-moe", "smollm3", *_SCALED, *_GEMMAS, *_OLMOS, "olmoe", "gpt-neox",
@@ -69,7 +69,7 @@ _ACTIVATIONS = {
 
 
 def says(family: str, name: str) -> bool:
-    """Whether a config of this family speaks of this field of a DecoderShape."""
+    """Whether a config of this family speaks of this field of a DecoderConfig."""
     return name not in _SAID_BY or family in _SAID_BY[name]
 
 
@@ -137,10 +137,10 @@ def always(family: str, width: int) -> dict[str, Any]:
     return found
 
 
-def unsayable(shape: DecoderShape) -> Iterator[str]:
+def unsayable(shape: DecoderConfig) -> Iterator[str]:
     """Fields that are not as in all models of the family, though its config cannot say so."""
     family = shape.family
-    usual = DecoderShape(family=family).changed(**always(family, shape.width))
+    usual = DecoderConfig(family=family).changed(**always(family, shape.width))
     for name in _SAID_BY:
         if not says(family, name) and getattr(shape, name) != getattr(usual, name):
             yield name

@@ -8,7 +8,7 @@ from typing import Any
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.attention.rotary import RotaryOptions
 from spmd_engine.models.block_numbers import as_text
-from spmd_engine.models.decoder import DecoderShape
+from spmd_engine.models.decoder import DecoderConfig
 from spmd_engine.models.hf.rope import rotary_of_config
 from spmd_engine.models.hf.unknown_fields import HARMLESS, must_be
 
@@ -26,7 +26,7 @@ _MPT_MUST_SAY = {"attn_type": "multihead_attention"}
 _LOGIT_SCALE = 0.0625  # of Cohere's models, where a config does not say
 
 
-def shape_beside_table(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
+def shape_beside_table(config: Mapping[str, Any], shape: DecoderConfig) -> DecoderConfig:
     """The decoder with what its family has beside the table, and its rotary positions; raises UsageError, KeyError."""
     own = _OWN.get(shape.family)
     if own is not None:
@@ -34,38 +34,38 @@ def shape_beside_table(config: Mapping[str, Any], shape: DecoderShape) -> Decode
     return shape if shape.learned or shape.alibi else shape.changed(rotary=_rotary(config, shape))
 
 
-def _starcoder2(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
+def _starcoder2(config: Mapping[str, Any], shape: DecoderConfig) -> DecoderConfig:
     must_be("norm_type", config.get("norm_type") or "layer_norm", "layer_norm")
     config.get("activation_function")  # of older programs; ``hidden_act`` is looked at
     config.get("layer_norm_epsilon")  # the same; ``norm_epsilon`` is
     return shape.changed(window=config.get("sliding_window") or None)
 
 
-def _cohere(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
+def _cohere(config: Mapping[str, Any], shape: DecoderConfig) -> DecoderConfig:
     must_be("use_qk_norm", bool(config.get("use_qk_norm")), False)
     shape = shape.changed(logits_divisor=1 / float(config.get("logit_scale", _LOGIT_SCALE)))
     return _with_turned_windows(config, shape) if shape.family == "cohere2" else shape
 
 
-def _gpt_bigcode(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
+def _gpt_bigcode(config: Mapping[str, Any], shape: DecoderConfig) -> DecoderConfig:
     must_be("add_cross_attention", bool(config.get("add_cross_attention")), False)
     heads = 1 if config.get("multi_query", True) else shape.heads
     must_be("num_key_value_heads", config.get("num_key_value_heads", heads), heads)
     return shape.changed(key_value_heads=heads)
 
 
-def _opt(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
+def _opt(config: Mapping[str, Any], shape: DecoderConfig) -> DecoderConfig:
     must_be("word_embed_proj_dim", config.get("word_embed_proj_dim") or shape.width, shape.width)
     return shape
 
 
-def _perhaps_parallel(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
+def _perhaps_parallel(config: Mapping[str, Any], shape: DecoderConfig) -> DecoderConfig:
     if config.get("use_parallel_residual", shape.family == "gpt-neox"):
         return shape.changed(parallel=PARALLEL[shape.family])
     return shape
 
 
-def _with_turned_windows(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
+def _with_turned_windows(config: Mapping[str, Any], shape: DecoderConfig) -> DecoderConfig:
     """Of Cohere 2: layers with a window have rotary positions, the others see all, and have none."""
     for name, usual in (
         ("layer_switch", config.get("sliding_window_pattern") or 4), ("position_embedding_type", "rope_gptj"),
@@ -91,7 +91,7 @@ _WINDOWS: Mapping[str, tuple[int, Callable[[int], bool]]] = {
 }
 
 
-def _with_windows(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
+def _with_windows(config: Mapping[str, Any], shape: DecoderConfig) -> DecoderConfig:
     """EXAONE 4 has rotary positions in all layers or, if there are windows, in those that see one."""
     usual, is_near = _WINDOWS[shape.family]
     window, every = config.get("sliding_window", usual), config.get("sliding_window_pattern")
@@ -106,7 +106,7 @@ def _with_windows(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShap
     return shape.changed(window=window, windowed=as_text(near) if far else "") if near else shape
 
 
-def _near_layers(config: Mapping[str, Any], shape: DecoderShape, is_near: Callable[[int], bool]) -> list[int]:
+def _near_layers(config: Mapping[str, Any], shape: DecoderConfig, is_near: Callable[[int], bool]) -> list[int]:
     """The layers that see a window alone: by ``layer_types`` or, where there are none, as the family has it."""
     kinds = config.get("layer_types")
     kinds = kinds or ["sliding_attention" if is_near(i) else "full_attention" for i in range(shape.layers)]
@@ -115,7 +115,7 @@ def _near_layers(config: Mapping[str, Any], shape: DecoderShape, is_near: Callab
     return [number for number, kind in enumerate(kinds) if kind == "sliding_attention"]
 
 
-def _falcon(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
+def _falcon(config: Mapping[str, Any], shape: DecoderConfig) -> DecoderConfig:
     """One head of keys and values for all queries (Falcon 7B), or several in the new architecture, in which attention
     and perceptron may have a norm each; what its other models have is refused."""
     new = bool(config.get("new_decoder_architecture"))
@@ -135,7 +135,7 @@ def _falcon(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
     return shape.changed(key_value_heads=said or shape.heads, parallel="two-norms" if two else "one-norm")
 
 
-def _granite4(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
+def _granite4(config: Mapping[str, Any], shape: DecoderConfig) -> DecoderConfig:
     """Of Granite 4: models that are all attention, and have no experts."""
     must_be("num_local_experts", config.get("num_local_experts", 8), 0)
     must_be("normalization_function", config.get("normalization_function") or "rmsnorm", "rmsnorm")
@@ -153,13 +153,13 @@ def _granite4(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
     return shape.changed(unturned=as_text(range(shape.layers)))
 
 
-def _ministral3(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
+def _ministral3(config: Mapping[str, Any], shape: DecoderConfig) -> DecoderConfig:
     """Queries have a factor beyond what was learnt before positions were scaled; up to there, it is 1."""
     must_be("sliding_window", config.get("sliding_window"), None)
     return shape.changed(context=min(shape.context, config["rope_parameters"]["original_max_position_embeddings"]))
 
 
-def _bloom(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
+def _bloom(config: Mapping[str, Any], shape: DecoderConfig) -> DecoderConfig:
     name = "apply_residual_connection_post_layernorm"
     must_be(name, bool(config.get(name)), False)
     for name in "offset_alibi", "bias_dropout_fusion", "masked_softmax_fusion", "skip_bias_add", "skip_bias_add_qkv":
@@ -167,7 +167,7 @@ def _bloom(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
     return shape
 
 
-def _mpt(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
+def _mpt(config: Mapping[str, Any], shape: DecoderConfig) -> DecoderConfig:
     said = config.get("attn_config") or {}
     for name, value in said.items():
         if value and name not in _MPT_MAY_SAY and _MPT_MUST_SAY.get(name) != value:
@@ -183,7 +183,7 @@ def _mpt(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
     return shape.changed(hidden=ratio * shape.width, alibi=float(said.get("alibi_bias_max", 8)), attention_scale=scale)
 
 
-def _rotary(config: Mapping[str, Any], shape: DecoderShape) -> RotaryOptions:
+def _rotary(config: Mapping[str, Any], shape: DecoderConfig) -> RotaryOptions:
     family = shape.family
     theta, part = _THETA.get(family, 10_000.0), config.get("partial_rotary_factor")
     if family == "gpt-neox":
@@ -201,7 +201,7 @@ def _rotary(config: Mapping[str, Any], shape: DecoderShape) -> RotaryOptions:
     return found.changed(pairs="neighbours") if family in _NEIGHBOURS else found
 
 
-def _stretched(config: Mapping[str, Any], shape: DecoderShape) -> RotaryOptions:
+def _stretched(config: Mapping[str, Any], shape: DecoderConfig) -> RotaryOptions:
     """Of Hunyuan: ``dynamic`` with an ``alpha`` has the base theta · alpha^(k / (k - 2)) at all positions."""
     width = shape.head_width or shape.width // shape.heads
     must_be("attention_head_dim", config.get("attention_head_dim") or width, width)
@@ -217,7 +217,7 @@ def _stretched(config: Mapping[str, Any], shape: DecoderShape) -> RotaryOptions:
     return found.changed(theta=found.theta * alphas.pop() ** (width / (width - 2)))
 
 
-def _gpt_neo(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
+def _gpt_neo(config: Mapping[str, Any], shape: DecoderConfig) -> DecoderConfig:
     """Of GPT-Neo: kinds of layers, one by one, or as [[kinds, how many times], ...]."""
     kinds: Sequence[str] = config.get("attention_layers") or []
     groups = config.get("attention_types") or [[["global", "local"], 12]]
@@ -231,7 +231,7 @@ def _gpt_neo(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
 
 
 #: By family, the decoder that it describes of the one that the table made.
-_OWN: Mapping[str, Callable[[Mapping[str, Any], DecoderShape], DecoderShape]] = {
+_OWN: Mapping[str, Callable[[Mapping[str, Any], DecoderConfig], DecoderConfig]] = {
     "starcoder2": _starcoder2, "cohere": _cohere, "cohere2": _cohere, "falcon": _falcon, "gpt-bigcode": _gpt_bigcode,
     "opt": _opt, "gpt-neox": _perhaps_parallel, "stablelm": _perhaps_parallel, "gpt-neo": _gpt_neo, "bloom": _bloom,
     "mpt": _mpt, "granitemoehybrid": _granite4, "ministral3": _ministral3, **dict.fromkeys(_WINDOWS, _with_windows),

@@ -1,4 +1,4 @@
-"""What Hugging Face's ``config.json`` says of a decoder, as a DecoderShape."""
+"""What Hugging Face's ``config.json`` says of a decoder, as a DecoderConfig."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from spmd_engine.errors import CheckpointError, UsageError, one_of
 from spmd_engine.layers.attention.rotary import RotaryOptions
 from spmd_engine.layers.moe.router_options import RouterOptions
 from spmd_engine.models.block_numbers import as_text
-from spmd_engine.models.decoder import FAMILIES, DecoderShape
+from spmd_engine.models.decoder import FAMILIES, DecoderConfig
 from spmd_engine.models.hf.families import activation_said, always, says
 from spmd_engine.models.hf.rope import rotary_of, rotary_of_config
 from spmd_engine.models.hf.tables import BY_TABLE, shape_by_table
@@ -46,7 +46,7 @@ _KINDS = dict.fromkeys(("rope_parameters", "rope_scaling", "attn_config"), (Mapp
 )
 
 
-def shape_of_config(config: Mapping[str, Any], where: str) -> DecoderShape:
+def shape_of_config(config: Mapping[str, Any], where: str) -> DecoderConfig:
     """The decoder that a config describes; ``where`` it stands is said in errors.
 
     Raises CheckpointError, naming the field, for a model type or a feature that is not known here, and for fields that
@@ -55,7 +55,7 @@ def shape_of_config(config: Mapping[str, Any], where: str) -> DecoderShape:
     return read_config(config, where)[0]
 
 
-def read_config(config: Mapping[str, Any], where: str) -> tuple[DecoderShape, list[str]]:
+def read_config(config: Mapping[str, Any], where: str) -> tuple[DecoderConfig, list[str]]:
     """The same, and the names of fields of which nothing is known, though they do not look as if they changed what is
     computed."""
     if is_beside_pictures(config):
@@ -87,9 +87,9 @@ def read_config(config: Mapping[str, Any], where: str) -> tuple[DecoderShape, li
         raise CheckpointError(f"{where}: a field is not what it should be: {error}") from error
 
 
-def _gpt2(config: Mapping[str, Any]) -> DecoderShape:
+def _gpt2(config: Mapping[str, Any]) -> DecoderConfig:
     width = config["n_embd"]
-    return DecoderShape(
+    return DecoderConfig(
         family="gpt2",
         layers=config["n_layer"],
         width=width,
@@ -102,7 +102,7 @@ def _gpt2(config: Mapping[str, Any]) -> DecoderShape:
     )
 
 
-def _llama(family: str, config: Mapping[str, Any]) -> DecoderShape:
+def _llama(family: str, config: Mapping[str, Any]) -> DecoderConfig:
     heads, layers, width = config["num_attention_heads"], config["num_hidden_layers"], config["hidden_size"]
     values: dict[str, Any] = {"bias": False, "output_bias": False, **always(family, width)}
     if family == "qwen2-moe":
@@ -113,7 +113,7 @@ def _llama(family: str, config: Mapping[str, Any]) -> DecoderShape:
         values["perceptron_bias"] = bool(config.get("mlp_bias"))
     if says(family, "activation"):
         values["activation"] = activation_said(config.get("hidden_act", "silu"))
-    shape = DecoderShape(
+    shape = DecoderConfig(
         family=family,
         layers=layers,
         width=width,
@@ -138,7 +138,7 @@ def _llama(family: str, config: Mapping[str, Any]) -> DecoderShape:
     return _with_window(family, config, shape)
 
 
-def _rotary(family: str, config: Mapping[str, Any], shape: DecoderShape) -> RotaryOptions:
+def _rotary(family: str, config: Mapping[str, Any], shape: DecoderConfig) -> RotaryOptions:
     part = None
     if family == "phi3":
         part = config.get("partial_rotary_factor")
@@ -149,7 +149,7 @@ def _rotary(family: str, config: Mapping[str, Any], shape: DecoderShape) -> Rota
     return found
 
 
-def _smollm3(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
+def _smollm3(config: Mapping[str, Any], shape: DecoderConfig) -> DecoderConfig:
     turned = config.get("no_rope_layers")  # 1 where positions turn
     if turned is None:
         every = config.get("no_rope_layer_interval", 4)
@@ -158,7 +158,7 @@ def _smollm3(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
     return shape.changed(unturned=as_text(layer for layer in range(shape.layers) if not turned[layer]))
 
 
-def _granite(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
+def _granite(config: Mapping[str, Any], shape: DecoderConfig) -> DecoderConfig:
     return shape.changed(
         embedding_scale=float(config.get("embedding_multiplier", 1.0)),
         residual_scale=float(config.get("residual_multiplier", 1.0)),
@@ -167,7 +167,7 @@ def _granite(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
     )
 
 
-def _minicpm(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
+def _minicpm(config: Mapping[str, Any], shape: DecoderConfig) -> DecoderConfig:
     depth, base = config.get("scale_depth"), config.get("dim_model_base")
     config.get("mup_denominator")  # of how it was trained
     return shape.changed(
@@ -177,7 +177,7 @@ def _minicpm(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
     )
 
 
-def _gemma(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
+def _gemma(config: Mapping[str, Any], shape: DecoderConfig) -> DecoderConfig:
     act = config.get("hidden_activation") or config.get("hidden_act") or _GELU[0]
     if act not in _GELU:
         raise UsageError(f"hidden_activation is {act!r}, a feature that is not known here of a {shape.family}")
@@ -185,7 +185,7 @@ def _gemma(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
     return shape
 
 
-def _gemma2(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
+def _gemma2(config: Mapping[str, Any], shape: DecoderConfig) -> DecoderConfig:
     return _gemma(config, shape).changed(
         attention_scale=float(config.get("query_pre_attn_scalar") or 256) ** -0.5,
         attention_cap=config.get("attn_logit_softcapping", 50.0),
@@ -193,7 +193,7 @@ def _gemma2(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
     )
 
 
-def _gemma3(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
+def _gemma3(config: Mapping[str, Any], shape: DecoderConfig) -> DecoderConfig:
     everywhere, near = _two_kinds(config)
     return _gemma(config, shape).changed(
         attention_scale=float(config.get("query_pre_attn_scalar") or 256) ** -0.5,
@@ -202,7 +202,7 @@ def _gemma3(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
     )
 
 
-def _olmo3(config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
+def _olmo3(config: Mapping[str, Any], shape: DecoderConfig) -> DecoderConfig:
     everywhere, near = _two_kinds(config)
     theta = config.get("rope_theta") or 5e5
     return shape.changed(
@@ -221,7 +221,7 @@ def _two_kinds(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[st
 
 
 #: What families have beside a Llama.
-_OWN: Mapping[str, Callable[[Mapping[str, Any], DecoderShape], DecoderShape]] = {
+_OWN: Mapping[str, Callable[[Mapping[str, Any], DecoderConfig], DecoderConfig]] = {
     "smollm3": _smollm3,
     "granite": _granite,
     "granitemoe": _granite,
@@ -233,7 +233,7 @@ _OWN: Mapping[str, Callable[[Mapping[str, Any], DecoderShape], DecoderShape]] = 
 }
 
 
-def _with_window(family: str, config: Mapping[str, Any], shape: DecoderShape) -> DecoderShape:
+def _with_window(family: str, config: Mapping[str, Any], shape: DecoderConfig) -> DecoderConfig:
     """With the blocks that see a window alone, if there are any: as each family says it."""
     types = config.get("layer_types")
     usual = 4096 if family in ("mistral", "gemma2", "gemma3-text", "olmo3") else None
@@ -254,7 +254,7 @@ def _with_window(family: str, config: Mapping[str, Any], shape: DecoderShape) ->
     return shape.changed(window=window, windowed="" if len(windowed) == shape.layers else as_text(windowed))
 
 
-def _is_windowed(family: str, config: Mapping[str, Any], shape: DecoderShape, layer: int) -> bool:
+def _is_windowed(family: str, config: Mapping[str, Any], shape: DecoderConfig, layer: int) -> bool:
     if family in ("qwen2", "qwen3"):
         return layer >= config.get("max_window_layers", 28)
     if family == "qwen2-moe":
@@ -270,7 +270,7 @@ def _is_windowed(family: str, config: Mapping[str, Any], shape: DecoderShape, la
     return True
 
 
-def _one_a_layer(name: str, values: Sequence[Any], shape: DecoderShape) -> None:
+def _one_a_layer(name: str, values: Sequence[Any], shape: DecoderConfig) -> None:
     if len(values) != shape.layers:
         raise UsageError(f"{name} has {len(values)} values, but there are {shape.layers} layers")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from spmd_engine.errors import UsageError
-from spmd_engine.models.decoder import DecoderShape
+from spmd_engine.models.decoder import DecoderConfig
 from spmd_engine.models.hf.tables import BY_TABLE
 from spmd_engine.models.hf.tensor_slice import Names, Stored
 from spmd_engine.models.hf.weight_map import names_by_table, rows_of
@@ -17,14 +17,14 @@ HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
 _ATTENTION = {"query": "q", "key": "k", "value": "v"}
 
 
-def stored_names(shape: DecoderShape) -> Names:
+def stored_names(shape: DecoderConfig) -> Names:
     """All parameters of a decoder, in its order."""
     if shape.family in BY_TABLE:
         return names_by_table(shape)
     return _of_gpt2(shape) if shape.family == "gpt2" else _of_llama(shape)
 
 
-def _of_gpt2(shape: DecoderShape) -> Names:
+def _of_gpt2(shape: DecoderConfig) -> Names:
     def at(name: str, dims: str, number: int | None = None) -> tuple[Stored, ...]:
         place = {} if number is None else {"n": (number, 3)}
         return Stored(f"transformer.{name}", dims, place), Stored(name, dims, place)
@@ -52,7 +52,7 @@ def _of_gpt2(shape: DecoderShape) -> Names:
         yield "head/table", (Stored("lm_head.weight", "v d"),)
 
 
-def _of_llama(shape: DecoderShape) -> Names:
+def _of_llama(shape: DecoderConfig) -> Names:
     queries = "hr" if shape.heads > (shape.key_value_heads or shape.heads) else "h"
     neighbours, fused = shape.rotary.pairs == "neighbours", shape.family == "phi3"
     if neighbours and shape.rotary.part != 1:
@@ -111,7 +111,7 @@ def _of_llama(shape: DecoderShape) -> Names:
         yield "head/table", (Stored("lm_head.weight", "v d"),)
 
 
-def _of_experts(shape: DecoderShape, i: int) -> Names:
+def _of_experts(shape: DecoderConfig, i: int) -> Names:
     """One tensor an expert, or, as newer programs write them, all of a layer in one, gate and up side by side."""
     mixtral, experts = shape.family == "mixtral", shape.mixture.experts
     if shape.family == "granitemoe":
@@ -139,7 +139,7 @@ def _of_experts(shape: DecoderShape, i: int) -> Names:
         yield f"{own}/shared_gate", (Stored(f"{folder}.shared_expert_gate.weight", "n d", {"n": (0, 1)}),)
 
 
-def _of_granite_experts(shape: DecoderShape, i: int) -> Names:
+def _of_granite_experts(shape: DecoderConfig, i: int) -> Names:
     own, module, experts = f"block{i}/moe", f"model.layers.{i}.block_sparse_moe", shape.mixture.experts
     yield f"{own}/router", tuple(Stored(f"{module}.{name}.weight", "E d") for name in ("router.layer", "router"))
     for e in range(experts):

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from spmd_engine.errors import UsageError
-from spmd_engine.models.decoder import DecoderShape
+from spmd_engine.models.decoder import DecoderConfig
 from spmd_engine.models.hf.families import activation_said, always, words_for_activation
 from spmd_engine.models.hf.family_tables import shape_beside_table
 from spmd_engine.models.hf.unknown_fields import must_be
 from spmd_engine.models.hf.words import words_beside_table
 
-#: Fields of a DecoderShape, what a config calls them, and their value where it is silent; None: it must not be.
+#: Fields of a DecoderConfig, what a config calls them, and their value where it is silent; None: it must not be.
 _COMMON: Mapping[str, tuple[str, Any]] = {
     "layers": ("num_hidden_layers", None),
     "width": ("hidden_size", None),
@@ -173,7 +173,7 @@ _FACTORS = {"embedding_scale", "residual_scale", "attention_scale", "logits_divi
 _ALSO = {"bloom": {"hidden_size": "n_embed", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}}
 
 
-def shape_by_table(family: str, config: Mapping[str, Any]) -> DecoderShape:
+def shape_by_table(family: str, config: Mapping[str, Any]) -> DecoderConfig:
     """The decoder of one of the ``BY_TABLE`` that a config describes; raises UsageError and KeyError."""
     values: dict[str, Any] = {}
     for own, (name, default) in (_COMMON | _OWN[family]).items():
@@ -190,7 +190,7 @@ def shape_by_table(family: str, config: Mapping[str, Any]) -> DecoderShape:
         values["activation"] = activation_said(values["activation"])
     values["key_value_heads"] = values.get("key_value_heads") or values["heads"]
     values["head_width"] = values.get("head_width") or None
-    shape = DecoderShape(family=family, **{**always(family, values["width"]), "epsilon": 1e-5, **values})
+    shape = DecoderConfig(family=family, **{**always(family, values["width"]), "epsilon": 1e-5, **values})
     if family in _OUTPUT_TOO:
         shape = shape.changed(output_bias=shape.bias)
     if family in _PERCEPTRONS_TOO:
@@ -208,7 +208,7 @@ def _said(config: Mapping[str, Any], name: str, default: Any, also: str | None) 
     return config[name] if default is None else config.get(name, default)
 
 
-def words_by_table(shape: DecoderShape) -> dict[str, Any]:
+def words_by_table(shape: DecoderConfig) -> dict[str, Any]:
     """What a config says of one of the ``BY_TABLE``; raises UsageError for what it has no words for."""
     family, said = shape.family, {}
     for own, (name, _) in (_COMMON | _OWN[family]).items():

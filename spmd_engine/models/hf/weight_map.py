@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from spmd_engine.models.decoder import DecoderShape
+from spmd_engine.models.decoder import DecoderConfig
 from spmd_engine.models.hf.tensor_slice import Names, Stored
 
 _ATTENTION = {name: f"self_attn.{name[0]}_proj" for name in ("query", "key", "value")}
@@ -121,7 +121,7 @@ _DIMS = {"w0": "f d", "w1": "d f", "gate": "f d", "up": "f d", "down": "d f"}
 _BIASES = {"w0": "b0", "w1": "b1", "gate": "gate_bias", "up": "up_bias", "down": "down_bias"}
 
 
-def names_by_table(shape: DecoderShape) -> Names:
+def names_by_table(shape: DecoderConfig) -> Names:
     """All parameters of a decoder of these families, in its order."""
     modules = _MODULES[shape.family]
 
@@ -174,7 +174,7 @@ def names_by_table(shape: DecoderShape) -> Names:
         yield "head/bias", (Stored("lm_head.bias", "v"),)
 
 
-def _projections(shape: DecoderShape, modules: Mapping[str, str]) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
+def _projections(shape: DecoderConfig, modules: Mapping[str, str]) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
     """Of the attention's: name, dims, module, and which part of its tensor it is."""
     queries = "hr" if shape.heads > (shape.key_value_heads or shape.heads) else "h"
     for number, name in enumerate(("query", "key", "value")):
@@ -193,7 +193,7 @@ def _projections(shape: DecoderShape, modules: Mapping[str, str]) -> Iterator[tu
     yield "output", f"d {queries}k", modules["output"], {}
 
 
-def rows_of(shape: DecoderShape, name: str) -> tuple[int, int, int]:
+def rows_of(shape: DecoderConfig, name: str) -> tuple[int, int, int]:
     """Of queries, keys or values in a tensor of all three, one behind the other: first, end, and of how many."""
     width, shared = shape.head_width or shape.width // shape.heads, shape.key_value_heads or shape.heads
     ends = (0, shape.heads * width, (shape.heads + shared) * width, (shape.heads + 2 * shared) * width)

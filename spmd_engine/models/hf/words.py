@@ -6,18 +6,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from spmd_engine.errors import UsageError
-from spmd_engine.models.decoder import DecoderShape
+from spmd_engine.models.decoder import DecoderConfig
 from spmd_engine.models.hf.family_tables import PARALLEL
 from spmd_engine.models.hf.rope import rope_of
 
 
-def words_beside_table(shape: DecoderShape) -> dict[str, Any]:
+def words_beside_table(shape: DecoderConfig) -> dict[str, Any]:
     """Rotary positions, and what the family has beside the table; raises UsageError for what it has no words for."""
     own = _OWN.get(shape.family)
     return _words_of_rope(shape) | ({} if own is None else own(shape))
 
 
-def _words_of_rope(shape: DecoderShape) -> dict[str, Any]:
+def _words_of_rope(shape: DecoderConfig) -> dict[str, Any]:
     if shape.learned or shape.alibi or shape.family == "gptj":
         return {}
     rope = rope_of(shape.rotary) | {"partial_rotary_factor": shape.rotary.part}
@@ -27,51 +27,51 @@ def _words_of_rope(shape: DecoderShape) -> dict[str, Any]:
     return said | {theta: shape.rotary.theta, part: shape.rotary.part}
 
 
-def _opt(shape: DecoderShape) -> dict[str, Any]:
+def _opt(shape: DecoderConfig) -> dict[str, Any]:
     return {"do_layer_norm_before": True, "word_embed_proj_dim": shape.width}
 
 
-def _starcoder2(shape: DecoderShape) -> dict[str, Any]:
+def _starcoder2(shape: DecoderConfig) -> dict[str, Any]:
     if shape.windowed:
         raise UsageError(f"a starcoder2 has no words for the window of blocks {shape.windowed}")
     return {"sliding_window": shape.window}
 
 
-def _perhaps_parallel(shape: DecoderShape) -> dict[str, Any]:
+def _perhaps_parallel(shape: DecoderConfig) -> dict[str, Any]:
     if shape.parallel not in ("none", PARALLEL[shape.family]):
         raise UsageError(f"a {shape.family} has no words for parallel {shape.parallel!r}")
     return {"use_parallel_residual": shape.parallel != "none"}
 
 
-def _gpt_neo(shape: DecoderShape) -> dict[str, Any]:
+def _gpt_neo(shape: DecoderConfig) -> dict[str, Any]:
     kinds = ["local" if shape.has_window(layer) else "global" for layer in range(shape.layers)]
     types = [[[kind], 1] for kind in kinds]
     return {"attention_layers": kinds, "attention_types": types, "window_size": shape.window or 256}
 
 
-def _cohere(shape: DecoderShape) -> dict[str, Any]:
+def _cohere(shape: DecoderConfig) -> dict[str, Any]:
     said = {"logit_scale": 1 / shape.logits_divisor, "use_qk_norm": False}
     return said | (_windows(shape) if shape.family == "cohere2" else {})
 
 
-def _gptj(shape: DecoderShape) -> dict[str, Any]:
+def _gptj(shape: DecoderConfig) -> dict[str, Any]:
     return {"rotary_dim": int((shape.head_width or shape.width // shape.heads) * shape.rotary.part)}
 
 
-def _gpt_bigcode(shape: DecoderShape) -> dict[str, Any]:
+def _gpt_bigcode(shape: DecoderConfig) -> dict[str, Any]:
     shared = shape.key_value_heads or shape.heads
     if shared not in (1, shape.heads):
         raise UsageError(f"a gpt-bigcode has no words for key_value_heads {shared}: one, or all")
     return {"multi_query": shared == 1}
 
 
-def _ministral3(shape: DecoderShape) -> dict[str, Any]:
+def _ministral3(shape: DecoderConfig) -> dict[str, Any]:
     """By how much queries grow beyond the context must be said."""
     rope = rope_of(shape.rotary) | {"llama_4_scaling_beta": 0.1}
     return {"rope_parameters": rope, "rope_scaling": None}
 
 
-def _granite4(shape: DecoderShape) -> dict[str, Any]:
+def _granite4(shape: DecoderConfig) -> dict[str, Any]:
     turned = [shape.is_turned(layer) for layer in range(shape.layers)]
     if any(turned) and not all(turned):
         raise UsageError("a granitemoehybrid has rotary positions in all blocks, or in none")
@@ -84,7 +84,7 @@ def _granite4(shape: DecoderShape) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _mpt(shape: DecoderShape) -> dict[str, Any]:
+def _mpt(shape: DecoderConfig) -> dict[str, Any]:
     ratio, left = divmod(shape.hidden, shape.width)
     if left:
         raise UsageError(f"an mpt has no words for hidden {shape.hidden}: it is a multiple of {shape.width}")
@@ -92,7 +92,7 @@ def _mpt(shape: DecoderShape) -> dict[str, Any]:
     return {"expansion_ratio": ratio, "no_bias": True, "attn_config": attention}
 
 
-def _falcon(shape: DecoderShape) -> dict[str, Any]:
+def _falcon(shape: DecoderConfig) -> dict[str, Any]:
     shared = shape.key_value_heads or shape.heads
     new = shared > 1 or shape.parallel == "two-norms"
     said = {"alibi": False, "new_decoder_architecture": new, "multi_query": True, "parallel_attn": True}
@@ -102,7 +102,7 @@ def _falcon(shape: DecoderShape) -> dict[str, Any]:
     return said | ({"num_kv_heads": shared, "num_ln_in_parallel_attn": norms[shape.parallel]} if new else {})
 
 
-def _windows(shape: DecoderShape) -> dict[str, Any]:
+def _windows(shape: DecoderConfig) -> dict[str, Any]:
     near = [shape.has_window(layer) for layer in range(shape.layers)]
     turned = [shape.is_turned(layer) for layer in range(shape.layers)]
     if shape.family in ("cohere2", "exaone4") and turned != near and (shape.family == "cohere2" or shape.window):
@@ -113,7 +113,7 @@ def _windows(shape: DecoderShape) -> dict[str, Any]:
     return {"sliding_window": shape.window, "layer_types": kinds}
 
 
-_OWN: Mapping[str, Callable[[DecoderShape], dict[str, Any]]] = {
+_OWN: Mapping[str, Callable[[DecoderConfig], dict[str, Any]]] = {
     "opt": _opt, "starcoder2": _starcoder2, "gpt-neox": _perhaps_parallel, "stablelm": _perhaps_parallel,
     "gpt-neo": _gpt_neo, "cohere": _cohere, "cohere2": _cohere, "gptj": _gptj, "falcon": _falcon, "mpt": _mpt,
     "gpt-bigcode": _gpt_bigcode, "granitemoehybrid": _granite4, "ministral3": _ministral3,

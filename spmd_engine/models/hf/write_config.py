@@ -1,4 +1,4 @@
-"""What ``config.json`` says of a DecoderShape: old field names and new ones, so that any version reads it."""
+"""What ``config.json`` says of a DecoderConfig: old field names and new ones, so that any version reads it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from spmd_engine.errors import UsageError
 from spmd_engine.models.block_numbers import block_numbers
-from spmd_engine.models.decoder import DecoderShape
+from spmd_engine.models.decoder import DecoderConfig
 from spmd_engine.models.hf.families import says, unsayable, words_for_activation
 from spmd_engine.models.hf.rope import rope_of
 from spmd_engine.models.hf.tables import BY_TABLE, words_by_table
@@ -67,7 +67,7 @@ _ARCHITECTURES = {
 _NO_WINDOW = ("llama", "granite", "granitemoe", "gemma", "olmo2", "olmoe", "minicpm")
 
 
-def config_of_shape(shape: DecoderShape, dtype: str = "float32") -> dict[str, Any]:
+def config_of_shape(shape: DecoderConfig, dtype: str = "float32") -> dict[str, Any]:
     """The content of the file, for weights of this ``dtype``; raises UsageError for a shape that there are no words
     for."""
     family = shape.family
@@ -115,7 +115,7 @@ def config_of_shape(shape: DecoderShape, dtype: str = "float32") -> dict[str, An
     }
 
 
-def _windows_of(shape: DecoderShape) -> dict[str, Any]:
+def _windows_of(shape: DecoderConfig) -> dict[str, Any]:
     """Which blocks see a window alone."""
     windowed = [shape.has_window(layer) for layer in range(shape.layers)]
     said: dict[str, Any] = {"sliding_window": shape.window}
@@ -128,7 +128,7 @@ def _windows_of(shape: DecoderShape) -> dict[str, Any]:
     return said
 
 
-def _own_of(shape: DecoderShape, rope: dict[str, Any], width: int) -> dict[str, Any]:
+def _own_of(shape: DecoderConfig, rope: dict[str, Any], width: int) -> dict[str, Any]:
     """What a family alone has words for; ``width`` is that of a head."""
     family, said = shape.family, {}
     scale = width**-0.5 if shape.attention_scale is None else shape.attention_scale
@@ -172,7 +172,7 @@ def _own_of(shape: DecoderShape, rope: dict[str, Any], width: int) -> dict[str, 
     return said
 
 
-def _experts_of(shape: DecoderShape) -> dict[str, Any]:
+def _experts_of(shape: DecoderConfig) -> dict[str, Any]:
     mixture = shape.mixture
     if mixture is None:
         return {}

@@ -21,7 +21,7 @@ from spmd_engine.comm.spans import span
 from spmd_engine.engine.batch import Batch, CutsBatches, make_batch
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.optimizers import AdamW, Optimizer
-from spmd_engine.engine.parallel_config import Composition, ModelConfig, composed_assignment, composed_layout
+from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, composed_assignment, composed_layout
 from spmd_engine.engine.state.assignment import PIPE
 from spmd_engine.errors import UsageError
 from spmd_engine.layers.layer import Layer
@@ -40,7 +40,7 @@ from spmd_engine.sharding.layout import Layout
 def analyze(
     model: ModelConfig | Model,
     axes: Mapping[str, int],
-    composition: Composition | None = None,
+    composition: ParallelConfig | None = None,
     *,
     batch_size: int,
     micro_batches: int = 1,
@@ -65,12 +65,12 @@ def analyze(
     Raises UsageError for what makes no sense, and for what cannot be foretold from shapes.
     """
     cache = cache if cache is not None else PassCache()
-    built = model.build(composition or Composition()) if isinstance(model, ModelConfig) else model
+    built = model.build(composition or ParallelConfig()) if isinstance(model, ModelConfig) else model
     dtype = np.dtype(dtype or (model.dtype if isinstance(model, ModelConfig) else np.float32))
     place = MeshPosition(dict(axes), dict.fromkeys(axes, 0))
     if layout is None and composition is None and built is model:
         layout = layout_for(built, place)
-    composition = composition if composition is not None else Composition()
+    composition = composition if composition is not None else ParallelConfig()
     layout = layout if layout is not None else composed_layout(built, place, composition)
     samples = [part.stop - part.start for part in (span(batch_size, micro_batches, m) for m in range(micro_batches))]
     shared = [] if every else _summed_in_parts(built, layout, composition, axes, dtype.itemsize)
@@ -136,7 +136,7 @@ class Foretold:
 
     model: Model
     ranks: ForetoldRanks
-    composition: Composition
+    composition: ParallelConfig
     layout: Layout
     dtype: np.dtype
     backend: Shapes
@@ -202,7 +202,7 @@ def run_step(engine: ForetoldEngine, optimizer: Optimizer, passes: Passes, sizes
 
 
 def _summed_in_parts(
-    model: Model, layout: Layout, composition: Composition, axes: Mapping[str, int], itemsize: int
+    model: Model, layout: Layout, composition: ParallelConfig, axes: Mapping[str, int], itemsize: int
 ) -> list[Shared]:
     """Parts, of different sizes, of parameters whose parts are summed: by several stages, or by replicas of them."""
     tied = axes.get(PIPE, 1) > 1 and any(layer.tied for _, layer in model.layers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, fields
 from pathlib import Path
 
-from spmd_engine.engine.parallel_config import Composition
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import UsageError, one_of
 from spmd_engine.foreign import parse_toml, read_text, reading
 from spmd_engine.formats.huggingface import read_json
@@ -29,7 +29,7 @@ KINDS = {int: "a whole number from 1", bool: "true or false", float: "a number a
 def planned_model(
     name: str,
     lora: LoRAOptions | None = None,
-    base: Composition = Composition(),  # noqa: B008 (immutable)
+    base: ParallelConfig = ParallelConfig(),  # noqa: B008 (immutable)
 ) -> Model:
     """A model by name, as training builds it for this composition; or of a TOML file of a GPT's sizes: layers, width,
     heads, context and, optionally, vocabulary, hidden, tied, key_value_heads; or of Hugging Face's ``config.json``, or

@@ -13,7 +13,7 @@ import numpy as np
 
 from spmd_engine.configuration import Configuration, setting
 from spmd_engine.engine.optimizers import OPTIMIZERS
-from spmd_engine.engine.parallel_config import Composition, ModelConfig
+from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.foreign import json_at
 from spmd_engine.models import Model
@@ -44,7 +44,7 @@ class Request:
     sequence: int | None = None
     dtype: Any = np.float32
     optimizer: str = "adamw"
-    base: Composition = Composition()  #: what of a composition is not searched
+    base: ParallelConfig = ParallelConfig()  #: what of a composition is not searched
     seconds: float = 20.0
 
     def __post_init__(self) -> None:
@@ -92,7 +92,7 @@ class Answer:
     conflict: Conflict | None = None
     conflict_foresight: Foresight | None = None  #: of what comes closest
     took: float = 0.0  #: seconds
-    composition: Composition | None = None  #: of a plan that was given, not found
+    composition: ParallelConfig | None = None  #: of a plan that was given, not found
     micro_batches: int = 1  #: of such a plan
 
     @property
@@ -271,7 +271,7 @@ class PlanFile(Configuration):
     model: ModelConfig = ModelConfig()
     batch_size: int = setting(16, least=1)  #: samples a step
     micro_batches: int = setting(1, least=1)
-    composition: Composition = Composition()
+    composition: ParallelConfig = ParallelConfig()
     optimizer: str = "adamw"
     machine: str = ""  #: that it was made for
     goal: str = ""

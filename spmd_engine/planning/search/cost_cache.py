@@ -13,7 +13,7 @@ from spmd_engine.engine import schedules
 from spmd_engine.models import Model
 from spmd_engine.planning.dry_run.step_analysis import HashedOnce
 from spmd_engine.planning.machine.machine import Machine
-from spmd_engine.planning.search.layer_costs import CutLayers
+from spmd_engine.planning.search.layer_costs import ShardedLayers
 from spmd_engine.planning.search.search_space import BATCH, PIPE, Candidate
 from spmd_engine.planning.search.zero_comm_time import Travel
 from spmd_engine.planning.simulator.collective_time import CollectiveTimes
@@ -67,7 +67,7 @@ class Busy:
     way: float  #: of these, at least, a micro-batch's way forth and back
 
     @classmethod
-    def of(cls, layers: CutLayers, travel: Travel, zero: int) -> Busy:
+    def of(cls, layers: ShardedLayers, travel: Travel, zero: int) -> Busy:
         """With this stage of ZeRO; 0 stands for all where the ranks' own cores move the bytes."""
         forward, back = layers.forward, layers.back
         if zero:
@@ -85,7 +85,7 @@ class Cut:
     """Layers as a mesh cuts them and a stage of ZeRO stores them: what candidates have in common that differ in their
     micro-batches' number, or their schedule."""
 
-    layers: CutLayers
+    layers: ShardedLayers
     update: float  #: seconds of the optimizer for each element
     on: OnMesh
     works: bool  #: whether ranks that sum gradients move the bytes with their own cores
@@ -127,7 +127,7 @@ class Setting:
 
         return self.once(("slots", name, chunks, pipe, micro_batches), find)
 
-    def cut(self, axes: tuple[tuple[str, int], ...], zero: int, layers: CutLayers, update: float) -> Cut:
+    def cut(self, axes: tuple[tuple[str, int], ...], zero: int, layers: ShardedLayers, update: float) -> Cut:
         """Layers on this mesh; they must outlive the setting."""
         on = self.on(axes)
         works = self.once(("works", on.summed), lambda: self.collectives.of("all_reduce", on.summed, 1.0).works)
@@ -136,7 +136,7 @@ class Setting:
         busy = self.once(key, lambda: Busy.of(layers, self.travel(layers, on.stored), waits))
         return Cut(layers, update, on, works, busy)
 
-    def travel(self, layers: CutLayers, ranks: HashedOnce) -> Travel:
+    def travel(self, layers: ShardedLayers, ranks: HashedOnce) -> Travel:
         """What sending parameters and gradients of layers over these ranks takes."""
         key = "travel", layers.groups, ranks
         return self.once(key, lambda: Travel.of(layers, self.collectives, ranks, self.itemsize))

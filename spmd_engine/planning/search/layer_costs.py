@@ -59,7 +59,7 @@ def repeated_layers(model: Model, recompute: str) -> list[range]:
     return [each.layers for each in parts if each.recomputed]
 
 
-class CutLayers:
+class ShardedLayers:
     """All layers of a model, cut in one way and with one choice of what is recomputed: arrays float64[layers].
 
     ``forward``, ``back`` and ``weights`` are seconds of each layer for a micro-batch: of its forward, of what is

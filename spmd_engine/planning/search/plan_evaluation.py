@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from spmd_engine.engine.parallel_config import Composition
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.models import Model
 from spmd_engine.planning.dry_run.analyze import analyze
 from spmd_engine.planning.dry_run.slot_table_memory import tables_of
@@ -78,7 +78,7 @@ def look(
     model: Model,
     machine: Machine,
     axes: Mapping[str, int],
-    composition: Composition,
+    composition: ParallelConfig,
     batch_size: int,
     micro_batches: int,
     **options: Any,
@@ -118,7 +118,7 @@ def with_tables(analysis: StepAnalysis, machine: Machine) -> StepAnalysis:
     )
 
 
-def look_at(model: Model, machine: Machine, candidate: Candidate, base: Composition, **options: Any) -> Foresight:
+def look_at(model: Model, machine: Machine, candidate: Candidate, base: ParallelConfig, **options: Any) -> Foresight:
     """``look`` at a candidate."""
     composition = candidate.composition(base)
     return look(model, machine, candidate.mesh, composition, candidate.batch_size, candidate.micro_batches, **options)

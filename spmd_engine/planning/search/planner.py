@@ -18,7 +18,7 @@ from spmd_engine.planning.search.estimate import Estimate
 from spmd_engine.planning.search.goals import LIMITS, Constraints, Limits, value
 from spmd_engine.planning.search.plan_evaluation import Foresight, look, look_at
 from spmd_engine.planning.search.profile import with_even_vocabulary
-from spmd_engine.planning.search.relaxation import MORE, Conflict, Question, WayOut, closest, conflict_of, instead
+from spmd_engine.planning.search.relaxation import MORE, Conflict, Question, Relaxation, closest, conflict_of, instead
 from spmd_engine.planning.search.search import KEPT, Certificate, Found, Planner, pareto, thinned
 from spmd_engine.planning.search.search_space import FIXABLE, Candidate, SearchSpace, axes_that_cut, candidates
 from spmd_engine.planning.search.uneven_shares import needed, state_shares, work_shares
@@ -304,7 +304,7 @@ def _tightened(held: Limits, limits: Limits, seen: Sequence[_Seen]) -> Limits:
     return replace(held, **tighter)
 
 
-def _as_it_will_be(way: WayOut, looking: _Looking, asked: Question, seen: Sequence[_Seen]) -> WayOut:
+def _as_it_will_be(way: Relaxation, looking: _Looking, asked: Question, seen: Sequence[_Seen]) -> Relaxation:
     """A way out that gives up a limit, with what its whole step needs of that in the place of what was asked for; or
     what gives up less of it, of plans that were ``seen``."""
     name, limits = way.gives_up, asked.constraints.limits
@@ -313,7 +313,7 @@ def _as_it_will_be(way: WayOut, looking: _Looking, asked: Question, seen: Sequen
     plans = [looking.at(way.plan, even=True).foreseen, *(each.foreseen for each in seen)]
     others_kept = [each for each in plans if limits.broken(each) <= {name}]
     plan = min(others_kept or plans[:1], key=lambda each: limits.measured(each)[name])
-    return WayOut(name, instead(name, plan, asked), plan)
+    return Relaxation(name, instead(name, plan, asked), plan)
 
 
 # --- Why a plan is what it is: what each of its choices gains over the nearest others

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from spmd_engine.axes import MeshPosition
-from spmd_engine.engine.parallel_config import Composition, composed_layout
+from spmd_engine.engine.parallel_config import ParallelConfig, composed_layout
 from spmd_engine.engine.state.assignment import assign
 from spmd_engine.layers.layer import Layer
 from spmd_engine.models import Model, layout_for
@@ -55,7 +55,7 @@ class Profiles:
         dtype: Any,
         sequence: int | None = None,
         optimizer: Any = None,
-        base: Composition = Composition(),  # noqa: B008 (immutable)
+        base: ParallelConfig = ParallelConfig(),  # noqa: B008 (immutable)
     ) -> None:
         self.model, self.machine, self.dtype, self.sequence, self.base = model, machine, dtype, sequence, base
         self.optimizer = optimizer
@@ -159,7 +159,7 @@ class Profiles:
     def _analyzed(self, inner: Mapping[str, int], candidate: Candidate, samples: int) -> StepAnalysis:
         key = tuple(inner.items()), candidate.sequence_parallel, candidate.context_method, samples
         if key not in self.raw:
-            composition = Composition(
+            composition = ParallelConfig(
                 sequence_parallel=candidate.sequence_parallel, context_method=candidate.context_method
             )
             axes = inner or {"data": 1}
@@ -275,7 +275,7 @@ def _kind(name: str, layer: Layer) -> Hashable:
     return *what, tuple(sorted(layer.sizes.items())), declared
 
 
-def with_even_vocabulary(model: Model, axes: Mapping[str, int], composition: Composition) -> Model:
+def with_even_vocabulary(model: Model, axes: Mapping[str, int], composition: ParallelConfig) -> Model:
     """The model with a vocabulary that the mesh cuts into equal parts, each as large as the largest of its own: ranks
     that differ by a word are all looked at, ranks alike once."""
     place = place_of(0, axes)
@@ -361,7 +361,7 @@ def _parameters(model: Model, place: MeshPosition, layout) -> dict[str, tuple[in
 
 
 def _groups(
-    model: Model, place: MeshPosition, layout, itemsize: int, base: Composition
+    model: Model, place: MeshPosition, layout, itemsize: int, base: ParallelConfig
 ) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
     """Elements of each layer's parameter groups in the order of their use: its own, and those that another has.
 

@@ -15,7 +15,7 @@ MORE = (2, 4, 8)  #: times as many ranks, and parts of a batch, that are looked 
 
 
 @dataclass(frozen=True)
-class WayOut:
+class Relaxation:
     """What would help: a plan that fits once one constraint is given up as far as it needs."""
 
     gives_up: str  #: which
@@ -29,7 +29,7 @@ class Conflict:
     those that nothing was found to keep before the time ran out."""
 
     constraints: Sequence[str]
-    ways: Sequence[WayOut]  #: the nearest first
+    ways: Sequence[Relaxation]  #: the nearest first
     nearest: Estimate | None = None  #: what comes closest to all limits, keeping all else
     decided: bool = True
 
@@ -102,7 +102,7 @@ def _with(question: Question, kept: Sequence[str]) -> tuple[SearchSpace, Constra
     return choices, Constraints(limits, fixed)
 
 
-def _ways(planner: Planner, question: Question, conflict: Sequence[str], seconds: float) -> Iterator[WayOut]:
+def _ways(planner: Planner, question: Question, conflict: Sequence[str], seconds: float) -> Iterator[Relaxation]:
     """For each constraint of the conflict, the plan that gives up least of it and keeps all others."""
     everything = _all_names(question)
     for name in conflict:
@@ -124,7 +124,7 @@ def _ways(planner: Planner, question: Question, conflict: Sequence[str], seconds
             if any_way.best:
                 found = planner.search(changed, constraints, goal, seconds=seconds, front=False, keep=1)
                 best = found.best[0] if found.best else any_way.best[0]
-                yield WayOut(name, instead(name, best, question), best)
+                yield Relaxation(name, instead(name, best, question), best)
                 break
 
 
@@ -141,7 +141,7 @@ def instead(name: str, plan: Estimate, question: Question) -> str:
     return f"another {name.replace('_', ' ')} than {question.constraints.said(name).removeprefix(name + ' ')}"
 
 
-def _far(way: WayOut, question: Question) -> float:
+def _far(way: Relaxation, question: Question) -> float:
     """How much is given up: the nearest way first."""
     limits, plan = question.constraints.limits, way.plan
     if way.gives_up in LIMITS:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from spmd_engine.engine.optimizers import AdamW, Optimizer
-from spmd_engine.engine.parallel_config import Composition
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.engine.state.split_weights import WORK, parse_shares
 from spmd_engine.errors import SpmdError
 from spmd_engine.models import Model
@@ -27,7 +27,7 @@ from spmd_engine.planning.machine.machine import Machine
 from spmd_engine.planning.search.cost_cache import Cut, Setting
 from spmd_engine.planning.search.estimate import Bound, Estimate, Estimator
 from spmd_engine.planning.search.goals import Constraints, Limits, least, value
-from spmd_engine.planning.search.layer_costs import CutLayers, repeated_layers
+from spmd_engine.planning.search.layer_costs import ShardedLayers, repeated_layers
 from spmd_engine.planning.search.node_slowdown import stage_paces
 from spmd_engine.planning.search.profile import Profiles
 from spmd_engine.planning.search.search_space import Candidate, SearchSpace, candidates
@@ -85,7 +85,7 @@ class Planner:
         dtype: Any = np.float32,
         sequence: int | None = None,
         optimizer: Optimizer | None = None,
-        base: Composition = Composition(),  # noqa: B008 (immutable)
+        base: ParallelConfig = ParallelConfig(),  # noqa: B008 (immutable)
         overlap: bool = True,
     ) -> None:
         """``overlap``: whether gradients are summed over data while the last backward goes on, as the engine does."""
@@ -93,7 +93,7 @@ class Planner:
         optimizer = optimizer or AdamW()
         self.itemsize = np.dtype(dtype).itemsize
         self.profiles = Profiles(model, machine, dtype, sequence, optimizer, base)
-        self._layers: dict[tuple[int, str], CutLayers] = {}
+        self._layers: dict[tuple[int, str], ShardedLayers] = {}
         self._setting = Setting(model, machine, self.itemsize, len(optimizer.kinds), overlap)
         self._given = parse_shares(base.shares, "--shares", WORK, least=1)
         self._cut: dict[tuple, Cut | None] = {}  # None where the model cannot be cut so
@@ -114,7 +114,7 @@ class Planner:
             return None
         key = id(costs), candidate.recompute
         if key not in self._layers:
-            self._layers[key] = CutLayers(self.model, costs, self._repeated(candidate.recompute))
+            self._layers[key] = ShardedLayers(self.model, costs, self._repeated(candidate.recompute))
         waits = 0 if first else candidate.zero  # for what ZeRO gathers: less work would hide less of it
         cut = self._setting.cut(candidate.axes, waits, self._layers[key], update)
         paces = stage_paces(self.machine, self.profiles.of_nodes, candidate, self._given)

@@ -1,6 +1,6 @@
 """What a planner may choose from: meshes, storage, schedules, micro-batches, recomputation, as candidates.
 
-The lattice is pruned where a choice has no effect, or is refused by ``Composition.check``, and of choices that
+The lattice is pruned where a choice has no effect, or is refused by ``ParallelConfig.check``, and of choices that
 compute the same in the same order one is left: ZeRO-1 is never worse than replicas in memory, but both are kept, since
 one collective is quicker than two.
 """
@@ -13,7 +13,7 @@ from functools import cached_property
 from math import prod
 
 from spmd_engine.axes import MeshPosition
-from spmd_engine.engine.parallel_config import Composition
+from spmd_engine.engine.parallel_config import ParallelConfig
 from spmd_engine.errors import SpmdError
 from spmd_engine.models import Model, layout_for
 from spmd_engine.models.layouts import with_queries_apart
@@ -63,7 +63,7 @@ class Candidate:
         """Samples of a micro-batch on the rank that has most."""
         return -(-(self.batch_size // self.micro_batches) // self.batch_ranks)
 
-    def composition(self, base: Composition = Composition()) -> Composition:  # noqa: B008 (immutable)
+    def composition(self, base: ParallelConfig = ParallelConfig()) -> ParallelConfig:  # noqa: B008 (immutable)
         """As the engine takes it."""
         pipeline = self.pipe > 1
         return base.changed(

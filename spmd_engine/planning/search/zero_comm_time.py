@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from spmd_engine.engine.zero.reducer import IN_FLIGHT
-from spmd_engine.planning.search.layer_costs import CutLayers
+from spmd_engine.planning.search.layer_costs import ShardedLayers
 from spmd_engine.planning.simulator.collective_time import CollectiveTimes
 
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce")
@@ -34,7 +34,7 @@ class Travel:
     last: np.ndarray  #: the reductions of the groups that come last, as many as may be under way
 
     @classmethod
-    def of(cls, layers: CutLayers, collectives: CollectiveTimes, ranks: Sequence[int], itemsize: int) -> Travel:
+    def of(cls, layers: ShardedLayers, collectives: CollectiveTimes, ranks: Sequence[int], itemsize: int) -> Travel:
         """Of layers whose parameters are stored over these ranks."""
         different, at = layers.different
 
@@ -59,7 +59,7 @@ class Travel:
             return work
         return self.all("all_gather") - self.first + np.maximum(work, self.first)
 
-    def backward(self, work: np.ndarray, layers: CutLayers, zero: int) -> np.ndarray:
+    def backward(self, work: np.ndarray, layers: ShardedLayers, zero: int) -> np.ndarray:
         """Seconds of each layer's backward, and of its repeated forward."""
         if zero < 2:
             return work
@@ -80,7 +80,7 @@ class Travel:
 class StageSums:
     """Chunk k, from layer ``starts[k]`` on, is on stage k % ``stages``. All that is found is float64[stages]."""
 
-    def __init__(self, layers: CutLayers, starts: Sequence[int], stages: int) -> None:
+    def __init__(self, layers: ShardedLayers, starts: Sequence[int], stages: int) -> None:
         self.layers, self.starts, self.stages = layers, np.asarray(starts), stages
         self.edges = np.array([*starts, len(layers)])
 

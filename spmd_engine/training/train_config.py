@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from spmd_engine.comm.pending import TIMEOUT
 from spmd_engine.configuration import Configuration, section_of, setting
-from spmd_engine.engine.parallel_config import Composition, ModelConfig
+from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.errors import UsageError, one_of
 from spmd_engine.foreign import json_at
 from spmd_engine.layers.layer import DOCUMENTS
@@ -36,7 +36,7 @@ MIXTURE = ("experts", "top_k", "shared_experts", "dense_layers")
 ROUTER = ("routing", "capacity_factor", "balance_loss", "z_loss", "bias_rate")
 #: Options of adapters.
 LORA = ("lora_rank", "lora_alpha", "lora_targets")
-#: Options that decide what a run computes, by their names for ``Job.with_options``: it goes on with its own.
+#: Options that decide what a run computes, by their names for ``TrainConfig.with_options``: it goes on with its own.
 FIXED = (
     *("model", "strategy", "dropout", "dtype", "seed", "batch_size", "optimizer"),
     *("vocabulary", "length", "documents"),
@@ -71,7 +71,7 @@ class DataConfig(Configuration):
 
 
 @dataclass(frozen=True)
-class TrainingConfig(Configuration):
+class StepConfig(Configuration):
     """How parameters are updated, and what is done between steps."""
 
     steps: int = setting(600, least=0)  #: optimizer steps in all
@@ -99,14 +99,14 @@ class CorpusFacts(Configuration):
 
 
 @dataclass(frozen=True)
-class Job(Configuration):
+class TrainConfig(Configuration):
     """A training run, whole: equal jobs on equal data compute the same, to rounding, whatever the composition."""
 
     version: int = VERSION  #: of this format
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
-    training: TrainingConfig = TrainingConfig()
-    composition: Composition = Composition()
+    training: StepConfig = StepConfig()
+    composition: ParallelConfig = ParallelConfig()
     strategy: str | None = None  #: a page of ``strategies/``, with a small model of its own; None: ``model``
     device: str = "cpu"  #: cpu (NumPy) or cuda (CuPy)
     check: bool = True  #: whether ranks compare what they call in every collective
@@ -142,7 +142,7 @@ class Job(Configuration):
     def with_options(self, **options: Any) -> Self:
         """This job with other values of fields, named as the command line does, whatever section they are in.
 
-        >>> Job.of(model="gpt-mini", steps=20, zero=3).training.steps
+        >>> TrainConfig.of(model="gpt-mini", steps=20, zero=3).training.steps
         20
 
         Raises UsageError for a name that no section has.
@@ -187,9 +187,9 @@ def _place(name: str) -> tuple[str, ...]:
     kinds = {
         ("model",): ModelConfig,
         ("data",): DataConfig,
-        ("training",): TrainingConfig,
-        ("composition",): Composition,
-        (): Job,
+        ("training",): StepConfig,
+        ("composition",): ParallelConfig,
+        (): TrainConfig,
         ("model", "mixture", "router"): RouterOptions,
     }
     for sections, kind in kinds.items():
@@ -213,7 +213,7 @@ def _with_defaults(content: Any) -> Any:
     return filled
 
 
-def _from_options(cls: type[Job], content: Mapping[str, Any], where: str) -> Job:
+def _from_options(cls: type[TrainConfig], content: Mapping[str, Any], where: str) -> TrainConfig:
     """The job of a config.json that holds the options of one command line, side by side."""
     options = dict(content)
     facts = CorpusFacts.from_json(options.pop("corpus", {}), f"{where}: corpus")
