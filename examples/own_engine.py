@@ -17,7 +17,7 @@ from spmd_engine.arrays.random import key_of, normal
 from spmd_engine.arrays.scatter import add_rows
 from spmd_engine.checkpoints import save_checkpoint
 from spmd_engine.engine import AdamW, ShardedEngine
-from spmd_engine.layers import cross_entropy
+from spmd_engine.losses import cross_entropy
 from spmd_engine.training import Trainer, load_corpus
 
 VOCABULARY, WIDTH, CONTEXT = 257, 64, 64

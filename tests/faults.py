@@ -2,7 +2,7 @@
 
 import pytest
 
-from spmd_engine.verify import Cause
+from spmd_engine.verification import Cause
 
 HOW = {
     Cause.MISSING_SUM: lambda reduce, x: x,

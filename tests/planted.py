@@ -7,7 +7,7 @@ not the one that was changed.
 from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location
 
-from spmd_engine.verify import Cause
+from spmd_engine.verification import Cause
 
 BLOCKS = '''
 import numpy as np

@@ -38,7 +38,7 @@ from spmd_engine.formats import MappedArray, npz_names, read_npz
 from spmd_engine.strategies import STRATEGIES, default_axes, strategy_named
 from spmd_engine.strategies.two_convolutions import IMAGE
 from spmd_engine.training.train_config import LORA, MIXTURE, ROUTER
-from spmd_engine.verify import (
+from spmd_engine.verification import (
     Distances,
     GradientCheck,
     Report,
@@ -47,10 +47,10 @@ from spmd_engine.verify import (
     fill_zeros,
     mesh_of_one,
 )
-from spmd_engine.verify import verify as compare
-from spmd_engine.verify.activations import compare_activations
-from spmd_engine.verify.reference import batches_for_model, batches_of_shape
-from spmd_engine.verify.report import HEADING
+from spmd_engine.verification import verify as compare
+from spmd_engine.verification.activations import compare_activations
+from spmd_engine.verification.reference import batches_for_model, batches_of_shape
+from spmd_engine.verification.report import HEADING
 
 POSITIVE, PARTS = click.IntRange(min=1), click.IntRange(1, 4096)
 #: Options that mean nothing to an engine of one's own.

@@ -33,7 +33,7 @@ from spmd_engine.engine.evaluation import Evaluation, Scores
 from spmd_engine.engine.tape import Tape, Tapes
 from spmd_engine.engine.zero.parameter_store import Index
 from spmd_engine.errors import UnknownParameter, UsageError
-from spmd_engine.layers.loss import mean_squared_error
+from spmd_engine.losses import mean_squared_error
 from spmd_engine.sharding.notation import Spec
 from spmd_engine.sharding.placement import Placement, ask_placement, ask_shapes
 from spmd_engine.sharding.rectangles import Rectangle

@@ -26,7 +26,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.layers.contract import described
 from spmd_engine.layers.declarations import Parameter
 from spmd_engine.layers.layer import Layer
-from spmd_engine.layers.loss import cross_entropy, mean_squared_error
+from spmd_engine.losses import cross_entropy, mean_squared_error
 from spmd_engine.models.mlp import class_loss
 from spmd_engine.models.model import Model
 from spmd_engine.sharding.groups import Member, Sum, make_groups

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from spmd_engine.layers.images.windows import Window
     from spmd_engine.layers.layer import Extra, ForwardContext, GradientSums, Layer
     from spmd_engine.layers.linear import Linear, ReLU
-    from spmd_engine.layers.loss import cross_entropy, mean_squared_error, right_classes
     from spmd_engine.layers.mlp import MLP
     from spmd_engine.layers.moe.moe import MoE
     from spmd_engine.layers.moe.router_options import RouterOptions
@@ -73,9 +72,6 @@ __all__ = [
     "Ulysses",
     "Window",
     "context_method",
-    "cross_entropy",
-    "mean_squared_error",
-    "right_classes",
 ]
 
 _PUBLIC = {
@@ -128,11 +124,6 @@ _PUBLIC = {
     "linear": (
         "Linear",
         "ReLU",
-    ),
-    "loss": (
-        "cross_entropy",
-        "mean_squared_error",
-        "right_classes",
     ),
     "mlp": ("MLP",),
     "moe.moe": ("MoE",),

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from math import sqrt
 
 from spmd_engine.errors import UsageError
-from spmd_engine.layers import Linear, Skip, cross_entropy, mean_squared_error, right_classes
-from spmd_engine.layers.loss import check_classes
+from spmd_engine.layers import Linear, Skip
+from spmd_engine.losses import check_classes, cross_entropy, mean_squared_error, right_classes
 from spmd_engine.models.model import Model
 
 

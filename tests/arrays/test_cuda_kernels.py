@@ -19,7 +19,7 @@ from spmd_engine.arrays.normalization import (
 )
 from spmd_engine.arrays.rotary import rotate
 from spmd_engine.arrays.updates import adamw, momentum_sgd, sum_of_squares
-from spmd_engine.layers import cross_entropy
+from spmd_engine.losses import cross_entropy
 
 TOLERANCE = {"float32": 2e-6, "float64": 1e-12}  # of the largest number, or of 1
 both_dtypes = pytest.mark.parametrize("dtype", TOLERANCE)

@@ -23,7 +23,7 @@ def test_a_rank_that_trains_loads_no_other_command():
     program = "import sys; from spmd_engine.cli import cli; cli.get_command(None, 'train'); print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert "spmd_engine.cli.train" in loaded
-    others = ("rich", "spmd_engine.verify", *(f"spmd_engine.cli.{name}" for name in ("bench", "show", "verify")))
+    others = ("rich", "spmd_engine.verification", *(f"spmd_engine.cli.{name}" for name in ("bench", "show", "verify")))
     others += (
         "spmd_engine.planning",
         "spmd_engine.serving",

@@ -8,13 +8,13 @@ import tiny
 from spmd_engine import Mesh, world
 from spmd_engine.cli import main
 from spmd_engine.engine import AdamW
-from spmd_engine.verify import Cause, mesh_of_one, verify
+from spmd_engine.verification import Cause, mesh_of_one, verify
 
 MINE = """
 import numpy as np
 from spmd_engine import Mesh
 from spmd_engine.engine import ShardedEngine
-from spmd_engine.layers import cross_entropy
+from spmd_engine.losses import cross_entropy
 from spmd_engine.strategies import DataParallel, TensorParallel
 
 class Table(ShardedEngine):

@@ -13,7 +13,7 @@ from spmd_engine.engine import SGD, AdamW
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import Attention, Embedding, Head, LayerNorm, Linear, Positions, Residual
-from spmd_engine.layers.loss import cross_entropy
+from spmd_engine.losses import cross_entropy
 from spmd_engine.models import deep_mlp, two_layers
 from spmd_engine.training import Trainer
 

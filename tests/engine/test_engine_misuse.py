@@ -7,7 +7,7 @@ from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import SGD, ShardedEngine
 from spmd_engine.engine.batch import Batch, MicroBatch, batch_of
 from spmd_engine.errors import UsageError
-from spmd_engine.layers import cross_entropy
+from spmd_engine.losses import cross_entropy
 from spmd_engine.training import Trainer
 from strangers import Bare
 

@@ -10,7 +10,7 @@ from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import SGD, LayeredEngine, ShardedEngine, as_distributed
 from spmd_engine.engine.batch import make_batch
 from spmd_engine.engine.schedules import named
-from spmd_engine.layers import cross_entropy, right_classes
+from spmd_engine.losses import cross_entropy, right_classes
 from spmd_engine.models import mlp
 from spmd_engine.training import Trainer
 

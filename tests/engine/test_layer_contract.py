@@ -34,7 +34,7 @@ from spmd_engine.models.gpt import token_loss
 from spmd_engine.models.mlp import squared_loss
 from spmd_engine.sharding import Layout
 from spmd_engine.training import Trainer
-from spmd_engine.verify import mesh_of_one, verify
+from spmd_engine.verification import mesh_of_one, verify
 
 D, F, V, LENGTH, BATCH, MICRO_BATCHES, STEPS = 6, 10, 13, 7, 9, 4, 2
 

@@ -19,7 +19,7 @@ from spmd_engine.models import Mixture, gpt, layout_for
 from spmd_engine.sharding import Layout
 from spmd_engine.sharding.rectangles import Rectangle
 from spmd_engine.training import Trainer
-from spmd_engine.verify import mesh_of_one
+from spmd_engine.verification import mesh_of_one
 
 AXES = {
     "decoder": ["pipe", "data", "context", "model", "replicate", "shard"],

@@ -7,7 +7,7 @@ from numerics import assert_gradient, frozen, normals
 from spmd_engine import Mesh, run_threads
 from spmd_engine.comm.spans import span
 from spmd_engine.errors import UsageError
-from spmd_engine.layers import cross_entropy, mean_squared_error
+from spmd_engine.losses import cross_entropy, mean_squared_error
 
 SHAPE, VOCABULARY = (2, 5), 13
 LOGITS = frozen(3 * normals(*SHAPE, VOCABULARY))

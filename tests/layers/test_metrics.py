@@ -5,7 +5,7 @@ import pytest
 
 from spmd_engine import Mesh, run_threads
 from spmd_engine.comm.spans import span
-from spmd_engine.layers import right_classes
+from spmd_engine.losses import right_classes
 
 CLASSES = 7
 RNG = np.random.default_rng(0)

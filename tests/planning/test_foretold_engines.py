@@ -17,7 +17,7 @@ from spmd_engine.planning.dry_run.user_engine import Samples, analyze_engine
 from spmd_engine.strategies import STRATEGIES, default_axes, strategy_named
 from spmd_engine.strategies.two_convolutions import IMAGE
 from spmd_engine.training import Trainer
-from spmd_engine.verify import mesh_of_one
+from spmd_engine.verification import mesh_of_one
 
 WIDTH = 6
 

@@ -11,12 +11,12 @@ from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import SGD, ShardedEngine, as_distributed
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.errors import UsageError
-from spmd_engine.layers import Activation, Layer, Linear, cross_entropy
+from spmd_engine.layers import Activation, Layer, Linear
 from spmd_engine.layers.declarations import Parameter
-from spmd_engine.layers.loss import mean_squared_error
+from spmd_engine.losses import cross_entropy, mean_squared_error
 from spmd_engine.strategies import AttentionHeads, DataParallel
-from spmd_engine.verify import Cause, engine_and_reference, fill_zeros, mesh_of_one, verify
-from spmd_engine.verify.reference import batches_of_shape
+from spmd_engine.verification import Cause, engine_and_reference, fill_zeros, mesh_of_one, verify
+from spmd_engine.verification.reference import batches_of_shape
 
 D, F = 5, 8
 

@@ -11,8 +11,8 @@ from spmd_engine import Mesh, run_threads, world
 from spmd_engine.comm.pending import Pending
 from spmd_engine.engine import SGD, AdamW
 from spmd_engine.strategies import DataParallel, TensorParallel
-from spmd_engine.verify import Cause, engine_and_reference, fill_zeros, verify
-from spmd_engine.verify.reference import batches_of_shape
+from spmd_engine.verification import Cause, engine_and_reference, fill_zeros, verify
+from spmd_engine.verification.reference import batches_of_shape
 
 D, F = 5, 7
 

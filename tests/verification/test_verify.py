@@ -13,16 +13,16 @@ from spmd_engine.engine import SGD, LayeredEngine, ShardedEngine, schedules
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.engine.pipeline.chunk import Recompute
 from spmd_engine.errors import NotFiniteError, UsageError
-from spmd_engine.layers import cross_entropy
+from spmd_engine.losses import cross_entropy
 from spmd_engine.models.mlp import deep_mlp, mlp, two_layers
 from spmd_engine.sharding import Layout
 from spmd_engine.strategies import STRATEGIES, DataParallel, SingleDevice, TensorParallel
 from spmd_engine.strategies.layer_stack import LayerStack
 from spmd_engine.strategies.one_attention import OneAttention
-from spmd_engine.verify import engine_and_reference, fill_zeros, mesh_of_one, verify
-from spmd_engine.verify.comparison import from_first, measure
-from spmd_engine.verify.lockstep import Pair
-from spmd_engine.verify.reference import batches_for_model, batches_of_shape
+from spmd_engine.verification import engine_and_reference, fill_zeros, mesh_of_one, verify
+from spmd_engine.verification.comparison import from_first, measure
+from spmd_engine.verification.lockstep import Pair
+from spmd_engine.verification.reference import batches_for_model, batches_of_shape
 
 GPT = [
     ({"data": 1}, {}),

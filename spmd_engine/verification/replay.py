@@ -21,11 +21,11 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.engine.base import ShardedEngine
-from spmd_engine.verify.bindings import Bindings, Name, ObservedReduction, place
-from spmd_engine.verify.blocks import ComparedBlock, difference
-from spmd_engine.verify.comparison import SMALLEST_SCALE, from_first, to_first
-from spmd_engine.verify.diagnosis import VARIABLE, base_in_sum, diagnose, missing_sum
-from spmd_engine.verify.report import Cause, Finding
+from spmd_engine.verification.bindings import Bindings, Name, ObservedReduction, place
+from spmd_engine.verification.blocks import ComparedBlock, difference
+from spmd_engine.verification.comparison import SMALLEST_SCALE, from_first, to_first
+from spmd_engine.verification.diagnosis import VARIABLE, base_in_sum, diagnose, missing_sum
+from spmd_engine.verification.report import Cause, Finding
 
 Axes = tuple[str, ...]
 Rank = Mapping[str, int]  # its coordinates

@@ -12,7 +12,7 @@ from spmd_engine.arrays import einsum
 from spmd_engine.comm.pending import Pending
 from spmd_engine.engine import AdamW
 from spmd_engine.layers import MLP
-from spmd_engine.verify import Cause, mesh_of_one, verify
+from spmd_engine.verification import Cause, mesh_of_one, verify
 
 
 class Wrong(MLP):

@@ -8,7 +8,7 @@ from itertools import combinations
 
 import numpy as np
 
-from spmd_engine.verify.report import Element
+from spmd_engine.verification.report import Element
 
 Teams = dict[tuple[str, ...], list[list["ComparedBlock"]]]
 

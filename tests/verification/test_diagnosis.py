@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from spmd_engine.verify import Cause
-from spmd_engine.verify.blocks import ComparedBlock
-from spmd_engine.verify.diagnosis import diagnose
+from spmd_engine.verification import Cause
+from spmd_engine.verification.blocks import ComparedBlock
+from spmd_engine.verification.diagnosis import diagnose
 
 
 def blocks(found, expected, *, axes, **more):

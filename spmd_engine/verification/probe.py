@@ -17,7 +17,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.layers import Activation, Layer
 from spmd_engine.layers.deferred import wait_for
 from spmd_engine.sharding.notation import Spec
-from spmd_engine.verify.comparison import Index, LocalPart
+from spmd_engine.verification.comparison import Index, LocalPart
 
 OUTPUT, OUTPUT_GRADIENT, INPUT_GRADIENT = "output", "gradient of the outputs", "input gradient"
 Place = Callable[[tuple[int, ...]], Index]  # the shape of a whole array -> this rank's part of it

@@ -11,7 +11,7 @@ from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.layers import Layer
-from spmd_engine.verify.activations import compare_activations
+from spmd_engine.verification.activations import compare_activations
 
 FOLDER = Path(__file__).parents[1] / "golden" / "decoders" / "qwen3"
 GOLDEN = dict(np.load(FOLDER / "reference.npz"))

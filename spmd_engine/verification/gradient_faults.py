@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from itertools import islice
 
 from spmd_engine.arrays.backend import Array
-from spmd_engine.verify.bindings import Bindings, Name, place
-from spmd_engine.verify.point import Point, size_of
-from spmd_engine.verify.report import Cause, Finding
+from spmd_engine.verification.bindings import Bindings, Name, place
+from spmd_engine.verification.point import Point, size_of
+from spmd_engine.verification.report import Cause, Finding
 
 Change = Callable[[Array], Array]
 #: The step of one device, with that loss function: its loss and gradients.

@@ -17,8 +17,8 @@ from spmd_engine.layers.moe.router_options import RouterOptions
 from spmd_engine.models import DecoderConfig, Mixture
 from spmd_engine.models.load_config import shape_at
 from spmd_engine.models.lora import LoRAOptions
-from spmd_engine.verify import Cause, engine_of_model, mesh_of_one, verify
-from spmd_engine.verify.reference import batches_for_model
+from spmd_engine.verification import Cause, engine_of_model, mesh_of_one, verify
+from spmd_engine.verification.reference import batches_for_model
 
 FOLDER = Path(__file__).parents[1] / "golden" / "decoders" / "qwen3"
 SHAPE = DecoderConfig(

@@ -9,7 +9,7 @@ from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import LayeredEngine
 from spmd_engine.engine.batch import batch_of
 from spmd_engine.layers import BatchNorm, Conv2d
-from spmd_engine.verify import Cause, mesh_of_one, verify
+from spmd_engine.verification import Cause, mesh_of_one, verify
 
 
 class NoHalo:

@@ -6,7 +6,7 @@ import routed
 import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.comm.pending import Pending
-from spmd_engine.verify import Cause, mesh_of_one, verify
+from spmd_engine.verification import Cause, mesh_of_one, verify
 
 
 def disagreement(spoil, **axes):

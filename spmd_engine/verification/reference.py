@@ -18,10 +18,10 @@ from spmd_engine.engine.base import ShardedEngine
 from spmd_engine.engine.batch import Batch, batch_of
 from spmd_engine.engine.user_engine import make_engine, name_of
 from spmd_engine.errors import UsageError, WrongNumberOfRanks
-from spmd_engine.layers.loss import mean_squared_error
+from spmd_engine.losses import mean_squared_error
 from spmd_engine.models import Model
 from spmd_engine.sharding.notation import Spec
-from spmd_engine.verify.comparison import from_first
+from spmd_engine.verification.comparison import from_first
 
 DEVIATION = 0.1  #: of the values that take the place of zeros
 
@@ -194,7 +194,7 @@ def _check_targets(engine: ShardedEngine, classes: int | None) -> None:
     if not classes and targets != outputs:
         raise UsageError(
             f'targets are "{targets}", outputs "{outputs}". Of targets unlike the outputs, only classes can be made '
-            "up: --classes N. For others, bring batches, and a loss, of your own to spmd_engine.verify.verify"
+            "up: --classes N. For others, bring batches, and a loss, of your own to spmd_engine.verification.verify"
         )
     wanted = Spec(outputs.dims[:-1]) if len(outputs.dims) > 1 else outputs  # "b/data" is the batch, and what follows
     if classes and targets != wanted:

@@ -12,10 +12,10 @@ from ml_dtypes import finfo
 from spmd_engine.arrays.backend import Array
 from spmd_engine.engine.base import Loss, ShardedEngine
 from spmd_engine.engine.batch import Batch
-from spmd_engine.verify.gradient_faults import explain_gradients
-from spmd_engine.verify.point import ROUNDING, Point, norm, random_like, size_of
-from spmd_engine.verify.reference import put_back
-from spmd_engine.verify.report import GradientCheck, Slope
+from spmd_engine.verification.gradient_faults import explain_gradients
+from spmd_engine.verification.point import ROUNDING, Point, norm, random_like, size_of
+from spmd_engine.verification.reference import put_back
+from spmd_engine.verification.report import GradientCheck, Slope
 
 NUDGE = 0.05  # of a parameter's size, away from where kinks may be, such as zero
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from spmd_engine.arrays.backend import Array, backend_of
 from spmd_engine.arrays.random import key_of, normal
-from spmd_engine.verify.report import Slope
+from spmd_engine.verification.report import Slope
 
 DIRECTIONS = 3  # in which a gradient that is wrong in the first is looked at: is it the same multiple in all?
 SHORTER = 16.0  # a second, shorter step, where the first may have crossed a kink such as relu's

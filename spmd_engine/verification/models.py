@@ -7,7 +7,7 @@ from spmd_engine.checkpoints.pretrained import open_pretrained
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.engine.layered import LayeredEngine
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
-from spmd_engine.verify.reference import DEVIATION
+from spmd_engine.verification.reference import DEVIATION
 
 
 def engine_of_model(

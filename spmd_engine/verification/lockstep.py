@@ -14,12 +14,12 @@ from spmd_engine.engine.base import Loss, ShardedEngine
 from spmd_engine.engine.batch import Batch
 from spmd_engine.engine.optimizers import AdamW, Optimizer
 from spmd_engine.errors import NotFiniteError, UsageError
-from spmd_engine.verify.comparison import ComparedTensor, LocalPart, Measured, examine, from_first, measure
-from spmd_engine.verify.diagnosis import INITIAL, PARAMETER
-from spmd_engine.verify.finite_differences import check_gradients
-from spmd_engine.verify.probe import INPUT_GRADIENT, OUTPUT, OUTPUT_GRADIENT, ProbePoint, probe
-from spmd_engine.verify.replay import explain
-from spmd_engine.verify.report import Cause, Disagreement, Distances, GradientCheck, Report
+from spmd_engine.verification.comparison import ComparedTensor, LocalPart, Measured, examine, from_first, measure
+from spmd_engine.verification.diagnosis import INITIAL, PARAMETER
+from spmd_engine.verification.finite_differences import check_gradients
+from spmd_engine.verification.probe import INPUT_GRADIENT, OUTPUT, OUTPUT_GRADIENT, ProbePoint, probe
+from spmd_engine.verification.replay import explain
+from spmd_engine.verification.report import Cause, Disagreement, Distances, GradientCheck, Report
 
 GRADIENT, LOSS, NORM = "gradient", "loss", "squared norm of the gradient"
 #: By dtype, relative to a tensor's scale: what rounding does not reach in a few steps, and mistakes surpass.

@@ -12,8 +12,8 @@ from math import isclose
 
 import numpy as np
 
-from spmd_engine.verify.blocks import ComparedBlock, Teams, difference, teams_of_replicas
-from spmd_engine.verify.report import Cause, Finding
+from spmd_engine.verification.blocks import ComparedBlock, Teams, difference, teams_of_replicas
+from spmd_engine.verification.report import Cause, Finding
 
 PARAMETER, INITIAL = "parameter", "initial parameter"  # kinds of tensors that nobody sums over ranks
 VARIABLE = "variable"  # of a function: what its ranks have may rightly differ

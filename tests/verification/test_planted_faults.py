@@ -9,8 +9,8 @@ import tiny
 from spmd_engine import Mesh, run_threads
 from spmd_engine.engine import SGD
 from spmd_engine.errors import UsageError
-from spmd_engine.verify import engine_and_reference, fill_zeros, verify
-from spmd_engine.verify.reference import batches_of_shape
+from spmd_engine.verification import engine_and_reference, fill_zeros, verify
+from spmd_engine.verification.reference import batches_of_shape
 
 
 def report_of(make, source, **options):
