@@ -5,28 +5,71 @@ from typing import TYPE_CHECKING
 from spmd_engine.importing import imported_when_asked
 
 if TYPE_CHECKING:
+    from spmd_engine import layers, losses, optim
+    from spmd_engine.checkpoints import load_checkpoint, load_pretrained, save_checkpoint
     from spmd_engine.comm import Ledger, Mesh, run_threads, world
-    from spmd_engine.engine import ShardedEngine, as_distributed
-    from spmd_engine.training import ArrayData, Run, TrainConfig, train
+    from spmd_engine.engine import LayeredEngine, ParallelConfig, ShardedEngine, as_distributed, batch_of
+    from spmd_engine.serving import generate
+    from spmd_engine.training import ArrayData, Run, TrainConfig, Trainer, train
+    from spmd_engine.verification import verify
 
 __version__ = "0.1.0"
 __all__ = [
     "ArrayData",
-    "TrainConfig",
+    "LayeredEngine",
     "Ledger",
     "Mesh",
+    "ParallelConfig",
     "Run",
     "ShardedEngine",
+    "TrainConfig",
+    "Trainer",
     "as_distributed",
+    "batch_of",
+    "generate",
+    "layers",
+    "load_checkpoint",
+    "load_pretrained",
+    "losses",
+    "optim",
     "run_threads",
+    "save_checkpoint",
     "train",
+    "verify",
     "world",
 ]
 
 _PUBLIC = {
-    "comm": ("Ledger", "Mesh", "run_threads", "world"),
-    "engine": ("ShardedEngine", "as_distributed"),
-    "training": ("ArrayData", "TrainConfig", "Run", "train"),
+    "checkpoints": (
+        "load_checkpoint",
+        "load_pretrained",
+        "save_checkpoint",
+    ),
+    "comm": (
+        "Ledger",
+        "Mesh",
+        "run_threads",
+        "world",
+    ),
+    "engine": (
+        "LayeredEngine",
+        "ParallelConfig",
+        "ShardedEngine",
+        "as_distributed",
+        "batch_of",
+    ),
+    "layers": (),
+    "losses": (),
+    "optim": (),
+    "serving": ("generate",),
+    "training": (
+        "ArrayData",
+        "Run",
+        "TrainConfig",
+        "Trainer",
+        "train",
+    ),
+    "verification": ("verify",),
 }
 
 #: Floors are imported when something of theirs is first asked for: a command begins, and can be interrupted in good

@@ -36,7 +36,6 @@ HEIGHT = {name: height for height, names in enumerate(FLOORS) for name in names}
 #: What a floor may import less than its height allows.
 ONLY = {
     "strategies": {"errors", "importing", "arrays", "comm", "sharding", "engine"},  # never layers or models
-    "spmd_engine": {"importing", "comm", "engine", "training"},
 }
 
 #: Module-level state that changes while the program runs, and why it may.

@@ -7,6 +7,7 @@ from spmd_engine.importing import imported_when_asked
 if TYPE_CHECKING:
     from spmd_engine.checkpoints.format.folder import CheckpointFolder, find_checkpoint
     from spmd_engine.checkpoints.format.manifest import Manifest
+    from spmd_engine.checkpoints.pretrained import load_pretrained, open_pretrained
     from spmd_engine.checkpoints.read import Checkpoint, load_checkpoint
     from spmd_engine.checkpoints.save import Save, save_checkpoint
 
@@ -17,6 +18,8 @@ __all__ = [
     "Save",
     "find_checkpoint",
     "load_checkpoint",
+    "load_pretrained",
+    "open_pretrained",
     "save_checkpoint",
 ]
 
@@ -26,6 +29,10 @@ _PUBLIC = {
         "find_checkpoint",
     ),
     "format.manifest": ("Manifest",),
+    "pretrained": (
+        "load_pretrained",
+        "open_pretrained",
+    ),
     "read": (
         "Checkpoint",
         "load_checkpoint",

@@ -6,10 +6,11 @@ from spmd_engine.importing import imported_when_asked
 
 if TYPE_CHECKING:
     from spmd_engine.engine.base import ShardedEngine
-    from spmd_engine.engine.batch import Batch, MicroBatch
+    from spmd_engine.engine.batch import Batch, MicroBatch, batch_of, make_batch
     from spmd_engine.engine.distributed import as_distributed
     from spmd_engine.engine.layered import LayeredEngine
     from spmd_engine.engine.optimizers import SGD, AdamW
+    from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig, build_engine
     from spmd_engine.engine.pipeline.chunk import Recompute
     from spmd_engine.engine.state.assignment import ZeroConfig
 
@@ -18,11 +19,16 @@ __all__ = [
     "Batch",
     "LayeredEngine",
     "MicroBatch",
+    "ModelConfig",
+    "ParallelConfig",
     "Recompute",
     "SGD",
     "ShardedEngine",
     "ZeroConfig",
     "as_distributed",
+    "batch_of",
+    "build_engine",
+    "make_batch",
 ]
 
 _PUBLIC = {
@@ -30,12 +36,19 @@ _PUBLIC = {
     "batch": (
         "Batch",
         "MicroBatch",
+        "batch_of",
+        "make_batch",
     ),
     "distributed": ("as_distributed",),
     "layered": ("LayeredEngine",),
     "optimizers": (
         "AdamW",
         "SGD",
+    ),
+    "parallel_config": (
+        "ModelConfig",
+        "ParallelConfig",
+        "build_engine",
     ),
     "pipeline.chunk": ("Recompute",),
     "state.assignment": ("ZeroConfig",),

@@ -7,6 +7,7 @@ from spmd_engine.importing import imported_when_asked
 if TYPE_CHECKING:
     from spmd_engine.layers.attention.attention import Attention
     from spmd_engine.layers.attention.context import ContextMethod, GatherKeys
+    from spmd_engine.layers.attention.kv_cache import Cache
     from spmd_engine.layers.attention.methods import context_method
     from spmd_engine.layers.attention.ring_attention import RingAttention
     from spmd_engine.layers.attention.rotary import Rotary, RotaryOptions
@@ -23,19 +24,21 @@ if TYPE_CHECKING:
     from spmd_engine.layers.layer import Extra, ForwardContext, GradientSums, Layer
     from spmd_engine.layers.linear import Linear, ReLU
     from spmd_engine.layers.mlp import MLP
+    from spmd_engine.layers.moe.capacity import capacity_of, keep
     from spmd_engine.layers.moe.moe import MoE
     from spmd_engine.layers.moe.router_options import RouterOptions
+    from spmd_engine.layers.moe.routing import Tokens, choose
     from spmd_engine.layers.norm import BatchNorm, GroupNorm, LayerNorm, RMSNorm
     from spmd_engine.layers.residual import Branch, Parallel, Residual
 
 __all__ = [
-    "MLP",
     "Activation",
     "Attention",
     "AveragePool",
     "BatchNorm",
     "Branch",
     "Buffer",
+    "Cache",
     "Chain",
     "ContextMethod",
     "Conv2d",
@@ -43,8 +46,8 @@ __all__ = [
     "Extra",
     "ForwardContext",
     "GatedMLP",
-    "GatherKeys",
     "Gather",
+    "GatherKeys",
     "GlobalPool",
     "GradientSums",
     "GroupNorm",
@@ -69,9 +72,13 @@ __all__ = [
     "RouterOptions",
     "SideOutput",
     "Skip",
+    "Tokens",
     "Ulysses",
     "Window",
+    "capacity_of",
+    "choose",
     "context_method",
+    "keep",
 ]
 
 _PUBLIC = {
@@ -80,6 +87,7 @@ _PUBLIC = {
         "ContextMethod",
         "GatherKeys",
     ),
+    "attention.kv_cache": ("Cache",),
     "attention.methods": ("context_method",),
     "attention.ring_attention": ("RingAttention",),
     "attention.rotary": (
@@ -126,8 +134,16 @@ _PUBLIC = {
         "ReLU",
     ),
     "mlp": ("MLP",),
+    "moe.capacity": (
+        "capacity_of",
+        "keep",
+    ),
     "moe.moe": ("MoE",),
     "moe.router_options": ("RouterOptions",),
+    "moe.routing": (
+        "Tokens",
+        "choose",
+    ),
     "norm": (
         "BatchNorm",
         "GroupNorm",

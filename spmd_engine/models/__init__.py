@@ -2,7 +2,7 @@
 
 from spmd_engine.models.convnet import convnet, resnet
 from spmd_engine.models.decoder import DECODERS, DecoderConfig, decoder
-from spmd_engine.models.gpt import GPT_SIZES, GPTSize, gpt
+from spmd_engine.models.gpt import GPT_SIZES, GPTSize, gpt, token_loss
 from spmd_engine.models.images import ImageShape
 from spmd_engine.models.layouts import layout_for
 from spmd_engine.models.mixture import Mixture
@@ -26,5 +26,6 @@ __all__ = [
     "layout_for",
     "mlp",
     "resnet",
+    "token_loss",
     "two_layers",
 ]

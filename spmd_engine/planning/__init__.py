@@ -12,6 +12,7 @@ from spmd_engine.planning.dry_run.step_analysis import (
     RankStep,
     StepAnalysis,
 )
+from spmd_engine.planning.dry_run.user_engine import Samples, analyze_engine
 
 __all__ = [
     "Communication",
@@ -22,6 +23,8 @@ __all__ = [
     "Product",
     "RankClass",
     "RankStep",
+    "Samples",
     "StepAnalysis",
     "analyze",
+    "analyze_engine",
 ]

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from spmd_engine.importing import imported_when_asked
 
 if TYPE_CHECKING:
+    from spmd_engine.sharding.experts import even, greedy, imbalance, moved, optimal, rebalanced, routing_table
     from spmd_engine.sharding.layout import Layout
     from spmd_engine.sharding.notation import Spec
     from spmd_engine.sharding.placement import ArrayPlacement, Placement
@@ -35,20 +36,47 @@ __all__ = [
     "Shards",
     "Spec",
     "TransferPlan",
+    "even",
     "gather",
+    "greedy",
+    "imbalance",
+    "moved",
+    "optimal",
     "plan_transfer",
+    "rebalanced",
     "reshard",
     "reshard_plan",
+    "routing_table",
     "shard",
 ]
 
 _PUBLIC = {
+    "experts": (
+        "even",
+        "greedy",
+        "imbalance",
+        "moved",
+        "optimal",
+        "rebalanced",
+        "routing_table",
+    ),
     "layout": ("Layout",),
     "notation": ("Spec",),
-    "placement": ("ArrayPlacement", "Placement"),
+    "placement": (
+        "ArrayPlacement",
+        "Placement",
+    ),
     "rectangles": ("Rectangle",),
-    "resharding": ("gather", "reshard", "reshard_plan", "shard"),
+    "resharding": (
+        "gather",
+        "reshard",
+        "reshard_plan",
+        "shard",
+    ),
     "shards": ("Shards",),
-    "transfer": ("TransferPlan", "plan_transfer"),
+    "transfer": (
+        "TransferPlan",
+        "plan_transfer",
+    ),
 }
 __getattr__ = imported_when_asked(__name__, _PUBLIC)

@@ -8,9 +8,11 @@ if TYPE_CHECKING:
     from spmd_engine.training.data.array_data import ArrayData
     from spmd_engine.training.data.corpus import Corpus, load_corpus
     from spmd_engine.training.data.images import ImageData, Images, load_images
+    from spmd_engine.training.data.prepare import prepare
+    from spmd_engine.training.data.token_data import PreparedData
     from spmd_engine.training.observers import Observer
     from spmd_engine.training.run import Run
-    from spmd_engine.training.run_job import train
+    from spmd_engine.training.run_job import read_run, train
     from spmd_engine.training.train_config import TrainConfig
     from spmd_engine.training.trainer import Trainer
 
@@ -19,12 +21,15 @@ __all__ = [
     "Corpus",
     "ImageData",
     "Images",
-    "TrainConfig",
     "Observer",
+    "PreparedData",
     "Run",
+    "TrainConfig",
     "Trainer",
     "load_corpus",
     "load_images",
+    "prepare",
+    "read_run",
     "train",
 ]
 
@@ -39,10 +44,15 @@ _PUBLIC = {
         "Images",
         "load_images",
     ),
-    "train_config": ("TrainConfig",),
+    "data.prepare": ("prepare",),
+    "data.token_data": ("PreparedData",),
     "observers": ("Observer",),
     "run": ("Run",),
-    "run_job": ("train",),
+    "run_job": (
+        "read_run",
+        "train",
+    ),
+    "train_config": ("TrainConfig",),
     "trainer": ("Trainer",),
 }
 __getattr__ = imported_when_asked(__name__, _PUBLIC)
