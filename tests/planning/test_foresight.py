@@ -18,7 +18,7 @@ def trained(folder, **options):
     """The first line of the metrics of two steps on two virtual ranks."""
     enforce = options.pop("enforce", True)
     job = TrainConfig.of(model="mlp", steps=1, batch_size=32, eval_samples=32, **options)
-    run_threads(lambda: train(job, run_threads=folder, enforce=enforce), 2)
+    run_threads(lambda: train(job, run=folder, enforce=enforce), 2)
     return json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
 
 

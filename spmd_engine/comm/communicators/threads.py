@@ -55,13 +55,13 @@ def run_threads(
 
     >>> import numpy as np
     >>> from spmd_engine import Mesh
-    >>> run(lambda: float(Mesh(data=4).all_reduce(np.ones(1))[0]), ranks=4)
+    >>> run_threads(lambda: float(Mesh(data=4).all_reduce(np.ones(1))[0]), ranks=4)
     [4.0, 4.0, 4.0, 4.0]
     """
     if ranks < 1:
-        raise UsageError(f"run: ranks={ranks}; at least one rank is needed")
+        raise UsageError(f"run_threads: ranks={ranks}; at least one rank is needed")
     if nodes is not None and len(nodes) != ranks:
-        raise UsageError(f"run: nodes names {len(nodes)} hosts; one for each of {ranks} ranks is needed")
+        raise UsageError(f"run_threads: nodes names {len(nodes)} hosts; one for each of {ranks} ranks is needed")
     fabric = _Fabric(nodes or [os.uname().nodename] * ranks)
     results: list[Any] = [None] * ranks
     progresses = [Progress() for _ in range(ranks)]
