@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from spmd_engine.training import ArrayData, Run, TrainConfig, Trainer, train
     from spmd_engine.verification import verify
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "ArrayData",
     "LayeredEngine",
