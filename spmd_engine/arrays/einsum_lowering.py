@@ -159,7 +159,7 @@ def _sizes(pattern: str, inputs: tuple[str, ...], shapes: tuple[Shape, ...]) -> 
             if sizes.setdefault(letter, size) != size:
                 raise NotationError(
                     f'einsum "{pattern}": "{letter}" is {sizes[letter]} in one operand and {size} in the '
-                    f"other (shapes {list(shapes)}). Is it cut on a mesh axis in only one of them?"
+                    f"other (shapes {list(shapes)}). Is it sharded on a mesh axis in only one of them?"
                 )
     return sizes
 

@@ -171,7 +171,7 @@ def read_manifest(folder: Path) -> Manifest:
     except OSError as error:
         raise CheckpointError(
             f"{folder}: a part of this checkpoint cannot be read: {error}. Take it from a copy, or remove the folder "
-            "to go on from the one before"
+            "to continue from the previous one"
         ) from error
     return manifest
 
@@ -252,7 +252,7 @@ def _take_residues(checkpoint: Checkpoint, engine: ShardedEngine) -> None:
     taken = engine.take_residues(own if saved_on == here else {})
     if section and group.rank == 0 and not (taken and saved_on == here):
         why = f"on mesh {saved_on}; on mesh {here}" if saved_on != here else "by another --compress; with this one"
-        logger.warning("%s: what --compress has yet to send was saved %s it begins anew", checkpoint.path, why)
+        logger.warning("%s: what --compress has yet to send was saved %s it starts from zero", checkpoint.path, why)
 
 
 def _sliceable(name: str, array: StoredArray, read_block: Callable[..., np.ndarray]) -> Sliceable:

@@ -47,7 +47,7 @@ def compare_replicas(engine: ShardedEngine, optimizer: Optimizer | None = None) 
         more = f" (and {len(differ) - 1} more blocks)" if len(differ) > 1 else ""
         raise ReplicasDifferError(
             f"{name}{rectangle} is not the same on the ranks that hold it{more}: {_told(sums)}. A bit was flipped, or "
-            "something made it differ; go on from the last checkpoint (--resume). On processors of several kinds, "
+            "something made it differ; continue from the last checkpoint (--resume). On processors of several kinds, "
             "which round differently, switch the comparison off: --check-replicas-every 0"
         )
 

@@ -131,5 +131,5 @@ def what_it_computes(job: TrainConfig) -> ModelConfig:
     Raises UsageError for a run of a page of ``strategies/``, which has no model to be built anew.
     """
     if job.strategy:
-        raise UsageError(f"this is a run of --strategy {job.strategy}: only 'train --resume' goes on from those")
+        raise UsageError(f"this is a run of --strategy {job.strategy}: only 'train --resume' continues from those")
     return job.model.changed(dropout=0.0)

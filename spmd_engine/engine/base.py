@@ -371,7 +371,7 @@ class ShardedEngine(Collectives, ABC):
         if inputs and targets != inputs:
             raise UsageError(
                 f'inputs are "{self.input_sharding}", targets "{self.target_sharding}": say by output_sharding (or '
-                f"target_sharding) that the batch is cut over {','.join(axis for axis, _ in inputs)} there too, alike"
+                f"target_sharding) that the batch is sharded over {','.join(axis for axis, _ in inputs)} there too"
             )
 
     def _spec(self, what: str) -> Spec:

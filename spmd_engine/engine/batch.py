@@ -96,16 +96,16 @@ def check_batch(size: int, micro_batches: int, inputs: Spec, mesh: MeshPosition)
     if smallest < parts:
         raise UsageError(
             f"--batch-size {size} in {micro_batches} micro-batch(es) gives {smallest} "
-            f"sample(s) each, fewer than the {parts} rank(s) that it is cut over. Raise --batch-size to "
+            f"sample(s) each, fewer than the {parts} rank(s) that it is sharded over. Raise --batch-size to "
             f"{parts * micro_batches} or more, or take fewer micro-batches, or a smaller data axis in --mesh"
         )
     for samples in sorted({smallest, -(-size // micro_batches)}) if inputs.weights else ():
         parts = [inputs.part(0, samples, peer) for peer in mesh.peers(over)]
         if any(part.start == part.stop for part in parts):
             raise UsageError(
-                f"--batch-size {size} in {micro_batches} micro-batch(es) gives {samples} sample(s) each, which cut as "
-                f'"{inputs}" leave a rank none. Raise --batch-size, or take fewer micro-batches, or --shares '
-                "that are nearer to each other"
+                f"--batch-size {size} in {micro_batches} micro-batch(es) gives {samples} sample(s) each, which, "
+                f'sharded as "{inputs}", leave a rank none. Raise --batch-size, or take fewer micro-batches, or '
+                "--shares that are closer to each other"
             )
 
 

@@ -130,8 +130,8 @@ def _of_whole_samples(loss: Loss, outputs: str) -> Callable[..., tuple[float, Ar
         cut = sh.axes(letter for letter in outputs.split() if letter not in "bs")
         if cut and loss is not mean_squared_error:
             raise UsageError(
-                f"as_distributed: the outputs {outputs!r} are cut over {', '.join(cut)}, of which this loss knows "
-                "nothing; use cross_entropy, or a Model whose loss does"
+                f"as_distributed: the outputs {outputs!r} are sharded over {', '.join(cut)}, which this loss "
+                "does not support; use cross_entropy, or a Model whose loss supports it"
             )
         return loss(y, targets, **options)
 
@@ -221,7 +221,7 @@ def _check(engine: ShardedEngine, zero: int) -> None:
         raise UsageError(f"{what} has no parameters yet; load a checkpoint into it first")
     check_parameters(engine)
     if "/" in engine.input_sharding or any(engine.sharding(name).axes for name in engine.parameters):
-        raise UsageError(f"{what} is cut over mesh axes already; run it as it is")
+        raise UsageError(f"{what} is already sharded over mesh axes; run it as it is")
     if zero not in (0, 1, 2):
         raise UsageError(f"{what}: zero={zero}, but an engine of its own keeps whole parameters; choose 0, 1 or 2")
     dtypes = sorted({str(array.dtype) for array in engine.parameters.values()})

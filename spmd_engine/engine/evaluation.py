@@ -50,7 +50,7 @@ def _like(outputs: Array, targets: Array, *, count: float) -> tuple[float, Array
 def _of_metric(name: str, metric: Callable[..., Any], outputs: Array, micro: MicroBatch) -> float:
     value = metric(outputs, micro.targets, **micro.metric_options)
     if not _is_number(value):
-        raise UsageError(f"metric {name} returned {described(value)}; return a number: of how many targets it holds")
+        raise UsageError(f"metric {name} returned {described(value)}; return the number of targets for which it holds")
     return value
 
 

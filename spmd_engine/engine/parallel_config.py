@@ -195,7 +195,7 @@ class ParallelConfig(Configuration):
         if fewest is None and self.experts_over is not None:
             return [f"--experts-over {self.experts_over} has no effect: {model.name} has no experts"]
         if fewest is None and parts > 1:
-            return [f"axis expert={parts} cuts the batch alone, as data would: {model.name} has no experts"]
+            return [f"axis expert={parts} shards only the batch, as data would: {model.name} has no experts"]
         if self.rebalance_every and (fewest is None or parts == 1):
             return [f"--rebalance-every {self.rebalance_every} has no effect: experts are not in parts here"]
         if fewest is not None and fewest < parts:
@@ -238,7 +238,7 @@ class ParallelConfig(Configuration):
         unfit = {name: why for name, why in self._misfitting_shares(axes).items() if name not in given}
         if unfit:
             fitting, notices = self.changed(**dict.fromkeys(unfit)).fitted(axes, model, given)
-            left_out = [f"goes on without {_flag(name)} {getattr(self, name)} ({why})" for name, why in unfit.items()]
+            left_out = [f"continues without {_flag(name)} {getattr(self, name)} ({why})" for name, why in unfit.items()]
             return fitting, left_out + notices
         try:
             self.check(axes, model)
@@ -251,7 +251,7 @@ class ParallelConfig(Configuration):
                 except UsageError:
                     continue
                 listed = ", ".join(f"--{name} {getattr(self, name)}" for name in left_out)
-                return fitting, [f"goes on without {listed} ({error})"]
+                return fitting, [f"continues without {listed} ({error})"]
             raise
         return self, []
 

@@ -26,7 +26,7 @@ _PART = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")  # of a model in several file
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
 _TRUTH, _TEXT, _LIST = 7, 8, 9
 _PLAIN = {0: ("F32", "float32"), 1: ("F16", "float16"), 28: ("F64", "float64"), 30: ("BF16", "bfloat16")}
-_CUT = "it ends within its header: it was cut short"
+_CUT = "it ends within its header: it is truncated"
 MOST_DIMS = 4
 ELEMENTS = 1 << 22  #: unpacked at a time
 
@@ -177,7 +177,7 @@ def _tensor(path: Path, name: str, shape: tuple[int, ...], kind: int, offset: in
             f"{path}: {name} is of type number {kind}, which is not read here. Take the file in one of {known}"
         )
     if (end := tensor.offset + tensor.nbytes) > size:
-        raise CheckpointError(f"{path} is cut short: {name} should go on to byte {end} of {size}. Fetch it again")
+        raise CheckpointError(f"{path} is truncated: {name} should extend to byte {end} of {size}. Fetch it again")
     return tensor
 
 

@@ -40,7 +40,7 @@ def _header(path: str | Path, start: bytes) -> tuple[str, tuple[int, ...], int]:
         raise UsageError(f"{path} is no IDX file: it begins with {start[:4].hex(' ') or 'nothing'}. Fetch it again")
     offset = 4 + 4 * start[3]
     if len(start) < offset:
-        raise UsageError(f"{path} ends within its header: it was cut short. Fetch it again")
+        raise UsageError(f"{path} ends within its header: it is truncated. Fetch it again")
     return _DTYPES[start[2]], tuple(np.frombuffer(start[4:offset], ">u4").tolist()), offset
 
 

@@ -48,7 +48,7 @@ def tensors_of(path: Path, described: dict[str, Any], after: int, size: int) -> 
         tensors[name] = tensor
     if after + end != size:
         raise CheckpointError(
-            f"{path}: its tensors need {after + end} bytes, the file has {size}: it is cut short or damaged"
+            f"{path}: its tensors need {after + end} bytes, the file has {size}: it is truncated or damaged"
         )
     return tensors
 
@@ -66,7 +66,7 @@ def read_header(path: str | Path, largest: int = LARGEST_HEADER) -> tuple[dict[s
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(largest, size - 8):
                 raise CheckpointError(
-                    f"{path}: a header of {length} bytes in a file of {size}: it is cut short or damaged"
+                    f"{path}: a header of {length} bytes in a file of {size}: it is truncated or damaged"
                 )
             described = parse_json(file.read(length), distinct)
     if not isinstance(described, dict):

@@ -77,7 +77,7 @@ class TokenFile:
     @property
     def tokenizer(self) -> dict[str, str]:
         """The tokenizer's files, texts by name; none of bytes."""
-        with reading(f"{self.path} is a damaged file of tokens: its tokenizer", "; prepare it anew"):
+        with reading(f"{self.path} is a damaged file of tokens: its tokenizer", "; prepare it again"):
             files = parse_json(self.arrays["tokenizer"].open().tobytes() or b"{}")
             if not isinstance(files, dict) or not all(isinstance(text, str) for text in files.values()):
                 raise ValueError("it must be an object of texts by name")
@@ -149,7 +149,7 @@ def open_token_file(path: str | Path) -> TokenFile:
     if not Path(path).is_file():
         raise UsageError(f"{path}: no such file")
     try:
-        with reading(f"{path} is a damaged file of tokens", "; prepare it anew"):
+        with reading(f"{path} is a damaged file of tokens", "; prepare it again"):
             described, begin, size = read_header(path)
             facts = TokenFacts.from_json(parse_json(described.pop("__metadata__")["facts"]), f"{path}: its facts")
             tensors = tensors_of(Path(path), described, begin, size)
@@ -161,5 +161,5 @@ def open_token_file(path: str | Path) -> TokenFile:
                 for name, each in tensors.items()
             }
     except CheckpointError as error:
-        raise UsageError(f"{error}; a damaged file of tokens: prepare it anew") from error
+        raise UsageError(f"{error}; a damaged file of tokens: prepare it again") from error
     return TokenFile(str(path), facts, arrays)

@@ -38,12 +38,12 @@ def layout_for(
     if mesh.axes.get("context", 1) > 1 and "s" not in letters:
         nearest = "'data', 'rows' or 'columns'" if of_images else "'data'"
         raise MeshError(
-            f"mesh {mesh}: axis 'context' cuts sequences, but {model.name} takes [{model.inputs}]; "
+            f"mesh {mesh}: axis 'context' shards sequences, but {model.name} takes [{model.inputs}]; "
             f"give its ranks to {nearest}"
         )
     if sequence_parallel and "s" not in letters:
         raise MeshError(
-            f"sequence parallel cuts sequences, but {model.name} takes [{model.inputs}]; "
+            f"sequence parallel shards sequences, but {model.name} takes [{model.inputs}]; "
             "with 'model' alone it is tensor parallel"
         )
     if of_images:
@@ -51,13 +51,13 @@ def layout_for(
     for axis in ("rows", "columns"):
         if axis in mesh.axes:
             raise MeshError(
-                f"mesh {mesh}: axis {axis!r} cuts images, but {model.name} takes [{model.inputs}]; give its ranks to "
+                f"mesh {mesh}: axis {axis!r} shards images, but {model.name} takes [{model.inputs}]; give its ranks to "
                 "'data'"
             )
     ranks, attentions = mesh.axes.get("model", 1), _attentions(model)
     if mesh.axes.get("queries", 1) > 1 and not any("r" in sizes for sizes in attentions):
         raise MeshError(
-            f"mesh {mesh}: axis 'queries' cuts those that share a key head, of which {model.name} has none; "
+            f"mesh {mesh}: axis 'queries' shards query heads that share a key head, of which {model.name} has none; "
             "give its ranks to 'model'"
         )
     queries_cut = "queries" not in mesh.axes and _queries_divide_better(attentions, ranks)
@@ -76,7 +76,7 @@ def layout_of_images(model: Model, mesh: MeshPosition) -> Layout:
     for axis in mesh.axes:
         if axis not in OF_IMAGES and mesh.axes[axis] > 1:
             raise MeshError(
-                f"mesh {mesh}: axis {axis!r} cuts nothing that {model.name} has, which takes [{model.inputs}]; "
+                f"mesh {mesh}: axis {axis!r} shards nothing that {model.name} has, which takes [{model.inputs}]; "
                 f"{one_of(axis, OF_IMAGES)}"
             )
         for letter in OF_IMAGES.get(axis, ""):

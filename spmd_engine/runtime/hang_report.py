@@ -53,7 +53,7 @@ def look_at(states: Sequence[State], size: int) -> Hang | None:
         summary = f"{begins}, for {_named(stuck)}:"
     else:
         circle = (f"{_named([rank])} for {_named(others)}" for rank, others in sorted(waits_for.items()) if others)
-        why = f"ranks wait for each other: {', '.join(circle) or 'for nobody that could be told'}"
+        why = f"ranks wait for each other: {', '.join(circle) or 'for ranks that could not be determined'}"
         summary = f"{begins}; {why}"
     order = [*stuck, *(rank for rank in sorted(by_rank) if rank not in stuck)]
     lines = [f"{_named(ranks)} {text}" for text, ranks in _grouped(order, by_rank, waits_for).items()]
@@ -137,7 +137,7 @@ def _busy(state: State, by_rank: Mapping[int, State]) -> str:
     own = [line for line in lines if not line.startswith(_STANDARD) or "site-packages" in line]  # not threading.py, say
     at = f", at {(own or lines)[-1].rpartition('/')[2]}" if lines else ""
     at += f" {state.stack_seconds:.0f} s ago" if at and state.stack_seconds > 1.5 else ""
-    return f"{'; '.join(told) or 'waiting for nobody'}{_phase(state)}{at}{_condition(state)}"
+    return f"{'; '.join(told) or 'waiting for no rank'}{_phase(state)}{at}{_condition(state)}"
 
 
 def _phase(state: State) -> str:

@@ -53,7 +53,7 @@ class Supervisor:
         if self.ranks < 1 or not 1 <= (self.min_ranks or self.ranks) <= self.ranks:
             raise UsageError(f"launch: -n {self.ranks} with --min-ranks {self.min_ranks}: at least one, at most -n")
         if self.newest is None and self._is_training:
-            raise UsageError("launch: give 'train' a --run NAME, so that it is known where it goes on")
+            raise UsageError("launch: give 'train' a --run NAME, so that a restart finds its checkpoint")
         if find_mpiexec() is None:
             raise UsageError("launch: no mpiexec; pip install 'spmd_engine[mpich]', or load your cluster's MPI")
 
@@ -83,7 +83,7 @@ class Supervisor:
             restarts, in_a_row = restarts + 1, in_a_row + 1
             if fruitless >= 2 and ranks > (self.min_ranks or self.ranks):
                 ranks, fruitless = ranks - 1, 0
-            goes_on = f"goes on from {found.name}" if found and self._is_training else "begins again"
+            goes_on = f"continues from {found.name}" if found and self._is_training else "begins again"
             pause = min(LONGEST, self.pause * 2 ** (in_a_row - 1))
             self.say(
                 f"launch: {_ended(code)}; {goes_on} on {ranks} ranks in {pause:g} s, "

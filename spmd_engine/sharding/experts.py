@@ -70,7 +70,7 @@ def optimal(loads: Sequence[float], parts: int, most_per_part: int | None = None
             tries += 1
             if tries > steps:
                 raise UsageError(
-                    f"the best placement of {len(loads)} experts on {parts} parts was not found in {steps:,} tries: "
+                    f"the best placement of {len(loads)} experts on {parts} parts was not found in {steps:,} steps: "
                     "use the greedy one, whose heaviest part has at most 4/3 as much"
                 )
             before, held[part] = held[part], load

@@ -169,20 +169,20 @@ class Layout:
             axes = self.axes(letter)
             if axes and letter not in may_cut:
                 raise NotationError(
-                    f'{name}: {letter} is cut over mesh axis "{",".join(axes)}" inside, but this layer needs it whole; '
-                    f"it can be cut along {', '.join(may_cut)}"
+                    f'{name}: {letter} is sharded over mesh axis "{",".join(axes)}" inside, but this layer needs it '
+                    f"whole; it can be sharded along {', '.join(may_cut)}"
                 )
         for letter in stream:
             inside, stream = self.axes(letter), self.axes(letter, "residual")
             borrowed = stream[len(inside) :]
             if stream[: len(inside)] != inside:
                 raise NotationError(
-                    f"{name}: the residual stream cuts {letter} over {stream}; it must cut it over {inside} first, "
+                    f"{name}: the residual stream shards {letter} over {stream}; it must shard it over {inside} first, "
                     "as inside the layers"
                 )
             if across and not set(borrowed) <= {axis for each in across for axis in self.axes(each)}:
                 raise NotationError(
-                    f"{name}: the residual stream cuts {letter} over {borrowed}, which do not cut {across} inside; "
+                    f"{name}: the residual stream shards {letter} over {borrowed}, which do not shard {across} inside; "
                     f"cut {across} over the same axes, or {letter} over no more than inside"
                 )
 

@@ -59,12 +59,12 @@ class Spec:
             if axes.count(axis) > 1:
                 cut = " and ".join(letter for letter, names in self.dims if axis in names)
                 raise NotationError(
-                    f'sharding "{text or self}": axis "{axis}" cuts {cut}; only diagonal blocks would be left. '
-                    "One axis cuts at most one letter of an array"
+                    f'sharding "{text or self}": axis "{axis}" shards {cut}; only diagonal blocks would be left. '
+                    "One axis shards at most one letter of an array"
                 )
         for axis, weights in self.weights:
             if not any(weights):
-                raise NotationError(f'sharding "{text or self}": all weights of "{axis}" are 0, so nobody has a part')
+                raise NotationError(f'sharding "{text or self}": all weights of "{axis}" are 0, so no rank has a part')
         return self
 
     @property
@@ -142,7 +142,7 @@ def nested_span(
     start, stop = 0, length
     for axis in axes:
         if axis not in sizes:
-            raise MeshError(f'a sharding cuts over axis "{axis}", which the mesh has not; {one_of(axis, sizes)}')
+            raise MeshError(f'a sharding uses axis "{axis}", which the mesh does not have; {one_of(axis, sizes)}')
         if axis in weights:
             part = _weighted_span(stop - start, axis, weights[axis], sizes[axis], coordinates[axis])
         else:
@@ -154,7 +154,7 @@ def nested_span(
 def _weighted_span(length: int, axis: str, weights: tuple[int, ...], size: int, index: int) -> slice:
     if len(weights) != size:
         said = ":".join(map(str, weights))
-        raise MeshError(f'a sharding cuts over "{axis}:{said}", in {len(weights)} parts; axis {axis} has {size} ranks')
+        raise MeshError(f'a sharding is over "{axis}:{said}", in {len(weights)} parts; axis {axis} has {size} ranks')
     lengths = weighted_lengths(length, weights)
     start = sum(lengths[:index])
     return slice(start, start + lengths[index])

@@ -131,7 +131,7 @@ class ArrayPlacement:
             at, one = bad.start, Rectangle(bad.start, tuple(n + 1 for n in bad.start))
             ranks = [rank for rank, owned in enumerate(self.owned) if any(one in part for part in owned if part.size)]
             who = f"ranks {', '.join(map(str, ranks))} all own" if ranks else "nobody owns"
-            raise UsageError(f"{name}: {who} the element at {at}; of each element there must be one owner")
+            raise UsageError(f"{name}: {who} the element at {at}; each element must have exactly one owner")
 
 
 class Placement(Mapping[str, ArrayPlacement]):

@@ -206,7 +206,7 @@ def _check(source: Spec, target: Spec, axes: Mapping[str, int]) -> None:
         raise NotationError(f"{said}: the letters {source.letters} and {target.letters} differ; {what}")
     for axis in (*source.axes, *target.axes):
         if axis not in axes:
-            raise MeshError(f'{said}: a sharding cuts over axis "{axis}", which the mesh has not; {one_of(axis, axes)}')
+            raise MeshError(f'{said}: axis "{axis}", which the mesh does not have; {one_of(axis, axes)}')
 
 
 def _spec(sharding: str | Spec) -> Spec:

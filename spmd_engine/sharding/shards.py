@@ -285,9 +285,9 @@ class Shards:
         """In a zigzag a rank has an early and a late part: what reads an interval would compute something else."""
         if letter in self.layout.zigzag and self.is_cut(letter):
             raise MeshError(
-                f"{self.label or 'a layer'} takes a rank's part of {letter} for an interval, but {letter} is cut over "
-                f"{', '.join(self.axes(letter))} in a zigzag: an early and a late part on each rank. Cut it "
-                "without the zigzag, or ask Layout.positions which indices a rank has"
+                f"{self.label or 'a layer'} takes this rank's part of {letter} for an interval, but {letter} is "
+                f"sharded over {', '.join(self.axes(letter))} in a zigzag: an early and a late part on each rank. "
+                "Shard it without the zigzag, or ask Layout.positions which indices a rank has"
             )
 
     def _scattered(self, dims: str, over: str, onto: str) -> tuple[str, ...]:
@@ -295,8 +295,8 @@ class Shards:
         borrowed = self._borrowed(onto, over)
         if borrowed and set(borrowed) != set(self.axes(over)):
             raise NotationError(
-                f"reduce_scatter of {dims!r}: {over} is cut over {self.axes(over)}, but the residual stream cuts "
-                f"{onto} only over {borrowed}; cut both over the same axes"
+                f"reduce_scatter of {dims!r}: {over} is sharded over {self.axes(over)}, but the residual stream shards "
+                f"{onto} only over {borrowed}; shard both over the same axes"
             )
         return borrowed
 

@@ -23,13 +23,13 @@ def gguf_tokenizer(metadata: Mapping[str, Any], where: str = "the GGUF file") ->
     Raises UsageError, naming ``where``, for other kinds, and for what is missing or damaged.
     """
     library = tokenizers_library()
-    with reading(f"{where} describes no tokenizer", "; get the file anew"):
+    with reading(f"{where} describes no tokenizer", "; download the file again"):
         kind = metadata.get("tokenizer.ggml.model")
         tokens = _field(metadata, "tokens", where)
         types = list(metadata.get("tokenizer.ggml.token_type", [1] * len(tokens)))
         vocabulary = {token: number for number, token in enumerate(tokens)}
         if len(types) != len(tokens):
-            raise UsageError(f"{where}: {len(tokens)} tokens, but {len(types)} types of them; get the file anew")
+            raise UsageError(f"{where}: {len(tokens)} tokens, but {len(types)} types of them; download the file again")
         if kind == "gpt2":
             tokenizer = _byte_level(library, metadata, vocabulary, where)
         elif kind == "llama":
@@ -66,7 +66,7 @@ def gguf_tokenizer(metadata: Mapping[str, Any], where: str = "the GGUF file") ->
 def gguf_ends(metadata: Mapping[str, Any], where: str = "the GGUF file") -> tuple[int, ...]:
     """The tokens that end what is generated: those that facts say end a text, a turn or a message, and control tokens
     that are called so. Raises UsageError for a number that is none of a token."""
-    with reading(f"{where} describes no tokenizer", "; get the file anew"):
+    with reading(f"{where} describes no tokenizer", "; download the file again"):
         tokens = _field(metadata, "tokens", where)
         types = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
         said = [_token(metadata, f"{name}_token_id", len(tokens), where) for name in ("eos", "eot", "eom")]
@@ -80,7 +80,7 @@ def _byte_level(library: Any, metadata: Mapping[str, Any], vocabulary: Mapping[s
     if split is None:
         raise UsageError(f"{where}: tokenizer.ggml.pre is {pre!r}; known are {', '.join(SPLITS)}")
     merges = [tuple(pair.split(" ", 1)) for pair in _field(metadata, "merges", where)]
-    with reading(f"{where}: its vocabulary cannot be read", "; get the file anew"):
+    with reading(f"{where}: its vocabulary cannot be read", "; download the file again"):
         tokenizer = library.Tokenizer(library.models.BPE(dict(vocabulary), merges, ignore_merges=split.whole_words))
     tokenizer.pre_tokenizer = split.pre_tokenizer(library)
     tokenizer.decoder = library.decoders.ByteLevel()
@@ -92,7 +92,7 @@ def _sentence_piece(
 ) -> Any:
     scores = _field(metadata, "scores", where)
     if len(scores) != len(tokens):
-        raise UsageError(f"{where}: {len(tokens)} tokens, but {len(scores)} scores of them; get the file anew")
+        raise UsageError(f"{where}: {len(tokens)} tokens, but {len(scores)} scores of them; download the file again")
     unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
     model = library.models.BPE(
         dict(vocabulary), list(_merges(vocabulary, scores)), unk_token=unknown, fuse_unk=True, byte_fallback=True

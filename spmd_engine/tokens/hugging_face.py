@@ -38,7 +38,7 @@ class JsonTokenizer(Tokenizer):
         the file says belongs before and after every text. Raises UsageError, naming ``where``, for a text that
         describes none.
         """
-        with reading(f"{where} describes no tokenizer", "; get the file anew"):
+        with reading(f"{where} describes no tokenizer", "; download the file again"):
             self._inner = _described(text, where)
             self._inner.no_padding()
             self._inner.no_truncation()
@@ -52,11 +52,11 @@ class JsonTokenizer(Tokenizer):
             config = {**self.special, **(around or {}), **({"chat_template": chat_template} if chat_template else {})}
             self.files = {TOKENIZER: text, CONFIG: json.dumps(config)}
             if chat_template is not None and not isinstance(chat_template, str):
-                raise UsageError(f"{where}: chat_template is {chat_template!r:.40}: it must be a text; get it anew")
+                raise UsageError(f"{where}: chat_template is {chat_template!r:.40}: it must be a text")
             if not self.vocabulary:
-                raise UsageError(f"{where} describes a tokenizer without any tokens; get the file anew")
+                raise UsageError(f"{where} describes a tokenizer without any tokens; download the file again")
             if end is not None and self.end is None:
-                raise UsageError(f"{where} has no token {end!r}, which ends a text; get the files anew")
+                raise UsageError(f"{where} has no token {end!r}, which ends a text; download the files again")
 
     def _put_around(self, around: Mapping[str, bool]) -> None:
         """As transformers' tokenizers do where their configuration says so, in the place of what the file says; of a
@@ -145,7 +145,7 @@ def read_tokenizer(path: str | Path) -> JsonTokenizer:
 def tokenizer_of(files: Mapping[str, str], where: str) -> JsonTokenizer:
     """The tokenizer of such files, texts by name. Raises UsageError, naming ``where``, if they are damaged."""
     config = _config(files, where)
-    with reading(f"{where}: {CONFIG} beside it cannot be read", "; get the file anew"):
+    with reading(f"{where}: {CONFIG} beside it cannot be read", "; download the file again"):
         chat, special, around = _said(files, config)
     return JsonTokenizer(
         files[TOKENIZER], where, end=special.get("eos_token"), chat_template=chat, special=special, around=around
@@ -164,7 +164,7 @@ def _said(files: Mapping[str, str], config: Mapping[str, Any]) -> tuple[Any, dic
 
 
 def _config(files: Mapping[str, str], where: str) -> Mapping[str, Any]:
-    with reading(f"{where}: {CONFIG} beside it cannot be read", "; get the file anew"):
+    with reading(f"{where}: {CONFIG} beside it cannot be read", "; download the file again"):
         config = parse_json(files.get(CONFIG, "{}"))
         if not isinstance(config, Mapping):
             raise ValueError("it must hold an object, {...}")
@@ -178,7 +178,7 @@ def _content(value: Any) -> str:
 
 
 def _text(file: Path) -> str:
-    with reading(f"{file} cannot be read", "; get the file anew"):
+    with reading(f"{file} cannot be read", "; download the file again"):
         return read_text(file)
 
 
@@ -193,7 +193,7 @@ CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
 def byte_level_json(vocabulary: str, merges: str, config: Mapping[str, Any], library: Any, where: str) -> str:
     """What a ``tokenizer.json`` would say of the content of the two files and of ``tokenizer_config.json``; ``library``
     is ``tokenizers``. Raises UsageError, naming ``where``, for files that are damaged."""
-    with reading(f"{where}: {VOCABULARY} and {MERGES} make no tokenizer", "; get them anew"):
+    with reading(f"{where}: {VOCABULARY} and {MERGES} make no tokenizer", "; download them again"):
         pairs = [tuple(line.split(" ")) for line in merges.splitlines() if line and not line.startswith("#version")]
         made = library.Tokenizer(library.models.BPE(parse_json(vocabulary), pairs))
     spaced = bool(config.get("add_prefix_space"))

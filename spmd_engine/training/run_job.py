@@ -67,7 +67,7 @@ def train(
     if stop_at is not None and not 0 < stop_at <= steps:
         raise UsageError(f"--stop-at {stop_at} with --steps {steps}: it is a step of these, from 1 to {steps}")
     if resume and run is None:
-        raise UsageError("--resume needs --run NAME: which run shall go on?")
+        raise UsageError("--resume needs --run NAME: name the run to continue")
     with _open_mesh(job) as mesh:
         job = _with_shape(job, mesh)
         if job.model.lora is not None and job.model.path is None:
@@ -290,7 +290,7 @@ def _open_folder(job: TrainConfig, run: str | Path | None, resume: bool) -> str:
             find_checkpoint(folder)  # raises CheckpointError: nothing is to be made where none is
             return str(folder)
         if CheckpointFolder(folder).newest():
-            raise UsageError(f"{folder} holds a run already; give --resume to go on with it, or another --run")
+            raise UsageError(f"{folder} holds a run already; give --resume to continue it, or another --run")
         if _is_model(folder):
             raise UsageError(f"{folder} holds a model, whose {CONFIG} a run would replace; give another --run")
         make_folder(folder)

@@ -150,7 +150,7 @@ A, B = np.ones((2, 3)), np.ones((4, 5))
 @pytest.mark.parametrize(
     "pattern, operands, words",
     [
-        ("bd,df->bf", (A, B), ['"bd,df->bf"', '"d" is 3', "4 in the other", "(2, 3)", "(4, 5)", "cut"]),
+        ("bd,df->bf", (A, B), ['"bd,df->bf"', '"d" is 3', "4 in the other", "(2, 3)", "(4, 5)", "sharded"]),
         ("bsd,df->bsf", (A, B), ['"bsd" does not fit shape (2, 3)']),
         ("b,df->bf", (A, B), ['"b" does not fit shape (2, 3)']),
         ("bd,ef->bq", (A, B), ['"q" of the result is in no operand']),

@@ -40,7 +40,7 @@ def test_ranks_without_experts_are_a_notice(here):
     code, _, errors = here("inspect", "--model", "gpt-moe-nano", "--experts", "3", "--mesh", "expert=4")
     assert code == 0 and "3 experts over expert=4: 1 of 4 parts hold none" in errors
     code, _, errors = here("inspect", "--mesh", "expert=2")
-    assert code == 0 and "axis expert=2 cuts the batch alone, as data would: gpt-nano has no experts" in errors
+    assert code == 0 and "axis expert=2 shards only the batch, as data would: gpt-nano has no experts" in errors
 
 
 def test_a_model_without_experts_has_none_to_show(here):

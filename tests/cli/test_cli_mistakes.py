@@ -43,7 +43,7 @@ def test_generate_takes_no_option_without_what_it_goes_with(here):
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        (["--mesh", "row=2"], 'd is cut over mesh axis "row" inside'),
+        (["--mesh", "row=2"], 'd is sharded over mesh axis "row" inside'),
         (["--compress", "zip"], "unknown compression 'zip'"),
         (["--mesh", "data=2", "--zero", "2", "--compress", "top-k"], "Choose float16 or bfloat16"),
     ],

@@ -233,7 +233,7 @@ MISTAKES = {
     "write axes as in data=4,model=2": ["mesh", "nonsense"],
     "sizes are from 1": ["mesh", "data=0"],
     "at most 1024 can be drawn": ["mesh", "data=2000"],
-    'axis "data", which the mesh has not; there are: model': [*SHARDING, "model=2"],
+    'axis "data", which the mesh does not have; there are: model': [*SHARDING, "model=2"],
     "has 2 dims, the array has shape (8,)": ["sharding", "b/data f", "--shape", "8", "--mesh", "data=2"],
     "cannot read shape '8,x'": ["sharding", "b/data f", "--shape", "8,x", "--mesh", "data=2"],
     "cannot read sharding": ["sharding", "batch", "--shape", "8", "--mesh", "data=2"],

@@ -164,7 +164,7 @@ def test_a_loss_that_does_not_know_of_cuts_is_refused_where_there_are():
         layers = [Linear(("d", WIDTH), ("f", HIDDEN))]
         engine = as_distributed(layers, Mesh(model=2), outputs="b f", loss=lambda y, targets, count: (0.0, y))
         x = np.ones((2, WIDTH), np.float32)
-        with pytest.raises(UsageError, match="'b f' are cut over model, of which this loss knows nothing"):
+        with pytest.raises(UsageError, match="'b f' are sharded over model, which this loss does not support"):
             engine.step(batch_of(x, np.ones((2, HIDDEN), np.float32), engine))
 
     run_threads(program, 2)
@@ -203,7 +203,7 @@ class Empty(OneDevice):
 @pytest.mark.parametrize(
     ("engine", "zero", "message"),
     [
-        (Cut, None, "cut over mesh axes already"),
+        (Cut, None, "already sharded over mesh axes"),
         (Empty, None, "no parameters yet"),
         (Mixed, None, "several dtypes, float32, float64"),
         (OneDevice, 3, "choose 0, 1 or 2"),

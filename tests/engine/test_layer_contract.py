@@ -408,7 +408,7 @@ def test_a_letter_that_a_layer_needs_whole_may_not_be_cut():
         with Mesh(rows=2) as mesh:
             LayeredEngine(text_model(), mesh, Layout({"d": ("rows",)}, {"d": ("rows",)}))
 
-    with pytest.raises(UsageError, match="d is cut over mesh axis"):
+    with pytest.raises(UsageError, match="d is sharded over mesh axis"):
         run_threads(program, ranks=2)
 
 

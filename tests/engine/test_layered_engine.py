@@ -195,8 +195,8 @@ def test_a_plain_forward_draws_the_dropout_of_one_device():
 
 
 LAYOUTS = {
-    "d is cut": Layout(inside={"d": ("data",)}),
-    "which do not cut v inside": Layout(residual={"s": ("data",)}),
+    "d is sharded": Layout(inside={"d": ("data",)}),
+    "which do not shard v inside": Layout(residual={"s": ("data",)}),
     "as inside the layers": Layout(inside={"b": ("data",)}),
 }
 

@@ -131,14 +131,14 @@ def test_shares_that_make_no_sense_are_refused(options, why):
 def test_a_batch_too_small_for_the_shares_is_refused():
     place = all_positions({"data": 2})[0]
     check_batch(3, 1, Spec.parse("b/data:3:1 s"), place)
-    with pytest.raises(UsageError, match="--batch-size 4 in 2 micro-batch.es. gives 2 sample.s. each, which cut as"):
+    with pytest.raises(UsageError, match="--batch-size 4 in 2 micro-batch.es. gives 2 sample.s. each"):
         check_batch(4, 2, Spec.parse("b/data:3:1 s"), place)
 
 
 def test_another_mesh_goes_on_without_shares_of_the_first():
     model = build_model("gpt-nano")
     fitted, notices = ParallelConfig(shares="data=3:1", zero=1).fitted({"data": 4}, model)
-    assert fitted == ParallelConfig(zero=1) and "goes on without --shares data=3:1" in notices[0]
+    assert fitted == ParallelConfig(zero=1) and "continues without --shares data=3:1" in notices[0]
     with pytest.raises(UsageError, match="it says 2 shares of data"):
         ParallelConfig(shares="data=3:1").fitted({"data": 4}, model, given={"shares"})
 

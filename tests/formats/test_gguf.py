@@ -107,7 +107,7 @@ def spoilt(tmp_path, change):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda c: c[:-2000], r"is cut short: \S+ should go on to byte"),
+        (lambda c: c[:-2000], r"is truncated: \S+ should extend to byte"),
         (lambda c: c[:300], "ends within its header"),
         (lambda c: c[:0], "cannot be read as a GGUF file"),
         (lambda c: b"PK" + c, "is no GGUF file"),

@@ -293,7 +293,7 @@ def test_positions_that_do_not_fit_are_an_error(length):
         local = cut(problem, Mesh(context=2))
         return problem.layer.forward(local.sh, local.p, local.x, replace(local.ctx, length=length))
 
-    with pytest.raises(UsageError, match=f"s is cut over context: of a sequence of {length} "):
+    with pytest.raises(UsageError, match=f"s is sharded over context: of a sequence of {length} "):
         run_threads(rank, ranks=2)
 
 

@@ -80,7 +80,7 @@ def test_layers_that_do_not_fit_are_not_skipped(layers):
 def test_two_letters_on_one_axis_and_a_cut_sequence_are_refused(layer):
     with pytest.raises(NotationError, match="only diagonal blocks would be left"):
         on_mesh(problem_of(layer), ({"model": 1}, {"d": "model", "f": "model"}))
-    with pytest.raises(NotationError, match='s is cut over mesh axis "model" inside'):
+    with pytest.raises(NotationError, match='s is sharded over mesh axis "model" inside'):
         on_mesh(problem_of(layer), ({"model": 1}, {"s": "model"}))
 
 

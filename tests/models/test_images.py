@@ -194,9 +194,9 @@ def test_what_is_kept_of_images_cut_in_n_parts_is_an_nth_and_the_halos():
     ("model", "axes", "message"),
     [
         ("convnet", {"context": 2}, "takes .b h w c.; give its ranks to 'data', 'rows' or 'columns'"),
-        ("convnet", {"row": 2}, "axis 'row' cuts nothing that convnet has"),
-        ("gpt-nano", {"rows": 2}, "axis 'rows' cuts images, but gpt-nano takes .b s."),
-        ("mlp", {"columns": 2}, "axis 'columns' cuts images, but mlp takes .b d."),
+        ("convnet", {"row": 2}, "axis 'row' shards nothing that convnet has"),
+        ("gpt-nano", {"rows": 2}, "axis 'rows' shards images, but gpt-nano takes .b s."),
+        ("mlp", {"columns": 2}, "axis 'columns' shards images, but mlp takes .b d."),
     ],
 )
 def test_an_axis_that_cuts_nothing_is_refused(model, axes, message):

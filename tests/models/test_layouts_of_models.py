@@ -66,7 +66,7 @@ def test_key_heads_that_no_query_reads_need_not_be_computed(heads, key_value_hea
 
 
 def test_queries_of_a_model_that_shares_no_keys_are_not_cut():
-    with pytest.raises(MeshError, match=r"axis 'queries' cuts those that share a key head, of which \w+ has none"):
+    with pytest.raises(MeshError, match=r"'queries' shards query heads that share a key head, of which \w+ has none"):
         layout_for(model_of(6), mesh_of(queries=2))
 
 
@@ -80,12 +80,12 @@ def test_options_reach_the_layout():
 def test_a_model_without_a_sequence_has_no_context():
     model = Model("dense", (("norm", LayerNorm(4)),), "b d", "b d", "b d", loss=None)
     assert layout_for(model, mesh_of(data=2, context=1)).axes("b") == ("data",)
-    with pytest.raises(MeshError, match=r"axis 'context' cuts sequences, but dense takes \[b d\]"):
+    with pytest.raises(MeshError, match=r"axis 'context' shards sequences, but dense takes \[b d\]"):
         layout_for(model, mesh_of(context=2))
 
 
 def test_a_model_without_a_sequence_is_not_sequence_parallel():
-    with pytest.raises(MeshError, match=r"sequence parallel cuts sequences, but mlp takes \[b d\]"):
+    with pytest.raises(MeshError, match=r"sequence parallel shards sequences, but mlp takes \[b d\]"):
         layout_for(mlp(), mesh_of(model=2), sequence_parallel=True)
 
 

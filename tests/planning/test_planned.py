@@ -132,7 +132,7 @@ def test_a_search_that_was_cut_short_does_not_say_that_nothing_fits(least):
 @pytest.mark.parametrize(
     "changes, said",
     [
-        ({"axes": ["sideways"]}, "--axes: sideways cuts nothing of small; choose of pipe, data, context, model"),
+        ({"axes": ["sideways"]}, "--axes: sideways shards nothing of small; choose of pipe, data, context, model"),
         ({"sequence": 129}, "--sequence 129: the context of small is 128; give at most that"),
         ({"seconds": -1.0}, "--seconds -1: it is from 0"),
         ({"fixed": {"chunks": 1, "schedule": "interleaved"}}, "--chunks 1: it is from 2, with interleaved"),

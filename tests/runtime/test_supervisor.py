@@ -63,7 +63,7 @@ def test_a_job_whose_rank_was_killed_goes_on_and_ends_as_if_nothing_had_been(her
     kill_at(here, 5)
     watched, told = supervisor(*job)
     assert watched.run() == 0
-    assert len(told) == 1 and "goes on from step-00000004 on 2 ranks in 0 s, restart 1 of 3" in told[0]
+    assert len(told) == 1 and "continues from step-00000004 on 2 ranks in 0 s, restart 1 of 3" in told[0]
     assert saved.everything("runs/r") == saved.everything("runs/whole")
     assert losses(here / "runs" / "r") == losses(here / "runs" / "whole")
 
@@ -145,7 +145,7 @@ def test_restarts_are_forgiven_after_progress(here, monkeypatch):
     watched, told = supervisor(*JOB, max_restarts=2, pause=1.0)
     assert watched.run() == 9
     assert before == [0, 1, 2, 1, 1, 2]
-    assert "goes on from step-00000003" in told[3] and "restart 1 of 2" in told[3]
+    assert "continues from step-00000003" in told[3] and "restart 1 of 2" in told[3]
 
 
 def test_a_script_that_ran_for_long_is_forgiven(monkeypatch):

@@ -85,7 +85,7 @@ def test_who_was_stopped_while_it_waited_is_named():
 def test_who_began_a_call_and_does_something_else_is_named():
     states = [state(rank, [(ALL, 74)], waiting(ALL, 74)) for rank in (0, 1, 3)]
     states.insert(2, state(2, [(ALL, 75)], stack="  /a/b.py:3 in x"))
-    assert look_at(states, 4).lines[0] == "rank 2 waiting for nobody, at b.py:3 in x"
+    assert look_at(states, 4).lines[0] == "rank 2 waiting for no rank, at b.py:3 in x"
 
 
 @pytest.mark.parametrize("make", [os.symlink, os.mkfifo])

@@ -83,7 +83,7 @@ def test_experts_without_load_are_spread_as_well():
 
 def test_optimal_refuses_what_takes_too_long():
     loads = np.random.default_rng(0).gamma(2, 1000, 40).tolist()
-    with pytest.raises(UsageError, match="40 experts on 6 parts .* 1,000 tries: use the greedy"):
+    with pytest.raises(UsageError, match="40 experts on 6 parts .* 1,000 steps: use the greedy"):
         optimal(loads, 6, steps=1000)
 
 

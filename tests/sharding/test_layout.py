@@ -151,20 +151,20 @@ def test_a_sequence_dealt_over_two_axes(order):
 def test_a_layer_says_which_letter_it_needs_whole():
     layout = layout_of("context")
     layout.check("mlp", "bsdf", "bsf", "f")
-    with pytest.raises(NotationError, match='convolution: s is cut over mesh axis "context" inside, but this layer'):
+    with pytest.raises(NotationError, match='convolution: s is sharded over mesh axis "context" inside'):
         layout.check("convolution", "bsc", "b", "")
 
 
 def test_one_axis_may_not_cut_two_letters_of_an_activation():
     layout = Layout({"s": ("x",), "h": ("x",)}, {"s": ("x",)})
-    with pytest.raises(NotationError, match='attention: .*axis "x" cuts s and h'):
+    with pytest.raises(NotationError, match='attention: .*axis "x" shards s and h'):
         layout.check("attention", "bsdhk", "bsh", "h")
 
 
 def test_a_layer_may_gather_across_several_letters():
     layout = layout_of("model", sequence_parallel=True, queries_cut=True)
     layout.check("attention", "bsdhrk", "bshr", "hr")
-    with pytest.raises(NotationError, match="which do not cut h inside"):
+    with pytest.raises(NotationError, match="which do not shard h inside"):
         layout.check("attention", "bsdhk", "bsh", "h")
 
 
@@ -180,5 +180,5 @@ def test_two_letters_on_one_axis_are_an_error_that_says_where():
     layout = Layout(inside={"h": ("model",), "f": ("model",)}, residual={})
     with pytest.raises(NotationError) as error:
         layout.spec("h f")
-    for words in ('axis "model" cuts h and f', "dims 'h f' inside a layer"):
+    for words in ('axis "model" shards h and f', "dims 'h f' inside a layer"):
         assert words in str(error.value)

@@ -73,12 +73,12 @@ def test_a_letter_twice():
 def test_an_axis_on_two_letters_names_both():
     with pytest.raises(NotationError) as error:
         Spec.parse("b s/model d f/data,model")
-    for words in ('"b s/model d f/data,model"', 'axis "model" cuts s and f', "diagonal blocks"):
+    for words in ('"b s/model d f/data,model"', 'axis "model" shards s and f', "diagonal blocks"):
         assert words in str(error.value)
 
 
 def test_an_axis_twice_on_one_letter():
-    with pytest.raises(NotationError, match='axis "data" cuts b'):
+    with pytest.raises(NotationError, match='axis "data" shards b'):
         Spec.parse("b/data,data")
 
 
@@ -127,7 +127,7 @@ def test_an_array_of_another_number_of_dims():
 
 def test_an_axis_that_the_mesh_does_not_have():
     rank = SimpleNamespace(axes={"data": 2, "expert": 2}, coordinates={"data": 0, "expert": 0})
-    with pytest.raises(MeshError, match='axis "model", which the mesh has not; there are: data, expert'):
+    with pytest.raises(MeshError, match='axis "model", which the mesh does not have; there are: data, expert'):
         Spec.parse("d f/model").block((2, 3), rank)
 
 

@@ -14,7 +14,7 @@ from spmd_engine.sharding import reshard, reshard_plan
         ("b/data f", "b s/data", NotationError, ['"b/data f" -> "b s/data"', "letters bf and bs differ", "same dims"]),
         ("b/data f", "f b", NotationError, ['"b/data f" -> "f b"', "transpose"]),
         ("b/data f", "b f/pipe", MeshError, ['"b/data f" -> "b f/pipe"', 'axis "pipe"', "there are: data, model"]),
-        ("b/data f", "b/model f/model", NotationError, ['axis "model" cuts b and f']),
+        ("b/data f", "b/model f/model", NotationError, ['axis "model" shards b and f']),
         ("b/data f/", "b f", NotationError, ['cannot read sharding "b/data f/" at "f/"']),
     ],
 )

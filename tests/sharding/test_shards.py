@@ -219,7 +219,7 @@ def test_a_stream_cut_over_some_of_the_axes_of_a_sum_is_an_error():
     layout = Layout({"f": ("x", "y")}, {"s": ("y",)})
     with pytest.raises(NotationError) as error:
         on_ranks(lambda sh: sh.reduce_scatter(np.ones(SHAPE), "b s d", over="f", onto="s"), layout, x=2, y=2)
-    for words in ("f is cut over ('x', 'y')", "s only over ('y',)"):
+    for words in ("f is sharded over ('x', 'y')", "s only over ('y',)"):
         assert words in str(error.value)
 
 
@@ -370,7 +370,7 @@ TAKEN_FOR_AN_INTERVAL = {
 @pytest.mark.parametrize("name", TAKEN_FOR_AN_INTERVAL)
 def test_a_zigzag_is_not_taken_for_an_interval(name):
     def body(sh):
-        with pytest.raises(MeshError, match=r"^layer takes .* s is cut over context in a zigzag"):
+        with pytest.raises(MeshError, match=r"^layer takes .* s is sharded over context in a zigzag"):
             TAKEN_FOR_AN_INTERVAL[name](sh, np.ones((2, 4, 3)))
 
     on_ranks(body, Layout({"s": ("context",)}, {}, "s"), context=2)

@@ -136,7 +136,7 @@ def test_a_damaged_file_is_told(texts, tmp_path):
     prepared(texts, path)
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
-    with pytest.raises(UsageError, match="it is cut short or damaged; .*prepare it anew"):
+    with pytest.raises(UsageError, match="it is truncated or damaged; .*prepare it again"):
         open_token_file(path)
     path.write_bytes(whole[:8] + b"x" + whole[9:])
     with pytest.raises(UsageError, match="a damaged file of tokens"):

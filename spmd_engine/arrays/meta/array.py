@@ -208,7 +208,7 @@ def count(elements: int, read: Sequence[Any], written: Sequence[Any]) -> None:
 
 def _no_values(x: ShapedArray, why: str) -> UsageError:
     return UsageError(
-        f"this cannot be foretold from shapes: {why}, of an array {list(x.shape)} of {x.dtype} whose values only "
+        f"this cannot be computed from shapes alone: {why}, of an array {list(x.shape)} of {x.dtype} whose values only "
         "a real step has"
     )
 

@@ -362,8 +362,8 @@ def apply_function(function: Callable, args: Sequence[Any], options: dict[str, A
     known = FUNCTIONS.get(function)
     if known is None:
         raise UsageError(
-            f"this cannot be foretold from shapes: numpy.{function.__name__} is asked of an array whose values only a "
-            "real step has"
+            f"this cannot be computed from shapes alone: numpy.{function.__name__} needs the values "
+            "of an array that only a real step has"
         )
     return known(*args, **options)
 

@@ -53,14 +53,14 @@ def read_into(data: memoryview, descriptor: int, offset: int) -> bool:
 
 def cut_short(path: Path, name: str, end: int) -> CheckpointError:
     """What is said of a block whose file ends before it does."""
-    return CheckpointError(f"{path} is cut short: {name} should go on to byte {end}")
+    return CheckpointError(f"{path} is truncated: {name} should extend to byte {end}")
 
 
 def damaged(path: Path, name: str, offset: int, nbytes: int) -> CheckpointError:
     """What is said of a block whose hash is not the one that was written."""
     return CheckpointError(
         f"{path} is damaged: {name} is not what was written (bytes {offset} to {offset + nbytes}; its "
-        "SHA-256 differs). Take this checkpoint from a copy, or remove its folder to go on from the one before"
+        "SHA-256 differs). Take this checkpoint from a copy, or remove its folder to continue from the previous one"
     )
 
 

@@ -177,7 +177,7 @@ def _check_room(assignment: Assignment, mesh: Mesh, zero: int, dtype: np.dtype, 
     if needed > memory_here():
         raise UsageError(
             f"rank {mesh.rank}: its parameters alone are {readable_bytes(needed)}, and this node has "
-            f"{readable_bytes(memory_here())} of memory; cut them over more ranks (--zero 3, or as 'plan' says), or "
+            f"{readable_bytes(memory_here())} of memory; shard them over more ranks (--zero 3, or as 'plan' says), or "
             "choose a smaller model"
         )
 

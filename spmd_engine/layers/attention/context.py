@@ -81,8 +81,8 @@ class CutSequence:
         group = sh.group_of("s")
         if len(rank_positions[group.rank]) != q.shape[1]:
             raise UsageError(
-                f"{sh.label}: s is cut over {group.axes}: of a sequence of {ctx.length} (ForwardContext.length) this "
-                f"rank has {len(rank_positions[group.rank])} positions, but its queries are {q.shape[1]}"
+                f"{sh.label}: s is sharded over {group.axes}: of a sequence of {ctx.length} (ForwardContext.length) "
+                f"this rank has {len(rank_positions[group.rank])} positions, but its queries are {q.shape[1]}"
             )
         consecutive = "s" not in sh.layout.zigzag
         return cls(group, sh.label, rank_positions, consecutive, ctx.documents, window, cap)

@@ -64,7 +64,7 @@ class Request:
         known = axes_that_cut(self.model)
         for axis in self.axes or ():
             if axis not in known:
-                raise UsageError(f"--axes: {axis} cuts nothing of {self.model.name}; choose of {', '.join(known)}")
+                raise UsageError(f"--axes: {axis} shards nothing of {self.model.name}; choose of {', '.join(known)}")
         if not self.seconds >= 0:
             raise UsageError(f"--seconds {self.seconds:g}: it is from 0")
         chunks, schedule = self.fixed.get("chunks"), self.fixed.get("schedule")

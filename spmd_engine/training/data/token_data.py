@@ -150,7 +150,7 @@ def check_digests(file: TokenFile, digests: bytes) -> None:
     ):
         if found != written:
             why = f"its {what} not what was written (SHA-256 differs)"
-            raise UsageError(f"{file.path} is damaged: {why}; prepare it anew")
+            raise UsageError(f"{file.path} is damaged: {why}; prepare it again")
 
 
 @lru_cache(maxsize=4)
