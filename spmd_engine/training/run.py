@@ -101,7 +101,7 @@ class Run:
             self._evaluate()
             self._tell_evaluated()
             for report in self._traced(steps):
-                stop.to_save, last = True, report.step == steps
+                last = report.step == steps
                 evaluates = last or not stop.taken and _due(self.eval_every, report.step)
                 if evaluates:
                     self._evaluate()

@@ -122,6 +122,9 @@ class Trainer:
         else:
             engine.update_skipped()
         made = self.foresight.made() if self.foresight and not skips else None
+        # Before ranks agree that the step is made: another rank may report it, and be sent a signal for that, earlier.
+        if self.stop:
+            self.stop.to_save = True
         # That all ranks skip is sure only now: each may have taken the norm of its own copy of the summed gradients.
         seconds, facts, signal = metrics.close(skips, self.stop.received if self.stop else None)
         skipped = self._skip(loss, norm, batch) if skips else None

@@ -340,7 +340,7 @@ def test_a_loss_that_is_a_plain_function_of_the_class_is_told():
 
 @pytest.mark.parametrize("value", [lambda y, t: None, lambda y, t: y == t])
 def test_what_a_metric_returns_is_checked(value):
-    with pytest.raises(UsageError, match="metric hits returned .*; return a number"):
+    with pytest.raises(UsageError, match="metric hits returned .*; return the number"):
         losses(own(metrics={"hits": value}))
 
 

@@ -231,5 +231,5 @@ def test_wrong_classes_are_refused(targets):
 
 
 def test_rows_and_columns_on_one_axis_are_refused():
-    with Mesh(model=1) as mesh, pytest.raises(NotationError, match='axis "model" cuts d and f'):
+    with Mesh(model=1) as mesh, pytest.raises(NotationError, match='axis "model" shards d and f'):
         LayeredEngine(mlp((8, 4, 10)), mesh, Layout({"d": ("model",), "f": ("model",)}))

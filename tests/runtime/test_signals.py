@@ -18,6 +18,7 @@ from spmd_engine.cli import main
 from spmd_engine.engine import SGD
 from spmd_engine.runtime.signals import Interrupted, StopFlag, exit_code, raise_interrupted
 from spmd_engine.training import Run, Trainer
+from spmd_engine.training.trainer import StepMetrics
 
 needs_mpi = pytest.mark.skipif(mpiexec() is None, reason="needs an MPI library and its mpiexec")
 pytestmark = pytest.mark.usefixtures("sigint_is_heard")
@@ -132,6 +133,24 @@ def test_a_run_without_a_finished_step_ends_at_once_and_saves_nothing(tmp_path):
         with pytest.raises(Interrupted, match="SIGTERM"):
             Run(tmp_path / "r", Trainer(engine, SGD(), batches, lambda step: 0.1)).train(3)
     assert not (tmp_path / "r" / "checkpoints" / "latest").exists()
+
+
+def test_a_signal_while_ranks_agree_on_the_first_step_saves_it(tmp_path, monkeypatch):
+    """Another rank may have reported the step already, and whoever reads that report sends the signal."""
+    close = StepMetrics.close
+
+    def interrupted(*arguments):
+        send(signal.SIGTERM)
+        return close(*arguments)
+
+    monkeypatch.setattr(StepMetrics, "close", interrupted)
+    with Mesh() as mesh:
+        engine = tiny.make_engine(mesh)
+        trainer = Trainer(engine, SGD(), lambda step: tiny.batch(engine, step), lambda step: 0.1)
+        with pytest.raises(SystemExit) as left:
+            Run(tmp_path / "r", trainer).train(3)
+    assert left.value.code == 143 and trainer.steps_done == 2  # the flag of the first step had been read
+    assert (tmp_path / "r" / "checkpoints" / "latest" / "manifest.json").exists()
 
 
 @pytest.mark.mpi(ranks=3)
