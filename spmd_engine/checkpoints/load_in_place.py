@@ -54,7 +54,7 @@ class Wanted:
 
     def on_host(self) -> np.ndarray:
         """As ``here``, of the dtype that is stored: itself, if it can be read into."""
-        x = self.here
+        x: Array = self.here
         readable = isinstance(x, np.ndarray) and x.dtype == self.dtype and x.flags.c_contiguous
         return x if readable else np.empty(x.shape, self.dtype)
 
@@ -74,7 +74,10 @@ def fill(group: Group, arrays: Sequence[Wanted], folder: Path, headers: Headers,
             beside: list[tuple[Wanted, np.ndarray]] = []  # what cannot be read into, and what is read in its place
             for array, parts in _mine(arrays, group.rank, near):
                 host = array.on_host()
-                reads += [PartOfBlock(array.name, array.stored, *part, host[place]) for *part, place in parts]
+                reads += [
+                    PartOfBlock(array.name, array.stored, block, part, checked, host[place])
+                    for block, part, checked, place in parts
+                ]
                 if host is not array.here:
                     beside.append((array, host))
                     if sum(each.nbytes for _, each in beside) > AT_ONCE:
@@ -119,7 +122,8 @@ def _read(reader: PartReader, reads: list[PartOfBlock], threads: int) -> None:
 def _move(beside: list[tuple[Wanted, np.ndarray]]) -> None:
     """Bring what was read beside arrays into them; none is left in the list."""
     for array, host in beside:
-        array.here[...] = backend_of(array.here).asarray(host)
+        here: Array = array.here
+        here[...] = backend_of(here).asarray(host)
     beside.clear()
 
 

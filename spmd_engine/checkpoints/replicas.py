@@ -72,4 +72,4 @@ def _told(sums: Mapping[int, int]) -> str:
 
 def _checksum(array: Array) -> int:
     host = np.asarray(backend_of(array).to_host(array), order="C")
-    return crc32(host.reshape(-1).view(np.uint8))
+    return crc32(host.reshape(-1).view(np.uint8).data)

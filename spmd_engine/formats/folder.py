@@ -33,9 +33,9 @@ class ImageFiles:
         return len(self.paths)
 
     def __getitem__(self, numbers: slice | np.ndarray) -> np.ndarray:
-        numbers = range(len(self))[numbers] if isinstance(numbers, slice) else numbers
-        rows = np.empty((len(numbers), *self.shape[1:]), self.dtype)
-        for row, number in zip(rows, numbers, strict=True):
+        chosen = np.arange(len(self))[numbers] if isinstance(numbers, slice) else numbers
+        rows = np.empty((len(chosen), *self.shape[1:]), self.dtype)
+        for row, number in zip(rows, chosen, strict=True):
             row[...] = self._read(self.paths[int(number)])
         return rows
 

@@ -129,7 +129,7 @@ def _read(path: Path, cursor: _Cursor) -> GGUF:
         raise CheckpointError(f"{path} is of version {version} of the format; 2 and 3 are read")
     count, facts_count = cursor.number("Q"), cursor.number("Q")
     facts = distinct([(cursor.text(), cursor.value(cursor.number("I"))) for _ in range(facts_count)])
-    described = []
+    described: list[tuple[str, tuple[int, ...], int, int]] = []
     for _ in range(count):
         name, dims = cursor.text(), cursor.number("I")
         if dims > MOST_DIMS:

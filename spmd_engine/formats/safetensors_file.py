@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -84,14 +84,16 @@ def _begin(path: Path, name: str, described: object) -> int:
     return begin
 
 
+def _are_sizes(value: object) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
+
+
 def _tensor(path: Path, name: str, described: dict, after: int) -> PlainTensor:
-    dtype, shape, offsets = (described.get(each) for each in ("dtype", "shape", "data_offsets"))
+    dtype, shape, offsets = described.get("dtype"), described.get("shape"), described.get("data_offsets")
     numpy = (NUMPY | OTHERS).get(dtype) if isinstance(dtype, str) else None
-    if numpy is None:
+    if not isinstance(dtype, str) or numpy is None:
         raise CheckpointError(f"{path}: {name} is of dtype {dtype}; weights are read of {', '.join(NUMPY)}")
-    plain = isinstance(shape, list) and all(type(length) is int and length >= 0 for length in shape)
-    placed = isinstance(offsets, list) and len(offsets) == 2 and all(type(each) is int for each in offsets)
-    if not plain or not placed or offsets[0] < 0:
+    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
         raise CheckpointError(f"{path}: the header says of {name} shape {shape} at {offsets}")
     needed = prod(shape) * (2 if numpy == "bfloat16" else np.dtype(numpy).itemsize)
     if offsets[1] - offsets[0] != needed:

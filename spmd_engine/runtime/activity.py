@@ -34,7 +34,7 @@ Memory = memoryview | bytearray  # or anything else that can be written to and s
 class Line:
     """Where the calls of one communicator are counted: ``words[0]`` is the last one's number, ``words[1]`` its text."""
 
-    def __init__(self, words: Sequence[int], place: int, members: tuple[int, ...]) -> None:
+    def __init__(self, words: list[int] | memoryview, place: int, members: tuple[int, ...]) -> None:
         self.words, self.place, self.members = words, place, members
 
 

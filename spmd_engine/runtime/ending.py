@@ -39,8 +39,9 @@ def _leave(leave: Callable[[], None], settle: Callable[[], None]) -> None:
     try:
         with raise_interrupted():
             leave()
-    except (SpmdError, KeyboardInterrupt):
-        sys.excepthook(*sys.exc_info())  # atexit would print it and go on into MPI_Finalize, which hangs
+    except (SpmdError, KeyboardInterrupt) as error:
+        # atexit would print it and continue to MPI_Finalize, which would hang.
+        sys.excepthook(type(error), error, error.__traceback__)
     # All have come to their end. Should MPI_Finalize hang (a rank is stopped there, a link is down), no Python runs any
     # more that could tell: the system then ends this process, and the launcher says so and ends the job. Whoever asks
     # the job to end now gets what was asked for, without the exit code of a job that was killed.

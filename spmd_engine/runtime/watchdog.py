@@ -40,7 +40,8 @@ class Elsewhere(Protocol):
         """Tell them what this node's ranks are doing."""
 
     def heard(self) -> list[State]:
-        """What other nodes have told lately, of their ranks."""
+        """The latest states of the ranks of other nodes."""
+        ...
 
 
 class Watchdog:

@@ -32,7 +32,7 @@ def greedy(loads: Sequence[float], parts: int, most_per_part: int | None = None)
     """
     _check(len(loads), parts, most_per_part, loads)
     placement = [0] * len(loads)
-    lightest = [(0, 0, part) for part in range(parts)]  # load, experts, part
+    lightest: list[tuple[float, int, int]] = [(0, 0, part) for part in range(parts)]  # load, experts, part
     heapify(lightest)
     for expert in _heaviest_first(loads):
         load, count, part = heappop(lightest)
@@ -50,7 +50,8 @@ def optimal(loads: Sequence[float], parts: int, most_per_part: int | None = None
     best = greedy(loads, parts, most_per_part)
     limit, least = max(_held(best, loads, parts)), _lower_bound(loads, parts)
     order, placement = _heaviest_first(loads), [0] * len(loads)
-    held, counts = [0] * parts, [0] * parts
+    held: list[float] = [0] * parts
+    counts = [0] * parts
     tries = 0
 
     def place(at: int) -> None:
@@ -84,12 +85,12 @@ def optimal(loads: Sequence[float], parts: int, most_per_part: int | None = None
     return best
 
 
-def load_by_part(placement: Placement, loads: Sequence[float], parts: int) -> np.ndarray:
+def load_by_part(placement: Placement, loads: Sequence[float] | np.ndarray, parts: int) -> np.ndarray:
     """float64[parts]: the sum of the loads of each part's experts."""
     return np.bincount(np.asarray(placement, int), np.asarray(loads, np.float64), minlength=parts)
 
 
-def imbalance(placement: Placement, loads: Sequence[float], parts: int) -> float:
+def imbalance(placement: Placement, loads: Sequence[float] | np.ndarray, parts: int) -> float:
     """The load of the heaviest part over the mean of all, empty ones too: 1 is perfect, ``parts`` the worst."""
     held = load_by_part(placement, loads, parts)
     return float(held.max() / held.mean()) if held.any() else 1.0
@@ -133,7 +134,7 @@ def rebalanced(
 
 def _held(placement: Placement, loads: Sequence[float], parts: int) -> list[float]:
     """What each part holds, added up in the order of ``greedy`` and ``optimal``."""
-    held = [0] * parts
+    held: list[float] = [0] * parts
     for expert in _heaviest_first(loads):
         held[placement[expert]] += loads[expert]
     return held

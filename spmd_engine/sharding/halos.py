@@ -25,10 +25,12 @@ class Reads(Protocol):
     """What outputs read of a dim, as a ``Window`` of a convolution says. Hashable: transfers are planned once."""
 
     def outputs(self, length: int) -> int:
-        """How many outputs there are of ``length`` inputs."""
+        """The number of outputs for ``length`` inputs."""
+        ...
 
     def needs(self, first: int, stop: int, length: int) -> Interval:
         """The interval of inputs, within [0, length), that the outputs [first, stop) read."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -173,12 +173,12 @@ class Layout:
                     f"whole; it can be sharded along {', '.join(may_cut)}"
                 )
         for letter in stream:
-            inside, stream = self.axes(letter), self.axes(letter, "residual")
-            borrowed = stream[len(inside) :]
-            if stream[: len(inside)] != inside:
+            inside, outside = self.axes(letter), self.axes(letter, "residual")
+            borrowed = outside[len(inside) :]
+            if outside[: len(inside)] != inside:
                 raise NotationError(
-                    f"{name}: the residual stream shards {letter} over {stream}; it must shard it over {inside} first, "
-                    "as inside the layers"
+                    f"{name}: the residual stream shards {letter} over {outside}; it must shard it over {inside} "
+                    "first, as inside the layers"
                 )
             if across and not set(borrowed) <= {axis for each in across for axis in self.axes(each)}:
                 raise NotationError(

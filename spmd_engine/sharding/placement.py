@@ -105,7 +105,8 @@ class ArrayPlacement:
 
     def on(self, ranks: Sequence[int], size: int) -> ArrayPlacement:
         """The same in a group of ``size`` ranks, of which number ``ranks[i]`` is this placement's rank i."""
-        held, owned = [()] * size, [()] * size
+        held: list[Rectangles] = [()] * size
+        owned: list[Rectangles] = [()] * size
         for number, rank in enumerate(ranks):
             held[rank], owned[rank] = self.held[number], self.owned[number]
         return ArrayPlacement(self.shape, self.dtype, tuple(held), tuple(owned))

@@ -159,7 +159,7 @@ def _parts_of_grid(shape: Sequence[int], given: Sequence[Rectangles], wanted: Se
             for i, each in enumerate(held):
                 if each.size:
                     number[(side, rank, *grid.cells(each))] = i
-    has, wants = (number >= 0).any(axis=1)
+    has, wants = np.any(number >= 0, axis=1)
     for lacking in grid.rectangles(wants & ~has)[:1]:
         raise UsageError(
             f"ranks hold {sizes[has].sum()} of its {sizes.sum()} elements; is its sharding right? "

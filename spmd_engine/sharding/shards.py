@@ -192,11 +192,12 @@ class Shards:
         if not axes:
             return x
         key = "recut", tuple(shape), x.dtype, dims, after
-        if key not in self._plans:
+        plan = self._plans.get(key)
+        if plan is None:
             from spmd_engine.sharding.halos import plan_recut
 
-            self._plans[key] = plan_recut(shape, x.dtype, changes, self.mesh.peers(axes))
-        return self._plans[key].execute(self.mesh.group(axes), {"x": [x]}, label=self.label)["x"][0]
+            plan = self._plans[key] = plan_recut(shape, x.dtype, changes, self.mesh.peers(axes))
+        return plan.execute(self.mesh.group(axes), {"x": [x]}, label=self.label)["x"][0]
 
     def gather_further(self, x: Array, dims: str, after: str) -> Array:
         """``x[dims]`` as ``x[after]``, whose letters are cut over fewer axes, the first of those that cut ``dims``."""
@@ -215,7 +216,8 @@ class Shards:
     def _change(self, dims: str, after: str) -> tuple[tuple[str, ...], list[tuple[Axes, Axes]]]:
         from spmd_engine.sharding.halos import recut_axes
 
-        return recut_axes(*([self.axes_in_order(x) for x in each.split()] for each in (dims, after)), self.mesh)
+        source, target = ([self.axes_in_order(letter) for letter in letters.split()] for letters in (dims, after))
+        return recut_axes(source, target, self.mesh)
 
     def reach(self, letter: str, length: int, reads: Reads, where: str = "inside") -> Reach:
         """What this rank has of a letter, ``length`` long in all, which outputs it makes of it, and what they read."""
@@ -231,40 +233,38 @@ class Shards:
         part, its part of the window's outputs, which are cut as evenly, reads an interval: ``reach`` says which. Its
         elements come from whichever ranks have them, of several letters at once. ``x`` itself where none is cut.
         """
-        plan, group = self._halo(x, dims, reads, where)
-        return x if plan is None else plan.execute(group, {"x": [x]}, label=self.label)["x"][0]
+        halo = self._halo(x, dims, reads, where)
+        return x if halo is None else halo[0].execute(halo[1], {"x": [x]}, label=self.label)["x"][0]
 
     def start_with_halo(
         self, x: Array, dims: str, reads: Mapping[str, Reading], where: str = "inside"
     ) -> Array | Transferred:
         """As ``with_halo``, to be waited for later; ``x`` itself where nothing is to come."""
-        plan, group = self._halo(x, dims, reads, where)
-        return x if plan is None else Transferred(plan.start(group, {"x": [x]}, label=self.label), _only_block)
+        halo = self._halo(x, dims, reads, where)
+        return x if halo is None else Transferred(halo[0].start(halo[1], {"x": [x]}, label=self.label), _only_block)
 
     def add_halo(self, dx: Array, dims: str, reads: Mapping[str, Reading], where: str = "inside") -> Array:
         """The adjoint of ``with_halo``: from gradients of what outputs read, the sums of all at each rank's own part.
 
         What no output reads has gradient 0.
         """
-        plan, group = self._halo(dx, dims, reads, where)
-        return dx if plan is None else plan.adjoint().execute(group, {"x": [dx]}, label=self.label)["x"][0]
+        halo = self._halo(dx, dims, reads, where)
+        return dx if halo is None else halo[0].adjoint().execute(halo[1], {"x": [dx]}, label=self.label)["x"][0]
 
     def start_add_halo(
         self, dx: Array, dims: str, reads: Mapping[str, Reading], where: str = "inside"
     ) -> Array | Transferred:
         """As ``add_halo``, to be waited for later; ``dx`` itself where nothing is to be sent."""
-        plan, group = self._halo(dx, dims, reads, where)
-        if plan is None:
+        halo = self._halo(dx, dims, reads, where)
+        if halo is None:
             return dx
-        return Transferred(plan.adjoint().start(group, {"x": [dx]}, label=self.label), _only_block)
+        return Transferred(halo[0].adjoint().start(halo[1], {"x": [dx]}, label=self.label), _only_block)
 
-    def _halo(
-        self, x: Array, dims: str, reads: Mapping[str, Reading], where: str
-    ) -> tuple[TransferPlan | None, Group | None]:
-        """The transfer, and among whom; ``x`` may have its halo already: how long its parts are the plan knows."""
+    def _halo(self, x: Array, dims: str, reads: Mapping[str, Reading], where: str) -> tuple[TransferPlan, Group] | None:
+        """The transfer and its group, or None if nothing is sent; ``x`` may have its halo already."""
         cut = {dims.split().index(letter): letter for letter in reads if self.axes(letter, where)}
         if not cut:
-            return None, None
+            return None
         for letter in cut.values():
             self._check_consecutive(letter)
         shape = tuple(reads[cut[dim]][0] if dim in cut else length for dim, length in enumerate(x.shape))
@@ -279,7 +279,8 @@ class Shards:
                 for peer in self.mesh.peers(group_axes)
             )
             self._plans[key] = plan_halos(shape, x.dtype, reaches)
-        return self._plans[key], self.mesh.group(group_axes)
+        plan = self._plans[key]
+        return None if plan is None else (plan, self.mesh.group(group_axes))
 
     def _check_consecutive(self, letter: str) -> None:
         """In a zigzag a rank has an early and a late part: what reads an interval would compute something else."""

@@ -277,7 +277,7 @@ class UnderWay:
 
     def __init__(self, steps: Steps, group: Group, label: str) -> None:
         self._steps, self._group, self._label = steps, group, label
-        self._result: Blocks | None = None
+        self._result: Blocks = {}
         self._pending: Pending | None = None
         self._go_on(None)
 

@@ -52,7 +52,7 @@ def compiled(source):
     class Generation(Extension):
         """``{% generation %}`` ... ``{% endgeneration %}``, which mark what an assistant says: written as it is."""
 
-        tags = frozenset({"generation"})
+        tags = {"generation"}
 
         def parse(self, parser):
             line = next(parser.stream).lineno

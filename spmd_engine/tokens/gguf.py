@@ -128,7 +128,7 @@ def _token(metadata: Mapping[str, Any], field: str, count: int, where: str) -> i
 
 def _field(metadata: Mapping[str, Any], name: str, where: str) -> Sequence[Any]:
     found = metadata.get(f"tokenizer.ggml.{name}")
-    if not isinstance(found, Sequence) and not hasattr(found, "__len__") or not len(found):
+    if found is None or not hasattr(found, "__len__") or not len(found):
         raise UsageError(f"{where} has no tokenizer.ggml.{name}; give the tokenizer of the original model")
     return found
 

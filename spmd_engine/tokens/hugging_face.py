@@ -99,9 +99,12 @@ def _check_merges(described: Any) -> None:
     """Refuse what makes the library end the whole process: it cuts the prefix of what continues a word off the second
     part of every merge, unseen, also in the middle of a character."""
     model = described.get("model") if isinstance(described, Mapping) else None
-    prefix = model.get("continuing_subword_prefix") if isinstance(model, Mapping) else None
-    merges = model.get("merges") if prefix and isinstance(prefix, str) else None
-    for merge in merges if isinstance(merges, list) else ():
+    if not isinstance(model, Mapping):
+        return
+    prefix, merges = model.get("continuing_subword_prefix"), model.get("merges")
+    if not isinstance(prefix, str) or not prefix or not isinstance(merges, list):
+        return
+    for merge in merges:
         parts = merge.split(" ") if isinstance(merge, str) else merge
         second = parts[1] if isinstance(parts, list) and len(parts) == 2 else None
         if isinstance(second, str) and not second.startswith(prefix):
@@ -138,7 +141,7 @@ def read_tokenizer(path: str | Path) -> JsonTokenizer:
     parts, config = [file.with_name(name) for name in (VOCABULARY, MERGES)], _config(found, str(file))
     if config.get("tokenizer_class") not in CLASSES or not all(part.is_file() for part in parts):
         raise UsageError(f"{file}: no such file; a model's folder has its tokenizer there{remedy(file.parent)}")
-    text = byte_level_json(*map(_text, parts), config, tokenizers_library(), str(file.parent))
+    text = byte_level_json(_text(parts[0]), _text(parts[1]), config, tokenizers_library(), str(file.parent))
     return tokenizer_of(found | {TOKENIZER: text}, str(file.parent))
 
 

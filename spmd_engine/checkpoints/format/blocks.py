@@ -30,7 +30,7 @@ def read_block(
     ``out``, contiguous, of this shape and dtype, is where it is read to, if given.
     """
     block = np.empty(shape, dtype) if out is None else out
-    data = memoryview(block.reshape(-1).view(np.uint8))
+    data = block.reshape(-1).view(np.uint8).data
     try:
         with path.open("rb", buffering=0) as file:
             is_whole = read_into(data, file.fileno(), offset)
@@ -82,4 +82,4 @@ def host_array(block: Array) -> np.ndarray:
 
 def bytes_of(host: np.ndarray) -> memoryview:
     """The bytes of a contiguous array."""
-    return memoryview(host.reshape(-1).view(np.uint8))
+    return host.reshape(-1).view(np.uint8).data

@@ -107,7 +107,7 @@ def _write(file: NewFile, offset: int, name: str, host: np.ndarray) -> str:
         for first in range(0, flat.size, IN_CACHE // host.itemsize):
             part = flat[first : first + IN_CACHE // host.itemsize]
             as_bytes = part.view(np.uint8)
-            digest.update(as_bytes)
+            digest.update(as_bytes.data)
             if not is_finite(part):
                 raise CheckpointError(f"{name} has values that are not finite: not saved")
             file.put(offset + first * host.itemsize, as_bytes)
@@ -210,7 +210,7 @@ class NewFile:
 
     def _write(self, number: int, memory: np.ndarray) -> None:
         offset = number * WINDOW
-        data = memoryview(memory[: _whole_pages(min(WINDOW, self._size - offset))])
+        data = memory[: _whole_pages(min(WINDOW, self._size - offset))].data
         done = 0
         while done < len(data):
             was_direct = self._is_direct
