@@ -4,61 +4,38 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import click
 from rich.console import Console
 
-from spmd_engine.axes import all_positions, parse_axes
-from spmd_engine.cli.adapters import adapted, lora_options
+from spmd_engine.axes import all_positions
 from spmd_engine.cli.analysis_text import describe, draw_memory_of_step
-from spmd_engine.cli.composition import composition_of, composition_options, model_of
-from spmd_engine.cli.config_file import config_option
-from spmd_engine.cli.experts import expert_options
-from spmd_engine.cli.options import images_option, model_option
-from spmd_engine.cli.show.options import OPTIMIZERS, dtype_option, mesh_option, optimizer_option, output_option
-from spmd_engine.cli.show.render import present, print_picture
+from spmd_engine.cli.options import axes_of, model_on, takes_job
+from spmd_engine.cli.show.render import output_option, present, print_picture
+from spmd_engine.engine.optimizers import OPTIMIZERS
 from spmd_engine.errors import UsageError
 from spmd_engine.planning import analyze as analyze_step
 from spmd_engine.runtime.launchers import launcher_rank
+from spmd_engine.training.train_config import TrainConfig
 
-WIDTH = 240  # columns that a table may have, however narrow the terminal is: a number whose end is cut off is none
+WIDTH = 240  # columns of a table at most, however narrow the terminal is, so that no number is cut off
 
 
 @click.command(short_help="Compute, bytes and memory of a step, rank by rank, before one is started.")
-@config_option
-@model_option
-@images_option
-@mesh_option
-@click.option("--batch-size", type=click.IntRange(1), default=16, show_default=True, help="Samples, over all ranks.")
-@click.option("--micro-batches", type=click.IntRange(1), default=1, show_default=True)
-@click.option("--sequence", type=click.IntRange(1), help="Length of samples. [default: the model's context]")
-@dtype_option
-@optimizer_option
-@click.option("--rank", type=click.IntRange(0), help="Whose step is told. [default: the one that holds most]")
-@click.option("--json", "as_json", is_flag=True, help="Everything, of every class of ranks, as JSON.")
-@expert_options
-@lora_options
-@composition_options
+@takes_job(
+    *("model", "images", "dtype", "mixture", "lora", "composition"),
+    *("batch_size", "micro_batches", "length", "optimizer"),
+    described=True,
+    defaults={"batch_size": 16},
+)
+@click.option("--rank", type=click.IntRange(0), help="The rank to describe. [default: the one that holds most]")
+@click.option("--json", "as_json", is_flag=True, help="Print everything, of every class of ranks, as JSON.")
 @output_option
-def analyze(
-    model: str,
-    images: str | None,
-    mesh: str,
-    batch_size: int,
-    micro_batches: int,
-    sequence: int | None,
-    dtype: str,
-    optimizer: str,
-    rank: int | None,
-    as_json: bool,
-    output: Path | None,
-    **options: Any,
-) -> None:
-    """Run one training step on shapes alone: its FLOPs, bytes, calls and memory, layer by layer and moment by moment.
+def analyze(job: TrainConfig, rank: int | None, as_json: bool, output: Path | None) -> None:
+    """Run one training step on shapes alone: its FLOPs, bytes, calls and memory, by layer and over time.
 
-    It is the engine's own text that runs, so what is told is what ranks do: 'train' compares its first step with it,
-    call by call. The picture is the memory of a rank over its step; --output writes it to a file.
+    The analysis runs the engine's own code, so it gives what ranks do: 'train' compares its first step with it, call by
+    call. The picture shows the memory of a rank over its step; --output writes it to a file.
 
     \b
       python -m spmd_engine analyze --model gpt2 --mesh data=4,model=2 --batch-size 8
@@ -66,20 +43,20 @@ def analyze(
     """
     if launcher_rank() > 0:
         return
-    axes = parse_axes(mesh)
+    axes = axes_of(job)
     ranks = len(all_positions(axes))
     if rank is not None and rank >= ranks:
         raise UsageError(f"--rank {rank}: the mesh has ranks 0 to {ranks - 1}")
-    built = adapted(model_of(model, images, options), model, options)
+    model, composition = model_on(axes, job)
     analysis = analyze_step(
-        built,
+        model,
         axes,
-        composition_of(options, axes, built),
-        batch_size=batch_size,
-        micro_batches=micro_batches,
-        sequence=sequence,
-        dtype=dtype,
-        optimizer=OPTIMIZERS[optimizer](),
+        composition,
+        batch_size=job.data.batch_size,
+        micro_batches=job.data.micro_batches,
+        sequence=job.data.length,
+        dtype=job.model.dtype,
+        optimizer=OPTIMIZERS[job.training.optimizer](),
     )
     if as_json:
         click.echo(json.dumps(analysis.as_json(), default=str))

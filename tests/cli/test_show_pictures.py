@@ -18,13 +18,14 @@ from spmd_engine.cli.show.schedule import draw_schedule
 from spmd_engine.cli.show.sharding import draw_sharding
 from spmd_engine.engine.schedules.names import named
 from spmd_engine.sharding import Spec
+from spmd_engine.training import TrainConfig
 
 SPACE = "{http://www.w3.org/2000/svg}"
 PICTURES = {
     "mesh": lambda: draw_mesh({"data": 2, "model": 3}),
     "sharding": lambda: draw_sharding(Spec.parse("b/data f/model"), (5, 2), all_positions({"data": 2, "model": 3})),
     "schedule": lambda: draw_schedule(named("interleaved"), 2, 4),
-    "memory": lambda: draw_memory("gpt-nano", {"data": 2}),
+    "memory": lambda: draw_memory(TrainConfig.of(mesh={"data": 2})),
     "collective": lambda: draw_collective("all_gather", 3),
 }
 every_picture = pytest.mark.parametrize("kind", PICTURES)

@@ -1,23 +1,19 @@
-"""``show communication``: what a rank sends in a step, when it begins, and what computes meanwhile."""
+"""``show communication``: what a rank sends in a step, and the computations that overlap with it."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import click
 
-from spmd_engine.axes import all_positions, parse_axes
-from spmd_engine.cli.composition import composition_of, composition_options, model_of
-from spmd_engine.cli.config_file import config_option
-from spmd_engine.cli.experts import expert_options
-from spmd_engine.cli.options import images_option, model_option
-from spmd_engine.cli.show.options import dtype_option, mesh_option, output_option
+from spmd_engine.axes import all_positions
+from spmd_engine.cli.options import axes_of, model_on, takes_job
 from spmd_engine.cli.show.picture import BLUE, GREEN, ORANGE, PALE, PURPLE, SKY, YELLOW, Cell, Picture, table, text
-from spmd_engine.cli.show.render import present
+from spmd_engine.cli.show.render import output_option, present
 from spmd_engine.errors import UsageError
 from spmd_engine.planning import analyze
 from spmd_engine.planning.dry_run.step_analysis import Communication, RankStep
+from spmd_engine.training.train_config import TrainConfig
 
 FILLS = {
     "all_gather": BLUE,
@@ -29,59 +25,46 @@ FILLS = {
 }
 LABEL = 40  # columns for the names of transfers
 MOST = 400  # transfers
+MOST_PARTS = 64  # micro-batches
 
 
 @click.command(short_help="What a rank sends in a step, and when.")
-@config_option
-@model_option
-@images_option
-@mesh_option
-@click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Of the mesh.")
-@click.option("--batch-size", type=click.IntRange(1), default=16, show_default=True, help="Samples, over all ranks.")
-@click.option("--micro-batches", type=click.IntRange(1, 64), default=1, show_default=True, help="Of a step.")
-@dtype_option
-@expert_options
-@composition_options
+@takes_job(
+    *("model", "images", "dtype", "mixture", "composition", "batch_size", "micro_batches"),
+    described=True,
+    defaults={"batch_size": 16},
+)
+@click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="The rank to draw.")
 @output_option
-def communication(
-    model: str,
-    images: str | None,
-    mesh: str,
-    rank: int,
-    batch_size: int,
-    micro_batches: int,
-    dtype: str,
-    output: Path | None,
-    **options: Any,
-) -> None:
-    """Draw one rank's step: a column a computation, and below them a bar for each collective and message, from where
-    it begins to where it is waited for.
+def communication(job: TrainConfig, rank: int, output: Path | None) -> None:
+    """Draw one rank's step: a column for each computation, and below a bar for each collective and message, from its
+    start to the computation that waits for it.
 
-    A layer that communicates half-way is several computations of one name.
+    A layer that communicates in its middle is several computations with one name.
 
     \b
       python -m spmd_engine show communication --model gpt-nano --mesh data=4
       python -m spmd_engine show communication --model gpt-nano --mesh data=2,model=2 --zero 3
       python -m spmd_engine show communication --mesh pipe=2,data=2 --micro-batches 2 --schedule zero-bubble
     """
-    axes = parse_axes(mesh)
-    ranks = len(all_positions(axes))
-    if rank >= ranks:
-        raise UsageError(f"--rank {rank} with --mesh {mesh}: ranks are from 0 to {ranks - 1}")
-    built = model_of(model, images, options)
-    composition = composition_of(options, axes, built)
-    sizes = {"batch_size": batch_size, "micro_batches": micro_batches}
-    analysis = analyze(built, axes, composition, dtype=dtype, **sizes)
-    step = analysis.of_rank(rank)
-    title = f"{model}, mesh {mesh}: a step of rank {rank}"
-    present(draw_communication(step, title, analysis.approximate), output)
+    axes = axes_of(job)
+    mesh = all_positions(axes)
+    if rank >= len(mesh):
+        raise UsageError(f"--rank {rank} with --mesh {mesh[0]}: ranks are from 0 to {len(mesh) - 1}")
+    if job.data.micro_batches > MOST_PARTS:
+        raise UsageError(f"--micro-batches {job.data.micro_batches}: at most {MOST_PARTS} can be drawn")
+    model, composition = model_on(axes, job)
+    sizes = {"batch_size": job.data.batch_size, "micro_batches": job.data.micro_batches}
+    analysis = analyze(model, axes, composition, dtype=job.model.dtype, **sizes)
+    title = f"{job.model.name}, mesh {mesh[0]}: a step of rank {rank}"
+    present(draw_communication(analysis.of_rank(rank), title, analysis.approximate), output)
 
 
 def draw_communication(step: RankStep, title: str, assumed: tuple[str, ...] = ()) -> Picture:
     """Columns are computations, numbered from 0; the table below names those where a transfer begins and ends."""
     if len(step.communications) > MOST:
         count = len(step.communications)
-        raise UsageError(f"{count} transfers are too many to draw; take a smaller model, or fewer parts")
+        raise UsageError(f"{count} transfers are too many to draw; choose a smaller model or fewer micro-batches")
     cells = [text(0, 0, "computation")]
     cells += [text(LABEL + at, 0, str(at)) for at in range(0, len(step.computations) + 1, 10)]
     for line, transfer in enumerate(step.communications, 1):
@@ -92,8 +75,8 @@ def draw_communication(step: RankStep, title: str, assumed: tuple[str, ...] = ()
     exposed = [transfer for transfer in step.communications if transfer.priority == 0]
     notes = [
         f"{len(step.computations)} computations; {len(step.communications)} collectives and messages send "
-        f"{round(step.bytes_sent):,} bytes; {len(exposed)} have nothing to hide behind.",
-        "Hidden by: computations between where a transfer begins and where it is waited for. Fewer are more urgent.",
+        f"{round(step.bytes_sent):,} bytes; {len(exposed)} overlap with no computation.",
+        "Hidden by: computations between the start of a transfer and the wait for it. Fewer are more urgent.",
         *assumed,
     ]
     rows = [("transfer", "over", "bytes sent", "begins before", "is waited for before", "hidden by")]

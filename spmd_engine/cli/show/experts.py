@@ -1,71 +1,57 @@
-"""``show experts``: where each expert is, and, of a run, how many tokens it gets."""
+"""``show experts``: the ranks that hold each expert and, for a run, how many tokens it gets."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import click
 
-from spmd_engine.axes import MeshPosition, all_positions, parse_axes
-from spmd_engine.cli.config_file import config_option
-from spmd_engine.cli.experts import mixture_of, mixture_options
-from spmd_engine.cli.options import model_option, read_config, run_folder
+from spmd_engine.axes import MeshPosition, all_positions
+from spmd_engine.cli.options import takes_job
 from spmd_engine.engine.parallel_config import ParallelConfig, composed_layout
 from spmd_engine.errors import UsageError, one_of
 from spmd_engine.foreign import parse_json, read_text, reading
-from spmd_engine.models import Model, build_model
+from spmd_engine.models import Model
 from spmd_engine.sharding.experts import routing_table
 from spmd_engine.sharding.layout import Layout
 from spmd_engine.training.observers import MetricsFile
+from spmd_engine.training.run_job import read_run, run_folder
+from spmd_engine.training.train_config import TrainConfig
 
 LOAD = "/load"  # ends the names of the side outputs that count tokens by expert
 
 
-@click.command(short_help="Where each expert is, and its load in a run.")
-@config_option
-@model_option
-@mixture_options
-@click.option("--mesh", metavar="AXIS=SIZE,...", help="The mesh. [default: the run's, or one rank]")
-@click.option("--experts-over", metavar="AXIS,...", help="Axes that cut the experts. [default: expert]")
-@click.option("--run", metavar="NAME", help="A run, for its model and the load it measured.")
-@click.option("--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Of the run, its last ones.")
-@click.option("--layer", metavar="NAME", help="One layer, as in block0/moe. [default: all, together]")
-def experts(
-    model: str,
-    mesh: str | None,
-    experts_over: str | None,
-    run: str | None,
-    steps: int,
-    layer: str | None,
-    **options: Any,
-) -> None:
-    """Print a line for each expert, with the part and the ranks that hold it, then one for each part. Of a --run, also
-    the mean load of its last steps: pairs of a token and an expert that it chose, over the whole batch.
+@click.command(short_help="Ranks that hold each expert, and its load in a run.")
+@takes_job("model", "mixture", "mesh", "experts_over", described=True)
+@click.option("--run", metavar="NAME", help="A run, for its model and the load that it measured.")
+@click.option("--steps", type=click.IntRange(min=1), default=20, show_default=True, help="With --run: its last steps.")
+@click.option("--layer", metavar="NAME", help="One layer, such as block0/moe. [default: all together]")
+def experts(job: TrainConfig, run: str | None, steps: int, layer: str | None) -> None:
+    """Print a line for each expert, with the part and the ranks that hold it, then one for each part. With --run, also
+    the mean load of its last steps: pairs of a token and a chosen expert, over the whole batch.
 
-    Outside of the layers with experts, axis 'expert' cuts the batch, as 'data' does.
+    Outside the layers with experts, axis 'expert' splits the batch, as 'data' does.
 
     \b
       python -m spmd_engine show experts --model gpt-moe-nano --mesh expert=4,data=2
       python -m spmd_engine show experts --run gpt-moe-nano-1 --layer block0/moe
       python -m spmd_engine show experts --run gpt-moe-nano-1 --mesh expert=8
     """
-    mixture = mixture_of(options)
-    composition = ParallelConfig(experts_over=experts_over)
+    axes, over = job.composition.mesh, job.composition.experts_over
+    composition = ParallelConfig(experts_over=over)
     loads: Mapping[str, Sequence[float]] = {}
-    axes = parse_axes(mesh) if mesh else {"data": 1}
     if run:
-        job = read_config(run)
-        model, mixture = job.model.name, job.model.mixture
-        axes = axes if mesh else dict(job.composition.mesh or axes)
-        composition = composition if experts_over or mesh else job.composition
+        of_run = read_run(run)
+        job = job.changed(model=of_run.model)
+        composition = composition if over or axes else of_run.composition
+        axes = axes or of_run.composition.mesh
         loads = mean_loads(run_folder(run), steps)
-    built = build_model(model, mixture=mixture)
-    places = all_positions(axes)
-    layout = composed_layout(built, places[0], composition)
-    click.echo(f"{model}, mesh {places[0]}: inputs {layout.spec(built.inputs)}")
-    click.echo(placement_text(built, places, layout, loads, layer))
+    model = job.model.build(composition)
+    places = all_positions(dict(axes or {"data": 1}))
+    layout = composed_layout(model, places[0], composition)
+    click.echo(f"{job.model.name}, mesh {places[0]}: inputs {layout.spec(model.inputs)}")
+    click.echo(placement_text(model, places, layout, loads, layer))
 
 
 def placement_text(
@@ -108,7 +94,7 @@ def mean_loads(folder: Path, steps: int) -> dict[str, list[int]]:
     told = [line["side_outputs"] for line in lines if "side_outputs" in line][-steps:]
     names = [name for name in (told[-1] if told else {}) if name.endswith(LOAD)]
     if not names:
-        raise UsageError(f"{path} tells no load of experts: the run has made no step, or its model has none")
+        raise UsageError(f"{path} has no load of experts: the run made no step, or its model has no experts")
     by_name = {name: zip(*(each[name] for each in told), strict=True) for name in names}
     return {
         name.removesuffix(LOAD): [round(sum(of_expert) / len(told)) for of_expert in of_layer]

@@ -9,9 +9,8 @@ import click
 import numpy as np
 
 from spmd_engine.axes import MeshPosition, all_positions, parse_axes
-from spmd_engine.cli.show.options import output_option
 from spmd_engine.cli.show.picture import COLOURS, WIDEST, Cell, Picture, grid, listed, size, table, text
-from spmd_engine.cli.show.render import present
+from spmd_engine.cli.show.render import output_option, present
 from spmd_engine.errors import UsageError
 
 MOST = 1024  # ranks

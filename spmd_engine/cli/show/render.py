@@ -16,6 +16,13 @@ from spmd_engine.cli.output_file import output_file
 from spmd_engine.cli.show.picture import WIDEST, Cell, Picture, ink, size, text
 from spmd_engine.errors import UsageError
 
+output_option = click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write the picture to FILE.svg, or FILE.png (needs Pillow), instead of printing it.",
+)
+
 
 def present(picture: Picture, output: Path | None) -> None:
     """Print a picture, in colour where there is a terminal, or write it to ``output``."""

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import click
 
-from spmd_engine.cli.show.options import output_option
 from spmd_engine.cli.show.picture import GREEN, ORANGE, PALE, SKY, YELLOW, Cell, Picture, table, text, tint
-from spmd_engine.cli.show.render import present
+from spmd_engine.cli.show.render import output_option, present
 from spmd_engine.engine.schedules.instructions import Backward, BackwardInput, BackwardWeight, Compute, Forward
 from spmd_engine.engine.schedules.names import named
 from spmd_engine.engine.schedules.schedule import Schedule

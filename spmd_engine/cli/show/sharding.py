@@ -9,47 +9,33 @@ from pathlib import Path
 
 import click
 
-from spmd_engine.axes import MeshPosition, all_positions, parse_axes
-from spmd_engine.cli.config_file import config_option
-from spmd_engine.cli.options import image_shape, images_option, model_option
-from spmd_engine.cli.show.options import mesh_option, output_option
+from spmd_engine.axes import MeshPosition, all_positions
+from spmd_engine.cli.options import axes_of, takes_job
 from spmd_engine.cli.show.picture import COLOURS, Picture, grid, listed
-from spmd_engine.cli.show.render import present
+from spmd_engine.cli.show.render import output_option, present
 from spmd_engine.engine.state.assignment import PIPE, assign
 from spmd_engine.engine.state.split_weights import misfit, parse_shares
 from spmd_engine.errors import UsageError
-from spmd_engine.models import ImageShape, build_model, layout_for
+from spmd_engine.models import layout_for
 from spmd_engine.sharding.notation import Spec
+from spmd_engine.training.train_config import TrainConfig
 
 MOST = 1024  # blocks
 
 
 @click.command(short_help="An array's blocks, and the ranks that hold them.")
-@config_option
 @click.argument("spec", metavar="SHARDING", required=False)
 @click.option("--shape", metavar="N,...", help="The whole array's shape: a size for each letter.")
 @click.option("--param", metavar="NAME", help="A parameter of --model, instead of SHARDING and --shape.")
-@model_option
-@images_option
-@mesh_option
-@click.option("--shares", metavar="AXIS=N:N...,...", help="Of what these axes cut, by rank, as train's.")
+@takes_job("model", "images", "mesh", "shares", described=True)
 @output_option
-def sharding(
-    spec: str | None,
-    shape: str | None,
-    param: str | None,
-    model: str,
-    images: str | None,
-    mesh: str,
-    shares: str | None,
-    output: Path | None,
-) -> None:
-    """Draw how an array is cut: each block with the ranks that hold it and its range of indices.
+def sharding(spec: str | None, shape: str | None, param: str | None, job: TrainConfig, output: Path | None) -> None:
+    """Draw how an array is sharded: each block with the ranks that hold it and its range of indices.
 
-    SHARDING has a letter for each dim, with the mesh axes that cut it: "b/data f" is b divided over data, f whole.
-    Of the dims that are cut, the first goes down and the second across; the others are listed below. Blocks are as
-    even as they can be, the first ones larger, and may be empty; "b/data:3:1", or --shares, gives the first of two
-    ranks thrice as much.
+    SHARDING has a letter for each dim, with the mesh axes that split it: "b/data f" is b split over data, f whole.
+    The first dim that is split is drawn from top to bottom, the second from left to right; others are listed below.
+    Blocks are as even as possible, the first ones larger, and may be empty; "b/data:3:1", or --shares, gives the first
+    of two ranks three quarters.
 
     \b
       python -m spmd_engine show sharding "b/data f/model" --shape 8,6 --mesh data=2,model=2
@@ -57,17 +43,17 @@ def sharding(
       python -m spmd_engine show sharding "v/model,data d" --shape 257,96 --mesh data=2,model=2
       python -m spmd_engine show sharding --param block0/mlp/w0 --model gpt-nano --mesh data=2,model=4
     """
-    places = all_positions(parse_axes(mesh))
+    places = all_positions(axes_of(job))
     if param:
         if spec or shape:
             raise UsageError("show sharding: give either SHARDING and --shape, or --param and --model")
-        name = f"{model} {param} "
-        cut, sizes, places = parameter_sharding(model, param, places, image_shape(model, images))
+        name = f"{job.model.name} {param} "
+        cut, sizes, places = parameter_sharding(job, param, places)
     elif spec is None or shape is None:
         raise UsageError('show sharding: give SHARDING and --shape, as in: show sharding "b/data d" --shape 8,6')
     else:
         name = ""
-        cut, sizes = with_shares(Spec.parse(spec), shares, places[0]), parse_shape(shape)
+        cut, sizes = with_shares(Spec.parse(spec), job.composition.shares, places[0]), parse_shape(shape)
     present(draw_sharding(cut, sizes, places, name), output)
 
 
@@ -80,7 +66,7 @@ def parse_shape(text: str) -> tuple[int, ...]:
 
 
 def with_shares(spec: Spec, text: str | None, place: MeshPosition) -> Spec:
-    """The sharding with the shares that a command line gives; raises UsageError for those of no axis that cuts it."""
+    """The sharding with these uneven shares; raises UsageError for an axis that does not split it."""
     shares = parse_shares(text, "--shares", spec.axes, least=0)
     if why := misfit(shares, place.axes):
         raise UsageError(f"--shares {text} with --mesh {place}: {why}. Give a share for each rank of an axis")
@@ -88,15 +74,15 @@ def with_shares(spec: Spec, text: str | None, place: MeshPosition) -> Spec:
 
 
 def parameter_sharding(
-    model: str, name: str, places: Sequence[MeshPosition], images: ImageShape | None = None
+    job: TrainConfig, name: str, places: Sequence[MeshPosition]
 ) -> tuple[Spec, tuple[int, ...], Sequence[MeshPosition]]:
-    """How a model's parameter is cut by the customary layout, its whole shape, and the places whose stage has it."""
-    built = build_model(model, sample=images)
+    """How the default layout shards a parameter of a model, its whole shape, and the ranks whose stage has it."""
+    built = job.model.build(job.composition)
     layout = layout_for(built, places[0])
     parameters = dict(built.parameters())
     if name not in parameters:
         close = [known for known in parameters if name.split("/")[-1] in known] or list(parameters)
-        raise UsageError(f"{model} has no parameter {name!r}; it has, for example: {', '.join(close[:4])}")
+        raise UsageError(f"{job.model.name} has no parameter {name!r}; it has, for example: {', '.join(close[:4])}")
     assignment = assign(built, places[0], layout, itemsize=4)
     stages, home = assignment.holders[name], assignment.homes.get(name)
     parameter, shape = parameters[name]
