@@ -7,7 +7,7 @@ from collections import defaultdict
 from dataclasses import is_dataclass
 from pathlib import Path
 
-from spmd_engine.configuration import Setting, range_of, settings_of
+from spmd_engine.configuration import ConfigField, range_of, settings_of
 from spmd_engine.training import TrainConfig
 from spmd_engine.units import BYTES
 
@@ -18,7 +18,7 @@ KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or
 
 def tables() -> str:
     """A table for each section of a job, with a row for each of its fields."""
-    sections: dict[tuple[str, ...], list[Setting]] = defaultdict(list)
+    sections: dict[tuple[str, ...], list[ConfigField]] = defaultdict(list)
     for field in settings_of(TrainConfig).values():
         sections[field.path[:-1]].append(field)
     order = [(), ("model",), ("data",), ("training",), ("composition",)]
@@ -31,7 +31,7 @@ def tables() -> str:
     return "\n".join(texts)
 
 
-def row(field: Setting) -> str:
+def row(field: ConfigField) -> str:
     """``| `batch_size` | 16; images: 64 | from 1 | Samples a step, over all ranks. |``"""
     own = field.path[-1]
     name = f"`{own}`"
@@ -42,7 +42,7 @@ def row(field: Setting) -> str:
     return f"| {name} | {default(field)} | {values(field)} | {field.about['help'].replace('|', chr(92) + '|')} |"
 
 
-def default(field: Setting) -> str:
+def default(field: ConfigField) -> str:
     """A default as JSON has it, and what null stands for."""
     if field.default is None:
         return f"null: {field.about['unset']}"
@@ -50,7 +50,7 @@ def default(field: Setting) -> str:
     return text + (f"; images: {field.about['of_images']:,}" if "of_images" in field.about else "")
 
 
-def values(field: Setting) -> str:
+def values(field: ConfigField) -> str:
     """The values that a field takes."""
     if is_dataclass(field.kind):
         return "an object, below" if field.name in ("mixture", "lora") else "an object"

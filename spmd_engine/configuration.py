@@ -110,7 +110,7 @@ class Configuration:
 
 
 @dataclass(frozen=True)
-class Setting:
+class ConfigField:
     """A field of a configuration, or of one nested in it, as an option."""
 
     name: str  #: with underscores
@@ -140,18 +140,18 @@ class Setting:
 
 
 @cache
-def settings_of(configuration: type[Configuration]) -> dict[str, Setting]:
+def settings_of(configuration: type[Configuration]) -> dict[str, ConfigField]:
     """The fields of a configuration and of those nested in it, by their names as options."""
     return {each.name: each for each in _settings(configuration(), (), "")}
 
 
-def _settings(usual: Configuration, path: tuple[str, ...], prefix: str) -> Iterator[Setting]:
+def _settings(usual: Configuration, path: tuple[str, ...], prefix: str) -> Iterator[ConfigField]:
     types = _types(type(usual))
     for each in fields(usual):
         about, where = each.metadata, (*path, each.name)
         section, kind = _configuration(types[each.name]), _without_none(types[each.name])
         name = about.get("option") or prefix + each.name
-        yield Setting(name, where, kind, getattr(usual, each.name), about)
+        yield ConfigField(name, where, kind, getattr(usual, each.name), about)
         if section and about.get("option", "") is not None:
             yield from _settings(section_of(usual, each.name), where, about.get("prefix", ""))
 

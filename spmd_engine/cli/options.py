@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from spmd_engine.comm.mesh import Mesh
-from spmd_engine.configuration import Configuration, Setting, settings_of
+from spmd_engine.configuration import ConfigField, Configuration, settings_of
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.errors import UsageError
 from spmd_engine.models import Model
@@ -50,7 +50,7 @@ class Quantity(click.ParamType):
 
 def chosen_settings(
     configuration: type[Configuration], names: Collection[str] = (), without: Collection[str] = ()
-) -> dict[str, Setting]:
+) -> dict[str, ConfigField]:
     """The fields that are options, by name: those called ``names`` or in sections of these names, by default all."""
     options = {name: each for name, each in settings_of(configuration).items() if each.is_option}
     sections = set(names) - options.keys()
@@ -81,7 +81,7 @@ def options_of(
     return decorate
 
 
-def _option(setting: Setting, default: Any, help: str | None) -> Callable:
+def _option(setting: ConfigField, default: Any, help: str | None) -> Callable:
     about = setting.about
     flags = ["--" + name.replace("_", "-") for name in (setting.name, *about.get("old_names", ()))]
     options: dict[str, Any] = {"metavar": about.get("metavar")}

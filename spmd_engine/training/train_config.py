@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from spmd_engine.comm.pending import TIMEOUT
-from spmd_engine.configuration import Configuration, Setting, section_of, setting, settings_of
+from spmd_engine.configuration import ConfigField, Configuration, section_of, setting, settings_of
 from spmd_engine.engine.parallel_config import ModelConfig, ParallelConfig
 from spmd_engine.errors import UsageError, one_of
 from spmd_engine.foreign import json_at
@@ -209,7 +209,7 @@ def _changed(configuration: Configuration, values: Mapping[tuple[str, ...], Any]
     return configuration.changed(**own)
 
 
-def _setting(name: str) -> Setting:
+def _setting(name: str) -> ConfigField:
     settings = settings_of(TrainConfig)
     if name not in settings:
         raise UsageError(f"a job has no option {name!r}; {one_of(name, settings)}")
