@@ -64,7 +64,7 @@ def infer(source, target, run, engine, checkpoint, batch_size, job) -> None:
             serving, _ = open_pretrained(job.model, opened, device=job.device)
         on_rank_zero(opened.group(), lambda: _check_shape(inputs, source, serving))
         outputs = _Outputs()
-        with _telling_shapes(inputs, source, serving):
+        with _naming_shapes(inputs, source, serving):
             serving.inference_loop(_pieces(inputs, batch_size, serving) if inputs is not None else None, outputs)
         on_rank_zero(opened.group(), lambda: outputs.save(target))
 
@@ -124,10 +124,10 @@ def _own_engine(name: str, mesh: Mesh, job: TrainConfig) -> ShardedEngine:
 
 
 def _check_shape(inputs: np.ndarray, source: str, engine: ShardedEngine) -> None:
-    """Raise UsageError if whole inputs lack dims that the engine names, or are of other sizes than its model says; or
-    no pixels, if it wants these."""
+    """Raise UsageError if whole inputs lack dims that the engine names, have other sizes than its model, or are not
+    pixels although its model takes images."""
     letters, sizes = Spec.parse(engine.input_sharding).letters, {}
-    fits = inputs.ndim >= len(letters)  # what an engine of one's own does not name is whole
+    fits = inputs.ndim >= len(letters)  # dims that the user's engine does not name are whole
     if isinstance(engine, LayeredEngine):
         letters, sizes = engine.model.inputs.replace(" ", ""), engine.model.layers[0][1].sizes
         if engine.model.sample:
@@ -135,7 +135,7 @@ def _check_shape(inputs: np.ndarray, source: str, engine: ShardedEngine) -> None
         if _takes_images(engine):
             check_pixels(f"--input {source}", inputs.dtype)
             largest = max(float(inputs.max()), -float(inputs.min()))
-            check_scale(f"--input {source}", largest, inputs.dtype, darkest=0)  # one image may well be black
+            check_scale(f"--input {source}", largest, inputs.dtype, darkest=0)  # a single image may be black
         fits = inputs.ndim == len(letters)
     if not fits or any(sizes.get(letter, n) != n for letter, n in zip(letters, inputs.shape)):
         expected = ", ".join(str(sizes.get(letter, letter)) for letter in letters)
@@ -146,13 +146,13 @@ def _check_shape(inputs: np.ndarray, source: str, engine: ShardedEngine) -> None
 
 
 @contextmanager
-def _telling_shapes(inputs: np.ndarray | None, source: str, engine: ShardedEngine) -> Iterator[None]:
-    """An engine of one's own may find only in its forward that inputs do not fit: say what they were."""
+def _naming_shapes(inputs: np.ndarray | None, source: str, engine: ShardedEngine) -> Iterator[None]:
+    """Add the shapes to errors of the user's engine, whose forward may be the first to find that inputs do not fit."""
     letters = " ".join(Spec.parse(engine.input_sharding).letters) or "whatever its forward takes"
     try:
         yield
     except Exception as error:
-        if inputs is None:  # rank 0 tells
+        if inputs is None:  # rank 0 reports it
             raise
         hint = (
             f"--input {source} has shape {inputs.shape}, and the engine takes [{letters}]: if sizes do not fit, save "

@@ -1,4 +1,4 @@
-"""``inspect``: what each rank of a mesh would hold, without starting it."""
+"""``inspect``: what each rank of a mesh holds, without starting it."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _arrays(
     homes: Mapping[str, Home],
     stages: Mapping[str, Sequence[int]],
 ) -> Table:
-    """Each array with how it is cut and, of a pipeline, the ``stages`` that have it."""
+    """Each array with its sharding and, in a pipeline, the ``stages`` that have it."""
     columns = [kind, "sharding", "whole shape", "on the first rank", *(["stages"] if stages else [])]
     table = Table(*columns, box=None, header_style="bold")
     counts: dict[str, list[int]] = {}  # of experts, and of those that the first rank has

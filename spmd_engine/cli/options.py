@@ -122,10 +122,10 @@ def takes_job(
     defaults: Mapping[str, Any] | None = None,
     help: Mapping[str, str] | None = None,
 ) -> Callable:
-    """A decorator that gives a command options of a job, and ``--config`` unless told otherwise, and calls it with the
-    ``job`` that they describe instead of them.
+    """A decorator that gives a command options of a job and, with ``config``, a file that has one; it calls the command
+    with the ``job`` that they describe.
 
-    ``names`` and ``without`` choose the options. ``defaults`` are the command's own, where they are not a job's. With
+    ``names`` and ``without`` choose the options. ``defaults`` hold for the command, unless the file has a value. With
     ``described``, ``--model`` may be the path of a file that describes a model.
     """
 

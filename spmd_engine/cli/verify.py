@@ -273,8 +273,8 @@ def verify_import(
     click.echo(f"{path} on mesh {mesh}, beside {reference}\n")
     width = max(len(each.layer) for each in distances)
     for each in distances:
-        said = "" if each.place is None else f"  off, first at sample {each.place[0]}, position {each.place[1]}"
-        click.echo(f"{each.layer:<{width}}  {each.distance:8.1e}{said}")
+        where = "" if each.place is None else f"  off, first at sample {each.place[0]}, position {each.place[1]}"
+        click.echo(f"{each.layer:<{width}}  {each.distance:8.1e}{where}")
     if first is None:
         click.echo(f"\nall {len(distances)} agree to {tolerance:g}")
         return True

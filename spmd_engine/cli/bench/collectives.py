@@ -1,4 +1,4 @@
-"""``bench collectives``: the engine's collectives beside the MPI library's own.
+"""``bench collectives``: the engine's collectives and the MPI library's own.
 
 This module is also the worker: its ``argv[1]`` is a JSON object, ``operations``, ``sizes`` in bytes, and ``rounds``.
 Rank 0 prints a JSON list with an object for each operation and size: seconds of a call by way, one number a round.
@@ -22,18 +22,18 @@ from spmd_engine.comm.mesh import Mesh
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
 
 
-@click.command(short_help="Collectives, beside the MPI library's own.")
+@click.command(short_help="Collectives, compared with the MPI library's own.")
 @ranks_option(2, least=2)
 @rounds_option(15)
 @click.option("--only", type=click.Choice(OPERATIONS), multiple=True, help="Only this operation; may be repeated.")
 @click.option("--largest", type=click.IntRange(min=1), default=64, show_default=True, help="MiB of the largest arrays.")
 @output_option()
 def collectives(ranks: int, rounds: int, only: tuple[str, ...], largest: int, output: Path | None) -> None:
-    """Time calls of 8 bytes and more, four ways in turn: the whole array counts, float32.
+    """Time calls of 8 bytes and more in four ways, alternating. Sizes are those of whole arrays, in float32.
 
-    "shared" has its arrays in memory that the node's ranks share (Mesh.empty), "ordinary" has NumPy's, both with checks
-    and ledger; "unchecked" is ordinary with checks switched off; "library" is the MPI library's own blocking call on
-    arrays made before. The last two columns are the median over rounds of the library's time divided by ours.
+    "shared" has its arrays in memory that the node's ranks share (Mesh.empty), "ordinary" in NumPy's, both with checks
+    and ledger; "unchecked" is ordinary without checks; "library" is the MPI library's own blocking call on arrays made
+    before. The last two columns are the median over rounds of the library's time divided by ours.
     """
     config = {
         "operations": only or OPERATIONS,

@@ -44,10 +44,10 @@ from spmd_engine.training.workload import make_trainer, open_workload
 @output_option()
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 def train(ranks: int, steps: int, rounds: int, output: Path | None, options: tuple[str, ...]) -> None:
-    """Time training steps; whatever else is given goes to 'train'.
+    """Time training steps; further options go to 'train'.
 
-    The share of the peak counts 6 operations for each parameter that is multiplied, and token, and attention where it
-    is not masked, against this machine's own matrix products on as many cores as ranks.
+    The share of the peak counts 6 operations per token for each parameter in a product, and attention where it is not
+    masked; the peak is that of this machine's own matrix products on as many cores as ranks.
 
     \b
       python -m spmd_engine bench train --ranks 1 --model gpt-mini
@@ -92,10 +92,10 @@ REST = "loss, optimizer and data"
 @output_option()
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 def layers(steps: int, rounds: int, output: Path | None, options: tuple[str, ...]) -> None:
-    """Train on one core and tell the milliseconds of a step by layer; whatever else is given goes to 'train'.
+    """Train on one core and print the milliseconds of a step by layer; further options go to 'train'.
 
-    Layers that differ only in the number of their block are summed. The share of the peak is their multiplications,
-    three times those of a forward, by this machine's own matrix products.
+    Layers that differ only in the number of their block are summed. The share of the peak compares their
+    multiplications, three times those of a forward, with this machine's own matrix products.
 
     \b
       python -m spmd_engine bench layers --model gpt-mini --batch-size 8
@@ -221,8 +221,8 @@ def strategies(
 ) -> None:
     """Train some steps by every strategy in turn and compare them with plain data parallel.
 
-    Bytes are those that all ranks together send in a step, calls those of one rank; memory is what one rank holds
-    more at the end than before the engine was made (PSS), and memory once freed is kept, so this is a peak.
+    Bytes are sent by all ranks together in a step, calls are those of one rank. Memory is what one rank holds at the
+    end in addition to what it held before the engine was made (PSS); freed memory is kept, so this is a peak.
     """
     chosen = dict(STRATEGIES[int(ranks)])
     first = next(iter(chosen))
@@ -264,7 +264,7 @@ def strategies(
 @output_option()
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 def oversubscribed(ranks: int, steps: int, rounds: int, output: Path | None, options: tuple[str, ...]) -> None:
-    """Ranks that wait must not spin: tokens a second on one rank a core and on more; options go to 'train'."""
+    """Compare tokens a second on one rank a core with more ranks than cores; further options go to 'train'."""
     cores = max(1, int(cores_here()))
     arguments = {"options": ["--batch-size", "32", *options], "warm": 3, "time": steps}
     speeds: dict[int, list[float]] = {cores: [], ranks: []}

@@ -21,7 +21,7 @@ ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
 BLUE, VERMILLION, PURPLE, PALE = "#0072B2", "#D55E00", "#CC79A7", "#DDDDDD"
 COLOURS = (SKY, ORANGE, GREEN, YELLOW, PURPLE, BLUE, VERMILLION)
 
-WIDEST = 110  # columns: what is drawn side by side goes on below, so that text looks the same everywhere
+WIDEST = 110  # columns of text, on every terminal: wider drawings continue below
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def present(picture: Picture, output: Path | None) -> None:
     click.echo(f"wrote {output}")
 
 
-# --- A picture as text: box-drawing characters, coloured where somebody is watching
+# --- A picture as text: box-drawing characters, coloured on a terminal
 
 
 UP, RIGHT, DOWN, LEFT = 1, 2, 4, 8

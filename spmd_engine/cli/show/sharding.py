@@ -86,7 +86,7 @@ def _boxes(axes: list[str], ranks: np.ndarray, fastest: int) -> list[Cell]:
     for place, part in enumerate(ranks):
         inside = _boxes(axes[1:], part, fastest)
         width, height = (side + more for side, more in zip(size(inside), (3, 2), strict=True))
-        if x and x + width > WIDEST:  # beside the others while there is room
+        if x and x + width > WIDEST:  # to the right while there is room
             x, y = 0, y + height + 1
         cells.append(Cell(x, y, width, height))
         cells.append(text(x + 2, y + 1, f"{axes[0]} {place}"))
@@ -210,7 +210,7 @@ def draw_sharding(spec: Spec, shape: Sequence[int], places: Sequence[MeshPositio
         notes.append(f"Pipeline: stage {' and stage '.join(map(str, stages))} alone.")
     if alone := [axis for axis, size in mesh.axes.items() if axis != PIPE and reach[axis] < size]:
         where = " and ".join(f"{axis} {mesh.coordinates[axis]}" for axis in alone)
-        notes.append(f"One expert's: ranks with {where} alone, which cut the batch elsewhere.")
+        notes.append(f"Of one expert: only on ranks with {where}, which split the batch in other layers.")
     if copied := [axis for axis, count in reach.items() if count > 1 and axis not in spec.axes]:
         copies = prod(reach[axis] for axis in copied)
         notes.append(f"Each block is on {copies} ranks, which differ along {' and '.join(copied)}.")
@@ -222,8 +222,8 @@ def _rank(place: MeshPosition) -> int:
 
 
 def _drawn(cut: Sequence[int], dims: int) -> tuple[int | None, ...]:
-    """The dim that goes down, the one that goes across, and those that are cut but not drawn."""
-    if len(cut) == 1:  # the last dim lies across, as a vector and a matrix' columns do
+    """The dim drawn from top to bottom, the one from left to right, and others that are split but not drawn."""
+    if len(cut) == 1:  # the last dim from left to right, like a vector and the columns of a matrix
         return (None, cut[0]) if cut[0] == dims - 1 else (cut[0], None)
     return tuple(cut) if cut else (None, None)
 
@@ -238,7 +238,7 @@ def _name(spec: Spec, dim: int | None, block: Sequence[slice]) -> str:
 
 
 def _label(ranks: Sequence[int], block: Sequence[slice], spec: Spec, others: Sequence[int]) -> str:
-    """The ranks and, below, what they hold: ``[0:4, :]``, with the letter of a dim that is cut but not drawn."""
+    """The ranks and, below, what they hold: ``[0:4, :]``, with the letter of a dim that is split but not drawn."""
     indices = []
     for dim, ((letter, axes), part) in enumerate(zip(spec, block, strict=True)):
         indices.append(letter if dim in others else _range(part) if axes else ":")
@@ -353,13 +353,13 @@ def mean_loads(folder: Path, steps: int) -> dict[str, list[int]]:
     path = folder / MetricsFile.NAME
     with reading(f"{path} cannot be read"):
         lines = [parse_json(line) for line in read_text(path).splitlines()]
-    told = [line["side_outputs"] for line in lines if "side_outputs" in line][-steps:]
-    names = [name for name in (told[-1] if told else {}) if name.endswith(LOAD)]
+    outputs = [line["side_outputs"] for line in lines if "side_outputs" in line][-steps:]
+    names = [name for name in (outputs[-1] if outputs else {}) if name.endswith(LOAD)]
     if not names:
         raise UsageError(f"{path} has no load of experts: the run made no step, or its model has no experts")
-    by_name = {name: zip(*(each[name] for each in told), strict=True) for name in names}
+    by_name = {name: zip(*(each[name] for each in outputs), strict=True) for name in names}
     return {
-        name.removesuffix(LOAD): [round(sum(of_expert) / len(told)) for of_expert in of_layer]
+        name.removesuffix(LOAD): [round(sum(of_expert) / len(outputs)) for of_expert in of_layer]
         for name, of_layer in by_name.items()
     }
 
