@@ -9,6 +9,7 @@ from typing import Any
 import click
 import numpy as np
 
+from spmd_engine.cli.options import chosen_settings
 from spmd_engine.comm.agreement.rank_zero import text_from_rank_zero
 from spmd_engine.comm.mesh import Mesh
 from spmd_engine.comm.world import world
@@ -17,7 +18,7 @@ from spmd_engine.errors import UsageError
 from spmd_engine.training.train_config import TrainConfig
 
 AUTO = "auto"  #: as --mesh: the mesh is planned
-LORA = ("lora_rank", "lora_alpha", "lora_targets")
+LORA = tuple(chosen_settings(TrainConfig, ["lora"]))
 #: Options that a plan decides; another value of them contradicts it.
 DECIDED = (
     "mesh", "zero", "sequence_parallel", "context_method", "schedule", "chunks", "stages", "recompute",
