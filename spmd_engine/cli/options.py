@@ -70,7 +70,8 @@ def options_of(
 ) -> Callable:
     """A decorator that gives a command an option for each of the ``chosen_settings``.
 
-    An option that is not given is None. ``defaults`` and ``help`` are what the help shows instead of the fields' own.
+    An option that is not given is None. ``defaults`` and ``help`` replace what the help shows of a field; with another
+    ``help``, it shows no default of the field.
     """
 
     def decorate(command: Callable) -> Callable:
@@ -96,9 +97,11 @@ def _option(setting: ConfigField, default: Any, help: str | None) -> Callable:
     if setting.path == ("model", "name"):
         options["callback"] = _note_other_meaning
     text = (help or about["help"]).replace("`", "'")
-    shown = str(default) if default is not None else about.get("unset") or setting.text(setting.default)
-    if "of_images" in about and default is None:
+    shown = "" if help else about.get("unset") or setting.text(setting.default)
+    if "of_images" in about:
         shown += f"; images: {about['of_images']}"
+    if default is not None:
+        shown = str(default)
     text += f" [default: {shown}]" if shown and shown != "off" else ""
     return click.option(setting.name, *flags, default=None, help=text, cls=SettingOption, **options)
 

@@ -43,7 +43,7 @@ HELP = {
     "model": "Instead of --run, weights: a folder in Hugging Face's format, a GGUF file, or org/name in the hub's "
     "local cache.",
     "adapter": "With --model: a folder of adapters in PEFT's format.",
-    "dtype": "With --model: the dtype of parameters and activations.",
+    "dtype": "With --model: the dtype of parameters and activations. [default: float32]",
 }
 run_option = click.option("--run", metavar="DIR", help="Folder of a run of 'train'.")
 

@@ -87,11 +87,13 @@ class LoRAOptions(Configuration):
     """Of each weight w of the ``targets``, w + (alpha / rank) · a · b is used, and a and b alone are trained."""
 
     rank: int = setting(
-        8, least=1, fixed=True, help="Rank of adapters, which alone are trained; the model is frozen."
+        8,
+        least=1,
+        fixed=True,
+        unset="no adapters",
+        help="Rank of adapters, which alone are trained; the model is frozen.",
     )
-    alpha: float = setting(
-        16.0, least=0, fixed=True, help="The factor of adapters is this, divided by the rank."
-    )
+    alpha: float = setting(16.0, least=0, fixed=True, help="The factor of adapters is this, divided by the rank.")
     targets: str | None = setting(
         None,
         metavar="NAME,...",
