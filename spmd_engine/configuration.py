@@ -40,11 +40,12 @@ def setting(
 
     Numbers range from ``least`` to ``most``, or lie ``below`` a limit; texts are one of ``choices``. With a ``unit``,
     BYTES or SECONDS, a text such as "2GiB" is a value, too; ``read`` converts any other text. ``unset`` says what None,
-    or an option that is not given, stands for. ``option`` is the name on the command line and among the keywords of ``with_options``, by default the
-    field's; None: a keyword by the field's name, and no option of the command line. ``old_names`` are accepted on the
-    command line and not listed. The fields of a nested configuration are options of their own, with ``prefix`` before
-    their names, unless ``option`` is None. A ``fixed`` field cannot change when a run resumes. ``of_images`` is the
-    default for models of images.
+    or an option that is not given, stands for.
+
+    ``option`` is the name on the command line and among the keywords of ``with_options``, by default the field's; with
+    None, the field is no option of the command line. ``old_names`` are accepted there and not listed. The fields of a
+    nested configuration are options of their own, with ``prefix`` before their names, unless its ``option`` is None. A
+    ``fixed`` field cannot change when a run resumes. ``of_images`` is the default for models of images.
     """
     given = locals()
     about = {name: given[name] for name in given if name != "default" and given[name] not in (None, "", ())}
